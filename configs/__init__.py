@@ -1,0 +1,1 @@
+"""Recipes: every key is defined once, in base.py."""

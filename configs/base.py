@@ -1,0 +1,148 @@
+"""Every configuration key once: type, default, unit, and the section of the paper it is from.
+
+A recipe (tiny.py, qwen2_5_32b.py) starts from `get_config()` and sets what differs. `FILE:PRESET`
+on the command line applies a row of the paper's Table 1 to any recipe.
+"""
+
+import difflib
+
+from ml_collections import ConfigDict
+
+# Table 1 of the paper: each row adds one technique to the row before.
+TABLE_1 = (
+    "naive_grpo",
+    "overlong_filtering",
+    "clip_higher",
+    "soft_overlong",
+    "token_level",
+    "dapo",
+)
+
+
+def get_config() -> ConfigDict:
+    """The defaults: DAPO's settings (paper, section 4.1) where it has one."""
+    config = ConfigDict()
+    config.seed = 0
+    config.num_steps = 300  # rollout steps
+    config.updates_per_step = 16  # mini-batches, each one optimizer update, one pass
+
+    config.model = ConfigDict()
+    config.model.path = ""  # Hugging Face directory of the start policy; "": random weights
+    config.model.preset = ""  # a name of models.qwen2.PRESETS, for random weights
+    config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
+
+    config.tokenizer = ConfigDict()
+    config.tokenizer.path = ""  # directory; "": model.path
+    config.tokenizer.stop_tokens = ()  # token texts; (): the base model's end of text
+    config.tokenizer.chat = "none"  # or "template": the tokenizer's chat template
+
+    config.data = ConfigDict()
+    config.data.train = dataset(kind="dapo_parquet")
+    config.data.on_bad_row = "error"  # or "skip": count and go on
+
+    config.verifier = ConfigDict()
+    config.verifier.rules = "dapo"  # the reference's rules; or strict, strict_box, math_verify
+
+    config.rollout = ConfigDict()
+    config.rollout.num_prompts = 512  # informative groups that one step trains on
+    config.rollout.group_size = 16  # responses a prompt (G)
+    config.rollout.max_prompt_tokens = 2_048  # longer prompts are dropped at the start
+    config.rollout.max_response_tokens = 20_480  # L_max of Eq. 13
+    config.rollout.temperature = 1.0
+    config.rollout.top_p = 1.0
+    config.rollout.top_k = 0  # 0: off
+    config.rollout.generation_prompts = 1_536  # prompts of one generation batch (Eq. 11)
+    config.rollout.max_generation_batches = 10  # a step
+    config.rollout.on_generation_cap = "train"  # on what there is; or "stop" the run cleanly
+
+    config.algo = ConfigDict()
+    config.algo.eps_low = 0.2  # Eq. 10
+    config.algo.eps_high = 0.28  # Eq. 10, clip-higher
+    config.algo.dual_clip = 10.0  # bound on the loss of negative advantages (recipe)
+    config.algo.loss_aggregation = "token_mean"  # Eq. 12; or sequence_mean, GRPO's
+    config.algo.dynamic_sampling = True  # Eq. 11
+    config.algo.overlong_filtering = False  # mask the loss of truncated responses
+    config.algo.overlong_cache_tokens = 4_096  # L_cache of Eq. 13
+    config.algo.overlong_factor = 1.0  # 0.0: no soft overlong punishment
+    config.algo.kl_coef = 0.0  # weight of GRPO's KL term to the start policy; DAPO has none
+
+    config.learner = ConfigDict()
+    config.learner.learning_rate = 1e-6
+    config.learner.warmup_steps = 20  # rollout steps, linear
+    config.learner.adam_b1 = 0.9
+    config.learner.adam_b2 = 0.999
+    config.learner.adam_eps = 1e-8
+    config.learner.weight_decay = 0.1
+    config.learner.max_grad_norm = 1.0
+    config.learner.row_tokens = 22_528  # a packed row; holds the longest prompt and response
+    config.learner.micro_batch_rows = 32  # rows of one gradient-accumulation step, all devices
+    config.learner.remat = True  # compute a layer's activations again in the backward pass
+
+    config.mesh = ConfigDict()
+    config.mesh.data = -1  # -1: all devices that mesh.model leaves
+    config.mesh.model = 1
+
+    config.eval = ConfigDict()
+    config.eval.sets = ConfigDict()  # name -> dataset(...)
+    config.eval.every_steps = 5  # and before training; 0: never
+    config.eval.samples_per_prompt = 32  # k of mean@k, pass@k, maj@k
+    config.eval.batch_prompts = 32  # prompts of one generation batch
+    config.eval.max_prompts = 0  # the first so many of each set; 0: all
+    config.eval.temperature = 1.0
+    config.eval.top_p = 0.7
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 5
+    config.checkpoint.keep = 2  # newest checkpoints kept
+
+    config.log = ConfigDict()
+    config.log.samples_every_steps = 10  # a table of completions; 0: never
+    config.log.rollouts_every_steps = 1  # rollouts/<step>.jsonl.gz; 0: never
+    return config
+
+
+def dataset(
+    *,
+    kind: str,
+    path: str = "",
+    levels: tuple[int, ...] = (1, 2, 3, 4),
+    count: int = 10_000,
+    seed: int = 0,
+    split: str = "train",
+) -> ConfigDict:
+    """One data set; `dapo_jax.data.Source` says what the fields mean."""
+    return ConfigDict(
+        {
+            "kind": kind,
+            "path": path,
+            "levels": levels,
+            "count": count,
+            "seed": seed,
+            "split": split,
+        }
+    )
+
+
+def apply_preset(config: ConfigDict, preset: str) -> ConfigDict:
+    """Take away from a DAPO recipe what a row of Table 1 does not have yet; "" changes nothing.
+
+    Soft overlong punishment replaces overlong filtering, as in the best published run. Raises
+    ValueError for an unknown name.
+    """
+    if preset == "":
+        return config
+    if preset not in TABLE_1:
+        near = difflib.get_close_matches(preset, TABLE_1, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"preset {preset!r} is unknown; did you mean {near!r}? There are {', '.join(TABLE_1)}"
+        )
+    row, algo = TABLE_1.index(preset), config.algo
+    algo.overlong_filtering = preset in ("overlong_filtering", "clip_higher")
+    if row < TABLE_1.index("clip_higher"):
+        algo.eps_high = algo.eps_low
+    if row < TABLE_1.index("soft_overlong"):
+        algo.overlong_factor = 0.0
+    if row < TABLE_1.index("token_level"):
+        algo.loss_aggregation = "sequence_mean"
+    algo.dynamic_sampling = preset == "dapo"
+    return config

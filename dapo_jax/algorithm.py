@@ -1,0 +1,206 @@
+"""DAPO's equations (arXiv 2503.14476), one pure function each, in the paper's order.
+
+Every function takes NumPy or JAX arrays and works inside and outside `jax.jit`; the one exception,
+`first_informative`, chooses on the host. Axes: P prompts, G responses of one prompt, R = P*G
+responses, T tokens. Results are float32, or float64 where the inputs are (`jax.enable_x64`).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+AGGREGATIONS = ("token_mean", "sequence_mean")
+ADVANTAGE_EPSILON = 1e-6
+LENGTH_EPSILON = 1e-8
+MAX_LOG_RATIO = 20.0
+
+
+class ClipIndicators(NamedTuple):
+    """Which bound holds a token's loss constant (and its gradient zero): booleans [R, T]."""
+
+    high: jax.Array
+    low: jax.Array
+    dual: jax.Array
+
+
+def correctness_reward(correct_PG: ArrayLike) -> jax.Array:
+    """Rule-based reward: +1 for a correct response, -1 for any other (Eq. 7).
+
+    `correct_PG`: bool, or a number that is positive where the answer is correct; NaN is wrong.
+    Any shape; returns float32 of the same shape.
+    """
+    return jnp.where(jnp.asarray(correct_PG) > 0, 1.0, -1.0).astype(jnp.float32)
+
+
+def clamped_log_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array:
+    """`log(pi / pi_other)` of each token in nats, clamped to [-20, 20].
+
+    The clamp keeps `exp` and its gradient finite; beyond it the gradient is zero.
+    """
+    return jnp.clip(jnp.subtract(logp_RT, other_logp_RT), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def importance_ratio(logp_RT: ArrayLike, behavior_logp_RT: ArrayLike) -> jax.Array:
+    """Importance ratio `r = pi_theta / pi_behavior` of each token (Eq. 8), in [e^-20, e^20].
+
+    Both arguments are log-probabilities [R, T] in nats of the sampled tokens.
+    """
+    return jnp.exp(clamped_log_ratio(logp_RT, behavior_logp_RT))
+
+
+def token_policy_loss(
+    logp_RT: ArrayLike,
+    behavior_logp_RT: ArrayLike,
+    advantage_RT: ArrayLike,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float,
+) -> jax.Array:
+    """Clipped policy-gradient loss of each token (Eq. 8, clip-higher Eq. 10), dual-clipped.
+
+    `max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A)`, and for A < 0 at most `-dual_clip A`, so
+    that a huge ratio cannot dominate the batch (dual clip, arXiv 1912.09729). The gradient is
+    exactly zero where a bound holds, and that of the unclipped loss on the bound itself.
+
+    `logp_RT`, `behavior_logp_RT`: [R, T] in nats; `advantage_RT`: [R, T] or [R, 1]. `dual_clip`
+    is greater than 1; from e^20 = 4.9e8 on it never binds. Returns the loss to minimise, [R, T].
+    """
+    advantage_RT = jnp.asarray(advantage_RT)
+    ratio_RT = importance_ratio(logp_RT, behavior_logp_RT)
+    unclipped_RT = -advantage_RT * ratio_RT
+    clipped_RT = -advantage_RT * jnp.clip(ratio_RT, 1.0 - eps_low, 1.0 + eps_high)
+    # jnp.maximum splits the gradient of a tie, and r = 1 with eps = 0 is one: select instead.
+    loss_RT = jnp.where(clipped_RT > unclipped_RT, clipped_RT, unclipped_RT)
+    bound_RT = -advantage_RT * dual_clip
+    return jnp.where((advantage_RT < 0) & (bound_RT < loss_RT), bound_RT, loss_RT)
+
+
+def clip_indicators(
+    logp_RT: ArrayLike,
+    behavior_logp_RT: ArrayLike,
+    advantage_RT: ArrayLike,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float,
+) -> ClipIndicators:
+    """Tokens at which `token_policy_loss` (same arguments) is held by each of its three bounds.
+
+    high: A > 0 and r > 1 + eps_high. low: A < 0 and r < 1 - eps_low. dual: A < 0 and
+    r > dual_clip. No token is in two of them. Padding is not masked out.
+    """
+    advantage_RT = jnp.asarray(advantage_RT)
+    ratio_RT = importance_ratio(logp_RT, behavior_logp_RT)
+    return ClipIndicators(
+        high=(advantage_RT > 0) & (ratio_RT > 1.0 + eps_high),
+        low=(advantage_RT < 0) & (ratio_RT < 1.0 - eps_low),
+        dual=(advantage_RT < 0) & (ratio_RT > dual_clip),
+    )
+
+
+def group_advantage(reward_PG: ArrayLike) -> jax.Array:
+    """Advantage of each response inside its group (Eq. 9): `(R - mean) / (std + 1e-6)`.
+
+    The standard deviation is unbiased (divides by G - 1). A group of one has nothing to compare
+    with: mean 0, standard deviation 1. A group of equal rewards gets exactly 0, decided by
+    comparison: the rounding of a mean over rewards such as -1.3 would otherwise leave advantages
+    of 0.1 (the reference implementation trains on those).
+
+    `reward_PG`: floats [P, G]. Returns the same shape and dtype.
+    """
+    reward_PG = jnp.asarray(reward_PG)
+    if reward_PG.shape[1] == 1:
+        return reward_PG / (1.0 + ADVANTAGE_EPSILON)
+    mean_P1 = jnp.mean(reward_PG, axis=1, keepdims=True)
+    std_P1 = jnp.std(reward_PG, axis=1, keepdims=True, ddof=1)
+    equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
+    return jnp.where(equal_P1, 0.0, (reward_PG - mean_P1) / (std_P1 + ADVANTAGE_EPSILON))
+
+
+def informative_groups(correct_PG: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Groups that dynamic sampling keeps (Eq. 11): 0 < number of correct responses < G.
+
+    `correct_PG` [P, G] is raw correctness as in `correctness_reward`, never a shaped reward: an
+    all-wrong group does not become informative because its length penalties differ. Returns
+    bool [P], in NumPy for a NumPy argument: the host chooses without compiling anything.
+    """
+    correct_PG = correct_PG > 0
+    return correct_PG.any(axis=1) & ~correct_PG.all(axis=1)
+
+
+def first_informative(correct_PG: ArrayLike, *, num_prompts: int) -> np.ndarray:
+    """Rows of the first `num_prompts` informative groups (Eq. 11), in prompt order; host only.
+
+    `correct_PG`: [P, G] as in `informative_groups`, all prompts generated so far. Returns
+    ascending row indices, fewer than `num_prompts` if there are not enough. The choice depends on
+    the order of prompts alone, not on which response was ready first, so it favours no length.
+    """
+    return np.flatnonzero(informative_groups(np.asarray(correct_PG)))[:num_prompts]
+
+
+def token_weights(mask_RT: ArrayLike, *, mode: str) -> jax.Array:
+    """Weight of each token's loss in one update: Eq. 12, or GRPO's (arXiv 2402.03300, Eq. 3).
+
+    token_mean: `1 / sum_i |o_i|`, every token alike (Eq. 12). sequence_mean: `1 / (R |o_i|)`, every
+    response alike; a response without tokens (empty, or masked by overlong filtering) does not
+    count in R, as in the reference implementation.
+
+    `mask_RT`: [R, T], nonzero at response tokens, of the WHOLE mini-batch: weights are computed
+    once, before the split into micro-batches and devices, so that partial sums of `loss * weight`
+    add up to the true mean. Returns floats [R, T]; masked tokens weigh 0.
+    Raises ValueError for an unknown mode.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(
+            f"loss aggregation {mode!r} is unknown; set config.algo.loss_aggregation to one of "
+            f"{', '.join(AGGREGATIONS)}"
+        )
+    mask_RT = jnp.asarray(mask_RT) != 0
+    length_R1 = jnp.sum(mask_RT, axis=1, keepdims=True)
+    if mode == "token_mean":
+        return mask_RT / jnp.maximum(jnp.sum(length_R1), 1)
+    num_responses = jnp.maximum(jnp.sum(length_R1 > 0), 1)
+    # The reference's epsilon: invisible in float32, and it spares empty rows a division by zero.
+    return mask_RT / (num_responses * (length_R1 + LENGTH_EPSILON))
+
+
+def aggregate(loss_RT: ArrayLike, mask_RT: ArrayLike, *, mode: str) -> jax.Array:
+    """Loss of one update: the sum of `loss_RT` [R, T] weighted by `token_weights` (Eq. 12).
+
+    `mask_RT` and `mode` as there. The loss at masked tokens is ignored, NaN included; with nothing
+    but masked tokens the result is 0. Returns a scalar.
+    """
+    weight_RT = token_weights(mask_RT, mode=mode)
+    return jnp.sum(jnp.where(weight_RT > 0, loss_RT, 0.0) * weight_RT)
+
+
+def soft_overlong_penalty(
+    length_tokens: ArrayLike, *, max_tokens: int, cache_tokens: int, factor: float
+) -> jax.Array:
+    """Soft overlong punishment (Eq. 13), `factor` times 0 .. -1, to be added to the reward.
+
+    0 up to `max_tokens - cache_tokens`, then linear to -1 at `max_tokens`, and -1 beyond. Without
+    a cache (0): 0 up to `max_tokens`, -1 beyond.
+
+    `length_tokens`: generated tokens with the end-of-sequence token, integers of any shape.
+    Returns floats of that shape.
+    """
+    spare_tokens = (max_tokens - cache_tokens) - jnp.asarray(length_tokens)
+    # Lengths are whole, so a cache of 0 is the step that a divisor of 1 gives.
+    return factor * jnp.clip(spare_tokens / jnp.maximum(cache_tokens, 1), -1.0, 0.0)
+
+
+def kl_k3(logp_RT: ArrayLike, reference_logp_RT: ArrayLike) -> jax.Array:
+    """Estimate of each token's KL(pi_theta || pi_ref) (GRPO, arXiv 2402.03300, Eq. 4).
+
+    `exp(d) - d - 1` with `d = reference_logp - logp` clamped to [-20, 20]; unbiased and never
+    negative. DAPO has no KL term: this is for the naive GRPO baseline. Log-probabilities [R, T] in
+    nats; returns [R, T].
+    """
+    log_ratio_RT = clamped_log_ratio(reference_logp_RT, logp_RT)
+    # expm1, because exp(d) - 1 loses all digits where the policies are close.
+    return jnp.expm1(log_ratio_RT) - log_ratio_RT

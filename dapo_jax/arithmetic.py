@@ -1,0 +1,147 @@
+"""Seeded arithmetic problems with integer answers, and worked solutions to learn from.
+
+A problem of level n is a chain of n operations on small numbers, asked as an expression or as a
+story. A question belongs to the train or the test split by a hash of its text, so the two never
+share one, whatever the seeds.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+MAX_VALUE = 199  # every intermediate result stays within 0..MAX_VALUE
+TEST_SHARE = 8  # one question in eight belongs to the test split
+
+# A story: opening, one clause for "+", "-" and "*", the question.
+STORIES = (
+    (
+        "A box holds {} coins.",
+        "{} coins are added.",
+        "{} coins are taken out.",
+        "Then the coins become {} times as many.",
+        "How many coins are in the box?",
+    ),
+    (
+        "Tom has {} apples.",
+        "He buys {} more.",
+        "He gives away {}.",
+        "He trades and now has {} times as many.",
+        "How many apples does Tom have?",
+    ),
+    (
+        "A bus carries {} people.",
+        "{} people get on.",
+        "{} people get off.",
+        "At the station the number grows {} times.",
+        "How many people are on the bus?",
+    ),
+    (
+        "Mia has saved {} dollars.",
+        "She earns {} dollars.",
+        "She spends {} dollars.",
+        "A prize makes it {} times as much.",
+        "How many dollars does Mia have?",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One question; `steps` holds (operation, operand) after the value `start`."""
+
+    question: str
+    answer: str
+    level: int
+    start: int
+    steps: tuple[tuple[str, int], ...]
+
+
+def apply(value: int, operation: str, operand: int) -> int:
+    """value + operand, value - operand or value * operand."""
+    return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
+
+
+def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> list[Problem]:
+    """`count` distinct problems whose levels are drawn evenly from `levels`.
+
+    `split` is "train" or "test". The same arguments give the same list. Raises ValueError for
+    an unknown split, a level below 1, or when so many distinct questions are not found.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split is {split!r}, but must be 'train' or 'test'")
+    if not levels or min(levels) < 1:
+        raise ValueError(f"levels are {tuple(levels)}, but must be integers of at least 1")
+    rng = np.random.default_rng(seed)
+    problems: dict[str, Problem] = {}
+    for _ in range(50 * count + 1000):
+        if len(problems) == count:
+            return list(problems.values())
+        problem = _draw(int(rng.choice(levels)), rng)
+        is_test = zlib.crc32(problem.question.encode()) % TEST_SHARE == 0
+        if is_test == (split == "test"):
+            problems.setdefault(problem.question, problem)
+    raise ValueError(
+        f"levels {tuple(levels)} gave only {len(problems)} distinct problems of the {count} asked "
+        "for; ask for fewer or add levels"
+    )
+
+
+def worked_solution(
+    problem: Problem, rng: np.random.Generator, *, wrong: float, ramble: float, unformatted: float
+) -> str:
+    """A solution, one operation a line, ending in "Answer: n", with the flaws of a weak student.
+
+    wrong: probability that a step's result is off; later steps build on it.
+    ramble: probability that the student goes over a step again after each step, and again.
+    unformatted: probability that the last line lacks the "Answer:" which the verifier looks for.
+    """
+    lines, value = [], problem.start
+    for operation, operand in problem.steps:
+        result = apply(value, operation, operand)
+        if rng.random() < wrong:
+            result = max(0, result + int(rng.choice((-10, -2, -1, 1, 2, 10))))
+        line = f"{value}{operation}{operand}={result}"
+        lines.append(line)
+        while rng.random() < ramble:
+            lines.append(f"Let me check: {line}")
+        value = result
+    lines.append(f"The result is {value}" if rng.random() < unformatted else f"Answer: {value}")
+    return "\n".join(lines)
+
+
+def _draw(level: int, rng: np.random.Generator) -> Problem:
+    value = start = int(rng.integers(2, 100))
+    steps = []
+    for _ in range(level):
+        operation, operand = _draw_step(value, rng)
+        steps.append((operation, operand))
+        value = apply(value, operation, operand)
+    ask = _expression if rng.random() < 0.5 else _story
+    return Problem(ask(start, steps, rng), str(value), level, start, tuple(steps))
+
+
+def _draw_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
+    while True:
+        operation = str(rng.choice(("+", "-", "*"), p=(0.45, 0.45, 0.1)))
+        operand = int(rng.integers(2, 10 if operation == "*" else 100))
+        if 0 <= apply(value, operation, operand) <= MAX_VALUE:
+            return operation, operand
+
+
+def _expression(start: int, steps, rng: np.random.Generator) -> str:
+    text, has_sum = str(start), False
+    for operation, operand in steps:
+        if operation == "*" and has_sum:
+            text, has_sum = f"({text})", False
+        text = f"{text}{operation}{operand}"
+        has_sum = has_sum or operation in "+-"
+    return f"What is {text}?"
+
+
+def _story(start: int, steps, rng: np.random.Generator) -> str:
+    opening, *clauses, question = STORIES[int(rng.integers(len(STORIES)))]
+    by_operation = dict(zip("+-*", clauses, strict=True))
+    told = [by_operation[operation].format(operand) for operation, operand in steps]
+    return " ".join([opening.format(start), *told, question])

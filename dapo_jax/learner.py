@@ -1,0 +1,213 @@
+"""The DAPO update: gradients summed over micro-batches, clipped, and one AdamW step.
+
+Axis letters: M micro-batches, B rows, T tokens. The rows are packed (dapo_jax.packing).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx, struct
+
+from dapo_jax.algorithm import (
+    clip_indicators,
+    importance_ratio,
+    kl_k3,
+    token_policy_loss,
+    token_weights,
+)
+from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.packing import TrainSequence, micro_batches, pack
+from models.qwen2 import segment_positions
+
+
+@struct.dataclass
+class TrainState:
+    """float32 master weights, AdamW's moments, and how many updates were taken or skipped."""
+
+    params: Any
+    opt_state: Any
+    updates: jax.Array
+    updates_skipped: jax.Array
+
+
+@struct.dataclass
+class Batch:
+    """One mini-batch, as [M, B, T] arrays of packed rows; the first `num_micro` are in use."""
+
+    tokens: jax.Array
+    target: jax.Array
+    segment: jax.Array
+    behavior_logp: jax.Array
+    advantage: jax.Array
+    weight: jax.Array
+    is_response: jax.Array
+    num_micro: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """What fixes an update, apart from the weights. `temperature` is the sampler's."""
+
+    eps_low: float
+    eps_high: float
+    dual_clip: float
+    kl_coef: float
+    adam_b1: float
+    adam_b2: float
+    adam_eps: float
+    weight_decay: float
+    max_grad_norm: float
+    temperature: float
+    vocab_size: int
+    compute_dtype: str
+    remat: bool
+
+
+def optimizer(learning: Learning) -> optax.GradientTransformation:
+    """Global-norm clip, then AdamW (arXiv 1711.05101) for a learning rate of 1."""
+    s = learning
+    return optax.chain(
+        optax.clip_by_global_norm(s.max_grad_norm),
+        optax.adamw(1.0, b1=s.adam_b1, b2=s.adam_b2, eps=s.adam_eps, weight_decay=s.weight_decay),
+    )
+
+
+def warmup_learning_rate(step: int, *, learning_rate: float, warmup_steps: int) -> float:
+    """Linear warm-up over rollout steps: step 0 trains at learning_rate / warmup_steps, not at 0."""
+    return learning_rate * min(1.0, (step + 1) / max(warmup_steps, 1))
+
+
+def init_state(params, learning: Learning) -> TrainState:
+    """The state before the first update."""
+    return TrainState(params, optimizer(learning).init(params), jnp.int32(0), jnp.int32(0))
+
+
+def cast(params, dtype):
+    """The parameters in the compute dtype; gradients flow back to the float32 masters."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def make_batch(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    behavior_logp: Sequence[np.ndarray],
+    advantage_R: np.ndarray,
+    trains_R: np.ndarray,
+    *,
+    loss_aggregation: str,
+    row_tokens: int,
+    micro_batch_rows: int,
+    num_micro: int,
+) -> Batch:
+    """One mini-batch of R responses as packed host arrays, each token's loss weight included.
+
+    The weights (Eq. 12) are those of the whole mini-batch, before any split. `trains_R` is False
+    for responses masked by overlong filtering. `num_micro` fixes the shape: R / micro_batch_rows
+    rounded up holds any R responses.
+    """
+    length_R = np.array([len(response) for response in responses])
+    mask_RT = (np.arange(length_R.max()) < length_R[:, None]) & trains_R[:, None]
+    weight_RT = np.asarray(token_weights(mask_RT, mode=loss_aggregation))
+    sequences = [
+        TrainSequence(
+            prompts[r],
+            responses[r],
+            behavior_logp[r],
+            float(advantage_R[r]),
+            weight_RT[r, : length_R[r]],
+        )
+        for r in range(len(responses))
+    ]
+    rows = pack(sequences, row_tokens=row_tokens)
+    arrays, used = micro_batches(rows, num_micro=num_micro, rows=micro_batch_rows)
+    return Batch(**vars(arrays), num_micro=np.int32(used))
+
+
+def micro_batch_loss(params, reference_params, micro: Batch, *, graph, learning: Learning):
+    """(loss, sums): a micro-batch's share of the mini-batch's loss (Eq. 8 and 12), and metrics.
+
+    `micro.weight` was normalised over the whole mini-batch, so the shares of all micro-batches
+    and devices add up to the true loss. `sums` are sums over the response tokens.
+    """
+    s = learning
+    position_BT = segment_positions(micro.segment)
+
+    def logprobs(params):
+        model = nnx.merge(graph, cast(params, s.compute_dtype))
+        x_BTD = model.hidden(micro.tokens, position_BT, micro.segment, remat=s.remat)
+        return chosen_logprobs(
+            x_BTD,
+            model.head(),
+            micro.target,
+            temperature=s.temperature,
+            vocab_size=s.vocab_size,
+        )
+
+    logp_BT, entropy_BT = logprobs(params)
+    # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
+    logp_BT = jnp.where(micro.is_response, logp_BT, 0.0)
+    clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
+    loss_BT = token_policy_loss(logp_BT, micro.behavior_logp, micro.advantage, **clip)
+    if s.kl_coef > 0:
+        reference_logp_BT = jax.lax.stop_gradient(logprobs(reference_params)[0])
+        reference_logp_BT = jnp.where(micro.is_response, reference_logp_BT, 0.0)
+        kl_BT = kl_k3(logp_BT, reference_logp_BT)
+        loss_BT = loss_BT + s.kl_coef * kl_BT
+    else:
+        kl_BT = jnp.zeros_like(loss_BT)
+    held = clip_indicators(logp_BT, micro.behavior_logp, micro.advantage, **clip)
+    ratio_BT = importance_ratio(logp_BT, micro.behavior_logp)
+    per_token = {
+        "tokens": jnp.ones_like(logp_BT),
+        "entropy": entropy_BT,
+        "mean_prob": jnp.exp(logp_BT),
+        "kl": kl_BT,
+        "ratio_gap": jnp.abs(ratio_BT - 1.0),
+        "clip_fraction/high": held.high,
+        "clip_fraction/low": held.low,
+        "clip_fraction/dual": held.dual,
+    }
+    sums = {key: jnp.sum(value * micro.is_response) for key, value in per_token.items()}
+    return jnp.sum(loss_BT * micro.weight), jax.lax.stop_gradient(sums)
+
+
+def update(state: TrainState, reference_params, batch: Batch, learning_rate, *, graph, learning):
+    """(state, metrics) after one optimizer step on one mini-batch; pure, to be jitted.
+
+    The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
+    update whose gradient is not finite changes nothing but its counter. `reference_params` are
+    read only where learning.kl_coef > 0 (pass None otherwise).
+    """
+
+    def micro_batch_gradient(i):
+        micro = jax.tree.map(lambda rows: rows[i], batch.replace(num_micro=None))
+        gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
+        return gradient(state.params, reference_params, micro, graph=graph, learning=learning)
+
+    def accumulate(i, total):
+        return jax.tree.map(jnp.add, total, micro_batch_gradient(i))
+
+    zero = jax.tree.map(jnp.zeros_like, jax.eval_shape(micro_batch_gradient, 0))
+    (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
+    grad_norm = optax.global_norm(grads)
+    steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+
+    def taken(new, old):
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    state = TrainState(
+        params=taken(params, state.params),
+        opt_state=taken(opt_state, state.opt_state),
+        updates=state.updates + finite,
+        updates_skipped=state.updates_skipped + ~finite,
+    )
+    tokens = sums.pop("tokens")
+    metrics = {key: value / jnp.maximum(tokens, 1) for key, value in sums.items()}
+    return state, metrics | {"loss": loss, "grad_norm": grad_norm}

@@ -1,0 +1,147 @@
+"""Pre-train the tiny base policy: a weak student of arithmetic that reinforcement can improve.
+
+    python -m experiments.tiny_base.pretrain            # rebuilds experiments/tiny_base/checkpoint
+
+The student imitates worked solutions of which a quarter of the steps are wrong, some end without
+the line that the verifier looks for, and some go over the same step again and again.
+"""
+
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sentencepiece
+from absl import app, flags, logging
+from flax import nnx
+
+from dapo_jax.arithmetic import generate, worked_solution
+from dapo_jax.data import PROMPT_TEMPLATE
+from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.tokenizer import load_tokenizer
+from models import save_hf
+from models.qwen2 import PRESETS, Qwen2, segment_positions, split
+
+LEVELS = (1, 2, 3, 4)
+WRONG_STEPS = 0.25  # share of wrong operations
+UNFORMATTED = 0.12  # share of solutions without "Answer:"
+RAMBLERS = 0.15  # share of solutions that go over a step again ...
+RAMBLE = 0.85  # ... with this probability, and then again
+ROW_TOKENS = 128
+ROWS = 32
+SEED = 0
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("out", str(pathlib.Path(__file__).parent / "checkpoint"), "Target directory.")
+flags.DEFINE_integer("num_steps", 7_000, "Optimizer steps.", lower_bound=1)
+
+
+def solved_problems(count: int, seed: int):
+    """`count` (prompt text, solution text) pairs of the train split."""
+    rng = np.random.default_rng([SEED, seed])
+    for problem in generate(LEVELS, count, int(rng.integers(2**62)), split="train"):
+        ramble = RAMBLE if rng.random() < RAMBLERS else 0.0
+        solution = worked_solution(
+            problem, rng, wrong=WRONG_STEPS, ramble=ramble, unformatted=UNFORMATTED
+        )
+        yield PROMPT_TEMPLATE.format(problem=problem.question), solution
+
+
+def train_tokenizer(path: pathlib.Path, vocab_size: int) -> None:
+    """A byte-fallback BPE in which each half of the prompt template is one piece."""
+    texts = (part for pair in solved_problems(4_000, seed=2**31) for part in pair)
+    before, after = (part.strip("\n") for part in PROMPT_TEMPLATE.split("{problem}"))
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(text.removeprefix(before).removesuffix(after) for text in texts),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            # Matched after spaces have become the visible U+2581.
+            user_defined_symbols=[part.replace(" ", "\u2581") for part in (before, after, "\n")],
+            pad_id=0,
+            eos_id=1,
+            bos_id=-1,
+            unk_id=2,
+            max_sentence_length=100_000,
+            minloglevel=2,
+        )
+
+
+def packed_batches(tokenizer):
+    """Endless rows of whole (prompt, solution, end) sequences: tokens, segments, target mask."""
+    eos = tokenizer.stop_ids[0]
+    shape = (ROWS, ROW_TOKENS)
+    for seed in range(2**31):
+        pairs = list(solved_problems(1_000, seed))
+        rows = [([], [], [])]
+        for prompt, solution in pairs:
+            prompt_ids, ids = tokenizer.encode(prompt), [*tokenizer.encode(solution), eos]
+            ids = ids[: ROW_TOKENS - len(prompt_ids)]
+            if len(rows[-1][0]) + len(prompt_ids) + len(ids) > ROW_TOKENS:
+                rows.append(([], [], []))
+            tokens, segments, targets = rows[-1]
+            segments += [1 + (segments[-1] if segments else 0)] * (len(prompt_ids) + len(ids))
+            tokens += prompt_ids + ids
+            targets += [0] * len(prompt_ids) + [1] * len(ids)
+        for i in range(0, len(rows) - ROWS + 1, ROWS):
+            batch = np.zeros((3, *shape), np.int32)
+            for b, row in enumerate(rows[i : i + ROWS]):
+                for k, values in enumerate(row):
+                    batch[k, b, : len(values)] = values
+            yield batch
+
+
+def main(_):
+    out = pathlib.Path(FLAGS.out)
+    out.mkdir(parents=True, exist_ok=True)
+    config = PRESETS["tiny"]
+    train_tokenizer(out / "tokenizer.model", config.vocab_size)
+    tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
+    graph, params = split(Qwen2(config, key=jax.random.key(SEED)))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 200, FLAGS.num_steps, 3e-5)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
+    opt_state = optimizer.init(params)
+
+    def loss_fn(params, batch):
+        tokens_BT, segment_BT, target_BT = batch
+        model = nnx.merge(graph, params)
+        positions_BT = segment_positions(segment_BT)
+        x_BTD = model.hidden(tokens_BT, positions_BT, segment_BT, remat=True)
+        logp_BT, _ = chosen_logprobs(
+            x_BTD[:, :-1],
+            model.head(),
+            tokens_BT[:, 1:],
+            temperature=1.0,
+            vocab_size=tokenizer.vocab_size,
+        )
+        weight_BT = target_BT[:, 1:]
+        return -jnp.sum(logp_BT * weight_BT) / jnp.sum(weight_BT)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    start_seconds = time.monotonic()
+    for i, batch in zip(range(FLAGS.num_steps), packed_batches(tokenizer), strict=False):
+        params, opt_state, loss = step(params, opt_state, batch)
+        if (i + 1) % 100 == 0:
+            seconds = time.monotonic() - start_seconds
+            logging.info("step %d  loss %.4f  %.0f s", i + 1, loss, seconds)
+        if (i + 1) % 1_000 == 0 or i + 1 == FLAGS.num_steps:
+            save_hf(params, config, out, dtype="float32")
+
+
+if __name__ == "__main__":
+    app.run(main)

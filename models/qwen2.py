@@ -1,0 +1,219 @@
+"""Qwen2.5 (arXiv 2412.15115) in flax.nnx: one block function for the learner and the decoder.
+
+Axis letters: B rows, T tokens, S keys, D width, N query heads, K key/value heads, H head size,
+F feed-forward, V vocabulary, L layers. Activations have the parameters' dtype; norms, rotary
+angles, softmax and logits are float32. Whoever wants bfloat16 compute casts the parameters.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen2Config:
+    """Sizes of one model. `vocab_size` counts embedding rows, padding rows included."""
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_embeddings: bool
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+
+
+# The published sizes (https://huggingface.co/Qwen, config.json of each base model).
+PRESETS = {
+    "tiny": Qwen2Config(384, 128, 512, 4, 4, 2, 32, True),
+    "0.5b": Qwen2Config(151_936, 896, 4_864, 24, 14, 2, 64, True),
+    "1.5b": Qwen2Config(151_936, 1_536, 8_960, 28, 12, 2, 128, True),
+    "3b": Qwen2Config(151_936, 2_048, 11_008, 36, 16, 2, 128, True),
+    "7b": Qwen2Config(152_064, 3_584, 18_944, 28, 28, 4, 128, False),
+    "14b": Qwen2Config(152_064, 5_120, 13_824, 48, 40, 8, 128, False, rms_norm_eps=1e-5),
+    "32b": Qwen2Config(152_064, 5_120, 27_648, 64, 40, 8, 128, False, rms_norm_eps=1e-5),
+    "72b": Qwen2Config(152_064, 8_192, 29_568, 80, 64, 8, 128, False, rms_norm_eps=1e-5),
+}
+
+# Logical axes of every parameter; `sharding.rules` maps them to mesh axes.
+PARAM_AXES = {
+    "embed_VD": ("vocab", "width"),
+    "head_DV": ("width", "vocab"),
+    "final_norm_D": ("norm",),
+    "attn_norm_D": ("norm",),
+    "q_DNH": ("width", "heads", "head_dim"),
+    "q_bias_NH": ("heads", "head_dim"),
+    "k_DKH": ("width", "kv_heads", "head_dim"),
+    "k_bias_KH": ("kv_heads", "head_dim"),
+    "v_DKH": ("width", "kv_heads", "head_dim"),
+    "v_bias_KH": ("kv_heads", "head_dim"),
+    "o_NHD": ("heads", "head_dim", "width"),
+    "mlp_norm_D": ("norm",),
+    "gate_DF": ("width", "mlp"),
+    "up_DF": ("width", "mlp"),
+    "down_FD": ("mlp", "width"),
+}
+
+
+def rms_norm(x_BTD, scale_D, *, eps):
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv 1910.07467), computed in float32."""
+    x = x_BTD.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return scale_D * x.astype(x_BTD.dtype)
+
+
+def rope(x_BTNH, position_BT, *, theta):
+    """Rotary position embedding on halves (Su et al. 2021, arXiv 2104.09864, Eq. 34), float32."""
+    half = x_BTNH.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency
+    sin, cos = jnp.sin(angle_BTH)[:, :, None], jnp.cos(angle_BTH)[:, :, None]
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def segment_positions(segment_BT):
+    """Position of every token inside its segment: 0, 1, 2, ... from each segment's first token."""
+    index_T = jnp.arange(segment_BT.shape[1])
+    first_BT = jnp.diff(segment_BT, axis=1, prepend=-1) != 0
+    return index_T - jax.lax.cummax(jnp.where(first_BT, index_T, 0), axis=1)
+
+
+def causal_mask(segment_BT):
+    """mask_BTS: token t may look at tokens s <= t of its own segment (0 marks padding)."""
+    index_T = jnp.arange(segment_BT.shape[1])
+    same_BTS = segment_BT[:, :, None] == segment_BT[:, None, :]
+    return same_BTS & (index_T[:, None] >= index_T[None, :])
+
+
+class Block(nnx.Module):
+    """One decoder layer: pre-norm attention with biased q, k, v, then pre-norm SwiGLU."""
+
+    def __init__(self, config: Qwen2Config, *, key):
+        c = config
+        D, N, K, H, F = c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.mlp_width
+        keys = iter(jax.random.split(key, 7))
+        self.attn_norm_D = nnx.Param(jnp.ones(D))
+        self.q_DNH = nnx.Param(_normal(next(keys), (D, N, H)))
+        self.q_bias_NH = nnx.Param(jnp.zeros((N, H)))
+        self.k_DKH = nnx.Param(_normal(next(keys), (D, K, H)))
+        self.k_bias_KH = nnx.Param(jnp.zeros((K, H)))
+        self.v_DKH = nnx.Param(_normal(next(keys), (D, K, H)))
+        self.v_bias_KH = nnx.Param(jnp.zeros((K, H)))
+        self.o_NHD = nnx.Param(_normal(next(keys), (N, H, D)))
+        self.mlp_norm_D = nnx.Param(jnp.ones(D))
+        self.gate_DF = nnx.Param(_normal(next(keys), (D, F)))
+        self.up_DF = nnx.Param(_normal(next(keys), (D, F)))
+        self.down_FD = nnx.Param(_normal(next(keys), (F, D)))
+        self.config = config
+
+    def __call__(self, x_BTD, position_BT, attend):
+        """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept)` decides what the queries see.
+
+        The learner attends inside the rows, the decoder to its cache; `kept` (the keys and
+        values, or the new cache) is handed back beside the new x_BTD.
+        """
+        eps, theta = self.config.rms_norm_eps, self.config.rope_theta
+        h = rms_norm(x_BTD, self.attn_norm_D[...], eps=eps)
+        q = jnp.einsum("BTD,DNH->BTNH", h, self.q_DNH[...]) + self.q_bias_NH[...]
+        k = jnp.einsum("BTD,DKH->BTKH", h, self.k_DKH[...]) + self.k_bias_KH[...]
+        v = jnp.einsum("BTD,DKH->BTKH", h, self.v_DKH[...]) + self.v_bias_KH[...]
+        q, k = rope(q, position_BT, theta=theta), rope(k, position_BT, theta=theta)
+        out, kept = attend(q, k, v)
+        x_BTD = x_BTD + jnp.einsum("BTNH,NHD->BTD", out, self.o_NHD[...])
+        h = rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps)
+        gate = jax.nn.silu(jnp.einsum("BTD,DF->BTF", h, self.gate_DF[...]))
+        up = jnp.einsum("BTD,DF->BTF", h, self.up_DF[...])
+        return x_BTD + jnp.einsum("BTF,FD->BTD", gate * up, self.down_FD[...]), kept
+
+
+class Qwen2(nnx.Module):
+    """The whole model. Layer parameters are stacked on a leading L axis and scanned."""
+
+    def __init__(self, config: Qwen2Config, *, key):
+        embed_key, layers_key, head_key = jax.random.split(key, 3)
+        self.embed_VD = nnx.Param(_normal(embed_key, (config.vocab_size, config.width)))
+        self.layers = nnx.vmap(lambda k: Block(config, key=k))(
+            jax.random.split(layers_key, config.num_layers)
+        )
+        self.final_norm_D = nnx.Param(jnp.ones(config.width))
+        if not config.tie_embeddings:
+            self.head_DV = nnx.Param(_normal(head_key, (config.width, config.vocab_size)))
+        self.config = config
+
+    def embed(self, tokens_BT):
+        """Token embeddings x_BTD."""
+        return self.embed_VD[...][tokens_BT]
+
+    def final_norm(self, x_BTD):
+        """The norm between the last block and the head."""
+        return rms_norm(x_BTD, self.final_norm_D[...], eps=self.config.rms_norm_eps)
+
+    def head(self):
+        """The output matrix head_DV: the embedding's transpose where they are tied."""
+        return self.embed_VD[...].T if self.config.tie_embeddings else self.head_DV[...]
+
+    def blocks(self):
+        """The layers one by one, for callers that keep something a layer (the decoder's cache)."""
+        block, params = nnx.split(self.layers)
+        for i in range(self.config.num_layers):
+            yield nnx.merge(block, jax.tree.map(lambda p, i=i: p[i], params))
+
+    def hidden(self, tokens_BT, position_BT, segment_BT, *, remat: bool = False):
+        """Normed last hidden states x_BTD of packed rows (segment 0 is padding)."""
+        mask_BTS = causal_mask(segment_BT)
+        block, params = nnx.split(self.layers)
+
+        def body(x_BTD, params):
+            def attend(q, k, v):
+                return attention(q, k, v, mask_BTS), None
+
+            return nnx.merge(block, params)(x_BTD, position_BT, attend)
+
+        body = jax.checkpoint(body) if remat else body
+        x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), params)
+        return self.final_norm(x_BTD)
+
+    def __call__(self, tokens_BT, *, segment_BT=None):
+        """Float32 logits_BTV. `segment_BT`: sequence number of every token, 0 for padding."""
+        segment_BT = jnp.ones_like(tokens_BT) if segment_BT is None else segment_BT
+        x_BTD = self.hidden(tokens_BT, segment_positions(segment_BT), segment_BT)
+        return logits(x_BTD, self.head())
+
+
+def logits(x_BTD, head_DV):
+    """Logits in float32, whatever the parameters' dtype."""
+    return jnp.einsum("...D,DV->...V", x_BTD, head_DV, preferred_element_type=jnp.float32)
+
+
+def split(model: Qwen2) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """The module border: (graph definition, plain nested dict of arrays); `nnx.merge` undoes it."""
+    graph, state = nnx.split(model)
+    return graph, nnx.to_pure_dict(state)
+
+
+def abstract_params(config: Qwen2Config) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """As `split`, with float32 ShapeDtypeStructs for arrays: nothing is allocated."""
+    return split(nnx.eval_shape(lambda: Qwen2(config, key=jax.random.key(0))))
+
+
+def param_axes(params: dict[str, Any]) -> dict[str, Any]:
+    """Logical axis names of every array of a params dict; stacked ones begin with "layer"."""
+
+    def axes(path, leaf):
+        names = PARAM_AXES[path[-1].key]
+        return ("layer",) * (leaf.ndim - len(names)) + names
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def _normal(key, shape):
+    return 0.02 * jax.random.normal(key, shape)

@@ -1,0 +1,1 @@
+"""The device mesh, the table of sharding rules, and the processes."""

@@ -1,0 +1,32 @@
+"""The only place where a device mesh is made: axes "data" (outer) and "model" (inner).
+
+Both axes are of type Auto: XLA propagates the shardings that inputs, outputs and parameters are
+given by `sharding.rules`, and inserts the collectives.
+"""
+
+import jax
+from jax.sharding import AxisType
+
+
+def make_mesh(*, data: int, model: int) -> jax.sharding.Mesh:
+    """A (data, model) mesh over this program's devices; data = -1 takes all that model leaves.
+
+    Raises ValueError with the arithmetic where the sizes do not multiply to the device count.
+    """
+    count = jax.device_count()
+    if model < 1 or (data != -1 and data < 1):
+        raise ValueError(
+            f"mesh.data = {data} and mesh.model = {model}: sizes are at least 1 (data may be -1)"
+        )
+    if data == -1 and count % model:
+        divisors = [n for n in range(1, count + 1) if count % n == 0]
+        raise ValueError(
+            f"mesh.model = {model} does not divide the {count} devices; set it to one of {divisors}"
+        )
+    data = count // model if data == -1 else data
+    if data * model != count:
+        raise ValueError(
+            f"mesh.data * mesh.model = {data} * {model} = {data * model}, but there are {count} "
+            f"devices; set mesh.data to -1 to take all of them"
+        )
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -1,0 +1,56 @@
+"""Which logical axis of a parameter or a batch lies on which mesh axis: one table each.
+
+LEARNER shards parameters and optimizer state over both axes (fully sharded data parallel, Zhao et
+al. 2023, arXiv 2304.11277, times tensor parallel, Shoeybi et al. 2019, arXiv 1909.08053). SAMPLER
+replicates parameters over "data", so that a decode step needs no collective there.
+"""
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+LEARNER = {
+    "vocab": "model",
+    "width": "data",
+    "heads": "model",
+    "kv_heads": "model",
+    "head_dim": None,
+    "mlp": "model",
+    "norm": None,
+    "layer": None,
+}
+SAMPLER = LEARNER | {"width": None}
+
+# Axes that are replicated where the mesh does not divide them; the others must divide.
+MAY_REPLICATE = ("kv_heads",)
+
+
+def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
+    """The sharding of one array with logical `axes`. ValueError where a size does not divide."""
+    spec = []
+    for axis, size in zip(axes, shape, strict=True):
+        mesh_axis = rules[axis]
+        ways = 1 if mesh_axis is None else mesh.shape[mesh_axis]
+        if size % ways and axis not in MAY_REPLICATE:
+            raise ValueError(
+                f"the model's {axis} axis of {size} does not divide by mesh.{mesh_axis} = {ways}; "
+                f"choose a mesh.{mesh_axis} that divides {size}"
+            )
+        spec.append(mesh_axis if size % ways == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def param_shardings(mesh: Mesh, axes_tree, params, rules):
+    """The sharding of every parameter; `axes_tree` is models.qwen2.param_axes(params)."""
+    return jax.tree.map(
+        lambda leaf, axes: named_sharding(mesh, axes, leaf.shape, rules), params, axes_tree
+    )
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+    """Leading axis (prompts, responses, rows) over "data", the rest replicated."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on every device."""
+    return NamedSharding(mesh, PartitionSpec())

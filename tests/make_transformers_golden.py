@@ -1,0 +1,127 @@
+"""Writes golden_data/qwen2_transformers.npz: small random Qwen2 models and their logits.
+
+It runs transformers, in an environment of its own, away from the project's:
+
+    python3 -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers numpy
+    /tmp/golden/bin/python tests/make_transformers_golden.py
+
+Keys are MODEL/config (config.json's text), MODEL/weights/NAME (float16, exact: the models' float32
+weights are rounded to it first) and MODEL/CASE/{tokens_BT,segment_BT,logits_BTV}. Logits are
+float32, and zero where segment_BT is 0 (padding, whose tokens are random). A packed row's logits
+come from each of its sequences run alone.
+"""
+
+import pathlib
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+FILE = pathlib.Path(__file__).parent / "golden_data" / "qwen2_transformers.npz"
+VOCAB = 96
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_key_value_heads": 2,
+    "attn_implementation": "eager",  # the one that hands out attention weights
+}
+MODELS = {
+    "tied": Qwen2Config(
+        **COMMON,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        head_dim=8,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "untied": Qwen2Config(
+        **COMMON,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        head_dim=16,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+}
+# Segments of every row: (number, tokens); number 0 is padding.
+CASES = {
+    "right_padded": [[(1, 12)], [(1, 5), (0, 7)], [(1, 9), (0, 3)]],
+    "left_padded": [[(1, 12)], [(0, 7), (1, 5)], [(0, 3), (1, 9)]],
+    "packed": [[(1, 7), (2, 1), (3, 8), (4, 4)], [(1, 10), (2, 6), (0, 4)]],
+}
+
+
+def random_model(config, generator):
+    """Weights of a size that gives logits of order 1 and uneven attention; nothing stays 0 or 1."""
+    model = Qwen2ForCausalLM(config).to(torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            value = 1 + 0.3 * noise
+        elif name.endswith("bias"):
+            value = 0.5 * noise
+        elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
+            value = 0.3 * noise
+        elif name.endswith("embed_tokens.weight"):
+            value = noise
+        else:
+            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            value = gain * parameter.shape[1] ** -0.5 * noise
+        parameter.data = value.half().float()
+    return model
+
+
+def run_batch(model, tokens_BT, segment_BT):
+    """Logits of a padded batch as transformers computes them, padding masked."""
+    mask = torch.tensor(segment_BT > 0).long()
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    out = model(torch.tensor(tokens_BT), attention_mask=mask, position_ids=position)
+    return out.logits.numpy() * (segment_BT > 0)[..., None]
+
+
+def run_alone(model, tokens_BT, segment_BT):
+    """Logits of every sequence run by itself, put back where it lies in its row."""
+    logits = np.zeros((*tokens_BT.shape, VOCAB), np.float32)
+    for row, segments in enumerate(segment_BT):
+        for number in set(segments.tolist()) - {0}:
+            at = segments == number
+            logits[row, at] = model(torch.tensor(tokens_BT[row, at][None])).logits[0].numpy()
+    return logits
+
+
+def main():
+    generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    arrays = {}
+    for name, config in MODELS.items():
+        model = random_model(config, generator)
+        arrays[f"{name}/config"] = np.array(config.to_json_string(use_diff=False))
+        for key, value in model.state_dict().items():
+            if not (config.tie_word_embeddings and key == "lm_head.weight"):
+                arrays[f"{name}/weights/{key}"] = value.numpy().astype(np.float16)
+        for case, rows in CASES.items():
+            segment_BT = np.array([np.concatenate([[n] * t for n, t in row]) for row in rows])
+            tokens_BT = rng.integers(0, VOCAB, segment_BT.shape)
+            with torch.no_grad():
+                run = run_alone if case == "packed" else run_batch
+                logits_BTV = run(model, tokens_BT, segment_BT)
+                weights = model(torch.tensor(tokens_BT), output_attentions=True).attentions
+            arrays[f"{name}/{case}/tokens_BT"] = tokens_BT.astype(np.int32)
+            arrays[f"{name}/{case}/segment_BT"] = segment_BT.astype(np.int32)
+            arrays[f"{name}/{case}/logits_BTV"] = logits_BTV.astype(np.float32)
+            largest = float(torch.stack(weights)[..., -1, :].amax(-1).mean())
+            deviation = logits_BTV[segment_BT > 0].std()
+            print(
+                f"{name} {case}: logits' standard deviation {deviation:.2f}, "
+                f"largest attention weight of a last token {largest:.2f} on average"
+            )
+    FILE.parent.mkdir(exist_ok=True)
+    np.savez_compressed(FILE, **arrays)
+    print(f"{FILE}: {FILE.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

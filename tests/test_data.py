@@ -1,0 +1,413 @@
+"""Data: what is read, merged, dropped, refused and counted, and the stream of prompts."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+
+from dapo_jax.data import (
+    PROMPT_TEMPLATE,
+    DataError,
+    PromptStream,
+    Source,
+    load_examples,
+    load_prompts,
+)
+from dapo_jax.tokenizer import load_tokenizer
+
+DAPO_TYPE = pa.schema(
+    {
+        "prompt": pa.list_(pa.struct({"content": pa.string(), "role": pa.string()})),
+        "reward_model": pa.struct({"ground_truth": pa.string(), "style": pa.string()}),
+    }
+)
+
+
+def dapo_row(problem, answer):
+    return {
+        "prompt": [{"content": problem, "role": "user"}],
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+    }
+
+
+def write_dapo(path, rows, schema=DAPO_TYPE):
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    return Source("dapo_parquet", str(path))
+
+
+def write_lines(path, rows, kind="jsonl"):
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return Source(kind, str(path))
+
+
+def rows_accounted(report):
+    return (
+        report.kept
+        + report.duplicates
+        + report.conflicting_rows
+        + report.overlong
+        + report.bad_rows
+    )
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory):
+    """One token a byte, so that lengths in tests are lengths of text."""
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE(vocab={s: id for id, s in enumerate(alphabet)}, merges=[])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder, stop_tokens=None, chat="none")
+
+
+def test_template_is_the_published_one(shared):
+    file = shared / "data" / "dapo_math_17k" / "prompt_template_and_schema.json"
+    assert json.loads(file.read_text())["template"] == PROMPT_TEMPLATE
+
+
+def test_dapo_parquet_merges_duplicates_and_drops_conflicts(tmp_path):
+    rows = [("a", "1"), ("b", "2"), ("a", "1"), ("c", "3"), ("b", "5"), ("b", "2"), ("a", " 1 ")]
+    source = write_dapo(tmp_path / "d.parquet", [dapo_row(*row) for row in rows])
+    examples, report = load_examples(source, on_bad_row="error")
+    assert [(e.text, e.answer, e.source, e.row) for e in examples] == [
+        ("a", "1", "d.parquet", 0),
+        ("c", "3", "d.parquet", 3),
+    ]
+    assert (report.rows, report.kept, report.duplicates) == (7, 2, 2)
+    assert (report.conflicting_prompts, report.conflicting_rows) == (1, 3)
+    assert rows_accounted(report) == report.rows
+
+
+def test_duplicates_are_found_across_record_batches(tmp_path):
+    source = write_dapo(
+        tmp_path / "d.parquet", [dapo_row(str(i % 7), str(i % 7)) for i in range(5000)]
+    )
+    examples, report = load_examples(source, on_bad_row="error")
+    assert [e.row for e in examples] == list(range(7))
+    assert (report.rows, report.duplicates) == (5000, 4993)
+
+
+def test_same_content_in_another_role_is_another_prompt(tmp_path):
+    messages = [{"role": "system", "content": "x"}], [{"role": "user", "content": "x"}]
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in messages]
+    examples, _ = load_examples(write_lines(tmp_path / "d.jsonl", rows), on_bad_row="error")
+    assert [e.prompt[0]["role"] for e in examples] == ["system", "user"]
+
+
+def test_gsm8k_takes_the_result_without_commas_and_applies_the_template(tmp_path):
+    rows = [{"question": "How {many}?", "answer": "1 #### 2\nso\n#### -12,345\n"}]
+    source = write_lines(tmp_path / "g.jsonl", rows, "gsm8k_jsonl")
+    (example,), _ = load_examples(source, on_bad_row="error")
+    assert example.answer == "-12345"
+    assert example.text == PROMPT_TEMPLATE.replace("{problem}", "How {many}?")
+    assert example.row == 1
+
+
+def test_plain_jsonl_is_used_as_it_is(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "n"}]
+    lines = [
+        b'\xef\xbb\xbf{"prompt": "p", "answer": "1"}\r',
+        b"",
+        {"prompt": messages, "answer": " 2 "},
+    ]
+    examples, report = load_examples(write_lines(tmp_path / "d.jsonl", lines), on_bad_row="error")
+    assert [(e.text, e.answer, e.row) for e in examples] == [("p", "1", 1), ("s\n\nu", "2", 3)]
+    assert [m["role"] for m in examples[1].prompt] == ["system", "user"]
+    assert report.rows == 2  # a blank line is no row
+
+
+def test_arithmetic_is_templated_and_repeatable():
+    source = Source("arithmetic", levels=(1, 2), count=20, seed=3, split="test")
+    examples, report = load_examples(source, on_bad_row="error")
+    again, _ = load_examples(source, on_bad_row="error")
+    assert examples == again
+    assert report.rows == 20 == rows_accounted(report)
+    head, tail = PROMPT_TEMPLATE.split("{problem}")
+    assert all(e.text.startswith(head) and e.text.endswith(tail) for e in examples)
+    assert all(int(e.answer) >= 0 for e in examples)
+
+
+BAD_LINES = {
+    "bad UTF-8": (b'{"prompt": "a\xff", "answer": "1"}', "utf-8"),
+    "invalid JSON": (b'{"prompt": "a", "answer"', "invalid JSON"),
+    "deep nesting": (b"[" * 100_000, "invalid JSON"),
+    "no object": (b"[1]", "the line is a list, not a dict"),
+    "missing key": ({"prompt": "a", "solution": "1"}, "'answer' is missing; there are 'prompt', "),
+    "null answer": ({"prompt": "a", "answer": None}, "answer is null"),
+    "answer of another type": ({"prompt": "a", "answer": 1}, "answer is a int, not a str"),
+    "empty answer": ({"prompt": "a", "answer": ""}, "answer is empty"),
+    "blank answer": ({"prompt": "a", "answer": " \n"}, "answer is empty"),
+    "empty prompt": ({"prompt": "  ", "answer": "1"}, "prompt is empty"),
+    "null prompt": ({"prompt": None, "answer": "1"}, "prompt is null"),
+    "no message": ({"prompt": [], "answer": "1"}, "prompt is empty"),
+    "message without role": (
+        {"prompt": [{"content": "a"}], "answer": "1"},
+        "'role' is missing; there are 'content'",
+    ),
+    "half a surrogate pair": (
+        b'{"prompt": "a \\ud83d", "answer": "1"}',
+        "prompt is not valid Unicode",
+    ),
+}
+BAD_GSM8K_LINES = {
+    "no mark": ({"question": "q", "answer": "42"}, 'answer has no "####"'),
+    "nothing after the mark": ({"question": "q", "answer": "x #### ,"}, 'after "####" is empty'),
+    "missing question": ({"prompt": "q", "answer": "#### 1"}, "'question' is missing"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, bad, reason",
+    [pytest.param("jsonl", *case, id=name) for name, case in BAD_LINES.items()]
+    + [pytest.param("gsm8k_jsonl", *case, id=name) for name, case in BAD_GSM8K_LINES.items()],
+)
+def test_broken_line_is_named_or_skipped(tmp_path, kind, bad, reason):
+    good = (
+        {"prompt": "ok", "answer": "1"}
+        if kind == "jsonl"
+        else {"question": "q", "answer": "#### 1"}
+    )
+    source = write_lines(tmp_path / "d.jsonl", [b"", good, bad], kind)
+    with pytest.raises(DataError) as caught:
+        load_examples(source, on_bad_row="error")
+    message = str(caught.value)
+    assert message.startswith(f"{source.path}, line 3: ")
+    assert reason in message and "data.on_bad_row" in message
+
+    examples, report = load_examples(source, on_bad_row="skip")
+    assert [e.row for e in examples] == [2]
+    assert (report.rows, report.bad_rows, report.kept) == (2, 1, 1)
+    assert report.bad_row_notes[0].startswith("d.jsonl, line 3: ") and reason in str(report.lines())
+
+
+BAD_DAPO_ROWS = {
+    "null prompt": ({**dapo_row("a", "1"), "prompt": None}, "prompt is null"),
+    "no message": ({**dapo_row("a", "1"), "prompt": []}, "prompt is empty"),
+    "null message": ({**dapo_row("a", "1"), "prompt": [None]}, "prompt[0] is null"),
+    "null content": (dapo_row(None, "1"), "prompt[0].content is null"),
+    "empty content": (dapo_row("\n", "1"), "prompt[0].content is empty"),
+    "null reward_model": ({**dapo_row("a", "1"), "reward_model": None}, "reward_model is null"),
+    "null answer": (dapo_row("a", None), "reward_model.ground_truth is null"),
+    "empty answer": (dapo_row("a", " "), "reward_model.ground_truth is empty"),
+}
+
+
+@pytest.mark.parametrize("bad, reason", BAD_DAPO_ROWS.values(), ids=BAD_DAPO_ROWS)
+def test_broken_parquet_row_is_named_or_skipped(tmp_path, bad, reason):
+    source = write_dapo(tmp_path / "d.parquet", [dapo_row("ok", "1"), bad, dapo_row("c", "3")])
+    with pytest.raises(DataError) as caught:
+        load_examples(source, on_bad_row="error")
+    assert str(caught.value).startswith(f"{source.path}, row 1 (from 0): {reason}")
+    assert "data.on_bad_row" in str(caught.value)
+
+    examples, report = load_examples(source, on_bad_row="skip")
+    assert [e.row for e in examples] == [0, 2]
+    assert report.bad_row_notes == (f"d.parquet, row 1 (from 0): {reason}",)
+
+
+@pytest.mark.parametrize("broken", ["prompt", "answer"])
+def test_bad_utf8_in_parquet_costs_one_row_only(tmp_path, broken):
+    def strings(*values):
+        raw = pa.array(values, pa.binary())
+        return pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())  # bytes unchecked
+
+    bad = b"caf\xe9"
+    content = strings(b"a", bad if broken == "prompt" else b"b", b"c")
+    answer = strings(b"1", bad if broken == "answer" else b"2", b"3")
+    message = pa.StructArray.from_arrays([content, pa.array(["user"] * 3)], ["content", "role"])
+    table = pa.table(
+        {
+            "prompt": pa.ListArray.from_arrays([0, 1, 2, 3], message),
+            "reward_model": pa.StructArray.from_arrays([answer], ["ground_truth"]),
+        }
+    )
+    path = tmp_path / "d.parquet"
+    pq.write_table(table, path)
+    source = Source("dapo_parquet", str(path))
+    with pytest.raises(DataError, match=r"row 1 \(from 0\): 'utf-8' codec can't decode byte 0xe9"):
+        load_examples(source, on_bad_row="error")
+    examples, report = load_examples(source, on_bad_row="skip")
+    assert [(e.text, e.answer) for e in examples] == [("a", "1"), ("c", "3")]
+    assert report.bad_rows == 1
+
+
+def test_parquet_values_of_another_type_are_bad_rows(tmp_path):
+    schema = DAPO_TYPE.set(1, pa.field("reward_model", pa.struct({"ground_truth": pa.int64()})))
+    row = {**dapo_row("a", None), "reward_model": {"ground_truth": 1}}
+    source = write_dapo(tmp_path / "d.parquet", [row], schema)
+    with pytest.raises(DataError, match=r"row 0 .*ground_truth is a int, not a str"):
+        load_examples(source, on_bad_row="error")
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+@pytest.mark.parametrize(
+    "columns, missing",
+    [
+        ({"question": ["q"], "reward_model": [{"ground_truth": "1"}]}, "no column prompt; it has"),
+        ({"prompt": ["q"], "answer": ["1"]}, "no column reward_model; it has prompt: string, answ"),
+        (
+            {"prompt": ["q"], "reward_model": [{"style": "r"}]},
+            "no column reward_model.ground_truth",
+        ),
+        ({"prompt": ["q"], "reward_model": ["1"]}, "no column reward_model.ground_truth"),
+        ({"x": [1]}, "no column prompt and no column reward_model; it has x: int64"),
+    ],
+)
+def test_missing_parquet_column_is_always_an_error(tmp_path, on_bad_row, columns, missing):
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.table(columns), path)
+    with pytest.raises(DataError) as caught:
+        load_examples(Source("dapo_parquet", str(path)), on_bad_row=on_bad_row)
+    assert str(caught.value).startswith(f"{path} has {missing}")
+
+
+def test_file_of_another_format_is_named(tmp_path):
+    path = tmp_path / "d.parquet"
+    path.write_text('{"prompt": "a"}')
+    with pytest.raises(DataError, match=r"d\.parquet is not a readable parquet file.*data\.kind"):
+        load_examples(Source("dapo_parquet", str(path)), on_bad_row="skip")
+
+
+def test_damaged_parquet_is_an_error_and_never_skipped(tmp_path):
+    path = tmp_path / "d.parquet"
+    rows = [dapo_row(f"{i} " * 50, str(i)) for i in range(3000)]
+    source = write_dapo(path, rows)
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 3
+    data[middle : middle + 2000] = b"\xff" * 2000
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"d\.parquet is damaged at or after row"):
+        load_examples(source, on_bad_row="skip")
+
+
+def test_missing_file_and_wrong_settings_name_the_key(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl'.*data\.path"):
+        load_examples(Source("jsonl", str(tmp_path / "nowhere.jsonl")), on_bad_row="error")
+    with pytest.raises(DataError, match=r"data\.kind = 'csv': must be one of dapo_parquet, "):
+        load_examples(Source("csv", "x"), on_bad_row="error")
+    with pytest.raises(DataError, match=r"data\.on_bad_row = 'ignore'"):
+        load_examples(Source("jsonl", "x"), on_bad_row="ignore")
+
+
+def test_load_prompts_drops_overlong_prompts_and_counts(tmp_path, byte_tokenizer):
+    rows = [{"prompt": "x" * length, "answer": "1"} for length in (3, 9, 10, 11, 40, 9)]
+    source = write_lines(tmp_path / "d.jsonl", [*rows, b"broken"])
+    prompts, report = load_prompts(source, byte_tokenizer, max_prompt_tokens=10, on_bad_row="skip")
+    assert [len(p.token_ids) for p in prompts] == [3, 9, 10]
+    assert prompts[0].token_ids.dtype == "int32"
+    assert byte_tokenizer.decode(prompts[1].token_ids) == prompts[1].example.text == "x" * 9
+    assert (report.overlong, report.kept, report.longest_tokens) == (2, 3, 10)
+    assert report.mean_tokens == pytest.approx(22 / 3)
+    assert rows_accounted(report) == report.rows == 7
+
+
+def test_report_lines(tmp_path, byte_tokenizer):
+    rows = [dapo_row("a", "1")] * 1500 + [dapo_row("b", "1"), dapo_row("b", "2")]
+    rows += [dapo_row("toolong", "1")] + [dapo_row("", "1")] * 6
+    source = write_dapo(tmp_path / "d.parquet", rows)
+    _, report = load_prompts(source, byte_tokenizer, max_prompt_tokens=5, on_bad_row="skip")
+    first, *notes = report.lines()
+    assert first == (
+        "d.parquet: 1,509 rows, 1,499 duplicates merged, 1 prompts with conflicting answers "
+        "dropped (2 rows), 6 bad rows skipped, 1 prompts over 5 tokens dropped; 1 prompts kept "
+        "(1 tokens on average, 1 at most)"
+    )
+    assert notes == [
+        f"  skipped d.parquet, row {row} (from 0): prompt[0].content is empty"
+        for row in range(1503, 1508)
+    ] + ["  ... and 1 more"]
+
+
+def test_nothing_left_is_an_error_with_the_report(tmp_path, byte_tokenizer):
+    source = write_lines(tmp_path / "d.jsonl", [{"prompt": "long", "answer": "1"}, b"broken"])
+    with pytest.raises(DataError, match=r"(?s)No prompt is left.*1 prompts over 3 tokens.*line 2"):
+        load_prompts(source, byte_tokenizer, max_prompt_tokens=3, on_bad_row="skip")
+
+
+def test_stream_epochs_are_different_permutations():
+    stream = PromptStream([f"item{i}" for i in range(50)], seed=7)
+    epochs = [tuple(stream[e * 50 + i] for i in range(50)) for e in range(4)]
+    assert len(stream) == 50
+    assert len(set(epochs)) == 4
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert set(epochs[0]) == {f"item{i}" for i in range(50)}
+
+
+def test_stream_depends_on_the_seed_and_the_cursor_alone():
+    cursors = [999, 0, 3, 10**12, 3]
+    stream = PromptStream(range(100), seed=7)
+    for _ in range(20):
+        stream[5]
+    taken = [stream[cursor] for cursor in cursors]
+    assert taken == [PromptStream(range(100), seed=7)[cursor] for cursor in cursors]
+    other = PromptStream(range(100), seed=8)
+    assert [other[i] for i in range(100)] != [stream[i] for i in range(100)]
+
+
+def test_stream_is_the_same_in_another_process():
+    code = (
+        "from dapo_jax.data import PromptStream\n"
+        "stream = PromptStream([str(i) for i in range(1000)], seed=1)\n"
+        "print(*(stream[i] for i in range(990, 1010)))\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    stream = PromptStream([str(i) for i in range(1000)], seed=1)
+    assert printed.split() == [stream[i] for i in range(990, 1010)]
+
+
+def test_stream_refuses_no_data_bad_seeds_negative_cursors_and_iteration():
+    with pytest.raises(DataError, match=r"No training prompts.*data\.path"):
+        PromptStream([], seed=0)
+    with pytest.raises(DataError, match=r"seed is -1"):
+        PromptStream([1], seed=-1)
+    stream = PromptStream([1], seed=0)
+    assert stream[0] == stream[12345] == 1
+    with pytest.raises(IndexError, match=r"cursor is -1"):
+        stream[-1]
+    with pytest.raises(TypeError, match="no end"):
+        list(stream)
+
+
+@pytest.fixture(scope="module")
+def qwen(shared):
+    folder = shared / "data" / "qwen25_tokenizer"
+    return load_tokenizer(folder, stop_tokens=None, chat="none")
+
+
+def test_dapo_math_17k(shared, qwen):
+    path = shared / "data" / "dapo_math_17k" / "dapo-math-17k.parquet"
+    source = Source("dapo_parquet", str(path))
+    prompts, report = load_prompts(source, qwen, max_prompt_tokens=1539, on_bad_row="error")
+    assert (report.rows, report.duplicates) == (17917, 616)
+    assert (report.conflicting_prompts, report.conflicting_rows) == (11, 22)
+    assert (report.overlong, report.kept) == (1, 17278)  # the longest has 1540 tokens
+    assert rows_accounted(report) == report.rows
+    assert 144 < report.mean_tokens < 147
+    head, tail = PROMPT_TEMPLATE.split("{problem}")
+    assert all(p.example.text.startswith(head) and p.example.text.endswith(tail) for p in prompts)
+
+
+def test_aime_2024(shared, qwen):
+    source = Source("dapo_parquet", str(shared / "data" / "aime24" / "aime-2024.parquet"))
+    prompts, report = load_prompts(source, qwen, max_prompt_tokens=2048, on_bad_row="error")
+    assert (report.rows, report.duplicates, len(prompts)) == (960, 930, 30)
+    assert all(0 <= int(p.example.answer) <= 999 for p in prompts)
+
+
+@pytest.mark.parametrize("name, rows", [("train", 7473), ("test", 1319)])
+def test_gsm8k(shared, name, rows):
+    source = Source("gsm8k_jsonl", str(shared / "data" / "gsm8k" / f"{name}.jsonl"))
+    examples, report = load_examples(source, on_bad_row="error")
+    assert report.rows == report.kept == rows
+    assert all(e.answer.removeprefix("-").isdigit() for e in examples)

@@ -1,0 +1,352 @@
+"""Hugging Face directories: bitwise round trips, and an error for everything that is wrong."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.convert import convert, load_orbax
+from models import load_hf, save_hf
+from models.hf import load_config, load_params
+from models.qwen2 import Qwen2Config, abstract_params, split
+from tests.conftest import ROOT
+
+# Every size differs, and head_dim is not width / heads, so that no wrong reshape goes unseen.
+TIED = Qwen2Config(64, 24, 40, 3, 4, 2, 8, True, rope_theta=1e4, rms_norm_eps=1e-5)
+UNTIED = dataclasses.replace(TIED, tie_embeddings=False)
+SHARD_BYTES = 10_000
+
+
+def random_params(config):
+    """Parameters without a zero or a one, so that a tensor left out or swapped shows."""
+    rng, (_, abstract) = np.random.default_rng(0), abstract_params(config)
+    return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), abstract)
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An exported untied model in one file, for a test to damage."""
+    save_hf(random_params(UNTIED), UNTIED, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in raw.items() if v != "ABSENT"}))
+
+
+def edit_weights(folder, edit):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES], ids=["single", "sharded"])
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+def test_float32_round_trip_is_bitwise(tmp_path, config, max_shard_bytes):
+    params = random_params(config)
+    save_hf(params, config, tmp_path, max_shard_bytes=max_shard_bytes)
+    assert load_config(tmp_path) == config
+    assert_same(split(load_hf(tmp_path))[1], params)
+    shards = list(tmp_path.glob("*.safetensors"))
+    assert (len(shards) == 1) == (max_shard_bytes == 10**9)
+    assert all("lm_head.weight" not in load_file(s) for s in shards) == config.tie_embeddings
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES], ids=["single", "sharded"])
+def test_bfloat16_files_hold_the_rounded_values(tmp_path, max_shard_bytes):
+    params = random_params(UNTIED)
+    save_hf(params, UNTIED, tmp_path, dtype="bfloat16", max_shard_bytes=max_shard_bytes)
+    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    assert_same(split(load_hf(tmp_path, dtype="bfloat16"))[1], rounded)
+    as_float32 = split(load_hf(tmp_path))[1]
+    assert_same(as_float32, jax.tree.map(lambda a: a.astype(np.float32), rounded))
+    assert {leaf.dtype for leaf in jax.tree.leaves(as_float32)} == {np.dtype("float32")}
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_float16_and_mixed_files_load(folder):
+    def halve(tensors):
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name] = tensors[name].astype(np.float16)
+
+    edit_weights(folder, halve)
+    expected = random_params(UNTIED)
+    expected["layers"]["up_DF"][1] = expected["layers"]["up_DF"][1].astype(np.float16)
+    assert_same(load_params(folder, UNTIED, dtype="float32"), expected)
+
+
+def test_shards_are_indexed_and_stay_below_the_limit(tmp_path):
+    save_hf(random_params(UNTIED), UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    stored = {file.name: load_file(file) for file in tmp_path.glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, t in stored.items() for name in t}
+    sizes = [sum(tensor.nbytes for tensor in t.values()) for t in stored.values()]
+    assert max(sizes) <= SHARD_BYTES
+    assert sum(sizes) == index["metadata"]["total_size"]
+
+
+def test_file_tensors_have_the_linear_layers_orientation(tmp_path):
+    params = random_params(TIED)
+    save_hf(params, TIED, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    # A linear layer's weight is (out, in); head n of a projection owns rows n * H to (n + 1) * H.
+    q = tensors["model.layers.2.self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(q[3 * 8 + 5], params["layers"]["q_DNH"][2, :, 3, 5])
+    o = tensors["model.layers.1.self_attn.o_proj.weight"]
+    np.testing.assert_array_equal(o[:, 2 * 8 + 1], params["layers"]["o_NHD"][1, 2, 1])
+    down = tensors["model.layers.0.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(down, params["layers"]["down_FD"][0].T)
+
+
+def test_config_of_older_and_newer_transformers(folder):
+    edit_config(folder, head_dim="ABSENT", hidden_size=32)
+    assert load_config(folder).head_dim == 8
+    edit_config(
+        folder,
+        rope_theta="ABSENT",
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
+        layer_types=["full_attention"] * 3,
+        sliding_window=None,
+        max_window_layers=28,
+    )
+    assert load_config(folder).rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "llama"),
+        ("model_type", "ABSENT"),
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("rope_scaling", {"type": "yarn", "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}),
+        ("quantization_config", {"bits": 4}),
+        ("hidden_size", "ABSENT"),
+        ("hidden_size", "32"),
+        ("num_hidden_layers", 0),
+        ("num_attention_heads", True),
+        ("num_attention_heads", 5),
+        ("head_dim", 7),
+        ("rms_norm_eps", -1.0),
+        ("rope_theta", "ABSENT"),
+        ("tie_word_embeddings", "ABSENT"),
+        ("tie_word_embeddings", 1),
+    ],
+)
+def test_a_config_that_the_model_does_not_compute_is_refused(folder, key, value):
+    edit_config(folder, **{key: value})
+    with pytest.raises(ValueError, match=f"config.json: {key} is ") as error:
+        load_config(folder)
+    assert ("missing" if value == "ABSENT" and key != "model_type" else "") in str(error.value)
+
+
+def test_hidden_size_must_split_into_heads(folder):
+    edit_config(folder, head_dim="ABSENT", hidden_size=30)
+    with pytest.raises(ValueError, match="hidden_size is 30, but must be a multiple of num_att"):
+        load_config(folder)
+
+
+def test_missing_unexpected_misshaped_and_wrong_tensors_are_all_named(folder):
+    def damage(tensors):
+        del tensors["model.norm.weight"]
+        del tensors["model.layers.2.self_attn.k_proj.bias"]
+        tensors["model.layers.3.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].astype(np.int8)
+
+    edit_weights(folder, damage)
+    with pytest.raises(ValueError, match="5 tensors do not fit") as error:
+        load_hf(folder)
+    message = str(error.value)
+    assert str(folder) in message
+    assert "missing: model.norm.weight (24,)" in message
+    assert "missing: model.layers.2.self_attn.k_proj.bias (16,)" in message
+    assert "unexpected: model.layers.3.mlp.up_proj.weight (2, 2)" in message
+    assert "mis-shaped: lm_head.weight is (63, 24)" in message
+    assert "must be (64, 24)" in message
+    assert "wrong dtype: model.embed_tokens.weight is I8" in message
+
+
+def test_a_transposed_square_matrix_of_another_shape_is_not_reshaped(folder):
+    name = "model.layers.0.mlp.gate_proj.weight"
+    edit_weights(folder, lambda t: t.update({name: np.ascontiguousarray(t[name].T)}))
+    with pytest.raises(ValueError, match=r"gate_proj.weight is \(24, 40\) .* must be \(40, 24\)"):
+        load_hf(folder)
+
+
+def test_tied_head_may_be_stored_if_it_equals_the_embedding(tmp_path):
+    params = random_params(TIED)
+    save_hf(params, TIED, tmp_path)
+    embed = params["embed_VD"]
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": embed}))
+    assert_same(split(load_hf(tmp_path))[1], params)
+
+    other = embed.copy()
+    other[7, 3] += 1
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": other}))
+    with pytest.raises(ValueError, match=r"lm_head.weight differs .* in 1 of 64 rows .*first is 7"):
+        load_hf(tmp_path)
+
+
+def test_missing_directory_and_files_are_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
+        load_hf(tmp_path / "nowhere")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"it holds config.json, pytorch_model.bin"):
+        load_hf(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
+        load_hf(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"], ids=["cut", "array", "bytes"])
+def test_a_broken_config_file_is_named(folder, text):
+    (folder / "config.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=r"config.json (is not JSON|holds a JSON list)"):
+        load_hf(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1], ids=lambda n: f"{n}_bytes")
+def test_a_truncated_weights_file_is_named(folder, keep):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model.safetensors \(\d+ bytes\) is no whole"):
+        load_hf(folder)
+
+
+def test_a_broken_index_is_named(tmp_path):
+    save_hf(random_params(UNTIED), UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    last = sorted(set(index["weight_map"].values()))[-1]
+
+    moved = index["weight_map"] | {"model.embed_tokens.weight": last}
+    file.write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(ValueError, match=r"not in their files: model.embed_tokens.weight \(model-"):
+        load_hf(tmp_path)
+
+    file.write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(ValueError, match=r"weight_map is \{\}"):
+        load_hf(tmp_path)
+
+    file.write_text(json.dumps(index))
+    (tmp_path / last).unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks {last}"):
+        load_hf(tmp_path)
+
+
+def test_a_tensor_stored_in_two_shards_is_refused(tmp_path):
+    save_hf(random_params(UNTIED), UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    tensors = load_file(last) | {"model.norm.weight": np.zeros(24, np.float32)}
+    tensors["model.embed_tokens.weight"] = np.zeros((64, 24), np.float32)
+    save_file(tensors, last)
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight is both in"):
+        load_hf(tmp_path)
+
+
+def test_save_refuses_what_it_cannot_write_well(tmp_path, folder):
+    params = random_params(UNTIED)
+    with pytest.raises(FileExistsError, match=r"already holds a model .*config.json, model.safete"):
+        save_hf(params, UNTIED, folder)
+    with pytest.raises(ValueError, match=r"head_DV is \(24, 64\), must be None"):
+        save_hf(params, TIED, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"layers.o_NHD is \(3, 4, 8, 24\), must be \(2, 4, 8, 24"):
+        save_hf(params, dataclasses.replace(UNTIED, num_layers=2), tmp_path / "a")
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight has 6144 bytes, more than max_shard"
+    ):
+        save_hf(params, UNTIED, tmp_path / "a", max_shard_bytes=6143)
+    with pytest.raises(ValueError, match="dtype is int8"):
+        save_hf(params, UNTIED, tmp_path / "a", dtype="int8")
+    with pytest.raises(ValueError, match="extra_config gives hidden_size"):
+        save_hf(params, UNTIED, tmp_path / "a", extra_config={"hidden_size": 3})
+    assert not (tmp_path / "a").exists()
+
+
+def test_convert_goes_to_orbax_and_back_without_loss(tmp_path):
+    params, extra = random_params(UNTIED), {"bos_token_id": 1, "eos_token_id": [2, 3]}
+    start, middle, end = tmp_path / "start", tmp_path / "middle", tmp_path / "end"
+    save_hf(params, UNTIED, start, extra_config=extra)
+    (start / "tokenizer.json").write_text("{}")
+    (start / "generation_config.json").write_text('{"top_p": 0.7}')
+    (start / "README.md").write_text("not copied")
+
+    summary = convert(f"hf:{start}", f"orbax:{middle}", dtype="float32")
+    assert "parameters in float32" in summary
+    restored, config, kept = load_orbax(middle, dtype="float32")
+    assert config == UNTIED
+    assert_same(restored, params)
+    assert kept["eos_token_id"] == [2, 3]
+
+    convert(f"orbax:{middle}", f"hf:{end}", dtype="float32")
+    assert sorted(p.name for p in end.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (end / name).read_bytes() == (start / name).read_bytes()
+
+
+def test_convert_rounds_to_the_asked_dtype(folder, tmp_path):
+    convert(f"hf:{folder}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
+    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), random_params(UNTIED))
+    assert_same(load_orbax(tmp_path / "low", dtype="bfloat16")[0], rounded)
+    back = load_orbax(tmp_path / "low", dtype="float32")[0]
+    assert_same(back, jax.tree.map(lambda a: a.astype(np.float32), rounded))
+
+
+def test_convert_refuses_bad_places(folder, tmp_path):
+    target = f"orbax:{tmp_path / 'out'}"
+    for source in ("hf", "hf:", "torch:x", str(folder)):
+        with pytest.raises(ValueError, match=r"--from is .* must be hf:DIR or orbax:DIR"):
+            convert(source, target, dtype="float32")
+    with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
+        convert(f"hf:{tmp_path / 'nowhere'}", target, dtype="float32")
+    with pytest.raises(FileNotFoundError, match=r"model_config.json is missing"):
+        convert(f"orbax:{folder}", target, dtype="float32")
+    with pytest.raises(FileExistsError, match="exists and is not an empty directory"):
+        convert(f"hf:{folder}", f"hf:{folder}", dtype="float32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_orbax_directory_that_contradicts_its_config_is_refused(folder, tmp_path):
+    path = tmp_path / "orbax"
+    convert(f"hf:{folder}", f"orbax:{path}", dtype="float32")
+    file = path / "model_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"model": content["model"] | {"mlp_width": 41}}))
+    with pytest.raises(ValueError, match=r"down_FD is \(3, 40, 24\), must be \(3, 41, 24\)"):
+        load_orbax(path, dtype="float32")
+    file.write_text(json.dumps(content | {"model": {"width": 3}}))
+    with pytest.raises(ValueError, match=r"model_config.json cannot be read"):
+        load_orbax(path, dtype="float32")
+
+
+def test_the_command_reports_an_error_in_one_line(folder, tmp_path):
+    command = [sys.executable, "-m", "dapo_jax.convert", f"--from=hf:{tmp_path / 'nowhere'}"]
+    done = subprocess.run(
+        [*command, f"--to=orbax:{tmp_path / 'out'}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("error: ")
+    assert "nowhere is not a directory" in done.stderr
+    assert "Traceback" not in done.stderr

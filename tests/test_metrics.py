@@ -1,0 +1,337 @@
+"""metrics.py: rows survive kills and resumes, rollouts are reproducible, text prints as it is."""
+
+import gzip
+import io
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboardX.proto import event_pb2
+
+from dapo_jax.metrics import (
+    Display,
+    MetricsWriter,
+    Sample,
+    Stopwatch,
+    atomic_file,
+    evaluation_line,
+    format_duration,
+    printable,
+    read_rows,
+    shorten_middle,
+    write_rollouts,
+)
+
+ROW = {
+    "step": 12,
+    "reward/mean": -0.25,
+    "accuracy/mean": 0.375,
+    "response_tokens/mean": 45.25,
+    "response_tokens/truncated_fraction": 0.03125,
+    "entropy": 0.512,
+    "tokens_per_second/step": 1234.0,
+    "seconds/total": 10.0,
+}
+
+SAMPLE = Sample(
+    prompt="What is [3] + 4?",
+    response="[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7",
+    truth="7",
+    prediction="7",
+    correct=True,
+    status="correct",
+    reward=1.0,
+    response_tokens=23,
+    truncated=False,
+)
+CUT_SAMPLE = Sample(
+    prompt="2*9",
+    response="x" * 5000,
+    truth="18",
+    prediction=None,
+    correct=False,
+    status="no answer",
+    reward=-1.5,
+    response_tokens=256,
+    truncated=True,
+)
+
+
+def _write(workdir, steps, *, resume_step=None, value=0.5):
+    with MetricsWriter(workdir, resume_step=resume_step) as writer:
+        for step in steps:
+            writer.write({"step": step, "reward/mean": value})
+        return writer
+
+
+def _tensorboard_events(workdir):
+    """The events of all files in the order TensorBoard reads them (TFRecord framing)."""
+    events = []
+    for path in sorted((workdir / "tensorboard").glob("events.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack("<Q", data[at : at + 8])
+            events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
+            at += 16 + length
+    return events
+
+
+def test_numbers_read_back_as_written(tmp_path):
+    values = [0.1, 1 / 3, 1e-300, 5e-324, -0.0, 2**53 - 1, float(np.float32(0.1))]
+    with MetricsWriter(tmp_path, resume_step=None) as writer:
+        for step, value in enumerate(values):
+            writer.write({"step": np.int64(step), "x": value, "y": np.float32(value)})
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [struct.pack("<d", row["x"]) for row in rows] == [struct.pack("<d", v) for v in values]
+    assert [row["y"] for row in rows] == [float(np.float32(value)) for value in values]
+    assert [row["step"] for row in rows] == list(range(len(values)))
+
+
+def test_not_finite_numbers_become_null_and_the_file_stays_strict_json(tmp_path):
+    with MetricsWriter(tmp_path, resume_step=None) as writer:
+        writer.write({"step": 0, "a": math.nan, "b": np.float32("inf"), "c": 1.0})
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=refuse) == {"step": 0, "a": None, "b": None, "c": 1.0}
+    values = [value for event in _tensorboard_events(tmp_path) for value in event.summary.value]
+    assert [(value.tag, value.simple_value) for value in values] == [("c", 1.0)]
+
+
+def test_a_row_is_on_disk_before_the_writer_closes(tmp_path):
+    with MetricsWriter(tmp_path, resume_step=None) as writer:
+        assert not writer.has_row(0)
+        writer.write({"step": 0, "x": 1})
+        assert writer.has_row(0)
+        assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "x": 1}]
+
+
+def test_resume_keeps_the_bytes_before_and_cuts_the_rows_after(tmp_path):
+    _write(tmp_path, range(6))
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes().splitlines(keepends=True)
+    writer = _write(tmp_path, range(4, 7), resume_step=3, value=0.75)
+    assert writer.cut_rows == 2
+    assert [step for step in range(9) if writer.has_row(step)] == list(range(7))
+    assert path.read_bytes().splitlines(keepends=True)[:4] == before[:4]
+    assert [(row["step"], row["reward/mean"]) for row in read_rows(path)] == [
+        *((step, 0.5) for step in range(4)),
+        *((step, 0.75) for step in range(4, 7)),
+    ]
+    assert [entry.name for entry in tmp_path.iterdir() if entry.suffix == ".tmp"] == []
+
+
+def test_resume_hides_the_lost_rows_from_tensorboard(tmp_path):
+    _write(tmp_path, range(6))
+    _write(tmp_path, [4], resume_step=3, value=0.75)
+    curve = {}
+    for event in _tensorboard_events(tmp_path):
+        if event.HasField("session_log"):  # what TensorBoard does at a start mark
+            curve = {step: value for step, value in curve.items() if step < event.step}
+        for value in event.summary.value:
+            curve[event.step] = value.simple_value
+    assert curve == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5, 4: 0.75}
+
+
+def test_a_start_without_a_checkpoint_begins_an_empty_file(tmp_path):
+    _write(tmp_path, range(3))
+    writer = _write(tmp_path, [0], value=0.75)
+    assert writer.cut_rows == 3
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.75}]
+
+
+def test_a_torn_last_line_is_dropped(tmp_path):
+    _write(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    for torn_bytes in (1, 10, len(whole.splitlines()[-1])):
+        path.write_bytes(whole[:-1][: len(whole) - torn_bytes])
+        assert [row["step"] for row in read_rows(path)][:2] == [0, 1]
+    path.write_bytes(whole + b'{"step": 3, "rew')
+    assert [row["step"] for row in read_rows(path)] == [0, 1, 2]
+    _write(tmp_path, [3], resume_step=2)
+    assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3]
+
+
+def test_a_last_row_that_lacks_only_its_line_end_is_kept(tmp_path):
+    _write(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    _write(tmp_path, [], resume_step=2)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("broken", [b'{"step": 1, "x\n', b"[1]\n", b'{"x": 1}\n', b"\n", b"\xff\n"])
+def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + broken + b'{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+        read_rows(path)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+        MetricsWriter(tmp_path, resume_step=0)
+
+
+def test_rows_that_make_no_sense_are_refused(tmp_path):
+    with MetricsWriter(tmp_path, resume_step=None) as writer:
+        writer.write({"step": 5})
+        with pytest.raises(ValueError, match="step 5 is not after the last step 5"):
+            writer.write({"step": 5})
+        with pytest.raises(TypeError, match="'loss' of step 6"):
+            writer.write({"step": 6, "loss": [1.0, 2.0]})
+        with pytest.raises(TypeError, match="integer 'step'"):
+            writer.write({"loss": 1.0})
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 5}]
+
+
+def test_an_atomic_file_that_fails_leaves_the_old_one(tmp_path):
+    path = tmp_path / "deep" / "file"
+    with atomic_file(path) as file:
+        file.write(b"old")
+    with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path):
+    rows = [
+        {"response": "你好 \ud800 [x]\n", "reward": np.float32(-0.5), "tokens": [1, 2]},
+        {"response": "", "reward": math.inf, "tokens": np.arange(3)},
+    ]
+    first, second = tmp_path / "a" / "3.jsonl.gz", tmp_path / "b" / "other.gz"
+    write_rollouts(first, rows)
+    time.sleep(1.1)  # the resolution of a gzip header's time
+    write_rollouts(second, iter(rows))
+    assert first.read_bytes() == second.read_bytes()
+    with gzip.open(first, "rt") as file:
+        assert [json.loads(line) for line in file] == [
+            {"response": "你好 \ud800 [x]\n", "reward": -0.5, "tokens": [1, 2]},
+            {"response": "", "reward": None, "tokens": [0, 1, 2]},
+        ]
+
+
+def test_stopwatch_adds_up_phases_and_counts_what_raised():
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch("rollout"):
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError), watch("update"):
+        time.sleep(0.01)
+        raise RuntimeError
+    row = watch.row()
+    assert list(row) == ["seconds/rollout", "seconds/update", "seconds/total"]
+    assert row["seconds/rollout"] == watch.seconds("rollout") >= 0.02
+    assert row["seconds/update"] >= 0.01
+    assert row["seconds/total"] >= row["seconds/rollout"] + row["seconds/update"]
+    assert watch.seconds("save") == 0.0
+
+
+def test_text_helpers():
+    assert printable("a\x1b[31m\n\tb\u202e\ud800 [x] 你") == r"a\x1b[31m⏎\tb\u202e\ud800 [x] 你"
+    assert shorten_middle("abcdef", limit=6) == "abcdef"
+    assert shorten_middle("abcdefgh", limit=5) == "abc ...(3 more)... gh"
+    assert format_duration(3661.4) == "1:01:01"
+    assert format_duration(2 * 86400 + 59.6) == "2 d 0:01:00"
+    assert evaluation_line(ROW) is None
+    row = {"step": 9, "eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/c/mean@8": 0.25}
+    line = evaluation_line(row)
+    assert line == "evaluation after 10 steps  a: mean@8 50.0%, maj@8 62.5%; b/c: mean@8 25.0%"
+
+
+def _plain(run, *, width=140):
+    out = io.StringIO()
+    with Display(100, 12, console=Console(file=out, width=width)) as display:
+        run(display)
+    return out.getvalue()
+
+
+def _terminal(run, *, width):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, height=30, _environ={})
+    with Display(100, 12, console=console) as display:
+        run(display)
+    return out.getvalue()
+
+
+def test_a_log_gets_one_aligned_line_a_step_and_no_control_codes():
+    def run(display):
+        display.phase("rollout: 3/32 informative groups")
+        display.step(ROW)
+        display.step({"step": 13, "reward/mean": 0.25, "entropy": None, "eval/set/mean@8": 0.5})
+        display.line("a line [bold]with[/bold] brackets\x1b[2J")
+
+    first, second, evaluation, line = _plain(run).splitlines()
+    assert first.startswith("step  12 ( 13/100)  reward -0.250  accuracy  37.5%  tokens    45.2")
+    assert first.endswith(
+        "truncated   3.1%  entropy 0.512  tokens/s   1234     10.0 s  eta 0:14:30"
+    )
+    assert second.index("entropy") == first.index("entropy")
+    assert second.split("entropy")[1].split()[0] == "-"
+    assert evaluation == "evaluation after 14 steps  set: mean@8 50.0%"
+    assert line == r"a line [bold]with[/bold] brackets\x1b[2J"
+
+
+def test_a_silent_log_shows_phases(monkeypatch):
+    monkeypatch.setattr("dapo_jax.metrics.QUIET_SECONDS", 0.0)
+    text = _plain(lambda display: display.phase("rollout: 24/32 informative groups"))
+    assert text == "  ... rollout: 24/32 informative groups\n"
+
+
+@pytest.mark.parametrize("width", [140, 60])
+def test_samples_print_model_text_literally(width):
+    text = _plain(lambda display: display.samples(12, [SAMPLE, CUT_SAMPLE]), width=width)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert max(map(len, text.splitlines())) <= width
+    joined = "".join(text.split())
+    for piece in ("[3]", "[boldred]3[/]", r"[/x]\x1b[35m\u202e", "+1.00", "23stop"):
+        assert piece in joined
+    for piece in ("-1.50", "256truncated", "(none)", "18"):
+        assert piece in joined
+    assert "more)" in joined
+    assert joined.count("x") < 500
+
+
+@pytest.mark.parametrize("width", [30, 60, 140])
+def test_a_terminal_shows_progress_phase_and_last_numbers(width):
+    def run(display):
+        display.step(ROW)
+        display.phase("rollout: 24/32 [informative] groups, generation batch 2/10")
+        display.line("above the bar")
+        display.samples(12, [SAMPLE, CUT_SAMPLE])
+        time.sleep(0.6)  # two refreshes of the bar
+
+    text = _terminal(run, width=width)
+    for piece in ("13/100", "eta 0:14:30", "-0.250", "24/32", "[informative]", "above the bar"):
+        assert piece in text
+    assert "\x1b[35m" not in text  # the sample's own escape sequence
+
+
+def test_a_display_in_a_real_pipe_and_with_an_ascii_terminal(tmp_path):
+    script = tmp_path / "show.py"
+    script.write_text(
+        "from dapo_jax.metrics import Display, Sample\n"
+        "with Display(2, 0) as display:\n"
+        "    display.line('你好')\n"
+        "    display.step({'step': 0, 'seconds/total': 1.0})\n"
+        "    display.samples(0, [Sample('p', '你\\n', '1', None, False, 's', 0.0, 1, True)])\n"
+    )
+    environment = dict(os.environ, PYTHONIOENCODING="ascii", PYTHONPATH=os.getcwd())  # noqa: PTH109
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, env=environment, timeout=60, check=True
+    )
+    text = done.stdout.decode("ascii")
+    assert r"\u4f60\u597d" in text
+    assert "step 0 (1/2)" in text
+    assert "\x1b" not in text

@@ -1,0 +1,287 @@
+"""The model against transformers' logits, hand-computed pieces, and the published sizes."""
+
+import functools
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from models import load_hf
+from models.attention import attention, cache_attention
+from models.qwen2 import (
+    PARAM_AXES,
+    PRESETS,
+    Qwen2,
+    Qwen2Config,
+    abstract_params,
+    causal_mask,
+    logits,
+    param_axes,
+    rms_norm,
+    rope,
+    segment_positions,
+    split,
+)
+
+GOLDEN = pathlib.Path(__file__).parent / "golden_data" / "qwen2_transformers.npz"
+SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN) as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def golden_models(golden, tmp_path_factory):
+    """The golden file's models, loaded from directories in transformers' own names and config."""
+    models = {}
+    for name in ("tied", "untied"):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(str(golden[f"{name}/config"]))
+        start = f"{name}/weights/"
+        weights = {k.removeprefix(start): v for k, v in golden.items() if k.startswith(start)}
+        save_file(weights, folder / "model.safetensors")
+        models[name] = load_hf(folder)
+    return models
+
+
+@pytest.fixture(scope="module")
+def small():
+    """(graph, params) of a small random model."""
+    graph, abstract = abstract_params(SMALL)
+    rng = np.random.default_rng(0)
+    return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(graph, params, tokens_BT, segment_BT):
+    """logits_BTV; the tests share one batch shape, and so one compilation."""
+    return nnx.merge(graph, params)(tokens_BT, segment_BT=segment_BT)
+
+
+def random_tokens(seed=0):
+    return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (2, 6))
+
+
+@pytest.mark.parametrize("case", ["right_padded", "left_padded", "packed"])
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_logits_equal_transformers(golden, golden_models, name, case):
+    tokens_BT, segment_BT, expected_BTV = (
+        golden[f"{name}/{case}/{key}"] for key in ("tokens_BT", "segment_BT", "logits_BTV")
+    )
+    logits_BTV = forward(*split(golden_models[name]), tokens_BT, segment_BT)
+    real = segment_BT > 0
+    assert np.std(expected_BTV[real]) > 0.5
+    assert np.abs(logits_BTV - expected_BTV)[real].max() <= 1e-4
+
+
+def test_without_segments_every_row_is_one_sequence(golden, golden_models):
+    tokens_BT = golden["tied/right_padded/tokens_BT"][:1]
+    expected_BTV = golden["tied/right_padded/logits_BTV"][:1]
+    np.testing.assert_allclose(golden_models["tied"](tokens_BT), expected_BTV, atol=1e-4)
+
+
+def test_padding_tokens_change_no_real_logits(small):
+    segment_BT = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    real = segment_BT > 0
+    a_BT = random_tokens()
+    b_BT = np.where(real, a_BT, random_tokens(seed=1))
+    assert (a_BT != b_BT).any()
+    np.testing.assert_array_equal(
+        forward(*small, a_BT, segment_BT)[real], forward(*small, b_BT, segment_BT)[real]
+    )
+
+
+def test_packed_segments_do_not_see_each_other(small):
+    """Each segment's logits are those of its tokens at the start of a row of their own."""
+    tokens_BT, segment_BT = random_tokens(), np.array([[1, 1, 1, 2, 2, 3], [1, 2, 2, 2, 2, 2]])
+    packed_BTV = forward(*small, tokens_BT, segment_BT)
+    for row, start, stop in ((0, 0, 3), (0, 3, 5), (0, 5, 6), (1, 0, 1), (1, 1, 6)):
+        alone_BT, length = np.zeros_like(tokens_BT), stop - start
+        alone_BT[0, :length] = tokens_BT[row, start:stop]
+        alone_BTV = forward(*small, alone_BT, np.ones_like(alone_BT))
+        np.testing.assert_allclose(
+            packed_BTV[row, start:stop], alone_BTV[0, :length], rtol=1e-5, atol=1e-5
+        )
+
+
+def test_a_later_token_does_not_change_earlier_logits(small):
+    tokens_BT = random_tokens()
+    changed_BT = tokens_BT.copy()
+    changed_BT[0, 4] = (changed_BT[0, 4] + 1) % SMALL.vocab_size
+    segment_BT = np.ones_like(tokens_BT)
+    before_TV = forward(*small, tokens_BT, segment_BT)[0]
+    after_TV = forward(*small, changed_BT, segment_BT)[0]
+    np.testing.assert_array_equal(before_TV[:4], after_TV[:4])
+    assert (np.abs(before_TV[4:] - after_TV[4:]).max(axis=-1) > 1e-3).all()
+
+
+def test_segment_positions_restart_at_every_segment():
+    segment_BT = jnp.array([[0, 0, 1, 1, 1], [1, 1, 2, 3, 3], [4, 4, 4, 0, 0]])
+    assert segment_positions(segment_BT).tolist() == [
+        [0, 1, 0, 1, 2],
+        [0, 1, 0, 0, 1],
+        [0, 1, 2, 0, 1],
+    ]
+
+
+def test_causal_mask_is_lower_triangular_inside_segments():
+    mask_TS = causal_mask(jnp.array([[1, 1, 2, 2]]))[0]
+    assert mask_TS.astype(int).tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 1, 1],
+    ]
+
+
+def test_rope_rotates_halves_by_hand():
+    # H = 4, theta = 100: the pairs (x0, x2) and (x1, x3) turn by position and position / 10.
+    x_BTNH = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    a, b = 2.0, 0.2
+    expected = [
+        1 * math.cos(a) - 3 * math.sin(a),
+        2 * math.cos(b) - 4 * math.sin(b),
+        3 * math.cos(a) + 1 * math.sin(a),
+        4 * math.cos(b) + 2 * math.sin(b),
+    ]
+    out = rope(x_BTNH, jnp.array([[2]]), theta=100.0)
+    np.testing.assert_allclose(out.ravel(), expected, rtol=1e-6)
+    np.testing.assert_array_equal(rope(x_BTNH, jnp.array([[0]]), theta=100.0), x_BTNH)
+
+
+def test_rope_scores_depend_on_distance_only():
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+
+    def score(q_position, k_position):
+        turned = [
+            rope(x, jnp.array([[p]]), theta=1e4) for x, p in ((q, q_position), (k, k_position))
+        ]
+        return float(jnp.sum(turned[0] * turned[1]))
+
+    assert score(5, 2) == pytest.approx(score(1005, 1002), abs=1e-3)
+    assert abs(score(5, 2) - score(5, 4)) > 1e-2
+
+
+def test_rms_norm_by_hand():
+    x_BTD = jnp.array([[[3.0, 4.0]]])  # mean square 12.5
+    out = rms_norm(x_BTD, jnp.array([2.0, 0.5]), eps=0.0)
+    np.testing.assert_allclose(out.ravel(), [6 / 12.5**0.5, 2 / 12.5**0.5], rtol=1e-6)
+    damped = rms_norm(x_BTD, jnp.ones(2), eps=12.5)
+    np.testing.assert_allclose(damped.ravel(), [3 / 5, 4 / 5], rtol=1e-6)
+
+
+def test_rms_norm_of_bfloat16_is_computed_in_float32():
+    x_BTD = jax.random.normal(jax.random.key(0), (1, 3, 64)).astype(jnp.bfloat16)
+    out = rms_norm(x_BTD, jnp.ones(64, jnp.bfloat16), eps=1e-6)
+    exact = rms_norm(x_BTD.astype(jnp.float32), jnp.ones(64), eps=1e-6)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
+
+
+def test_a_query_with_nothing_to_attend_to_stays_finite():
+    q_BTNH, k_BSKH = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4))
+    v_BSKH = jnp.arange(12.0).reshape(1, 3, 1, 4)
+    out = attention(q_BTNH, k_BSKH, v_BSKH, jnp.zeros((1, 1, 3), bool))
+    np.testing.assert_allclose(out[0, 0, 0], v_BSKH[0, :, 0].mean(axis=0), rtol=1e-6)
+
+
+def test_cache_attention_equals_attention():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q_BTNH = jax.random.normal(keys[0], (2, 1, 6, 8))
+    k_BSKH, v_BSKH = (jax.random.normal(key, (2, 5, 2, 8)) for key in keys[1:3])
+    mask_BTS = jnp.array([[[True, True, True, False, False]], [[False, True, True, True, True]]])
+    expected = attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)[:, 0]
+    out = cache_attention(
+        q_BTNH[:, 0], k_BSKH.transpose(0, 2, 3, 1), v_BSKH.transpose(0, 2, 1, 3), mask_BTS[:, 0]
+    )
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+# Published sizes: parameters in all as stored in the checkpoints, then the report's Table 1
+# (arXiv 2412.15115 and the model cards): billions in all, billions without embeddings.
+PUBLISHED = {
+    "0.5b": (494_032_768, 0.49, 0.36),
+    "1.5b": (1_543_714_304, 1.54, 1.31),
+    "3b": (3_085_938_688, 3.09, 2.77),
+    "7b": (7_615_616_512, 7.61, 6.53),
+    "14b": (14_770_033_664, 14.7, 13.1),
+    "32b": (32_763_876_352, 32.5, 31.0),
+    "72b": (72_706_203_648, 72.7, 70.0),
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(preset):
+    _, params = abstract_params(PRESETS[preset])
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    tables = [math.prod(params[k].shape) for k in ("embed_VD", "head_DV") if k in params]
+    exact, billions, body_billions = PUBLISHED[preset]
+    assert total == exact
+    assert total / 1e9 == pytest.approx(billions, rel=0.01)
+    assert (total - sum(tables)) / 1e9 == pytest.approx(body_billions, rel=0.01)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_parameter_has_one_logical_axis_a_dimension(preset):
+    _, params = abstract_params(PRESETS[preset])
+    axes = param_axes(params)
+    is_names = lambda node: isinstance(node, tuple)  # noqa: E731
+    ranks = jax.tree.map(len, axes, is_leaf=is_names)
+    assert ranks == jax.tree.map(lambda leaf: len(leaf.shape), params)
+    assert all(names[0] == "layer" for names in axes["layers"].values())
+    assert axes["embed_VD"] == PARAM_AXES["embed_VD"]
+
+
+def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
+    _, params = split(Qwen2(SMALL, key=jax.random.key(1)))
+    _, abstract = abstract_params(SMALL)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), abstract
+    )
+    assert np.std(params["layers"]["up_DF"]) == pytest.approx(0.02, rel=0.1)
+    assert (params["layers"]["up_DF"][0] != params["layers"]["up_DF"][1]).all()
+    assert (params["final_norm_D"] == 1).all()
+    assert (params["layers"]["k_bias_KH"] == 0).all()
+
+
+def test_bfloat16_parameters_give_bfloat16_activations_and_float32_logits(small):
+    graph, params = small
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    tokens_BT = random_tokens()
+    segment_BT = np.ones_like(tokens_BT)
+    hidden = jax.eval_shape(
+        lambda params: nnx.merge(graph, params).hidden(tokens_BT, segment_BT, segment_BT), low
+    )
+    assert hidden.dtype == jnp.bfloat16
+    logits_BTV = forward(graph, low, tokens_BT, segment_BT)
+    assert logits_BTV.dtype == jnp.float32
+    full_BTV = forward(graph, params, tokens_BT, segment_BT)
+    assert 0 < np.abs(logits_BTV - full_BTV).max() < 0.05 * np.abs(full_BTV).max()
+
+
+def test_remat_changes_no_gradient_and_gradients_are_float32(small):
+    graph, params = small
+    tokens_BT = random_tokens()
+    segment_BT = np.ones_like(tokens_BT)
+
+    def loss(params, remat):
+        model = nnx.merge(graph, params)
+        x_BTD = model.hidden(tokens_BT, segment_positions(segment_BT), segment_BT, remat=remat)
+        return jnp.mean(jax.nn.logsumexp(logits(x_BTD, model.head()), axis=-1))
+
+    plain, saved = (jax.jit(jax.grad(loss), static_argnums=1)(params, r) for r in (False, True))
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(saved), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert a.dtype == b.dtype == jnp.float32, name
+        assert np.abs(a).max() > 0, name
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=name)

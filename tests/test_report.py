@@ -1,0 +1,270 @@
+"""report.py: numbers, figures and the page, from rows with everything and with next to nothing."""
+
+import html.parser
+import json
+import math
+import pathlib
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dapo_jax.metrics import MetricsWriter
+from dapo_jax.report import (
+    Run,
+    changes,
+    column,
+    config_differences,
+    labelled,
+    load_run,
+    plot_accuracy_vs_tokens,
+    plot_curves,
+    rolling_mean,
+    summary_lines,
+    thinned,
+    tokens_before,
+    totals,
+    write_report,
+)
+
+
+def _full_row(step, *, accuracy):
+    return {
+        "step": step,
+        "prompts_seen": 64 * (step + 1),
+        "sampled_tokens_total": 20_000 * (step + 1),
+        "reward/mean": 2 * accuracy - 1,
+        "accuracy/mean": accuracy,
+        "response_tokens/mean": 40.0 + step,
+        "response_tokens/max": 128,
+        "response_tokens/truncated_fraction": 0.1 / (step + 1),
+        "entropy": 0.7 - 0.01 * step,
+        "mean_prob": 0.75,
+        "clip_fraction/high": 0.004,
+        "clip_fraction/low": 0.002,
+        "clip_fraction/dual": 0.0,
+        "ratio_gap": 1e-6,
+        "grad_norm": None if step == 2 else 0.3,
+        "lr": 1e-4,
+        "updates_skipped": int(step == 2),
+        "groups/informative": 32,
+        "groups/all_correct": step,
+        "groups/all_wrong": 9,
+        "groups/discarded": 1,
+        "generation_batches": 2,
+        "seconds/rollout": 6.0,
+        "seconds/verify": 0.25,
+        "seconds/update": 2.0,
+        "seconds/total": 10.0,
+        "tokens_per_second/rollout": 3333.0,
+        "tokens_per_second/update": 10000.0,
+        "tokens_per_second/step": 2000.0,
+    }
+
+
+def _make_run(workdir, *, steps=40, gain=0.4, eps_high=0.28):
+    with MetricsWriter(workdir, resume_step=None) as writer:
+        for step in range(steps):
+            writer.write(_full_row(step, accuracy=0.3 + gain * step / steps))
+    (workdir / "eval").mkdir()
+    for step in range(0, steps + 1, 10):
+        sets = {
+            "held_out": {
+                "mean@8": 0.25 + gain * step / steps,
+                "pass@8": 0.8,
+                "maj@8": 0.3125,
+                "problems": 64,
+            }
+        }
+        (workdir / "eval" / f"{step}.json").write_text(json.dumps({"step": step, "sets": sets}))
+    config = {"algo": {"eps_high": eps_high, "eps_low": 0.2}, "seed": 0, "sets": {}}
+    (workdir / "config.json").write_text(json.dumps(config))
+    return workdir
+
+
+def _png_size(path):
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n")
+    return struct.unpack(">II", data[16:24])
+
+
+class _Text(html.parser.HTMLParser):
+    """The words and images of a page; the elements must nest."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.words, self.images, self.open = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "img":
+            self.images.append(dict(attrs)["src"])
+        elif tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data.split()
+
+
+def test_load_run_reads_evaluations_in_order_of_steps(tmp_path):
+    run = load_run(_make_run(tmp_path / "run"))
+    assert len(run.rows) == 40
+    curve = run.evaluations["held_out", "mean@8"]
+    assert list(curve) == [0, 10, 20, 30, 40]
+    assert curve[40] == pytest.approx(0.65)
+    assert ("held_out", "problems") not in run.evaluations
+    assert run.config == {"algo.eps_high": 0.28, "algo.eps_low": 0.2, "seed": 0, "sets": {}}
+
+
+def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl does not exist: --workdir="):
+        load_run(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="no rows yet"):
+        load_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "0.json").write_text('{"step": 0, ')
+    with pytest.raises(ValueError, match=r"0\.json is not JSON"):
+        load_run(tmp_path)
+    (tmp_path / "eval" / "0.json").write_text('{"sets": {}}')
+    with pytest.raises(ValueError, match=r"0\.json is no evaluation"):
+        load_run(tmp_path)
+
+
+def test_rolling_mean_is_centred_and_leaves_out_what_is_missing():
+    values = np.array([1.0, 3.0, math.nan, 5.0, 7.0])
+    np.testing.assert_allclose(
+        rolling_mean(values, window=3), [2.0, 2.0, math.nan, 6.0, 6.0], equal_nan=True
+    )
+    np.testing.assert_array_equal(rolling_mean(values, window=1), values)
+    np.testing.assert_allclose(rolling_mean(np.array([2.0]), window=5), [2.0])
+
+
+def test_column_and_tokens_before():
+    rows = [{"step": 0, "sampled_tokens_total": 10}, {"step": 1}, {"step": 2, "x": None}]
+    np.testing.assert_array_equal(column(rows, "x"), [math.nan] * 3)
+    assert tokens_before(rows) == {0: 0.0, 1: 10.0}
+    assert tokens_before([]) == {0: 0.0}
+
+
+def test_changes_compare_the_ends(tmp_path):
+    found = changes(load_run(_make_run(tmp_path / "run")))
+    evaluation = found["held_out mean@8"]
+    assert (evaluation.first, evaluation.last) == (0.25, pytest.approx(0.65))
+    assert (evaluation.best, evaluation.best_step) == (pytest.approx(0.65), 40)
+    assert found["response tokens"].first == 41.5  # mean of the first 4 of 40 rows: 40 to 43
+    assert found["response tokens"].last == 77.5
+    assert found["response tokens"].best is None
+    assert found["reward"].best_step == 39
+
+
+def test_summary_lines_state_what_happened(tmp_path):
+    lines = summary_lines(load_run(_make_run(tmp_path / "run")))
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    for line in (
+        "held_out mean@8 25.0% -> 65.0% best 65.0% at step 40",
+        "response tokens 41.5 -> 77.5",
+        "rollout steps 40",
+        "wall time 0:06:40",
+        "sampled tokens 800,000",
+        "sampled tokens per second 2,000",
+        "updates skipped 1",
+    ):
+        assert line in text
+    assert summary_lines(Run(rows=[{"step": 0}], evaluations={}, config={})) == [
+        "rollout steps         1"
+    ]
+
+
+def test_totals_leave_out_what_is_unknown():
+    assert totals(Run(rows=[{"step": 0}], evaluations={}, config={})) == {"rollout steps": "1"}
+
+
+def test_figures_are_1600_pixels_wide_and_change_with_the_data(tmp_path):
+    runs = {f"_run ${n}$": load_run(_make_run(tmp_path / str(n))) for n in range(2)}
+    plot_curves(runs, tmp_path / "a.png")
+    assert _png_size(tmp_path / "a.png")[0] == 1600
+    assert (tmp_path / "a.png").stat().st_size > 50_000
+    plot_accuracy_vs_tokens(runs, tmp_path / "b.png")
+    assert _png_size(tmp_path / "b.png")[0] == 1600
+    longer = {**runs, next(iter(runs)): load_run(_make_run(tmp_path / "more", gain=0.1))}
+    for name, plot in (("a.png", plot_curves), ("b.png", plot_accuracy_vs_tokens)):
+        before = (tmp_path / name).read_bytes()
+        plot(longer, tmp_path / name)
+        assert (tmp_path / name).read_bytes() != before
+
+
+def test_figures_of_rows_with_missing_keys(tmp_path):
+    sparse = Run(
+        rows=[{"step": 0, "entropy": None}, {"step": 1, "ratio_gap": 0.0, "reward/mean": 1.0}],
+        evaluations={("a", "mean@8"): {0: 0.5, 99: 0.75}},
+        config={},
+    )
+    for plot in (plot_curves, plot_accuracy_vs_tokens):
+        for runs in ({"one": sparse}, {"one": sparse, "two": sparse}):
+            plot(runs, tmp_path / "figure.png")
+            assert _png_size(tmp_path / "figure.png")[0] == 1600
+
+
+def test_config_differences():
+    runs = {
+        "a": Run(rows=[], evaluations={}, config={"x": 0.2, "same": 1, "only": [1]}),
+        "b": Run(rows=[], evaluations={}, config={"x": 0.28, "same": 1}),
+    }
+    assert config_differences(runs) == {"x": ["0.2", "0.28"], "only": ["[1]", "-"]}
+
+
+def test_thinned_keeps_the_ends():
+    rows = [{"step": step} for step in range(100)]
+    steps = [row["step"] for row in thinned(rows, limit=12)]
+    assert (len(steps), steps[0], steps[-1]) == (12, 0, 99)
+    assert max(np.diff(steps)) <= 10
+    assert thinned(rows, limit=100) == rows
+
+
+def test_the_page_stands_alone_and_holds_the_numbers(tmp_path):
+    first = _make_run(tmp_path / "<b>dapo</b>".replace("/", "_"))
+    second = _make_run(tmp_path / "naive", gain=0.1, eps_high=0.2)
+    page = write_report([first, second, first])
+    assert page == first / "report.html"
+    assert _png_size(first / "curves.png")[0] == 1600
+    assert (first / "accuracy_vs_tokens.png").is_file()
+    text = page.read_text()
+    content = _Text(text)
+    assert "<b>" not in text
+    assert [source[:22] for source in content.images] == ["data:image/png;base64,"] * 2
+    for word in ("65.0%", "35.0%", "800,000", "algo.eps_high", "0.28", "2000", "77.5"):
+        assert word in content.words
+    assert "algo.eps_low" not in content.words
+    assert text.count("30 of 40 rows") == 2
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    first, second, other = (tmp_path / name for name in ("a/run", "b/run", "other"))
+    assert labelled([first, other, first]) == {"run": first, "other": other}
+    assert list(labelled([first, other, second])) == [str(first), "other", str(second)]
+
+
+def test_the_command_takes_folders_repeated_and_separated_by_commas(tmp_path):
+    root = pathlib.Path(__file__).resolve().parent.parent
+    runs = [_make_run(tmp_path / name, steps=3) for name in ("a", "b", "c")]
+    command = [sys.executable, "-m", "dapo_jax.report", f"--workdir={runs[0]},{runs[1]}"]
+    done = subprocess.run(
+        [*command, f"--workdir={runs[2]}"], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(runs[0] / "report.html"))
+    page = (runs[0] / "report.html").read_text()
+    assert all(f">{run.name}<" in page for run in runs)
+    failed = subprocess.run(
+        [*command, f"--workdir={tmp_path}"], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert failed.returncode == 1
+    assert "metrics.jsonl does not exist" in failed.stderr
+    assert "Traceback" not in failed.stderr

@@ -1,0 +1,566 @@
+"""The rules that grade responses: parity with the reference, what "strict" mends, and hardness."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dapo_jax.verifier import (
+    MAX_GROUND_TRUTH_CHARS,
+    RULES,
+    STATUSES,
+    SymbolicVerifier,
+    Verdict,
+    dapo_form,
+    strict_form,
+    verify,
+    verify_many,
+)
+
+LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def _rows(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# Parity with the reference
+
+
+def test_dapo_rules_equal_the_reference_on_every_golden_row(shared):
+    rows = _rows(shared / "golden" / "dapo_verifier.jsonl")
+    assert len(rows) == 312
+    differing = []
+    for row in rows:
+        verdict = verify(row["solution"], row["ground_truth"], rules="dapo")
+        reference = (row["acc"], None if row["pred"] == "[INVALID]" else row["pred"])
+        if (verdict.correct, verdict.prediction) != reference:
+            differing.append((row["ground_truth"], row["pred"], verdict))
+    # The one deviation: the reference's name for "no answer" is not an answer.
+    assert differing == [("[INVALID]", "[INVALID]", Verdict(False, None, "no_answer"))]
+
+
+def test_strict_box_rules_equal_the_reference_on_every_golden_row(shared):
+    differing = []
+    for row in _rows(shared / "golden" / "dapo_verifier.jsonl"):
+        verdict = verify(row["solution"], row["ground_truth"], rules="strict_box")
+        if (verdict.correct, verdict.prediction) != (row["strict_acc"], row["strict_pred"]):
+            differing.append((row["ground_truth"], row["strict_pred"], verdict))
+    # The one deviation: nothing in the box is not the answer "".
+    assert differing == [("", "", Verdict(False, "", "empty_ground_truth"))]
+
+
+def test_strict_rules_reward_all_right_numbers_that_the_reference_rewards(shared):
+    rows = _rows(shared / "golden" / "dapo_verifier.jsonl")
+    rows = [row for row in rows if row["category"] in ("random", "long", "negative", "format_ok")]
+    verdicts = [verify(row["solution"], row["ground_truth"], rules="strict") for row in rows]
+    graded = list(zip(rows, verdicts, strict=True))
+    lost = [row["id"] for row, verdict in graded if row["acc"] > verdict.correct]
+    assert lost == ["v0010"]  # "Answer\n:\n42" is no line of the template's form
+    gained = [row for row, verdict in graded if verdict.correct > row["acc"]]
+    gained = [row for row in gained if row["category"] == "random"]  # integers all
+    assert len(gained) > 10
+    for row in gained:
+        digits = re.sub("[^0-9-]", "", row["solution"].splitlines()[-1])
+        assert digits == row["ground_truth"]
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "prediction"),
+    [
+        ("We add.\nAnswer: 7", "7", "7"),
+        ("We add.\nanswer  :\n 7 ", "7", "7"),
+        ("Answer: 6\nNo.\nAnswer: 7", "7", "7"),
+        ("Answer: $7$ apples", "7", "7"),
+        (r"Answer: \boxed{7}", "7", "7"),
+        (r"Answer: 7 \text{ cm}^2", "7", "7"),
+        ("Answer: x = 7", "7", "7"),
+        ("Answer: 7,000,000 dollars", "7000000", "7000000"),
+        (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"Answer: \sqrt3", r"\sqrt{3}", r"\sqrt{3}"),
+        ("Answer: 1=7", "7", "7"),  # known false positives
+        ("Answer: 1 2", "12", "12"),
+        ("Answer: $1$ or $2$", "1", "1"),
+    ],
+)
+def test_dapo_rules_reward(response, ground_truth, prediction):
+    assert verify(response, ground_truth, rules="dapo") == Verdict(True, prediction, "correct")
+
+
+@pytest.mark.parametrize(
+    ("response", "prediction", "status"),
+    [
+        ("Answer: 8", "8", "wrong"),
+        ("Answer: 7.", "7.", "wrong"),  # known false negatives
+        ("**Answer:** 7", "**7", "wrong"),
+        (r"Answer: \(7\)", r"\(7\)", "wrong"),
+        ("Answer: 7%", "7%", "wrong"),
+        ("It is 7.", None, "no_answer"),
+        ("Answer:\n", None, "no_answer"),
+        ("Answer: $ $", "", "empty_answer"),
+        ("Answer: 7" + "z" * 300, None, "no_answer"),
+    ],
+)
+def test_dapo_rules_do_not_reward(response, prediction, status):
+    assert verify(response, "7", rules="dapo") == Verdict(False, prediction, status)
+
+
+def test_dapo_rules_read_the_last_300_characters():
+    assert verify("Answer: 7\n" + "z" * 290, "7", rules="dapo").correct
+    assert not verify("Answer: 7\n" + "z" * 293, "7", rules="dapo").correct
+
+
+def test_dapo_form_reads_a_ground_truth_of_several_lines_line_by_line():
+    assert dapo_form("$1$ or\n$2$ or") == "1\n2"
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "prediction", "status"),
+    [
+        (r"So \boxed{7}.", "7", "7", "correct"),
+        (r"\boxed{6} no \boxed{7}", "7", "7", "correct"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", r"\frac{1}{2}", "correct"),
+        (r"\boxed{ 7}", "7", " 7", "wrong"),
+        (r"\boxed{7", "7", None, "no_answer"),
+        (r"\boxed{ }", "7", " ", "empty_answer"),
+        ("Answer: 7", "7", None, "no_answer"),
+        (r"\boxed{7}" + "y" * 92, "7", None, "no_answer"),
+    ],
+)
+def test_strict_box_rules(response, ground_truth, prediction, status):
+    verdict = verify(response, ground_truth, rules="strict_box")
+    assert verdict == Verdict(status == "correct", prediction, status)
+
+
+# What "strict" mends
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Answer: 42.",
+        "Answer: **42**",
+        "**Answer:** 42",
+        "**Answer: 42**",
+        "Answer**: 42",
+        "### Final Answer: 42",
+        "> The final answer: 42",
+        "Answer: *42*",
+        "Answer: `42`",
+        "Answer: “42”",
+        r"Answer: \(42\)",
+        r"Answer: \[42\]",
+        "Answer: $$42$$",
+        "Answer:\n\\[\n42\n\\]",
+        "**Answer:**\n\n$$\n42\n$$\nDone.",
+        r"Answer: $\displaystyle 42$",
+        r"Answer: $\boxed{42}$.",
+        r"Answer: \boxed{\textbf{42}} dollars",
+        r"Answer: \fbox{42}",
+        "Answer: {42}",
+        "Answer: 42%",
+        r"Answer: $42\%$",
+        "Answer: 42 seconds",
+        "Answer: 42 km/h",
+        "Answer: 42°",
+        r"Answer: 42^{\circ}",
+        r"Answer: 42 \text{ square metres}",
+        "Answer: 42 cm²",
+        "Answer: 42 个",
+        "Answer: +42",
+        "Answer: 42.0",
+        "Answer: 84/2",
+        "Answer: m + n = 42.",
+        "Answer: f(2) = 42",
+        "Answer: a_{12} = 42",
+        r"Answer: \frac{84}{2} = 42",
+        "Answer: \uff14\uff12",
+        "Answer\uff1a42",
+        "Answer: 42\u200b",
+        "Answer: 42\u2028Thanks.",
+        "Answer: $42 dollars",
+    ],
+)
+def test_strict_rewards_what_plainly_is_the_number(response):
+    assert verify(response, "42", rules="strict") == Verdict(True, "42", "correct")
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"),
+    [
+        ("1,000.50", "1000.5"),
+        (r"1\,000", "1000"),
+        ("1'000", "1000"),
+        ("1 000 000", "1000000"),
+        (r"1{,}000", "1000"),
+        (r"12,\!345", "12345"),
+        ("\u20137", "-7"),
+        (r"\tfrac{1}{2}", r"\frac{1}{2}"),
+        (r"\frac{1}2", r"\frac{1}{2}"),
+        (r"\frac{-1}{2}", r"-\frac{1}{2}"),
+        ("0.50", r"\frac12"),
+        (".5", "1/2"),
+        (r"3\frac{1}{2}", "7/2"),
+        ("42", "42.0"),
+        ("42", "$42$"),
+        ("3, 5", "3,5"),
+        (r"\left( \frac12 , 3 \right)", r"(\frac{1}{2},3)"),
+        (r"\sqrt 2", r"\sqrt{2}"),
+        ("f(x) = x^2", "x^2"),
+        ("9" * 289, "9" * 289),
+    ],
+)
+def test_strict_compares_values_not_spellings(answer, ground_truth):
+    assert verify(f"Answer: {answer}", ground_truth, rules="strict").correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"),
+    [
+        ("41=42", "42"),
+        ("4 2", "42"),
+        ("42", "4 2"),
+        ("12,34", "1234"),
+        ("35", "3,5"),
+        (r"42\text{0}", "420"),
+        (r"4\text{2}", "42"),
+        (r"\boxed{4}\boxed{2}", "42"),
+        ("$42$ or $43$", "42"),
+        (r"42 \text{ or forty-three}", "42"),
+        ("$4$ $2$", "4"),
+        ("square 42", "42"),
+        ("squares 42", "42"),
+        ("a 42", "42"),
+        ("ways42", "42"),
+        (r"5\dots", "5"),
+        (r"\overline{5}", "5"),
+        ("3.14...", "3.14"),
+        ("42 or 43", "42"),
+        ("42 and 43", "42"),
+        ("x = 41, y = 42", "42"),
+        ("42 Answer: 41", "42"),
+        ("~42", "42"),
+        (r"\neq 42", "42"),
+        ("4²", "42"),
+        ("٤٢", "42"),
+        ("5!", "5"),
+        ("42m", "42"),
+        ("1/0", "1"),
+        ("0.3333", "1/3"),
+        (r"42 \pmod{100}", "42"),
+    ],
+)
+def test_strict_does_not_reward_what_is_something_else(answer, ground_truth):
+    verdict = verify(f"Answer: {answer}", ground_truth, rules="strict")
+    assert (verdict.correct, verdict.status) == (False, "wrong")
+
+
+@pytest.mark.parametrize(
+    ("response", "status"),
+    [
+        ("It is 42.", "no_answer"),
+        ("I found that my Answer: 42", "no_answer"),
+        ("z" * 291 + "Answer: 42", "no_answer"),  # the cut line is no line
+        ("Answer: 42\nanswer: ", "empty_answer"),
+        ("Answer: k=", "empty_answer"),
+        ("Answer: 42\nWait.\nAnswer: 41", "wrong"),
+    ],
+)
+def test_strict_wants_the_last_answer_line(response, status):
+    verdict = verify(response, "42", rules="strict")
+    assert (verdict.correct, verdict.status) == (False, status)
+
+
+# Hardness
+
+
+def _soup(generator: random.Random, alphabet: list[str], max_chars: int) -> str:
+    text = generator.choice(["", "Answer: ", "x\nAnswer:", "**Answer:** $", r"\boxed{"])
+    length = generator.randrange(max_chars)
+    while len(text) < length:
+        text += generator.choice(alphabet)
+    return text
+
+
+LATEX_WORDS = r"""
+\frac \dfrac \sqrt \text{ \mathrm{ \boxed{ \textbf{ \left( \right) \( \) \[ \] $ $$ \$
+{ } ( ) [ ] ** * _ ` = , . : ; - + / % ^ ~ ! 0 1 42 1,000 3.5 x cm km and or
+\, \; \! {,} \circ ^\circ \% \quad _{1} ² ° 个 Answer: answer
+"""
+LATEX = [*LATEX_WORDS.split(), " ", "\n", "  ", "\u00a0", "\u200b", "\u2013", "\uff11", "a ", "= "]
+UNICODE = [
+    *map(chr, [0, 9, 10, 11, 13, 0x85, 0x2028, 0x661, 0xB2, 0x130, 0x17F, 0xFF11, 0xD800, 0xDFFF]),
+    *["Answer", ":", "\\", "{", "}", "\U0001f389", "\U0010ffff", "1", "٤", "½", "Ⅳ"],
+]
+
+
+@pytest.mark.parametrize("alphabet", [LATEX, UNICODE], ids=["latex", "unicode"])
+def test_no_soup_raises_or_is_graded_twice_differently(alphabet):
+    generator = random.Random(0)
+    for _ in range(700):
+        response = _soup(generator, alphabet, 400)
+        truth = generator.choice([_soup(generator, alphabet, 40), "42", ""])
+        for rules in LOCAL_RULES:
+            verdict = verify(response, truth, rules=rules)
+            assert verdict == verify(response, truth, rules=rules)
+            assert verdict.status in STATUSES
+            assert verdict.correct == (verdict.status == "correct")
+            assert not verdict.correct or (truth.strip() and verdict.prediction.strip())
+
+
+@pytest.mark.parametrize("alphabet", [LATEX, UNICODE], ids=["latex", "unicode"])
+def test_strict_form_is_a_fixed_point_of_itself(alphabet):
+    generator = random.Random(1)
+    for _ in range(2000):
+        form = strict_form(_soup(generator, alphabet, 60))
+        assert strict_form(form) == form
+
+
+def test_a_strict_prediction_grades_itself_right():
+    generator = random.Random(2)
+    graded = 0
+    for _ in range(500):
+        form = strict_form(_soup(generator, LATEX, 30))
+        if form and "\n" not in form:
+            graded += 1
+            verdict = verify(f"Answer: {form}", form, rules="strict")
+            assert verdict == Verdict(True, form, "correct")
+    assert graded > 300
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *LATEX,
+        *UNICODE,
+        r"\text{" + "a",
+        "{x=",
+        "{*",
+        "$a",
+        "a b",
+        "1'",
+        ",",
+        "()",
+        "a(",
+        "=1",
+        r"\frac{",
+    ],
+    ids=ascii,
+)
+@pytest.mark.parametrize("rules", LOCAL_RULES)
+def test_no_repetition_burns_cpu(unit, rules):
+    text = ("Answer: " + unit * 300)[:300]
+    tries = []
+    for _ in range(3):
+        start = time.process_time()
+        verify(text, text, rules=rules)
+        tries.append(time.process_time() - start)
+    assert min(tries) < 0.01
+
+
+@pytest.mark.parametrize("rules", LOCAL_RULES)
+def test_a_response_of_megabytes_costs_no_more_than_its_tail(rules):
+    response = r"Answer: \boxed{" * 2_000_000 + "\nAnswer: \\boxed{7}"
+    start = time.process_time()
+    assert verify(response, "7", rules=rules).correct
+    assert time.process_time() - start < 0.02
+
+
+@pytest.mark.parametrize("rules", LOCAL_RULES)
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "status"),
+    [
+        (None, "7", "bad_input"),
+        (7, "7", "bad_input"),
+        (b"Answer: 7", "7", "bad_input"),
+        (r"Answer: \boxed{7}", None, "bad_input"),
+        (r"Answer: \boxed{7}", 7, "bad_input"),
+        (r"Answer: \boxed{7}", "7" * (MAX_GROUND_TRUTH_CHARS + 1), "bad_input"),
+        (r"Answer: \boxed{7}", "", "empty_ground_truth"),
+        (r"Answer: \boxed{7}", " \n", "empty_ground_truth"),
+        (r"Answer: \boxed{}", "", "empty_ground_truth"),
+        ("", "", "empty_ground_truth"),
+        ("", "7", "no_answer"),
+    ],
+)
+def test_what_is_missing_is_never_rewarded(rules, response, ground_truth, status):
+    verdict = verify(response, ground_truth, rules=rules)
+    assert (verdict.correct, verdict.status) == (False, status)
+
+
+def test_verify_many_grades_pairs_in_order():
+    verdicts = verify_many(["Answer: 1", "Answer: 2", "3"], ["1", "1", "3"], rules="dapo")
+    assert [verdict.status for verdict in verdicts] == ["correct", "wrong", "no_answer"]
+    assert verify_many([], [], rules="strict") == []
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"'minerva'.*dapo, strict, .*verifier\.rules"):
+        verify("Answer: 7", "7", rules="minerva")
+    with pytest.raises(ValueError, match="2 responses but 1 ground truths"):
+        verify_many(["a", "b"], ["a"], rules="dapo")
+    with pytest.raises(ValueError, match="0 workers"):
+        SymbolicVerifier(0, 1.0)
+
+
+# Symbolic equivalence
+
+HANGS = "Answer: $9^{9^{9^{9}}}$"
+
+
+@pytest.fixture(scope="module")
+def symbolic():
+    with SymbolicVerifier(num_workers=2, timeout_seconds=30.0) as verifier:
+        yield verifier
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead but not yet collected does not."""
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def _wait_for_the_end_of(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while _alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs after 20 seconds"
+        time.sleep(0.05)
+
+
+needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "status"),
+    [
+        (r"Answer: \frac{2}{4}", "0.5", "correct"),
+        ("Answer: (x+1)^2", "x^2+2x+1", "correct"),
+        ("**Answer:** $42$.", "42", "correct"),
+        (r"So it is $\boxed{42}$.", "42", "correct"),
+        ("So the result is 42.", "42", "correct"),
+        ("Answer: 43", "42", "wrong"),
+        ("Answer: $42$ or $43$", "42", "wrong"),
+        ("Answer:", "42", "empty_answer"),
+        ("  ", "42", "no_answer"),
+        ("I gave up", "42", "unreadable_answer"),
+        ("Answer: 42", " ", "empty_ground_truth"),
+        (None, "42", "bad_input"),
+        ("Answer: \ud800", "42", "wrong"),
+    ],
+)
+def test_math_verify_rules(symbolic, response, ground_truth, status):
+    verdict = symbolic.verify(response, ground_truth)
+    assert (verdict.correct, verdict.status) == (status == "correct", status)
+
+
+def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
+    r"""178 of 188 rows agree. The ten that do not:
+
+    * rounding: 3.14159 for 3.1416, 16.67 for 16.\overline{6}, 2.3 for 2.\overline{3};
+    * 75 for 0.75, which other graders take for a percentage;
+    * `1,22` as 1.22 (a decimal comma; here a list of two), `10, 4, -2` for `4, 10, -2` (compared
+      as sets), unspaced `-5\lex\le1`, a formula in dollars over several lines;
+    * an answer that only its middle states, and a ground truth of more than 1000 characters.
+    """
+    rows = _rows(shared / "golden" / "math_equivalence.jsonl")
+    responses = [  # rows of the other kinds give the bare answer, so it goes where answers go
+        row["pred"] if "extraction" in row["kind"] else f"Answer: {row['pred']}" for row in rows
+    ]
+    verdicts = symbolic.verify_many(responses, [row["gold"] for row in rows])
+    agreeing = [v.correct == row["expected"] for v, row in zip(verdicts, rows, strict=True)]
+    assert len(rows) == 188
+    assert sum(agreeing) >= 178
+
+
+def test_math_verify_survives_soup(symbolic):
+    generator = random.Random(3)
+    responses = [_soup(generator, generator.choice([LATEX, UNICODE]), 60) for _ in range(40)]
+    verdicts = symbolic.verify_many(responses, ["42"] * len(responses))
+    assert {verdict.status for verdict in verdicts} <= set(STATUSES)
+
+
+def test_the_default_pool_serves_verify_from_any_thread():
+    verdicts = []
+    thread = threading.Thread(
+        target=lambda: verdicts.append(verify("Answer: $84/2$", "42", rules="math_verify"))
+    )
+    thread.start()
+    thread.join()
+    assert verdicts == [Verdict(True, r"\frac{84}{2}", "correct")]
+    assert verify_many(["Answer: 1"], ["2"], rules="math_verify")[0].status == "wrong"
+
+
+def test_a_hanging_worker_is_replaced_and_the_others_go_on():
+    alarm = signal.getsignal(signal.SIGALRM)
+    with SymbolicVerifier(num_workers=1, timeout_seconds=1.5) as verifier:
+        (before,) = verifier.worker_pids()
+        verdicts = verifier.verify_many(["Answer: 1", HANGS, "Answer: 2"], ["1", "42", "2"])
+        assert [verdict.status for verdict in verdicts] == ["correct", "timeout", "correct"]
+        assert not verdicts[1].correct
+        (after,) = verifier.worker_pids()
+        assert after != before
+        assert not _alive(before)
+    assert signal.getsignal(signal.SIGALRM) == alarm
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_worker_that_is_killed_at_work_is_replaced():
+    with SymbolicVerifier(num_workers=1, timeout_seconds=30.0) as verifier:
+        assert verifier.verify("Answer: 1", "1").correct
+        killer = threading.Timer(0.5, os.kill, (verifier.worker_pids()[0], signal.SIGKILL))
+        killer.start()
+        verdicts = verifier.verify_many([HANGS, "Answer: 2"], ["42", "2"])
+        assert [verdict.status for verdict in verdicts] == ["crashed", "correct"]
+        assert not verdicts[0].correct
+
+
+@needs_proc
+def test_a_worker_that_is_killed_idle_costs_no_answer():
+    with SymbolicVerifier(num_workers=1, timeout_seconds=30.0) as verifier:
+        assert verifier.verify("Answer: 1", "1").correct
+        (pid,) = verifier.worker_pids()
+        os.kill(pid, signal.SIGKILL)
+        _wait_for_the_end_of(pid)
+        assert verifier.verify("Answer: 1", "1").correct
+
+
+@needs_proc
+def test_workers_end_with_the_block_and_load_no_jax(symbolic):
+    assert all(
+        "jaxlib" not in pathlib.Path(f"/proc/{pid}/maps").read_text()
+        for pid in symbolic.worker_pids()
+    )
+    with SymbolicVerifier(num_workers=2, timeout_seconds=1.0) as verifier:
+        pids = verifier.worker_pids()
+    assert not any(map(_alive, pids))
+    with pytest.raises(RuntimeError, match="closed"):
+        verifier.verify("Answer: 1", "1")
+
+
+@needs_proc
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_workers_end_with_the_process_however_it_ends(end):
+    program = (
+        "import os, signal, sys\n"
+        "from dapo_jax.verifier import SymbolicVerifier\n"
+        "verifier = SymbolicVerifier(1, 30.0)\n"
+        "verifier.verify('Answer: 1', '1')\n"
+        "print(*verifier.worker_pids(), flush=True)\n"
+        f"{end}\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 1
+    _wait_for_the_end_of(pids[0])
