@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MAX_VALUE = 199  # every intermediate result stays within 0..MAX_VALUE
+MAX_VALUE = 99  # every intermediate result stays within 0..MAX_VALUE
 TEST_SHARE = 8  # one question in eight belongs to the test split
 
 # A story: opening, one clause for "+", "-" and "*", the question.

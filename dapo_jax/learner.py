@@ -78,13 +78,25 @@ def optimizer(learning: Learning) -> optax.GradientTransformation:
 
 
 def warmup_learning_rate(step: int, *, learning_rate: float, warmup_steps: int) -> float:
-    """Linear warm-up over rollout steps: step 0 trains at learning_rate / warmup_steps, not at 0."""
+    """Linear warm-up over rollout steps; step 0 trains at learning_rate / warmup_steps, not 0."""
     return learning_rate * min(1.0, (step + 1) / max(warmup_steps, 1))
 
 
 def init_state(params, learning: Learning) -> TrainState:
     """The state before the first update."""
     return TrainState(params, optimizer(learning).init(params), jnp.int32(0), jnp.int32(0))
+
+
+def shardings_like_params(state: TrainState, param_shardings, replicated) -> TrainState:
+    """Shardings of a whole (abstract) state: moments lie where their parameters do."""
+    structure = jax.tree.structure(state.params)
+
+    def is_params(tree):
+        return jax.tree.structure(tree) == structure
+
+    return jax.tree.map(
+        lambda tree: param_shardings if is_params(tree) else replicated, state, is_leaf=is_params
+    )
 
 
 def cast(params, dtype):
@@ -210,4 +222,4 @@ def update(state: TrainState, reference_params, batch: Batch, learning_rate, *, 
     )
     tokens = sums.pop("tokens")
     metrics = {key: value / jnp.maximum(tokens, 1) for key, value in sums.items()}
-    return state, metrics | {"loss": loss, "grad_norm": grad_norm}
+    return state, metrics | {"loss": loss, "grad_norm": grad_norm, "taken": finite}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapo_jax.algorithm import informative_groups
+from dapo_jax.algorithm import first_informative
 from dapo_jax.data import Prompt
 from dapo_jax.verifier import Verdict
 
@@ -75,12 +75,13 @@ def collect(
     dynamic_sampling: bool,
     report: Callable[[str], None],
 ) -> Rollouts:
-    """Dynamic sampling (Eq. 11): generate until `num_prompts` groups are neither all right nor wrong.
+    """Dynamic sampling (Eq. 11): generate until `num_prompts` groups are informative.
 
-    The policy stays frozen meanwhile. The first informative groups in prompt order are kept, so
-    that neither length nor speed of a response decides. Surplus groups are discarded. At the cap
-    there may be fewer than `num_prompts`, or none: the caller decides what to do then. Without
-    dynamic sampling it is one batch of `num_prompts` prompts, all kept.
+    A group is informative if some but not all of it is correct. The policy is frozen meanwhile.
+    The first informative groups in prompt order are kept, so that neither length nor speed of a
+    response decides; surplus groups are discarded. At the cap there may be fewer than
+    `num_prompts`, or none: the caller decides what to do then. Without dynamic sampling it is one
+    batch of `num_prompts` prompts, all kept.
 
     generate_groups(cursors) samples and verifies the prompts at these places of the stream.
     """
@@ -99,8 +100,9 @@ def collect(
         sampled += generate_groups(range(cursor, cursor + generation_prompts))
         cursor += generation_prompts
         batches += 1
-        kept = np.flatnonzero(informative_groups(np.stack([g.correct_G for g in sampled])))
-    return Rollouts(sampled, kept[:num_prompts], cursor, batches)
+        correct_PG = np.stack([group.correct_G for group in sampled])
+        kept = first_informative(correct_PG, num_prompts=num_prompts)
+    return Rollouts(sampled, kept, cursor, batches)
 
 
 def rollout_rows(groups: Sequence[Group], reward_PG: np.ndarray, kept: np.ndarray):

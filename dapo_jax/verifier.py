@@ -286,7 +286,8 @@ def strict_form(answer: str) -> str:
       `$42$ or $43$` (it reads the first)  `square 42`, `a 42`, `ways42` (words cut out anywhere)
       `5\dots`, `\overline{5}` for 5, and `... my Answer: 42` inside a sentence.
     What stays wrong: a sum or product not carried out, also before "=" (`40+2=42`); words for
-    numbers; powers of ten; two answers, or a list with "and". Units and "%" are dropped, not converted.
+    numbers; powers of ten; two answers, also as a list with "and". Units and "%" are dropped, not
+    converted.
     """
     text = answer
     for _ in range(_MAX_PASSES):

@@ -302,7 +302,9 @@ def _to_device(params):
     moved = {}
     for key in list(params):
         leaf = params.pop(key)
-        moved[key] = _to_device(leaf) if isinstance(leaf, dict) else jnp.asarray(leaf)
+        moved[key] = (
+            _to_device(leaf) if isinstance(leaf, dict) else jax.device_put(leaf).block_until_ready()
+        )
     return moved
 
 

@@ -2,8 +2,9 @@
 
     python -m experiments.tiny_base.pretrain            # rebuilds experiments/tiny_base/checkpoint
 
-The student imitates worked solutions of which a quarter of the steps are wrong, some end without
-the line that the verifier looks for, and some go over the same step again and again.
+The student first learns from right solutions, then from flawed ones: a quarter of the steps are
+wrong, some end without the line that the verifier looks for, and some go over a step again and
+again. So it knows more than it shows, as a large base model does.
 """
 
 import pathlib
@@ -25,6 +26,7 @@ from models import save_hf
 from models.qwen2 import PRESETS, Qwen2, segment_positions, split
 
 LEVELS = (1, 2, 3, 4)
+FLAWED_SHARE = 0.2  # of the optimizer steps, the last ones
 WRONG_STEPS = 0.25  # share of wrong operations
 UNFORMATTED = 0.12  # share of solutions without "Answer:"
 RAMBLERS = 0.15  # share of solutions that go over a step again ...
@@ -35,23 +37,22 @@ SEED = 0
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("out", str(pathlib.Path(__file__).parent / "checkpoint"), "Target directory.")
-flags.DEFINE_integer("num_steps", 7_000, "Optimizer steps.", lower_bound=1)
+flags.DEFINE_integer("num_steps", 5_000, "Optimizer steps.", lower_bound=1)
 
 
-def solved_problems(count: int, seed: int):
+def solved_problems(count: int, seed: int, *, flawed: bool):
     """`count` (prompt text, solution text) pairs of the train split."""
     rng = np.random.default_rng([SEED, seed])
     for problem in generate(LEVELS, count, int(rng.integers(2**62)), split="train"):
         ramble = RAMBLE if rng.random() < RAMBLERS else 0.0
-        solution = worked_solution(
-            problem, rng, wrong=WRONG_STEPS, ramble=ramble, unformatted=UNFORMATTED
-        )
+        flaws = {"wrong": WRONG_STEPS, "ramble": ramble, "unformatted": UNFORMATTED}
+        solution = worked_solution(problem, rng, **{k: v * flawed for k, v in flaws.items()})
         yield PROMPT_TEMPLATE.format(problem=problem.question), solution
 
 
 def train_tokenizer(path: pathlib.Path, vocab_size: int) -> None:
     """A byte-fallback BPE in which each half of the prompt template is one piece."""
-    texts = (part for pair in solved_problems(4_000, seed=2**31) for part in pair)
+    texts = (part for pair in solved_problems(4_000, seed=2**31, flawed=True) for part in pair)
     before, after = (part.strip("\n") for part in PROMPT_TEMPLATE.split("{problem}"))
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
@@ -75,12 +76,14 @@ def train_tokenizer(path: pathlib.Path, vocab_size: int) -> None:
         )
 
 
-def packed_batches(tokenizer):
-    """Endless rows of whole (prompt, solution, end) sequences: tokens, segments, target mask."""
+def packed_batches(tokenizer, *, num_steps: int):
+    """`num_steps` batches [3, rows, tokens]: packed tokens, segments and target masks."""
     eos = tokenizer.stop_ids[0]
     shape = (ROWS, ROW_TOKENS)
-    for seed in range(2**31):
-        pairs = list(solved_problems(1_000, seed))
+    step, seed = 0, 0
+    while step < num_steps:
+        pairs = list(solved_problems(1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE)))
+        seed += 1
         rows = [([], [], [])]
         for prompt, solution in pairs:
             prompt_ids, ids = tokenizer.encode(prompt), [*tokenizer.encode(solution), eos]
@@ -97,6 +100,7 @@ def packed_batches(tokenizer):
                 for k, values in enumerate(row):
                     batch[k, b, : len(values)] = values
             yield batch
+            step += 1
 
 
 def main(_):
@@ -106,7 +110,7 @@ def main(_):
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
     graph, params = split(Qwen2(config, key=jax.random.key(SEED)))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 200, FLAGS.num_steps, 3e-5)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, 200, FLAGS.num_steps, 1e-4)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     )
@@ -134,7 +138,7 @@ def main(_):
         return optax.apply_updates(params, updates), opt_state, loss
 
     start_seconds = time.monotonic()
-    for i, batch in zip(range(FLAGS.num_steps), packed_batches(tokenizer), strict=False):
+    for i, batch in enumerate(packed_batches(tokenizer, num_steps=FLAGS.num_steps)):
         params, opt_state, loss = step(params, opt_state, batch)
         if (i + 1) % 100 == 0:
             seconds = time.monotonic() - start_seconds

@@ -1,0 +1,149 @@
+"""Evaluation: mean@k, pass@k and maj@k of a policy on sets of problems.
+
+    python -m dapo_jax.evaluate --config=configs/tiny.py --workdir=DIR [--step=N]
+
+evaluates the checkpoint after N rollout steps (default: the newest) into DIR/eval/N.json.
+"""
+
+import collections
+import json
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from dapo_jax import setup
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.metrics import Stopwatch, atomic_file, evaluation_line
+from dapo_jax.rollout import Group
+from dapo_jax.verifier import Verdict
+from sharding import hosts
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that k of the samples hold a correct one, unbiased (arXiv 2107.03374, Eq. 1)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
+    """maj@k: whether the most frequent prediction is right; the earliest wins a tie.
+
+    Responses without a prediction have no vote.
+    """
+    votes = collections.Counter(v.prediction for v in verdicts if v.prediction is not None)
+    if not votes:
+        return False
+    winner = votes.most_common(1)[0][0]
+    return any(v.correct for v in verdicts if v.prediction == winner)
+
+
+def summarize(groups: Sequence[Group]) -> dict[str, float]:
+    """One set's results from its groups of k responses: scores are means over problems."""
+    correct_PK = np.stack([group.correct_G for group in groups])
+    length_PK = np.stack([group.length_G for group in groups])
+    k = correct_PK.shape[1]
+    powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
+    return {
+        f"mean@{k}": float(correct_PK.mean()),
+        f"maj@{k}": float(np.mean([majority_is_correct(g.verdicts) for g in groups])),
+        **{
+            f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
+            for n in powers
+        },
+        "problems": len(groups),
+        "response_tokens/mean": float(length_PK.mean()),
+        "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
+        "no_answer_fraction": float(
+            np.mean([v.prediction is None for group in groups for v in group.verdicts])
+        ),
+    }
+
+
+def evaluate(
+    config: ConfigDict,
+    policy: setup.Policy,
+    params,
+    sets,
+    tokenizer,
+    *,
+    report: Callable[[str], None],
+) -> dict[str, dict[str, float]]:
+    """Results of every set. `params` are the sampler's; the randomness is the same each time."""
+    key = setup.key(config, setup.EVAL_STREAM)
+    size = config.eval.batch_prompts
+    results = {}
+    for name, prompts in sets.items():
+        groups = []
+        for start in range(0, len(prompts), size):
+            report(f"evaluate: {name} {start}/{len(prompts)} problems")
+            cursors = range(start, start + size)  # past the end: the last problem, thrown away
+            groups += setup.generate_groups(
+                policy,
+                params,
+                key,
+                [prompts[min(i, len(prompts) - 1)] for i in cursors],
+                cursors,
+                group_size=config.eval.samples_per_prompt,
+                sampling=setup.eval_sampling(config, tokenizer),
+                tokenizer=tokenizer,
+                rules=config.verifier.rules,
+                watch=Stopwatch(),
+            )
+        results[name] = summarize(groups[: len(prompts)])
+    return results
+
+
+def write_results(workdir: pathlib.Path, finished_steps: int, results) -> None:
+    """DIR/eval/<finished rollout steps>.json."""
+    if hosts.is_main_host():
+        with atomic_file(workdir / "eval" / f"{finished_steps}.json") as file:
+            document = {"step": finished_steps, "sets": results}
+            file.write((json.dumps(document, indent=1) + "\n").encode())
+
+
+def result_row(results) -> dict[str, float]:
+    """The scores as keys of a metrics row: eval/<set>/<score>."""
+    return {
+        f"eval/{name}/{key}": value
+        for name, scores in results.items()
+        for key, value in scores.items()
+        if "@" in key
+    }
+
+
+def main(_):
+    config = CONFIG.value
+    setup.check(config)
+    if not config.eval.sets:
+        raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
+    workdir = setup.existing_directory(WORKDIR.value)
+    tokenizer = setup.tokenizer(config)
+    data = setup.load_data(config, tokenizer)
+    policy = setup.build_policy(config, tokenizer.vocab_size)
+    checkpoints = Checkpoints(workdir / "checkpoints", every_steps=1, keep=None)
+    step = checkpoints.latest_step() if STEP.value is None else STEP.value
+    if step is None:
+        raise FileNotFoundError(f"{workdir}/checkpoints is empty: there is nothing to evaluate")
+    if step == 0:
+        params = setup.start_params(config, policy)
+    else:
+        params = checkpoints.restore(step, setup.abstract_state(policy))[0].params
+    checkpoints.close()
+    results = evaluate(
+        config, policy, policy.reshard(params), data.eval_sets, tokenizer, report=print
+    )
+    write_results(workdir, step, results)
+    print(evaluation_line({"step": step - 1, **result_row(results)}))
+    print(f"written to {workdir / 'eval' / f'{step}.json'}")
+
+
+if __name__ == "__main__":
+    CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
+    WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+    STEP = flags.DEFINE_integer(
+        "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
+    )
+    app.run(main)

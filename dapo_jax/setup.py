@@ -1,0 +1,375 @@
+"""From a config to what a run works with; impossible combinations are refused before compiling."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from dapo_jax import algorithm, learner, verifier
+from dapo_jax.data import Prompt, PromptStream, Report, Source, load_prompts
+from dapo_jax.rollout import Group
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.host import Sampler
+from dapo_jax.tokenizer import Tokenizer, load_tokenizer
+from models import load_hf
+from models.hf import load_config
+from models.qwen2 import PRESETS, Qwen2, Qwen2Config, abstract_params, param_axes, split
+from sharding import rules
+from sharding.mesh import make_mesh
+
+# Folded into the seed's key, so that no stream of randomness is used for two things.
+INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The model on the mesh: its graph, the programs that run it, and how they are sharded."""
+
+    model_config: Qwen2Config
+    graph: nnx.GraphDef
+    mesh: jax.sharding.Mesh
+    sampler: Sampler
+    reshard: functools.partial  # learner params -> sampler params, in the compute dtype
+    update: functools.partial  # (state, reference_params, batch, learning_rate) -> state, metrics
+    learning: learner.Learning
+    state_shardings: learner.TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The prompts a run reads: the endless training stream, the evaluation sets, what was read."""
+
+    stream: PromptStream
+    eval_sets: dict[str, list[Prompt]]
+    reports: list[Report]
+
+
+def key(config: ConfigDict, stream: int):
+    """The root key of one stream of randomness."""
+    return jax.random.fold_in(jax.random.key(config.seed), stream)
+
+
+def model_sizes(config: ConfigDict) -> Qwen2Config:
+    """The model's sizes, from its directory or the named preset."""
+    path, preset = config.model.path, config.model.preset
+    if bool(path) == bool(preset):
+        raise ValueError(
+            f"set either model.path (is {path!r}) or model.preset (is {preset!r}), not both"
+        )
+    if path:
+        return load_config(path)
+    if preset not in PRESETS:
+        raise ValueError(f"model.preset = {preset!r} is unknown; there are {', '.join(PRESETS)}")
+    return PRESETS[preset]
+
+
+def tokenizer(config: ConfigDict) -> Tokenizer:
+    """The tokenizer of tokenizer.path, or of model.path where that is empty."""
+    path = config.tokenizer.path or config.model.path
+    if not path:
+        raise ValueError("tokenizer.path is empty: random weights (model.preset) need it set")
+    return load_tokenizer(
+        path, stop_tokens=config.tokenizer.stop_tokens or None, chat=config.tokenizer.chat
+    )
+
+
+def load_data(config: ConfigDict, tokenizer: Tokenizer) -> Data:
+    """Read, clean and tokenize the training set and the evaluation sets."""
+
+    def prompts(source: ConfigDict) -> tuple[list[Prompt], Report]:
+        return load_prompts(
+            Source(**source),
+            tokenizer,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            on_bad_row=config.data.on_bad_row,
+        )
+
+    train, report = prompts(config.data.train)
+    needed = config.rollout.generation_prompts
+    if len(train) < needed:
+        raise ValueError(
+            f"data.train has {len(train)} usable prompts, fewer than one generation batch of "
+            f"rollout.generation_prompts = {needed}; add data or lower that key"
+        )
+    sets = {name: prompts(source) for name, source in config.eval.sets.items()}
+    limit = config.eval.max_prompts
+    return Data(
+        PromptStream(train, seed=config.seed),
+        {name: kept[:limit] if limit else kept for name, (kept, _) in sets.items()},
+        [report, *(report for _, report in sets.values())],
+    )
+
+
+def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
+    """How training samples."""
+    r = config.rollout
+    return Sampling(
+        max_response_tokens=r.max_response_tokens,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        stop_ids=tuple(tokenizer.stop_ids),
+        pad_id=tokenizer.pad_id,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def eval_sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
+    """How evaluation samples: as training, but for temperature and top-p, and never top-k."""
+    return dataclasses.replace(
+        sampling(config, tokenizer),
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        top_k=0,
+    )
+
+
+def build_policy(config: ConfigDict, vocab_size: int) -> Policy:
+    """The mesh, the shardings and the jitted programs. No array is allocated, nothing compiled."""
+    sizes = model_sizes(config)
+    if vocab_size > sizes.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} ids, but the model only {sizes.vocab_size} embedding "
+            "rows; set tokenizer.path to the model's own tokenizer"
+        )
+    mesh = make_mesh(data=config.mesh.data, model=config.mesh.model)
+    check_divides(config, mesh.shape["data"])
+    graph, params = abstract_params(sizes)
+    axes = param_axes(params)
+    params_shardings = rules.param_shardings(mesh, axes, params, rules.LEARNER)
+    c, a = config.learner, config.algo
+    learning = learner.Learning(
+        eps_low=a.eps_low,
+        eps_high=a.eps_high,
+        dual_clip=a.dual_clip,
+        kl_coef=a.kl_coef,
+        adam_b1=c.adam_b1,
+        adam_b2=c.adam_b2,
+        adam_eps=c.adam_eps,
+        weight_decay=c.weight_decay,
+        max_grad_norm=c.max_grad_norm,
+        temperature=config.rollout.temperature,
+        vocab_size=vocab_size,
+        compute_dtype=config.model.compute_dtype,
+        remat=c.remat,
+    )
+    # The moments have the parameters' tree, so their shardings are found by its paths.
+    state = jax.eval_shape(functools.partial(learner.init_state, learning=learning), params)
+    state_shardings = learner.shardings_like_params(state, params_shardings, rules.replicated(mesh))
+    return Policy(
+        model_config=sizes,
+        graph=graph,
+        mesh=mesh,
+        sampler=Sampler(graph, mesh, max_prompt_tokens=config.rollout.max_prompt_tokens),
+        reshard=jax.jit(
+            functools.partial(learner.cast, dtype=config.model.compute_dtype),
+            out_shardings=rules.param_shardings(mesh, axes, params, rules.SAMPLER),
+        ),
+        update=jax.jit(
+            functools.partial(learner.update, graph=graph, learning=learning),
+            out_shardings=(state_shardings, rules.replicated(mesh)),
+            donate_argnums=0,
+        ),
+        learning=learning,
+        state_shardings=state_shardings,
+    )
+
+
+def start_params(config: ConfigDict, policy: Policy):
+    """The start policy's float32 parameters on the mesh: loaded, or random from the seed."""
+    shardings = policy.state_shardings.params
+    if config.model.path:
+        _, params = split(load_hf(config.model.path))
+        return jax.device_put(params, shardings)
+
+    def init():
+        return split(Qwen2(policy.model_config, key=key(config, INIT_STREAM)))[1]
+
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def generate_groups(
+    policy: Policy,
+    params,
+    run_key,
+    prompts: Sequence[Prompt],
+    cursors: Sequence[int],
+    *,
+    group_size: int,
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+    rules: str,
+    watch,
+) -> list[Group]:
+    """Sample `group_size` responses to each prompt, then decode and verify them on the host."""
+    with watch("rollout"):
+        samples = policy.sampler(
+            params,
+            run_key,
+            [prompt.token_ids for prompt in prompts],
+            cursors,
+            group_size=group_size,
+            sampling=sampling,
+        )
+    with watch("verify"):
+        lengths = samples.length_R.tolist()
+        responses = [row[:n] for row, n in zip(samples.tokens_RT, lengths, strict=True)]
+        logps = [row[:n] for row, n in zip(samples.behavior_logp_RT, lengths, strict=True)]
+        texts = [tokenizer.decode(response.tolist()) for response in responses]
+        truths = [prompt.example.answer for prompt in prompts for _ in range(group_size)]
+        verdicts = verifier.verify_many(texts, truths, rules=rules)
+    groups = []
+    for p, (prompt, cursor) in enumerate(zip(prompts, cursors, strict=True)):
+        r = slice(p * group_size, (p + 1) * group_size)
+        groups.append(
+            Group(
+                cursor=int(cursor),
+                prompt=prompt,
+                responses=responses[r],
+                behavior_logp=logps[r],
+                stopped_G=samples.stopped_R[r],
+                texts=texts[r],
+                verdicts=verdicts[r],
+            )
+        )
+    return groups
+
+
+def check(config: ConfigDict) -> None:
+    """Refuse settings that cannot work, with the values and the key to change (ValueError)."""
+    r, a, c = config.rollout, config.algo, config.learner
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(message)
+
+    def choice(name: str, value: str, choices) -> None:
+        require(value in choices, f"{name} = {value!r}; choose one of {', '.join(choices)}")
+
+    def at_least(least, **values) -> None:
+        for name, value in values.items():
+            name = name.replace("__", ".")
+            require(value >= least, f"{name} = {value}, but must be at least {least}")
+
+    choice("model.compute_dtype", config.model.compute_dtype, ("float32", "bfloat16"))
+    choice("algo.loss_aggregation", a.loss_aggregation, algorithm.AGGREGATIONS)
+    choice("verifier.rules", config.verifier.rules, verifier.RULES)
+    choice("rollout.on_generation_cap", r.on_generation_cap, ("train", "stop"))
+    choice("data.on_bad_row", config.data.on_bad_row, ("error", "skip"))
+    choice("tokenizer.chat", config.tokenizer.chat, ("none", "template"))
+    at_least(
+        1,
+        num_steps=config.num_steps,
+        updates_per_step=config.updates_per_step,
+        rollout__num_prompts=r.num_prompts,
+        rollout__max_prompt_tokens=r.max_prompt_tokens,
+        rollout__max_response_tokens=r.max_response_tokens,
+        rollout__generation_prompts=r.generation_prompts,
+        rollout__max_generation_batches=r.max_generation_batches,
+        learner__micro_batch_rows=c.micro_batch_rows,
+        eval__samples_per_prompt=config.eval.samples_per_prompt,
+        eval__batch_prompts=config.eval.batch_prompts,
+        checkpoint__every_steps=config.checkpoint.every_steps,
+        checkpoint__keep=config.checkpoint.keep,
+    )
+    at_least(
+        0,
+        rollout__top_k=r.top_k,
+        algo__eps_low=a.eps_low,
+        algo__eps_high=a.eps_high,
+        algo__kl_coef=a.kl_coef,
+        algo__overlong_factor=a.overlong_factor,
+        algo__overlong_cache_tokens=a.overlong_cache_tokens,
+        learner__warmup_steps=c.warmup_steps,
+        learner__weight_decay=c.weight_decay,
+        eval__every_steps=config.eval.every_steps,
+        eval__max_prompts=config.eval.max_prompts,
+        log__samples_every_steps=config.log.samples_every_steps,
+        log__rollouts_every_steps=config.log.rollouts_every_steps,
+    )
+    require(0 <= config.seed < 2**32, f"seed = {config.seed}, but must be from 0 to {2**32 - 1}")
+    require(
+        r.group_size >= 2,
+        f"rollout.group_size = {r.group_size}, but a group of 1 has no advantage; use 2 or more",
+    )
+    require(a.eps_low < 1, f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0")
+    require(a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip}, but must be greater than 1")
+    for name, value in (
+        ("learner.learning_rate", c.learning_rate),
+        ("learner.max_grad_norm", c.max_grad_norm),
+        ("learner.adam_eps", c.adam_eps),
+        ("rollout.temperature", r.temperature),
+        ("eval.temperature", config.eval.temperature),
+    ):
+        require(value > 0, f"{name} = {value}, but must be greater than 0")
+    for name, value in (("rollout.top_p", r.top_p), ("eval.top_p", config.eval.top_p)):
+        require(0 < value <= 1, f"{name} = {value}, but must be over 0 and at most 1")
+    require(
+        r.num_prompts % config.updates_per_step == 0,
+        f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "
+        f"{config.updates_per_step}; each update takes the same number of groups",
+    )
+    capacity = r.generation_prompts * r.max_generation_batches
+    require(
+        not a.dynamic_sampling or capacity >= r.num_prompts,
+        f"rollout.generation_prompts * max_generation_batches = {r.generation_prompts} * "
+        f"{r.max_generation_batches} = {capacity} prompts can never give rollout.num_prompts = "
+        f"{r.num_prompts} informative groups; raise one of the first two",
+    )
+    require(
+        a.overlong_cache_tokens <= r.max_response_tokens,
+        f"algo.overlong_cache_tokens = {a.overlong_cache_tokens} exceeds "
+        f"rollout.max_response_tokens = {r.max_response_tokens}",
+    )
+    longest = r.max_prompt_tokens + r.max_response_tokens - 1
+    require(
+        c.row_tokens >= longest,
+        f"learner.row_tokens = {c.row_tokens} does not hold the longest sequence: "
+        f"rollout.max_prompt_tokens + max_response_tokens - 1 = {longest}",
+    )
+
+
+def check_divides(config: ConfigDict, ways: int) -> None:
+    """Refuse batch sizes that the mesh's data axis of size `ways` does not divide (ValueError)."""
+    sizes = {"learner.micro_batch_rows": config.learner.micro_batch_rows}
+    if config.eval.every_steps:
+        sizes["eval.batch_prompts"] = config.eval.batch_prompts
+    if config.algo.dynamic_sampling:
+        sizes["rollout.generation_prompts"] = config.rollout.generation_prompts
+    else:
+        sizes["rollout.num_prompts"] = config.rollout.num_prompts
+    for name, size in sizes.items():
+        if size % ways:
+            raise ValueError(
+                f"{name} = {size} does not divide over the mesh's data axis of {ways} devices; the "
+                f"nearest that does is {max(ways, round(size / ways) * ways)}"
+            )
+
+
+def existing_directory(path: str) -> pathlib.Path:
+    """The directory `path`, which must exist; FileNotFoundError names it."""
+    folder = pathlib.Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--workdir={path}: there is no such directory")
+    return folder
+
+
+def abstract_state(policy: Policy) -> learner.TrainState:
+    """ShapeDtypeStructs, with shardings, of the training state: what a checkpoint is read into."""
+    _, params = abstract_params(policy.model_config)
+    state = jax.eval_shape(functools.partial(learner.init_state, learning=policy.learning), params)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        policy.state_shardings,
+    )
+
+
+def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]:
+    """Consecutive index chunks of `groups_per_update` groups, the last one possibly shorter."""
+    return [kept[i : i + groups_per_update] for i in range(0, len(kept), groups_per_update)]

@@ -1,0 +1,372 @@
+"""DAPO training (arXiv 2503.14476): one SPMD program samples, verifies and updates.
+
+    python -m dapo_jax.train --config=configs/tiny.py --workdir=DIR [--config.algo.eps_high=0.24]
+
+The same command resumes a run that was stopped. `train` holds one RL step, top to bottom.
+"""
+
+import functools
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from clu import parameter_overview
+from ml_collections import ConfigDict, config_flags
+
+from dapo_jax import report, setup
+from dapo_jax.algorithm import correctness_reward, group_advantage, soft_overlong_penalty
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.evaluate import evaluate, result_row, write_results
+from dapo_jax.learner import init_state, make_batch, warmup_learning_rate
+from dapo_jax.metrics import Display, MetricsWriter, Sample, Stopwatch, atomic_file, write_rollouts
+from dapo_jax.rollout import Rollouts, collect, rollout_rows
+from sharding import hosts, rules
+
+# A resumed run may change these; anything else would make it another run.
+MAY_CHANGE = ("num_steps", "eval.", "checkpoint.", "log.", "mesh.")
+SHOWN_SAMPLES = 4
+
+
+def train(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Run, or resume, the recipe in `workdir` until config.num_steps rollout steps are done."""
+    setup.check(config)
+    tokenizer = setup.tokenizer(config)
+    data = setup.load_data(config, tokenizer)
+    policy = setup.build_policy(config, tokenizer.vocab_size)
+    record_config(config, workdir)
+    checkpoints = Checkpoints(
+        workdir / "checkpoints",
+        every_steps=config.checkpoint.every_steps,
+        keep=config.checkpoint.keep,
+    )
+    restored = checkpoints.restore_latest(setup.abstract_state(policy), report=logging.warning)
+    if restored is None:
+        first_step, state = 0, start_state(config, policy)
+        progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
+    else:
+        first_step, state, progress = restored
+    reference_params = setup.start_params(config, policy) if config.algo.kl_coef > 0 else None
+    run_key = setup.key(config, setup.ROLLOUT_STREAM)
+    r, algo = config.rollout, config.algo
+
+    with (
+        MetricsWriter(workdir, resume_step=first_step - 1 if first_step else None) as writer,
+        Display(config.num_steps, first_step) as display,
+    ):
+        display.line(banner(config, policy, data, state.params, workdir, first_step))
+        if first_step and not writer.has_row(first_step - 1):
+            writer.write(progress["row"])  # killed between the checkpoint and its row
+        sampler_params = policy.reshard(state.params)
+        if first_step == 0 and config.eval.every_steps and data.eval_sets:
+            results = evaluate(
+                config, policy, sampler_params, data.eval_sets, tokenizer, report=display.phase
+            )
+            write_results(workdir, 0, results)
+            display.step({"step": -1, **result_row(results)})
+
+        for step in range(first_step, config.num_steps):
+            watch = Stopwatch()
+
+            def generate_groups(cursors, params=sampler_params, watch=watch):
+                return setup.generate_groups(
+                    policy,
+                    params,
+                    run_key,
+                    [data.stream[i] for i in cursors],
+                    cursors,
+                    group_size=r.group_size,
+                    sampling=setup.sampling(config, tokenizer),
+                    tokenizer=tokenizer,
+                    rules=config.verifier.rules,
+                    watch=watch,
+                )
+
+            # Sample and verify until there are enough informative groups (Eq. 11).
+            rollouts = collect(
+                generate_groups,
+                progress["cursor"],
+                num_prompts=r.num_prompts,
+                generation_prompts=r.generation_prompts,
+                max_generation_batches=r.max_generation_batches,
+                dynamic_sampling=algo.dynamic_sampling,
+                report=display.phase,
+            )
+            if len(rollouts.kept) < r.num_prompts:
+                message = generation_cap_message(config, step, rollouts)
+                if r.on_generation_cap == "stop":
+                    checkpoints.save(step, state, progress, force=step > 0)
+                    checkpoints.close()
+                    raise SystemExit(f"{message} (rollout.on_generation_cap = 'stop')")
+                display.line(f"{message}; training on what there is")
+
+            # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
+            reward_PG = np.asarray(
+                correctness_reward(rollouts.correct_PG)
+                + soft_overlong_penalty(
+                    rollouts.length_PG,
+                    max_tokens=r.max_response_tokens,
+                    cache_tokens=algo.overlong_cache_tokens,
+                    factor=algo.overlong_factor,
+                )
+            )
+            advantage_PG = np.asarray(group_advantage(reward_PG))
+
+            # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
+            learning_rate = warmup_learning_rate(
+                step,
+                learning_rate=config.learner.learning_rate,
+                warmup_steps=config.learner.warmup_steps,
+            )
+            updates = []
+            groups_per_update = r.num_prompts // config.updates_per_step
+            for i, chosen in enumerate(
+                setup.minibatches(rollouts.kept, groups_per_update=groups_per_update)
+            ):
+                display.phase(f"update: {i + 1}/{config.updates_per_step}")
+                with watch("update"):
+                    batch = minibatch(config, policy, rollouts, advantage_PG, chosen)
+                    state, metrics = policy.update(state, reference_params, batch, learning_rate)
+                    updates.append(hosts.fetch(metrics))
+            sampler_params = policy.reshard(state.params)
+
+            results = {}
+            if is_due(step, config.eval.every_steps, config.num_steps) and data.eval_sets:
+                with watch("evaluate"):
+                    results = evaluate(
+                        config,
+                        policy,
+                        sampler_params,
+                        data.eval_sets,
+                        tokenizer,
+                        report=display.phase,
+                    )
+                write_results(workdir, step + 1, results)
+
+            sampled_tokens_total = progress["sampled_tokens_total"] + int(rollouts.length_PG.sum())
+            row = {
+                "step": step,
+                "prompts_seen": rollouts.cursor,
+                "sampled_tokens_total": sampled_tokens_total,
+                **rollout_metrics(rollouts, reward_PG),
+                **update_metrics(updates),
+                "lr": learning_rate,
+                **result_row(results),
+            }
+            progress = {
+                "cursor": rollouts.cursor,
+                "sampled_tokens_total": sampled_tokens_total,
+                "row": row | timings(watch, rollouts),
+            }
+            with watch("save"):
+                last = step + 1 == config.num_steps
+                checkpoints.save(step + 1, state, progress, force=last)
+            row |= timings(watch, rollouts)
+            writer.write(row)
+            log_responses(config, workdir, step, rollouts, reward_PG, display)
+            display.step(row)
+    checkpoints.close()
+    if hosts.is_main_host():
+        run = report.load_run(workdir)
+        report.plot_curves({workdir.name: run}, workdir / "curves.png")
+        print("\n".join([*report.summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
+
+
+def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
+    """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
+    groups = [rollouts.sampled[p] for p in chosen]
+    group_size, rows = config.rollout.group_size, config.learner.micro_batch_rows
+    most_responses = config.rollout.num_prompts // config.updates_per_step * group_size
+    batch = make_batch(
+        [group.prompt.token_ids for group in groups for _ in range(group_size)],
+        [response for group in groups for response in group.responses],
+        [logp for group in groups for logp in group.behavior_logp],
+        advantage_PG[chosen].reshape(-1),
+        (rollouts.stopped_PG[chosen] | (not config.algo.overlong_filtering)).reshape(-1),
+        loss_aggregation=config.algo.loss_aggregation,
+        row_tokens=config.learner.row_tokens,
+        micro_batch_rows=rows,
+        num_micro=-(-most_responses // rows),
+    )
+    return batch.replace(
+        **{
+            name: hosts.place(value, rules.micro_batches(policy.mesh))
+            for name, value in vars(batch).items()
+            if name != "num_micro"
+        }
+    )
+
+
+def start_state(config, policy):
+    """The training state before the first step, on the mesh."""
+    init = functools.partial(init_state, learning=policy.learning)
+    return jax.jit(init, out_shardings=policy.state_shardings, donate_argnums=0)(
+        setup.start_params(config, policy)
+    )
+
+
+def is_due(step: int, every_steps: int, num_steps: int) -> bool:
+    """Whether what is done every so many steps (0: never), and at the end, is due after `step`."""
+    return every_steps > 0 and ((step + 1) % every_steps == 0 or step + 1 == num_steps)
+
+
+def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
+    """What the generation cap left a step with, and the settings to change."""
+    return (
+        f"step {step}: {rollouts.generation_batches} generation batches of "
+        f"{config.rollout.generation_prompts} prompts gave {len(rollouts.kept)} informative groups "
+        f"of the {config.rollout.num_prompts} wanted, at an accuracy of "
+        f"{rollouts.correct_PG.mean():.1%}; change rollout.max_generation_batches, "
+        "rollout.generation_prompts or the difficulty of data.train"
+    )
+
+
+def rollout_metrics(rollouts: Rollouts, reward_PG) -> dict[str, float]:
+    """Statistics of everything that the step sampled, kept or not."""
+    num_correct_P = rollouts.correct_PG.sum(axis=1)
+    group_size = rollouts.correct_PG.shape[1]
+    informative = int(((num_correct_P > 0) & (num_correct_P < group_size)).sum())
+    return {
+        "reward/mean": float(reward_PG.mean()),
+        "accuracy/mean": float(rollouts.correct_PG.mean()),
+        "response_tokens/mean": float(rollouts.length_PG.mean()),
+        "response_tokens/max": int(rollouts.length_PG.max()),
+        "response_tokens/truncated_fraction": float(1 - rollouts.stopped_PG.mean()),
+        "groups/informative": informative,
+        "groups/all_correct": int((num_correct_P == group_size).sum()),
+        "groups/all_wrong": int((num_correct_P == 0).sum()),
+        "groups/discarded": len(rollouts.sampled) - len(rollouts.kept),
+        "generation_batches": rollouts.generation_batches,
+    }
+
+
+def update_metrics(updates: list[dict]) -> dict[str, float]:
+    """Means over the updates; the ratio gap is the first one's, where it is only rounding."""
+    if not updates:
+        return {"updates": 0, "updates_skipped": 0}
+    names = (
+        "loss",
+        "entropy",
+        "mean_prob",
+        "kl",
+        "clip_fraction/high",
+        "clip_fraction/low",
+        "clip_fraction/dual",
+        "grad_norm",
+    )
+    return {
+        **{name: float(np.mean([update[name] for update in updates])) for name in names},
+        "ratio_gap": float(updates[0]["ratio_gap"]),
+        "updates": len(updates),
+        "updates_skipped": sum(not update["taken"] for update in updates),
+    }
+
+
+def timings(watch: Stopwatch, rollouts: Rollouts) -> dict[str, float]:
+    """Wall seconds of the step's phases, and sampled or trained tokens a second."""
+    sampled = int(rollouts.length_PG.sum())
+    trained = int(rollouts.length_PG[rollouts.kept].sum())
+    row = watch.row()
+    return row | {
+        "tokens_per_second/rollout": sampled / max(watch.seconds("rollout"), 1e-9),
+        "tokens_per_second/update": trained / max(watch.seconds("update"), 1e-9),
+        "tokens_per_second/step": sampled / row["seconds/total"],
+    }
+
+
+def log_responses(config, workdir, step, rollouts: Rollouts, reward_PG, display) -> None:
+    """Now and then: all responses to a file, and a few of them as a table."""
+    every = config.log.rollouts_every_steps
+    if hosts.is_main_host() and every and step % every == 0:
+        rows = rollout_rows(rollouts.sampled, reward_PG, rollouts.kept)
+        write_rollouts(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
+    every = config.log.samples_every_steps
+    if every and step % every == 0:
+        display.samples(step, samples(rollouts, reward_PG))
+
+
+def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
+    """The first response of the step's first groups, for a person to read."""
+    return [
+        Sample(
+            prompt=group.prompt.example.text,
+            response=group.texts[0],
+            truth=group.prompt.example.answer,
+            prediction=group.verdicts[0].prediction,
+            correct=group.verdicts[0].correct,
+            status=group.verdicts[0].status,
+            reward=float(reward_PG[p, 0]),
+            response_tokens=len(group.responses[0]),
+            truncated=not bool(group.stopped_G[0]),
+        )
+        for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES])
+    ]
+
+
+def record_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Write DIR/config.json; ValueError where the directory holds another recipe's run."""
+    file = workdir / "config.json"
+    ours = json.loads(config.to_json_best_effort())
+    if file.exists():
+        theirs = json.loads(file.read_text())
+        differing = [
+            f"{name} is {new!r}, but was {old!r}"
+            for name, old, new in differences(theirs, ours)
+            if not name.startswith(MAY_CHANGE)
+        ]
+        if differing:
+            raise ValueError(
+                f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "
+                "values to resume it, or another --workdir to start a new run"
+            )
+    if hosts.is_main_host():
+        with atomic_file(file) as out:
+            out.write((json.dumps(ours, indent=1) + "\n").encode())
+
+
+def differences(old: dict, new: dict, prefix: str = ""):
+    """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            yield prefix + name, a, b
+
+
+def banner(config, policy, data, params, workdir, first_step) -> str:
+    """What is about to run: parameters, mesh, data, and where it goes."""
+    device = jax.devices()[0]
+    lines = [
+        parameter_overview.get_parameter_overview(params, include_stats=False),
+        f"devices: {jax.device_count()} x {device.device_kind}, mesh "
+        + ", ".join(f"{axis} {size}" for axis, size in policy.mesh.shape.items()),
+        *(line for report in data.reports for line in report.lines()),
+        f"a step: {config.rollout.num_prompts} prompts x {config.rollout.group_size} responses of "
+        f"at most {config.rollout.max_response_tokens} tokens, {config.updates_per_step} updates",
+        f"workdir: {workdir}" + (f", resuming after step {first_step}" if first_step else ""),
+    ]
+    return "\n".join(lines)
+
+
+def main(_):
+    logging.set_verbosity(logging.WARNING)  # Orbax tells each save in dozens of lines
+    workdir = pathlib.Path(WORKDIR.value)
+    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        train(CONFIG.value, workdir)
+    except (ValueError, FileNotFoundError) as error:
+        if FLAGS.debug:
+            raise
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    FLAGS = flags.FLAGS
+    CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
+    WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+    flags.DEFINE_bool("debug", False, "Show the traceback of an error in the settings.")
+    flags.mark_flag_as_required("config")
+    app.run(main)
