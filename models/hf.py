@@ -298,13 +298,14 @@ def _at(params, leaf, layer):
 
 
 def _to_device(params):
-    """JAX arrays for host ones, each host array let go before the next is moved."""
+    """JAX arrays for host ones, moved one by one: a host array goes once its copy is complete."""
     moved = {}
     for key in list(params):
         leaf = params.pop(key)
-        moved[key] = (
-            _to_device(leaf) if isinstance(leaf, dict) else jax.device_put(leaf).block_until_ready()
-        )
+        if isinstance(leaf, dict):
+            moved[key] = _to_device(leaf)
+        else:  # without the wait JAX would keep the host array alive
+            moved[key] = jax.device_put(leaf).block_until_ready()
     return moved
 
 
