@@ -4,7 +4,15 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
+
+SHOWN_DIFFERENCES = 3
+
+
+class WrongStateError(ValueError):
+    """A checkpoint holds other arrays than this run's state, another model's for example."""
 
 
 class Checkpoints:
@@ -21,11 +29,21 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             pathlib.Path(directory).absolute(),
             options=options,
-            item_names=("state", "progress"),
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "progress": ocp.JsonCheckpointHandler(),
+            },
         )
+        self._broken: set[int] = set()
 
     def save(self, step: int, state: Any, progress: dict, *, force: bool = False) -> bool:
-        """Save if `step` is due, or `force`d and not saved yet. Returns whether it was."""
+        """Save if `step` is due, or `force`d and not saved yet. Returns whether it was.
+
+        The first call in an empty directory is always due, and then each multiple of every_steps.
+        """
+        # Orbax saves no step at or below the newest, so what a resumed run could not read must go.
+        while self._broken:
+            self._manager.delete(self._broken.pop())
         if step in self._manager.all_steps():
             return False
         return self._manager.save(
@@ -40,26 +58,42 @@ class Checkpoints:
         """(step, state, progress) of the newest checkpoint that can be read; None without any.
 
         abstract_state: ShapeDtypeStructs with shardings, the mesh's of this run. A broken newest
-        checkpoint is reported and the one before is taken; if all are broken, the newest one's
-        error is raised, since starting anew would overwrite the run.
+        checkpoint is reported, and the one before is taken; the next `save` deletes the broken
+        one. Raises ValueError if all are broken, since starting anew would overwrite the run, and
+        WrongStateError where the newest readable one is another model's.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         errors = []
         for step in steps:
             try:
-                return step, *self.restore(step, abstract_state)
-            except (ValueError, OSError, KeyError) as error:
+                state, progress = self.restore(step, abstract_state)
+            except WrongStateError:
+                raise
+            except Exception as error:
+                if not _is_unreadable(error):
+                    raise
+                report(f"checkpoint {step} cannot be read ({_brief(error)}); trying the one before")
+                self._broken.add(step)
                 errors.append(error)
-                report(f"checkpoint {step} cannot be read ({error}); trying the one before")
-        if errors:
-            raise errors[0]
+            else:
+                return step, state, progress
+        if steps:
+            raise ValueError(
+                f"none of the checkpoints {steps} in {self._manager.directory} can be read; give "
+                "another --workdir to start anew"
+            ) from errors[0]
         return None
 
     def restore(self, step: int, abstract_state: Any):
-        """(state, progress) of one checkpoint; FileNotFoundError names those there are."""
+        """(state, progress) of one checkpoint.
+
+        Raises FileNotFoundError, which names those there are, for a step without a checkpoint and
+        WrongStateError, which names the arrays that differ, for another model's.
+        """
         steps = sorted(self._manager.all_steps())
         if step not in steps:
             raise FileNotFoundError(f"there is no checkpoint {step}, only {steps}")
+        self._check_structure(step, abstract_state)
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -67,6 +101,26 @@ class Checkpoints:
             ),
         )
         return restored["state"], restored["progress"]
+
+    def _check_structure(self, step: int, abstract_state: Any) -> None:
+        """Compare names, shapes and dtypes: Orbax would cast, or fail as if a file were broken."""
+        metadata = self._manager.metadata(step).item_metadata["state"]
+        if metadata is None:
+            raise FileNotFoundError(f"checkpoint {step} has no description of its arrays")
+        there, here = _arrays(metadata.tree), _arrays(abstract_state)
+        differing = [
+            f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+            for name in sorted(there.keys() | here.keys(), key=lambda name: (name.count("."), name))
+            if there.get(name) != here.get(name)
+        ]
+        if differing:
+            more = len(differing) - SHOWN_DIFFERENCES
+            raise WrongStateError(
+                f"checkpoint {step} in {self._manager.directory} is of another model: "
+                + "; ".join(differing[:SHOWN_DIFFERENCES])
+                + (f"; and {more} more" if more > 0 else "")
+                + ". Give the model that it was trained from, or another --workdir"
+            )
 
     def latest_step(self) -> int | None:
         """The newest checkpoint's step."""
@@ -76,3 +130,28 @@ class Checkpoints:
         """Wait until the last checkpoint is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _arrays(tree) -> dict[str, str]:
+    """The dtype and shape of every array, by its dotted name."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): (
+            f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        )
+        for path, leaf in leaves
+    }
+
+
+def _is_unreadable(error: Exception) -> bool:
+    """Whether it is what Orbax raises for files that are missing, cut short or malformed.
+
+    A truncated array raises a bare Exception, malformed JSON a ValueError, a missing file an
+    OSError and a missing folder a KeyError. Anything else is no fault of the checkpoint.
+    """
+    return type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)
+
+
+def _brief(error: Exception) -> str:
+    """An error's kind and the beginning of its message, which may be pages long."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -12,10 +12,10 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax import setup
+from dapo_jax import command, setup
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.metrics import Stopwatch, atomic_file, evaluation_line
 from dapo_jax.rollout import Group
@@ -121,8 +121,8 @@ def main(_):
         raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
     workdir = setup.existing_directory(WORKDIR.value)
     tokenizer = setup.tokenizer(config)
-    data = setup.load_data(config, tokenizer)
     policy = setup.build_policy(config, tokenizer.vocab_size)
+    data = setup.load_data(config, tokenizer)
     checkpoints = Checkpoints(workdir / "checkpoints", every_steps=1, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:
@@ -146,4 +146,5 @@ if __name__ == "__main__":
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )
-    app.run(main)
+    flags.mark_flag_as_required("config")
+    command.run(main)

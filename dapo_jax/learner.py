@@ -123,7 +123,8 @@ def make_batch(
     rounded up holds any R responses.
     """
     length_R = np.array([len(response) for response in responses])
-    mask_RT = (np.arange(length_R.max()) < length_R[:, None]) & trains_R[:, None]
+    # As wide as a row, not as the longest response: one compiled program for all mini-batches.
+    mask_RT = (np.arange(row_tokens) < length_R[:, None]) & trains_R[:, None]
     weight_RT = np.asarray(token_weights(mask_RT, mode=loss_aggregation))
     sequences = [
         TrainSequence(

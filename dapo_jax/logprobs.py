@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from models.attention import MASKED
 from models.qwen2 import logits
 
-CHUNK_TOKENS = 512  # tokens whose logits exist at a time
+CHUNK_TOKENS = 256  # tokens of each row whose logits exist at a time
 
 
 def sampling_logits(x_BD, head_DV, *, temperature, vocab_size):
@@ -21,23 +21,29 @@ def sampling_logits(x_BD, head_DV, *, temperature, vocab_size):
 def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size):
     """log pi(target) and the entropy of pi (a metric, no gradient), both float32 [B, T].
 
-    Only `CHUNK_TOKENS` tokens' logits exist at a time, in the backward pass too: they are
-    computed again there (Chen et al. 2016, arXiv 1604.06174, applied to the head).
+    The logits of at most `CHUNK_TOKENS` tokens of each row exist at a time, in the backward pass
+    too: they are computed again there (Chen et al. 2016, arXiv 1604.06174, applied to the head).
+    Chunks are cut along T only: rows that lie on different devices stay there.
     """
-    B, T, D = x_BTD.shape
-    pad = -(B * T) % CHUNK_TOKENS
-    x_ND = jnp.pad(x_BTD.reshape(B * T, D), ((0, pad), (0, 0)))
-    target_N = jnp.pad(target_BT.reshape(B * T), (0, pad))
+    B, T = target_BT.shape
+    num_chunks = -(-T // CHUNK_TOKENS)
+    chunk_tokens = -(-T // num_chunks)
+
+    def chunked(array):
+        pad = ((0, 0), (0, num_chunks * chunk_tokens - T)) + ((0, 0),) * (array.ndim - 2)
+        array = jnp.pad(array, pad).reshape(B, num_chunks, chunk_tokens, *array.shape[2:])
+        return array.swapaxes(0, 1)
 
     @jax.checkpoint
-    def chunk(x_CD, target_C):
-        logits_CV = sampling_logits(x_CD, head_DV, temperature=temperature, vocab_size=vocab_size)
-        logp_CV = jax.nn.log_softmax(logits_CV, axis=-1)
-        logp_C = jnp.take_along_axis(logp_CV, target_C[:, None], axis=-1)[:, 0]
-        entropy_C = -jnp.sum(jnp.exp(logp_CV) * logp_CV, axis=-1)
-        return logp_C, jax.lax.stop_gradient(entropy_C)
+    def chunk(x_BCD, target_BC):
+        x_ND, target_N = x_BCD.reshape(-1, x_BCD.shape[-1]), target_BC.reshape(-1)
+        logits_NV = sampling_logits(x_ND, head_DV, temperature=temperature, vocab_size=vocab_size)
+        logp_NV = jax.nn.log_softmax(logits_NV, axis=-1)
+        logp_N = jnp.take_along_axis(logp_NV, target_N[:, None], axis=-1)[:, 0]
+        entropy_N = -jnp.sum(jnp.exp(logp_NV) * logp_NV, axis=-1)
+        entropy_N = jax.lax.stop_gradient(entropy_N)
+        return logp_N.reshape(target_BC.shape), entropy_N.reshape(target_BC.shape)
 
-    chunked = (x_ND.reshape(-1, CHUNK_TOKENS, D), target_N.reshape(-1, CHUNK_TOKENS))
-    logp_N, entropy_N = jax.lax.map(lambda args: chunk(*args), chunked)
-    logp_N, entropy_N = logp_N.reshape(-1)[: B * T], entropy_N.reshape(-1)[: B * T]
-    return logp_N.reshape(B, T), entropy_N.reshape(B, T)
+    chunks = jax.lax.map(lambda args: chunk(*args), (chunked(x_BTD), chunked(target_BT)))
+    logp_BT, entropy_BT = (a.swapaxes(0, 1).reshape(B, -1)[:, :T] for a in chunks)
+    return logp_BT, entropy_BT

@@ -11,15 +11,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from dapo_jax import algorithm, learner, verifier
-from dapo_jax.data import Prompt, PromptStream, Report, Source, load_prompts
+from dapo_jax.data import DataError, Prompt, PromptStream, Report, Source, load_prompts
 from dapo_jax.rollout import Group
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.host import Sampler
 from dapo_jax.tokenizer import Tokenizer, load_tokenizer
-from models import load_hf
-from models.hf import load_config
+from models.hf import load_config, load_params
 from models.qwen2 import PRESETS, Qwen2, Qwen2Config, abstract_params, param_axes, split
-from sharding import rules
+from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
 # Folded into the seed's key, so that no stream of randomness is used for two things.
@@ -72,7 +71,13 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
     """The tokenizer of tokenizer.path, or of model.path where that is empty."""
     path = config.tokenizer.path or config.model.path
     if not path:
-        raise ValueError("tokenizer.path is empty: random weights (model.preset) need it set")
+        raise ValueError(
+            "model.path and tokenizer.path are empty: set the first to a Hugging Face directory, "
+            "or the second and model.preset for random weights"
+        )
+    if not pathlib.Path(path).exists():
+        name = "tokenizer.path" if config.tokenizer.path else "model.path"
+        raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
     return load_tokenizer(
         path, stop_tokens=config.tokenizer.stop_tokens or None, chat=config.tokenizer.chat
     )
@@ -81,22 +86,25 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
 def load_data(config: ConfigDict, tokenizer: Tokenizer) -> Data:
     """Read, clean and tokenize the training set and the evaluation sets."""
 
-    def prompts(source: ConfigDict) -> tuple[list[Prompt], Report]:
-        return load_prompts(
-            Source(**source),
-            tokenizer,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-            on_bad_row=config.data.on_bad_row,
-        )
+    def prompts(name: str, source: ConfigDict) -> tuple[list[Prompt], Report]:
+        try:
+            return load_prompts(
+                Source(**source),
+                tokenizer,
+                max_prompt_tokens=config.rollout.max_prompt_tokens,
+                on_bad_row=config.data.on_bad_row,
+            )
+        except (DataError, FileNotFoundError) as error:
+            raise type(error)(f"{name}: {error}") from error
 
-    train, report = prompts(config.data.train)
+    train, report = prompts("data.train", config.data.train)
     needed = config.rollout.generation_prompts
     if len(train) < needed:
         raise ValueError(
             f"data.train has {len(train)} usable prompts, fewer than one generation batch of "
             f"rollout.generation_prompts = {needed}; add data or lower that key"
         )
-    sets = {name: prompts(source) for name, source in config.eval.sets.items()}
+    sets = {name: prompts(f"eval.sets.{name}", source) for name, source in config.eval.sets.items()}
     limit = config.eval.max_prompts
     return Data(
         PromptStream(train, seed=config.seed),
@@ -184,8 +192,8 @@ def start_params(config: ConfigDict, policy: Policy):
     """The start policy's float32 parameters on the mesh: loaded, or random from the seed."""
     shardings = policy.state_shardings.params
     if config.model.path:
-        _, params = split(load_hf(config.model.path))
-        return jax.device_put(params, shardings)
+        params = load_params(config.model.path, policy.model_config, dtype="float32")
+        return hosts.place(params, shardings)
 
     def init():
         return split(Qwen2(policy.model_config, key=key(config, INIT_STREAM)))[1]

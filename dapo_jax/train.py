@@ -8,15 +8,14 @@ The same command resumes a run that was stopped. `train` holds one RL step, top 
 import functools
 import json
 import pathlib
-import sys
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from clu import parameter_overview
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax import report, setup
+from dapo_jax import command, report, setup
 from dapo_jax.algorithm import correctness_reward, group_advantage, soft_overlong_penalty
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.evaluate import evaluate, result_row, write_results
@@ -26,7 +25,15 @@ from dapo_jax.rollout import Rollouts, collect, rollout_rows
 from sharding import hosts, rules
 
 # A resumed run may change these; anything else would make it another run.
-MAY_CHANGE = ("num_steps", "eval.", "checkpoint.", "log.", "mesh.")
+MAY_CHANGE = (
+    "num_steps",
+    "rollout.max_generation_batches",
+    "rollout.on_generation_cap",
+    "eval.",
+    "checkpoint.",
+    "log.",
+    "mesh.",
+)
 SHOWN_SAMPLES = 4
 
 
@@ -34,8 +41,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Run, or resume, the recipe in `workdir` until config.num_steps rollout steps are done."""
     setup.check(config)
     tokenizer = setup.tokenizer(config)
-    data = setup.load_data(config, tokenizer)
     policy = setup.build_policy(config, tokenizer.vocab_size)
+    data = setup.load_data(config, tokenizer)
     record_config(config, workdir)
     checkpoints = Checkpoints(
         workdir / "checkpoints",
@@ -99,8 +106,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 if r.on_generation_cap == "stop":
                     checkpoints.save(step, state, progress, force=step > 0)
                     checkpoints.close()
-                    raise SystemExit(f"{message} (rollout.on_generation_cap = 'stop')")
-                display.line(f"{message}; training on what there is")
+                    raise SystemExit(f"{message}, and give the same command again")
+                display.line(f"{message}; the step trains on what there is")
 
             # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
             reward_PG = np.asarray(
@@ -218,8 +225,9 @@ def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
         f"step {step}: {rollouts.generation_batches} generation batches of "
         f"{config.rollout.generation_prompts} prompts gave {len(rollouts.kept)} informative groups "
         f"of the {config.rollout.num_prompts} wanted, at an accuracy of "
-        f"{rollouts.correct_PG.mean():.1%}; change rollout.max_generation_batches, "
-        "rollout.generation_prompts or the difficulty of data.train"
+        f"{rollouts.correct_PG.mean():.1%} (rollout.on_generation_cap = "
+        f"{config.rollout.on_generation_cap!r}); raise rollout.max_generation_batches, or start "
+        "with other data"
     )
 
 
@@ -352,21 +360,13 @@ def banner(config, policy, data, params, workdir, first_step) -> str:
 
 
 def main(_):
-    logging.set_verbosity(logging.WARNING)  # Orbax tells each save in dozens of lines
     workdir = pathlib.Path(WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)
-    try:
-        train(CONFIG.value, workdir)
-    except (ValueError, FileNotFoundError) as error:
-        if FLAGS.debug:
-            raise
-        sys.exit(f"error: {error}")
+    train(CONFIG.value, workdir)
 
 
 if __name__ == "__main__":
-    FLAGS = flags.FLAGS
     CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
     WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
-    flags.DEFINE_bool("debug", False, "Show the traceback of an error in the settings.")
     flags.mark_flag_as_required("config")
-    app.run(main)
+    command.run(main)

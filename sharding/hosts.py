@@ -10,14 +10,19 @@ def is_main_host() -> bool:
     return jax.process_index() == 0
 
 
-def place(tree, sharding):
-    """Host arrays (equal on every process) as global arrays; each process keeps its own shards."""
+def place(tree, shardings):
+    """Host arrays (equal on every process) as global arrays; each process keeps its own shards.
 
-    def one(array):
+    `shardings` is one sharding for all arrays, or a tree of them like `tree`.
+    """
+
+    def one(array, sharding):
         array = np.asarray(array)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    return jax.tree.map(one, tree)
+    if isinstance(shardings, jax.sharding.Sharding):
+        return jax.tree.map(lambda array: one(array, shardings), tree)
+    return jax.tree.map(one, tree, shardings)
 
 
 def fetch(tree):

@@ -4,16 +4,22 @@ Both axes are of type Auto: XLA propagates the shardings that inputs, outputs an
 given by `sharding.rules`, and inserts the collectives.
 """
 
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import AxisType
 
 
-def make_mesh(*, data: int, model: int) -> jax.sharding.Mesh:
-    """A (data, model) mesh over this program's devices; data = -1 takes all that model leaves.
+def make_mesh(
+    *, data: int, model: int, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """A (data, model) mesh; data = -1 takes all that model leaves.
 
-    Raises ValueError with the arithmetic where the sizes do not multiply to the device count.
+    It covers exactly `devices` (None: all of this program's; a compile-only topology's are taken
+    too). Raises ValueError with the arithmetic where the sizes do not multiply to the device count.
     """
-    count = jax.device_count()
+    devices = jax.devices() if devices is None else devices
+    count = len(devices)
     if model < 1 or (data != -1 and data < 1):
         raise ValueError(
             f"mesh.data = {data} and mesh.model = {model}: sizes are at least 1 (data may be -1)"
@@ -29,4 +35,6 @@ def make_mesh(*, data: int, model: int) -> jax.sharding.Mesh:
             f"mesh.data * mesh.model = {data} * {model} = {data * model}, but there are {count} "
             f"devices; set mesh.data to -1 to take all of them"
         )
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return jax.make_mesh(
+        (data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )

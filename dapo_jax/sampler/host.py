@@ -43,8 +43,17 @@ class Sampler:
         group_size: int,
         sampling: Sampling,
     ) -> Samples:
-        """Samples, as numpy arrays, of `group_size` responses to each prompt (token ids)."""
+        """Samples, as numpy arrays, of `group_size` responses to each prompt (token ids).
+
+        Raises ValueError for an empty prompt and for one of more than `max_prompt_tokens`.
+        """
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        for cursor, length in zip(cursors, lengths, strict=True):
+            if not 1 <= length <= self._max_prompt_tokens:
+                raise ValueError(
+                    f"the prompt at cursor {cursor} has {length} tokens; it needs at least 1 and "
+                    f"at most rollout.max_prompt_tokens = {self._max_prompt_tokens}"
+                )
         T = bucket_tokens(int(lengths.max()), max_tokens=self._max_prompt_tokens)
         prompt_PT = np.full((len(prompts), T), sampling.pad_id, np.int32)
         for row, prompt in zip(prompt_PT, prompts, strict=True):

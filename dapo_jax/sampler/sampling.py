@@ -32,11 +32,12 @@ def uniform_at(key_R, position):
 def truncate(logits_RV, *, top_p: float, top_k: int):
     """Mask what top-k (0: off), then top-p (1.0: off), leave out (Holtzman et al. 2020).
 
-    Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`. The threshold
-    is bisected, since sorting a 152k vocabulary costs more than the model's head.
+    Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; tokens that tie
+    with the last one kept stay too. The threshold is bisected, since sorting a 152k vocabulary
+    costs more than the model's head.
     """
     if top_k > 0:
-        kth_R1 = jax.lax.top_k(logits_RV, top_k)[0][:, -1:]
+        kth_R1 = jax.lax.top_k(logits_RV, min(top_k, logits_RV.shape[1]))[0][:, -1:]
         logits_RV = jnp.where(logits_RV >= kth_R1, logits_RV, MASKED)
     if top_p < 1.0:
         prob_RV = jax.nn.softmax(logits_RV, axis=-1)

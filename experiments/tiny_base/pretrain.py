@@ -143,8 +143,9 @@ def main(_):
         if (i + 1) % 100 == 0:
             seconds = time.monotonic() - start_seconds
             logging.info("step %d  loss %.4f  %.0f s", i + 1, loss, seconds)
-        if (i + 1) % 1_000 == 0 or i + 1 == FLAGS.num_steps:
-            save_hf(params, config, out, dtype="float32")
+    for old in ("config.json", "model.safetensors"):
+        (out / old).unlink(missing_ok=True)
+    save_hf(params, config, out, dtype="bfloat16")  # half the size in the repository
 
 
 if __name__ == "__main__":

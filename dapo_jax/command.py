@@ -1,0 +1,51 @@
+"""How a command starts: flags are parsed, and a wrong setting ends it with one line.
+
+absl and ml_collections would show their own traceback for a misspelt key or preset; the line says
+the same. `--debug` shows the traceback.
+"""
+
+import sys
+from collections.abc import Callable
+
+from absl import app, flags, logging
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Parse the command line and run `main`; errors in settings or files exit with one line."""
+    flags.DEFINE_bool("debug", False, "Show the traceback of an error in the settings.")
+
+    def guarded(argv):
+        logging.set_verbosity(logging.WARNING)  # Orbax tells each save in dozens of lines
+        try:
+            main(argv)
+        except (ValueError, OSError) as error:
+            if flags.FLAGS.debug:
+                raise
+            sys.exit(f"error: {error}")
+
+    app.run(guarded, flags_parser=parse_flags)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """absl's flags parser, with one line for a bad flag, key, value, preset or recipe file."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, OSError) as error:
+        if "--debug" in argv:
+            raise
+        sys.exit(f"error: {flag_error_line(error)}")
+
+
+def flag_error_line(error: Exception) -> str:
+    """What went wrong, from an exception of the libraries."""
+    if isinstance(error, AttributeError | KeyError):  # "'key'\nDid you mean ...", maybe nested
+        while isinstance(error.args[0], Exception):
+            error = error.args[0]
+        return f"the recipe has no key {'; '.join(str(error.args[0]).splitlines())}"
+    first, *traceback = str(error).splitlines()
+    if not (isinstance(error, flags.Error) and traceback):
+        return str(error)
+    root = error
+    while root.__cause__ or root.__context__:
+        root = root.__cause__ or root.__context__
+    return f"{first} {root}"

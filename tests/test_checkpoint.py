@@ -1,0 +1,311 @@
+"""Checkpoints: bitwise, on any mesh, and what happens to a run whose newest one is broken."""
+
+import gc
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dapo_jax.checkpoint import Checkpoints, WrongStateError
+from dapo_jax.learner import Learning, TrainState, init_state
+from sharding.mesh import make_mesh
+
+# Orbax abandons its other reads when one fails, and Python tells of them as they are collected.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+LEARNING = Learning(
+    eps_low=0.2,
+    eps_high=0.28,
+    dual_clip=10.0,
+    kl_coef=0.0,
+    adam_b1=0.9,
+    adam_b2=0.999,
+    adam_eps=1e-8,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+    temperature=1.0,
+    vocab_size=64,
+    compute_dtype="float32",
+    remat=False,
+)
+EVERYWHERE = PartitionSpec()
+LARGE = 128  # Orbax keeps arrays of this width in files of their own, small ones in its index
+
+
+def state_at(step: int, *, spec=EVERYWHERE, mesh=None) -> TrainState:
+    """A training state in which every array, the moments too, depends on the step."""
+    rng = np.random.default_rng(step)
+    params = {
+        "embed_VD": jnp.asarray(rng.normal(size=(LARGE, LARGE)), jnp.float32),
+        "layers": {"norm_D": jnp.asarray(rng.normal(size=4), jnp.float32)},
+    }
+    state = jax.tree.map(
+        lambda leaf: leaf + step if leaf.dtype == jnp.int32 else leaf + rng.normal(),
+        init_state(params, LEARNING),
+    )
+    mesh = make_mesh(data=4, model=1) if mesh is None else mesh
+
+    def place(leaf):
+        return jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim == 2 else EVERYWHERE))
+
+    return jax.tree.map(place, state)
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+
+
+def assert_bitwise_equal(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def checkpoints(folder, *, every_steps=1, keep=3) -> Checkpoints:
+    return Checkpoints(folder, every_steps=every_steps, keep=keep)
+
+
+def saved_steps(folder) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def fail(message):
+    raise AssertionError(f"nothing was to be reported: {message}")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the checkpoints 1, 2 and 3, to be copied before it is damaged."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    run = checkpoints(folder)
+    for step in (1, 2, 3):
+        assert run.save(step, state_at(step), {"cursor": step * 48})
+    run.close()
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    yield shutil.copytree(saved, tmp_path / "checkpoints")
+    gc.collect()
+
+
+def test_an_empty_directory_gives_none(tmp_path):
+    run = checkpoints(tmp_path / "checkpoints")
+    assert run.latest_step() is None
+    assert run.restore_latest(abstract(state_at(0)), report=fail) is None
+
+
+def test_the_state_and_the_progress_come_back_bitwise(tmp_path):
+    progress = {
+        "cursor": 2**40 + 1,
+        "row": {"lr": 1e-6 / 3, "loss": -0.1 - 0.2, "entropy": 5e-324, "bad": None},
+    }
+    run = checkpoints(tmp_path)
+    run.save(7, state_at(7), progress)
+    run.close()
+    run = checkpoints(tmp_path)
+    step, state, restored = run.restore_latest(abstract(state_at(0)), report=fail)
+    assert step == 7
+    assert_bitwise_equal(state, state_at(7))
+    assert restored == progress  # Python compares floats by value: every digit
+    assert run.latest_step() == 7
+
+
+def test_a_state_that_is_donated_after_the_save_is_saved_as_it_was(tmp_path):
+    """The learner's update overwrites its input while the checkpoint is being written."""
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0, state), donate_argnums=0)
+    state = {"a": jax.random.normal(jax.random.key(0), (2048, 2048))}
+    expected = np.array(state["a"], copy=True)
+    run = checkpoints(tmp_path)
+    run.save(1, state, {})
+    state = jax.block_until_ready(overwrite(state))
+    run.close()
+    _, restored, _ = checkpoints(tmp_path).restore_latest(abstract(state), report=fail)
+    np.testing.assert_array_equal(restored["a"], expected)
+
+
+@pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2), (1, 4)])
+def test_a_checkpoint_restores_onto_another_mesh(tmp_path, data, model):
+    run = checkpoints(tmp_path)
+    run.save(1, state_at(1, spec=PartitionSpec("data")), {})
+    run.close()
+    mesh = make_mesh(data=data, model=model)
+    target = abstract(state_at(0, spec=PartitionSpec("model", "data"), mesh=mesh))
+    _, state, _ = checkpoints(tmp_path).restore_latest(target, report=fail)
+    assert_bitwise_equal(state, state_at(1))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, target
+    )
+
+
+def test_saves_the_first_step_then_those_that_are_due_and_keeps_the_newest(tmp_path):
+    run = checkpoints(tmp_path, every_steps=3, keep=2)
+    saved = [step for step in range(1, 11) if run.save(step, {"a": jnp.ones(1)}, {})]
+    run.close()
+    assert saved == [1, 3, 6, 9]
+    assert saved_steps(tmp_path) == [6, 9]
+
+
+def test_force_saves_a_step_that_is_not_due_once(tmp_path):
+    run = checkpoints(tmp_path, every_steps=5)
+    state = {"a": jnp.ones(1)}
+    assert run.save(5, state, {})
+    assert not run.save(6, state, {})
+    assert run.save(6, state, {}, force=True)
+    assert not run.save(6, state, {}, force=True)
+    run.close()
+    assert saved_steps(tmp_path) == [5, 6]
+
+
+def test_restore_of_a_step_that_is_not_there_names_those_that_are(folder):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint 9, only \[1, 2, 3\]"):
+        checkpoints(folder).restore(9, abstract(state_at(0)))
+    state, progress = checkpoints(folder).restore(2, abstract(state_at(0)))
+    assert_bitwise_equal(state, state_at(2))
+    assert progress == {"cursor": 96}
+
+
+def largest_file(folder: pathlib.Path) -> pathlib.Path:
+    """The file with the arrays' values."""
+    return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+
+
+def truncate(file: pathlib.Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+DAMAGE = {
+    "array values truncated": lambda folder: truncate(largest_file(folder)),
+    "array values deleted": lambda folder: largest_file(folder).unlink(),
+    "array index truncated": lambda folder: truncate(folder / "state" / "manifest.ocdbt"),
+    "array index deleted": lambda folder: (folder / "state" / "manifest.ocdbt").unlink(),
+    "description truncated": lambda folder: truncate(folder / "state" / "_METADATA"),
+    "description deleted": lambda folder: (folder / "state" / "_METADATA").unlink(),
+    "progress truncated": lambda folder: truncate(folder / "progress" / "metadata"),
+    "progress empty": lambda folder: (folder / "progress" / "metadata").write_bytes(b""),
+    "progress deleted": lambda folder: shutil.rmtree(folder / "progress"),
+    "state deleted": lambda folder: shutil.rmtree(folder / "state"),
+    "everything deleted": lambda folder: [shutil.rmtree(path) for path in folder.glob("*/")],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_is_taken(folder, damage):
+    damage(folder / "3")
+    reports = []
+    step, state, progress = checkpoints(folder).restore_latest(
+        abstract(state_at(0)), report=reports.append
+    )
+    assert (step, progress) == (2, {"cursor": 96})
+    assert_bitwise_equal(state, state_at(2))
+    assert len(reports) == 1
+    assert "checkpoint 3 cannot be read" in reports[0]
+    assert len(reports[0]) < 400
+
+
+def test_two_broken_checkpoints_are_both_reported(folder):
+    for step in ("2", "3"):
+        truncate(largest_file(folder / step))
+    reports = []
+    step, state, _ = checkpoints(folder).restore_latest(
+        abstract(state_at(0)), report=reports.append
+    )
+    assert step == 1
+    assert_bitwise_equal(state, state_at(1))
+    assert len(reports) == 2
+
+
+def test_after_a_fallback_the_run_saves_the_lost_steps_again(folder):
+    """Orbax itself saves nothing at or below the newest step, which is the broken one."""
+    truncate(largest_file(folder / "3"))
+    run = checkpoints(folder)
+    run.restore_latest(abstract(state_at(0)), report=lambda message: None)
+    assert saved_steps(folder) == [1, 2, 3]  # reading deletes nothing
+    assert run.save(3, state_at(33), {"cursor": 99})
+    run.close()
+    step, state, progress = checkpoints(folder).restore_latest(abstract(state_at(0)), report=fail)
+    assert (step, progress) == (3, {"cursor": 99})
+    assert_bitwise_equal(state, state_at(33))
+
+
+def test_if_all_are_broken_the_run_stops_and_deletes_nothing(folder):
+    for step in ("1", "2", "3"):
+        truncate(largest_file(folder / step))
+    run = checkpoints(folder)
+    with pytest.raises(ValueError, match=r"none of the checkpoints \[3, 2, 1\] in .*workdir"):
+        run.restore_latest(abstract(state_at(0)), report=lambda message: None)
+    assert saved_steps(folder) == [1, 2, 3]
+
+
+def test_an_unfinished_checkpoint_is_ignored(folder):
+    shutil.copytree(folder / "3", folder / "4.orbax-checkpoint-tmp")
+    truncate(largest_file(folder / "4.orbax-checkpoint-tmp"))
+    run = checkpoints(folder)
+    assert run.restore_latest(abstract(state_at(0)), report=fail)[0] == 3
+    assert run.save(4, state_at(4), {"cursor": 192})
+    run.close()
+    assert checkpoints(folder).restore_latest(abstract(state_at(0)), report=fail)[0] == 4
+
+
+def test_an_error_that_is_no_fault_of_the_files_is_raised_at_once(folder):
+    with pytest.raises(AttributeError, match="dtype"):
+        checkpoints(folder).restore_latest({"params": "not an array"}, report=fail)
+
+
+def another_model(state: TrainState, params: dict) -> TrainState:
+    """The abstract state of a model with other parameters, the moments included."""
+    new = jax.eval_shape(lambda: init_state(params, LEARNING))
+    sharding = jax.tree.leaves(state)[0].sharding
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), new
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"embed_VD": jax.ShapeDtypeStruct((LARGE, 64), jnp.float32)},
+            r"params\.embed_VD is float32\[128, 128\] there and float32\[128, 64\] here",
+        ),
+        (
+            {"embed_VD": jax.ShapeDtypeStruct((LARGE, LARGE), jnp.bfloat16)},
+            r"params\.embed_VD is float32\[128, 128\] there and bfloat16\[128, 128\] here",
+        ),
+        (
+            {"head_DV": jax.ShapeDtypeStruct((4, 4), jnp.float32)},
+            r"params\.head_DV is absent there and float32\[4, 4\] here",
+        ),
+        (
+            {"layers": {"scale_D": jax.ShapeDtypeStruct((4,), jnp.float32)}},
+            r"params\.layers\.norm_D is float32\[4\] there and absent here",
+        ),
+    ],
+    ids=["shape", "dtype", "added", "renamed"],
+)
+def test_another_models_checkpoint_is_refused_and_the_difference_named(folder, change, message):
+    """Neither a cast nor a silent start from an older checkpoint, nor from the beginning."""
+    state = state_at(0)
+    with pytest.raises(WrongStateError, match=f"checkpoint 3 in .*{message}"):
+        checkpoints(folder).restore_latest(
+            another_model(state, jax.eval_shape(lambda: state.params) | change), report=fail
+        )
+
+
+def test_another_model_is_refused_also_behind_a_broken_checkpoint(folder):
+    truncate(folder / "3" / "state" / "_METADATA")
+    reports = []
+    with pytest.raises(WrongStateError, match=r"checkpoint 2 in .* and 6 more"):
+        checkpoints(folder).restore_latest(
+            another_model(state_at(0), {"a": jnp.ones(3)}), report=reports.append
+        )
+    assert len(reports) == 1

@@ -1,0 +1,134 @@
+"""Recipes: every key in one place, Table 1 as presets, impossible combinations refused."""
+
+import importlib
+
+import jax
+import pytest
+
+from configs import base
+from dapo_jax import setup
+
+RECIPES = ("tiny", "qwen2_5_32b")
+
+
+def recipe(name: str, preset: str = ""):
+    return importlib.import_module(f"configs.{name}").get_config(preset)
+
+
+def keys(config, prefix=""):
+    for name, value in config.items():
+        if name == "sets" or not hasattr(value, "items"):
+            yield prefix + name
+        else:
+            yield from keys(value, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_sets_only_keys_that_base_has(name):
+    assert set(keys(recipe(name))) == set(keys(base.get_config()))
+
+
+def test_defaults_are_the_papers():
+    config = base.get_config()
+    assert (config.rollout.num_prompts, config.rollout.group_size) == (512, 16)
+    assert (config.algo.eps_low, config.algo.eps_high, config.algo.dual_clip) == (0.2, 0.28, 10.0)
+    assert config.rollout.max_response_tokens - config.algo.overlong_cache_tokens == 16_384
+    assert (config.learner.learning_rate, config.learner.weight_decay) == (1e-6, 0.1)
+    assert config.updates_per_step == 16
+    assert (config.eval.temperature, config.eval.top_p) == (1.0, 0.7)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_table_1_adds_one_technique_a_row(name):
+    def techniques(preset):
+        a = recipe(name, preset).algo
+        return {
+            "clip_higher": a.eps_high > a.eps_low,
+            "overlong_filtering": a.overlong_filtering,
+            "soft_overlong": a.overlong_factor > 0,
+            "token_level": a.loss_aggregation == "token_mean",
+            "dynamic_sampling": a.dynamic_sampling,
+        }
+
+    on = {preset: {k for k, v in techniques(preset).items() if v} for preset in base.TABLE_1}
+    assert on["naive_grpo"] == set()
+    assert on["overlong_filtering"] == {"overlong_filtering"}
+    assert on["clip_higher"] == {"overlong_filtering", "clip_higher"}
+    assert on["soft_overlong"] == {"clip_higher", "soft_overlong"}
+    assert on["token_level"] == {"clip_higher", "soft_overlong", "token_level"}
+    assert on["dapo"] == on["token_level"] | {"dynamic_sampling"}
+    assert recipe(name, "dapo").to_dict() == recipe(name).to_dict()
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="naive_gpro.*did you mean 'naive_grpo'"):
+        recipe("tiny", "naive_gpro")
+
+
+def test_the_tiny_recipe_passes_the_checks():
+    setup.check(recipe("tiny"))
+    setup.check(recipe("tiny", "naive_grpo"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"updates_per_step": 5}, "num_prompts = 32 does not divide by updates_per_step = 5"),
+        ({"rollout.group_size": 1}, "group_size = 1"),
+        ({"rollout.temperature": 0.0}, "rollout.temperature = 0.0"),
+        ({"rollout.top_p": 1.5}, "rollout.top_p = 1.5"),
+        ({"algo.eps_low": -0.1}, "algo.eps_low = -0.1"),
+        ({"algo.dual_clip": 1.0}, "algo.dual_clip = 1.0"),
+        ({"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
+        ({"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),
+        ({"learner.row_tokens": 174}, "learner.row_tokens = 174.*175"),
+        ({"rollout.max_generation_batches": 1, "rollout.generation_prompts": 24}, "24 prompts"),
+        ({"verifier.rules": "dappo"}, "verifier.rules = 'dappo'"),
+        ({"rollout.on_generation_cap": "crash"}, "on_generation_cap = 'crash'"),
+        ({"model.compute_dtype": "fp32"}, "compute_dtype = 'fp32'"),
+        ({"num_steps": 0}, "num_steps = 0"),
+    ],
+)
+def test_impossible_settings_name_the_value_and_the_key(changes, message):
+    config = recipe("tiny")
+    for key, value in changes.items():
+        config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=message):
+        setup.check(config)
+
+
+def test_eps_high_of_zero_is_a_value():
+    config = recipe("tiny")
+    config.algo.eps_high = 0.0
+    setup.check(config)
+
+
+def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles():
+    config = recipe("tiny")
+    tokenizer = setup.tokenizer(config)
+    config.data.train.count = 20
+    with pytest.raises(ValueError, match=r"20 usable prompts.*generation_prompts = 48"):
+        setup.load_data(config, tokenizer)
+    config.rollout.generation_prompts = 50
+    with pytest.raises(ValueError, match=r"generation_prompts = 50 .*4 devices.*nearest.* 48"):
+        setup.build_policy(config, tokenizer.vocab_size)
+    with pytest.raises(ValueError, match="tokenizer has 999 ids, but the model only 384"):
+        setup.build_policy(recipe("tiny"), 999)
+
+
+def test_the_32b_recipe_builds_its_model_shardings_and_batch_shapes_without_devices():
+    """Every parameter and moment of the paper's 32B model gets a sharding; nothing is allocated."""
+    config = recipe("qwen2_5_32b")
+    setup.check(config)
+    config.model.path, config.model.preset = "", "32b"
+    config.mesh.model = 2  # of the tests' 4 devices
+    policy = setup.build_policy(config, vocab_size=151_665)
+    state = setup.abstract_state(policy)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 32_763_876_352
+    sharded = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]
+    whole = sum(x.size for x in jax.tree.leaves(state))
+    assert sum(x.size for x in sharded) / whole > 0.999
+    assert all(x.sharding.shard_shape(x.shape) != x.shape for x in sharded)
+    responses = config.rollout.num_prompts // config.updates_per_step * config.rollout.group_size
+    assert responses == 512
+    assert config.learner.row_tokens == 22_528

@@ -1,0 +1,150 @@
+"""Chunked log-probabilities against the whole log_softmax: values, gradients, entropy, memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.logprobs import CHUNK_TOKENS, chosen_logprobs, sampling_logits
+
+B, D, V = 3, 8, 50
+SETTINGS = {"temperature": 0.7, "vocab_size": 45}
+LENGTHS = (1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS + 3)
+
+
+def inputs(T, *, scale=1.0):
+    rng = np.random.default_rng(T)
+    x_BTD = rng.normal(size=(B, T, D)).astype(np.float32)
+    head_DV = rng.normal(0, scale, (D, V)).astype(np.float32)
+    return x_BTD, head_DV, rng.integers(0, SETTINGS["vocab_size"], (B, T))
+
+
+def whole(x_BTD, head_DV, target_BT):
+    """The definition, at once: log softmax over the tokenizer's ids only, and its entropy."""
+    logits_BTV = (x_BTD @ head_DV / SETTINGS["temperature"])[..., : SETTINGS["vocab_size"]]
+    logp_BTV = jax.nn.log_softmax(logits_BTV)
+    logp_BT = jnp.take_along_axis(logp_BTV, target_BT[..., None], axis=-1)[..., 0]
+    return logp_BT, -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
+
+
+chunked = jax.jit(functools.partial(chosen_logprobs, **SETTINGS))
+
+
+def weighted_sum(function, weight_BT):
+    """A loss whose gradient tells the tokens apart; the entropy must not take part in it."""
+
+    def loss(x_BTD, head_DV, target_BT):
+        logp_BT, entropy_BT = function(x_BTD, head_DV, target_BT)
+        return jnp.sum(weight_BT * logp_BT) + 0.0 * jnp.sum(entropy_BT)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+def test_values_equal_the_whole_softmax_around_chunk_boundaries(T):
+    arrays = inputs(T)
+    logp_BT, entropy_BT = chunked(*arrays)
+    assert logp_BT.shape == entropy_BT.shape == (B, T)
+    assert logp_BT.dtype == entropy_BT.dtype == jnp.float32
+    expected_logp_BT, expected_entropy_BT = whole(*arrays)
+    np.testing.assert_allclose(logp_BT, expected_logp_BT, atol=1e-5)
+    np.testing.assert_allclose(entropy_BT, expected_entropy_BT, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 2 * CHUNK_TOKENS + 3])
+def test_gradients_equal_those_of_the_whole_softmax(T):
+    weight_BT = np.random.default_rng(0).normal(size=(B, T)).astype(np.float32)
+    gradient = weighted_sum(chunked, weight_BT)(*inputs(T))
+    expected = weighted_sum(whole, weight_BT)(*inputs(T))
+    assert np.abs(expected[1][:, : SETTINGS["vocab_size"]]).min() > 0
+    for got, want in zip(gradient, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_entropy_carries_no_gradient():
+    def entropy(x_BTD, head_DV, target_BT):
+        return jnp.sum(chunked(x_BTD, head_DV, target_BT)[1])
+
+    for gradient in jax.grad(entropy, argnums=(0, 1))(*inputs(4)):
+        assert not np.any(gradient)
+
+
+def test_entropy_of_equal_and_of_certain_tokens():
+    x_BTD = jnp.ones((1, 2, D)) * jnp.array([0.0, 1e4])[None, :, None]
+    head_DV = jnp.zeros((D, V)).at[:, 7].set(1.0)
+    logp_BT, entropy_BT = chunked(x_BTD, head_DV, jnp.array([[7, 7]]))
+    np.testing.assert_allclose(entropy_BT, [[np.log(45), 0.0]], atol=1e-5)
+    np.testing.assert_allclose(logp_BT, [[-np.log(45), 0.0]], atol=1e-5)
+
+
+def test_padding_rows_of_the_vocabulary_have_no_probability():
+    """Even the largest logits, in the model's rows that the tokenizer lacks."""
+    x_BTD, head_DV, _ = inputs(5)
+    head_DV[:, SETTINGS["vocab_size"] :] = 1e3 * np.sign(x_BTD[0, 0])[:, None]
+    prob_V = jax.nn.softmax(sampling_logits(x_BTD[0, 0], head_DV, **SETTINGS))
+    assert not np.any(prob_V[SETTINGS["vocab_size"] :])
+    assert np.sum(prob_V) == pytest.approx(1, abs=1e-6)
+    target_BT = np.arange(SETTINGS["vocab_size"])[None]
+    x_BTD = np.broadcast_to(x_BTD[:1, :1], (1, SETTINGS["vocab_size"], D))
+    logp_BT, _ = chunked(x_BTD, head_DV, target_BT)
+    assert np.sum(np.exp(logp_BT)) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e3, 1e6])
+def test_extreme_logits_give_no_nan(scale):
+    x_BTD, head_DV, target_BT = inputs(6, scale=scale)
+    logp_BT, entropy_BT = chunked(x_BTD, head_DV, target_BT)
+    assert np.all(np.isfinite(logp_BT))
+    assert np.all(np.isfinite(entropy_BT))
+    assert np.min(entropy_BT) >= -1e-6
+    for gradient in weighted_sum(chunked, np.ones((B, 6), np.float32))(x_BTD, head_DV, target_BT):
+        assert np.all(np.isfinite(gradient))
+
+
+def test_temperature_divides_the_logits():
+    x_BTD, head_DV, _ = inputs(2)
+    cold, warm = (sampling_logits(x_BTD, head_DV, temperature=t, vocab_size=V) for t in (0.5, 2.0))
+    np.testing.assert_allclose(cold, 4 * warm, rtol=1e-6)
+    np.testing.assert_allclose(warm, x_BTD @ head_DV / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_inputs_give_float32_logits():
+    x_BTD, head_DV, target_BT = inputs(4)
+    halves = x_BTD.astype(jnp.bfloat16), head_DV.astype(jnp.bfloat16)
+    logp_BT, _ = chunked(*halves, target_BT)
+    expected_BT, _ = whole(*(np.asarray(a, np.float32) for a in halves), target_BT)
+    assert logp_BT.dtype == jnp.float32
+    np.testing.assert_allclose(logp_BT, expected_BT, atol=1e-5)
+
+
+def largest_logits(jaxpr):
+    """Elements of the largest array with a vocabulary axis that a (nested) jaxpr makes."""
+    sizes = [
+        int(np.prod(v.aval.shape))
+        for equation in jaxpr.eqns
+        for v in equation.outvars
+        if v.aval.shape[-1:] == (V,) and v.aval.shape != (D, V)
+    ]
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                sizes.append(largest_logits(inner))
+    return max(sizes, default=0)
+
+
+@pytest.mark.parametrize(("function", "factor"), [(chunked, 1), (whole, 4)])
+def test_only_a_chunks_logits_exist_in_the_backward_pass_too(function, factor):
+    """Of a sequence of four chunks, one chunk's logits; the plain function holds all four."""
+    T = 4 * CHUNK_TOKENS
+    x_BTD, head_DV, target_BT = inputs(T)
+
+    def loss(x_BTD, head_DV):
+        return jnp.sum(function(x_BTD, head_DV, target_BT)[0])
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x_BTD, head_DV)
+    assert largest_logits(jaxpr.jaxpr) == factor * B * CHUNK_TOKENS * V

@@ -1,0 +1,196 @@
+"""The loop as a user runs it: learning signal, resume, the generation cap, what is written."""
+
+import gzip
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from configs import tiny
+from dapo_jax import evaluate, setup, train
+from dapo_jax.metrics import read_rows
+from dapo_jax.rollout import Group
+from dapo_jax.verifier import Verdict
+
+EXPECTED_KEYS = {
+    "prompts_seen",
+    "sampled_tokens_total",
+    "reward/mean",
+    "accuracy/mean",
+    "response_tokens/mean",
+    "response_tokens/max",
+    "response_tokens/truncated_fraction",
+    "entropy",
+    "mean_prob",
+    "clip_fraction/high",
+    "clip_fraction/low",
+    "clip_fraction/dual",
+    "ratio_gap",
+    "grad_norm",
+    "lr",
+    "groups/informative",
+    "groups/all_correct",
+    "groups/all_wrong",
+    "groups/discarded",
+    "generation_batches",
+    "seconds/rollout",
+    "seconds/verify",
+    "seconds/update",
+    "seconds/save",
+    "seconds/total",
+    "tokens_per_second/rollout",
+    "tokens_per_second/update",
+    "tokens_per_second/step",
+}
+TIMINGS = ("seconds/", "tokens_per_second/")
+
+
+def small_config(preset: str = ""):
+    """configs/tiny.py with a handful of prompts: the shipped base, so some answers are right."""
+    config = tiny.get_config(preset)
+    config.num_steps = 4
+    config.data.train.count = 200
+    config.rollout.num_prompts = 8
+    config.rollout.generation_prompts = 8
+    config.rollout.max_response_tokens = 48
+    config.eval.sets.arithmetic.count = 8
+    config.eval.samples_per_prompt = 4
+    config.eval.batch_prompts = 8
+    config.eval.every_steps = 2
+    config.checkpoint.every_steps = 2
+    config.checkpoint.keep = 3
+    return config
+
+
+def rows_without_timings(workdir: pathlib.Path):
+    return [
+        {k: v for k, v in row.items() if not k.startswith(TIMINGS)}
+        for row in read_rows(workdir / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An uninterrupted run of four steps."""
+    workdir = tmp_path_factory.mktemp("runs") / "finished"
+    workdir.mkdir()
+    train.train(small_config(), workdir)
+    return workdir
+
+
+def test_a_run_writes_what_it_promises(finished):
+    rows = read_rows(finished / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert set(row) >= EXPECTED_KEYS
+        assert row["ratio_gap"] < 1e-4
+        assert row["updates"] == 2
+        assert row["grad_norm"] > 0
+        assert row["updates_skipped"] == 0
+    assert 0 < rows[-1]["accuracy/mean"] < 1
+    assert "eval/arithmetic/mean@4" in rows[1]
+    for name in ("config.json", "curves.png", "eval/0.json", "eval/2.json", "eval/4.json"):
+        assert (finished / name).stat().st_size > 0
+    with gzip.open(finished / "rollouts" / "3.jsonl.gz", "rt") as file:
+        responses = [json.loads(line) for line in file]
+    assert len(responses) == 8 * rows[3]["generation_batches"] * 8
+    assert sum(r["trained"] for r in responses) == 8 * 8
+    assert {r["correct"] for r in responses} == {True, False}
+
+
+def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
+    """Stop after the checkpoint of step 2, lose the rows' end, resume: the same numbers."""
+    config = small_config()
+    config.num_steps = 2
+    train.train(config, tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')  # killed while writing
+    train.train(small_config(), tmp_path)
+    assert rows_without_timings(tmp_path) == rows_without_timings(finished)
+    ours, theirs = ((d / "rollouts" / "3.jsonl.gz").read_bytes() for d in (tmp_path, finished))
+    assert ours == theirs
+
+
+def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
+    """Killed after the checkpoint, before its row: the checkpoint carries the row."""
+    config = small_config()
+    config.num_steps = 2
+    train.train(config, tmp_path)
+    first, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text(first + "\n")
+    config.num_steps = 3
+    train.train(config, tmp_path)
+    assert rows_without_timings(tmp_path)[:2] == rows_without_timings(finished)[:2]
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_another_recipe_in_the_same_directory_is_refused(finished):
+    config = small_config()
+    config.algo.eps_high = 0.24
+    with pytest.raises(ValueError, match=r"algo.eps_high is 0.24, but was 0.28"):
+        train.train(config, finished)
+
+
+def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
+    """The reference crashes here. Impossible problems: no group is ever informative."""
+    config = small_config()
+    config.num_steps = 1
+    config.eval.every_steps = 0
+    config.verifier.rules = "strict_box"  # the tiny policy never writes a box
+    config.rollout.max_generation_batches = 2
+    config.rollout.on_generation_cap = "stop"
+    with pytest.raises(SystemExit, match=r"2 generation batches.*0 informative.*0\.0%"):
+        train.train(config, tmp_path / "stop")
+    config.rollout.on_generation_cap = "train"
+    train.train(config, tmp_path / "train")
+    (row,) = read_rows(tmp_path / "train" / "metrics.jsonl")
+    assert row["updates"] == 0
+    assert row["groups/informative"] == 0
+    assert row["prompts_seen"] == 16
+
+
+def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
+    """The baseline: no filter, one batch of prompts, a KL term that starts at zero."""
+    config = small_config("naive_grpo")
+    config.algo.kl_coef = 0.01
+    config.num_steps = 2
+    config.eval.every_steps = 0
+    train.train(config, tmp_path)
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert all(row["groups/discarded"] == 0 and row["generation_batches"] == 1 for row in rows)
+    assert rows[0]["kl"] < rows[1]["kl"]
+
+
+def _group(predictions, truth="7"):
+    verdicts = [Verdict(p == truth, p, "") for p in predictions]
+    n = len(predictions)
+    return Group(0, None, [np.zeros(3)] * n, [], np.ones(n, bool), [], verdicts)
+
+
+def test_scores_by_hand():
+    """mean@4, maj@4 and pass@k of two problems, one with a majority for the wrong answer."""
+    groups = [_group(["7", "7", None, "3"]), _group(["5", "5", "7", None])]
+    scores = evaluate.summarize(groups)
+    assert scores["mean@4"] == pytest.approx(3 / 8)
+    assert scores["maj@4"] == pytest.approx(1 / 2)
+    assert scores["pass@4"] == 1.0
+    assert scores["pass@2"] == pytest.approx(((1 - 1 / 6) + (1 - 3 / 6)) / 2)
+    assert scores["no_answer_fraction"] == pytest.approx(2 / 8)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
+    assert evaluate.pass_at_k(5, 2, 1) == pytest.approx(0.4)
+    assert evaluate.pass_at_k(5, 2, 3) == pytest.approx(1 - 1 / 10)
+    assert evaluate.pass_at_k(5, 0, 5) == 0.0
+    assert evaluate.pass_at_k(5, 5, 1) == 1.0
+
+
+def test_nobody_votes_for_no_answer():
+    assert not evaluate.majority_is_correct([Verdict(False, None, "")] * 3)
+    assert evaluate.majority_is_correct([Verdict(False, None, "")] * 3 + [Verdict(True, "7", "")])
+
+
+def test_minibatches_cover_the_kept_groups_once():
+    chunks = setup.minibatches(np.arange(10), groups_per_update=4)
+    assert [chunk.tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
