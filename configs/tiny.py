@@ -9,7 +9,7 @@ from configs import base
 
 def get_config(preset: str = ""):
     config = base.get_config()
-    config.num_steps = 120
+    config.num_steps = 60
     config.updates_per_step = 2
 
     config.model.path = "experiments/tiny_base/checkpoint"
@@ -25,7 +25,7 @@ def get_config(preset: str = ""):
 
     config.algo.overlong_cache_tokens = 20
 
-    config.learner.learning_rate = 1e-4
+    config.learner.learning_rate = 5e-5
     config.learner.warmup_steps = 5
     config.learner.row_tokens = 176
     config.learner.micro_batch_rows = 16
@@ -33,7 +33,7 @@ def get_config(preset: str = ""):
     config.eval.sets.arithmetic = base.dataset(
         kind="arithmetic", levels=(2, 3, 4), count=160, seed=2, split="test"
     )
-    config.eval.every_steps = 20
+    config.eval.every_steps = 10
     config.eval.samples_per_prompt = 8
     config.eval.batch_prompts = 32
     config.eval.top_p = 1.0  # the base's flaws are in its tail, which 0.7 would hide

@@ -9,8 +9,10 @@ import collections
 import json
 import math
 import pathlib
+import zlib
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -72,11 +74,12 @@ def evaluate(
     report: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
     """Results of every set. `params` are the sampler's; the randomness is the same each time."""
-    key = setup.key(config, setup.EVAL_STREAM)
     size = config.eval.batch_prompts
     results = {}
     for name, prompts in sets.items():
         groups = []
+        stream = setup.key(config, setup.EVAL_STREAM)
+        key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
         for start in range(0, len(prompts), size):
             report(f"evaluate: {name} {start}/{len(prompts)} problems")
             cursors = range(start, start + size)  # past the end: the last problem, thrown away

@@ -207,7 +207,7 @@ def update(state: TrainState, reference_params, batch: Batch, learning_rate, *, 
 
     zero = jax.tree.map(jnp.zeros_like, jax.eval_shape(micro_batch_gradient, 0))
     (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)

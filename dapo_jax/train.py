@@ -18,9 +18,18 @@ from ml_collections import ConfigDict, config_flags
 from dapo_jax import command, report, setup
 from dapo_jax.algorithm import correctness_reward, group_advantage, soft_overlong_penalty
 from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.data import PROMPT_TEMPLATE
 from dapo_jax.evaluate import evaluate, result_row, write_results
 from dapo_jax.learner import init_state, make_batch, warmup_learning_rate
-from dapo_jax.metrics import Display, MetricsWriter, Sample, Stopwatch, atomic_file, write_rollouts
+from dapo_jax.metrics import (
+    Display,
+    MetricsWriter,
+    Sample,
+    Stopwatch,
+    atomic_file,
+    evaluation_line,
+    write_rollouts,
+)
 from dapo_jax.rollout import Rollouts, collect, rollout_rows
 from sharding import hosts, rules
 
@@ -72,7 +81,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 config, policy, sampler_params, data.eval_sets, tokenizer, report=display.phase
             )
             write_results(workdir, 0, results)
-            display.step({"step": -1, **result_row(results)})
+            display.line(evaluation_line({"step": -1, **result_row(results)}))
 
         for step in range(first_step, config.num_steps):
             watch = Stopwatch()
@@ -106,7 +115,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 if r.on_generation_cap == "stop":
                     checkpoints.save(step, state, progress, force=step > 0)
                     checkpoints.close()
-                    raise SystemExit(f"{message}, and give the same command again")
+                    raise SystemExit(f"{message}. The same command resumes the run")
                 display.line(f"{message}; the step trains on what there is")
 
             # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
@@ -227,7 +236,7 @@ def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
         f"of the {config.rollout.num_prompts} wanted, at an accuracy of "
         f"{rollouts.correct_PG.mean():.1%} (rollout.on_generation_cap = "
         f"{config.rollout.on_generation_cap!r}); raise rollout.max_generation_batches, or start "
-        "with other data"
+        "anew with easier data"
     )
 
 
@@ -297,9 +306,10 @@ def log_responses(config, workdir, step, rollouts: Rollouts, reward_PG, display)
 
 def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
     """The first response of the step's first groups, for a person to read."""
+    before, after = PROMPT_TEMPLATE.split("{problem}")
     return [
         Sample(
-            prompt=group.prompt.example.text,
+            prompt=group.prompt.example.text.removeprefix(before).removesuffix(after),
             response=group.texts[0],
             truth=group.prompt.example.answer,
             prediction=group.verdicts[0].prediction,

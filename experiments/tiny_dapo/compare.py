@@ -1,6 +1,6 @@
 """A markdown table of runs: start, end, and the score at the sampling budget that all reached.
 
-    python -m experiments.tiny_dapo.compare --workdir=runs/dapo_0 --workdir=runs/grpo_0 ...
+python -m experiments.tiny_dapo.compare --workdir=runs/dapo_0 --workdir=runs/grpo_0 ...
 """
 
 import pathlib

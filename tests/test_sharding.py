@@ -1,0 +1,273 @@
+"""Four fake devices give one device's samples and log-probs; wrong sizes are named."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from configs import base
+from dapo_jax import setup
+from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.sampler.decode import Sampling, generate
+from models import qwen2
+from models.qwen2 import Qwen2Config, abstract_params, param_axes
+from sharding import hosts, rules
+from sharding.mesh import make_mesh
+
+SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
+MESHES = [(4, 1), (2, 2), (1, 4)]  # (data, model); the last exceeds the 2 key/value heads
+SAMPLING = Sampling(
+    max_response_tokens=6,
+    temperature=0.7,
+    top_p=1.0,
+    top_k=0,
+    stop_ids=(3, 17, 40),
+    pad_id=0,
+    vocab_size=61,
+)
+PROMPTS = [np.array([5, 6, 7]), np.arange(10, 30), np.array([60]), np.arange(20, 27)]
+CURSORS = (7, 100, 0, 12)
+GROUP_SIZE = 4
+RUN_KEY = jax.random.key(11)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Host arrays, large enough for clearly uneven token probabilities."""
+    _, abstract = abstract_params(SMALL)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
+
+
+def build_policy(monkeypatch, data, model):
+    """What the commands build, for the small model on a (data, model) mesh."""
+    monkeypatch.setitem(qwen2.PRESETS, "small", SMALL)
+    config = base.get_config()
+    config.model.preset = "small"
+    config.model.compute_dtype = "float32"
+    config.rollout.max_prompt_tokens = 32
+    config.mesh.data, config.mesh.model = data, model
+    return setup.build_policy(config, SAMPLING.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def one_device_samples(params):
+    """The reference: a plain jitted function of host arrays."""
+    graph, _ = abstract_params(SMALL)
+    T = 32
+    prompt_PT = np.stack([np.pad(p, (T - len(p), 0)) for p in PROMPTS])
+    lengths = np.array([len(p) for p in PROMPTS])
+    run = jax.jit(functools.partial(generate, graph), static_argnames=("group_size", "sampling"))
+    arrays = (prompt_PT, lengths, np.array(CURSORS))
+    return jax.device_get(run(params, RUN_KEY, *arrays, group_size=GROUP_SIZE, sampling=SAMPLING))
+
+
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_every_mesh_samples_what_one_device_samples(
+    monkeypatch, params, one_device_samples, data, model
+):
+    policy = build_policy(monkeypatch, data, model)
+    sharded = policy.reshard(jax.device_put(params, policy.state_shardings.params))
+    samples = policy.sampler(
+        sharded, RUN_KEY, PROMPTS, CURSORS, group_size=GROUP_SIZE, sampling=SAMPLING
+    )
+    for field in ("tokens_RT", "length_R", "stopped_R"):
+        assert np.array_equal(getattr(samples, field), getattr(one_device_samples, field))
+    gap_RT = np.abs(samples.behavior_logp_RT - one_device_samples.behavior_logp_RT)
+    assert gap_RT.max() <= 1e-5
+    assert len(set(samples.length_R.tolist())) > 1
+
+
+def collectives(compiled):
+    """Names and result shapes of the collective operations of a compiled program."""
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf"= (\S+?)(?:\{{\S*)? ({names})\(", compiled.as_text())
+
+
+def test_over_data_alone_a_decode_step_exchanges_only_whether_all_are_done(monkeypatch):
+    policy = build_policy(monkeypatch, 4, 1)
+    sharded = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_params(SMALL)[1],
+        rules.param_shardings(policy.mesh, *axes_and_params(), rules.SAMPLER),
+    )
+    by_rows = rules.rows(policy.mesh)
+    row = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=by_rows)
+    prompt = jax.ShapeDtypeStruct((4, 32), jnp.int32, sharding=by_rows)
+    program = jax.jit(
+        functools.partial(generate, policy.graph),
+        static_argnames=("group_size", "sampling"),
+        out_shardings=by_rows,
+    )
+    compiled = program.lower(
+        sharded, RUN_KEY, prompt, row, row, group_size=GROUP_SIZE, sampling=SAMPLING
+    ).compile()
+    assert collectives(compiled) == [("pred[]", "all-reduce")]
+
+
+def logprobs_of(graph, params, tokens_BT, target_BT):
+    model = nnx.merge(graph, params)
+    x_BTD = model.hidden(
+        tokens_BT,
+        jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape),
+        jnp.ones_like(tokens_BT),
+    )
+    return chosen_logprobs(x_BTD, model.head(), target_BT, temperature=0.7, vocab_size=61)
+
+
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_every_mesh_gives_one_devices_logprobs(params, data, model):
+    graph, _ = abstract_params(SMALL)
+    mesh = make_mesh(data=data, model=model)
+    rng = np.random.default_rng(1)
+    tokens_BT, target_BT = rng.integers(0, 61, (2, 8, 10))
+    function = jax.jit(functools.partial(logprobs_of, graph))
+    expected = function(params, tokens_BT, target_BT)
+    sharded = jax.device_put(params, learner_shardings(mesh))
+    rows = hosts.place((tokens_BT, target_BT), rules.rows(mesh))
+    for got, want in zip(function(sharded, *rows), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_the_chunked_head_leaves_rows_on_their_devices():
+    """Over data alone only the head's parameters are gathered, never logits or log-probs."""
+    mesh = make_mesh(data=4, model=1)
+    B, T, D, V = 8, 600, 16, 512
+    by_rows = rules.rows(mesh)
+    head = rules.named_sharding(mesh, ("width", "vocab"), (D, V), rules.LEARNER)
+    arguments = (
+        jax.ShapeDtypeStruct((B, T, D), jnp.float32, sharding=by_rows),
+        jax.ShapeDtypeStruct((D, V), jnp.float32, sharding=head),
+        jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=by_rows),
+    )
+    function = functools.partial(chosen_logprobs, temperature=1.0, vocab_size=V)
+    compiled = jax.jit(function, out_shardings=by_rows).lower(*arguments).compile()
+    assert collectives(compiled) == [(f"f32[{D},{V}]", "all-gather")]
+
+
+# The mesh.
+
+
+def test_a_mesh_takes_all_devices_and_names_its_axes():
+    for data, model, shape in ((-1, 2, (2, 2)), (-1, 1, (4, 1)), (1, 4, (1, 4))):
+        mesh = make_mesh(data=data, model=model)
+        assert dict(mesh.shape) == dict(zip(("data", "model"), shape, strict=True))
+        assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+        assert mesh.devices.size == jax.device_count() == 4
+
+
+def test_a_mesh_of_chosen_devices():
+    devices = jax.devices()[2:]
+    mesh = make_mesh(data=-1, model=1, devices=devices)
+    assert mesh.devices.ravel().tolist() == devices
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        (-1, 3, r"mesh.model = 3 does not divide the 4 devices.*\[1, 2, 4\]"),
+        (-1, 8, r"mesh.model = 8 does not divide the 4 devices.*\[1, 2, 4\]"),
+        (2, 1, r"2 \* 1 = 2, but there are 4 devices.*mesh.data to -1"),
+        (4, 2, r"4 \* 2 = 8, but there are 4 devices.*mesh.data to -1"),
+        (0, 1, r"mesh.data = 0 and mesh.model = 1: sizes are at least 1"),
+        (-2, 1, r"mesh.data = -2 and mesh.model = 1: sizes are at least 1"),
+        (1, 0, r"mesh.data = 1 and mesh.model = 0: sizes are at least 1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_explained(data, model, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(data=data, model=model)
+
+
+# The rules.
+
+
+def axes_and_params():
+    _, params = abstract_params(SMALL)
+    return param_axes(params), params
+
+
+def learner_shardings(mesh):
+    return rules.param_shardings(mesh, *axes_and_params(), rules.LEARNER)
+
+
+def test_learner_shards_over_both_axes_and_sampler_over_model_only():
+    mesh = make_mesh(data=2, model=2)
+    learner = learner_shardings(mesh)
+    sampler = rules.param_shardings(mesh, *axes_and_params(), rules.SAMPLER)
+    assert learner["embed_VD"].spec == PartitionSpec("model", "data")
+    assert sampler["embed_VD"].spec == PartitionSpec("model", None)
+    assert learner["layers"]["q_DNH"].spec == PartitionSpec(None, "data", "model", None)
+    assert sampler["layers"]["q_DNH"].spec == PartitionSpec(None, None, "model", None)
+    assert learner["layers"]["down_FD"].spec == PartitionSpec(None, "model", "data")
+    assert learner["final_norm_D"].is_fully_replicated
+    for sharding in jax.tree.leaves(sampler):
+        assert "data" not in jax.tree.leaves(tuple(sharding.spec))
+
+
+def test_kv_heads_replicate_where_the_model_ways_exceed_them():
+    divided = learner_shardings(make_mesh(data=2, model=2))["layers"]
+    replicated = learner_shardings(make_mesh(data=1, model=4))["layers"]
+    for name in ("k_DKH", "v_DKH", "k_bias_KH", "v_bias_KH"):
+        assert divided[name].spec[-2] == "model"
+        assert replicated[name].spec[-2] is None
+    assert replicated["q_DNH"].spec[-2] == "model"
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "message"),
+    [
+        ("heads", 14, "heads axis of 14 .*mesh.model = 4; choose a mesh.model that divides 14"),
+        ("vocab", 151_937, "vocab axis of 151937 .*mesh.model = 4"),
+        ("mlp", 50, "mlp axis of 50 .*mesh.model = 4"),
+    ],
+)
+def test_other_axes_must_divide(axis, size, message):
+    mesh = make_mesh(data=1, model=4)
+    with pytest.raises(ValueError, match=message):
+        rules.named_sharding(mesh, (axis,), (size,), rules.LEARNER)
+
+
+def test_a_width_that_data_does_not_divide_names_mesh_data():
+    mesh = make_mesh(data=4, model=1)
+    with pytest.raises(ValueError, match=r"width axis of 30 .*choose a mesh.data that divides 30"):
+        rules.named_sharding(mesh, ("width",), (30,), rules.LEARNER)
+    assert rules.named_sharding(mesh, ("width",), (30,), rules.SAMPLER).is_fully_replicated
+
+
+def test_batches_lie_over_data():
+    mesh = make_mesh(data=2, model=2)
+    assert rules.rows(mesh).shard_shape((8, 5)) == (4, 5)
+    assert rules.micro_batches(mesh).shard_shape((3, 8, 5)) == (3, 4, 5)
+    assert rules.replicated(mesh).shard_shape((8, 5)) == (8, 5)
+
+
+# The processes.
+
+
+def test_place_and_fetch_return_the_same_arrays():
+    mesh = make_mesh(data=4, model=1)
+    tree = {"a": np.arange(8.0).reshape(8, 1), "b": [np.arange(4)]}
+    placed = hosts.place(tree, rules.rows(mesh))
+    assert len(placed["a"].addressable_shards) == 4
+    assert placed["a"].addressable_shards[1].data.shape == (2, 1)
+    jax.tree.map(np.testing.assert_array_equal, hosts.fetch(placed), tree)
+
+
+def test_place_takes_one_sharding_an_array_too():
+    mesh = make_mesh(data=4, model=1)
+    tree = {"rows": np.arange(8), "count": np.int32(3)}
+    shardings = {"rows": rules.rows(mesh), "count": rules.replicated(mesh)}
+    placed = hosts.place(tree, shardings)
+    assert placed["rows"].sharding == shardings["rows"]
+    assert placed["count"].is_fully_replicated
+    jax.tree.map(np.testing.assert_array_equal, hosts.fetch(placed), tree)
+
+
+def test_a_lone_process_is_the_main_host():
+    assert hosts.is_main_host()
