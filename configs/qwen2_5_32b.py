@@ -14,6 +14,7 @@ def get_config(preset: str = ""):
     config = base.get_config()
     config.num_steps = 330
     config.model.path = "Qwen2.5-32B"
+    config.tokenizer.chat = "template"  # as the published recipe, on the base model too
     config.data.train.path = "dapo-math-17k.parquet"
     config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path="aime-2024.parquet")
     config.mesh.model = 8  # the 8 key/value heads

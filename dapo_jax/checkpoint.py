@@ -1,4 +1,4 @@
-"""The only module that knows Orbax: a run's checkpoints, written atomically in the background."""
+"""The only module that knows Orbax: a run's checkpoints, and parameters alone."""
 
 import pathlib
 from collections.abc import Callable
@@ -16,7 +16,9 @@ class WrongStateError(ValueError):
 
 
 class Checkpoints:
-    """Checkpoints of (state, progress) in `directory`, named by the rollout step they follow.
+    """Checkpoints of (state, progress) in `directory`, named by the number of finished steps.
+
+    Each is written in the background and appears whole or not at all.
 
     state: the pytree of arrays, sharded as they are. progress: a JSON-able dict with the host's
     side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept.
@@ -130,6 +132,25 @@ class Checkpoints:
         """Wait until the last checkpoint is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def save_params(path, params) -> None:
+    """Write parameters alone, as an Orbax checkpoint without steps."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(pathlib.Path(path).absolute(), params)
+
+
+def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], None]):
+    """What `save_params` wrote, as numpy arrays; `check` sees the stored shapes before."""
+    path = pathlib.Path(path).absolute()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        check(checkpointer.metadata(path).item_metadata.tree)
+        as_host = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(dtype)),
+            abstract_params,
+        )
+        restore = ocp.args.PyTreeRestore(item=abstract_params, restore_args=as_host)
+        return checkpointer.restore(path, args=restore)
 
 
 def _arrays(tree) -> dict[str, str]:

@@ -1,24 +1,24 @@
 """Converts a model between a Hugging Face directory and an Orbax directory.
 
     python -m dapo_jax.convert --from=hf:DIR --to=orbax:DIR [--dtype=float32|bfloat16|float16]
+    python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
 
 and back. An Orbax directory holds params/ (the checkpoint), model_config.json and the tokenizer's
-files, so that nothing is lost on the way back.
+files, so that nothing is lost on the way back. A run is a training run's --workdir.
 """
 
 import dataclasses
 import json
 import pathlib
 import shutil
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
-from absl import app, flags, logging
+from absl import flags
+from ml_collections import ConfigDict
 
+from dapo_jax import checkpoint, command, setup
 from models import hf
 from models.qwen2 import Qwen2Config, abstract_params
 
@@ -37,33 +37,38 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-KINDS = ("hf", "orbax")
+SOURCES, TARGETS = ("hf", "orbax", "run"), ("hf", "orbax")
 
 
-def convert(source: str, target: str, *, dtype: str) -> str:
+def convert(source: str, target: str, *, dtype: str, step: int | None = None) -> str:
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
-    Both are "hf:DIR" or "orbax:DIR". The tokenizer's files are copied along.
+    Both are "hf:DIR" or "orbax:DIR"; a source may be "run:WORKDIR", of which `step` (None: the
+    newest) is the checkpoint. The tokenizer's files are copied along.
 
     Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
     and ValueError for a source that is broken or is no Qwen2 model.
     """
-    (from_kind, from_path), (to_kind, to_path) = _place("from", source), _place("to", target)
+    from_kind, from_path = _place("from", source, SOURCES)
+    to_kind, to_path = _place("to", target, TARGETS)
+    if step is not None and from_kind != "run":
+        raise ValueError(f"--step is {step}, but --from is {source!r}: only a run has steps")
     if to_path.exists() and (not to_path.is_dir() or any(to_path.iterdir())):
         raise FileExistsError(f"--to: {to_path} exists and is not an empty directory")
 
+    tokenizer_path = from_path
     if from_kind == "hf":
-        config = hf.load_config(from_path)
-        raw = hf.read_config(from_path)
-        kept = {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
+        config, kept = hf.load_config(from_path), _kept(from_path)
         params = hf.load_params(from_path, config, dtype=dtype)
-    else:
+    elif from_kind == "orbax":
         params, config, kept = load_orbax(from_path, dtype=dtype)
+    else:
+        params, config, kept, tokenizer_path = load_run(from_path, step)
 
     to_path.mkdir(parents=True, exist_ok=True)
-    files = [name for name in TOKENIZER_FILES if (from_path / name).is_file()]
+    files = [name for name in TOKENIZER_FILES if (tokenizer_path / name).is_file()]
     for name in files:
-        shutil.copyfile(from_path / name, to_path / name)
+        shutil.copyfile(tokenizer_path / name, to_path / name)
     if to_kind == "hf":
         hf.save_hf(params, config, to_path, dtype=dtype, extra_config=kept)
     else:
@@ -75,8 +80,7 @@ def convert(source: str, target: str, *, dtype: str) -> str:
 def save_orbax(params, config: Qwen2Config, path, *, kept: Mapping[str, Any]):
     """Writes params/ and model_config.json; `kept` holds further keys of config.json."""
     path = pathlib.Path(path).absolute()
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path / PARAMS_FOLDER, params)
+    checkpoint.save_params(path / PARAMS_FOLDER, params)
     content = {"model": dataclasses.asdict(config), "hf": dict(kept)}
     (path / MODEL_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -98,37 +102,61 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], Qwen2Config, dict[s
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} cannot be read as a model config: {error!r}") from error
     _, abstract = abstract_params(config)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        stored = checkpointer.metadata(folder).item_metadata.tree
+
+    def check(stored):
         try:
             hf.check_params(stored, config)
         except ValueError as error:
             raise ValueError(f"{folder} against {file}: {error}") from error
-        as_host = jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(dtype)), abstract
-        )
-        restore = ocp.args.PyTreeRestore(item=abstract, restore_args=as_host)
-        return checkpointer.restore(folder, args=restore), config, kept
+
+    params = checkpoint.restore_params(folder, abstract, dtype=dtype, check=check)
+    return params, config, kept
 
 
-def _place(flag: str, value: str) -> tuple[str, pathlib.Path]:
+def load_run(workdir: pathlib.Path, step: int | None):
+    """(float32 params, model config, kept keys of config.json, tokenizer directory) of a run.
+
+    Raises FileNotFoundError for a directory without a run, or without that checkpoint.
+    """
+    file = workdir / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
+    recipe = ConfigDict(json.loads(file.read_text(encoding="utf-8")))
+    recipe.mesh.data, recipe.mesh.model = -1, 1  # here, not on the machine that trained
+    policy = setup.build_policy(recipe, vocab_size=0)
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", every_steps=1, keep=None)
+    step = checkpoints.latest_step() if step is None else step
+    if step is None:
+        raise FileNotFoundError(f"{workdir / 'checkpoints'} is empty: there is nothing to convert")
+    state, _ = checkpoints.restore(step, setup.abstract_state(policy))
+    checkpoints.close()
+    model_path = recipe.model.path
+    kept = _kept(model_path) if model_path else {}
+    tokenizer_path = pathlib.Path(recipe.tokenizer.path or model_path)
+    return jax.device_get(state.params), policy.model_config, kept, tokenizer_path
+
+
+def _kept(path) -> dict[str, Any]:
+    raw = hf.read_config(path)
+    return {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
+
+
+def _place(flag: str, value: str, kinds) -> tuple[str, pathlib.Path]:
     kind, colon, path = value.partition(":")
-    if kind not in KINDS or not colon or not path:
-        raise ValueError(f"--{flag} is {value!r}, but must be hf:DIR or orbax:DIR")
+    if kind not in kinds or not colon or not path:
+        forms = " or ".join(f"{kind}:DIR" for kind in kinds)
+        raise ValueError(f"--{flag} is {value!r}, but must be {forms}")
     return kind, pathlib.Path(path)
 
 
 def main(_):
-    values = {name: flags.FLAGS[name].value for name in ("from", "to", "dtype")}
-    try:
-        print(convert(values["from"], values["to"], dtype=values["dtype"]))
-    except (FileNotFoundError, FileExistsError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    given = {name: flags.FLAGS[name].value for name in ("from", "to", "dtype", "step")}
+    print(convert(given["from"], given["to"], dtype=given["dtype"], step=given["step"]))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("from", None, "What to read: hf:DIR or orbax:DIR.", required=True)
+    flags.DEFINE_string("from", None, "What to read: hf:, orbax: or run:DIR.", required=True)
     flags.DEFINE_string("to", None, "What to write: hf:DIR or orbax:DIR.", required=True)
     flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
-    flags.FLAGS.set_default("verbosity", logging.WARNING)
-    app.run(main)
+    flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
+    command.run(main)

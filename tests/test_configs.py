@@ -61,7 +61,7 @@ def test_table_1_adds_one_technique_a_row(name):
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match="naive_gpro.*did you mean 'naive_grpo'"):
+    with pytest.raises(ValueError, match=r"naive_gpro.*did you mean 'naive_grpo'"):
         recipe("tiny", "naive_gpro")
 
 

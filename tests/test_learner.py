@@ -43,6 +43,8 @@ LEARNING = Learning(
 MODES = pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
 # Of the largest entry of a gradient; what is left is the rounding of float32 sums.
 TOLERANCE = 1e-5
+# The code is tiny and runs a few times: half the time to compile it is worth more than its speed.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,7 @@ def data(params) -> Responses:
 
 
 def batch_of(
-    data: Responses, *, mode="token_mean", row_tokens=48, micro_batch_rows=2, num_micro=4
+    data: Responses, *, mode="token_mean", row_tokens=48, micro_batch_rows=2, num_micro=8
 ) -> learner.Batch:
     return make_batch(
         data.prompts,
@@ -121,7 +123,7 @@ def batch_of(
 
 @functools.cache
 def jitted_update(learning: Learning):
-    return jax.jit(functools.partial(learner.update, graph=graph(), learning=learning))
+    return jit(functools.partial(learner.update, graph=graph(), learning=learning))
 
 
 def run_update(params, batch, learning=LEARNING, *, reference_params=None, learning_rate=1e-3):
@@ -177,7 +179,6 @@ def plain_rows(data: Responses) -> PlainRows:
     )
 
 
-@functools.partial(jax.jit, static_argnames="temperature")
 def row_logp(params, rows: PlainRows, *, temperature):
     """(logp_RT, logp_RTV) of the responses; garbage behind their ends."""
     logits_RTV = nnx.merge(graph(), params)(rows.ids_RT)[..., :VOCAB] / temperature
@@ -189,8 +190,13 @@ def row_logp(params, rows: PlainRows, *, temperature):
     return logp_RT, logp_RTV
 
 
-def plain_logp(params, data: Responses, *, temperature=1.0):
-    return row_logp(params, plain_rows(data), temperature=temperature)
+@jit
+def jitted_row_logp(params, rows):
+    return row_logp(params, rows, temperature=1.0)
+
+
+def plain_logp(params, data: Responses):
+    return jitted_row_logp(params, plain_rows(data))
 
 
 def unpadded(array_RT, data: Responses) -> list[np.ndarray]:
@@ -218,7 +224,7 @@ def plain_loss(params, rows: PlainRows, reference_params, *, mode, learning: Lea
     return jnp.sum(jnp.sum(loss_RT, axis=1) / rows.length_R) / jnp.sum(rows.trains_R)
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "learning"))
+@functools.partial(jit, static_argnames=("mode", "learning"))
 def plain_loss_and_gradient(params, rows, reference_params, *, mode, learning):
     loss = functools.partial(plain_loss, mode=mode, learning=learning)
     return jax.value_and_grad(loss)(params, rows, reference_params)
@@ -266,13 +272,11 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
 @pytest.mark.parametrize(
     "layout",
     [
-        {"micro_batch_rows": 1, "num_micro": 8},
-        {"micro_batch_rows": 4, "num_micro": 1},
-        {"row_tokens": 34, "num_micro": 4},
-        {"row_tokens": 160, "micro_batch_rows": 1, "num_micro": 1},
-        {"micro_batch_rows": 4, "num_micro": 3},
+        {"micro_batch_rows": 1},
+        {"micro_batch_rows": 8, "num_micro": 1, "row_tokens": 34},
+        {"micro_batch_rows": 1, "num_micro": 1, "row_tokens": 160},
     ],
-    ids=["one row at a time", "one micro-batch", "short rows", "one row", "padding rows"],
+    ids=["rows one by one", "short rows and padding at once", "a single row"],
 )
 def test_the_layout_of_the_rows_changes_nothing(params, data, expected, layout):
     batch = batch_of(data, **layout)
@@ -308,13 +312,15 @@ def test_the_loss_divides_by_the_whole_mini_batchs_tokens(params, data, expected
 
 
 @MODES
-def test_filtered_responses_add_nothing_and_do_not_count(params, data, mode):
+def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected, mode):
     """Overlong filtering: as if the masked responses had not been in the mini-batch at all."""
     trains_R = np.array([True, True, True, False, True, True, False, True])
-    filtered = gradient(params, batch_of(data.replace(trains_R=trains_R), mode=mode))
+    data = data.replace(trains_R=trains_R)
+    filtered = gradient(params, batch_of(data, mode=mode))
+    assert distance(filtered, plain(params, data, mode=mode)[1]) < TOLERANCE
+    assert distance(filtered, expected[mode][1]) > 0.01
     left = data.take(np.flatnonzero(trains_R))
-    assert distance(filtered, plain(params, left, mode=mode)[1]) < TOLERANCE
-    assert distance(filtered, plain(params, data, mode=mode)[1]) > 0.01
+    assert distance(filtered, gradient(params, batch_of(left, mode=mode))) < TOLERANCE
 
 
 def test_the_weights_of_a_mini_batch_add_up_to_one(data):
@@ -412,9 +418,7 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, data_way
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == policy.state_shardings
 
     one = batch_of(data, micro_batch_rows=4, num_micro=2)
-    expected_state, expected_metrics = run_update(
-        params, one, dataclasses.replace(policy.learning), learning_rate=0.1
-    )
+    expected_state, expected_metrics = run_update(params, one, policy.learning, learning_rate=0.1)
     assert distance(first_moment(state), first_moment(expected_state)) < TOLERANCE
     step, expected_step = (
         jax.tree.map(lambda new, old: new - old, s.params, params) for s in (state, expected_state)
@@ -466,17 +470,18 @@ def adamw_by_hand(params, gradients, learning: Learning, *, learning_rates):
     return p, m, v
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, 100.0], ids=["clipped", "not clipped"])
-def test_two_updates_are_adamw_by_hand(params, data, max_grad_norm):
-    """A large eps keeps the step smooth in the gradient, see mesh_config."""
-    learning = dataclasses.replace(LEARNING, max_grad_norm=max_grad_norm, adam_eps=1e-3)
-    batches = [batch_of(data), batch_of(data.replace(advantage_R=-2 * data.advantage_R))]
+def test_two_updates_are_adamw_by_hand(params, data):
+    """The first gradient is longer than the bound of its norm, the second is not."""
+    learning = dataclasses.replace(LEARNING, max_grad_norm=1.0, adam_eps=1e-3)
+    batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (10, -1)]
     rates = [2e-3, 5e-3]
-    state, grads = init_state(params, learning), []
+    state, grads, grad_norms = init_state(params, learning), [], []
     for batch, rate in zip(batches, rates, strict=True):
         grads.append(gradient(state.params, batch))  # unclipped
         state, metrics = jitted_update(learning)(state, None, batch, rate)
-        assert 1.0 < metrics["grad_norm"] < 100.0
+        grad_norms.append(metrics["grad_norm"])
+    assert grad_norms[0] > 2.0
+    assert 0.1 < grad_norms[1] < 1.0
     assert (int(state.updates), int(state.updates_skipped)) == (2, 0)
     double = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf, np.float64))
     expected = adamw_by_hand(double(params), map(double, grads), learning, learning_rates=rates)
@@ -561,9 +566,8 @@ def sample(params, *, temperature: float, dtype: str):
     lengths = np.array([4, 7], np.int32)
     prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
     prompt_PT = np.stack([np.pad(prompt, (8 - len(prompt), 0)) for prompt in prompts])
-    samples = jax.jit(
-        functools.partial(generate, graph()), static_argnames=("group_size", "sampling")
-    )(
+    run = jit(functools.partial(generate, graph()), static_argnames=("group_size", "sampling"))
+    samples = run(
         learner.cast(params, dtype),
         jax.random.key(5),
         prompt_PT,
@@ -585,20 +589,17 @@ def sample(params, *, temperature: float, dtype: str):
 
 @pytest.mark.parametrize(
     ("temperature", "dtype", "largest_gap"),
-    [(1.0, "float32", 1e-5), (0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)],
+    [(1.0, "float32", 1e-5), (0.7, "float32", 1e-5), (1.0, "bfloat16", 1e-2)],
 )
 def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_gap):
     """The sampler's log-probabilities are the learner's: only rounding lies between them.
 
-    Measured mean |ratio - 1|: see largest_gap, which the temperature, the stop token, the prompt's
-    left padding or a shift by one token would exceed a thousandfold.
+    Measured mean |ratio - 1| on CPU: 2e-7 in float32, 2e-3 in bfloat16.
     """
     samples, data = sample(params, temperature=temperature, dtype=dtype)
     assert 0 < samples.stopped_R.sum() < 16  # some ended with a stop token, some were cut off
     learning = dataclasses.replace(LEARNING, temperature=temperature, compute_dtype=dtype)
-    batch = batch_of(data, row_tokens=96, micro_batch_rows=4, num_micro=4)
-    metrics = run_update(params, batch, learning)[1]
-    print(temperature, dtype, metrics["ratio_gap"])
+    metrics = run_update(params, batch_of(data), learning)[1]
     assert metrics["ratio_gap"] < largest_gap
     if dtype == "float32":
         assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == 0

@@ -4,14 +4,18 @@ import gzip
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
 from configs import tiny
 from dapo_jax import evaluate, setup, train
+from dapo_jax.convert import convert
 from dapo_jax.metrics import read_rows
 from dapo_jax.rollout import Group
+from dapo_jax.tokenizer import load_tokenizer
 from dapo_jax.verifier import Verdict
+from models.hf import load_config, load_params
 
 EXPECTED_KEYS = {
     "prompts_seen",
@@ -166,6 +170,26 @@ def _group(predictions, truth="7"):
     verdicts = [Verdict(p == truth, p, "") for p in predictions]
     n = len(predictions)
     return Group(0, None, [np.zeros(3)] * n, [], np.ones(n, bool), [], verdicts)
+
+
+def test_a_run_exports_to_hugging_face(finished, tmp_path):
+    """The trained weights, not the start's, with the tokenizer beside them; evaluate agrees."""
+    convert(f"run:{finished}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+    before, after = (
+        jax.tree.leaves(load_params(path, load_config(path), dtype="float32"))
+        for path in (tiny.get_config().model.path, tmp_path / "hf")
+    )
+    assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    config = small_config()
+    tokenizer = load_tokenizer(tmp_path / "hf", stop_tokens=None, chat="none")
+    config.model.path = str(tmp_path / "hf")
+    policy = setup.build_policy(config, tokenizer.vocab_size)
+    sets = setup.load_data(config, tokenizer).eval_sets
+    params = policy.reshard(setup.start_params(config, policy))
+    results = evaluate.evaluate(config, policy, params, sets, tokenizer, report=print)
+    assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
+    with pytest.raises(FileNotFoundError, match="no checkpoint 7"):
+        convert(f"run:{finished}", f"hf:{tmp_path / 'other'}", dtype="float32", step=7)
 
 
 def test_scores_by_hand():
