@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from dapo_jax import command, setup
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.metrics import Stopwatch, atomic_file, evaluation_line
-from dapo_jax.rollout import Group
+from dapo_jax.rollout import Group, generate_groups
 from dapo_jax.verifier import Verdict
 from sharding import hosts
 
@@ -83,8 +83,8 @@ def evaluate(
         for start in range(0, len(prompts), size):
             report(f"evaluate: {name} {start}/{len(prompts)} problems")
             cursors = range(start, start + size)  # past the end: the last problem, thrown away
-            groups += setup.generate_groups(
-                policy,
+            groups += generate_groups(
+                policy.sampler,
                 params,
                 key,
                 [prompts[min(i, len(prompts) - 1)] for i in cursors],

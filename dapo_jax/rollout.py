@@ -7,7 +7,11 @@ import numpy as np
 
 from dapo_jax.algorithm import first_informative
 from dapo_jax.data import Prompt
-from dapo_jax.verifier import Verdict
+from dapo_jax.metrics import Stopwatch
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.host import Sampler
+from dapo_jax.tokenizer import Tokenizer
+from dapo_jax.verifier import Verdict, verify_many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,53 @@ class Rollouts:
         return np.stack([group.stopped_G for group in self.sampled])
 
 
+def generate_groups(
+    sampler: Sampler,
+    params,
+    run_key,
+    prompts: Sequence[Prompt],
+    cursors: Sequence[int],
+    *,
+    group_size: int,
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+    rules: str,
+    watch: Stopwatch,
+) -> list[Group]:
+    """Sample `group_size` responses to each prompt, then decode and verify them on the host."""
+    with watch("rollout"):
+        samples = sampler(
+            params,
+            run_key,
+            [prompt.token_ids for prompt in prompts],
+            cursors,
+            group_size=group_size,
+            sampling=sampling,
+        )
+    with watch("verify"):
+        lengths = samples.length_R.tolist()
+        responses = [row[:n] for row, n in zip(samples.tokens_RT, lengths, strict=True)]
+        logps = [row[:n] for row, n in zip(samples.behavior_logp_RT, lengths, strict=True)]
+        texts = [tokenizer.decode(response.tolist()) for response in responses]
+        truths = [prompt.example.answer for prompt in prompts for _ in range(group_size)]
+        verdicts = verify_many(texts, truths, rules=rules)
+    groups = []
+    for p, (prompt, cursor) in enumerate(zip(prompts, cursors, strict=True)):
+        r = slice(p * group_size, (p + 1) * group_size)
+        groups.append(
+            Group(
+                cursor=int(cursor),
+                prompt=prompt,
+                responses=responses[r],
+                behavior_logp=logps[r],
+                stopped_G=samples.stopped_R[r],
+                texts=texts[r],
+                verdicts=verdicts[r],
+            )
+        )
+    return groups
+
+
 def collect(
     generate_groups: Callable[[range], list[Group]],
     cursor: int,
@@ -103,6 +154,11 @@ def collect(
         correct_PG = np.stack([group.correct_G for group in sampled])
         kept = first_informative(correct_PG, num_prompts=num_prompts)
     return Rollouts(sampled, kept, cursor, batches)
+
+
+def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]:
+    """Consecutive index chunks of `groups_per_update` groups, the last one possibly shorter."""
+    return [kept[i : i + groups_per_update] for i in range(0, len(kept), groups_per_update)]
 
 
 def rollout_rows(groups: Sequence[Group], reward_PG: np.ndarray, kept: np.ndarray):

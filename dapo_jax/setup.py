@@ -3,16 +3,13 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
 
 import jax
-import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
 from dapo_jax import algorithm, learner, verifier
 from dapo_jax.data import DataError, Prompt, PromptStream, Report, Source, load_prompts
-from dapo_jax.rollout import Group
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.host import Sampler
 from dapo_jax.tokenizer import Tokenizer, load_tokenizer
@@ -201,53 +198,6 @@ def start_params(config: ConfigDict, policy: Policy):
     return jax.jit(init, out_shardings=shardings)()
 
 
-def generate_groups(
-    policy: Policy,
-    params,
-    run_key,
-    prompts: Sequence[Prompt],
-    cursors: Sequence[int],
-    *,
-    group_size: int,
-    sampling: Sampling,
-    tokenizer: Tokenizer,
-    rules: str,
-    watch,
-) -> list[Group]:
-    """Sample `group_size` responses to each prompt, then decode and verify them on the host."""
-    with watch("rollout"):
-        samples = policy.sampler(
-            params,
-            run_key,
-            [prompt.token_ids for prompt in prompts],
-            cursors,
-            group_size=group_size,
-            sampling=sampling,
-        )
-    with watch("verify"):
-        lengths = samples.length_R.tolist()
-        responses = [row[:n] for row, n in zip(samples.tokens_RT, lengths, strict=True)]
-        logps = [row[:n] for row, n in zip(samples.behavior_logp_RT, lengths, strict=True)]
-        texts = [tokenizer.decode(response.tolist()) for response in responses]
-        truths = [prompt.example.answer for prompt in prompts for _ in range(group_size)]
-        verdicts = verifier.verify_many(texts, truths, rules=rules)
-    groups = []
-    for p, (prompt, cursor) in enumerate(zip(prompts, cursors, strict=True)):
-        r = slice(p * group_size, (p + 1) * group_size)
-        groups.append(
-            Group(
-                cursor=int(cursor),
-                prompt=prompt,
-                responses=responses[r],
-                behavior_logp=logps[r],
-                stopped_G=samples.stopped_R[r],
-                texts=texts[r],
-                verdicts=verdicts[r],
-            )
-        )
-    return groups
-
-
 def check(config: ConfigDict) -> None:
     """Refuse settings that cannot work, with the values and the key to change (ValueError)."""
     r, a, c = config.rollout, config.algo, config.learner
@@ -376,8 +326,3 @@ def abstract_state(policy: Policy) -> learner.TrainState:
         state,
         policy.state_shardings,
     )
-
-
-def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]:
-    """Consecutive index chunks of `groups_per_update` groups, the last one possibly shorter."""
-    return [kept[i : i + groups_per_update] for i in range(0, len(kept), groups_per_update)]

@@ -30,7 +30,7 @@ from dapo_jax.metrics import (
     evaluation_line,
     write_rollouts,
 )
-from dapo_jax.rollout import Rollouts, collect, rollout_rows
+from dapo_jax.rollout import Rollouts, collect, generate_groups, minibatches, rollout_rows
 from sharding import hosts, rules
 
 # A resumed run may change these; anything else would make it another run.
@@ -86,9 +86,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         for step in range(first_step, config.num_steps):
             watch = Stopwatch()
 
-            def generate_groups(cursors, params=sampler_params, watch=watch):
-                return setup.generate_groups(
-                    policy,
+            def sample_and_verify(cursors, params=sampler_params, watch=watch):
+                return generate_groups(
+                    policy.sampler,
                     params,
                     run_key,
                     [data.stream[i] for i in cursors],
@@ -102,7 +102,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
 
             # Sample and verify until there are enough informative groups (Eq. 11).
             rollouts = collect(
-                generate_groups,
+                sample_and_verify,
                 progress["cursor"],
                 num_prompts=r.num_prompts,
                 generation_prompts=r.generation_prompts,
@@ -139,7 +139,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             updates = []
             groups_per_update = r.num_prompts // config.updates_per_step
             for i, chosen in enumerate(
-                setup.minibatches(rollouts.kept, groups_per_update=groups_per_update)
+                minibatches(rollouts.kept, groups_per_update=groups_per_update)
             ):
                 display.phase(f"update: {i + 1}/{config.updates_per_step}")
                 with watch("update"):
@@ -366,6 +366,11 @@ def banner(config, policy, data, params, workdir, first_step) -> str:
         f"at most {config.rollout.max_response_tokens} tokens, {config.updates_per_step} updates",
         f"workdir: {workdir}" + (f", resuming after step {first_step}" if first_step else ""),
     ]
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
+        lines.append(
+            "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
+            "their ratio is below 1 from the start"
+        )
     return "\n".join(lines)
 
 

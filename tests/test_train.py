@@ -12,7 +12,7 @@ from configs import tiny
 from dapo_jax import evaluate, setup, train
 from dapo_jax.convert import convert
 from dapo_jax.metrics import read_rows
-from dapo_jax.rollout import Group
+from dapo_jax.rollout import Group, minibatches
 from dapo_jax.tokenizer import load_tokenizer
 from dapo_jax.verifier import Verdict
 from models.hf import load_config, load_params
@@ -216,5 +216,5 @@ def test_nobody_votes_for_no_answer():
 
 
 def test_minibatches_cover_the_kept_groups_once():
-    chunks = setup.minibatches(np.arange(10), groups_per_update=4)
+    chunks = minibatches(np.arange(10), groups_per_update=4)
     assert [chunk.tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
