@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from models.attention import MASKED
 
 RANGE_NATS = 32.0  # tokens this far below the best one have no mass that any top-p looks at
-BISECTIONS = 26  # finds the threshold to 5e-7 nats, the rounding of a float32 logit
+BISECTIONS = 26  # finds the threshold to 5e-7 nats or better
 CDF_BLOCK = 128
 
 
@@ -50,7 +50,12 @@ def truncate(logits_RV, *, top_p: float, top_k: int):
             enough_R1 = mass_R1 >= top_p
             return jnp.where(enough_R1, mid_R1, low_R1), jnp.where(enough_R1, high_R1, mid_R1)
 
-        low_R1, _ = jax.lax.fori_loop(0, BISECTIONS, halve, (high_R1 - RANGE_NATS, high_R1))
+        # From the least logit where the row is flat: the steps are as fine as the row needs.
+        least_R1 = jnp.min(
+            jnp.where(logits_RV > MASKED, logits_RV, jnp.inf), axis=-1, keepdims=True
+        )
+        low_R1 = jnp.maximum(least_R1, high_R1 - RANGE_NATS)
+        low_R1, _ = jax.lax.fori_loop(0, BISECTIONS, halve, (low_R1, high_R1))
         logits_RV = jnp.where(logits_RV >= low_R1, logits_RV, MASKED)
     return logits_RV
 
