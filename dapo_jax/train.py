@@ -375,9 +375,7 @@ def banner(config, policy, data, params, workdir, first_step) -> str:
 
 
 def main(_):
-    workdir = pathlib.Path(WORKDIR.value)
-    workdir.mkdir(parents=True, exist_ok=True)
-    train(CONFIG.value, workdir)
+    train(CONFIG.value, pathlib.Path(WORKDIR.value))
 
 
 if __name__ == "__main__":
