@@ -21,6 +21,43 @@ from sharding.mesh import make_mesh
 # Folded into the seed's key, so that no stream of randomness is used for two things.
 INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM = range(3)
 
+# Bounds that `check` holds settings to.
+AT_LEAST_1 = (
+    "num_steps",
+    "updates_per_step",
+    "rollout.num_prompts",
+    "rollout.max_prompt_tokens",
+    "rollout.max_response_tokens",
+    "rollout.generation_prompts",
+    "rollout.max_generation_batches",
+    "learner.micro_batch_rows",
+    "eval.samples_per_prompt",
+    "eval.batch_prompts",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+)
+AT_LEAST_0 = (
+    "rollout.top_k",
+    "algo.eps_low",
+    "algo.eps_high",
+    "algo.kl_coef",
+    "algo.overlong_factor",
+    "algo.overlong_cache_tokens",
+    "learner.warmup_steps",
+    "learner.weight_decay",
+    "eval.every_steps",
+    "eval.max_prompts",
+    "log.samples_every_steps",
+    "log.rollouts_every_steps",
+)
+POSITIVE = (
+    "rollout.temperature",
+    "learner.learning_rate",
+    "learner.adam_eps",
+    "learner.max_grad_norm",
+    "eval.temperature",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -95,11 +132,11 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer) -> Data:
             raise type(error)(f"{name}: {error}") from error
 
     train, report = prompts("data.train", config.data.train)
-    needed = config.rollout.generation_prompts
-    if len(train) < needed:
+    size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
+    if len(train) < config.rollout[size]:
         raise ValueError(
             f"data.train has {len(train)} usable prompts, fewer than one generation batch of "
-            f"rollout.generation_prompts = {needed}; add data or lower that key"
+            f"rollout.{size} = {config.rollout[size]}; add data or lower that key"
         )
     sets = {name: prompts(f"eval.sets.{name}", source) for name, source in config.eval.sets.items()}
     limit = config.eval.max_prompts
@@ -206,50 +243,27 @@ def check(config: ConfigDict) -> None:
         if not condition:
             raise ValueError(message)
 
-    def choice(name: str, value: str, choices) -> None:
-        require(value in choices, f"{name} = {value!r}; choose one of {', '.join(choices)}")
+    def value(name: str):
+        return functools.reduce(getattr, name.split("."), config)
 
-    def at_least(least, **values) -> None:
-        for name, value in values.items():
-            name = name.replace("__", ".")
-            require(value >= least, f"{name} = {value}, but must be at least {least}")
-
-    choice("model.compute_dtype", config.model.compute_dtype, ("float32", "bfloat16"))
-    choice("algo.loss_aggregation", a.loss_aggregation, algorithm.AGGREGATIONS)
-    choice("verifier.rules", config.verifier.rules, verifier.RULES)
-    choice("rollout.on_generation_cap", r.on_generation_cap, ("train", "stop"))
-    choice("data.on_bad_row", config.data.on_bad_row, ("error", "skip"))
-    choice("tokenizer.chat", config.tokenizer.chat, ("none", "template"))
-    at_least(
-        1,
-        num_steps=config.num_steps,
-        updates_per_step=config.updates_per_step,
-        rollout__num_prompts=r.num_prompts,
-        rollout__max_prompt_tokens=r.max_prompt_tokens,
-        rollout__max_response_tokens=r.max_response_tokens,
-        rollout__generation_prompts=r.generation_prompts,
-        rollout__max_generation_batches=r.max_generation_batches,
-        learner__micro_batch_rows=c.micro_batch_rows,
-        eval__samples_per_prompt=config.eval.samples_per_prompt,
-        eval__batch_prompts=config.eval.batch_prompts,
-        checkpoint__every_steps=config.checkpoint.every_steps,
-        checkpoint__keep=config.checkpoint.keep,
-    )
-    at_least(
-        0,
-        rollout__top_k=r.top_k,
-        algo__eps_low=a.eps_low,
-        algo__eps_high=a.eps_high,
-        algo__kl_coef=a.kl_coef,
-        algo__overlong_factor=a.overlong_factor,
-        algo__overlong_cache_tokens=a.overlong_cache_tokens,
-        learner__warmup_steps=c.warmup_steps,
-        learner__weight_decay=c.weight_decay,
-        eval__every_steps=config.eval.every_steps,
-        eval__max_prompts=config.eval.max_prompts,
-        log__samples_every_steps=config.log.samples_every_steps,
-        log__rollouts_every_steps=config.log.rollouts_every_steps,
-    )
+    for name, choices in (
+        ("model.compute_dtype", ("float32", "bfloat16")),
+        ("algo.loss_aggregation", algorithm.AGGREGATIONS),
+        ("verifier.rules", verifier.RULES),
+        ("rollout.on_generation_cap", ("train", "stop")),
+        ("data.on_bad_row", ("error", "skip")),
+        ("tokenizer.chat", ("none", "template")),
+    ):
+        message = f"{name} = {value(name)!r}; choose one of {', '.join(choices)}"
+        require(value(name) in choices, message)
+    for name in AT_LEAST_1:
+        require(value(name) >= 1, f"{name} = {value(name)}, but must be at least 1")
+    for name in AT_LEAST_0:
+        require(value(name) >= 0, f"{name} = {value(name)}, but must be at least 0")
+    for name in POSITIVE:
+        require(value(name) > 0, f"{name} = {value(name)}, but must be greater than 0")
+    for name in ("rollout.top_p", "eval.top_p"):
+        require(0 < value(name) <= 1, f"{name} = {value(name)}, but must be over 0 and at most 1")
     require(0 <= config.seed < 2**32, f"seed = {config.seed}, but must be from 0 to {2**32 - 1}")
     require(
         r.group_size >= 2,
@@ -257,16 +271,6 @@ def check(config: ConfigDict) -> None:
     )
     require(a.eps_low < 1, f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0")
     require(a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip}, but must be greater than 1")
-    for name, value in (
-        ("learner.learning_rate", c.learning_rate),
-        ("learner.max_grad_norm", c.max_grad_norm),
-        ("learner.adam_eps", c.adam_eps),
-        ("rollout.temperature", r.temperature),
-        ("eval.temperature", config.eval.temperature),
-    ):
-        require(value > 0, f"{name} = {value}, but must be greater than 0")
-    for name, value in (("rollout.top_p", r.top_p), ("eval.top_p", config.eval.top_p)):
-        require(0 < value <= 1, f"{name} = {value}, but must be over 0 and at most 1")
     require(
         r.num_prompts % config.updates_per_step == 0,
         f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "

@@ -47,7 +47,9 @@ MODES = pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
 # Of the largest entry of a gradient; what is left is the rounding of float32 sums.
 TOLERANCE = 1e-5
 # The code is tiny and runs a few times: half the time to compile it is worth more than its speed.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+# Without excess precision XLA rounds to bfloat16 where the program says so, and nowhere else.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,7 @@ def random_params(seed: int):
     """Weights large enough for probabilities far from uniform."""
     rng = np.random.default_rng(seed)
     abstract = abstract_params(SMALL)[1]
-    return jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
+    return jax.tree.map(lambda a: rng.normal(0, 0.5, a.shape).astype(a.dtype), abstract)
 
 
 @functools.cache
@@ -474,7 +476,7 @@ def adamw_by_hand(params, gradients, learning: Learning, *, learning_rates):
 def test_two_updates_are_adamw_by_hand(params, data):
     """The first gradient is longer than the bound of its norm, the second is not."""
     learning = dataclasses.replace(LEARNING, max_grad_norm=1.0, adam_eps=1e-3)
-    batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (10, -1)]
+    batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (10, -0.2)]
     rates = [2e-3, 5e-3]
     state, grads, grad_norms = init_state(params, learning), [], []
     for batch, rate in zip(batches, rates, strict=True):
@@ -590,20 +592,20 @@ def sample(params, *, temperature: float, dtype: str):
 
 @pytest.mark.parametrize(
     ("temperature", "dtype", "largest_gap"),
-    [(1.0, "float32", 1e-5), (0.7, "float32", 1e-5), (1.0, "bfloat16", 1e-2)],
+    [(1.0, "float32", 1e-5), (0.7, "float32", 1e-5), (1.0, "bfloat16", 1e-4)],
 )
 def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_gap):
-    """The sampler's log-probabilities are the learner's: only rounding lies between them.
+    """The sampler's log-probabilities are the learner's: both round at the same points.
 
-    Measured mean |ratio - 1| on CPU: 2e-7 in float32, 2e-3 in bfloat16.
+    Mean |ratio - 1| measured on CPU: 6e-7 in float32, 1e-7 in bfloat16. Where XLA may keep excess
+    precision, its default, it skips other roundings in the sampler than in the learner: 7e-3.
     """
     samples, data = sample(params, temperature=temperature, dtype=dtype)
     assert 0 < samples.stopped_R.sum() < 16  # some ended with a stop token, some were cut off
     learning = dataclasses.replace(LEARNING, temperature=temperature, compute_dtype=dtype)
     metrics = run_update(params, batch_of(data), learning)[1]
     assert metrics["ratio_gap"] < largest_gap
-    if dtype == "float32":
-        assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == 0
+    assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == 0
 
 
 # KL
