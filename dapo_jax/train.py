@@ -260,9 +260,11 @@ def rollout_metrics(rollouts: Rollouts, reward_PG) -> dict[str, float]:
 
 
 def update_metrics(updates: list[dict]) -> dict[str, float]:
-    """Means over the updates; the ratio gap is the first one's, where it is only rounding."""
-    if not updates:
-        return {"updates": 0, "updates_skipped": 0}
+    """Means over the updates taken; the ratio gap is the first one's, where it is only rounding."""
+    taken = [update for update in updates if update["taken"]]
+    counts = {"updates": len(taken), "updates_skipped": len(updates) - len(taken)}
+    if not taken:
+        return counts
     names = (
         "loss",
         "entropy",
@@ -274,10 +276,9 @@ def update_metrics(updates: list[dict]) -> dict[str, float]:
         "grad_norm",
     )
     return {
-        **{name: float(np.mean([update[name] for update in updates])) for name in names},
+        **counts,
+        **{name: float(np.mean([update[name] for update in taken])) for name in names},
         "ratio_gap": float(updates[0]["ratio_gap"]),
-        "updates": len(updates),
-        "updates_skipped": sum(not update["taken"] for update in updates),
     }
 
 
