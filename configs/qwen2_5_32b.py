@@ -1,9 +1,10 @@
-"""DAPO on Qwen2.5-32B, the paper's recipe (section 4.1) for 256 TPU v5p chips (v5p-512).
+"""DAPO on Qwen2.5-32B: the paper's recipe (section 4.1), meant for 256 TPU v5p chips (v5p-512).
 
-    python -m dapo_jax.train --config=configs/qwen2_5_32b.py --workdir=gs://BUCKET/dapo_32b \
+    python -m dapo_jax.train --config=configs/qwen2_5_32b.py --workdir=RUN \
         --config.model.path=/path/to/Qwen2.5-32B --config.data.train.path=dapo-math-17k.parquet
 
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
+Not run: the static sampler and the plain attention of the update do not hold these lengths yet.
 The paper reports 50 points on AIME 2024 (mean@32) after about 330 rollout steps.
 """
 

@@ -4,10 +4,14 @@ absl and ml_collections would show their own traceback for a misspelt key or pre
 the same. `--debug` shows the traceback.
 """
 
+import pathlib
 import sys
+import traceback
 from collections.abc import Callable
 
 from absl import app, flags, logging
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -19,11 +23,17 @@ def run(main: Callable[[list[str]], None]) -> None:
         try:
             main(argv)
         except (ValueError, OSError) as error:
-            if flags.FLAGS.debug:
+            if flags.FLAGS.debug or not raised_by_us(error):
                 raise
-            sys.exit(f"error: {error}")
+            sys.exit(f"error: {error}\n(--debug shows where)")
 
     app.run(guarded, flags_parser=parse_flags)
+
+
+def raised_by_us(error: Exception) -> bool:
+    """Whether our own check refused something: a library's error needs its traceback."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return pathlib.Path(innermost.filename).is_relative_to(ROOT)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

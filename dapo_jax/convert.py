@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
@@ -63,7 +64,7 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     elif from_kind == "orbax":
         params, config, kept = load_orbax(from_path, dtype=dtype)
     else:
-        params, config, kept, tokenizer_path = load_run(from_path, step)
+        params, config, kept, tokenizer_path = load_run(from_path, step, dtype=dtype)
 
     to_path.mkdir(parents=True, exist_ok=True)
     files = [name for name in TOKENIZER_FILES if (tokenizer_path / name).is_file()]
@@ -113,8 +114,8 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], Qwen2Config, dict[s
     return params, config, kept
 
 
-def load_run(workdir: pathlib.Path, step: int | None):
-    """(float32 params, model config, kept keys of config.json, tokenizer directory) of a run.
+def load_run(workdir: pathlib.Path, step: int | None, *, dtype: str):
+    """(host params, model config, kept keys of config.json, tokenizer directory) of a run.
 
     Raises FileNotFoundError for a directory without a run, or without that checkpoint.
     """
@@ -133,7 +134,8 @@ def load_run(workdir: pathlib.Path, step: int | None):
     model_path = recipe.model.path
     kept = _kept(model_path) if model_path else {}
     tokenizer_path = pathlib.Path(recipe.tokenizer.path or model_path)
-    return jax.device_get(state.params), policy.model_config, kept, tokenizer_path
+    params = jax.tree.map(lambda p: np.asarray(p).astype(dtype), state.params)
+    return params, policy.model_config, kept, tokenizer_path
 
 
 def _kept(path) -> dict[str, Any]:

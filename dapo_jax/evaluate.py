@@ -122,10 +122,13 @@ def main(_):
     setup.check(config)
     if not config.eval.sets:
         raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
-    workdir = setup.existing_directory(WORKDIR.value)
+    workdir = pathlib.Path(WORKDIR.value)
+    if not workdir.is_dir():
+        raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
     tokenizer = setup.tokenizer(config)
     policy = setup.build_policy(config, tokenizer.vocab_size)
-    data = setup.load_data(config, tokenizer)
+    setup.check_divides(config, policy.mesh, training=False)
+    data = setup.load_data(config, tokenizer, training=False)
     checkpoints = Checkpoints(workdir / "checkpoints", every_steps=1, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:

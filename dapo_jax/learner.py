@@ -27,12 +27,10 @@ from models.qwen2 import segment_positions
 
 @struct.dataclass
 class TrainState:
-    """float32 master weights, AdamW's moments, and how many updates were taken or skipped."""
+    """float32 master weights and AdamW's moments."""
 
     params: Any
     opt_state: Any
-    updates: jax.Array
-    updates_skipped: jax.Array
 
 
 @struct.dataclass
@@ -84,7 +82,7 @@ def warmup_learning_rate(step: int, *, learning_rate: float, warmup_steps: int) 
 
 def init_state(params, learning: Learning) -> TrainState:
     """The state before the first update."""
-    return TrainState(params, optimizer(learning).init(params), jnp.int32(0), jnp.int32(0))
+    return TrainState(params, optimizer(learning).init(params))
 
 
 def shardings_like_params(state: TrainState, param_shardings, replicated) -> TrainState:
@@ -193,8 +191,8 @@ def update(state: TrainState, reference_params, batch: Batch, learning_rate, *, 
     """(state, metrics) after one optimizer step on one mini-batch; pure, to be jitted.
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
-    update whose gradient is not finite changes nothing but its counter. `reference_params` are
-    read only where learning.kl_coef > 0 (pass None otherwise).
+    update whose gradient is not finite changes nothing, which metrics["taken"] tells.
+    `reference_params` are read only where learning.kl_coef > 0 (pass None otherwise).
     """
 
     def micro_batch_gradient(i):
@@ -215,12 +213,7 @@ def update(state: TrainState, reference_params, batch: Batch, learning_rate, *, 
     def taken(new, old):
         return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
-    state = TrainState(
-        params=taken(params, state.params),
-        opt_state=taken(opt_state, state.opt_state),
-        updates=state.updates + finite,
-        updates_skipped=state.updates_skipped + ~finite,
-    )
+    state = TrainState(taken(params, state.params), taken(opt_state, state.opt_state))
     tokens = sums.pop("tokens")
     metrics = {key: value / jnp.maximum(tokens, 1) for key, value in sums.items()}
     return state, metrics | {"loss": loss, "grad_norm": grad_norm, "taken": finite}

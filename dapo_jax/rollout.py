@@ -157,8 +157,12 @@ def collect(
 
 
 def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]:
-    """Consecutive index chunks of `groups_per_update` groups, the last one possibly shorter."""
-    return [kept[i : i + groups_per_update] for i in range(0, len(kept), groups_per_update)]
+    """Consecutive chunks of at most `groups_per_update` groups, as even as can be.
+
+    Adam takes a full step whatever the mini-batch's size: one left-over group must not make one.
+    """
+    chunks = -(-len(kept) // groups_per_update)
+    return np.array_split(kept, chunks) if chunks else []
 
 
 def rollout_rows(groups: Sequence[Group], reward_PG: np.ndarray, kept: np.ndarray):

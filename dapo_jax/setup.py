@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 
 import jax
@@ -13,7 +14,7 @@ from dapo_jax.data import DataError, Prompt, PromptStream, Report, Source, load_
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.host import Sampler
 from dapo_jax.tokenizer import Tokenizer, load_tokenizer
-from models.hf import load_config, load_params
+from models.hf import load_config, load_params, read_config
 from models.qwen2 import PRESETS, Qwen2, Qwen2Config, abstract_params, param_axes, split
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
@@ -75,9 +76,12 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The prompts a run reads: the endless training stream, the evaluation sets, what was read."""
+    """Prompts that a command reads, by data set, and what became of each set's rows.
 
-    stream: PromptStream
+    train is None where only evaluation sets were asked for.
+    """
+
+    train: PromptStream | None
     eval_sets: dict[str, list[Prompt]]
     reports: list[Report]
 
@@ -95,6 +99,13 @@ def model_sizes(config: ConfigDict) -> Qwen2Config:
             f"set either model.path (is {path!r}) or model.preset (is {preset!r}), not both"
         )
     if path:
+        limit = read_config(path).get("max_position_embeddings")
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the "
+                f"{limit} positions of {path} (max_position_embeddings in its config.json)"
+            )
         return load_config(path)
     if preset not in PRESETS:
         raise ValueError(f"model.preset = {preset!r} is unknown; there are {', '.join(PRESETS)}")
@@ -117,8 +128,8 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
     )
 
 
-def load_data(config: ConfigDict, tokenizer: Tokenizer) -> Data:
-    """Read, clean and tokenize the training set and the evaluation sets."""
+def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Data:
+    """Read, clean and tokenize the evaluation sets, and the training set if `training`."""
 
     def prompts(name: str, source: ConfigDict) -> tuple[list[Prompt], Report]:
         try:
@@ -131,6 +142,12 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer) -> Data:
         except (DataError, FileNotFoundError) as error:
             raise type(error)(f"{name}: {error}") from error
 
+    sets = {name: prompts(f"eval.sets.{name}", source) for name, source in config.eval.sets.items()}
+    limit = config.eval.max_prompts
+    eval_sets = {name: kept[:limit] if limit else kept for name, (kept, _) in sets.items()}
+    reports = [report for _, report in sets.values()]
+    if not training:
+        return Data(None, eval_sets, reports)
     train, report = prompts("data.train", config.data.train)
     size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
     if len(train) < config.rollout[size]:
@@ -138,13 +155,7 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer) -> Data:
             f"data.train has {len(train)} usable prompts, fewer than one generation batch of "
             f"rollout.{size} = {config.rollout[size]}; add data or lower that key"
         )
-    sets = {name: prompts(f"eval.sets.{name}", source) for name, source in config.eval.sets.items()}
-    limit = config.eval.max_prompts
-    return Data(
-        PromptStream(train, seed=config.seed),
-        {name: kept[:limit] if limit else kept for name, (kept, _) in sets.items()},
-        [report, *(report for _, report in sets.values())],
-    )
+    return Data(PromptStream(train, seed=config.seed), eval_sets, [report, *reports])
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
@@ -180,7 +191,6 @@ def build_policy(config: ConfigDict, vocab_size: int) -> Policy:
             "rows; set tokenizer.path to the model's own tokenizer"
         )
     mesh = make_mesh(data=config.mesh.data, model=config.mesh.model)
-    check_divides(config, mesh.shape["data"])
     graph, params = abstract_params(sizes)
     axes = param_axes(params)
     params_shardings = rules.param_shardings(mesh, axes, params, rules.LEARNER)
@@ -261,9 +271,12 @@ def check(config: ConfigDict) -> None:
     for name in AT_LEAST_0:
         require(value(name) >= 0, f"{name} = {value(name)}, but must be at least 0")
     for name in POSITIVE:
-        require(value(name) > 0, f"{name} = {value(name)}, but must be greater than 0")
+        message = f"{name} = {value(name)}, but must be greater than 0 and finite"
+        require(0 < value(name) < math.inf, message)
     for name in ("rollout.top_p", "eval.top_p"):
         require(0 < value(name) <= 1, f"{name} = {value(name)}, but must be over 0 and at most 1")
+    for name in ("learner.adam_b1", "learner.adam_b2"):
+        require(0 <= value(name) < 1, f"{name} = {value(name)}, but must be from 0 to below 1")
     require(0 <= config.seed < 2**32, f"seed = {config.seed}, but must be from 0 to {2**32 - 1}")
     require(
         r.group_size >= 2,
@@ -296,29 +309,22 @@ def check(config: ConfigDict) -> None:
     )
 
 
-def check_divides(config: ConfigDict, ways: int) -> None:
-    """Refuse batch sizes that the mesh's data axis of size `ways` does not divide (ValueError)."""
-    sizes = {"learner.micro_batch_rows": config.learner.micro_batch_rows}
-    if config.eval.every_steps:
+def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh, *, training: bool) -> None:
+    """Refuse batch sizes, of training or else of evaluation alone, that the data axis of the mesh
+    does not divide (ValueError)."""
+    ways, sizes = mesh.shape["data"], {}
+    if training:
+        sizes["learner.micro_batch_rows"] = config.learner.micro_batch_rows
+        batch = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
+        sizes[f"rollout.{batch}"] = config.rollout[batch]
+    if config.eval.every_steps or not training:
         sizes["eval.batch_prompts"] = config.eval.batch_prompts
-    if config.algo.dynamic_sampling:
-        sizes["rollout.generation_prompts"] = config.rollout.generation_prompts
-    else:
-        sizes["rollout.num_prompts"] = config.rollout.num_prompts
     for name, size in sizes.items():
         if size % ways:
             raise ValueError(
                 f"{name} = {size} does not divide over the mesh's data axis of {ways} devices; the "
                 f"nearest that does is {max(ways, round(size / ways) * ways)}"
             )
-
-
-def existing_directory(path: str) -> pathlib.Path:
-    """The directory `path`, which must exist; FileNotFoundError names it."""
-    folder = pathlib.Path(path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"--workdir={path}: there is no such directory")
-    return folder
 
 
 def abstract_state(policy: Policy) -> learner.TrainState:

@@ -16,7 +16,12 @@ from clu import parameter_overview
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax import command, report, setup
-from dapo_jax.algorithm import correctness_reward, group_advantage, soft_overlong_penalty
+from dapo_jax.algorithm import (
+    correctness_reward,
+    group_advantage,
+    informative_groups,
+    soft_overlong_penalty,
+)
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.data import PROMPT_TEMPLATE
 from dapo_jax.evaluate import evaluate, result_row, write_results
@@ -51,8 +56,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     setup.check(config)
     tokenizer = setup.tokenizer(config)
     policy = setup.build_policy(config, tokenizer.vocab_size)
-    data = setup.load_data(config, tokenizer)
-    record_config(config, workdir)
+    setup.check_divides(config, policy.mesh, training=True)
+    refuse_another_recipe(config, workdir)
+    data = setup.load_data(config, tokenizer, training=True)
     checkpoints = Checkpoints(
         workdir / "checkpoints",
         every_steps=config.checkpoint.every_steps,
@@ -65,6 +71,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     else:
         first_step, state, progress = restored
     reference_params = setup.start_params(config, policy) if config.algo.kl_coef > 0 else None
+    record_config(config, workdir)
     run_key = setup.key(config, setup.ROLLOUT_STREAM)
     r, algo = config.rollout, config.algo
 
@@ -91,7 +98,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                     policy.sampler,
                     params,
                     run_key,
-                    [data.stream[i] for i in cursors],
+                    [data.train[i] for i in cursors],
                     cursors,
                     group_size=r.group_size,
                     sampling=setup.sampling(config, tokenizer),
@@ -113,10 +120,10 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             if len(rollouts.kept) < r.num_prompts:
                 message = generation_cap_message(config, step, rollouts)
                 if r.on_generation_cap == "stop":
-                    checkpoints.save(step, state, progress, force=step > 0)
+                    checkpoints.save(step, state, progress, force=True)
                     checkpoints.close()
-                    raise SystemExit(f"{message}. The same command resumes the run")
-                display.line(f"{message}; the step trains on what there is")
+                    raise SystemExit(message)
+                display.line(f"{message}. The step trains on {len(rollouts.kept)} groups")
 
             # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
             reward_PG = np.asarray(
@@ -171,6 +178,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 "lr": learning_rate,
                 **result_row(results),
             }
+            save_rollouts(config, workdir, step, rollouts, reward_PG)
             progress = {
                 "cursor": rollouts.cursor,
                 "sampled_tokens_total": sampled_tokens_total,
@@ -181,7 +189,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 checkpoints.save(step + 1, state, progress, force=last)
             row |= timings(watch, rollouts)
             writer.write(row)
-            log_responses(config, workdir, step, rollouts, reward_PG, display)
+            every = config.log.samples_every_steps
+            if every and step % every == 0:
+                display.samples(step, samples(rollouts, reward_PG))
             display.step(row)
     checkpoints.close()
     if hosts.is_main_host():
@@ -235,25 +245,22 @@ def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
         f"{config.rollout.generation_prompts} prompts gave {len(rollouts.kept)} informative groups "
         f"of the {config.rollout.num_prompts} wanted, at an accuracy of "
         f"{rollouts.correct_PG.mean():.1%} (rollout.on_generation_cap = "
-        f"{config.rollout.on_generation_cap!r}); raise rollout.max_generation_batches, or start "
-        "anew with easier data"
+        f"{config.rollout.on_generation_cap!r}). Raise rollout.max_generation_batches and "
+        "give the command again, or start anew with other data"
     )
 
 
 def rollout_metrics(rollouts: Rollouts, reward_PG) -> dict[str, float]:
     """Statistics of everything that the step sampled, kept or not."""
-    num_correct_P = rollouts.correct_PG.sum(axis=1)
-    group_size = rollouts.correct_PG.shape[1]
-    informative = int(((num_correct_P > 0) & (num_correct_P < group_size)).sum())
     return {
         "reward/mean": float(reward_PG.mean()),
         "accuracy/mean": float(rollouts.correct_PG.mean()),
         "response_tokens/mean": float(rollouts.length_PG.mean()),
         "response_tokens/max": int(rollouts.length_PG.max()),
         "response_tokens/truncated_fraction": float(1 - rollouts.stopped_PG.mean()),
-        "groups/informative": informative,
-        "groups/all_correct": int((num_correct_P == group_size).sum()),
-        "groups/all_wrong": int((num_correct_P == 0).sum()),
+        "groups/informative": int(informative_groups(rollouts.correct_PG).sum()),
+        "groups/all_correct": int(rollouts.correct_PG.all(axis=1).sum()),
+        "groups/all_wrong": int((~rollouts.correct_PG).all(axis=1).sum()),
         "groups/discarded": len(rollouts.sampled) - len(rollouts.kept),
         "generation_batches": rollouts.generation_batches,
     }
@@ -294,15 +301,12 @@ def timings(watch: Stopwatch, rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-def log_responses(config, workdir, step, rollouts: Rollouts, reward_PG, display) -> None:
-    """Now and then: all responses to a file, and a few of them as a table."""
+def save_rollouts(config, workdir, step, rollouts: Rollouts, reward_PG) -> None:
+    """Every so many steps: all responses to DIR/rollouts/<step>.jsonl.gz."""
     every = config.log.rollouts_every_steps
     if hosts.is_main_host() and every and step % every == 0:
         rows = rollout_rows(rollouts.sampled, reward_PG, rollouts.kept)
         write_rollouts(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
-    every = config.log.samples_every_steps
-    if every and step % every == 0:
-        display.samples(step, samples(rollouts, reward_PG))
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
@@ -325,24 +329,29 @@ def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
 
 
 def record_config(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Write DIR/config.json; ValueError where the directory holds another recipe's run."""
-    file = workdir / "config.json"
-    ours = json.loads(config.to_json_best_effort())
-    if file.exists():
-        theirs = json.loads(file.read_text())
-        differing = [
-            f"{name} is {new!r}, but was {old!r}"
-            for name, old, new in differences(theirs, ours)
-            if not name.startswith(MAY_CHANGE)
-        ]
-        if differing:
-            raise ValueError(
-                f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "
-                "values to resume it, or another --workdir to start a new run"
-            )
+    """Write DIR/config.json, once the start has succeeded."""
     if hosts.is_main_host():
-        with atomic_file(file) as out:
-            out.write((json.dumps(ours, indent=1) + "\n").encode())
+        with atomic_file(workdir / "config.json") as out:
+            recipe = json.loads(config.to_json_best_effort())
+            out.write((json.dumps(recipe, indent=1) + "\n").encode())
+
+
+def refuse_another_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """ValueError where DIR/config.json is another recipe's."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    ours, theirs = json.loads(config.to_json_best_effort()), json.loads(file.read_text())
+    differing = [
+        f"{name} is {new!r}, but was {old!r}"
+        for name, old, new in differences(theirs, ours)
+        if not name.startswith(MAY_CHANGE)
+    ]
+    if differing:
+        raise ValueError(
+            f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "
+            "values to resume it, or another --workdir to start a new run"
+        )
 
 
 def differences(old: dict, new: dict, prefix: str = ""):
@@ -365,7 +374,7 @@ def banner(config, policy, data, params, workdir, first_step) -> str:
         *(line for report in data.reports for line in report.lines()),
         f"a step: {config.rollout.num_prompts} prompts x {config.rollout.group_size} responses of "
         f"at most {config.rollout.max_response_tokens} tokens, {config.updates_per_step} updates",
-        f"workdir: {workdir}" + (f", resuming after step {first_step}" if first_step else ""),
+        f"workdir: {workdir}" + (f", resuming after {first_step} steps" if first_step else ""),
     ]
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
         lines.append(

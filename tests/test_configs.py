@@ -7,6 +7,7 @@ import pytest
 
 from configs import base
 from dapo_jax import setup
+from sharding.mesh import make_mesh
 
 RECIPES = ("tiny", "qwen2_5_32b")
 
@@ -87,6 +88,8 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"rollout.on_generation_cap": "crash"}, "on_generation_cap = 'crash'"),
         ({"model.compute_dtype": "fp32"}, "compute_dtype = 'fp32'"),
         ({"num_steps": 0}, "num_steps = 0"),
+        ({"learner.adam_b1": 1.0}, "adam_b1 = 1.0"),
+        ({"learner.learning_rate": float("inf")}, "learning_rate = inf"),
     ],
 )
 def test_impossible_settings_name_the_value_and_the_key(changes, message):
@@ -108,12 +111,20 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
     tokenizer = setup.tokenizer(config)
     config.data.train.count = 20
     with pytest.raises(ValueError, match=r"20 usable prompts.*generation_prompts = 48"):
-        setup.load_data(config, tokenizer)
+        setup.load_data(config, tokenizer, training=True)
     config.rollout.generation_prompts = 50
     with pytest.raises(ValueError, match=r"generation_prompts = 50 .*4 devices.*nearest.* 48"):
-        setup.build_policy(config, tokenizer.vocab_size)
+        setup.check_divides(config, make_mesh(data=4, model=1), training=True)
+    setup.check_divides(config, make_mesh(data=4, model=1), training=False)
     with pytest.raises(ValueError, match="tokenizer has 999 ids, but the model only 384"):
         setup.build_policy(recipe("tiny"), 999)
+
+
+def test_longer_sequences_than_the_model_has_positions_for_are_refused():
+    config = recipe("tiny")
+    config.rollout.max_response_tokens = 40_000
+    with pytest.raises(ValueError, match=r"40096 exceeds the 32768 positions"):
+        setup.model_sizes(config)
 
 
 def test_the_32b_recipe_builds_its_model_shardings_and_batch_shapes_without_devices():

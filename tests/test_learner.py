@@ -483,9 +483,9 @@ def test_two_updates_are_adamw_by_hand(params, data):
         grads.append(gradient(state.params, batch))  # unclipped
         state, metrics = jitted_update(learning)(state, None, batch, rate)
         grad_norms.append(metrics["grad_norm"])
+        assert metrics["taken"]
     assert grad_norms[0] > 2.0
     assert 0.1 < grad_norms[1] < 1.0
-    assert (int(state.updates), int(state.updates_skipped)) == (2, 0)
     double = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf, np.float64))
     expected = adamw_by_hand(double(params), map(double, grads), learning, learning_rates=rates)
     assert distance(first_moment(state), expected[1]) < TOLERANCE
@@ -519,8 +519,8 @@ def test_the_reference_trains_its_first_step_at_zero_and_ours_is_one_ahead(share
 
 
 @pytest.mark.parametrize("where", ["behavior", "params"])
-def test_a_gradient_that_is_not_finite_changes_nothing_but_the_counter(params, data, where):
-    start, _ = run_update(params, batch_of(data))  # moments and counters that are not zero
+def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
+    start, _ = run_update(params, batch_of(data))  # moments that are not zero
     behavior = [logp.copy() for logp in data.behavior_logp]
     if where == "behavior":
         behavior[3][7] = np.nan
@@ -531,12 +531,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_counter(params, d
     state, metrics = update(start, None, batch_of(data.replace(behavior_logp=behavior)), 1e-3)
     assert not metrics["taken"]
     assert not np.isfinite(metrics["grad_norm"])
-    assert_bitwise_equal(state, start.replace(updates_skipped=jnp.int32(1)))
+    assert_bitwise_equal(state, start)
     if where == "behavior":
         after, metrics = update(state, None, batch_of(data), 1e-3)
         undisturbed, _ = update(start, None, batch_of(data), 1e-3)
         assert metrics["taken"]
-        assert_bitwise_equal(after, undisturbed.replace(updates_skipped=jnp.int32(1)))
+        assert_bitwise_equal(after, undisturbed)
 
 
 def test_an_impossible_behavior_probability_is_clipped_like_a_huge_ratio(params, data):

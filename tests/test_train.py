@@ -3,6 +3,7 @@
 import gzip
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from configs import tiny
 from dapo_jax import evaluate, setup, train
-from dapo_jax.convert import convert
+from dapo_jax.convert import convert, load_orbax
 from dapo_jax.metrics import read_rows
 from dapo_jax.rollout import Group, minibatches
 from dapo_jax.tokenizer import load_tokenizer
@@ -112,8 +113,9 @@ def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
         file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')  # killed while writing
     train.train(small_config(), tmp_path)
     assert rows_without_timings(tmp_path) == rows_without_timings(finished)
-    ours, theirs = ((d / "rollouts" / "3.jsonl.gz").read_bytes() for d in (tmp_path, finished))
-    assert ours == theirs
+    for step in range(4):
+        ours, theirs = (d / "rollouts" / f"{step}.jsonl.gz" for d in (tmp_path, finished))
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
@@ -134,6 +136,18 @@ def test_another_recipe_in_the_same_directory_is_refused(finished):
     config.algo.eps_high = 0.24
     with pytest.raises(ValueError, match=r"algo.eps_high is 0.24, but was 0.28"):
         train.train(config, finished)
+
+
+def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
+    """Its config.json would have refused the corrected command."""
+    config = small_config()
+    broken = tmp_path / "model"
+    shutil.copytree(config.model.path, broken)
+    (broken / "model.safetensors").write_bytes(b"cut short")
+    config.model.path = str(broken)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        train.train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
@@ -184,10 +198,13 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     tokenizer = load_tokenizer(tmp_path / "hf", stop_tokens=None, chat="none")
     config.model.path = str(tmp_path / "hf")
     policy = setup.build_policy(config, tokenizer.vocab_size)
-    sets = setup.load_data(config, tokenizer).eval_sets
+    sets = setup.load_data(config, tokenizer, training=False).eval_sets
     params = policy.reshard(setup.start_params(config, policy))
     results = evaluate.evaluate(config, policy, params, sets, tokenizer, report=print)
     assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
+    convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
+    low = jax.tree.leaves(load_orbax(tmp_path / "low", dtype="float32")[0])
+    assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in zip(low, after, strict=True))
     with pytest.raises(FileNotFoundError, match="no checkpoint 7"):
         convert(f"run:{finished}", f"hf:{tmp_path / 'other'}", dtype="float32", step=7)
 
@@ -217,4 +234,5 @@ def test_nobody_votes_for_no_answer():
 
 def test_minibatches_cover_the_kept_groups_once():
     chunks = minibatches(np.arange(10), groups_per_update=4)
-    assert [chunk.tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [chunk.tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert minibatches(np.arange(0), groups_per_update=4) == []
