@@ -110,7 +110,9 @@ def main(_):
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
     graph, params = split(Qwen2(config, key=jax.random.key(SEED)))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, 200, FLAGS.num_steps, 1e-4)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, 2e-3, FLAGS.num_steps // 25, FLAGS.num_steps, 1e-4
+    )
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     )
