@@ -53,6 +53,7 @@ SHOWN_SAMPLES = 4
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Run, or resume, the recipe in `workdir` until config.num_steps rollout steps are done."""
+    hosts.require_one_process()
     setup.check(config)
     tokenizer = setup.tokenizer(config)
     policy = setup.build_policy(config, tokenizer.vocab_size)

@@ -5,8 +5,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
+def require_one_process() -> None:
+    """ValueError where there are several: training on many hosts is not there yet."""
+    count = jax.process_count()
+    if count > 1:
+        raise ValueError(f"{count} processes were started, but training runs in one; use one host")
+
+
 def is_main_host() -> bool:
-    """Whether this process writes the logs, the metrics and the display."""
+    """Whether this process writes the files that all processes would write alike."""
     return jax.process_index() == 0
 
 
