@@ -83,11 +83,13 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         display.line(banner(config, policy, data, state.params, workdir, first_step))
         if first_step and not writer.has_row(first_step - 1):
             writer.write(progress["row"])  # killed between the checkpoint and its row
+
+        def evaluate_now(params):
+            return evaluate(config, policy, params, data.eval_sets, tokenizer, report=display.phase)
+
         sampler_params = policy.reshard(state.params)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
-            results = evaluate(
-                config, policy, sampler_params, data.eval_sets, tokenizer, report=display.phase
-            )
+            results = evaluate_now(sampler_params)
             write_results(workdir, 0, results)
             display.line(evaluation_line({"step": -1, **result_row(results)}))
 
@@ -159,14 +161,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             results = {}
             if is_due(step, config.eval.every_steps, config.num_steps) and data.eval_sets:
                 with watch("evaluate"):
-                    results = evaluate(
-                        config,
-                        policy,
-                        sampler_params,
-                        data.eval_sets,
-                        tokenizer,
-                        report=display.phase,
-                    )
+                    results = evaluate_now(sampler_params)
                 write_results(workdir, step + 1, results)
 
             sampled_tokens_total = progress["sampled_tokens_total"] + int(rollouts.length_PG.sum())
