@@ -51,9 +51,13 @@ def get_config() -> ConfigDict:
     config.rollout.temperature = 1.0
     config.rollout.top_p = 1.0
     config.rollout.top_k = 0  # 0: off
-    config.rollout.generation_prompts = 1_536  # prompts of one generation batch (Eq. 11)
-    config.rollout.max_generation_batches = 10  # a step
+    config.rollout.generation_prompts = 1_536  # the first guess of how many prompts a step needs
+    config.rollout.max_generation_batches = 10  # times as many prompts at most in a step (Eq. 11)
     config.rollout.on_generation_cap = "train"  # on what there is; or "stop" the run cleanly
+    config.rollout.cache_mib = 16_384  # keys and values of prompts and responses, on each device
+    config.rollout.slot_tokens = 4_608  # response tokens of cache a slot; longer ones take more
+    config.rollout.page_tokens = 128  # the cache is handed out in pages of so many tokens
+    config.rollout.block_tokens = 16  # decode steps between looks at which responses ended
 
     config.algo = ConfigDict()
     config.algo.eps_low = 0.2  # Eq. 10
@@ -80,13 +84,13 @@ def get_config() -> ConfigDict:
 
     config.mesh = ConfigDict()
     config.mesh.data = -1  # -1: all devices that mesh.model leaves
-    config.mesh.model = 1
+    config.mesh.model = 1  # must divide the model's key/value heads
+    config.mesh.cpu_devices = 0  # on CPU: devices that the host counts as; 0: one, as JAX has it
 
     config.eval = ConfigDict()
     config.eval.sets = ConfigDict()  # name -> dataset(...)
     config.eval.every_steps = 5  # and before training; 0: never
     config.eval.samples_per_prompt = 32  # k of mean@k, pass@k, maj@k
-    config.eval.batch_prompts = 32  # prompts of one generation batch
     config.eval.max_prompts = 0  # the first so many of each set; 0: all
     config.eval.temperature = 1.0
     config.eval.top_p = 0.7

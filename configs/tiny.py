@@ -22,6 +22,10 @@ def get_config(preset: str = ""):
     config.rollout.max_prompt_tokens = 96
     config.rollout.max_response_tokens = 80
     config.rollout.generation_prompts = 48
+    config.rollout.cache_mib = 16
+    config.rollout.slot_tokens = 64
+    config.rollout.page_tokens = 32
+    config.rollout.block_tokens = 8
 
     config.algo.overlong_cache_tokens = 20
 
@@ -35,8 +39,9 @@ def get_config(preset: str = ""):
     )
     config.eval.every_steps = 10
     config.eval.samples_per_prompt = 8
-    config.eval.batch_prompts = 32
     config.eval.top_p = 1.0  # the base's flaws are in its tail, which 0.7 would hide
+
+    config.mesh.cpu_devices = 2
 
     config.checkpoint.every_steps = 10
     config.log.samples_every_steps = 20

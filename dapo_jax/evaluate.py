@@ -6,6 +6,7 @@ evaluates the checkpoint after N rollout steps (default: the newest) into DIR/ev
 """
 
 import collections
+import functools
 import json
 import math
 import pathlib
@@ -19,10 +20,12 @@ from ml_collections import ConfigDict, config_flags
 
 from dapo_jax import command, setup
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.metrics import Stopwatch, atomic_file, evaluation_line
-from dapo_jax.rollout import Group, generate_groups
+from dapo_jax.metrics import atomic_file, evaluation_line
+from dapo_jax.rollout import Group, collect, verified
+from dapo_jax.sampler.engine import Session
 from dapo_jax.verifier import Verdict
 from sharding import hosts
+from sharding.mesh import split_cpu
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -74,28 +77,24 @@ def evaluate(
     report: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
     """Results of every set. `params` are the sampler's; the randomness is the same each time."""
-    size = config.eval.batch_prompts
+    verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
     results = {}
     for name, prompts in sets.items():
-        groups = []
         stream = setup.key(config, setup.EVAL_STREAM)
         key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
-        for start in range(0, len(prompts), size):
-            report(f"evaluate: {name} {start}/{len(prompts)} problems")
-            cursors = range(start, start + size)  # past the end: the last problem, thrown away
-            groups += generate_groups(
-                policy.sampler,
-                params,
-                key,
-                [prompts[min(i, len(prompts) - 1)] for i in cursors],
-                cursors,
-                group_size=config.eval.samples_per_prompt,
-                sampling=setup.eval_sampling(config, tokenizer),
-                tokenizer=tokenizer,
-                rules=config.verifier.rules,
-                watch=Stopwatch(),
-            )
-        results[name] = summarize(groups[: len(prompts)])
+        rollouts = collect(
+            Session(policy.engine, params, key, setup.eval_sampling(config, tokenizer)),
+            prompts.__getitem__,
+            verify,
+            0,
+            group_size=config.eval.samples_per_prompt,
+            num_prompts=len(prompts),
+            max_prompts=len(prompts),
+            expected_rate=1.0,
+            dynamic_sampling=False,
+            report=lambda message, name=name: report(f"evaluate {name}: {message}"),
+        )
+        results[name] = summarize(rollouts.sampled)
     return results
 
 
@@ -119,6 +118,7 @@ def result_row(results) -> dict[str, float]:
 
 def main(_):
     config = CONFIG.value
+    split_cpu(config.mesh.cpu_devices)
     setup.check(config)
     if not config.eval.sets:
         raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
@@ -127,7 +127,6 @@ def main(_):
         raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
     tokenizer = setup.tokenizer(config)
     policy = setup.build_policy(config, tokenizer.vocab_size)
-    setup.check_divides(config, policy.mesh, training=False)
     data = setup.load_data(config, tokenizer, training=False)
     checkpoints = Checkpoints(workdir / "checkpoints", every_steps=1, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value

@@ -9,13 +9,15 @@ from models.qwen2 import logits
 CHUNK_TOKENS = 256  # tokens of each row whose logits exist at a time
 
 
-def sampling_logits(x_BD, head_DV, *, temperature, vocab_size):
+def sampling_logits(x_BD, head_DV, *, temperature, vocab_size, first_id):
     """Logits of pi(. | prefix) at a sampling temperature, float32.
 
     Embedding rows from `vocab_size` (the tokenizer's) up are padding: their probability is 0.
+    `first_id`: the vocabulary id of head_DV's first column, where it is a part of the head.
     """
     logits_BV = logits(x_BD, head_DV) / temperature
-    return jnp.where(jnp.arange(logits_BV.shape[-1]) < vocab_size, logits_BV, MASKED)
+    id_V = first_id + jnp.arange(logits_BV.shape[-1])
+    return jnp.where(id_V < vocab_size, logits_BV, MASKED)
 
 
 def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size):
@@ -37,7 +39,9 @@ def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size):
     @jax.checkpoint
     def chunk(x_BCD, target_BC):
         x_ND, target_N = x_BCD.reshape(-1, x_BCD.shape[-1]), target_BC.reshape(-1)
-        logits_NV = sampling_logits(x_ND, head_DV, temperature=temperature, vocab_size=vocab_size)
+        logits_NV = sampling_logits(
+            x_ND, head_DV, temperature=temperature, vocab_size=vocab_size, first_id=0
+        )
         logp_NV = jax.nn.log_softmax(logits_NV, axis=-1)
         logp_N = jnp.take_along_axis(logp_NV, target_N[:, None], axis=-1)[:, 0]
         entropy_N = -jnp.sum(jnp.exp(logp_NV) * logp_NV, axis=-1)

@@ -1,15 +1,16 @@
-"""One step's rollouts: sample, verify, and keep sampling until enough groups are informative."""
+"""One step's rollouts: sample and verify, as a stream, until enough groups are informative."""
 
+import concurrent.futures
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dapo_jax.algorithm import first_informative
 from dapo_jax.data import Prompt
-from dapo_jax.metrics import Stopwatch
-from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.host import Sampler
+from dapo_jax.sampler.engine import Block, Finished, Session
 from dapo_jax.tokenizer import Tokenizer
 from dapo_jax.verifier import Verdict, verify_many
 
@@ -42,16 +43,35 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
+class Work:
+    """What sampling a step's groups took. Token counts are of everything drawn, used or not."""
+
+    drawn_tokens: int
+    slot_steps: int  # decode steps times slots
+    busy_slot_steps: int  # that drew a token of a response,
+    waiting_slot_steps: int  # the same two while requests were left to refill slots with
+    busy_waiting_slot_steps: int
+    requests: int
+    prefilled_prompts: int
+    cache_use: float  # the greatest share of pages taken
+    seconds: dict[str, float]  # prefill, decode, host: the engine's; verify: of the background
+    blocks: list[Block]
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollouts:
     """What one step sampled (in prompt order), and which of it the update trains on.
 
-    sampled: P groups. kept: indices into `sampled`, ascending. cursor: of the next unseen prompt.
+    sampled: P groups, the last one kept being the last. kept: indices into `sampled`, ascending.
+    cursor: of the next unseen prompt. issued: groups asked for, of which those after the last one
+    kept were not needed; their prompts come again in the next step.
     """
 
     sampled: list[Group]
     kept: np.ndarray
     cursor: int
-    generation_batches: int
+    issued: int
+    work: Work
 
     @property
     def correct_PG(self) -> np.ndarray:
@@ -68,92 +88,196 @@ class Rollouts:
         """False where a response ran into the length limit."""
         return np.stack([group.stopped_G for group in self.sampled])
 
+    @property
+    def kept_tokens(self) -> int:
+        """Response tokens that the update trains on."""
+        return int(sum(self.sampled[p].length_G.sum() for p in self.kept))
 
-def generate_groups(
-    sampler: Sampler,
-    params,
-    run_key,
-    prompts: Sequence[Prompt],
-    cursors: Sequence[int],
-    *,
-    group_size: int,
-    sampling: Sampling,
-    tokenizer: Tokenizer,
-    rules: str,
-    watch: Stopwatch,
-) -> list[Group]:
-    """Sample `group_size` responses to each prompt, then decode and verify them on the host."""
-    with watch("rollout"):
-        samples = sampler(
-            params,
-            run_key,
-            [prompt.token_ids for prompt in prompts],
-            cursors,
-            group_size=group_size,
-            sampling=sampling,
-        )
-    with watch("verify"):
-        lengths = samples.length_R.tolist()
-        responses = [row[:n] for row, n in zip(samples.tokens_RT, lengths, strict=True)]
-        logps = [row[:n] for row, n in zip(samples.behavior_logp_RT, lengths, strict=True)]
-        texts = [tokenizer.decode(response.tolist()) for response in responses]
-        truths = [prompt.example.answer for prompt in prompts for _ in range(group_size)]
-        verdicts = verify_many(texts, truths, rules=rules)
-    groups = []
-    for p, (prompt, cursor) in enumerate(zip(prompts, cursors, strict=True)):
-        r = slice(p * group_size, (p + 1) * group_size)
-        groups.append(
-            Group(
-                cursor=int(cursor),
-                prompt=prompt,
-                responses=responses[r],
-                behavior_logp=logps[r],
-                stopped_G=samples.stopped_R[r],
-                texts=texts[r],
-                verdicts=verdicts[r],
-            )
-        )
-    return groups
+
+def verified(finished: Finished, prompt: Prompt, *, tokenizer: Tokenizer, rules: str) -> Group:
+    """Decode a finished group's responses and compare their answers with the prompt's."""
+    texts = [tokenizer.decode(response.tokens.tolist()) for response in finished.responses]
+    return Group(
+        cursor=finished.cursor,
+        prompt=prompt,
+        responses=[response.tokens for response in finished.responses],
+        behavior_logp=[response.behavior_logp for response in finished.responses],
+        stopped_G=np.array([response.stopped for response in finished.responses]),
+        texts=texts,
+        verdicts=verify_many(texts, [prompt.example.answer] * len(texts), rules=rules),
+    )
 
 
 def collect(
-    generate_groups: Callable[[range], list[Group]],
+    session: Session,
+    prompt_at: Callable[[int], Prompt],
+    verify: Callable[[Finished, Prompt], Group],
     cursor: int,
     *,
+    group_size: int,
     num_prompts: int,
-    generation_prompts: int,
-    max_generation_batches: int,
+    max_prompts: int,
+    expected_rate: float,
     dynamic_sampling: bool,
     report: Callable[[str], None],
 ) -> Rollouts:
-    """Dynamic sampling (Eq. 11): generate until `num_prompts` groups are informative.
+    """Dynamic sampling (Eq. 11) as a stream: sample until `num_prompts` groups are informative.
 
     A group is informative if some but not all of it is correct. The policy is frozen meanwhile.
-    The first informative groups in prompt order are kept, so that neither length nor speed of a
-    response decides; surplus groups are discarded. At the cap there may be fewer than
-    `num_prompts`, or none: the caller decides what to do then. Without dynamic sampling it is one
-    batch of `num_prompts` prompts, all kept.
+    The first informative groups in prompt order are kept, as if prompts had been sampled batch
+    after batch and waited for: neither length nor speed of a response decides. Groups are
+    verified in the background while decoding goes on. Prompts are issued as slots fall idle, as
+    many as the share of informative groups so far lets expect to be needed (`expected_rate`
+    before there are any). After `max_prompts` there may be fewer groups than wanted, or none: the
+    caller decides what to do then. Without dynamic sampling the first `num_prompts` are all kept.
 
-    generate_groups(cursors) samples and verifies the prompts at these places of the stream.
+    prompt_at(cursor): the stream's prompts. verify(finished, prompt): a group with its verdicts.
     """
-    if not dynamic_sampling:
-        report(f"rollout: {num_prompts} prompts")
-        sampled = generate_groups(range(cursor, cursor + num_prompts))
-        return Rollouts(sampled, np.arange(num_prompts), cursor + num_prompts, 1)
-    sampled: list[Group] = []
-    kept = np.arange(0)
-    batches = 0
-    while len(kept) < num_prompts and batches < max_generation_batches:
-        report(
-            f"rollout: {len(kept)}/{num_prompts} informative groups, generation batch "
-            f"{batches + 1}/{max_generation_batches}"
+    limit = max_prompts if dynamic_sampling else num_prompts
+    stream = _Stream(session, prompt_at, verify, cursor, group_size=group_size)
+    with stream:
+        while True:
+            if not dynamic_sampling:
+                stream.issue(limit - stream.issued)
+            elif stream.informative < num_prompts:
+                while stream.issued < limit and session.idle_slots > 0:
+                    if stream.hoped_for(expected_rate, num_prompts=num_prompts) >= num_prompts:
+                        break
+                    stream.issue(1)
+            else:
+                stream.cancel_after(num_prompts)
+            kept = stream.kept(num_prompts, dynamic_sampling=dynamic_sampling)
+            if kept is not None or (stream.issued == limit and stream.resolved == limit):
+                break
+            found = f"{stream.informative} informative of " if dynamic_sampling else ""
+            report(f"rollout: {found}{stream.resolved} groups, {num_prompts} wanted")
+            stream.advance()
+    if kept is None:
+        count, kept = limit, stream.kept_of(limit, limit)
+    else:
+        count = kept[-1] + 1 if dynamic_sampling else limit
+    sampled = [stream.groups[cursor + p] for p in range(count)]
+    return Rollouts(sampled, np.asarray(kept), cursor + count, stream.issued, stream.work())
+
+
+class _Stream:
+    """Groups under way: issued in prompt order, finished in any order, verified behind decoding.
+
+    Verdicts are taken up one block of decode steps after the group finished, waiting if need be,
+    so what is issued when does not hang on the verifier's speed.
+    """
+
+    def __init__(self, session, prompt_at, verify, cursor, *, group_size):
+        self.groups: dict[int, Group] = {}
+        self.issued = 0
+        self.informative = 0
+        self._session, self._prompt_at, self._verify = session, prompt_at, verify
+        self._cursor, self._group_size = cursor, group_size
+        self._pending: list[concurrent.futures.Future] = []
+        self._is_informative: dict[int, bool] = {}
+        self._verify_seconds = 0.0
+        self._waited_seconds = 0.0
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def resolved(self) -> int:
+        """Groups whose verdicts are known."""
+        return len(self.groups)
+
+    def issue(self, count: int) -> None:
+        """Ask for the next prompts' groups."""
+        for place in range(self._cursor + self.issued, self._cursor + self.issued + count):
+            prompt = self._prompt_at(place)
+            self._session.submit(place, prompt.token_ids, group_size=self._group_size)
+        self.issued += count
+
+    def hoped_for(self, expected_rate: float, *, num_prompts: int) -> float:
+        """Informative groups to expect of all issued ones, less one standard deviation.
+
+        The expectation counts like the verdicts of a quarter of the step.
+        """
+        weight = num_prompts / 4
+        rate = (self.informative + expected_rate * weight) / (self.resolved + weight)
+        unknown = self.issued - self.resolved
+        return self.informative + unknown * rate - math.sqrt(unknown * rate * (1 - rate))
+
+    def kept_of(self, count: int, num_prompts: int) -> list[int]:
+        """Places, from the step's first prompt, of the first informative groups of `count`."""
+        if count == 0:
+            return []
+        correct_PG = np.stack([self.groups[self._cursor + p].correct_G for p in range(count)])
+        return first_informative(correct_PG, num_prompts=num_prompts).tolist()
+
+    def kept(self, num_prompts: int, *, dynamic_sampling: bool) -> list[int] | None:
+        """Places of the groups to keep, once no group still under way could change them."""
+        known = next(p for p in range(self.issued + 1) if self._cursor + p not in self.groups)
+        if not dynamic_sampling:
+            return list(range(num_prompts)) if known >= num_prompts else None
+        kept = self.kept_of(known, num_prompts) if self.informative >= num_prompts else []
+        return kept if len(kept) == num_prompts else None
+
+    def cancel_after(self, num_prompts: int) -> None:
+        """Give up groups that come after enough informative ones: nothing before can need them."""
+        found = sorted(place for place, yes in self._is_informative.items() if yes)
+        for place in self._session.unfinished:
+            if place > found[num_prompts - 1]:
+                self._session.cancel(place)
+
+    def advance(self) -> None:
+        """One block of decode steps; take up the verdicts on what finished before it."""
+        pending, self._pending = self._pending, []
+        if self._session.unfinished:
+            for finished in self._session.step():
+                prompt = self._prompt_at(finished.cursor)
+                self._pending.append(self._pool.submit(self._timed_verify, finished, prompt))
+        start = time.perf_counter()
+        for future in pending:
+            group = future.result()
+            self.groups[group.cursor] = group
+            is_informative = 0 < group.correct_G.sum() < len(group.correct_G)
+            self._is_informative[group.cursor] = is_informative
+            self.informative += is_informative
+        self._waited_seconds += time.perf_counter() - start
+
+    def _timed_verify(self, finished: Finished, prompt: Prompt) -> Group:
+        start = time.perf_counter()
+        group = self._verify(finished, prompt)
+        self._verify_seconds += time.perf_counter() - start
+        return group
+
+    def work(self) -> Work:
+        """Totals of the session's blocks."""
+        blocks = self._session.blocks
+        waiting = [block for block in blocks if block.waiting]
+
+        def slot_steps(of):
+            return sum(block.steps * len(block.useful_B) for block in of)
+
+        def busy(of):
+            return sum(int(block.useful_B.sum()) for block in of)
+
+        return Work(
+            drawn_tokens=busy(blocks),
+            slot_steps=slot_steps(blocks),
+            busy_slot_steps=busy(blocks),
+            waiting_slot_steps=slot_steps(waiting),
+            busy_waiting_slot_steps=busy(waiting),
+            requests=self.issued * self._group_size,
+            prefilled_prompts=self._session.prefilled_prompts,
+            cache_use=max((block.cache_use for block in blocks), default=0.0),
+            seconds={
+                **self._session.seconds,
+                "verify": self._verify_seconds,
+                "verify_wait": self._waited_seconds,
+            },
+            blocks=blocks,
         )
-        sampled += generate_groups(range(cursor, cursor + generation_prompts))
-        cursor += generation_prompts
-        batches += 1
-        correct_PG = np.stack([group.correct_G for group in sampled])
-        kept = first_informative(correct_PG, num_prompts=num_prompts)
-    return Rollouts(sampled, kept, cursor, batches)
 
 
 def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]:

@@ -6,16 +6,25 @@ import math
 import pathlib
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
 from dapo_jax import algorithm, learner, verifier
 from dapo_jax.data import DataError, Prompt, PromptStream, Report, Source, load_prompts
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.host import Sampler
+from dapo_jax.sampler.engine import Engine, plan_cache
 from dapo_jax.tokenizer import Tokenizer, load_tokenizer
 from models.hf import load_config, load_params, read_config
-from models.qwen2 import PRESETS, Qwen2, Qwen2Config, abstract_params, param_axes, split
+from models.qwen2 import (
+    PRESETS,
+    Qwen2,
+    Qwen2Config,
+    abstract_params,
+    param_axes,
+    split,
+    unstack,
+)
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
@@ -33,7 +42,10 @@ AT_LEAST_1 = (
     "rollout.max_generation_batches",
     "learner.micro_batch_rows",
     "eval.samples_per_prompt",
-    "eval.batch_prompts",
+    "rollout.cache_mib",
+    "rollout.slot_tokens",
+    "rollout.page_tokens",
+    "rollout.block_tokens",
     "checkpoint.every_steps",
     "checkpoint.keep",
 )
@@ -48,6 +60,7 @@ AT_LEAST_0 = (
     "learner.weight_decay",
     "eval.every_steps",
     "eval.max_prompts",
+    "mesh.cpu_devices",
     "log.samples_every_steps",
     "log.rollouts_every_steps",
 )
@@ -67,8 +80,8 @@ class Policy:
     model_config: Qwen2Config
     graph: nnx.GraphDef
     mesh: jax.sharding.Mesh
-    sampler: Sampler
-    reshard: functools.partial  # learner params -> sampler params, in the compute dtype
+    engine: Engine
+    reshard: functools.partial  # learner params -> the decoder's, in the compute dtype
     update: functools.partial  # (state, reference_params, batch, learning_rate) -> state, metrics
     learning: learner.Learning
     state_shardings: learner.TrainState
@@ -213,15 +226,20 @@ def build_policy(config: ConfigDict, vocab_size: int) -> Policy:
     # The moments have the parameters' tree, so their shardings are found by its paths.
     state = jax.eval_shape(functools.partial(learner.init_state, learning=learning), params)
     state_shardings = learner.shardings_like_params(state, params_shardings, rules.replicated(mesh))
+
+    def decoder_params(params):
+        return unstack(learner.cast(params, config.model.compute_dtype))
+
+    engine_params = jax.eval_shape(decoder_params, params)
+    engine_shardings = rules.param_shardings(
+        mesh, param_axes(engine_params), engine_params, rules.SAMPLER
+    )
     return Policy(
         model_config=sizes,
         graph=graph,
         mesh=mesh,
-        sampler=Sampler(graph, mesh, max_prompt_tokens=config.rollout.max_prompt_tokens),
-        reshard=jax.jit(
-            functools.partial(learner.cast, dtype=config.model.compute_dtype),
-            out_shardings=rules.param_shardings(mesh, axes, params, rules.SAMPLER),
-        ),
+        engine=build_engine(config, sizes, mesh, engine_params, engine_shardings),
+        reshard=jax.jit(decoder_params, out_shardings=engine_shardings),
         update=jax.jit(
             functools.partial(learner.update, graph=graph, learning=learning),
             out_shardings=(state_shardings, rules.replicated(mesh)),
@@ -230,6 +248,31 @@ def build_policy(config: ConfigDict, vocab_size: int) -> Policy:
         learning=learning,
         state_shardings=state_shardings,
     )
+
+
+def build_engine(config: ConfigDict, sizes: Qwen2Config, mesh, params, shardings) -> Engine:
+    """The rollout engine with the slots that rollout.cache_mib holds; nothing is compiled."""
+    r = config.rollout
+    kernel = mesh.devices.flat[0].platform == "tpu"
+    cache = plan_cache(
+        sizes,
+        cache_bytes=r.cache_mib * 2**20,
+        slot_tokens=min(r.slot_tokens, r.max_response_tokens),
+        readers=r.group_size,
+        page_tokens=r.page_tokens,
+        block_tokens=r.block_tokens,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_response_tokens=r.max_response_tokens,
+        bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
+        model_ways=mesh.shape["model"],
+        copies=not kernel,
+    )
+    params = jax.tree.map(
+        lambda p, sharding: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding),
+        params,
+        shardings,
+    )
+    return Engine(sizes, mesh, cache, params=params, kernel=kernel)
 
 
 def start_params(config: ConfigDict, policy: Policy):
@@ -309,22 +352,14 @@ def check(config: ConfigDict) -> None:
     )
 
 
-def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh, *, training: bool) -> None:
-    """Refuse batch sizes, of training or else of evaluation alone, that the data axis of the mesh
-    does not divide (ValueError)."""
-    ways, sizes = mesh.shape["data"], {}
-    if training:
-        sizes["learner.micro_batch_rows"] = config.learner.micro_batch_rows
-        batch = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
-        sizes[f"rollout.{batch}"] = config.rollout[batch]
-    if config.eval.every_steps or not training:
-        sizes["eval.batch_prompts"] = config.eval.batch_prompts
-    for name, size in sizes.items():
-        if size % ways:
-            raise ValueError(
-                f"{name} = {size} does not divide over the mesh's data axis of {ways} devices; the "
-                f"nearest that does is {max(ways, round(size / ways) * ways)}"
-            )
+def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
+    """Refuse a training batch that the data axis of the mesh does not divide (ValueError)."""
+    ways, rows = mesh.shape["data"], config.learner.micro_batch_rows
+    if rows % ways:
+        raise ValueError(
+            f"learner.micro_batch_rows = {rows} does not divide over the mesh's data axis of "
+            f"{ways} devices; the nearest that does is {max(ways, round(rows / ways) * ways)}"
+        )
 
 
 def abstract_state(policy: Policy) -> learner.TrainState:

@@ -35,8 +35,10 @@ from dapo_jax.metrics import (
     evaluation_line,
     write_rollouts,
 )
-from dapo_jax.rollout import Rollouts, collect, generate_groups, minibatches, rollout_rows
+from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
+from dapo_jax.sampler.engine import Session
 from sharding import hosts, rules
+from sharding.mesh import split_cpu
 
 # A resumed run may change these; anything else would make it another run.
 MAY_CHANGE = (
@@ -53,11 +55,12 @@ SHOWN_SAMPLES = 4
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Run, or resume, the recipe in `workdir` until config.num_steps rollout steps are done."""
+    split_cpu(config.mesh.cpu_devices)
     hosts.require_one_process()
     setup.check(config)
     tokenizer = setup.tokenizer(config)
     policy = setup.build_policy(config, tokenizer.vocab_size)
-    setup.check_divides(config, policy.mesh, training=True)
+    setup.check_divides(config, policy.mesh)
     refuse_another_recipe(config, workdir)
     data = setup.load_data(config, tokenizer, training=True)
     checkpoints = Checkpoints(
@@ -75,6 +78,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     record_config(config, workdir)
     run_key = setup.key(config, setup.ROLLOUT_STREAM)
     r, algo = config.rollout, config.algo
+    sampling = setup.sampling(config, tokenizer)
+    verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
 
     with (
         MetricsWriter(workdir, resume_step=first_step - 1 if first_step else None) as writer,
@@ -87,6 +92,10 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         def evaluate_now(params):
             return evaluate(config, policy, params, data.eval_sets, tokenizer, report=display.phase)
 
+        display.phase("compiling the sampler")
+        policy.engine.compile(sampling)
+        if config.eval.every_steps and data.eval_sets:
+            policy.engine.compile(setup.eval_sampling(config, tokenizer))
         sampler_params = policy.reshard(state.params)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
             results = evaluate_now(sampler_params)
@@ -96,30 +105,20 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         for step in range(first_step, config.num_steps):
             watch = Stopwatch()
 
-            def sample_and_verify(cursors, params=sampler_params, watch=watch):
-                return generate_groups(
-                    policy.sampler,
-                    params,
-                    run_key,
-                    [data.train[i] for i in cursors],
-                    cursors,
-                    group_size=r.group_size,
-                    sampling=setup.sampling(config, tokenizer),
-                    tokenizer=tokenizer,
-                    rules=config.verifier.rules,
-                    watch=watch,
-                )
-
             # Sample and verify until there are enough informative groups (Eq. 11).
-            rollouts = collect(
-                sample_and_verify,
-                progress["cursor"],
-                num_prompts=r.num_prompts,
-                generation_prompts=r.generation_prompts,
-                max_generation_batches=r.max_generation_batches,
-                dynamic_sampling=algo.dynamic_sampling,
-                report=display.phase,
-            )
+            with watch("rollout"):
+                rollouts = collect(
+                    Session(policy.engine, sampler_params, run_key, sampling),
+                    data.train.__getitem__,
+                    verify,
+                    progress["cursor"],
+                    group_size=r.group_size,
+                    num_prompts=r.num_prompts,
+                    max_prompts=r.generation_prompts * r.max_generation_batches,
+                    expected_rate=informative_rate(config, progress["row"]),
+                    dynamic_sampling=algo.dynamic_sampling,
+                    report=display.phase,
+                )
             if len(rollouts.kept) < r.num_prompts:
                 message = generation_cap_message(config, step, rollouts)
                 if r.on_generation_cap == "stop":
@@ -164,12 +163,12 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                     results = evaluate_now(sampler_params)
                 write_results(workdir, step + 1, results)
 
-            sampled_tokens_total = progress["sampled_tokens_total"] + int(rollouts.length_PG.sum())
+            sampled_tokens_total = progress["sampled_tokens_total"] + rollouts.work.drawn_tokens
             row = {
                 "step": step,
                 "prompts_seen": rollouts.cursor,
                 "sampled_tokens_total": sampled_tokens_total,
-                **rollout_metrics(rollouts, reward_PG),
+                **rollout_metrics(config, rollouts, reward_PG),
                 **update_metrics(updates),
                 "lr": learning_rate,
                 **result_row(results),
@@ -234,10 +233,17 @@ def is_due(step: int, every_steps: int, num_steps: int) -> bool:
     return every_steps > 0 and ((step + 1) % every_steps == 0 or step + 1 == num_steps)
 
 
+def informative_rate(config, row: dict | None) -> float:
+    """The share of informative groups to expect of a step: the last one's, or the recipe's."""
+    if row is None:
+        return min(1.0, config.rollout.num_prompts / config.rollout.generation_prompts)
+    return row["groups/informative"] / row["groups/sampled"]
+
+
 def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
     """What the generation cap left a step with, and the settings to change."""
     return (
-        f"step {step}: {rollouts.generation_batches} generation batches of "
+        f"step {step}: {config.rollout.max_generation_batches} generation batches of "
         f"{config.rollout.generation_prompts} prompts gave {len(rollouts.kept)} informative groups "
         f"of the {config.rollout.num_prompts} wanted, at an accuracy of "
         f"{rollouts.correct_PG.mean():.1%} (rollout.on_generation_cap = "
@@ -246,19 +252,35 @@ def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
     )
 
 
-def rollout_metrics(rollouts: Rollouts, reward_PG) -> dict[str, float]:
-    """Statistics of everything that the step sampled, kept or not."""
+def rollout_metrics(config, rollouts: Rollouts, reward_PG) -> dict[str, float]:
+    """Statistics of the groups up to the last one kept, and of the work that sampling them took.
+
+    `unused_tokens_fraction` counts all that was drawn: groups that are not informative, and those
+    that were under way when the step had enough.
+    """
+    work, sampled = rollouts.work, len(rollouts.sampled)
     return {
         "reward/mean": float(reward_PG.mean()),
         "accuracy/mean": float(rollouts.correct_PG.mean()),
         "response_tokens/mean": float(rollouts.length_PG.mean()),
         "response_tokens/max": int(rollouts.length_PG.max()),
         "response_tokens/truncated_fraction": float(1 - rollouts.stopped_PG.mean()),
+        "groups/sampled": sampled,
         "groups/informative": int(informative_groups(rollouts.correct_PG).sum()),
         "groups/all_correct": int(rollouts.correct_PG.all(axis=1).sum()),
         "groups/all_wrong": int((~rollouts.correct_PG).all(axis=1).sum()),
-        "groups/discarded": len(rollouts.sampled) - len(rollouts.kept),
-        "generation_batches": rollouts.generation_batches,
+        "groups/discarded": sampled - len(rollouts.kept),
+        "groups/cancelled": rollouts.issued - sampled,
+        "generation_batches": -(-sampled // config.rollout.generation_prompts),
+        "engine/occupancy": work.busy_slot_steps / work.slot_steps,
+        "engine/occupancy_while_waiting": (
+            work.busy_waiting_slot_steps / max(work.waiting_slot_steps, 1)
+        ),
+        "engine/requests": work.requests,
+        "engine/prefilled_prompts": work.prefilled_prompts,
+        "engine/cache_use": work.cache_use,
+        "engine/drawn_tokens": work.drawn_tokens,
+        "engine/unused_tokens_fraction": 1 - rollouts.kept_tokens / work.drawn_tokens,
     }
 
 
@@ -287,13 +309,15 @@ def update_metrics(updates: list[dict]) -> dict[str, float]:
 
 def timings(watch: Stopwatch, rollouts: Rollouts) -> dict[str, float]:
     """Wall seconds of the step's phases, and sampled or trained tokens a second."""
-    sampled = int(rollouts.length_PG.sum())
-    trained = int(rollouts.length_PG[rollouts.kept].sum())
-    row = watch.row()
-    return row | {
-        "tokens_per_second/rollout": sampled / max(watch.seconds("rollout"), 1e-9),
+    work, trained, row = rollouts.work, rollouts.kept_tokens, watch.row()
+    rollout_seconds = max(watch.seconds("rollout"), 1e-9)
+    return {
+        **row,
+        **{f"seconds_in_rollout/{name}": seconds for name, seconds in work.seconds.items()},
+        "tokens_per_second/rollout": work.drawn_tokens / rollout_seconds,
+        "tokens_per_second/rollout_used": trained / rollout_seconds,
         "tokens_per_second/update": trained / max(watch.seconds("update"), 1e-9),
-        "tokens_per_second/step": sampled / row["seconds/total"],
+        "tokens_per_second/step": work.drawn_tokens / row["seconds/total"],
     }
 
 

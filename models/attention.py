@@ -1,11 +1,16 @@
-"""Grouped-query attention behind one signature: plain XLA, the reference on every platform.
+"""Grouped-query attention in plain XLA: whole sequences, and one new token over a paged cache.
 
-Both functions round at the same points (scores and softmax in float32, normalised, then cast to
-the values' dtype), so that the sampler and the learner agree on a token's probability.
+Axis letters beside the model's: B decoding slots, C tokens of a page, U pages of prompts, P pages
+of responses, I and J a slot's pages of either, R readers of a page, E pieces. Cached keys are
+stored transposed, with the tokens last, which measured fastest. Scores and softmax are float32;
+probabilities are cast to the values' dtype before their product.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 MASKED = -1e30  # finite: a row with nothing to attend to gives a uniform softmax, never NaN
 
@@ -27,16 +32,114 @@ def attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
     return jnp.einsum("BKGTS,BSKH->BTKGH", prob_BKGTS, v_BSKH).reshape(B, T, N, H)
 
 
-def cache_attention(q_BNH, k_BKHS, v_BKSH, mask_BS):
-    """Attention of one new token a row over a cache whose keys are stored transposed.
+@struct.dataclass
+class PageTable:
+    """Which pages each of B decoding slots reads, in order. int32; nothing else is ever read.
 
-    The layout keeps the contracted axis next to the slots, which measured fastest on CPU.
-    `mask_BS` is True at live cache slots. Returns out_BNH in the values' dtype.
+    prompt_BI: pages of its prompt, which up to R slots of the group read, this one as reader
+    `rank_B`; response_BJ: pages of its own. prompt_tokens_B, response_tokens_B: tokens in them.
     """
-    B, N, H = q_BNH.shape
-    K = k_BKHS.shape[1]
-    q_BKGH = q_BNH.reshape(B, K, N // K, H)
-    score_BKGS = jnp.einsum("BKGH,BKHS->BKGS", q_BKGH, k_BKHS, preferred_element_type=jnp.float32)
-    score_BKGS = jnp.where(mask_BS[:, None, None], score_BKGS * H**-0.5, MASKED)
-    prob_BKGS = jax.nn.softmax(score_BKGS, axis=-1).astype(v_BKSH.dtype)
-    return jnp.einsum("BKGS,BKSH->BKGH", prob_BKGS, v_BKSH).reshape(B, N, H)
+
+    prompt_BI: Any
+    response_BJ: Any
+    prompt_tokens_B: Any
+    response_tokens_B: Any
+    rank_B: Any
+
+
+@struct.dataclass
+class Pieces:
+    """What plain XLA needs of a PageTable: the slots that read each page, and its live tokens.
+
+    Attention is computed page by page, for all readers of a page at once, and the pieces of each
+    slot are put together: entry_BX says where they are. E, the number of pieces, means none.
+    """
+
+    reader_UR: Any
+    live_U: Any
+    reader_P: Any
+    live_P: Any
+    entry_BX: Any
+
+
+def pieces(
+    table: PageTable, *, prompt_pages: int, readers: int, pages: int | None, page_tokens: int
+) -> Pieces:
+    """The Pieces of U = prompt_pages pages of R = readers slots and P = pages of one slot each.
+
+    The pieces are numbered in the order of `combine`: U * R of prompts, P of responses, and one
+    a slot for the block being decoded. pages None: a kernel gives one piece a slot for all of the
+    response's pages.
+    """
+    U, R, C = prompt_pages, readers, page_tokens
+    B, I = table.prompt_BI.shape
+    J = table.response_BJ.shape[1]
+    P = B if pages is None else pages
+    slot_B1 = jnp.arange(B)[:, None]
+    live_BI = jnp.clip(table.prompt_tokens_B[:, None] - C * jnp.arange(I), 0, C)
+    live_BJ = jnp.clip(table.response_tokens_B[:, None] - C * jnp.arange(J), 0, C)
+    # An index past the end is dropped: pages that a slot does not have leave no trace.
+    prompt_BI = jnp.where(live_BI > 0, table.prompt_BI, U)
+    response_BJ = jnp.where(live_BJ > 0, table.response_BJ, P)
+    none = U * R + P + B
+    of_prompt_BI = jnp.where(live_BI > 0, prompt_BI * R + table.rank_B[:, None], none)
+    of_response_BJ = jnp.where(live_BJ > 0, U * R + response_BJ, none)
+    if pages is None:
+        of_response_BJ = U * R + slot_B1
+    return Pieces(
+        reader_UR=jnp.zeros((U, R), jnp.int32).at[prompt_BI, table.rank_B[:, None]].set(slot_B1),
+        live_U=jnp.zeros(U, jnp.int32).at[prompt_BI].set(live_BI),
+        reader_P=jnp.zeros(P, jnp.int32).at[response_BJ].set(slot_B1),
+        live_P=jnp.zeros(P, jnp.int32).at[response_BJ].set(live_BJ),
+        entry_BX=jnp.concatenate([of_prompt_BI, of_response_BJ, U * R + P + slot_B1], axis=1),
+    )
+
+
+def page_attention(q_BNH, k_PKHC, v_PKCH, reader_PR, live_P):
+    """Partial attention of the R readers of every page: (out, max, sum) of P * R pieces.
+
+    Every page is attended to by itself, so a piece has the same bits whatever is in other pages.
+    out_EKGH, max_EKG, sum_EKG: float32, not yet divided by the sum.
+    """
+    H = q_BNH.shape[2]
+    P, K, _, C = k_PKHC.shape
+    R = reader_PR.shape[1]
+    G = q_BNH.shape[1] // K
+    q_PRKGH = q_BNH.reshape(-1, K, G, H)[reader_PR]
+    q_PKQH = q_PRKGH.swapaxes(1, 2).reshape(P, K, R * G, H)
+    score_PKQC = jnp.einsum("PKQH,PKHC->PKQC", q_PKQH, k_PKHC, preferred_element_type=jnp.float32)
+    live_PC = jnp.arange(C) < live_P[:, None]
+    score_PKQC = jnp.where(live_PC[:, None, None], score_PKQC * H**-0.5, MASKED)
+    max_PKQ = jnp.max(score_PKQC, axis=-1)
+    weight_PKQC = jnp.exp(score_PKQC - max_PKQ[..., None])
+    sum_PKQ = jnp.sum(weight_PKQC, axis=-1)
+    out_PKQH = jnp.einsum(
+        "PKQC,PKCH->PKQH",
+        weight_PKQC.astype(v_PKCH.dtype),
+        v_PKCH,
+        preferred_element_type=jnp.float32,
+    )
+
+    def by_piece(a):
+        a = a.reshape(P, K, R, G, *a.shape[3:])
+        return a.swapaxes(1, 2).reshape(P * R, K, G, *a.shape[4:])
+
+    return by_piece(out_PKQH), by_piece(max_PKQ), by_piece(sum_PKQ)
+
+
+def combine(partials, entry_BX, *, dtype):
+    """Attention over disjoint sets of keys from what each set gave (arXiv 2205.14135, 3.1).
+
+    partials: (out_EKGH, max_EKG, sum_EKG) triples, one after the other. entry_BX: the pieces of
+    each slot in the order in which they are added up; E, the number of all, means none.
+    """
+    out_EKGH, max_EKG, sum_EKG = (jnp.concatenate(parts) for parts in zip(*partials, strict=True))
+    E, K, G, H = out_EKGH.shape
+    has_BX11 = (entry_BX < E)[..., None, None]
+    entry_BX = jnp.minimum(entry_BX, E - 1)
+    max_BXKG = jnp.where(has_BX11, max_EKG[entry_BX], MASKED)
+    scale_BXKG = jnp.exp(max_BXKG - jnp.max(max_BXKG, axis=1, keepdims=True))
+    scale_BXKG = jnp.where(has_BX11, scale_BXKG, 0.0)
+    sum_BKG = jnp.sum(scale_BXKG * sum_EKG[entry_BX], axis=1)
+    out_BKGH = jnp.sum(scale_BXKG[..., None] * out_EKGH[entry_BX], axis=1)
+    return (out_BKGH / sum_BKG[..., None]).reshape(-1, K * G, H).astype(dtype)

@@ -72,12 +72,14 @@ def rms_norm(x_BTD, scale_D, *, eps):
 
 def rope(x_BTNH, position_BT, *, theta):
     """Rotary position embedding on halves (Su et al. 2021, arXiv 2104.09864, Eq. 34), float32."""
-    half = x_BTNH.shape[-1] // 2
+    B, T, N, H = x_BTNH.shape
+    half = H // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency
-    sin, cos = jnp.sin(angle_BTH)[:, :, None], jnp.cos(angle_BTH)[:, :, None]
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+    sin, cos = jnp.sin(angle_BTH), jnp.cos(angle_BTH)[:, :, None, None]
+    signed_sin = jnp.stack([-sin, sin], axis=2)[:, :, None]
+    x = x_BTNH.astype(jnp.float32).reshape(B, T, N, 2, half)
+    return (x * cos + x[..., ::-1, :] * signed_sin).reshape(B, T, N, H).astype(x_BTNH.dtype)
 
 
 def segment_positions(segment_BT):
@@ -115,11 +117,12 @@ class Block(nnx.Module):
         self.down_FD = nnx.Param(_normal(next(keys), (F, D)))
         self.config = config
 
-    def __call__(self, x_BTD, position_BT, attend):
+    def __call__(self, x_BTD, position_BT, attend, reduce=lambda x_BTD: x_BTD):
         """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept)` decides what the queries see.
 
         The learner attends inside the rows, the decoder to its cache; `kept` (the keys and
-        values, or the new cache) is handed back beside the new x_BTD.
+        values, or the new cache) is handed back beside the new x_BTD. Where the heads and the
+        feed-forward are split over chips by hand, `reduce` adds up what each contributes.
         """
         eps, theta = self.config.rms_norm_eps, self.config.rope_theta
         h = rms_norm(x_BTD, self.attn_norm_D[...], eps=eps)
@@ -128,11 +131,11 @@ class Block(nnx.Module):
         v = jnp.einsum("BTD,DKH->BTKH", h, self.v_DKH[...]) + self.v_bias_KH[...]
         q, k = rope(q, position_BT, theta=theta), rope(k, position_BT, theta=theta)
         out, kept = attend(q, k, v)
-        x_BTD = x_BTD + jnp.einsum("BTNH,NHD->BTD", out, self.o_NHD[...])
+        x_BTD = x_BTD + reduce(jnp.einsum("BTNH,NHD->BTD", out, self.o_NHD[...]))
         h = rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps)
         gate = jax.nn.silu(jnp.einsum("BTD,DF->BTF", h, self.gate_DF[...]))
         up = jnp.einsum("BTD,DF->BTF", h, self.up_DF[...])
-        return x_BTD + jnp.einsum("BTF,FD->BTD", gate * up, self.down_FD[...]), kept
+        return x_BTD + reduce(jnp.einsum("BTF,FD->BTD", gate * up, self.down_FD[...])), kept
 
 
 class Qwen2(nnx.Module):
@@ -160,12 +163,6 @@ class Qwen2(nnx.Module):
     def head(self):
         """The output matrix head_DV: the embedding's transpose where they are tied."""
         return self.embed_VD[...].T if self.config.tie_embeddings else self.head_DV[...]
-
-    def blocks(self):
-        """The layers one by one, for callers that keep something a layer (the decoder's cache)."""
-        block, params = nnx.split(self.layers)
-        for i in range(self.config.num_layers):
-            yield nnx.merge(block, jax.tree.map(lambda p, i=i: p[i], params))
 
     def hidden(self, tokens_BT, position_BT, segment_BT, *, remat: bool = False):
         """Normed last hidden states x_BTD of packed rows (segment 0 is padding)."""
@@ -203,6 +200,23 @@ def split(model: Qwen2) -> tuple[nnx.GraphDef, dict[str, Any]]:
 def abstract_params(config: Qwen2Config) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """As `split`, with float32 ShapeDtypeStructs for arrays: nothing is allocated."""
     return split(nnx.eval_shape(lambda: Qwen2(config, key=jax.random.key(0))))
+
+
+def unstack(params: dict[str, Any]) -> dict[str, Any]:
+    """The decoder's layout of a params dict: "layers" is a tuple with one dict a layer.
+
+    A loop over the layers of stacked arrays would copy each layer out of them first. There is
+    always a "head_DV": a tied one, too, would be transposed again for every block of steps.
+    """
+    num_layers = len(jax.tree.leaves(params["layers"])[0])
+    layers = tuple(jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(num_layers))
+    head_DV = params["head_DV"] if "head_DV" in params else params["embed_VD"].T
+    return params | {"layers": layers, "head_DV": head_DV}
+
+
+def abstract_block(config: Qwen2Config) -> nnx.GraphDef:
+    """The graph of one layer, for `nnx.merge` with an item of an unstacked "layers"."""
+    return nnx.split(nnx.eval_shape(lambda: Block(config, key=jax.random.key(0))))[0]
 
 
 def param_axes(params: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Static-batch generation on the device: prefill once a prompt group, then a decode loop.
+"""What the engine runs on the device: prefill of prompts into pages, and blocks of decode steps.
 
-Prompts are padded on the left, so that every row writes the same cache slot at the same time and
-the write is one in-place slice. The decode loop unrolls the layers, which measured faster than
-scanning them with the cache; the block function is the learner's.
+Both run under shard_map on a (data, model) mesh. A data shard has its own pages and slots and
+exchanges nothing with the others, so that each may leave its loop when its own slots are done;
+heads, feed-forward and vocabulary are split over "model", summed by hand.
+
+Axis letters: B slots of a shard, S steps of a block, and those of models.attention.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +17,11 @@ from flax import nnx, struct
 
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
-from models.attention import attention, cache_attention
-from models.qwen2 import Qwen2, causal_mask
+from models.attention import PageTable, attention, combine, page_attention, pieces
+from models.paged_tpu import paged_attention
+from models.qwen2 import Qwen2Config, abstract_block, causal_mask, rms_norm
+
+NULL_PAGE = 0  # what no request owns: idle slots write there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,112 +38,205 @@ class Sampling:
 
 
 @struct.dataclass
-class Samples:
-    """R = P * G responses, prompt-major. `length_R` counts tokens, the stop token included."""
+class Slots:
+    """What each of B slots is about to do: int32 [B], and `active_B` bool.
 
-    tokens_RT: Any
-    behavior_logp_RT: Any
-    length_R: Any
-    stopped_R: Any  # False: cut off at max_response_tokens
-
-
-def generate(graph, params, run_key, prompt_PT, prompt_length_P, cursor_P, *, group_size, sampling):
-    """Sample `group_size` responses to each left-padded prompt; pure, to be jitted.
-
-    graph, params: of models.qwen2.split; the parameters' dtype is the compute dtype.
-    prompt_PT: int32, a prompt's `prompt_length_P` tokens at the row's right end.
-    cursor_P: the prompts' places in the stream, which key their randomness.
+    The next token to feed is `token_B` at `position_B`; the token drawn then is number
+    `drawn_B` of the response to sample `sample_B` of the prompt at `cursor_B`. Tokens of this
+    block go to `page_B` from `offset_B` on.
     """
-    s: Sampling = sampling
-    model = nnx.merge(graph, params)
-    blocks = list(model.blocks())
-    head_DV = model.head()
-    P, T = prompt_PT.shape
-    x_PD, cache = prefill(model, blocks, prompt_PT, prompt_length_P, s.max_response_tokens)
-    x_RD = jnp.repeat(x_PD, group_size, axis=0)
-    cache = jax.tree.map(lambda c: jnp.repeat(c, group_size, axis=0), cache)
-    prompt_length_R = jnp.repeat(prompt_length_P, group_size)
-    key_R = request_keys(run_key, cursor_P, group_size=group_size)
-    stop_ids = jnp.asarray(s.stop_ids, jnp.int32)
-    R = P * group_size
-    slot_S = jnp.arange(T + s.max_response_tokens)
-    is_prompt_or_later_RS = slot_S >= (T - prompt_length_R)[:, None]
 
-    def unfinished(carry):
-        t, done_R = carry[0], carry[1]
-        return (t < s.max_response_tokens) & ~jnp.all(done_R)
-
-    def step(carry):
-        t, done_R, x_RD, cache, tokens_TR, logp_TR, length_R = carry
-        logits_RV = sampling_logits(
-            x_RD, head_DV, temperature=s.temperature, vocab_size=s.vocab_size
-        )
-        logits_RV = truncate(logits_RV, top_p=s.top_p, top_k=s.top_k)
-        token_R, logp_R = draw(logits_RV, uniform_at(key_R, t))
-        token_R = jnp.where(done_R, s.pad_id, token_R)
-        tokens_TR = tokens_TR.at[t].set(token_R)
-        logp_TR = logp_TR.at[t].set(jnp.where(done_R, 0.0, logp_R))
-        length_R = length_R + ~done_R
-        done_R = done_R | jnp.isin(token_R, stop_ids)
-        x_RD, cache = decode_token(
-            model,
-            blocks,
-            token_R,
-            position_R=prompt_length_R + t,
-            cache=cache,
-            slot=T + t,
-            mask_RS=is_prompt_or_later_RS & (slot_S <= T + t),
-        )
-        return t + 1, done_R, x_RD, cache, tokens_TR, logp_TR, length_R
-
-    buffer = (s.max_response_tokens, R)
-    carry = (
-        jnp.int32(0),
-        jnp.zeros(R, bool),
-        x_RD,
-        cache,
-        jnp.full(buffer, s.pad_id, jnp.int32),
-        jnp.zeros(buffer, jnp.float32),
-        jnp.zeros(R, jnp.int32),
-    )
-    _, done_R, _, _, tokens_TR, logp_TR, length_R = jax.lax.while_loop(unfinished, step, carry)
-    return Samples(tokens_TR.T, logp_TR.T, length_R, done_R)
+    active_B: Any
+    cursor_B: Any
+    sample_B: Any
+    token_B: Any
+    position_B: Any
+    drawn_B: Any
+    page_B: Any
+    offset_B: Any
 
 
-def prefill(model: Qwen2, blocks, prompt_PT, prompt_length_P, num_new_tokens: int):
-    """(x_PD of the last prompt token, cache): one (k_PKHS, v_PKSH) a layer with room to decode."""
-    T = prompt_PT.shape[1]
-    pad_P1 = T - prompt_length_P[:, None]
-    index_T = jnp.arange(T)
-    segment_PT = (index_T >= pad_P1).astype(jnp.int32)
-    position_PT = jnp.maximum(index_T - pad_P1, 0)
-    mask_PTS = causal_mask(segment_PT)
+def prefill(params, pages, tokens_RT, page_RI, *, config: Qwen2Config, axis: str | None):
+    """The prompt pages with the keys and values of R prompts written to `page_RI`, C tokens each.
+
+    pages: a (k_UKHC, v_UKCH) a layer. tokens_RT: prompts from the left, T = I * C; what follows a
+    prompt's end is never read. Pages that a prompt does not fill are NULL_PAGE.
+    """
+    R, T = tokens_RT.shape
+    position_RT = jnp.broadcast_to(jnp.arange(T), (R, T))
+    mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
 
     def attend(q, k, v):
-        return attention(q, k, v, mask_PTS), (k, v)
+        return attention(q, k, v, mask_RTS), (k, v)
 
-    x_PTD, cache = model.embed(prompt_PT), []
-    for block in blocks:
-        x_PTD, (k_PTKH, v_PTKH) = block(x_PTD, position_PT, attend)
-        room = ((0, 0), (0, 0), (0, 0), (0, num_new_tokens))
-        k_PKHS = jnp.pad(k_PTKH.transpose(0, 2, 3, 1), room)
-        v_PKSH = jnp.pad(v_PTKH.transpose(0, 2, 1, 3), (*room[:2], room[3], room[2]))
-        cache.append((k_PKHS, v_PKSH))
-    return model.final_norm(x_PTD[:, -1]), cache
+    x_RTD, new = embed(params, tokens_RT, axis=axis), []
+    page_N = page_RI.reshape(-1)
+    for block in blocks(params, config):
+        x_RTD, kept = block(x_RTD, position_RT, attend, functools.partial(over, axis=axis))
+        k_NCKH, v_NCKH = (a.reshape(len(page_N), -1, *a.shape[2:]) for a in kept)
+        new.append((k_NCKH.transpose(0, 2, 3, 1), v_NCKH.swapaxes(1, 2)))
+    return write(pages, new, page_N, jnp.zeros_like(page_N))
 
 
-def decode_token(model: Qwen2, blocks, token_R, *, position_R, cache, slot, mask_RS):
-    """(x_RD, cache) after one more token a row; only its cache slot is written, in place."""
-    x_RTD, new_cache = model.embed(token_R[:, None]), []
-    for block, (k_RKHS, v_RKSH) in zip(blocks, cache, strict=True):
+def decode_block(
+    params,
+    prompt_pages,
+    pages,
+    run_key,
+    slots: Slots,
+    table: PageTable,
+    *,
+    config: Qwen2Config,
+    sampling: Sampling,
+    block_tokens: int,
+    readers: int,
+    used_pages: int | None,
+    axis: str | None,
+):
+    """(pages, token_SB, logp_SB): up to `block_tokens` more tokens for every active slot.
 
-        def attend(q_RTNH, k_RTKH, v_RTKH, k_RKHS=k_RKHS, v_RKSH=v_RKSH):
-            k_RKH1, v_RK1H = k_RTKH.transpose(0, 2, 3, 1), v_RTKH.transpose(0, 2, 1, 3)
-            k_RKHS = jax.lax.dynamic_update_slice_in_dim(k_RKHS, k_RKH1, slot, axis=3)
-            v_RKSH = jax.lax.dynamic_update_slice_in_dim(v_RKSH, v_RK1H, slot, axis=2)
-            out_RNH = cache_attention(q_RTNH[:, 0], k_RKHS, v_RKSH, mask_RS)
-            return out_RNH[:, None], (k_RKHS, v_RKSH)
+    A slot that stops, or reaches its limit, is idle for the rest of the block: what it draws then
+    means nothing. The loop ends early when all have.
 
-        x_RTD, kept = block(x_RTD, position_R[:, None], attend)
-        new_cache.append(kept)
-    return model.final_norm(x_RTD[:, 0]), new_cache
+    prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC, v_PKCH) a layer; tokens of this block
+    are kept apart and written to `pages` at the end, once a block. readers: of a prompt page at
+    most. used_pages: attend to the first so many pages, with what XLA makes of it; None: a
+    kernel reads just the live ones. axis: the mesh axis that the heads are split over.
+    """
+    s, S, B = sampling, block_tokens, len(slots.token_B)
+    _, K, C, H = pages[0][1].shape
+    N = params["layers"][0]["q_DNH"].shape[1]
+    layers = list(blocks(params, config))
+    head_DV = params["head_DV"]
+    first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_DV.shape[1]
+    slot_B1 = jnp.arange(B)[:, None]
+    key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
+    uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.drawn_B + i))(jnp.arange(S))
+    stop_ids = jnp.asarray(s.stop_ids, jnp.int32)
+    where = pieces(
+        table,
+        prompt_pages=len(prompt_pages[0][0]),
+        readers=readers,
+        pages=used_pages,
+        page_tokens=C,
+    )
+    closed = [] if used_pages is None else [(k[:used_pages], v[:used_pages]) for k, v in pages]
+
+    def attend_pages(q_BNH, i):
+        prompt = page_attention(q_BNH, *prompt_pages[i], where.reader_UR, where.live_U)
+        if used_pages is not None:
+            response = page_attention(q_BNH, *closed[i], where.reader_P[:, None], where.live_P)
+            return [prompt, response]
+        none_B = jnp.zeros(B, jnp.int32)
+        out_BNH, max_BN, sum_BN = paged_attention(
+            q_BNH,
+            *pages[i],
+            table.response_BJ,
+            none_B,
+            table.response_tokens_B,
+            interpret=False,
+        )
+        split = (B, K, N // K)
+        return [prompt, (out_BNH.reshape(*split, H), max_BN.reshape(split), sum_BN.reshape(split))]
+
+    def unfinished(carry):
+        return (carry[0] < S) & jnp.any(carry[1])
+
+    def step(carry):
+        i, active_B, token_B, block_kv, token_SB, logp_SB = carry
+        live_B = jnp.full(B, i + 1)
+        x_BTD, new_kv = embed(params, token_B[:, None], axis=axis), []
+        for index, (block, (k_BKHS, v_BKSH)) in enumerate(zip(layers, block_kv, strict=True)):
+
+            def attend(q_BTNH, k_BTKH, v_BTKH, index=index, k_BKHS=k_BKHS, v_BKSH=v_BKSH):
+                k_BKH1, v_BK1H = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2)
+                k_BKHS = jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_BKH1, i, axis=3)
+                v_BKSH = jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_BK1H, i, axis=2)
+                q_BNH = q_BTNH[:, 0]
+                recent = page_attention(q_BNH, k_BKHS, v_BKSH, slot_B1, live_B)
+                partials = [*attend_pages(q_BNH, index), recent]
+                out_BNH = combine(partials, where.entry_BX, dtype=v_BKSH.dtype)
+                return out_BNH[:, None], (k_BKHS, v_BKSH)
+
+            x_BTD, kept = block(
+                x_BTD, (slots.position_B + i)[:, None], attend, functools.partial(over, axis=axis)
+            )
+            new_kv.append(kept)
+        x_BD = rms_norm(x_BTD[:, 0], params["final_norm_D"], eps=config.rms_norm_eps)
+        logits_BV = sampling_logits(
+            x_BD, head_DV, temperature=s.temperature, vocab_size=s.vocab_size, first_id=first_id
+        )
+        if s.top_p < 1.0 or s.top_k > 0:
+            # Every chip looks at the whole row, then draws in its own part of it.
+            whole_BV = (
+                logits_BV
+                if axis is None
+                else jax.lax.all_gather(logits_BV, axis, axis=1, tiled=True)
+            )
+            whole_BV = truncate(whole_BV, top_p=s.top_p, top_k=s.top_k)
+            logits_BV = jax.lax.dynamic_slice_in_dim(whole_BV, first_id, logits_BV.shape[1], 1)
+        token_B, logp_B = draw(logits_BV, uniform_SB[i], axis=axis)
+        ended_B = jnp.isin(token_B, stop_ids) | (slots.drawn_B + i + 1 >= s.max_response_tokens)
+        return (
+            i + 1,
+            active_B & ~ended_B,
+            token_B,
+            new_kv,
+            token_SB.at[i].set(token_B),
+            logp_SB.at[i].set(logp_B),
+        )
+
+    dtype = pages[0][1].dtype
+    carry = (
+        jnp.int32(0),
+        slots.active_B,
+        slots.token_B,
+        [(jnp.zeros((B, K, H, S), dtype), jnp.zeros((B, K, S, H), dtype)) for _ in pages],
+        jnp.full((S, B), s.pad_id, jnp.int32),
+        jnp.zeros((S, B), jnp.float32),
+    )
+    _, _, _, block_kv, token_SB, logp_SB = jax.lax.while_loop(unfinished, step, carry)
+    return write(pages, block_kv, slots.page_B, slots.offset_B), token_SB, logp_SB
+
+
+def write(pages, new, page_N, offset_N):
+    """The pages of all layers with S tokens (k_NKHS, v_NKSH) in each from its offset on.
+
+    A loop of slice updates works in place; a scatter makes XLA lay the whole pool out anew.
+    """
+
+    def one(n, pages):
+        page, offset = page_N[n], offset_N[n]
+        written = []
+        for (k_PKHC, v_PKCH), layer in zip(pages, new, strict=True):
+            k_1KHS, v_1KSH = (jax.lax.dynamic_slice_in_dim(a, n, 1) for a in layer)
+            written.append(
+                (
+                    jax.lax.dynamic_update_slice(k_PKHC, k_1KHS, (page, 0, 0, offset)),
+                    jax.lax.dynamic_update_slice(v_PKCH, v_1KSH, (page, 0, offset, 0)),
+                )
+            )
+        return tuple(written)
+
+    return jax.lax.fori_loop(0, len(page_N), one, tuple(pages))
+
+
+def blocks(params, config: Qwen2Config):
+    """The layers one by one, from the sampler's parameters (models.qwen2.unstack)."""
+    graph = abstract_block(config)
+    return (nnx.merge(graph, layer) for layer in params["layers"])
+
+
+def embed(params, tokens_BT, *, axis: str | None):
+    """Embeddings x_BTD; where rows are split over a mesh axis, every chip adds those it has."""
+    embed_VD = params["embed_VD"]
+    if axis is None:
+        return embed_VD[tokens_BT]
+    local_BT = tokens_BT - jax.lax.axis_index(axis) * embed_VD.shape[0]
+    here_BT = (local_BT >= 0) & (local_BT < embed_VD.shape[0])
+    return over(jnp.where(here_BT[..., None], embed_VD[local_BT], 0), axis=axis)
+
+
+def over(x, *, axis: str | None):
+    """The sum over a mesh axis; None: nothing is split, so there is nothing to add."""
+    return x if axis is None else jax.lax.psum(x, axis)

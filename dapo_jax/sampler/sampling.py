@@ -10,23 +10,23 @@ BISECTIONS = 26  # finds the threshold to 5e-7 nats or better
 CDF_BLOCK = 128
 
 
-def request_keys(run_key, cursor_P, *, group_size):
-    """key_R of every (prompt cursor, sample index) request, prompt-major.
+def request_keys(run_key, cursor_B, sample_B):
+    """key_B of every (prompt cursor, sample index) request.
 
     A sample's randomness is fold_in(fold_in(fold_in(run_key, cursor), sample), position): it
-    depends on nothing else, neither the batch, nor the device, nor a restart.
+    depends on nothing else, neither the slot, nor the device, nor a restart.
     """
 
-    def group(cursor):
-        prompt_key = jax.random.fold_in(run_key, cursor)
-        return jax.vmap(lambda i: jax.random.fold_in(prompt_key, i))(jnp.arange(group_size))
+    def request(cursor, sample):
+        return jax.random.fold_in(jax.random.fold_in(run_key, cursor), sample)
 
-    return jax.vmap(group)(cursor_P).reshape(-1)
+    return jax.vmap(request)(cursor_B, sample_B)
 
 
-def uniform_at(key_R, position):
+def uniform_at(key_B, position_B):
     """One uniform number in [0, 1) a request at a response position."""
-    return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position)))(key_R)
+    key_B = jax.vmap(jax.random.fold_in)(key_B, position_B)
+    return jax.vmap(jax.random.uniform)(key_B)
 
 
 def truncate(logits_RV, *, top_p: float, top_k: int):
@@ -60,30 +60,47 @@ def truncate(logits_RV, *, top_p: float, top_k: int):
     return logits_RV
 
 
-def draw(logits_RV, uniform_R):
+def draw(logits_RV, uniform_R, *, axis: str | None):
     """(token_R, logp_R): one draw from softmax(logits) by the inverse of its distribution function.
 
     One uniform number a row. The running sum is taken over blocks first, then inside the block
     that is hit: a 152k-long float32 sum would lose the tail. `logp_R` is the log-probability
     under exactly this (temperature-scaled, truncated) distribution.
+
+    axis: the mesh axis over which the vocabulary is split in equal parts, None where it is whole.
+    Chips exchange their block sums and the drawn token's logit, never the logits.
     """
     R, V = logits_RV.shape
-    logz_R1 = jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
-    prob_RV = jnp.exp(logits_RV - logz_R1)
-    prob_RNC = jnp.pad(prob_RV, ((0, 0), (0, -V % CDF_BLOCK))).reshape(R, -1, CDF_BLOCK)
-    block_cdf_RN = jnp.cumsum(jnp.sum(prob_RNC, axis=-1), axis=-1)
-    target_R = uniform_R * block_cdf_RN[:, -1]
-    block_R = jnp.sum(block_cdf_RN <= target_R[:, None], axis=-1)
-    block_R = jnp.minimum(block_R, block_cdf_RN.shape[1] - 1)
-    before_R = jnp.where(
-        block_R > 0, jnp.take_along_axis(block_cdf_RN, block_R[:, None] - 1, axis=1)[:, 0], 0.0
+    max_R = jnp.max(logits_RV, axis=-1)
+    max_R = max_R if axis is None else jax.lax.pmax(max_R, axis)
+    weight_RV = jnp.exp(logits_RV - max_R[:, None])
+    weight_RNC = jnp.pad(weight_RV, ((0, 0), (0, -V % CDF_BLOCK))).reshape(R, -1, CDF_BLOCK)
+    sum_RN = jnp.sum(weight_RNC, axis=-1)
+    N = sum_RN.shape[1]
+    rank = 0 if axis is None else jax.lax.axis_index(axis)
+    sum_RN = sum_RN if axis is None else jax.lax.all_gather(sum_RN, axis, axis=1, tiled=True)
+    cdf_RN = jnp.cumsum(sum_RN, axis=-1)
+    total_R = cdf_RN[:, -1]
+    target_R = uniform_R * total_R
+    # The first block past the target; where rounding leaves none, the last one with any weight.
+    block_R = jnp.minimum(
+        jnp.sum(cdf_RN <= target_R[:, None], axis=-1),
+        jnp.sum(cdf_RN < total_R[:, None], axis=-1),
     )
-    inner_RC = jnp.take_along_axis(prob_RNC, block_R[:, None, None], axis=1)[:, 0]
+    before_R = jnp.where(
+        block_R > 0, jnp.take_along_axis(cdf_RN, block_R[:, None] - 1, axis=1)[:, 0], 0.0
+    )
+    here_R = block_R // N == rank
+    local_R = block_R % N
+    inner_RC = jnp.take_along_axis(weight_RNC, local_R[:, None, None], axis=1)[:, 0]
     inner_cdf_RC = before_R[:, None] + jnp.cumsum(inner_RC, axis=-1)
-    token_R = block_R * CDF_BLOCK + jnp.sum(inner_cdf_RC <= target_R[:, None], axis=-1)
     # Rounding between the two sums may point past the block's last likely token.
-    chosen_R = jnp.take_along_axis(prob_RV, jnp.minimum(token_R, V - 1)[:, None], axis=1)[:, 0]
-    likely_R = (token_R < V) & (chosen_R > 0)
-    token_R = jnp.where(likely_R, token_R, jnp.argmax(logits_RV, axis=-1)).astype(jnp.int32)
-    logp_R = jnp.take_along_axis(logits_RV - logz_R1, token_R[:, None], axis=1)[:, 0]
-    return token_R, logp_R
+    last_R = CDF_BLOCK - 1 - jnp.argmax(inner_RC[:, ::-1] > 0, axis=-1)
+    inner_R = jnp.minimum(jnp.sum(inner_cdf_RC <= target_R[:, None], axis=-1), last_R)
+    local_R = local_R * CDF_BLOCK + inner_R
+    logit_R = jnp.take_along_axis(logits_RV, local_R[:, None], axis=1)[:, 0]
+    token_R = (local_R + rank * V).astype(jnp.int32)
+    if axis is not None:
+        token_R = jax.lax.psum(jnp.where(here_R, token_R, 0), axis)
+        logit_R = jax.lax.psum(jnp.where(here_R, logit_R, 0.0), axis)
+    return token_R, logit_R - max_R - jnp.log(total_R)

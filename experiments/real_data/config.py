@@ -33,7 +33,6 @@ def get_config(preset: str = ""):
     config.eval.sets.aime24 = base.dataset(kind="dapo_parquet")
     config.eval.sets.gsm8k = base.dataset(kind="gsm8k_jsonl")
     config.eval.every_steps = 3
-    config.eval.batch_prompts = 10
     config.eval.max_prompts = 30  # all of AIME 2024, the first of GSM8K
 
     config.checkpoint.every_steps = 1

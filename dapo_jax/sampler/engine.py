@@ -1,0 +1,668 @@
+"""Continuous batching: slots that are refilled as responses end, over a paged cache.
+
+One `Session` samples with one set of weights. The host keeps the books between blocks of decode
+steps: which request is in which slot, which pages it has, and who comes next. Data flow of
+`Session.step`:
+
+    queue of groups -> a shard's ready requests (prompt prefilled once a group) -> slots
+    slots -> decode_block on every shard -> tokens appended, ended requests leave, groups finish
+
+The books are plain Python in a fixed order, so the same submissions give the same schedule; and a
+request's tokens depend on no schedule at all.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import heapq
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dapo_jax.sampler.decode import NULL_PAGE, Sampling, Slots, decode_block, prefill
+from models.attention import PageTable
+from models.qwen2 import Qwen2Config
+from sharding import hosts, rules
+
+# Parts of the response pages that plain XLA attends to: the least one that holds all used pages.
+import json
+
+CO = json.loads(os.environ.get("CO", "{}"))
+POOL_PARTS = (4, 2, 1)
+IN_FLIGHT = 3  # groups whose prompts are kept, over the least that fill the slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The cache of one data shard, in pages of `page_tokens` tokens; page 0 is nobody's.
+
+    Prompts have pages of their own, which at most `readers` slots share. A block of
+    `block_tokens` decode steps divides a page. `max_prompt_tokens` and `max_response_tokens`
+    bound what one request may take.
+    """
+
+    slots: int
+    pages: int
+    prompt_pages: int
+    readers: int
+    page_tokens: int
+    block_tokens: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+
+    @property
+    def pages_per_prompt(self) -> int:
+        """Of the longest one (I); a prompt's last token is fed when decoding begins."""
+        return -(-(self.max_prompt_tokens - 1) // self.page_tokens)
+
+    @property
+    def pages_per_response(self) -> int:
+        """Of the longest one (J)."""
+        return -(-self.max_response_tokens // self.page_tokens)
+
+
+def plan_cache(
+    config: Qwen2Config,
+    *,
+    cache_bytes: int,
+    slot_tokens: int,
+    readers: int,
+    page_tokens: int,
+    block_tokens: int,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    bytes_per_value: int,
+    model_ways: int,
+    copies: bool,
+) -> Cache:
+    """The slots and pages that a device's memory budget holds.
+
+    There is a slot for every `slot_tokens` response tokens of cache: longer responses take pages
+    that shorter ones leave. The keys and values of the block being decoded count too, and
+    (copies) those of the smaller parts of the pool that plain XLA attends to. Raises ValueError
+    where one request of the greatest length would not fit.
+    """
+    heads = config.num_kv_heads // model_ways
+    token_bytes = 2 * config.num_layers * heads * config.head_dim * bytes_per_value
+    page_bytes = token_bytes * page_tokens
+    copy = 1.5 if copies else 1.0
+
+    def cache(slots: int) -> Cache:
+        limits = Cache(
+            slots=slots,
+            pages=0,
+            prompt_pages=0,
+            readers=readers,
+            page_tokens=page_tokens,
+            block_tokens=block_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+        )
+        longest = limits.pages_per_prompt
+        prompt_pages = longest + IN_FLIGHT * -(-slots // readers) * min(longest, 2) + 1
+        left = cache_bytes - slots * block_tokens * token_bytes - prompt_pages * page_bytes
+        return dataclasses.replace(
+            limits, prompt_pages=prompt_pages, pages=int(max(0, left) / (page_bytes * copy))
+        )
+
+    slots = int(cache_bytes / (token_bytes * (slot_tokens * copy + block_tokens)))
+    while slots > 1 and (cache(slots).pages - 1) * page_tokens < slots * slot_tokens:
+        slots -= 1
+    planned = cache(max(slots, 1))
+    least = planned.pages_per_response + 1
+    if planned.pages < least:
+        short = (least - planned.pages) * page_bytes * copy
+        raise ValueError(
+            f"rollout.cache_mib = {cache_bytes / 2**20:g} does not hold one prompt of "
+            f"{max_prompt_tokens} tokens and one response of {max_response_tokens}; "
+            f"{(cache_bytes + short) / 2**20:.1f} MiB a device would, in slots of "
+            f"rollout.slot_tokens = {slot_tokens}"
+        )
+    return planned
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """One sampled response: tokens, the stop token included, and their log-probabilities."""
+
+    tokens: np.ndarray
+    behavior_logp: np.ndarray
+    stopped: bool  # False: cut off at the length limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A whole group: the responses to the prompt at `cursor`, by sample index."""
+
+    cursor: int
+    responses: list[Response]
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Samples of one prompt that are being drawn, at most as many as may share its pages."""
+
+    cursor: int
+    prompt: np.ndarray
+    samples: range
+    pages: list[int] = dataclasses.field(default_factory=list)
+    unfinished: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One (prompt, sample) and the response so far, a piece a block.
+
+    Between blocks `drawn_tokens` is also the number of tokens in its own pages: the prompt's last
+    one comes first there, and the newest one is fed in the next block.
+    """
+
+    group: Group
+    sample: int
+    pages: list[int] = dataclasses.field(default_factory=list)
+    drawn_tokens: int = 0
+    drawn: list[np.ndarray] = dataclasses.field(default_factory=list)
+    logp: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+
+class Shard:
+    """The books of one data shard: free pages, who is ready, and who is in which slot."""
+
+    def __init__(self, cache: Cache):
+        self.cache = cache
+        self.free_pages = list(range(NULL_PAGE + 1, cache.pages))
+        self.free_prompt_pages = list(range(NULL_PAGE + 1, cache.prompt_pages))
+        self.ready: collections.deque[Request] = collections.deque()
+        self.slots: list[Request | None] = [None] * cache.slots
+        self.by_age: list[int] = []  # occupied slots, the longest in first
+
+    @property
+    def wanted(self) -> int:
+        """Free slots that no ready request will take."""
+        return self.slots.count(None) - len(self.ready)
+
+    def accept(self, group: Group, prompt_pages: int) -> None:
+        """Pages for a group's prompt; its samples are ready."""
+        group.pages = take(self.free_prompt_pages, prompt_pages)
+        group.unfinished = len(group.samples)
+        self.ready.extend(Request(group, sample) for sample in group.samples)
+
+    def admit(self) -> None:
+        """Ready requests to free slots, lowest slot first, while there are pages."""
+        for b, occupant in enumerate(self.slots):
+            if occupant is None and self.ready and self.free_pages:
+                self.slots[b] = self.ready.popleft()
+                self.slots[b].pages = take(self.free_pages, 1)
+                self.by_age.append(b)
+
+    def grow(self) -> int:
+        """A page for every slot whose last one is full; returns how many tokens were given up.
+
+        Where none is left, the youngest request starts again later: its tokens will be the same.
+        """
+        given_up = 0
+        for b in list(self.by_age):
+            request = self.slots[b]
+            if request is None:
+                continue
+            if request.drawn_tokens == len(request.pages) * self.cache.page_tokens:
+                if not self.free_pages:
+                    youngest = self.slots[self.by_age[-1]]
+                    given_up += youngest.drawn_tokens
+                    self.leave(self.by_age[-1])
+                    self.ready.appendleft(Request(youngest.group, youngest.sample))
+                if self.slots[b] is not None:
+                    request.pages += take(self.free_pages, 1)
+        return given_up
+
+    def leave(self, b: int) -> None:
+        """Slot b is free again, and so are its request's own pages."""
+        give(self.free_pages, self.slots[b].pages)
+        self.slots[b] = None
+        self.by_age.remove(b)
+
+    def finish(self, group: Group) -> None:
+        """The prompt's pages are free again."""
+        give(self.free_prompt_pages, group.pages)
+
+
+def take(free: list[int], count: int) -> list[int]:
+    """The lowest free pages, so that those in use stay together at the pool's beginning."""
+    return [heapq.heappop(free) for _ in range(count)]
+
+
+def give(free: list[int], pages: list[int]) -> None:
+    """Pages back to the free ones; the list is emptied."""
+    for page in pages:
+        heapq.heappush(free, page)
+    pages.clear()
+
+
+@dataclasses.dataclass
+class Block:
+    """What one block of decode steps did, for the metrics and the timeline.
+
+    cursor_B: of the request in each slot of all shards, -1 in a free one. useful_B: tokens of its
+    response that each slot drew. waiting: whether there were requests left to fill slots with.
+    """
+
+    start_seconds: float
+    end_seconds: float
+    steps: int
+    cursor_B: np.ndarray
+    sample_B: np.ndarray
+    useful_B: np.ndarray
+    waiting: bool
+    cache_use: float
+
+
+class Engine:
+    """The compiled programs of one model on one mesh, for `Session` to run."""
+
+    def __init__(self, config: Qwen2Config, mesh: Mesh, cache: Cache, *, params, kernel: bool):
+        """params: ShapeDtypeStructs, with shardings, of models.qwen2.unstack's layout.
+
+        kernel: read response pages by the TPU's kernel; else attention is plain XLA.
+        """
+        if config.num_kv_heads % mesh.shape["model"]:
+            raise ValueError(
+                f"mesh.model = {mesh.shape['model']} does not divide the model's "
+                f"{config.num_kv_heads} key/value heads, which decoding splits over it"
+            )
+        if cache.page_tokens % cache.block_tokens:
+            raise ValueError(
+                f"rollout.page_tokens = {cache.page_tokens} is not a multiple of "
+                f"rollout.block_tokens = {cache.block_tokens}"
+            )
+        self.config, self.mesh, self.cache = config, mesh, cache
+        self.shards = mesh.shape["data"]
+        self._axis = "model" if mesh.shape["model"] > 1 else None
+        self._params = params
+        self._rows = rules.rows(mesh)
+        self._page_spec = PartitionSpec("data", "model")
+        self._prompt_pages, self._pages = map(self._pool, (cache.prompt_pages, cache.pages))
+        self._new_pages = jax.jit(
+            lambda: jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype), (self._prompt_pages, self._pages)
+            ),
+            out_shardings=jax.tree.map(lambda s: s.sharding, (self._prompt_pages, self._pages)),
+        )
+        self._programs: dict[tuple, jax.stages.Compiled] = {}
+        # Sizes of the used part of the pool that decoding is compiled for, in pages.
+        self._parts = [None] if kernel else [-(-cache.pages // part) for part in POOL_PARTS]
+
+    @property
+    def prompt_buckets(self) -> list[int]:
+        """Padded prompt lengths that prefill is compiled for, in pages: powers of two."""
+        longest = self.cache.pages_per_prompt
+        powers = [2**i for i in range(longest.bit_length()) if 2**i < longest]
+        return [*powers, longest] if longest else []
+
+    def bucket(self, prompt_tokens: int) -> int:
+        """The bucket of a prompt, by its own length alone; 0 where nothing is prefilled."""
+        pages = -(-(prompt_tokens - 1) // self.cache.page_tokens)
+        return next(b for b in (0, *self.prompt_buckets) if b >= pages)
+
+    def prefill_rows(self, bucket: int) -> int:
+        """Prompts of one prefill call on each shard: as many tokens in every bucket."""
+        return max(1, self.cache.pages_per_prompt // bucket)
+
+    def lower(self, sampling: Sampling) -> dict[tuple, jax.stages.Lowered]:
+        """All programs that a session may run, by (name, sampling, size), before compilation."""
+        lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.prompt_buckets}
+        return lowered | {
+            ("decode", sampling, part): self._lower_decode(sampling, part) for part in self._parts
+        }
+
+    def compile(self, sampling: Sampling) -> None:
+        """Compile all that a session may run, so that nothing is compiled later."""
+        if ("decode", sampling, self._parts[0]) in self._programs:
+            return
+        missing = {k: v for k, v in self.lower(sampling).items() if k not in self._programs}
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
+            self._programs |= dict(zip(missing, compiled, strict=True))
+
+    @property
+    def program_names(self) -> list[str]:
+        """What has been compiled: name and size in pages."""
+        return [f"{name}[{'kernel' if size is None else size}]" for name, _, size in self._programs]
+
+    def new_pages(self):
+        """(prompt pages, response pages) on the mesh, zeroed."""
+        return self._new_pages()
+
+    def prefill(self, params, prompt_pages, tokens_RT, page_RI):
+        """Run prefill for [shards * rows] prompts of one bucket; the old pages are gone."""
+        program = self._programs["prefill", None, page_RI.shape[1]]
+        return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
+
+    def decode(self, params, prompt_pages, pages, run_key, state_BX, sampling, *, last_page: int):
+        """Run a block; (pages, token_SB, logp_SB), the latter two as numpy arrays.
+
+        state_BX: int32, what `split_state` takes apart. last_page: the highest in use.
+        """
+        part = next(p for p in self._parts if p is None or p > last_page)
+        program = self._programs["decode", sampling, part]
+        state_BX = hosts.place(state_BX, self._rows)
+        pages, *drawn = program(params, prompt_pages, pages, run_key, state_BX)
+        return pages, *hosts.fetch(drawn)
+
+    def _pool(self, pages: int):
+        """ShapeDtypeStructs of a (k_PKHC, v_PKCH) a layer, of so many pages a shard."""
+        C, H = self.cache.page_tokens, self.config.head_dim
+        dtype = jax.tree.leaves(self._params)[0].dtype
+
+        def array(*tile):
+            return jax.ShapeDtypeStruct(
+                (self.shards * pages, self.config.num_kv_heads, *tile),
+                dtype,
+                sharding=NamedSharding(self.mesh, self._page_spec),
+            )
+
+        return ((array(H, C), array(C, H)),) * self.config.num_layers
+
+    def _lower_prefill(self, bucket: int) -> jax.stages.Lowered:
+        def run(params, prompt_pages, tokens_RT, page_RI):
+            return prefill(
+                params, prompt_pages, tokens_RT, page_RI, config=self.config, axis=self._axis
+            )
+
+        rows = self.shards * self.prefill_rows(bucket)
+        tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
+        page_RI = self._host_array(rows, bucket)
+        out = self._specs(self._prompt_pages)
+        arguments = (self._params, self._prompt_pages, tokens_RT, page_RI)
+        return self._lower(run, arguments, out, donate=1)
+
+    def _lower_decode(self, sampling: Sampling, part: int | None) -> jax.stages.Lowered:
+        cache = self.cache
+
+        def run(params, prompt_pages, pages, run_key, state_BX):
+            slots, table = split_state(state_BX, cache)
+            return decode_block(
+                params,
+                prompt_pages,
+                pages,
+                jax.random.wrap_key_data(run_key),
+                slots,
+                table,
+                config=self.config,
+                sampling=sampling,
+                block_tokens=cache.block_tokens,
+                readers=cache.readers,
+                used_pages=part,
+                axis=self._axis,
+            )
+
+        run_key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=rules.replicated(self.mesh))
+        state_BX = self._host_array(self.shards * cache.slots, state_columns(cache))
+        tokens = PartitionSpec(None, "data")
+        out = (self._specs(self._pages), tokens, tokens)
+        arguments = (self._params, self._prompt_pages, self._pages, run_key, state_BX)
+        return self._lower(run, arguments, out, donate=2)
+
+    def _host_array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, columns), jnp.int32, sharding=self._rows)
+
+    def _specs(self, arrays):
+        return jax.tree.map(lambda array: array.sharding.spec, arrays)
+
+    def _lower(self, run, arguments, out, *, donate: int) -> jax.stages.Lowered:
+        mapped = jax.shard_map(
+            run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
+        )
+        return jax.jit(mapped, donate_argnums=donate, compiler_options=CO).lower(*arguments)
+
+
+def state_columns(cache: Cache) -> int:
+    """Columns of state_BX."""
+    return len(dataclasses.fields(Slots)) + 3 + cache.pages_per_prompt + cache.pages_per_response
+
+
+def split_state(state_BX, cache: Cache) -> tuple[Slots, PageTable]:
+    """Slots and PageTable from the one array that goes to the device for a block."""
+    names = [field.name for field in dataclasses.fields(Slots)]
+    columns = dict(zip(names, state_BX.T, strict=False))
+    columns["active_B"] = columns["active_B"] > 0
+    first = len(names) + 3
+    prompt_tokens_B, response_tokens_B, rank_B = state_BX.T[len(names) : first]
+    table = PageTable(
+        prompt_BI=state_BX[:, first : first + cache.pages_per_prompt],
+        response_BJ=state_BX[:, first + cache.pages_per_prompt :],
+        prompt_tokens_B=prompt_tokens_B,
+        response_tokens_B=response_tokens_B,
+        rank_B=rank_B,
+    )
+    return Slots(**columns), table
+
+
+class Session:
+    """Samples groups with one set of weights until the caller has what it needs."""
+
+    def __init__(self, engine: Engine, params, run_key, sampling: Sampling):
+        """params: the sampler's, on the mesh. Raises ValueError for an impossible limit."""
+        if sampling.max_response_tokens > engine.cache.max_response_tokens:
+            raise ValueError(
+                f"responses of {sampling.max_response_tokens} tokens were asked for, but the cache "
+                f"is planned for {engine.cache.max_response_tokens}"
+            )
+        engine.compile(sampling)
+        self.engine = engine
+        self.blocks: list[Block] = []
+        self.seconds = {"prefill": 0.0, "decode": 0.0, "host": 0.0}
+        self.prefilled_prompts = 0
+        self.given_up_tokens = 0  # drawn, but lost to a cancelled group or to a lack of pages
+        self._params, self._sampling = params, sampling
+        self._run_key = hosts.place(jax.random.key_data(run_key), rules.replicated(engine.mesh))
+        self._prompt_pages, self._pages = engine.new_pages()
+        self._queue: collections.deque[Group] = collections.deque()
+        self._shards = [Shard(engine.cache) for _ in range(engine.shards)]
+        self._home: dict[Group, Shard] = {}  # of the groups whose prompts are in pages
+        self._responses: dict[int, list[Response | None]] = {}  # unfinished, by cursor
+
+    def submit(self, cursor: int, prompt: np.ndarray, *, group_size: int) -> None:
+        """Ask for `group_size` samples of a prompt (token ids), after all that were asked for.
+
+        Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
+        """
+        cache = self.engine.cache
+        if not 1 <= len(prompt) <= cache.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt at cursor {cursor} has {len(prompt)} tokens; it needs at least 1 and "
+                f"at most rollout.max_prompt_tokens = {cache.max_prompt_tokens}"
+            )
+        prompt = np.asarray(prompt, np.int32)
+        for first in range(0, group_size, cache.readers):
+            samples = range(first, min(first + cache.readers, group_size))
+            self._queue.append(Group(cursor, prompt, samples))
+        self._responses[cursor] = [None] * group_size
+
+    def cancel(self, cursor: int) -> None:
+        """Forget an unfinished group, whatever of it was drawn."""
+        done = self._responses.pop(cursor)
+        self.given_up_tokens += sum(len(r.tokens) for r in done if r is not None)
+        self._queue = collections.deque(g for g in self._queue if g.cursor != cursor)
+        for group, shard in list(self._home.items()):
+            if group.cursor == cursor:
+                for b in [b for b in shard.by_age if shard.slots[b].group is group]:
+                    self.given_up_tokens += shard.slots[b].drawn_tokens
+                    shard.leave(b)
+                shard.ready = collections.deque(r for r in shard.ready if r.group is not group)
+                shard.finish(group)
+                del self._home[group]
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Cursors of the groups that were asked for and are neither finished nor cancelled."""
+        return list(self._responses)
+
+    @property
+    def idle_slots(self) -> int:
+        """Slots that no request asked for so far will fill."""
+        queued = sum(len(group.samples) for group in self._queue)
+        return max(0, sum(shard.wanted for shard in self._shards) - queued)
+
+    def step(self) -> list[Finished]:
+        """One block of decode steps with refilled slots; the groups that finished, by cursor."""
+        start = time.perf_counter()
+        prefill_before = self.seconds["prefill"]
+        self._assign_groups()
+        for shard in self._shards:
+            self.given_up_tokens += shard.grow()
+            shard.admit()
+        state_BX, last_page = self._state()
+        launched = time.perf_counter()
+        self._pages, token_SB, logp_SB = self.engine.decode(
+            self._params,
+            self._prompt_pages,
+            self._pages,
+            self._run_key,
+            state_BX,
+            self._sampling,
+            last_page=last_page,
+        )
+        decoded = time.perf_counter()
+        finished = self._harvest(token_SB, logp_SB, launched, decoded)
+        prefilled = self.seconds["prefill"] - prefill_before
+        self.seconds["decode"] += decoded - launched
+        self.seconds["host"] += time.perf_counter() - decoded + launched - start - prefilled
+        return finished
+
+    def _assign_groups(self) -> None:
+        """Queued groups, in order, to the shards with most slots to fill; prefill their prompts.
+
+        A prefill call has a row for several prompts of a bucket: rows that nobody needs yet are
+        given to the next groups.
+        """
+        rows: dict[int, list[list[Group]]] = {}
+        while self._queue:
+            group = self._queue[0]
+            bucket = self.engine.bucket(len(group.prompt))
+            prompt_pages = -(-(len(group.prompt) - 1) // self.engine.cache.page_tokens)
+            taken = rows.setdefault(bucket, [[] for _ in self._shards])
+            able = [
+                d
+                for d, shard in enumerate(self._shards)
+                if len(shard.free_prompt_pages) >= prompt_pages
+                and (shard.wanted > 0 or (bucket and self._has_spare_row(taken, d, bucket)))
+            ]
+            if not able:
+                break
+            d = max(able, key=lambda d: (self._shards[d].wanted, -d))
+            self._queue.popleft()
+            self._shards[d].accept(group, prompt_pages)
+            self._home[group] = self._shards[d]
+            taken[d].append(group)
+        for bucket, taken in rows.items():
+            if bucket:
+                self._prefill(bucket, taken)
+
+    def _has_spare_row(self, taken: list[list[Group]], d: int, bucket: int) -> bool:
+        """Whether the prefill calls that must be made have a row left for shard d."""
+        rows = self.engine.prefill_rows(bucket)
+        calls = -(-max(map(len, taken)) // rows)
+        return len(taken[d]) < calls * rows
+
+    def _prefill(self, bucket: int, groups_D: list[list[Group]]) -> None:
+        start = time.perf_counter()
+        rows = self.engine.prefill_rows(bucket)
+        shape = (len(groups_D) * rows, bucket)
+        for first in range(0, max(map(len, groups_D)), rows):
+            tokens_RT = np.zeros((shape[0], bucket * self.engine.cache.page_tokens), np.int32)
+            page_RI = np.full(shape, NULL_PAGE, np.int32)
+            for d, groups in enumerate(groups_D):
+                for r, group in enumerate(groups[first : first + rows]):
+                    tokens_RT[d * rows + r, : len(group.prompt) - 1] = group.prompt[:-1]
+                    page_RI[d * rows + r, : len(group.pages)] = group.pages
+                    self.prefilled_prompts += 1
+            self._prompt_pages = self.engine.prefill(
+                self._params, self._prompt_pages, tokens_RT, page_RI
+            )
+        jax.block_until_ready(self._prompt_pages)
+        self.seconds["prefill"] += time.perf_counter() - start
+
+    def _state(self) -> tuple[np.ndarray, int]:
+        """(state_BX of all slots, the highest page in use)."""
+        cache = self.engine.cache
+        first = len(dataclasses.fields(Slots)) + 3
+        own = first + cache.pages_per_prompt
+        state = np.zeros((len(self._shards), cache.slots, state_columns(cache)), np.int32)
+        last_page = NULL_PAGE
+        for shard, state_BX in zip(self._shards, state, strict=True):
+            for b in shard.by_age:
+                request = shard.slots[b]
+                group, drawn = request.group, request.drawn_tokens
+                prompt_tokens = len(group.prompt) - 1
+                state_BX[b, :first] = (
+                    True,
+                    group.cursor,
+                    request.sample,
+                    request.drawn[-1][-1] if drawn else group.prompt[-1],
+                    prompt_tokens + drawn,
+                    drawn,
+                    request.pages[drawn // cache.page_tokens],
+                    drawn % cache.page_tokens,
+                    prompt_tokens,
+                    drawn,
+                    request.sample - group.samples.start,
+                )
+                state_BX[b, first : first + len(group.pages)] = group.pages
+                state_BX[b, own : own + len(request.pages)] = request.pages
+                last_page = max(last_page, *request.pages)
+        return state.reshape(-1, state.shape[-1]), last_page
+
+    def _harvest(self, token_SB, logp_SB, start: float, end: float) -> list[Finished]:
+        """Append what the block drew, let ended requests leave, and close its record."""
+        S, limit = self.engine.cache.block_tokens, self._sampling.max_response_tokens
+        is_stop_SB = np.isin(token_SB, self._sampling.stop_ids)
+        stop_B = np.where(is_stop_SB.any(axis=0), is_stop_SB.argmax(axis=0), S)
+        B = token_SB.shape[1]
+        block = Block(
+            start_seconds=start,
+            end_seconds=end,
+            steps=0,
+            cursor_B=np.full(B, -1, np.int64),
+            sample_B=np.zeros(B, np.int32),
+            useful_B=np.zeros(B, np.int32),
+            waiting=bool(self._queue) or any(shard.ready for shard in self._shards),
+            cache_use=max(1 - len(s.free_pages) / (s.cache.pages - 1) for s in self._shards),
+        )
+        finished = []
+        for d, shard in enumerate(self._shards):
+            for b in sorted(shard.by_age):
+                request, column = shard.slots[b], d * self.engine.cache.slots + b
+                drawn, stop = request.drawn_tokens, int(stop_B[column])
+                used = min(stop + 1, S, limit - drawn)
+                stopped = used == stop + 1
+                request.drawn.append(token_SB[:used, column].copy())
+                request.logp.append(logp_SB[:used, column].copy())
+                request.drawn_tokens += used
+                block.steps = max(block.steps, used)
+                block.cursor_B[column] = request.group.cursor
+                block.sample_B[column] = request.sample
+                block.useful_B[column] = used
+                if stopped or request.drawn_tokens == limit:
+                    shard.leave(b)
+                    finished += self._finish(shard, request, stopped)
+        self.blocks.append(block)
+        return sorted(finished, key=lambda f: f.cursor)
+
+    def _finish(self, shard: Shard, request: Request, stopped: bool) -> list[Finished]:
+        """Keep a response; its prompt's group, if this was the last one."""
+        group = request.group
+        tokens, logp = np.concatenate(request.drawn), np.concatenate(request.logp)
+        responses = self._responses[group.cursor]
+        responses[request.sample] = Response(tokens, logp, stopped)
+        group.unfinished -= 1
+        if group.unfinished == 0:
+            shard.finish(group)
+            del self._home[group]
+        if None in responses:
+            return []
+        del self._responses[group.cursor]
+        return [Finished(group.cursor, responses)]

@@ -1,0 +1,260 @@
+"""Decode attention over a pool of key/value pages: a Pallas kernel for TPU.
+
+Axis letters: B slots, N query heads, K key/value heads, G = N / K, H head size, C tokens of a
+page, J pages of a slot, P pages of the pool; S slots of a grid step, M pages of a block, T = M * C.
+
+A slot's live pages are read in blocks of M, and the reads run ahead of the arithmetic across
+slots: while one block is computed the next ones are under way, whichever slot they belong to.
+Nothing else is read, so time follows the tokens that are there and not the longest slot. The
+softmax is the running one (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv
+2205.14135, Algorithm 1). Its state is returned, because the block that is still being decoded is
+attended to elsewhere and merged.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from models.attention import MASKED
+
+LANES = 128
+BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
+BUFFERS = 3  # blocks in VMEM: one being computed, two being read
+SLOTS = 32  # of a grid step; reads start afresh in each, so it has to be long
+
+
+def paged_attention(
+    q_BNH, k_PKCH, v_PKCH, page_BJ, prompt_tokens_B, response_tokens_B, *, interpret: bool
+):
+    """Unnormalised attention of one token a slot over the slot's closed pages.
+
+    q_BNH, k_PKCH, v_PKCH: one dtype, bfloat16 or float32; query head n reads key/value head
+    n // (N / K).
+    page_BJ: int32; a row begins with ceil(prompt_tokens / C) pages of the prompt and goes on with
+    ceil(response_tokens / C) pages of the response; the rest is never read. Tokens fill the pages
+    of either part from the front, so that its last page may end in a hole.
+    Returns float32 (out_BNH, max_BN, sum_BN): with scores x = q·k / sqrt(H) of the live tokens,
+    max = max(x), sum = sum(exp(x - max)), out = sum(exp(x - max) v). A slot without tokens has
+    0, MASKED, 0. A slot's numbers do not depend on other slots, on J or on which pages it has.
+    The page ids of live pages have to be valid: on TPU they are not checked.
+    Inside shard_map the results vary over the mesh axes that q_BNH varies over.
+    Raises ValueError for dtypes or shapes that differ, and (unless interpreted) where neither H
+    nor C is a multiple of 128: XLA would copy such a pool into another layout at every call.
+    """
+    B, N, H = q_BNH.shape
+    _, K, C, _ = k_PKCH.shape
+    G, S = N // K, min(B, SLOTS)
+    if not q_BNH.dtype == k_PKCH.dtype == v_PKCH.dtype:
+        raise ValueError(
+            f"q, k and v must have one dtype, not {q_BNH.dtype}, {k_PKCH.dtype}, {v_PKCH.dtype}"
+        )
+    if not k_PKCH.shape == v_PKCH.shape or k_PKCH.shape[3] != H:
+        raise ValueError(
+            f"the pages of k {k_PKCH.shape} and v {v_PKCH.shape} must have one shape that ends in "
+            f"the head size of q, {H}"
+        )
+    if H % LANES and C % LANES and not interpret:
+        raise ValueError(
+            f"head size {H} with pages of {C} tokens: set the tokens of a page to a multiple of "
+            f"{LANES}, which a head size below {LANES} needs"
+        )
+    # Where the head size does not fill the lanes, XLA stores a page with its tokens last. The
+    # kernel takes it like that: this transpose moves nothing.
+    token_axis = 1 if H % LANES and C % LANES == 0 else 0
+    k_pages, v_pages = (x.swapaxes(2, 3) if token_axis else x for x in (k_PKCH, v_PKCH))
+
+    num_pages_B = pl.cdiv(prompt_tokens_B, C) + pl.cdiv(response_tokens_B, C)
+    live_B = jnp.where(num_pages_B > 0, jnp.arange(B), B)
+    next_live_B = lax.cummin(live_B, reverse=True)  # the slot itself, if it has pages
+
+    def of_slots(*shape, **kwargs):
+        return pl.BlockSpec((S, *shape), lambda step, *_: (step,) + (0,) * len(shape), **kwargs)
+
+    axes = jax.typeof(q_BNH).manual_axis_type
+    block = (BUFFERS, pages_per_block(k_PKCH), *k_pages.shape[1:])
+    out_BKGH, state_BKG2 = pl.pallas_call(
+        functools.partial(_kernel, token_axis=token_axis),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(pl.cdiv(B, S),),
+            in_specs=[
+                of_slots(page_BJ.shape[1], memory_space=pltpu.SMEM),
+                of_slots(K, G, H),
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=[of_slots(K, G, H), of_slots(K, G, 2)],
+            scratch_shapes=[
+                pltpu.VMEM(block, k_PKCH.dtype),
+                pltpu.VMEM(block, v_PKCH.dtype),
+                pltpu.SemaphoreType.DMA((2, BUFFERS)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((B, K, G, X), jnp.float32, manual_axis_type=axes) for X in (H, 2)
+        ],
+        # Checks would make starting the reads slower than the arithmetic.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name="paged_attention",
+    )(
+        prompt_tokens_B,
+        response_tokens_B,
+        num_pages_B,
+        next_live_B,
+        page_BJ,
+        q_BNH.reshape(B, K, G, H),
+        k_pages,
+        v_pages,
+    )
+    state_BN2 = state_BKG2.reshape(B, N, 2)
+    return out_BKGH.reshape(B, N, H), state_BN2[..., 0], state_BN2[..., 1]
+
+
+def pages_per_block(k_PKCH):
+    """How many pages are read and computed together; depends on the size of a page alone."""
+    _, K, C, H = k_PKCH.shape
+    return max(1, BLOCK_BYTES // (K * C * H * k_PKCH.dtype.itemsize))
+
+
+def _kernel(
+    prompt_tokens_ref,
+    response_tokens_ref,
+    num_pages_ref,
+    next_live_ref,
+    page_ref,
+    q_ref,
+    k_hbm_ref,
+    v_hbm_ref,
+    out_ref,
+    state_ref,
+    k_ref,
+    v_ref,
+    semaphore_ref,
+    *,
+    token_axis: int,
+):
+    """One grid step: the slots [first, end). An item (slot, block, buffer) is a block to read."""
+    S, K, G, H = q_ref.shape
+    M, C = k_ref.shape[1], k_ref.shape[3 + token_axis]
+    first = pl.program_id(0) * S
+    end = jnp.minimum(first + S, num_pages_ref.shape[0])
+
+    def next_live(slot):
+        return jnp.where(slot < end, next_live_ref[jnp.minimum(slot, end - 1)], end)
+
+    def pages_left(slot, block):
+        return num_pages_ref[jnp.minimum(slot, end - 1)] - block * M
+
+    def after(item):
+        slot, block, buffer = item
+        is_last = pages_left(slot, block) <= M
+        slot = jnp.where(is_last, next_live(slot + 1), slot)
+        return slot, jnp.where(is_last, 0, block + 1), lax.rem(buffer + 1, BUFFERS)
+
+    def for_copies(item, act):
+        """`act` on the copy of every live page of an item; there are none from slot `end` on."""
+        slot, block, buffer = item
+        count = jnp.where(slot < end, jnp.minimum(pages_left(slot, block), M), 0)
+
+        def act_on_page(m):
+            page = page_ref[slot - first, block * M + m]
+            for i, (hbm_ref, ref) in enumerate(((k_hbm_ref, k_ref), (v_hbm_ref, v_ref))):
+                semaphore = semaphore_ref.at[i, buffer]
+                act(pltpu.make_async_copy(hbm_ref.at[page], ref.at[buffer, m], semaphore))
+
+        @pl.when(count == M)
+        def _():
+            for m in range(M):  # unrolled: a fifth of the loop's cycles a page
+                act_on_page(m)
+
+        @pl.when(count < M)
+        def _():
+            pl.loop(0, count)(act_on_page)
+
+    def start(item):
+        for_copies(item, lambda copy: copy.start())
+        return after(item)
+
+    def attend_slot(slot, carry):
+        prompt_tokens = prompt_tokens_ref[slot]
+        num_prompt_pages = pl.cdiv(prompt_tokens, C)
+
+        def live_tokens(page):
+            """How many of the tokens of the slot's page live: the first ones."""
+            tokens = jnp.where(page < num_prompt_pages, prompt_tokens, response_tokens_ref[slot])
+            start = jnp.where(page < num_prompt_pages, page, page - num_prompt_pages) * C
+            return jnp.clip(tokens - start, 0, C)
+
+        def attend_block(block, carry):
+            item, buffer, state = carry
+            item = start(item)
+            for_copies((slot, block, buffer), lambda copy: copy.wait())
+            live_M = [live_tokens(block * M + m) for m in range(M)]
+
+            # What does not live may be anything, NaN included, and 0 * NaN is NaN.
+            @pl.when(sum(live_M) < M * C)
+            def _():
+                @pl.loop(0, M)
+                def _(m):
+                    live = live_tokens(block * M + m)
+
+                    @pl.when(live < C)
+                    def _():
+                        v = v_ref[buffer, m]
+                        token = lax.broadcasted_iota(jnp.int32, v.shape, 1 + token_axis)
+                        v_ref[buffer, m] = jnp.where(token < live, v, jnp.zeros_like(v))
+
+            token_1T = lax.rem(lax.broadcasted_iota(jnp.int32, (1, M * C), 1), C)
+            live_1T = token_1T < jnp.concatenate([jnp.full((1, C), n) for n in live_M], axis=1)
+            new_state = []
+            for h in range(K):
+                k, v = (
+                    jnp.concatenate([ref[buffer, m, h] for m in range(M)], axis=token_axis)
+                    for ref in (k_ref, v_ref)
+                )
+                new_state.append(
+                    _attend(state[h], q_ref[slot - first, h], k, v, live_1T, token_axis=token_axis)
+                )
+            return item, lax.rem(buffer + 1, BUFFERS), new_state
+
+        empty = (
+            jnp.full((G, 1), MASKED, jnp.float32),
+            jnp.zeros((G, 1), jnp.float32),
+            jnp.zeros((G, H), jnp.float32),
+        )
+        num_blocks = pl.cdiv(num_pages_ref[slot], M)
+        item, buffer, state = lax.fori_loop(0, num_blocks, attend_block, (*carry, [empty] * K))
+        for h, (max_G1, sum_G1, out_GH) in enumerate(state):
+            out_ref[slot - first, h] = out_GH
+            state_ref[slot - first, h, :, 0:1] = max_G1
+            state_ref[slot - first, h, :, 1:2] = sum_G1
+        return item, buffer
+
+    item = (next_live(first), jnp.int32(0), jnp.int32(0))
+    for _ in range(BUFFERS - 1):
+        item = start(item)
+    lax.fori_loop(first, end, attend_slot, (item, jnp.int32(0)))
+
+
+def _attend(state, q_GH, k, v, live_1T, *, token_axis: int):
+    """The running softmax's state (max_G1, sum_G1, out_GH) after T more tokens."""
+    max_G1, sum_G1, out_GH = state
+    x_GT = _dot(q_GH, k, axis=1 - token_axis) * q_GH.shape[1] ** -0.5
+    x_GT = jnp.where(live_1T, x_GT, MASKED)
+    new_max_G1 = jnp.maximum(max_G1, x_GT.max(axis=1, keepdims=True))
+    p_GT = jnp.exp(x_GT - new_max_G1)
+    decay_G1 = jnp.exp(max_G1 - new_max_G1)
+    sum_G1 = sum_G1 * decay_G1 + p_GT.sum(axis=1, keepdims=True)
+    return new_max_G1, sum_G1, out_GH * decay_G1 + _dot(p_GT.astype(v.dtype), v, axis=token_axis)
+
+
+def _dot(a, b, *, axis: int):
+    """Matrix product in float32 over the columns of `a` and the given axis of `b`."""
+    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
