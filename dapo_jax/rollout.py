@@ -1,5 +1,6 @@
 """One step's rollouts: sample and verify, as a stream, until enough groups are informative."""
 
+import bisect
 import concurrent.futures
 import dataclasses
 import math
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapo_jax.algorithm import first_informative
+from dapo_jax.algorithm import first_informative, informative_groups
 from dapo_jax.data import Prompt
 from dapo_jax.sampler.engine import Block, Finished, Session
 from dapo_jax.tokenizer import Tokenizer
@@ -54,7 +55,8 @@ class Work:
     requests: int
     prefilled_prompts: int
     cache_use: float  # the greatest share of pages taken
-    seconds: dict[str, float]  # prefill, decode, host: the engine's; verify: of the background
+    # The engine's: prefill, decode, host. verify: in the background; verify_wait: waiting for it.
+    seconds: dict[str, float]
     blocks: list[Block]
 
 
@@ -62,9 +64,9 @@ class Work:
 class Rollouts:
     """What one step sampled (in prompt order), and which of it the update trains on.
 
-    sampled: P groups, the last one kept being the last. kept: indices into `sampled`, ascending.
-    cursor: of the next unseen prompt. issued: groups asked for, of which those after the last one
-    kept were not needed; their prompts come again in the next step.
+    sampled: P groups, the last one kept being the last; at the cap, as many as it allows. kept:
+    indices into `sampled`, ascending. cursor: of the next unseen prompt. issued: groups asked for;
+    those after the sampled ones were not needed, and their prompts come again in the next step.
     """
 
     sampled: list[Group]
@@ -133,50 +135,50 @@ def collect(
 
     prompt_at(cursor): the stream's prompts. verify(finished, prompt): a group with its verdicts.
     """
-    limit = max_prompts if dynamic_sampling else num_prompts
-    stream = _Stream(session, prompt_at, verify, cursor, group_size=group_size)
-    with stream:
+    limit = cursor + (max_prompts if dynamic_sampling else num_prompts)
+    with _Stream(session, prompt_at, verify, cursor, group_size=group_size) as stream:
         while True:
-            if not dynamic_sampling:
-                stream.issue(limit - stream.issued)
-            elif stream.informative < num_prompts:
-                while stream.issued < limit and session.idle_slots > 0:
-                    if stream.hoped_for(expected_rate, num_prompts=num_prompts) >= num_prompts:
-                        break
-                    stream.issue(1)
-            else:
-                stream.cancel_after(num_prompts)
-            kept = stream.kept(num_prompts, dynamic_sampling=dynamic_sampling)
-            if kept is not None or (stream.issued == limit and stream.resolved == limit):
+            # No group behind enough informative ones can be among the first.
+            enough = dynamic_sampling and len(stream.informative) >= num_prompts
+            end = stream.informative[num_prompts - 1] + 1 if enough else limit
+            stream.cancel_from(end)
+            if cursor + stream.in_order >= end:
                 break
-            found = f"{stream.informative} informative of " if dynamic_sampling else ""
-            report(f"rollout: {found}{stream.resolved} groups, {num_prompts} wanted")
+            while cursor + stream.issued < end:
+                hoped_for = stream.hoped_for(expected_rate, num_prompts=num_prompts)
+                if dynamic_sampling and (session.idle_slots == 0 or hoped_for >= num_prompts):
+                    break
+                stream.issue()
+            found = f"{len(stream.informative)} informative of " if dynamic_sampling else ""
+            report(f"rollout: {found}{len(stream.groups)} groups, {num_prompts} wanted")
             stream.advance()
-    if kept is None:
-        count, kept = limit, stream.kept_of(limit, limit)
-    else:
-        count = kept[-1] + 1 if dynamic_sampling else limit
-    sampled = [stream.groups[cursor + p] for p in range(count)]
-    return Rollouts(sampled, np.asarray(kept), cursor + count, stream.issued, stream.work())
+    sampled = [stream.groups[place] for place in range(cursor, end)]
+    kept = np.arange(num_prompts)
+    if dynamic_sampling:
+        correct_PG = np.stack([group.correct_G for group in sampled])
+        kept = first_informative(correct_PG, num_prompts=num_prompts)
+    work = total_work(session, requests=stream.issued * group_size, verify_seconds=stream.seconds)
+    return Rollouts(sampled, kept, end, stream.issued, work)
 
 
 class _Stream:
     """Groups under way: issued in prompt order, finished in any order, verified behind decoding.
 
-    Verdicts are taken up one block of decode steps after the group finished, waiting if need be,
-    so what is issued when does not hang on the verifier's speed.
+    groups: those with verdicts, by cursor. informative: which of them are, ascending. in_order:
+    how many have verdicts before the first one that has none. Verdicts are taken up one block of
+    decode steps after the group finished, waiting if need be, so what is issued when does not
+    hang on the verifier's speed.
     """
 
     def __init__(self, session, prompt_at, verify, cursor, *, group_size):
         self.groups: dict[int, Group] = {}
+        self.informative: list[int] = []
+        self.in_order = 0
         self.issued = 0
-        self.informative = 0
+        self.seconds = {"verify": 0.0, "verify_wait": 0.0}
         self._session, self._prompt_at, self._verify = session, prompt_at, verify
         self._cursor, self._group_size = cursor, group_size
         self._pending: list[concurrent.futures.Future] = []
-        self._is_informative: dict[int, bool] = {}
-        self._verify_seconds = 0.0
-        self._waited_seconds = 0.0
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
 
     def __enter__(self):
@@ -185,48 +187,29 @@ class _Stream:
     def __exit__(self, *error):
         self._pool.shutdown(cancel_futures=True)
 
-    @property
-    def resolved(self) -> int:
-        """Groups whose verdicts are known."""
-        return len(self.groups)
-
-    def issue(self, count: int) -> None:
-        """Ask for the next prompts' groups."""
-        for place in range(self._cursor + self.issued, self._cursor + self.issued + count):
-            prompt = self._prompt_at(place)
-            self._session.submit(place, prompt.token_ids, group_size=self._group_size)
-        self.issued += count
+    def issue(self) -> None:
+        """Ask for the next prompt's group."""
+        place = self._cursor + self.issued
+        self._session.submit(place, self._prompt_at(place).token_ids, group_size=self._group_size)
+        self.issued += 1
 
     def hoped_for(self, expected_rate: float, *, num_prompts: int) -> float:
         """Informative groups to expect of all issued ones, less one standard deviation.
 
-        The expectation counts like the verdicts of a quarter of the step.
+        The share of informative ones is that of the groups in order: those that finished early
+        may be of another kind. The expectation counts like a quarter of the step.
         """
-        weight = num_prompts / 4
-        rate = (self.informative + expected_rate * weight) / (self.resolved + weight)
-        unknown = self.issued - self.resolved
-        return self.informative + unknown * rate - math.sqrt(unknown * rate * (1 - rate))
+        prior = num_prompts / 4
+        informative = bisect.bisect_left(self.informative, self._cursor + self.in_order)
+        rate = (informative + expected_rate * prior) / (self.in_order + prior)
+        under_way = self.issued - len(self.groups)
+        spread = math.sqrt(under_way * rate * (1 - rate))
+        return len(self.informative) + under_way * rate - spread
 
-    def kept_of(self, count: int, num_prompts: int) -> list[int]:
-        """Places, from the step's first prompt, of the first informative groups of `count`."""
-        if count == 0:
-            return []
-        correct_PG = np.stack([self.groups[self._cursor + p].correct_G for p in range(count)])
-        return first_informative(correct_PG, num_prompts=num_prompts).tolist()
-
-    def kept(self, num_prompts: int, *, dynamic_sampling: bool) -> list[int] | None:
-        """Places of the groups to keep, once no group still under way could change them."""
-        known = next(p for p in range(self.issued + 1) if self._cursor + p not in self.groups)
-        if not dynamic_sampling:
-            return list(range(num_prompts)) if known >= num_prompts else None
-        kept = self.kept_of(known, num_prompts) if self.informative >= num_prompts else []
-        return kept if len(kept) == num_prompts else None
-
-    def cancel_after(self, num_prompts: int) -> None:
-        """Give up groups that come after enough informative ones: nothing before can need them."""
-        found = sorted(place for place, yes in self._is_informative.items() if yes)
+    def cancel_from(self, end: int) -> None:
+        """Give up the groups of the prompts from `end` on."""
         for place in self._session.unfinished:
-            if place > found[num_prompts - 1]:
+            if place >= end:
                 self._session.cancel(place)
 
     def advance(self) -> None:
@@ -240,44 +223,42 @@ class _Stream:
         for future in pending:
             group = future.result()
             self.groups[group.cursor] = group
-            is_informative = 0 < group.correct_G.sum() < len(group.correct_G)
-            self._is_informative[group.cursor] = is_informative
-            self.informative += is_informative
-        self._waited_seconds += time.perf_counter() - start
+            if informative_groups(group.correct_G[None])[0]:
+                bisect.insort(self.informative, group.cursor)
+        while self._cursor + self.in_order in self.groups:
+            self.in_order += 1
+        self.seconds["verify_wait"] += time.perf_counter() - start
 
     def _timed_verify(self, finished: Finished, prompt: Prompt) -> Group:
         start = time.perf_counter()
         group = self._verify(finished, prompt)
-        self._verify_seconds += time.perf_counter() - start
+        self.seconds["verify"] += time.perf_counter() - start
         return group
 
-    def work(self) -> Work:
-        """Totals of the session's blocks."""
-        blocks = self._session.blocks
-        waiting = [block for block in blocks if block.waiting]
 
-        def slot_steps(of):
-            return sum(block.steps * len(block.useful_B) for block in of)
+def total_work(session: Session, *, requests: int, verify_seconds: dict[str, float]) -> Work:
+    """Totals of the session's blocks."""
+    blocks = session.blocks
+    waiting = [block for block in blocks if block.waiting]
 
-        def busy(of):
-            return sum(int(block.useful_B.sum()) for block in of)
+    def slot_steps(of: Sequence[Block]) -> int:
+        return sum(block.steps * len(block.useful_B) for block in of)
 
-        return Work(
-            drawn_tokens=busy(blocks),
-            slot_steps=slot_steps(blocks),
-            busy_slot_steps=busy(blocks),
-            waiting_slot_steps=slot_steps(waiting),
-            busy_waiting_slot_steps=busy(waiting),
-            requests=self.issued * self._group_size,
-            prefilled_prompts=self._session.prefilled_prompts,
-            cache_use=max((block.cache_use for block in blocks), default=0.0),
-            seconds={
-                **self._session.seconds,
-                "verify": self._verify_seconds,
-                "verify_wait": self._waited_seconds,
-            },
-            blocks=blocks,
-        )
+    def drawn_tokens(of: Sequence[Block]) -> int:
+        return sum(int(block.useful_B.sum()) for block in of)
+
+    return Work(
+        drawn_tokens=drawn_tokens(blocks),
+        slot_steps=slot_steps(blocks),
+        busy_slot_steps=drawn_tokens(blocks),
+        waiting_slot_steps=slot_steps(waiting),
+        busy_waiting_slot_steps=drawn_tokens(waiting),
+        requests=requests,
+        prefilled_prompts=session.prefilled_prompts,
+        cache_use=max((block.cache_use for block in blocks), default=0.0),
+        seconds=session.seconds | verify_seconds,
+        blocks=blocks,
+    )
 
 
 def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]:

@@ -37,6 +37,7 @@ from dapo_jax.metrics import (
 )
 from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
 from dapo_jax.sampler.engine import Session
+from dapo_jax.timeline import plot_timeline
 from sharding import hosts, rules
 from sharding.mesh import split_cpu
 
@@ -187,6 +188,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             every = config.log.samples_every_steps
             if every and step % every == 0:
                 display.samples(step, samples(rollouts, reward_PG))
+                if hosts.is_main_host():
+                    plot_timeline(rollouts.work.blocks, workdir / "timeline.png")
             display.step(row)
     checkpoints.close()
     if hosts.is_main_host():

@@ -53,11 +53,13 @@ class Pieces:
 
     Attention is computed page by page, for all readers of a page at once, and the pieces of each
     slot are put together: entry_BX says where they are. E, the number of pieces, means none.
+    Readers are rows of zeros with a one: a product with them moves a query to its pages exactly,
+    and measured ten times as fast as a gather on CPU.
     """
 
-    reader_UR: Any
+    reader_URB: Any
     live_U: Any
-    reader_P: Any
+    reader_P1B: Any
     live_P: Any
     entry_BX: Any
 
@@ -87,26 +89,30 @@ def pieces(
     if pages is None:
         of_response_BJ = U * R + slot_B1
     return Pieces(
-        reader_UR=jnp.zeros((U, R), jnp.int32).at[prompt_BI, table.rank_B[:, None]].set(slot_B1),
+        reader_URB=jnp.zeros((U, R, B)).at[prompt_BI, table.rank_B[:, None], slot_B1].set(1),
         live_U=jnp.zeros(U, jnp.int32).at[prompt_BI].set(live_BI),
-        reader_P=jnp.zeros(P, jnp.int32).at[response_BJ].set(slot_B1),
+        reader_P1B=jnp.zeros((P, 1, B)).at[response_BJ, 0, slot_B1].set(1),
         live_P=jnp.zeros(P, jnp.int32).at[response_BJ].set(live_BJ),
         entry_BX=jnp.concatenate([of_prompt_BI, of_response_BJ, U * R + P + slot_B1], axis=1),
     )
 
 
-def page_attention(q_BNH, k_PKHC, v_PKCH, reader_PR, live_P):
+def of_readers(q_BNH, reader_PRB):
+    """The queries q_PRNH of each page's readers."""
+    reader_PRB = reader_PRB.astype(q_BNH.dtype)
+    return jnp.einsum("PRB,BNH->PRNH", reader_PRB, q_BNH, precision=jax.lax.Precision.HIGHEST)
+
+
+def page_attention(q_PRNH, k_PKHC, v_PKCH, live_P):
     """Partial attention of the R readers of every page: (out, max, sum) of P * R pieces.
 
     Every page is attended to by itself, so a piece has the same bits whatever is in other pages.
     out_EKGH, max_EKG, sum_EKG: float32, not yet divided by the sum.
     """
-    H = q_BNH.shape[2]
+    _, R, N, H = q_PRNH.shape
     P, K, _, C = k_PKHC.shape
-    R = reader_PR.shape[1]
-    G = q_BNH.shape[1] // K
-    q_PRKGH = q_BNH.reshape(-1, K, G, H)[reader_PR]
-    q_PKQH = q_PRKGH.swapaxes(1, 2).reshape(P, K, R * G, H)
+    G = N // K
+    q_PKQH = q_PRNH.reshape(P, R, K, G, H).swapaxes(1, 2).reshape(P, K, R * G, H)
     score_PKQC = jnp.einsum("PKQH,PKHC->PKQC", q_PKQH, k_PKHC, preferred_element_type=jnp.float32)
     live_PC = jnp.arange(C) < live_P[:, None]
     score_PKQC = jnp.where(live_PC[:, None, None], score_PKQC * H**-0.5, MASKED)

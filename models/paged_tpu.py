@@ -28,11 +28,11 @@ SLOTS = 32  # of a grid step; reads start afresh in each, so it has to be long
 
 
 def paged_attention(
-    q_BNH, k_PKCH, v_PKCH, page_BJ, prompt_tokens_B, response_tokens_B, *, interpret: bool
+    q_BNH, k_PKHC, v_PKCH, page_BJ, prompt_tokens_B, response_tokens_B, *, interpret: bool
 ):
     """Unnormalised attention of one token a slot over the slot's closed pages.
 
-    q_BNH, k_PKCH, v_PKCH: one dtype, bfloat16 or float32; query head n reads key/value head
+    q_BNH, k_PKHC, v_PKCH: one dtype, bfloat16 or float32; query head n reads key/value head
     n // (N / K).
     page_BJ: int32; a row begins with ceil(prompt_tokens / C) pages of the prompt and goes on with
     ceil(response_tokens / C) pages of the response; the rest is never read. Tokens fill the pages
@@ -46,26 +46,28 @@ def paged_attention(
     nor C is a multiple of 128: XLA would copy such a pool into another layout at every call.
     """
     B, N, H = q_BNH.shape
-    _, K, C, _ = k_PKCH.shape
+    P, K, C, _ = v_PKCH.shape
     G, S = N // K, min(B, SLOTS)
-    if not q_BNH.dtype == k_PKCH.dtype == v_PKCH.dtype:
+    if not q_BNH.dtype == k_PKHC.dtype == v_PKCH.dtype:
         raise ValueError(
-            f"q, k and v must have one dtype, not {q_BNH.dtype}, {k_PKCH.dtype}, {v_PKCH.dtype}"
+            f"q, k and v must have one dtype, not {q_BNH.dtype}, {k_PKHC.dtype}, {v_PKCH.dtype}"
         )
-    if not k_PKCH.shape == v_PKCH.shape or k_PKCH.shape[3] != H:
+    if (k_PKHC.shape, v_PKCH.shape) != ((P, K, H, C), (P, K, C, H)):
         raise ValueError(
-            f"the pages of k {k_PKCH.shape} and v {v_PKCH.shape} must have one shape that ends in "
-            f"the head size of q, {H}"
+            f"pages of keys {k_PKHC.shape} and of values {v_PKCH.shape} do not go together with a "
+            f"head size of {H}"
         )
     if H % LANES and C % LANES and not interpret:
         raise ValueError(
             f"head size {H} with pages of {C} tokens: set the tokens of a page to a multiple of "
             f"{LANES}, which a head size below {LANES} needs"
         )
-    # Where the head size does not fill the lanes, XLA stores a page with its tokens last. The
-    # kernel takes it like that: this transpose moves nothing.
-    token_axis = 1 if H % LANES and C % LANES == 0 else 0
-    k_pages, v_pages = (x.swapaxes(2, 3) if token_axis else x for x in (k_PKCH, v_PKCH))
+    # XLA stores a page the other way round where that alone fills the lanes. The kernel takes it
+    # as it is stored: these transposes move nothing.
+    k_token_axis = 0 if C % LANES and H % LANES == 0 else 1
+    v_token_axis = 1 if H % LANES and C % LANES == 0 else 0
+    k_pages = k_PKHC if k_token_axis == 1 else k_PKHC.swapaxes(2, 3)
+    v_pages = v_PKCH if v_token_axis == 0 else v_PKCH.swapaxes(2, 3)
 
     num_pages_B = pl.cdiv(prompt_tokens_B, C) + pl.cdiv(response_tokens_B, C)
     live_B = jnp.where(num_pages_B > 0, jnp.arange(B), B)
@@ -75,9 +77,9 @@ def paged_attention(
         return pl.BlockSpec((S, *shape), lambda step, *_: (step,) + (0,) * len(shape), **kwargs)
 
     axes = jax.typeof(q_BNH).manual_axis_type
-    block = (BUFFERS, pages_per_block(k_PKCH), *k_pages.shape[1:])
+    block = (BUFFERS, pages_per_block(v_PKCH))
     out_BKGH, state_BKG2 = pl.pallas_call(
-        functools.partial(_kernel, token_axis=token_axis),
+        functools.partial(_kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(pl.cdiv(B, S),),
@@ -89,8 +91,8 @@ def paged_attention(
             ],
             out_specs=[of_slots(K, G, H), of_slots(K, G, 2)],
             scratch_shapes=[
-                pltpu.VMEM(block, k_PKCH.dtype),
-                pltpu.VMEM(block, v_PKCH.dtype),
+                pltpu.VMEM((*block, *k_pages.shape[1:]), k_pages.dtype),
+                pltpu.VMEM((*block, *v_pages.shape[1:]), v_pages.dtype),
                 pltpu.SemaphoreType.DMA((2, BUFFERS)),
             ],
         ),
@@ -117,10 +119,10 @@ def paged_attention(
     return out_BKGH.reshape(B, N, H), state_BN2[..., 0], state_BN2[..., 1]
 
 
-def pages_per_block(k_PKCH):
+def pages_per_block(v_PKCH):
     """How many pages are read and computed together; depends on the size of a page alone."""
-    _, K, C, H = k_PKCH.shape
-    return max(1, BLOCK_BYTES // (K * C * H * k_PKCH.dtype.itemsize))
+    _, K, C, H = v_PKCH.shape
+    return max(1, BLOCK_BYTES // (K * C * H * v_PKCH.dtype.itemsize))
 
 
 def _kernel(
@@ -138,11 +140,12 @@ def _kernel(
     v_ref,
     semaphore_ref,
     *,
-    token_axis: int,
+    k_token_axis: int,
+    v_token_axis: int,
 ):
     """One grid step: the slots [first, end). An item (slot, block, buffer) is a block to read."""
     S, K, G, H = q_ref.shape
-    M, C = k_ref.shape[1], k_ref.shape[3 + token_axis]
+    M, C = v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, num_pages_ref.shape[0])
 
@@ -171,7 +174,7 @@ def _kernel(
 
         @pl.when(count == M)
         def _():
-            for m in range(M):  # unrolled: a fifth of the loop's cycles a page
+            for m in range(M):  # unrolled: half the cycles of the loop
                 act_on_page(m)
 
         @pl.when(count < M)
@@ -208,7 +211,7 @@ def _kernel(
                     @pl.when(live < C)
                     def _():
                         v = v_ref[buffer, m]
-                        token = lax.broadcasted_iota(jnp.int32, v.shape, 1 + token_axis)
+                        token = lax.broadcasted_iota(jnp.int32, v.shape, 1 + v_token_axis)
                         v_ref[buffer, m] = jnp.where(token < live, v, jnp.zeros_like(v))
 
             token_1T = lax.rem(lax.broadcasted_iota(jnp.int32, (1, M * C), 1), C)
@@ -217,11 +220,11 @@ def _kernel(
             for h in range(K):
                 k, v = (
                     jnp.concatenate([ref[buffer, m, h] for m in range(M)], axis=token_axis)
-                    for ref in (k_ref, v_ref)
+                    for ref, token_axis in ((k_ref, k_token_axis), (v_ref, v_token_axis))
                 )
-                new_state.append(
-                    _attend(state[h], q_ref[slot - first, h], k, v, live_1T, token_axis=token_axis)
-                )
+                x_GT = _dot(q_ref[slot - first, h], k, axis=1 - k_token_axis) * H**-0.5
+                x_GT = jnp.where(live_1T, x_GT, MASKED)
+                new_state.append(_accumulate(state[h], x_GT, v, token_axis=v_token_axis))
             return item, lax.rem(buffer + 1, BUFFERS), new_state
 
         empty = (
@@ -243,11 +246,9 @@ def _kernel(
     lax.fori_loop(first, end, attend_slot, (item, jnp.int32(0)))
 
 
-def _attend(state, q_GH, k, v, live_1T, *, token_axis: int):
-    """The running softmax's state (max_G1, sum_G1, out_GH) after T more tokens."""
+def _accumulate(state, x_GT, v, *, token_axis: int):
+    """The running softmax's state (max_G1, sum_G1, out_GH) after T more scores and values."""
     max_G1, sum_G1, out_GH = state
-    x_GT = _dot(q_GH, k, axis=1 - token_axis) * q_GH.shape[1] ** -0.5
-    x_GT = jnp.where(live_1T, x_GT, MASKED)
     new_max_G1 = jnp.maximum(max_G1, x_GT.max(axis=1, keepdims=True))
     p_GT = jnp.exp(x_GT - new_max_G1)
     decay_G1 = jnp.exp(max_G1 - new_max_G1)

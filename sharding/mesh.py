@@ -22,6 +22,21 @@ def split_cpu(devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
+def cpu_options(mesh: jax.sharding.Mesh) -> dict[str, object]:
+    """Compiler options for small products on a CPU that counts as several devices; else none.
+
+    One thread a device, in order, and Eigen's products rather than the fused ones: together a
+    quarter faster in a decode loop.
+    """
+    if mesh.devices.flat[0].platform != "cpu" or mesh.size == 1:
+        return {}
+    return {
+        "xla_cpu_multi_thread_eigen": False,
+        "xla_cpu_enable_concurrency_optimized_scheduler": False,
+        "xla_cpu_experimental_ynn_fusion_type": "",
+    }
+
+
 def make_mesh(
     *, data: int, model: int, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:

@@ -1,6 +1,8 @@
 """Recipes: every key in one place, Table 1 as presets, impossible combinations refused."""
 
 import importlib
+import math
+import re
 
 import jax
 import pytest
@@ -88,6 +90,11 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"rollout.on_generation_cap": "crash"}, "on_generation_cap = 'crash'"),
         ({"model.compute_dtype": "fp32"}, "compute_dtype = 'fp32'"),
         ({"num_steps": 0}, "num_steps = 0"),
+        ({"rollout.cache_mib": 0}, "rollout.cache_mib = 0, but must be at least 1"),
+        ({"rollout.slot_tokens": 0}, "rollout.slot_tokens = 0, but must be at least 1"),
+        ({"rollout.page_tokens": 0}, "rollout.page_tokens = 0, but must be at least 1"),
+        ({"rollout.block_tokens": 0}, "rollout.block_tokens = 0, but must be at least 1"),
+        ({"mesh.cpu_devices": -1}, "mesh.cpu_devices = -1, but must be at least 0"),
         ({"learner.adam_b1": 1.0}, "adam_b1 = 1.0"),
         ({"learner.learning_rate": float("inf")}, "learning_rate = inf"),
     ],
@@ -112,12 +119,48 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
     config.data.train.count = 20
     with pytest.raises(ValueError, match=r"20 usable prompts.*generation_prompts = 48"):
         setup.load_data(config, tokenizer, training=True)
-    config.rollout.generation_prompts = 50
-    with pytest.raises(ValueError, match=r"generation_prompts = 50 .*4 devices.*nearest.* 48"):
-        setup.check_divides(config, make_mesh(data=4, model=1), training=True)
-    setup.check_divides(config, make_mesh(data=4, model=1), training=False)
+    config.learner.micro_batch_rows = 18
+    with pytest.raises(ValueError, match=r"micro_batch_rows = 18 .* 4 devices.*nearest.* 16"):
+        setup.check_divides(config, make_mesh(data=4, model=1))
+    setup.check_divides(config, make_mesh(data=2, model=2))
     with pytest.raises(ValueError, match="tokenizer has 999 ids, but the model only 384"):
         setup.build_policy(recipe("tiny"), 999)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.page_tokens": 20}, "page_tokens = 20 is not a multiple of .*block_tokens = 8"),
+        ({"mesh.model": 4}, "mesh.model = 4 does not divide the model's 2 key/value heads"),
+        (
+            {"rollout.cache_mib": 1},
+            r"cache_mib = 1 does not hold .* 96 tokens and .* 80; 1\.\d MiB",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused_before_anything_compiles(changes, message):
+    config = recipe("tiny")
+    config.update_from_flattened_dict(changes)
+    setup.check(config)
+    with pytest.raises(ValueError, match=message):
+        setup.build_policy(config, 384)
+
+
+def test_the_cache_is_planned_for_the_longest_request_and_no_larger_than_allowed():
+    """Responses of 20,480 tokens on a model of 131,072 bytes a token and device; CPU copies half."""
+    config = abstract_32b()
+    cache = setup.build_policy(config, vocab_size=151_665).engine.cache
+    assert cache.pages_per_response == 160 < cache.pages
+    assert cache.pages_per_prompt == 16 < cache.prompt_pages
+    assert cache.slots * config.rollout.slot_tokens <= cache.pages * config.rollout.page_tokens
+    tokens = (1.5 * cache.pages + cache.prompt_pages) * 128 + cache.slots * 16
+    assert 0.95 < tokens * 131_072 / (config.rollout.cache_mib * 2**20) <= 1
+    config.rollout.cache_mib = 2_048
+    with pytest.raises(ValueError, match=r"cache_mib = 2048 does not hold .* 20480;") as refused:
+        setup.build_policy(config, vocab_size=151_665)
+    needed = float(re.search(r"; ([\d.]+) MiB a device would", str(refused.value))[1])
+    config.rollout.cache_mib = math.ceil(needed)
+    setup.build_policy(config, vocab_size=151_665)
 
 
 def test_longer_sequences_than_the_model_has_positions_for_are_refused():
@@ -127,12 +170,18 @@ def test_longer_sequences_than_the_model_has_positions_for_are_refused():
         setup.model_sizes(config)
 
 
+def abstract_32b():
+    """The 32B recipe with random weights, for the tests' 4 devices."""
+    config = recipe("qwen2_5_32b")
+    config.model.path, config.model.preset = "", "32b"
+    config.mesh.model = 2
+    return config
+
+
 def test_the_32b_recipe_builds_its_model_shardings_and_batch_shapes_without_devices():
     """Every parameter and moment of the paper's 32B model gets a sharding; nothing is allocated."""
-    config = recipe("qwen2_5_32b")
+    config = abstract_32b()
     setup.check(config)
-    config.model.path, config.model.preset = "", "32b"
-    config.mesh.model = 2  # of the tests' 4 devices
     policy = setup.build_policy(config, vocab_size=151_665)
     state = setup.abstract_state(policy)
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 32_763_876_352
@@ -140,6 +189,9 @@ def test_the_32b_recipe_builds_its_model_shardings_and_batch_shapes_without_devi
     whole = sum(x.size for x in jax.tree.leaves(state))
     assert sum(x.size for x in sharded) / whole > 0.999
     assert all(x.sharding.shard_shape(x.shape) != x.shape for x in sharded)
+    decoder = jax.tree.leaves(jax.eval_shape(policy.reshard, state.params))
+    assert {leaf.dtype for leaf in decoder} == {jax.numpy.dtype("bfloat16")}
+    assert sum(leaf.size for leaf in decoder) == 32_763_876_352
     responses = config.rollout.num_prompts // config.updates_per_step * config.rollout.group_size
     assert responses == 512
     assert config.learner.row_tokens == 22_528

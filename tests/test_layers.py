@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # dapo_jax's modules by layer; imports point downward or sideways. Everything in BELOW knows
 # nothing of dapo_jax. A new module has to be given its layer here.
 LAYERS = {
-    4: ("train", "evaluate", "convert", "preflight", "report", "setup", "command"),
+    4: ("train", "evaluate", "convert", "preflight", "report", "timeline", "setup", "command"),
     3: ("rollout", "checkpoint"),
     2: ("sampler", "learner"),
     1: ("verifier", "tokenizer", "data", "arithmetic", "metrics", "packing"),

@@ -18,10 +18,12 @@ from dapo_jax import learner, setup, train
 from dapo_jax.data import Example, Prompt
 from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_rate
 from dapo_jax.rollout import Group, Rollouts
-from dapo_jax.sampler.decode import Sampling, generate
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.engine import Cache, Engine, Session
 from dapo_jax.verifier import Verdict
-from models.qwen2 import PRESETS, Qwen2Config, abstract_params
+from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
 from sharding import hosts, rules
+from sharding.mesh import make_mesh
 
 SMALL = Qwen2Config(64, 32, 64, 2, 4, 2, 8, True)
 VOCAB = 60  # the tokenizer's; the model has 4 embedding rows more
@@ -375,7 +377,7 @@ def rollouts_of(data: Responses, *, group_size: int) -> Rollouts:
                 verdicts=[Verdict(False, None, "no_answer")] * group_size,
             )
         )
-    return Rollouts(groups, np.arange(len(groups)), 0, 1)
+    return Rollouts(groups, np.arange(len(groups)), cursor=0, issued=len(groups), work=None)
 
 
 def one_prompt_a_group(data: Responses, *, group_size: int) -> Responses:
@@ -554,8 +556,20 @@ def test_an_impossible_behavior_probability_is_clipped_like_a_huge_ratio(params,
 # The sampler
 
 
-def sample(params, *, temperature: float, dtype: str):
-    """(data, samples): 2 prompts x 8 responses with their behaviour from the decode loop."""
+CACHE = Cache(
+    slots=6,
+    pages=19,
+    prompt_pages=8,
+    readers=8,
+    page_tokens=8,
+    block_tokens=4,
+    max_prompt_tokens=12,
+    max_response_tokens=24,
+)
+
+
+def sample(params, *, temperature: float, dtype: str) -> tuple[np.ndarray, Responses]:
+    """(stopped_R, data): 2 prompts x 8 responses with their behaviour, from the rollout engine."""
     sampling = Sampling(
         max_response_tokens=24,
         temperature=temperature,
@@ -566,25 +580,27 @@ def sample(params, *, temperature: float, dtype: str):
         vocab_size=VOCAB,
     )
     rng = np.random.default_rng(3)
-    lengths = np.array([4, 7], np.int32)
-    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
-    prompt_PT = np.stack([np.pad(prompt, (8 - len(prompt), 0)) for prompt in prompts])
-    run = jit(functools.partial(generate, graph()), static_argnames=("group_size", "sampling"))
-    samples = run(
-        learner.cast(params, dtype),
-        jax.random.key(5),
-        prompt_PT,
-        lengths,
-        np.array([11, 12], np.int32),
-        group_size=8,
-        sampling=sampling,
+    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (4, 12)]
+    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    params = unstack(learner.cast(jax.tree.map(jnp.asarray, params), dtype))
+    params = jax.device_put(
+        params, rules.param_shardings(mesh, param_axes(params), params, rules.SAMPLER)
     )
-    samples = jax.device_get(samples)
-    rows = range(16)
-    return samples, Responses(
-        prompts=[prompts[r // 8] for r in rows],
-        responses=[samples.tokens_RT[r, : samples.length_R[r]] for r in rows],
-        behavior_logp=[samples.behavior_logp_RT[r, : samples.length_R[r]] for r in rows],
+    abstract = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
+    )
+    engine = Engine(SMALL, mesh, CACHE, params=abstract, kernel=False)
+    session = Session(engine, params, jax.random.key(5), sampling)
+    for cursor, prompt in enumerate(prompts):
+        session.submit(cursor, prompt, group_size=8)
+    finished = {}
+    while session.unfinished:
+        finished |= {group.cursor: group.responses for group in session.step()}
+    responses = finished[0] + finished[1]
+    return np.array([response.stopped for response in responses]), Responses(
+        prompts=[prompts[r // 8] for r in range(16)],
+        responses=[response.tokens for response in responses],
+        behavior_logp=[response.behavior_logp for response in responses],
         advantage_R=rng.normal(size=16).astype(np.float32),
         trains_R=np.ones(16, bool),
     )
@@ -600,8 +616,8 @@ def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_
     Mean |ratio - 1| measured on CPU: 6e-7 in float32, 1e-7 in bfloat16. Where XLA may keep excess
     precision, its default, it skips other roundings in the sampler than in the learner: 7e-3.
     """
-    samples, data = sample(params, temperature=temperature, dtype=dtype)
-    assert 0 < samples.stopped_R.sum() < 16  # some ended with a stop token, some were cut off
+    stopped_R, data = sample(params, temperature=temperature, dtype=dtype)
+    assert 0 < stopped_R.sum() < 16  # some ended with a stop token, some were cut off
     learning = dataclasses.replace(LEARNING, temperature=temperature, compute_dtype=dtype)
     metrics = run_update(params, batch_of(data), learning)[1]
     assert metrics["ratio_gap"] < largest_gap

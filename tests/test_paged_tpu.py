@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import pathlib
 import subprocess
@@ -40,26 +39,28 @@ LENGTHS_IN_PAGES = (
 )
 
 
+RUN = jax.jit(paged_attention, static_argnames="interpret")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Arguments of the kernel. Whatever no slot may look at is NaN."""
 
     q_BNH: Any
-    k_PKCH: Any
+    k_PKHC: Any
     v_PKCH: Any
     page_BJ: Any
     prompt_tokens_B: Any
     response_tokens_B: Any
 
     def __call__(self, *, interpret=True):
-        run = jax.jit(functools.partial(paged_attention, interpret=interpret))
-        return [np.asarray(x) for x in run(*vars(self).values())]
+        return [np.asarray(x) for x in RUN(*vars(self).values(), interpret=interpret)]
 
 
 @pytest.fixture(autouse=True)
 def two_pages_a_block(monkeypatch):
     """Blocks of two pages and grid steps of eight slots, so that small cases have several."""
-    monkeypatch.setattr(paged_tpu, "pages_per_block", lambda k_PKCH: 2)
+    monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: 2)
     monkeypatch.setattr(paged_tpu, "SLOTS", 8)
 
 
@@ -84,20 +85,20 @@ def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed
             first += pages
     page_BJ[1, : pages_B2[0, 0]] = page_BJ[0, : pages_B2[0, 0]]
     q_BNH = 3 * rng.normal(size=(B, N, H))
-    arrays = (jnp.asarray(a, dtype) for a in (q_BNH, k_PKCH, v_PKCH))
+    arrays = (jnp.asarray(a, dtype) for a in (q_BNH, k_PKCH.swapaxes(2, 3), v_PKCH))
     return Case(*arrays, page_BJ, tokens_B2[:, 0], tokens_B2[:, 1])
 
 
 def live_tokens(case, b):
     """(k_SKH, v_SKH) of slot b's tokens in order, float32."""
-    C = case.k_PKCH.shape[2]
+    C = case.v_PKCH.shape[2]
     pages = iter(case.page_BJ[b])
     live = [
         (next(pages), min(C, tokens - start))
         for tokens in (case.prompt_tokens_B[b], case.response_tokens_B[b])
         for start in range(0, tokens, C)
     ]
-    pool = (case.k_PKCH, case.v_PKCH)
+    pool = (case.k_PKHC.swapaxes(2, 3), case.v_PKCH)
     return (
         jnp.concatenate([x[page, :, :n].swapaxes(0, 1) for page, n in live]).astype(jnp.float32)
         for x in pool
@@ -116,24 +117,34 @@ def reference(case, b):
     return out_NH, x_NS.max(axis=1), weight_NS.sum(axis=1)
 
 
-# Rows with C = 128 and a small head have their pages stored with the tokens last.
 SHAPES = {
     "grouped": {"heads": 6, "kv_heads": 2, "head_dim": 16, "page_tokens": 16},
-    "one key head": {"heads": 5, "kv_heads": 1, "head_dim": 128, "page_tokens": 64},
-    "no groups": {"heads": 2, "kv_heads": 2, "head_dim": 8, "page_tokens": 8},
-    "tokens last": {"heads": 14, "kv_heads": 2, "head_dim": 64, "page_tokens": 128},
+    "one key head": {
+        "heads": 5,
+        "kv_heads": 1,
+        "head_dim": 128,
+        "page_tokens": 64,
+        "dtype": jnp.bfloat16,
+    },
+    # The head is small and the page is not: on TPU its tokens are stored last.
+    "tokens last": {
+        "heads": 14,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "page_tokens": 128,
+        "dtype": jnp.bfloat16,
+    },
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matches_the_definition(shape, dtype):
+def test_matches_the_definition(shape):
     """Every slot: the definition over its live tokens and nothing else; 0, MASKED, 0 if none."""
-    case = make_case(**SHAPES[shape], dtype=dtype)
+    case = make_case(**SHAPES[shape])
     out_BNH, max_BN, sum_BN = case()
     assert out_BNH.dtype == max_BN.dtype == sum_BN.dtype == np.float32
     # In bfloat16 the weights are rounded once more than in the reference.
-    rounding = 1e-5 if dtype == jnp.float32 else 1e-2
+    rounding = 1e-5 if case.q_BNH.dtype == jnp.float32 else 1e-2
     for b in range(len(out_BNH)):
         if case.prompt_tokens_B[b] + case.response_tokens_B[b] == 0:
             assert not out_BNH[b].any() and not sum_BN[b].any()
@@ -154,20 +165,17 @@ def same_bits(results, others):
 
 @pytest.mark.parametrize("shape", ["grouped", "tokens last"])
 def test_a_slot_depends_on_itself_alone(shape):
-    """Bitwise: not on the width of the table, its place in the batch, its pages, other slots."""
+    """Bitwise: not on its place in the batch, its pages, other slots or the table's width."""
     case = make_case(**SHAPES[shape])
     expected = case()
-    B, P = len(case.page_BJ), len(case.k_PKCH)
+    B, P = len(case.page_BJ), len(case.v_PKCH)
     rng = np.random.default_rng(1)
-
-    wide = np.concatenate([case.page_BJ, np.zeros((B, 9), np.int32)], axis=1)
-    same_bits(dataclasses.replace(case, page_BJ=wide)(), expected)
 
     slot_B, page_P = rng.permutation(B), rng.permutation(P)
     place_P = np.argsort(page_P).astype(np.int32)
     moved = Case(
         case.q_BNH[slot_B],
-        case.k_PKCH[page_P],
+        case.k_PKHC[page_P],
         case.v_PKCH[page_P],
         place_P[case.page_BJ][slot_B],
         case.prompt_tokens_B[slot_B],
@@ -188,6 +196,9 @@ def test_a_slot_depends_on_itself_alone(shape):
     )
     same_bits([x[5] for x in others_are_nan()], [x[5] for x in expected])
 
+    wide = np.concatenate([case.page_BJ, np.zeros((B, 9), np.int32)], axis=1)
+    same_bits(dataclasses.replace(case, page_BJ=wide)(), expected)
+
 
 def test_reads_are_waited_for_and_in_bounds(capfd):
     """The simulated TPU (reads done when waited for, memory NaN before) has the same bits.
@@ -201,24 +212,28 @@ def test_reads_are_waited_for_and_in_bounds(capfd):
 
 
 def test_sharded_over_slots_and_heads():
-    """Under shard_map, with its checks on: each shard's slots and heads, from its own pages."""
-    case = make_case(heads=4, kv_heads=2, head_dim=8, page_tokens=8)
+    """Under shard_map each shard has its slots and heads and gives the same bits."""
+    case = make_case(**SHAPES["grouped"])
     mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
-    slots, heads, pool = (
-        PartitionSpec(*axes) for axes in [("data",), ("data", "model"), (None, "model")]
-    )
-    specs = (heads, pool, pool, slots, slots, slots)
-    first_ten = [
-        a if spec is pool else a[:10] for a, spec in zip(vars(case).values(), specs, strict=True)
-    ]
-    expected = Case(*first_ten)()
+    slots, heads = PartitionSpec("data"), PartitionSpec("data", "model")
+    pool = PartitionSpec(None, "model")
     run = jax.shard_map(
         functools.partial(paged_attention, interpret=True),
         mesh=mesh,
-        in_specs=specs,
+        in_specs=(heads, pool, pool, slots, slots, slots),
         out_specs=(heads, heads, heads),
+        check_vma=False,  # the interpreter does not know it; the compiler's test below has it on
     )
-    same_bits(jax.jit(run)(*first_ten), expected)
+    ten = slice(10)  # divides by the shards
+    results = jax.jit(run)(
+        case.q_BNH[ten],
+        case.k_PKHC,
+        case.v_PKCH,
+        case.page_BJ[ten],
+        case.prompt_tokens_B[ten],
+        case.response_tokens_B[ten],
+    )
+    same_bits(results, [x[ten] for x in case()])
 
 
 def test_refuses_what_it_cannot_read_well():
@@ -260,17 +275,17 @@ def test_compiles_for_tpu(tpu):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.split("\n")[:-1]
-    assert len(lines) == 2 * len(LOCAL_HEADS)
+    assert len(lines) == len(LOCAL_HEADS)
     for line in lines:
         pool_bytes, temporary_bytes = (int(field) for field in line.split()[-2:])
         assert temporary_bytes < pool_bytes / 8, line
 
 
-def compile_for(tpu, *, heads, page_tokens):
+def compile_for(tpu, *, heads):
     """Compile 8 decode-like steps of two layers on 4 chips; prints pool and temporary bytes."""
     from jax.experimental import topologies
 
-    (N, K, H), C, B, J, P, D = heads, page_tokens, 64, 180, 2048, 256
+    (N, K, H), C, B, J, P, D = heads, 128, 64, 180, 16_384, 256
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[tpu][0])
     mesh = make_mesh(data=2, model=2, devices=topology.devices)
     slots, pool = PartitionSpec("data"), PartitionSpec("data", "model")
@@ -278,11 +293,11 @@ def compile_for(tpu, *, heads, page_tokens):
 
     def steps(x_BD, pools, w_DNH, page_BJ, prompt_tokens_B, response_tokens_B):
         def step(_, x_BD):
-            for k_PKCH, v_PKCH in pools:
+            for k_PKHC, v_PKCH in pools:
                 q_BNH = jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)
                 out_BNH, _, sum_BN = paged_attention(
                     q_BNH,
-                    k_PKCH,
+                    k_PKHC,
                     v_PKCH,
                     page_BJ,
                     prompt_tokens_B,
@@ -298,10 +313,10 @@ def compile_for(tpu, *, heads, page_tokens):
     def abstract(spec, shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    pages = abstract(pool, (2 * P, 2 * K, C, H))
+    k_PKHC, v_PKCH = (abstract(pool, (2 * P, 2 * K, *page)) for page in ((H, C), (C, H)))
     arguments = (
         abstract(slots, (2 * B, D)),
-        [(pages, pages)] * 2,
+        [(k_PKHC, v_PKCH)] * 2,
         abstract(specs[2], (D, 2 * N, H)),
         abstract(slots, (2 * B, J), jnp.int32),
         abstract(slots, (2 * B,), jnp.int32),
@@ -311,9 +326,9 @@ def compile_for(tpu, *, heads, page_tokens):
     with jax.set_mesh(mesh):
         compiled = jax.jit(run).lower(*arguments).compile()
     assert compiled.as_text().count("tpu_custom_call") >= 2
-    print(tpu, heads, C, P * K * C * H * 2, compiled.memory_analysis().temp_size_in_bytes)
+    print(tpu, heads, P * K * C * H * 2, compiled.memory_analysis().temp_size_in_bytes)
 
 
 if __name__ == "__main__":
-    for heads, page_tokens in itertools.product(LOCAL_HEADS, (128, 256)):
-        compile_for(sys.argv[1], heads=heads, page_tokens=page_tokens)
+    for heads in LOCAL_HEADS:
+        compile_for(sys.argv[1], heads=heads)

@@ -1,23 +1,133 @@
-"""Dynamic sampling (Eq. 11) with scripted generation: which groups a step trains on, and when."""
+"""Dynamic sampling (Eq. 11) as a stream, over scripted responses: what a step trains on, and when.
+
+`ScriptedSession` stands in for the engine's `Session`: slots that are refilled between blocks of
+decode steps, with responses of scripted lengths and correctness.
+"""
+
+import collections
+import dataclasses
+import functools
+import threading
+import time
 
 import golden
 import numpy as np
 import pytest
 
+from configs import tiny
+from dapo_jax import setup
 from dapo_jax.data import Example, Prompt
-from dapo_jax.rollout import Group, collect, rollout_rows
+from dapo_jax.rollout import Group, Rollouts, collect, rollout_rows, verified
+from dapo_jax.sampler.engine import Block, Finished, Response
 from dapo_jax.verifier import Verdict
 
 G = 4
 
 
-def group(cursor: int, correct_G, *, length_tokens: int = 3) -> Group:
-    """The group of the prompt at `cursor`; every response has `length_tokens` tokens."""
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """What the responses to the prompts will be: correct_PG, and length_PG in tokens."""
+
+    correct_PG: np.ndarray
+    length_PG: np.ndarray
+
+    @functools.cached_property
+    def informative(self) -> list[int]:
+        """Cursors of the groups of which some, but not all, are correct."""
+        return [p for p, correct_G in enumerate(self.correct_PG) if len(set(correct_G)) == 2]
+
+
+def script(num_correct_P, *, length_tokens=3) -> Script:
+    """So many of each prompt's G responses are correct; all of one length, or P of them."""
+    correct_PG = np.arange(G) < np.asarray(num_correct_P)[:, None]
+    length_P1 = np.broadcast_to(length_tokens, len(correct_PG))[:, None]
+    return Script(correct_PG, np.broadcast_to(length_P1, correct_PG.shape))
+
+
+def long_tailed_script(seed: int, *, prompts: int) -> Script:
+    """Log-normal lengths: wrong responses are longer, and those of medium prompts the longest."""
+    rng = np.random.default_rng(seed)
+    chance_P1 = rng.beta(0.5, 0.5, (prompts, 1))  # of a correct response
+    correct_PG = rng.random((prompts, G)) < chance_P1
+    medium_P1 = 4 * chance_P1 * (1 - chance_P1)
+    log_length_PG = rng.normal(1.5 + 1.5 * medium_P1 + 0.7 * ~correct_PG, 0.8)
+    return Script(correct_PG, 1 + np.exp(log_length_PG).astype(int))
+
+
+def prompt_at(cursor: int) -> Prompt:
+    return Prompt(np.array([cursor + 1], np.int32), Example((), "7", "script", cursor))
+
+
+class ScriptedSession:
+    """What `collect` uses of a Session. `calls` is all that was asked of it, in order."""
+
+    def __init__(self, script: Script, *, slots: int, block_tokens: int):
+        self.blocks: list[Block] = []
+        self.seconds = {"prefill": 1.0, "decode": 2.0, "host": 3.0}
+        self.prefilled_prompts = 0
+        self.calls: list[tuple] = []
+        self._script, self._block_tokens = script, block_tokens
+        self._left: dict[int, dict[int, int]] = {}  # tokens to draw, by cursor and sample
+        self._queue: collections.deque[tuple[int, int]] = collections.deque()
+        self._slots: list[tuple[int, int] | None] = [None] * slots
+
+    def submit(self, cursor: int, prompt: np.ndarray, *, group_size: int) -> None:
+        assert prompt.tolist() == [cursor + 1]
+        self.calls.append(("submit", cursor))
+        self._left[cursor] = dict(enumerate(self._script.length_PG[cursor, :group_size].tolist()))
+        self._queue.extend((cursor, sample) for sample in range(group_size))
+
+    def cancel(self, cursor: int) -> None:
+        self.calls.append(("cancel", cursor))
+        del self._left[cursor]
+        self._queue = collections.deque(r for r in self._queue if r[0] != cursor)
+        self._slots = [None if r is not None and r[0] == cursor else r for r in self._slots]
+
+    @property
+    def unfinished(self) -> list[int]:
+        return list(self._left)
+
+    @property
+    def idle_slots(self) -> int:
+        return max(0, self._slots.count(None) - len(self._queue))
+
+    def step(self) -> list[Finished]:
+        for b, request in enumerate(self._slots):
+            if request is None and self._queue:
+                self._slots[b] = self._queue.popleft()
+                self.prefilled_prompts += self._slots[b][1] == 0
+        useful_B = np.zeros(len(self._slots), int)
+        finished = []
+        for b, request in enumerate(self._slots):
+            if request is None:
+                continue
+            cursor, sample = request
+            useful_B[b] = min(self._block_tokens, self._left[cursor][sample])
+            self._left[cursor][sample] -= useful_B[b]
+            if self._left[cursor][sample] == 0:
+                self._slots[b] = None
+            if not any(self._left[cursor].values()):
+                del self._left[cursor]
+                responses = [
+                    Response(np.full(n, cursor), np.zeros(n), stopped=True)
+                    for n in self._script.length_PG[cursor]
+                ]
+                finished.append(Finished(cursor, responses))
+        self.calls.append(("step", *useful_B.tolist(), *sorted(f.cursor for f in finished)))
+        busy = np.count_nonzero(useful_B) / len(useful_B)
+        waiting = bool(self._queue)
+        steps = int(useful_B.max())
+        self.blocks.append(Block(0.0, 0.0, steps, useful_B, useful_B, useful_B, waiting, busy))
+        return sorted(finished, key=lambda group: group.cursor)
+
+
+def group(cursor: int, correct_G, responses) -> Group:
+    """The group of the prompt at `cursor`, with the answer 7 where it is correct."""
     return Group(
         cursor=cursor,
-        prompt=Prompt(np.array([cursor + 1], np.int32), Example((), "7", "script", cursor)),
-        responses=[np.full(length_tokens, 5, np.int32) for _ in correct_G],
-        behavior_logp=[np.zeros(length_tokens, np.float32) for _ in correct_G],
+        prompt=prompt_at(cursor),
+        responses=responses,
+        behavior_logp=[np.zeros(len(response), np.float32) for response in responses],
         stopped_G=np.ones(len(correct_G), bool),
         texts=["Answer: 7" if correct else "7" for correct in correct_G],
         verdicts=[
@@ -27,129 +137,112 @@ def group(cursor: int, correct_G, *, length_tokens: int = 3) -> Group:
     )
 
 
-class Script:
-    """Scripted generation: `num_correct_P[cursor]` of the G responses to a prompt are correct."""
+def scripted_verify(script: Script):
+    """A verifier that knows the script."""
 
-    def __init__(self, num_correct_P, *, length_tokens_P=None):
-        self.num_correct_P = num_correct_P
-        self.length_tokens_P = length_tokens_P
-        self.calls: list[range] = []
+    def verify(finished: Finished, prompt: Prompt) -> Group:
+        assert prompt.example.row == finished.cursor
+        tokens = [response.tokens for response in finished.responses]
+        return group(finished.cursor, script.correct_PG[finished.cursor], tokens)
 
-    def __call__(self, cursors: range) -> list[Group]:
-        self.calls.append(cursors)
-        return [
-            group(
-                cursor,
-                np.arange(G) < self.num_correct_P[cursor],
-                length_tokens=3 if self.length_tokens_P is None else self.length_tokens_P[cursor],
-            )
-            for cursor in cursors
-        ]
+    return verify
 
 
 def run(
-    script, cursor=0, *, num_prompts, generation_prompts, batches=10, dynamic=True, report=None
-):
+    script: Script,
+    cursor=0,
+    *,
+    num_prompts,
+    max_prompts=None,
+    slots=8,
+    block_tokens=4,
+    expected_rate=0.5,
+    dynamic=True,
+    session=None,
+    verify=None,
+    report=None,
+) -> Rollouts:
+    """`collect` over a script; the cap, unless given, is the script's end."""
+    session = session or ScriptedSession(script, slots=slots, block_tokens=block_tokens)
     return collect(
-        script,
+        session,
+        prompt_at,
+        verify or scripted_verify(script),
         cursor,
+        group_size=script.correct_PG.shape[1],
         num_prompts=num_prompts,
-        generation_prompts=generation_prompts,
-        max_generation_batches=batches,
+        max_prompts=max_prompts or len(script.correct_PG) - cursor,
+        expected_rate=expected_rate,
         dynamic_sampling=dynamic,
-        report=(lambda message: None) if report is None else report,
+        report=report or (lambda message: None),
     )
 
 
-def test_the_first_informative_groups_are_kept_in_prompt_order():
-    script = Script([0, 4, 2, 0, 1, 4, 3, 3, 0, 1, 2, 2])
-    rollouts = run(script, num_prompts=3, generation_prompts=4)
-    assert rollouts.kept.tolist() == [2, 4, 6]
-    assert script.calls == [range(0, 4), range(4, 8)]
-    assert [g.cursor for g in rollouts.sampled] == list(range(8))
-    assert rollouts.generation_batches == 2
-    # Group 7 is informative too: a surplus, discarded but counted among what was sampled.
-    assert rollouts.correct_PG.sum(axis=1).tolist() == [0, 4, 2, 0, 1, 4, 3, 3]
+def cursors(rollouts: Rollouts) -> list[int]:
+    """The sampled groups' places in the stream."""
+    return [group.cursor for group in rollouts.sampled]
 
 
-def test_a_full_batch_stops_at_once_and_the_cursor_moves_by_whole_batches():
-    script = Script([2] * 40)
-    rollouts = run(script, 7, num_prompts=3, generation_prompts=5)
-    assert script.calls == [range(7, 12)]
-    assert rollouts.kept.tolist() == [0, 1, 2]
-    assert rollouts.cursor == 12  # the surplus prompts 10 and 11 are not sampled again
-    following = run(script, rollouts.cursor, num_prompts=3, generation_prompts=5)
-    assert [g.cursor for g in following.sampled] == list(range(12, 17))
+def kept_cursors(rollouts: Rollouts) -> list[int]:
+    return [rollouts.sampled[p].cursor for p in rollouts.kept]
 
 
-def test_kept_indices_count_from_the_steps_first_prompt_not_from_the_streams():
-    rollouts = run(Script([4] * 20 + [0, 2, 2]), 20, num_prompts=2, generation_prompts=3)
-    assert rollouts.kept.tolist() == [1, 2]
-    assert [rollouts.sampled[p].cursor for p in rollouts.kept] == [21, 22]
+def steps(session: ScriptedSession) -> list[tuple]:
+    return [call for call in session.calls if call[0] == "step"]
 
 
-@pytest.mark.parametrize(("num_correct_P", "kept"), [([0, 2, 4, 1, 0, 4], [1, 3]), ([4] * 6, [])])
-def test_at_the_cap_there_are_fewer_groups_or_none(num_correct_P, kept):
-    script = Script(num_correct_P)
-    rollouts = run(script, num_prompts=3, generation_prompts=2, batches=3)
-    assert rollouts.kept.tolist() == kept
-    assert rollouts.generation_batches == len(script.calls) == 3
-    assert rollouts.cursor == 6
-    assert len(rollouts.sampled) == 6
+# Which groups
 
 
-def test_the_last_batch_before_the_cap_may_complete_the_step():
-    rollouts = run(Script([0, 0, 0, 2]), num_prompts=1, generation_prompts=2, batches=2)
-    assert rollouts.kept.tolist() == [3]
+def batchwise(script: Script, *, num_prompts, generation_prompts) -> list[int]:
+    """The reference's filter: whole batches, waited for, until enough groups are mixed."""
+    kept, cursor = [], 0
+    while len(kept) < num_prompts and cursor < len(script.correct_PG):
+        for p in range(cursor, min(cursor + generation_prompts, len(script.correct_PG))):
+            if 0 < np.count_nonzero(script.correct_PG[p]) < G:
+                kept.append(p)
+        cursor += generation_prompts
+    return kept[:num_prompts]
 
 
-def test_without_dynamic_sampling_one_batch_is_kept_whole():
-    script = Script([0, 4, 2, 0, 1])
-    rollouts = run(script, 1, num_prompts=4, generation_prompts=99, dynamic=False)
-    assert script.calls == [range(1, 5)]
-    assert rollouts.kept.tolist() == [0, 1, 2, 3]
-    assert (rollouts.cursor, rollouts.generation_batches) == (5, 1)
+def first_finished(script: Script, *, num_prompts, slots, block_tokens) -> list[int]:
+    """What a filter that waits for nobody keeps: the informative groups that finish first."""
+    session = ScriptedSession(script, slots=slots, block_tokens=block_tokens)
+    for cursor in range(len(script.correct_PG)):
+        session.submit(cursor, prompt_at(cursor).token_ids, group_size=G)
+    kept = []
+    while len(kept) < num_prompts and session.unfinished:
+        kept += [f.cursor for f in session.step() if f.cursor in script.informative]
+    return kept[:num_prompts]
 
 
-def test_the_choice_does_not_look_at_the_lengths():
-    """Long and short responses, all informative: the order of prompts alone decides."""
+def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
+    """On scripts whose informative groups are the long ones, and a cap that some run into.
+
+    The filter that takes what finishes first keeps others, and shorter ones: the bias that would
+    teach a policy to be brief.
+    """
     rng = np.random.default_rng(0)
-    num_correct_P = rng.integers(0, G + 1, 60)
-    kept = [
-        run(
-            Script(num_correct_P, length_tokens_P=lengths),
-            num_prompts=8,
-            generation_prompts=12,
-        ).kept.tolist()
-        for lengths in (rng.integers(1, 9, 60), np.full(60, 9), np.arange(60)[::-1] + 1)
-    ]
-    assert kept[0] == kept[1] == kept[2]
-    assert len(kept[0]) == 8
-
-
-def test_shaped_rewards_do_not_make_a_group_informative():
-    """All wrong, with lengths that Eq. 13 would punish differently: not informative."""
-    all_wrong = group(0, [False] * G)
-    for g in range(G):
-        all_wrong.responses[g] = np.zeros(10 * g + 1, np.int32)
-    rollouts = run(lambda cursors: [all_wrong], num_prompts=1, generation_prompts=1, batches=1)
-    assert rollouts.kept.tolist() == []
-    assert rollouts.length_PG.tolist() == [[1, 11, 21, 31]]
-
-
-def test_progress_names_the_groups_found_and_the_batch():
-    reports = []
-    run(
-        Script([2, 0, 0, 2]),
-        num_prompts=2,
-        generation_prompts=2,
-        batches=5,
-        report=reports.append,
-    )
-    assert reports == [
-        "rollout: 0/2 informative groups, generation batch 1/5",
-        "rollout: 1/2 informative groups, generation batch 2/5",
-    ]
+    streamed_lengths, hasty_lengths, differing, capped = [], [], 0, 0
+    for seed in range(100):
+        num_prompts = int(rng.integers(4, 13))
+        engine = {"slots": int(rng.integers(4, 65)), "block_tokens": int(rng.integers(1, 9))}
+        script = long_tailed_script(seed, prompts=3 * num_prompts)
+        rollouts = run(script, num_prompts=num_prompts, **engine)
+        kept = kept_cursors(rollouts)
+        for generation_prompts in (num_prompts, 3 * num_prompts):
+            sizes = {"num_prompts": num_prompts, "generation_prompts": generation_prompts}
+            assert kept == batchwise(script, **sizes), seed
+        capped += len(kept) < num_prompts
+        for p in rollouts.kept:
+            assert rollouts.sampled[p].length_G.tolist() == script.length_PG[p].tolist()
+        hasty = first_finished(script, num_prompts=num_prompts, **engine)
+        differing += sorted(hasty) != kept
+        streamed_lengths.append(script.length_PG[kept].mean())
+        hasty_lengths.append(script.length_PG[hasty].mean())
+    assert 0 < capped < 50
+    assert differing > 60
+    assert np.mean(hasty_lengths) < 0.9 * np.mean(streamed_lengths)
 
 
 def test_golden_dynamic_sampling(shared):
@@ -158,31 +251,315 @@ def test_golden_dynamic_sampling(shared):
     for case in golden.dynamic_sampling_cases(shared):
         if case.filtered_by == "score":  # the shaped reward; see test_algorithm.py
             continue
-        _, generation_prompts, group_size = case.correct_NPG.shape
+        batches, generation_prompts, group_size = case.correct_NPG.shape
         correct_PG = case.correct_NPG.reshape(-1, group_size) > 0
-
-        def generate_groups(cursors, correct_PG=correct_PG):
-            return [group(cursor, correct_PG[cursor]) for cursor in cursors]
-
+        length_PG = long_tailed_script(0, prompts=len(correct_PG)).length_PG[:, :1]
         rollouts = run(
-            generate_groups,
+            Script(correct_PG, np.broadcast_to(length_PG, correct_PG.shape)),
             num_prompts=case.num_prompts,
-            generation_prompts=generation_prompts,
-            batches=case.max_generation_batches,
+            max_prompts=generation_prompts * min(batches, case.max_generation_batches),
         )
+        used_batches = -(-len(rollouts.sampled) // generation_prompts)
         if case.error is None:
             responses = rollouts.kept[:, None] * group_size + np.arange(group_size)
             assert responses.ravel().tolist() == case.kept_responses, case.name
-            assert rollouts.generation_batches == case.generation_batches, case.name
+            assert used_batches == case.generation_batches, case.name
             compared += 1
         else:
             assert len(rollouts.kept) < case.num_prompts, case.name
-            assert rollouts.generation_batches == case.max_generation_batches, case.name
+            assert used_batches == case.max_generation_batches, case.name
     assert compared > 0
 
 
+def test_shaped_rewards_do_not_make_a_group_informative():
+    """All wrong, with lengths that Eq. 13 would punish differently: not informative."""
+    all_wrong = Script(np.zeros((1, G), bool), np.array([[1, 11, 21, 31]]))
+    rollouts = run(all_wrong, num_prompts=1)
+    assert rollouts.kept.tolist() == []
+    assert rollouts.length_PG.tolist() == [[1, 11, 21, 31]]
+
+
+def test_a_step_ends_with_the_last_group_kept_and_the_next_begins_behind_it():
+    """Groups behind it, finished or not, are counted as issued and come again."""
+    num_correct_P = [0, 4, 2, 0, 1, 4, 3, 3, 0, 1, 2, 2]
+    rollouts = run(script(num_correct_P), num_prompts=3, slots=12 * G, expected_rate=0.1)
+    assert rollouts.kept.tolist() == [2, 4, 6]
+    assert cursors(rollouts) == list(range(7))
+    assert (rollouts.cursor, rollouts.issued) == (7, 12)
+    assert rollouts.correct_PG.sum(axis=1).tolist() == num_correct_P[:7]
+    following = run(script(num_correct_P), rollouts.cursor, num_prompts=2)
+    assert cursors(following) == [7, 8, 9]
+    assert following.kept.tolist() == [0, 2]
+    assert following.cursor == 10
+
+
+def test_a_step_waits_for_the_groups_before_the_last_one_kept_and_cancels_those_behind():
+    """Group 0 is slow and not informative; group 3 is slower still, and not needed."""
+    slow = script([0, 2, 2, 2, 2], length_tokens=np.array([40, 2, 2, 99, 2]))
+    session = ScriptedSession(slow, slots=5 * G, block_tokens=4)
+    rollouts = run(slow, num_prompts=2, expected_rate=0.1, session=session)
+    assert rollouts.kept.tolist() == [1, 2]
+    assert (rollouts.cursor, rollouts.issued) == (3, 5)
+    assert [call for call in session.calls if call[0] == "cancel"] == [("cancel", 3)]
+    assert session.calls.index(("cancel", 3)) < session.calls.index(steps(session)[2])
+    assert len(steps(session)) == 10  # the 40 tokens of group 0
+    assert session.unfinished == []
+
+
+@pytest.mark.parametrize(("num_correct_P", "kept"), [([0, 2, 4, 1, 0, 4], [1, 3]), ([4] * 6, [])])
+def test_at_the_cap_there_are_fewer_groups_or_none(num_correct_P, kept):
+    rollouts = run(script([2] * 20 + num_correct_P), 20, num_prompts=3, max_prompts=6)
+    assert rollouts.kept.tolist() == kept
+    assert cursors(rollouts) == list(range(20, 26))
+    assert (rollouts.cursor, rollouts.issued) == (26, 6)
+
+
+def test_the_last_prompt_before_the_cap_may_complete_the_step():
+    assert run(script([0, 0, 0, 2]), num_prompts=1, max_prompts=4).kept.tolist() == [3]
+
+
+def test_without_dynamic_sampling_the_first_prompts_are_all_kept():
+    """Whatever the rate was, nothing else is issued; and all at once: no verdict matters."""
+    scripted = script([0, 4, 2, 0, 1], length_tokens=np.array([3, 30, 3, 9, 3]))
+    session = ScriptedSession(scripted, slots=6, block_tokens=4)
+    rollouts = run(
+        scripted,
+        1,
+        num_prompts=4,
+        max_prompts=99,
+        expected_rate=0.1,
+        dynamic=False,
+        session=session,
+    )
+    assert rollouts.kept.tolist() == [0, 1, 2, 3]
+    assert cursors(rollouts) == [1, 2, 3, 4]
+    assert (rollouts.cursor, rollouts.issued) == (5, 4)
+    assert session.calls[:4] == [("submit", cursor) for cursor in range(1, 5)]
+
+
+def test_a_group_is_what_the_session_drew_and_the_verifier_said():
+    """Token ids decoded without control tokens, and the verdict on each response."""
+    tokenizer = setup.tokenizer(tiny.get_config())
+    example = Example((), "56", "test", 0)
+    texts = ["23+45=68\nAnswer: 68", "Answer: 56"]
+    stop = tokenizer.stop_ids[0]
+    tokens = [np.array([*tokenizer.encode(text), stop], np.int32) for text in texts]
+    responses = [
+        Response(tokens[0][:-1], np.full(len(tokens[0]) - 1, -0.5), stopped=False),
+        Response(tokens[1], np.full(len(tokens[1]), -0.25), stopped=True),
+    ]
+    prompt = Prompt(np.array([1], np.int32), example)
+    found = verified(Finished(9, responses), prompt, tokenizer=tokenizer, rules="dapo")
+    assert (found.cursor, found.prompt) == (9, prompt)
+    assert found.texts == texts
+    assert found.correct_G.tolist() == [False, True]
+    assert found.stopped_G.tolist() == [False, True]
+    assert found.length_G.tolist() == [len(tokens[0]) - 1, len(tokens[1])]
+    assert [logp[0] for logp in found.behavior_logp] == [-0.5, -0.25]
+
+
+# When
+
+
+class Delays:
+    """A verifier that takes a random time, up to `most` seconds."""
+
+    def __init__(self, script: Script, *, most: float, seed: int):
+        self._verify, self._most = scripted_verify(script), most
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, finished: Finished, prompt: Prompt) -> Group:
+        time.sleep(self._rng.uniform(0, self._most))
+        return self._verify(finished, prompt)
+
+
+def test_the_schedule_does_not_hang_on_the_verifiers_speed():
+    """What is issued, cancelled and drawn at which step is the same."""
+    script = long_tailed_script(3, prompts=60)
+    schedules = []
+    for seed, most in ((0, 0.0), (1, 0.004), (2, 0.004)):
+        session = ScriptedSession(script, slots=24, block_tokens=8)
+        verify = Delays(script, most=most, seed=seed)
+        rollouts = run(script, num_prompts=8, session=session, verify=verify)
+        schedules.append((session.calls, rollouts.issued, rollouts.work.drawn_tokens))
+    assert schedules[0] == schedules[1] == schedules[2]
+    assert {call[0] for call in schedules[0][0]} == {"submit", "cancel", "step"}
+
+
+def test_verification_runs_behind_the_next_block():
+    """Each verdict here waits until the block after its group's is being decoded."""
+    scripted = script([0, 2, 4, 2, 0, 2, 2, 2], length_tokens=np.arange(3, 35, 4))
+    begun = threading.Condition()
+    behind = []
+
+    class Watched(ScriptedSession):
+        def step(self):
+            with begun:
+                finished = super().step()
+                begun.notify_all()
+            return finished
+
+    session = Watched(scripted, slots=2 * G, block_tokens=4)
+
+    def verify(finished, prompt):
+        with begun:
+            own = next(i for i, s in enumerate(steps(session)) if finished.cursor in s[1 + 2 * G :])
+            behind.append(begun.wait_for(lambda: len(steps(session)) > own + 1, timeout=10))
+        return scripted_verify(scripted)(finished, prompt)
+
+    run(scripted, num_prompts=4, session=session, verify=verify)
+    assert len(behind) > 4
+    assert all(behind[:-2])  # behind the last ones there is no block to wait for
+
+
+@pytest.mark.parametrize("cursor", [0, 4])
+def test_an_error_in_the_verifier_surfaces_at_once(cursor):
+    scripted = script([2] * 40)
+    session = ScriptedSession(scripted, slots=8, block_tokens=4)
+
+    def verify(finished, prompt):
+        if finished.cursor == cursor:
+            raise ValueError(f"no rule for {finished.cursor}")
+        return scripted_verify(scripted)(finished, prompt)
+
+    reports = []
+
+    def report(message):
+        reports.append(message)
+        assert len(reports) < 100, "no error, and no end"
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=f"no rule for {cursor}"):
+        run(scripted, num_prompts=10, session=session, verify=verify, report=report)
+    assert len(steps(session)) <= cursor // 2 + 2
+    assert threading.active_count() == before
+
+
+def test_no_slot_idles_while_more_groups_are_surely_needed():
+    """Needed even if all under way were informative. Verdicts are known a block late."""
+    idle_steps = 0
+    for seed in range(20):
+        script = long_tailed_script(seed, prompts=120)
+        session = ScriptedSession(script, slots=24, block_tokens=4)
+        run(script, num_prompts=12, session=session)
+        issued, known, finished = 0, [], []
+        for call in session.calls:
+            issued += call[0] == "submit"
+            if call[0] == "step":
+                useful_B = call[1:25]
+                useless = sum(cursor not in script.informative for cursor in known)
+                if 0 in useful_B:
+                    idle_steps += 1
+                    assert issued - useless >= 12
+                known, finished = known + finished, list(call[25:])
+    assert idle_steps > 0
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.45, 0.9])
+def test_little_more_is_issued_than_needed(rate):
+    """With slots for the whole step at once, where the first guess is made before any verdict.
+
+    The mean need is N / rate prompts. A standard deviation more is aimed at, so that the guess is
+    mostly enough; with the further guesses where it is not, the bound is 1.5 of them and a prompt.
+    """
+    num_prompts, issued, sampled, blocks = 16, [], [], []
+    for seed in range(60):
+        scripted = script(2 * (np.random.default_rng(seed).random(400) < rate))
+        rollouts = run(scripted, num_prompts=num_prompts, slots=400 * G, expected_rate=rate)
+        issued.append(rollouts.issued)
+        sampled.append(len(rollouts.sampled))
+        blocks.append(len(rollouts.work.blocks))
+    spread = np.sqrt(num_prompts * (1 - rate)) / rate
+    assert np.mean(sampled) == pytest.approx(num_prompts / rate, rel=0.1)
+    assert np.mean(issued) < num_prompts / rate + 1.5 * spread + 1
+    assert np.mean(np.array(blocks) == 1) > 0.7
+
+
+@pytest.mark.parametrize("expected_rate", [0.1, 1.0])
+def test_a_wrong_expectation_is_soon_corrected(expected_rate):
+    """With slots for a third of what is needed, less than half as much again is issued."""
+    issued, sampled = [], []
+    for seed in range(20):
+        scripted = script(2 * (np.random.default_rng(seed).random(400) < 0.4))
+        rollouts = run(scripted, num_prompts=24, slots=20 * G, expected_rate=expected_rate)
+        issued.append(rollouts.issued)
+        sampled.append(len(rollouts.sampled))
+    assert np.mean(issued) < 1.5 * np.mean(sampled)
+
+
+def test_early_finishers_that_are_never_informative_do_not_drive_up_what_is_issued():
+    """Long-tailed, and slots for all: most groups that finish first are not informative."""
+    issued, sampled = [], []
+    for seed in range(20):
+        script = long_tailed_script(seed, prompts=320)
+        rate = len(script.informative) / 320
+        rollouts = run(script, num_prompts=32, slots=320 * G, expected_rate=rate)
+        issued.append(rollouts.issued)
+        sampled.append(len(rollouts.sampled))
+    assert np.mean(issued) < 1.75 * np.mean(sampled)
+
+
+# Accounts
+
+
+def test_the_work_adds_up():
+    """Two groups on six slots, in blocks of four steps, by hand."""
+    lengths = np.array([[2, 4, 6, 9], [1, 5, 5, 5]])
+    scripted = Script(np.array([[True, True, False, False]] * 2), lengths)
+    session = ScriptedSession(scripted, slots=6, block_tokens=4)
+    rollouts = run(scripted, num_prompts=2, dynamic=False, session=session)
+    work = rollouts.work
+    assert steps(session) == [
+        ("step", 2, 4, 4, 4, 1, 4),
+        ("step", 4, 4, 2, 4, 0, 1),
+        ("step", 1, 1, 0, 1, 0, 0, 0, 1),
+    ]
+    assert work.drawn_tokens == work.busy_slot_steps == lengths.sum() == 37
+    assert work.slot_steps == 6 * (4 + 4 + 1)
+    assert (work.waiting_slot_steps, work.busy_waiting_slot_steps) == (6 * 4, 19)
+    assert (work.requests, work.prefilled_prompts) == (8, 2)
+    assert work.cache_use == 1.0
+    assert rollouts.kept_tokens == 37
+    assert set(work.seconds) == {"prefill", "decode", "host", "verify", "verify_wait"}
+    assert work.blocks is session.blocks
+
+
+def test_work_counts_what_was_drawn_in_vain():
+    for seed in range(10):
+        script = long_tailed_script(seed, prompts=90)
+        session = ScriptedSession(script, slots=32, block_tokens=8)
+        rollouts = run(script, num_prompts=8, session=session)
+        work = rollouts.work
+        drawn = sum(sum(call[1:33]) for call in steps(session))
+        assert work.drawn_tokens == drawn > rollouts.length_PG.sum() > rollouts.kept_tokens
+        assert rollouts.kept_tokens == script.length_PG[kept_cursors(rollouts)].sum()
+        assert work.busy_slot_steps <= work.slot_steps == 32 * sum(b.steps for b in work.blocks)
+        assert work.busy_waiting_slot_steps <= work.waiting_slot_steps <= work.slot_steps
+        assert work.requests == rollouts.issued * G
+        assert len(rollouts.sampled) <= work.prefilled_prompts <= rollouts.issued
+
+
+def test_the_verifiers_time_is_reported():
+    scripted = script([2, 2])
+    delays = Delays(scripted, most=0.05, seed=0)
+    seconds = run(scripted, num_prompts=2, verify=delays, slots=2 * G).work.seconds
+    assert 0 < seconds["verify"] < 0.2
+    assert 0 < seconds["verify_wait"] < 0.2  # nothing was left to decode meanwhile
+    assert (seconds["prefill"], seconds["decode"], seconds["host"]) == (1.0, 2.0, 3.0)
+
+
+def test_progress_names_the_groups_found():
+    reports = []
+    run(script([2, 0, 0, 2]), num_prompts=2, slots=G, block_tokens=8, report=reports.append)
+    assert reports[0] == "rollout: 0 informative of 0 groups, 2 wanted"
+    assert reports[-1] == "rollout: 1 informative of 3 groups, 2 wanted"
+    reports.clear()
+    run(script([2, 0]), num_prompts=2, dynamic=False, report=reports.append)
+    assert reports[0] == "rollout: 0 groups, 2 wanted"
+
+
 def test_rollout_rows_say_what_was_trained_on():
-    groups = run(Script([0, 2]), num_prompts=1, generation_prompts=2).sampled
+    groups = run(script([0, 2]), num_prompts=1).sampled
     groups[1].stopped_G[3] = False
     reward_PG = np.array([[-1.0] * G, [1.0, 1.0, -1.0, -1.5]], np.float32)
     rows = list(rollout_rows(groups, reward_PG, np.array([1])))

@@ -1,6 +1,7 @@
 """Four fake devices give one device's samples and log-probs; wrong sizes are named."""
 
 import functools
+import math
 import re
 
 import jax
@@ -13,7 +14,9 @@ from jax.sharding import PartitionSpec
 from configs import base
 from dapo_jax import setup
 from dapo_jax.logprobs import chosen_logprobs
-from dapo_jax.sampler.decode import Sampling, generate
+from dapo_jax.sampler import engine
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.engine import Session
 from models import qwen2
 from models.qwen2 import Qwen2Config, abstract_params, param_axes
 from sharding import hosts, rules
@@ -22,7 +25,7 @@ from sharding.mesh import make_mesh
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
 MESHES = [(4, 1), (2, 2), (1, 4)]  # (data, model); the last exceeds the 2 key/value heads
 SAMPLING = Sampling(
-    max_response_tokens=6,
+    max_response_tokens=20,
     temperature=0.7,
     top_p=1.0,
     top_k=0,
@@ -30,9 +33,8 @@ SAMPLING = Sampling(
     pad_id=0,
     vocab_size=61,
 )
-PROMPTS = [np.array([5, 6, 7]), np.arange(10, 30), np.array([60]), np.arange(20, 27)]
-CURSORS = (7, 100, 0, 12)
-GROUP_SIZE = 4
+PROMPTS = {7: np.array([5, 6, 7]), 100: np.arange(10, 27), 0: np.array([60]), 12: np.arange(20, 27)}
+GROUP_SIZE = 8
 RUN_KEY = jax.random.key(11)
 
 
@@ -44,70 +46,105 @@ def params():
     return jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
-def build_policy(monkeypatch, data, model):
-    """What the commands build, for the small model on a (data, model) mesh."""
-    monkeypatch.setitem(qwen2.PRESETS, "small", SMALL)
+def build_policy(data, model):
+    """What the commands build, for the small model on the first devices as a (data, model) mesh.
+
+    Its engine has one decode program, for whatever there is to do.
+    """
     config = base.get_config()
     config.model.preset = "small"
     config.model.compute_dtype = "float32"
-    config.rollout.max_prompt_tokens = 32
+    config.rollout.max_prompt_tokens = 17
+    config.rollout.max_response_tokens = 128
+    config.rollout.group_size = 4
+    config.rollout.cache_mib = 1
+    config.rollout.slot_tokens = 128
+    config.rollout.page_tokens = 16
+    config.rollout.block_tokens = 4
     config.mesh.data, config.mesh.model = data, model
-    return setup.build_policy(config, SAMPLING.vocab_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(qwen2.PRESETS, "small", SMALL)
+        patch.setattr(engine, "POOL_PARTS", (1,))
+        patch.setattr(engine, "ROW_PARTS", (1,), raising=False)
+        patch.setattr(setup, "make_mesh", make_small_mesh)
+        return setup.build_policy(config, SAMPLING.vocab_size)
+
+
+def make_small_mesh(*, data, model):
+    return make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
+
+
+def sample(policy, params, prompts):
+    """{(cursor, sample): response} of groups submitted in this order, and the session."""
+    params = policy.reshard(jax.device_put(params, policy.state_shardings.params))
+    session = Session(policy.engine, params, RUN_KEY, SAMPLING)
+    for cursor, prompt in prompts:
+        session.submit(cursor, prompt, group_size=GROUP_SIZE)
+    responses = {}
+    while session.unfinished:
+        for finished in session.step():
+            responses |= {(finished.cursor, i): r for i, r in enumerate(finished.responses)}
+    return responses, session
 
 
 @pytest.fixture(scope="module")
 def one_device_samples(params):
-    """The reference: a plain jitted function of host arrays."""
-    graph, _ = abstract_params(SMALL)
-    T = 32
-    prompt_PT = np.stack([np.pad(p, (T - len(p), 0)) for p in PROMPTS])
-    lengths = np.array([len(p) for p in PROMPTS])
-    run = jax.jit(functools.partial(generate, graph), static_argnames=("group_size", "sampling"))
-    arrays = (prompt_PT, lengths, np.array(CURSORS))
-    return jax.device_get(run(params, RUN_KEY, *arrays, group_size=GROUP_SIZE, sampling=SAMPLING))
+    """The reference, from a mesh of one device."""
+    return sample(build_policy(1, 1), params, PROMPTS.items())[0]
 
 
-@pytest.mark.parametrize(("data", "model"), MESHES)
-def test_every_mesh_samples_what_one_device_samples(
-    monkeypatch, params, one_device_samples, data, model
-):
-    policy = build_policy(monkeypatch, data, model)
-    sharded = policy.reshard(jax.device_put(params, policy.state_shardings.params))
-    samples = policy.sampler(
-        sharded, RUN_KEY, PROMPTS, CURSORS, group_size=GROUP_SIZE, sampling=SAMPLING
-    )
-    for field in ("tokens_RT", "length_R", "stopped_R"):
-        assert np.array_equal(getattr(samples, field), getattr(one_device_samples, field))
-    gap_RT = np.abs(samples.behavior_logp_RT - one_device_samples.behavior_logp_RT)
-    assert gap_RT.max() <= 1e-5
-    assert len(set(samples.length_R.tolist())) > 1
+@pytest.fixture(scope="module", params=MESHES[:2], ids=str)
+def policy(request):
+    """On four devices."""
+    return build_policy(*request.param)
+
+
+def test_every_mesh_samples_what_one_device_samples(policy, params, one_device_samples):
+    """And every shard of the data takes part, and in which one a group lands changes no bit."""
+    responses, session = sample(policy, params, PROMPTS.items())
+    assert responses.keys() == one_device_samples.keys()
+    for request, expected in one_device_samples.items():
+        response = responses[request]
+        assert np.array_equal(response.tokens, expected.tokens), request
+        assert response.stopped == expected.stopped
+        assert np.abs(response.behavior_logp - expected.behavior_logp).max() <= 1e-5, request
+    assert len({len(response.tokens) for response in responses.values()}) > 5
+    cursor_DB = session.blocks[0].cursor_B.reshape(policy.mesh.shape["data"], -1)
+    assert (cursor_DB >= 0).any(axis=1).all()
+
+    moved, again = sample(policy, params, reversed(PROMPTS.items()))
+    assert not np.array_equal(again.blocks[0].cursor_B, session.blocks[0].cursor_B)
+    for request, response in moved.items():
+        assert np.array_equal(response.tokens, responses[request].tokens), request
+        assert np.array_equal(response.behavior_logp, responses[request].behavior_logp), request
 
 
 def collectives(compiled):
     """Names and result shapes of the collective operations of a compiled program."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return re.findall(rf"= (\S+?)(?:\{{\S*)? ({names})\(", compiled.as_text())
+    return re.findall(rf"= (\S+?)(?:\{{\S*)? ({names})(?:-start)?\(", compiled.as_text())
 
 
-def test_over_data_alone_a_decode_step_exchanges_only_whether_all_are_done(monkeypatch):
-    policy = build_policy(monkeypatch, 4, 1)
-    sharded = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract_params(SMALL)[1],
-        rules.param_shardings(policy.mesh, *axes_and_params(), rules.SAMPLER),
-    )
-    by_rows = rules.rows(policy.mesh)
-    row = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=by_rows)
-    prompt = jax.ShapeDtypeStruct((4, 32), jnp.int32, sharding=by_rows)
-    program = jax.jit(
-        functools.partial(generate, policy.graph),
-        static_argnames=("group_size", "sampling"),
-        out_shardings=by_rows,
-    )
-    compiled = program.lower(
-        sharded, RUN_KEY, prompt, row, row, group_size=GROUP_SIZE, sampling=SAMPLING
-    ).compile()
-    assert collectives(compiled) == [("pred[]", "all-reduce")]
+def test_sampling_exchanges_nothing_over_data_and_no_cache_over_model(policy):
+    """Prefill and decoding: each shard of the data may take as many steps as its own slots need.
+
+    Over "model" go activations, the vocabulary's partial sums and the drawn token.
+    """
+    policy.engine.compile(SAMPLING)
+    programs = policy.engine._programs.values()
+    exchanged = [exchange for program in programs for exchange in collectives(program)]
+    if policy.mesh.shape["model"] == 1:
+        assert not exchanged
+        return
+    assert {name for _, name in exchanged} == {"all-reduce", "all-gather"}
+    tokens = 16 + policy.engine.cache.slots
+    largest = max(math.prod(map(int, re.findall(r"\d+", shape)[1:])) for shape, _ in exchanged)
+    assert largest <= tokens * SMALL.width
+
+
+def test_decoding_refuses_more_model_ways_than_key_value_heads():
+    with pytest.raises(ValueError, match=r"mesh.model = 4 does not divide .* 2 key/value heads"):
+        build_policy(1, 4)
 
 
 def logprobs_of(graph, params, tokens_BT, target_BT):

@@ -17,7 +17,7 @@ from flax import nnx, struct
 
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
-from models.attention import PageTable, attention, combine, page_attention, pieces
+from models.attention import PageTable, attention, combine, of_readers, page_attention, pieces
 from models.paged_tpu import paged_attention
 from models.qwen2 import Qwen2Config, abstract_block, causal_mask, rms_norm
 
@@ -42,8 +42,8 @@ class Slots:
     """What each of B slots is about to do: int32 [B], and `active_B` bool.
 
     The next token to feed is `token_B` at `position_B`; the token drawn then is number
-    `drawn_B` of the response to sample `sample_B` of the prompt at `cursor_B`. Tokens of this
-    block go to `page_B` from `offset_B` on.
+    `drawn_B`, of `limit_B` at most, of sample `sample_B` of the prompt at `cursor_B`. Tokens of
+    this block go to `page_B` from `offset_B` on.
     """
 
     active_B: Any
@@ -52,6 +52,7 @@ class Slots:
     token_B: Any
     position_B: Any
     drawn_B: Any
+    limit_B: Any
     page_B: Any
     offset_B: Any
 
@@ -109,7 +110,6 @@ def decode_block(
     layers = list(blocks(params, config))
     head_DV = params["head_DV"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_DV.shape[1]
-    slot_B1 = jnp.arange(B)[:, None]
     key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
     uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.drawn_B + i))(jnp.arange(S))
     stop_ids = jnp.asarray(s.stop_ids, jnp.int32)
@@ -123,10 +123,11 @@ def decode_block(
     closed = [] if used_pages is None else [(k[:used_pages], v[:used_pages]) for k, v in pages]
 
     def attend_pages(q_BNH, i):
-        prompt = page_attention(q_BNH, *prompt_pages[i], where.reader_UR, where.live_U)
+        q_URNH = of_readers(q_BNH, where.reader_URB)
+        prompt = page_attention(q_URNH, *prompt_pages[i], where.live_U)
         if used_pages is not None:
-            response = page_attention(q_BNH, *closed[i], where.reader_P[:, None], where.live_P)
-            return [prompt, response]
+            q_P1NH = of_readers(q_BNH, where.reader_P1B)
+            return [prompt, page_attention(q_P1NH, *closed[i], where.live_P)]
         none_B = jnp.zeros(B, jnp.int32)
         out_BNH, max_BN, sum_BN = paged_attention(
             q_BNH,
@@ -153,7 +154,7 @@ def decode_block(
                 k_BKHS = jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_BKH1, i, axis=3)
                 v_BKSH = jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_BK1H, i, axis=2)
                 q_BNH = q_BTNH[:, 0]
-                recent = page_attention(q_BNH, k_BKHS, v_BKSH, slot_B1, live_B)
+                recent = page_attention(q_BNH[:, None], k_BKHS, v_BKSH, live_B)
                 partials = [*attend_pages(q_BNH, index), recent]
                 out_BNH = combine(partials, where.entry_BX, dtype=v_BKSH.dtype)
                 return out_BNH[:, None], (k_BKHS, v_BKSH)
@@ -176,7 +177,7 @@ def decode_block(
             whole_BV = truncate(whole_BV, top_p=s.top_p, top_k=s.top_k)
             logits_BV = jax.lax.dynamic_slice_in_dim(whole_BV, first_id, logits_BV.shape[1], 1)
         token_B, logp_B = draw(logits_BV, uniform_SB[i], axis=axis)
-        ended_B = jnp.isin(token_B, stop_ids) | (slots.drawn_B + i + 1 >= s.max_response_tokens)
+        ended_B = jnp.isin(token_B, stop_ids) | (slots.drawn_B + i + 1 >= slots.limit_B)
         return (
             i + 1,
             active_B & ~ended_B,

@@ -17,6 +17,7 @@ import dataclasses
 import heapq
 import os
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +28,11 @@ from dapo_jax.sampler.decode import NULL_PAGE, Sampling, Slots, decode_block, pr
 from models.attention import PageTable
 from models.qwen2 import Qwen2Config
 from sharding import hosts, rules
+from sharding.mesh import cpu_options
 
 # Parts of the response pages that plain XLA attends to: the least one that holds all used pages.
-import json
-
-CO = json.loads(os.environ.get("CO", "{}"))
-POOL_PARTS = (4, 2, 1)
+POOL_PARTS = (2, 1)
+ROW_PARTS = (4, 1)  # of the slots, for when few are left: the least one that holds all occupied
 IN_FLIGHT = 3  # groups whose prompts are kept, over the least that fill the slots
 
 
@@ -144,11 +144,15 @@ class Finished:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """Samples of one prompt that are being drawn, at most as many as may share its pages."""
+    """Samples of one prompt that are being drawn, at most as many as may share its pages.
+
+    limits: the greatest number of tokens of each.
+    """
 
     cursor: int
     prompt: np.ndarray
     samples: range
+    limits: list[int]
     pages: list[int] = dataclasses.field(default_factory=list)
     unfinished: int = 0
 
@@ -163,6 +167,7 @@ class Request:
 
     group: Group
     sample: int
+    max_tokens: int
     pages: list[int] = dataclasses.field(default_factory=list)
     drawn_tokens: int = 0
     drawn: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -189,12 +194,20 @@ class Shard:
         """Pages for a group's prompt; its samples are ready."""
         group.pages = take(self.free_prompt_pages, prompt_pages)
         group.unfinished = len(group.samples)
-        self.ready.extend(Request(group, sample) for sample in group.samples)
+        self.ready.extend(
+            Request(group, sample, limit)
+            for sample, limit in zip(group.samples, group.limits, strict=True)
+        )
 
     def admit(self) -> None:
-        """Ready requests to free slots, lowest slot first, while there are pages."""
+        """Ready requests to free slots, lowest slot first, while there are pages.
+
+        Those in slots keep what they will take in two blocks: a request that is let in too soon
+        has to be given up again.
+        """
         for b, occupant in enumerate(self.slots):
-            if occupant is None and self.ready and self.free_pages:
+            growth = 2 * len(self.by_age) * self.cache.block_tokens // self.cache.page_tokens
+            if occupant is None and self.ready and len(self.free_pages) > growth:
                 self.slots[b] = self.ready.popleft()
                 self.slots[b].pages = take(self.free_pages, 1)
                 self.by_age.append(b)
@@ -214,7 +227,8 @@ class Shard:
                     youngest = self.slots[self.by_age[-1]]
                     given_up += youngest.drawn_tokens
                     self.leave(self.by_age[-1])
-                    self.ready.appendleft(Request(youngest.group, youngest.sample))
+                    again = Request(youngest.group, youngest.sample, youngest.max_tokens)
+                    self.ready.appendleft(again)
                 if self.slots[b] is not None:
                     request.pages += take(self.free_pages, 1)
         return given_up
@@ -292,8 +306,10 @@ class Engine:
             out_shardings=jax.tree.map(lambda s: s.sharding, (self._prompt_pages, self._pages)),
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
-        # Sizes of the used part of the pool that decoding is compiled for, in pages.
+        # What decoding is compiled for: sizes of the used part of the pool, in pages, and of the
+        # batch, in rows a shard.
         self._parts = [None] if kernel else [-(-cache.pages // part) for part in POOL_PARTS]
+        self._rows_sizes = [-(-cache.slots // part) for part in ROW_PARTS]
 
     @property
     def prompt_buckets(self) -> list[int]:
@@ -312,15 +328,17 @@ class Engine:
         return max(1, self.cache.pages_per_prompt // bucket)
 
     def lower(self, sampling: Sampling) -> dict[tuple, jax.stages.Lowered]:
-        """All programs that a session may run, by (name, sampling, size), before compilation."""
-        lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.prompt_buckets}
+        """All programs that a session may run, by (name, sampling, sizes), before compilation."""
+        lowered = {("prefill", None, (b,)): self._lower_prefill(b) for b in self.prompt_buckets}
         return lowered | {
-            ("decode", sampling, part): self._lower_decode(sampling, part) for part in self._parts
+            ("decode", sampling, (rows, part)): self._lower_decode(sampling, rows, part)
+            for rows in self._rows_sizes
+            for part in self._parts
         }
 
     def compile(self, sampling: Sampling) -> None:
         """Compile all that a session may run, so that nothing is compiled later."""
-        if ("decode", sampling, self._parts[0]) in self._programs:
+        if any(name == "decode" and how == sampling for name, how, _ in self._programs):
             return
         missing = {k: v for k, v in self.lower(sampling).items() if k not in self._programs}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -329,8 +347,11 @@ class Engine:
 
     @property
     def program_names(self) -> list[str]:
-        """What has been compiled: name and size in pages."""
-        return [f"{name}[{'kernel' if size is None else size}]" for name, _, size in self._programs]
+        """What has been compiled: prefill[pages of a prompt], decode[rows, pages]."""
+        return [
+            f"{name}[{', '.join('kernel' if size is None else str(size) for size in sizes)}]"
+            for name, _, sizes in self._programs
+        ]
 
     def new_pages(self):
         """(prompt pages, response pages) on the mesh, zeroed."""
@@ -338,19 +359,24 @@ class Engine:
 
     def prefill(self, params, prompt_pages, tokens_RT, page_RI):
         """Run prefill for [shards * rows] prompts of one bucket; the old pages are gone."""
-        program = self._programs["prefill", None, page_RI.shape[1]]
+        program = self._programs["prefill", None, page_RI.shape[1:]]
         return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
 
     def decode(self, params, prompt_pages, pages, run_key, state_BX, sampling, *, last_page: int):
         """Run a block; (pages, token_SB, logp_SB), the latter two as numpy arrays.
 
-        state_BX: int32, what `split_state` takes apart. last_page: the highest in use.
+        state_BX: int32, what `split_state` takes apart, of as many rows as `batch_rows` says.
+        last_page: the highest in use.
         """
         part = next(p for p in self._parts if p is None or p > last_page)
-        program = self._programs["decode", sampling, part]
+        program = self._programs["decode", sampling, (len(state_BX) // self.shards, part)]
         state_BX = hosts.place(state_BX, self._rows)
         pages, *drawn = program(params, prompt_pages, pages, run_key, state_BX)
         return pages, *hosts.fetch(drawn)
+
+    def batch_rows(self, occupied: int) -> int:
+        """Rows of each shard in the program for so many occupied slots."""
+        return next(rows for rows in self._rows_sizes if rows >= occupied)
 
     def _pool(self, pages: int):
         """ShapeDtypeStructs of a (k_PKHC, v_PKCH) a layer, of so many pages a shard."""
@@ -379,7 +405,7 @@ class Engine:
         arguments = (self._params, self._prompt_pages, tokens_RT, page_RI)
         return self._lower(run, arguments, out, donate=1)
 
-    def _lower_decode(self, sampling: Sampling, part: int | None) -> jax.stages.Lowered:
+    def _lower_decode(self, sampling: Sampling, rows: int, part: int | None):
         cache = self.cache
 
         def run(params, prompt_pages, pages, run_key, state_BX):
@@ -400,7 +426,7 @@ class Engine:
             )
 
         run_key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=rules.replicated(self.mesh))
-        state_BX = self._host_array(self.shards * cache.slots, state_columns(cache))
+        state_BX = self._host_array(self.shards * rows, state_columns(cache))
         tokens = PartitionSpec(None, "data")
         out = (self._specs(self._pages), tokens, tokens)
         arguments = (self._params, self._prompt_pages, self._pages, run_key, state_BX)
@@ -416,7 +442,9 @@ class Engine:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
-        return jax.jit(mapped, donate_argnums=donate, compiler_options=CO).lower(*arguments)
+        return jax.jit(
+            mapped, donate_argnums=donate, compiler_options=cpu_options(self.mesh)
+        ).lower(*arguments)
 
 
 def state_columns(cache: Cache) -> int:
@@ -465,9 +493,17 @@ class Session:
         self._home: dict[Group, Shard] = {}  # of the groups whose prompts are in pages
         self._responses: dict[int, list[Response | None]] = {}  # unfinished, by cursor
 
-    def submit(self, cursor: int, prompt: np.ndarray, *, group_size: int) -> None:
+    def submit(
+        self,
+        cursor: int,
+        prompt: np.ndarray,
+        *,
+        group_size: int,
+        max_tokens: Sequence[int] | None = None,
+    ) -> None:
         """Ask for `group_size` samples of a prompt (token ids), after all that were asked for.
 
+        max_tokens: an end for each of them, at most the sampling's; None: the sampling's.
         Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
         """
         cache = self.engine.cache
@@ -477,9 +513,13 @@ class Session:
                 f"at most rollout.max_prompt_tokens = {cache.max_prompt_tokens}"
             )
         prompt = np.asarray(prompt, np.int32)
+        limit = self._sampling.max_response_tokens
+        limits = [limit] * group_size if max_tokens is None else list(max_tokens)
+        if len(limits) != group_size or not all(1 <= tokens <= limit for tokens in limits):
+            raise ValueError(f"max_tokens needs {group_size} numbers from 1 to {limit}")
         for first in range(0, group_size, cache.readers):
             samples = range(first, min(first + cache.readers, group_size))
-            self._queue.append(Group(cursor, prompt, samples))
+            self._queue.append(Group(cursor, prompt, samples, limits[first : samples.stop]))
         self._responses[cursor] = [None] * group_size
 
     def cancel(self, cursor: int) -> None:
@@ -587,41 +627,44 @@ class Session:
         self.seconds["prefill"] += time.perf_counter() - start
 
     def _state(self) -> tuple[np.ndarray, int]:
-        """(state_BX of all slots, the highest page in use)."""
+        """(state_BX with a row for each occupied slot, on each shard; the highest page in use)."""
         cache = self.engine.cache
+        rows = self.engine.batch_rows(max(len(shard.by_age) for shard in self._shards))
         first = len(dataclasses.fields(Slots)) + 3
         own = first + cache.pages_per_prompt
-        state = np.zeros((len(self._shards), cache.slots, state_columns(cache)), np.int32)
+        state = np.zeros((len(self._shards), rows, state_columns(cache)), np.int32)
         last_page = NULL_PAGE
         for shard, state_BX in zip(self._shards, state, strict=True):
-            for b in shard.by_age:
+            for r, b in enumerate(sorted(shard.by_age)):
                 request = shard.slots[b]
                 group, drawn = request.group, request.drawn_tokens
                 prompt_tokens = len(group.prompt) - 1
-                state_BX[b, :first] = (
+                state_BX[r, :first] = (
                     True,
                     group.cursor,
                     request.sample,
                     request.drawn[-1][-1] if drawn else group.prompt[-1],
                     prompt_tokens + drawn,
                     drawn,
+                    request.max_tokens,
                     request.pages[drawn // cache.page_tokens],
                     drawn % cache.page_tokens,
                     prompt_tokens,
                     drawn,
                     request.sample - group.samples.start,
                 )
-                state_BX[b, first : first + len(group.pages)] = group.pages
-                state_BX[b, own : own + len(request.pages)] = request.pages
+                state_BX[r, first : first + len(group.pages)] = group.pages
+                state_BX[r, own : own + len(request.pages)] = request.pages
                 last_page = max(last_page, *request.pages)
         return state.reshape(-1, state.shape[-1]), last_page
 
     def _harvest(self, token_SB, logp_SB, start: float, end: float) -> list[Finished]:
         """Append what the block drew, let ended requests leave, and close its record."""
-        S, limit = self.engine.cache.block_tokens, self._sampling.max_response_tokens
+        S = self.engine.cache.block_tokens
+        rows = token_SB.shape[1] // len(self._shards)
         is_stop_SB = np.isin(token_SB, self._sampling.stop_ids)
         stop_B = np.where(is_stop_SB.any(axis=0), is_stop_SB.argmax(axis=0), S)
-        B = token_SB.shape[1]
+        B = len(self._shards) * self.engine.cache.slots
         block = Block(
             start_seconds=start,
             end_seconds=end,
@@ -634,19 +677,19 @@ class Session:
         )
         finished = []
         for d, shard in enumerate(self._shards):
-            for b in sorted(shard.by_age):
-                request, column = shard.slots[b], d * self.engine.cache.slots + b
+            for r, b in enumerate(sorted(shard.by_age)):
+                request, column, slot = shard.slots[b], d * rows + r, d * len(shard.slots) + b
                 drawn, stop = request.drawn_tokens, int(stop_B[column])
-                used = min(stop + 1, S, limit - drawn)
+                used = min(stop + 1, S, request.max_tokens - drawn)
                 stopped = used == stop + 1
                 request.drawn.append(token_SB[:used, column].copy())
                 request.logp.append(logp_SB[:used, column].copy())
                 request.drawn_tokens += used
                 block.steps = max(block.steps, used)
-                block.cursor_B[column] = request.group.cursor
-                block.sample_B[column] = request.sample
-                block.useful_B[column] = used
-                if stopped or request.drawn_tokens == limit:
+                block.cursor_B[slot] = request.group.cursor
+                block.sample_B[slot] = request.sample
+                block.useful_B[slot] = used
+                if stopped or request.drawn_tokens == request.max_tokens:
                     shard.leave(b)
                     finished += self._finish(shard, request, stopped)
         self.blocks.append(block)

@@ -1,0 +1,119 @@
+"""What the benchmarks share: the peers' model sizes with random weights, an engine, a table."""
+
+import csv
+import json
+import pathlib
+import platform
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.engine import Cache, Engine, Session
+from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
+from sharding import rules
+from sharding.mesh import make_mesh
+
+# By millions of parameters; the sizes at which the peers are timed.
+SIZES = {
+    "1.25": Qwen2Config(2_048, 128, 512, 4, 4, 2, 32, True),
+    "11.8": Qwen2Config(2_048, 384, 1_536, 5, 4, 2, 96, True),
+}
+NO_STOP = 1 << 30
+
+
+def commit() -> str:
+    """The commit that is measured, with a mark where files were changed since."""
+    run = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
+    return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def machine() -> str:
+    """Devices and versions, for the record."""
+    device = jax.devices()[0]
+    return (
+        f"{jax.device_count()} x {device.device_kind} ({platform.machine()}), jax {jax.__version__}"
+    )
+
+
+def engine_params(config: Qwen2Config, mesh, dtype):
+    """(abstract parameters with shardings, a function that makes random ones on the mesh)."""
+
+    def make():
+        _, params = split(Qwen2(config, key=jax.random.key(0)))
+        return unstack(jax.tree.map(lambda p: p.astype(dtype), params))
+
+    abstract = jax.eval_shape(
+        lambda p: unstack(jax.tree.map(lambda a: a.astype(dtype), p)), abstract_params(config)[1]
+    )
+    shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.SAMPLER)
+    abstract = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+    )
+    return abstract, jax.jit(make, out_shardings=shardings)
+
+
+def make_engine(config: Qwen2Config, *, slots: int, prompt: int, response: int, **cache):
+    """(engine on all devices, parameters) with so many slots in all; float32, plain XLA."""
+    mesh = make_mesh(data=-1, model=1)
+    abstract, make = engine_params(config, mesh, jnp.float32)
+    ways = mesh.shape["data"]
+    engine = Engine(
+        config,
+        mesh,
+        Cache(
+            slots=slots // ways,
+            max_prompt_tokens=prompt,
+            max_response_tokens=response,
+            **cache,
+        ),
+        params=abstract,
+        kernel=False,
+    )
+    return engine, make()
+
+
+def sampling(config: Qwen2Config, response: int) -> Sampling:
+    """Plain sampling at temperature 1 that no token ends."""
+    return Sampling(
+        max_response_tokens=response,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        stop_ids=(NO_STOP,),
+        pad_id=0,
+        vocab_size=config.vocab_size,
+    )
+
+
+def run_session(engine: Engine, params, groups, how: Sampling) -> tuple[Session, float]:
+    """Sample (prompt, tokens of each response) groups to the end: the session and wall seconds."""
+    start = time.perf_counter()
+    session = Session(engine, params, jax.random.key(1), how)
+    for cursor, (prompt, tokens) in enumerate(groups):
+        session.submit(cursor, prompt, group_size=len(tokens), max_tokens=tokens)
+    while session.unfinished:
+        session.step()
+    return session, time.perf_counter() - start
+
+
+def real_lengths(path: pathlib.Path, count: int, longest: int) -> np.ndarray:
+    """Lengths of real responses, a quarter of each, cut at `longest` as training cuts them."""
+    with path.open() as file:
+        lengths = np.array([int(row["length_tokens"]) for row in csv.DictReader(file)])
+    chosen = np.random.default_rng(0).choice(lengths, count, replace=False)
+    return np.clip(np.round(chosen / 4), 1, longest).astype(int)
+
+
+def last_json(text: str) -> dict:
+    """The last line of a peer's output that is a JSON object."""
+    return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
+
+
+def table(header, rows) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -1,0 +1,107 @@
+"""The sampler that the engine replaced, as a baseline: a static batch with a contiguous cache.
+
+Prompts are padded on the left, so that every row writes the same cache column at the same time; a
+batch runs until its last row has ended, and every step reads the whole cache. Layers are unrolled
+and keys are stored transposed, as in the engine.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.logprobs import sampling_logits
+from dapo_jax.sampler.decode import blocks
+from dapo_jax.sampler.sampling import draw, request_keys, uniform_at
+from models.attention import MASKED, attention
+from models.qwen2 import causal_mask, rms_norm
+
+
+def cache_attention(q_BNH, k_BKHS, v_BKSH, mask_BS):
+    """Attention of one new token a row over a contiguous cache."""
+    B, N, H = q_BNH.shape
+    K = k_BKHS.shape[1]
+    q_BKGH = q_BNH.reshape(B, K, N // K, H)
+    score_BKGS = jnp.einsum("BKGH,BKHS->BKGS", q_BKGH, k_BKHS, preferred_element_type=jnp.float32)
+    score_BKGS = jnp.where(mask_BS[:, None, None], score_BKGS * H**-0.5, MASKED)
+    prob_BKGS = jax.nn.softmax(score_BKGS, axis=-1).astype(v_BKSH.dtype)
+    return jnp.einsum("BKGS,BKSH->BKGH", prob_BKGS, v_BKSH).reshape(B, N, H)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_tokens"))
+def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_tokens: int):
+    """(tokens_TR, logp_TR) of one batch of prompts of equal length; row r has limit_R[r] tokens."""
+    R, T = prompt_RT.shape
+    layers = list(blocks(params, config))
+    mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
+    x_RTD, cache = params["embed_VD"][prompt_RT], []
+    for block in layers:
+        x_RTD, (k_RTKH, v_RTKH) = block(
+            x_RTD,
+            jnp.broadcast_to(jnp.arange(T), (R, T)),
+            lambda q, k, v: (attention(q, k, v, mask_RTS), (k, v)),
+        )
+        room = ((0, 0), (0, 0), (0, 0), (0, max_tokens))
+        k_RKHS = jnp.pad(k_RTKH.transpose(0, 2, 3, 1), room)
+        v_RKSH = jnp.pad(v_RTKH.transpose(0, 2, 1, 3), (*room[:2], room[3], room[2]))
+        cache.append((k_RKHS, v_RKSH))
+    x_RD = rms_norm(x_RTD[:, -1], params["final_norm_D"], eps=config.rms_norm_eps)
+    key_R = request_keys(run_key, cursor_R, jnp.zeros_like(cursor_R))
+    slot_S = jnp.arange(T + max_tokens)
+
+    def step(carry):
+        t, x_RD, cache, tokens_TR, logp_TR = carry
+        logits_RV = sampling_logits(
+            x_RD,
+            params["head_DV"],
+            temperature=1.0,
+            vocab_size=config.vocab_size,
+            first_id=0,
+        )
+        token_R, logp_R = draw(logits_RV, uniform_at(key_R, jnp.full(R, t)), axis=None)
+        x_RTD, new_cache = params["embed_VD"][token_R[:, None]], []
+        mask_RS = jnp.broadcast_to(slot_S <= T + t, (R, len(slot_S)))
+        for block, (k_RKHS, v_RKSH) in zip(layers, cache, strict=True):
+
+            def attend(q, k, v, k_RKHS=k_RKHS, v_RKSH=v_RKSH):
+                k_RKHS = jax.lax.dynamic_update_slice_in_dim(
+                    k_RKHS, k.transpose(0, 2, 3, 1), T + t, axis=3
+                )
+                v_RKSH = jax.lax.dynamic_update_slice_in_dim(
+                    v_RKSH, v.swapaxes(1, 2), T + t, axis=2
+                )
+                return cache_attention(q[:, 0], k_RKHS, v_RKSH, mask_RS)[:, None], (k_RKHS, v_RKSH)
+
+            x_RTD, kept = block(x_RTD, jnp.full((R, 1), T + t), attend)
+            new_cache.append(kept)
+        x_RD = rms_norm(x_RTD[:, 0], params["final_norm_D"], eps=config.rms_norm_eps)
+        return t + 1, x_RD, new_cache, tokens_TR.at[t].set(token_R), logp_TR.at[t].set(logp_R)
+
+    buffer = (max_tokens, R)
+    carry = (jnp.int32(0), x_RD, cache, jnp.zeros(buffer, jnp.int32), jnp.zeros(buffer))
+    end = jnp.minimum(jnp.max(limit_R), max_tokens)
+    *_, tokens_TR, logp_TR = jax.lax.while_loop(lambda carry: carry[0] < end, step, carry)
+    return tokens_TR, logp_TR
+
+
+def sample(params, run_key, prompts, limits, *, config, rows: int, max_tokens: int, place):
+    """All requests in batches of `rows`, in order; returns how many tokens they have.
+
+    place: host arrays to the devices, a batch's rows divided among them.
+    """
+    for first in range(0, len(prompts), rows):
+        batch = np.arange(first, first + rows) % len(prompts)
+        limit_R = np.where(np.arange(first, first + rows) < len(prompts), limits[batch], 0)
+        jax.block_until_ready(
+            generate(
+                params,
+                run_key,
+                place(prompts[batch]),
+                place(batch),
+                place(limit_R),
+                config=config,
+                max_tokens=max_tokens,
+            )
+        )
+    return int(np.sum(limits))
