@@ -147,7 +147,7 @@ def test_an_engine_that_cannot_be_is_refused_before_anything_compiles(changes, m
 
 
 def test_the_cache_is_planned_for_the_longest_request_and_no_larger_than_allowed():
-    """Responses of 20,480 tokens on a model of 131,072 bytes a token and device; CPU copies half."""
+    """Responses of 20,480 tokens on a model of 131,072 bytes a token; a CPU copies half."""
     config = abstract_32b()
     cache = setup.build_policy(config, vocab_size=151_665).engine.cache
     assert cache.pages_per_response == 160 < cache.pages

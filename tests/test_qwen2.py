@@ -1,5 +1,6 @@
 """The model against transformers' logits, hand-computed pieces, and the published sizes."""
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -12,12 +13,20 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from models import load_hf
-from models.attention import attention, cache_attention
+from models.attention import (
+    PageTable,
+    attention,
+    combine,
+    of_readers,
+    page_attention,
+    pieces,
+)
 from models.qwen2 import (
     PARAM_AXES,
     PRESETS,
     Qwen2,
     Qwen2Config,
+    abstract_block,
     abstract_params,
     causal_mask,
     logits,
@@ -26,6 +35,7 @@ from models.qwen2 import (
     rope,
     segment_positions,
     split,
+    unstack,
 )
 
 GOLDEN = pathlib.Path(__file__).parent / "golden_data" / "qwen2_transformers.npz"
@@ -193,16 +203,161 @@ def test_a_query_with_nothing_to_attend_to_stays_finite():
     np.testing.assert_allclose(out[0, 0, 0], v_BSKH[0, :, 0].mean(axis=0), rtol=1e-6)
 
 
-def test_cache_attention_equals_attention():
+# Attention over pages: three slots of one prompt and one of another; a slot that holds nothing.
+
+C = 4
+TABLE = PageTable(
+    prompt_BI=np.array([[2, 5], [2, 5], [0, 0], [2, 5], [3, 0]]),
+    response_BJ=np.array([[4, 1, 0], [7, 0, 0], [0, 0, 0], [3, 6, 5], [2, 0, 0]]),
+    prompt_tokens_B=np.array([7, 7, 0, 7, 4]),
+    response_tokens_B=np.array([5, 0, 0, 12, 3]),
+    rank_B=np.array([0, 2, 0, 1, 0]),
+)
+HEADS = (6, 2, 8)  # N, K, H
+RECENT = 2  # tokens of the block being decoded that live
+
+
+def page_case(dtype):
+    """(q_BNH, prompt pages, response pages, block) of keys and values: finite garbage is in all."""
     rng = np.random.default_rng(0)
-    q_BTNH = rng.normal(size=(2, 1, 6, 8)).astype(np.float32)
-    k_BSKH, v_BSKH = rng.normal(size=(2, 2, 5, 2, 8)).astype(np.float32)
-    mask_BTS = np.array([[[True, True, True, False, False]], [[False, True, True, True, True]]])
-    expected = jax.jit(attention)(q_BTNH, k_BSKH, v_BSKH, mask_BTS)[:, 0]
-    out = jax.jit(cache_attention)(
-        q_BTNH[:, 0], k_BSKH.transpose(0, 2, 3, 1), v_BSKH.transpose(0, 2, 1, 3), mask_BTS[:, 0]
+    N, K, H = HEADS
+    B = len(TABLE.rank_B)
+
+    def pages(count, tokens):
+        shapes = (count, K, H, tokens), (count, K, tokens, H)
+        return tuple(rng.normal(0, 2, shape).astype(dtype) for shape in shapes)
+
+    return rng.normal(size=(B, N, H)).astype(dtype), pages(6, C), pages(8, C), pages(B, 3)
+
+
+@jax.jit
+def over_pages(q_BNH, prompt, response, block):
+    """out_BNH as the decoder computes it: shared prompt pages, own pages, the block's tokens."""
+    B = len(q_BNH)
+    where = pieces(TABLE, prompt_pages=6, readers=3, pages=8, page_tokens=C)
+    partials = [
+        page_attention(of_readers(q_BNH, where.reader_URB), *prompt, where.live_U),
+        page_attention(of_readers(q_BNH, where.reader_P1B), *response, where.live_P),
+        page_attention(q_BNH[:, None], *block, jnp.full(B, RECENT)),
+    ]
+    return combine(partials, where.entry_BX, dtype=q_BNH.dtype)
+
+
+def is_live(page_BX, tokens_B, count):
+    """[count, C]: which tokens of the pages some slot has."""
+    live_PC = np.zeros((count, C), bool)
+    for page_X, tokens in zip(page_BX, tokens_B, strict=True):
+        for x, start in enumerate(range(0, tokens, C)):
+            live_PC[page_X[x], : tokens - start] = True
+    return live_PC
+
+
+def rows(prompt, response, block):
+    """The live tokens of every slot, in order, in a row (k_BSKH, v_BSKH), and mask_BTS."""
+    B, (_, K, H) = len(TABLE.rank_B), HEADS
+    k_BSKH, v_BSKH = np.zeros((2, B, 24, K, H), prompt[0].dtype)
+    length_B = np.zeros(B, int)
+    for (k_PKHC, v_PKCH), page_BX, tokens_B in (
+        (prompt, TABLE.prompt_BI, TABLE.prompt_tokens_B),
+        (response, TABLE.response_BJ, TABLE.response_tokens_B),
+        (block, np.arange(B)[:, None], np.full(B, RECENT)),
+    ):
+        for b, tokens in enumerate(tokens_B):
+            for i in range(tokens):
+                page, offset = page_BX[b, i // k_PKHC.shape[3]], i % k_PKHC.shape[3]
+                k_BSKH[b, length_B[b]] = k_PKHC[page, :, :, offset]
+                v_BSKH[b, length_B[b]] = v_PKCH[page, :, offset]
+                length_B[b] += 1
+    return k_BSKH, v_BSKH, (np.arange(24) < length_B[:, None])[:, None]
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-2)])
+def test_attention_over_pages_equals_attention_over_a_row(dtype, atol):
+    """Pages in any order, holes at the ends of prompt and response, several readers of a page."""
+    case = page_case(dtype)
+    out_BNH = over_pages(*case)
+    assert out_BNH.dtype == dtype
+    expected_BTNH = jax.jit(attention)(case[0][:, None], *rows(*case[1:]))
+    out, expected = (np.asarray(a, np.float32) for a in (out_BNH, expected_BTNH[:, 0]))
+    np.testing.assert_allclose(out, expected, atol=atol)
+
+
+def test_dead_tokens_and_other_slots_change_no_bit():
+    """Tokens that no slot has, however large; and what the others ask."""
+    q_BNH, *pools = page_case(jnp.float32)
+    expected_BNH = over_pages(q_BNH, *pools)
+    live = (
+        is_live(TABLE.prompt_BI, TABLE.prompt_tokens_B, 6),
+        is_live(TABLE.response_BJ, TABLE.response_tokens_B, 8),
+        np.broadcast_to(np.arange(3) < RECENT, (len(q_BNH), 3)),
     )
-    np.testing.assert_allclose(out, expected, atol=1e-6)
+    loud = [
+        (np.where(lives[:, None, None], k, 1e30), np.where(lives[:, None, :, None], v, -1e30))
+        for lives, (k, v) in zip(live, pools, strict=True)
+    ]
+    assert all(np.max(k) == np.float32(1e30) for k, _ in loud)
+    np.testing.assert_array_equal(over_pages(q_BNH, *loud), expected_BNH)
+    for b in range(len(q_BNH)):
+        others_BNH = np.where(np.arange(len(q_BNH))[:, None, None] == b, q_BNH, -3 * q_BNH)
+        np.testing.assert_array_equal(over_pages(others_BNH, *pools)[b], expected_BNH[b])
+
+
+def test_a_page_has_the_same_bits_among_few_and_among_many():
+    """Programs for few and for many pages take turns: a page's numbers do not tell which ran."""
+    rng = np.random.default_rng(0)
+    P, K, G, H, page_tokens = 67, 2, 4, 32, 8
+    case = (
+        rng.normal(size=(P, 1, K * G, H)).astype(np.float32),
+        rng.normal(size=(P, K, H, page_tokens)).astype(np.float32),
+        rng.normal(size=(P, K, page_tokens, H)).astype(np.float32),
+        rng.integers(0, page_tokens + 1, P),
+    )
+    run = jax.jit(page_attention)
+    many = run(*case)
+    for count in (1, 17, 34):
+        for name, of_few, of_many in zip(
+            ("out", "max", "sum"), run(*(a[:count] for a in case)), many, strict=True
+        ):
+            np.testing.assert_array_equal(of_few, of_many[:count], err_msg=f"{name} of {count}")
+
+
+# The decoder's parameters.
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_unstacked_parameters_are_one_dict_a_layer_and_a_head(tie_embeddings):
+    config = dataclasses.replace(SMALL, tie_embeddings=tie_embeddings)
+    _, abstract = abstract_params(config)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda a: rng.normal(size=a.shape), abstract)
+    unstacked = unstack(params)
+    assert len(unstacked["layers"]) == config.num_layers
+    for i, layer in enumerate(unstacked["layers"]):
+        assert layer.keys() == params["layers"].keys()
+        for name, param in layer.items():
+            np.testing.assert_array_equal(param, params["layers"][name][i])
+    expected_DV = params["embed_VD"].T if tie_embeddings else params["head_DV"]
+    np.testing.assert_array_equal(unstacked["head_DV"], expected_DV)
+    assert param_axes(unstacked)["layers"][1]["q_DNH"] == PARAM_AXES["q_DNH"]
+
+
+def test_the_unstacked_layers_one_by_one_are_the_model(small):
+    graph, params = small
+    tokens_BT = random_tokens()
+    segment_BT = np.ones_like(tokens_BT)
+    mask_BTS, position_BT = causal_mask(segment_BT), segment_positions(segment_BT)
+
+    @jax.jit
+    def layer_by_layer(params):
+        x_BTD = params["embed_VD"][tokens_BT]
+        for layer in params["layers"]:
+            block = nnx.merge(abstract_block(SMALL), layer)
+            x_BTD, _ = block(x_BTD, position_BT, lambda q, k, v: (attention(q, k, v, mask_BTS), 0))
+        x_BTD = rms_norm(x_BTD, params["final_norm_D"], eps=SMALL.rms_norm_eps)
+        return logits(x_BTD, params["head_DV"])
+
+    expected_BTV = forward(graph, params, tokens_BT, segment_BT)
+    np.testing.assert_allclose(layer_by_layer(unstack(params)), expected_BTV, rtol=1e-4, atol=1e-4)
 
 
 # Published sizes: parameters in all as stored in the checkpoints, then the report's Table 1

@@ -65,7 +65,6 @@ def build_policy(data, model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(qwen2.PRESETS, "small", SMALL)
         patch.setattr(engine, "POOL_PARTS", (1,))
-        patch.setattr(engine, "ROW_PARTS", (1,), raising=False)
         patch.setattr(setup, "make_mesh", make_small_mesh)
         return setup.build_policy(config, SAMPLING.vocab_size)
 

@@ -34,34 +34,51 @@ EXPECTED_KEYS = {
     "ratio_gap",
     "grad_norm",
     "lr",
+    "groups/sampled",
     "groups/informative",
     "groups/all_correct",
     "groups/all_wrong",
     "groups/discarded",
+    "groups/cancelled",
     "generation_batches",
+    "engine/occupancy",
+    "engine/occupancy_while_waiting",
+    "engine/requests",
+    "engine/prefilled_prompts",
+    "engine/cache_use",
+    "engine/drawn_tokens",
+    "engine/unused_tokens_fraction",
+    "seconds_in_rollout/prefill",
+    "seconds_in_rollout/decode",
+    "seconds_in_rollout/host",
+    "seconds_in_rollout/verify",
+    "seconds_in_rollout/verify_wait",
     "seconds/rollout",
-    "seconds/verify",
     "seconds/update",
     "seconds/save",
     "seconds/total",
     "tokens_per_second/rollout",
+    "tokens_per_second/rollout_used",
     "tokens_per_second/update",
     "tokens_per_second/step",
 }
-TIMINGS = ("seconds/", "tokens_per_second/")
+TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 
 
 def small_config(preset: str = ""):
-    """configs/tiny.py with a handful of prompts: the shipped base, so some answers are right."""
+    """configs/tiny.py with a handful of prompts: the shipped base, so some answers are right.
+
+    The cache has slots for a part of the step only, so that slots are refilled.
+    """
     config = tiny.get_config(preset)
     config.num_steps = 4
     config.data.train.count = 200
     config.rollout.num_prompts = 8
     config.rollout.generation_prompts = 8
     config.rollout.max_response_tokens = 48
+    config.rollout.cache_mib = 3
     config.eval.sets.arithmetic.count = 8
     config.eval.samples_per_prompt = 4
-    config.eval.batch_prompts = 8
     config.eval.every_steps = 2
     config.checkpoint.every_steps = 2
     config.checkpoint.keep = 3
@@ -93,13 +110,20 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["updates"] == 2
         assert row["grad_norm"] > 0
         assert row["updates_skipped"] == 0
+        assert row["engine/requests"] == 8 * (row["groups/sampled"] + row["groups/cancelled"])
+        assert row["groups/informative"] == 8  # a step ends with the last one that it needs
+        assert 0 < row["engine/occupancy"] <= 1
+        assert 0 < row["engine/unused_tokens_fraction"] < 1
+    assert np.sum([row["groups/sampled"] for row in rows]) == rows[-1]["prompts_seen"]
+    assert np.sum([row["engine/drawn_tokens"] for row in rows]) == rows[-1]["sampled_tokens_total"]
     assert 0 < rows[-1]["accuracy/mean"] < 1
     assert "eval/arithmetic/mean@4" in rows[1]
-    for name in ("config.json", "curves.png", "eval/0.json", "eval/2.json", "eval/4.json"):
+    images = ("curves.png", "timeline.png")
+    for name in ("config.json", *images, "eval/0.json", "eval/2.json", "eval/4.json"):
         assert (finished / name).stat().st_size > 0
     with gzip.open(finished / "rollouts" / "3.jsonl.gz", "rt") as file:
         responses = [json.loads(line) for line in file]
-    assert len(responses) == 8 * rows[3]["generation_batches"] * 8
+    assert len(responses) == 8 * rows[3]["groups/sampled"]
     assert sum(r["trained"] for r in responses) == 8 * 8
     assert {r["correct"] for r in responses} == {True, False}
 
@@ -169,14 +193,16 @@ def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
 
 
 def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
-    """The baseline: no filter, one batch of prompts, a KL term that starts at zero."""
+    """The baseline: no filter, nothing sampled in vain, a KL term that starts at zero."""
     config = small_config("naive_grpo")
     config.algo.kl_coef = 0.01
     config.num_steps = 2
     config.eval.every_steps = 0
     train.train(config, tmp_path)
     rows = read_rows(tmp_path / "metrics.jsonl")
-    assert all(row["groups/discarded"] == 0 and row["generation_batches"] == 1 for row in rows)
+    assert all(row["groups/sampled"] == row["generation_batches"] * 8 == 8 for row in rows)
+    for name in ("groups/discarded", "groups/cancelled", "engine/unused_tokens_fraction"):
+        assert all(row[name] == 0 for row in rows), name
     assert rows[0]["kl"] < rows[1]["kl"]
 
 

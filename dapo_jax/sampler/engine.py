@@ -32,7 +32,7 @@ from sharding.mesh import cpu_options
 
 # Parts of the response pages that plain XLA attends to: the least one that holds all used pages.
 POOL_PARTS = (2, 1)
-ROW_PARTS = (4, 1)  # of the slots, for when few are left: the least one that holds all occupied
+ROWS = 16  # the batch is padded to a multiple: products of fewer rows have other bits in each
 IN_FLIGHT = 3  # groups whose prompts are kept, over the least that fill the slots
 
 
@@ -89,9 +89,8 @@ def plan_cache(
     heads = config.num_kv_heads // model_ways
     token_bytes = 2 * config.num_layers * heads * config.head_dim * bytes_per_value
     page_bytes = token_bytes * page_tokens
-    copy = 1.5 if copies else 1.0
 
-    def cache(slots: int) -> Cache:
+    def cache(budget_bytes: int, slots: int) -> Cache:
         limits = Cache(
             slots=slots,
             pages=0,
@@ -104,23 +103,30 @@ def plan_cache(
         )
         longest = limits.pages_per_prompt
         prompt_pages = longest + IN_FLIGHT * -(-slots // readers) * min(longest, 2) + 1
-        left = cache_bytes - slots * block_tokens * token_bytes - prompt_pages * page_bytes
-        return dataclasses.replace(
-            limits, prompt_pages=prompt_pages, pages=int(max(0, left) / (page_bytes * copy))
-        )
+        rows = -(-slots // ROWS) * ROWS
+        left = budget_bytes - rows * block_tokens * token_bytes - prompt_pages * page_bytes
+        pages = max(0, left // page_bytes)
+        pages = pages * 2 // 3 if copies else pages
+        return dataclasses.replace(limits, prompt_pages=prompt_pages, pages=pages)
 
-    slots = int(cache_bytes / (token_bytes * (slot_tokens * copy + block_tokens)))
-    while slots > 1 and (cache(slots).pages - 1) * page_tokens < slots * slot_tokens:
-        slots -= 1
-    planned = cache(max(slots, 1))
-    least = planned.pages_per_response + 1
-    if planned.pages < least:
-        short = (least - planned.pages) * page_bytes * copy
+    def plan(budget_bytes: int) -> Cache | None:
+        slots = max(1, budget_bytes // (token_bytes * slot_tokens))
+        while slots > 1 and (cache(budget_bytes, slots).pages - 1) * page_tokens < (
+            slots * slot_tokens
+        ):
+            slots -= 1
+        planned = cache(budget_bytes, slots)
+        return planned if planned.pages > planned.pages_per_response else None
+
+    planned = plan(cache_bytes)
+    if planned is None:
+        enough_mib = -(-cache_bytes // 2**20)
+        while plan(enough_mib * 2**20) is None:
+            enough_mib += 1 + enough_mib // 50
         raise ValueError(
             f"rollout.cache_mib = {cache_bytes / 2**20:g} does not hold one prompt of "
-            f"{max_prompt_tokens} tokens and one response of {max_response_tokens}; "
-            f"{(cache_bytes + short) / 2**20:.1f} MiB a device would, in slots of "
-            f"rollout.slot_tokens = {slot_tokens}"
+            f"{max_prompt_tokens} tokens and one response of {max_response_tokens} on a device; "
+            f"{enough_mib} does"
         )
     return planned
 
@@ -306,10 +312,10 @@ class Engine:
             out_shardings=jax.tree.map(lambda s: s.sharding, (self._prompt_pages, self._pages)),
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
-        # What decoding is compiled for: sizes of the used part of the pool, in pages, and of the
-        # batch, in rows a shard.
+        self.batch = -(-cache.slots // ROWS) * ROWS
+        # Sizes of the used part of the pool that decoding is compiled for, in pages. The batch has
+        # one size: products of fewer rows have other bits.
         self._parts = [None] if kernel else [-(-cache.pages // part) for part in POOL_PARTS]
-        self._rows_sizes = [-(-cache.slots // part) for part in ROW_PARTS]
 
     @property
     def prompt_buckets(self) -> list[int]:
@@ -328,18 +334,17 @@ class Engine:
         return max(1, self.cache.pages_per_prompt // bucket)
 
     def lower(self, sampling: Sampling) -> dict[tuple, jax.stages.Lowered]:
-        """All programs that a session may run, by (name, sampling, sizes), before compilation."""
-        lowered = {("prefill", None, (b,)): self._lower_prefill(b) for b in self.prompt_buckets}
+        """All programs that a session may run, by (name, sampling, pages), before compilation."""
+        lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.prompt_buckets}
         return lowered | {
-            ("decode", sampling, (rows, part)): self._lower_decode(sampling, rows, part)
-            for rows in self._rows_sizes
-            for part in self._parts
+            ("decode", sampling, part): self._lower_decode(sampling, part) for part in self._parts
         }
 
     def compile(self, sampling: Sampling) -> None:
         """Compile all that a session may run, so that nothing is compiled later."""
         if any(name == "decode" and how == sampling for name, how, _ in self._programs):
             return
+        self._new_pages.lower().compile()
         missing = {k: v for k, v in self.lower(sampling).items() if k not in self._programs}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
@@ -347,10 +352,9 @@ class Engine:
 
     @property
     def program_names(self) -> list[str]:
-        """What has been compiled: prefill[pages of a prompt], decode[rows, pages]."""
+        """What has been compiled: prefill[pages of a prompt], decode[pages of the pool]."""
         return [
-            f"{name}[{', '.join('kernel' if size is None else str(size) for size in sizes)}]"
-            for name, _, sizes in self._programs
+            f"{name}[{'kernel' if pages is None else pages}]" for name, _, pages in self._programs
         ]
 
     def new_pages(self):
@@ -359,24 +363,19 @@ class Engine:
 
     def prefill(self, params, prompt_pages, tokens_RT, page_RI):
         """Run prefill for [shards * rows] prompts of one bucket; the old pages are gone."""
-        program = self._programs["prefill", None, page_RI.shape[1:]]
+        program = self._programs["prefill", None, page_RI.shape[1]]
         return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
 
     def decode(self, params, prompt_pages, pages, run_key, state_BX, sampling, *, last_page: int):
         """Run a block; (pages, token_SB, logp_SB), the latter two as numpy arrays.
 
-        state_BX: int32, what `split_state` takes apart, of as many rows as `batch_rows` says.
-        last_page: the highest in use.
+        state_BX: int32, what `split_state` takes apart. last_page: the highest in use.
         """
         part = next(p for p in self._parts if p is None or p > last_page)
-        program = self._programs["decode", sampling, (len(state_BX) // self.shards, part)]
+        program = self._programs["decode", sampling, part]
         state_BX = hosts.place(state_BX, self._rows)
         pages, *drawn = program(params, prompt_pages, pages, run_key, state_BX)
         return pages, *hosts.fetch(drawn)
-
-    def batch_rows(self, occupied: int) -> int:
-        """Rows of each shard in the program for so many occupied slots."""
-        return next(rows for rows in self._rows_sizes if rows >= occupied)
 
     def _pool(self, pages: int):
         """ShapeDtypeStructs of a (k_PKHC, v_PKCH) a layer, of so many pages a shard."""
@@ -405,7 +404,7 @@ class Engine:
         arguments = (self._params, self._prompt_pages, tokens_RT, page_RI)
         return self._lower(run, arguments, out, donate=1)
 
-    def _lower_decode(self, sampling: Sampling, rows: int, part: int | None):
+    def _lower_decode(self, sampling: Sampling, part: int | None) -> jax.stages.Lowered:
         cache = self.cache
 
         def run(params, prompt_pages, pages, run_key, state_BX):
@@ -426,7 +425,7 @@ class Engine:
             )
 
         run_key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=rules.replicated(self.mesh))
-        state_BX = self._host_array(self.shards * rows, state_columns(cache))
+        state_BX = self._host_array(self.shards * self.batch, state_columns(cache))
         tokens = PartitionSpec(None, "data")
         out = (self._specs(self._pages), tokens, tokens)
         arguments = (self._params, self._prompt_pages, self._pages, run_key, state_BX)
@@ -627,19 +626,18 @@ class Session:
         self.seconds["prefill"] += time.perf_counter() - start
 
     def _state(self) -> tuple[np.ndarray, int]:
-        """(state_BX with a row for each occupied slot, on each shard; the highest page in use)."""
+        """(state_BX of all slots, the highest page in use)."""
         cache = self.engine.cache
-        rows = self.engine.batch_rows(max(len(shard.by_age) for shard in self._shards))
         first = len(dataclasses.fields(Slots)) + 3
         own = first + cache.pages_per_prompt
-        state = np.zeros((len(self._shards), rows, state_columns(cache)), np.int32)
+        state = np.zeros((len(self._shards), self.engine.batch, state_columns(cache)), np.int32)
         last_page = NULL_PAGE
         for shard, state_BX in zip(self._shards, state, strict=True):
-            for r, b in enumerate(sorted(shard.by_age)):
+            for b in shard.by_age:
                 request = shard.slots[b]
                 group, drawn = request.group, request.drawn_tokens
                 prompt_tokens = len(group.prompt) - 1
-                state_BX[r, :first] = (
+                state_BX[b, :first] = (
                     True,
                     group.cursor,
                     request.sample,
@@ -653,15 +651,14 @@ class Session:
                     drawn,
                     request.sample - group.samples.start,
                 )
-                state_BX[r, first : first + len(group.pages)] = group.pages
-                state_BX[r, own : own + len(request.pages)] = request.pages
+                state_BX[b, first : first + len(group.pages)] = group.pages
+                state_BX[b, own : own + len(request.pages)] = request.pages
                 last_page = max(last_page, *request.pages)
         return state.reshape(-1, state.shape[-1]), last_page
 
     def _harvest(self, token_SB, logp_SB, start: float, end: float) -> list[Finished]:
         """Append what the block drew, let ended requests leave, and close its record."""
         S = self.engine.cache.block_tokens
-        rows = token_SB.shape[1] // len(self._shards)
         is_stop_SB = np.isin(token_SB, self._sampling.stop_ids)
         stop_B = np.where(is_stop_SB.any(axis=0), is_stop_SB.argmax(axis=0), S)
         B = len(self._shards) * self.engine.cache.slots
@@ -677,8 +674,9 @@ class Session:
         )
         finished = []
         for d, shard in enumerate(self._shards):
-            for r, b in enumerate(sorted(shard.by_age)):
-                request, column, slot = shard.slots[b], d * rows + r, d * len(shard.slots) + b
+            for b in sorted(shard.by_age):
+                request, slot = shard.slots[b], d * len(shard.slots) + b
+                column = d * self.engine.batch + b
                 drawn, stop = request.drawn_tokens, int(stop_B[column])
                 used = min(stop + 1, S, request.max_tokens - drawn)
                 stopped = used == stop + 1
