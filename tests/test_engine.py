@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -697,9 +696,10 @@ def plan(seed):
 def needed_bytes(config, cache, *, bytes_per_value, model_ways, copies):
     """Of a device: both pools, a copy of the largest part of one, and the block's own tokens."""
     values = 2 * config.num_layers * config.num_kv_heads // model_ways * config.head_dim
+    rows = -(-cache.slots // engine_module.ROWS) * engine_module.ROWS
     copied = -(-cache.pages // 2) if copies else 0
     in_pages = (cache.prompt_pages + cache.pages + copied) * cache.page_tokens
-    return (in_pages + cache.slots * cache.block_tokens) * values * bytes_per_value
+    return (in_pages + rows * cache.block_tokens) * values * bytes_per_value
 
 
 def test_a_plan_keeps_to_its_budget_and_uses_it():

@@ -86,6 +86,7 @@ def plan_cache(
     (copies) those of the smaller parts of the pool that plain XLA attends to. Raises ValueError
     where one request of the greatest length would not fit.
     """
+    check_heads(config, model_ways)
     heads = config.num_kv_heads // model_ways
     token_bytes = 2 * config.num_layers * heads * config.head_dim * bytes_per_value
     page_bytes = token_bytes * page_tokens
@@ -129,6 +130,15 @@ def plan_cache(
             f"{enough_mib} does"
         )
     return planned
+
+
+def check_heads(config: Qwen2Config, model_ways: int) -> None:
+    """ValueError where the key/value heads do not divide over the "model" axis."""
+    if config.num_kv_heads % model_ways:
+        raise ValueError(
+            f"mesh.model = {model_ways} does not divide the model's {config.num_kv_heads} "
+            "key/value heads, which decoding splits over it"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,11 +298,7 @@ class Engine:
 
         kernel: read response pages by the TPU's kernel; else attention is plain XLA.
         """
-        if config.num_kv_heads % mesh.shape["model"]:
-            raise ValueError(
-                f"mesh.model = {mesh.shape['model']} does not divide the model's "
-                f"{config.num_kv_heads} key/value heads, which decoding splits over it"
-            )
+        check_heads(config, mesh.shape["model"])
         if cache.page_tokens % cache.block_tokens:
             raise ValueError(
                 f"rollout.page_tokens = {cache.page_tokens} is not a multiple of "
