@@ -25,7 +25,7 @@ flags.DEFINE_integer("rounds", 3, "Turns of every party.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as, for us.")
 flags.DEFINE_integer("block_tokens", 16, "Decode steps of a block.")
 PROMPTS, GROUP, PROMPT, RESPONSE = 8, 8, 64, 128
-REPEATS = 5  # of a turn; the best counts
+REPEATS = 3  # of a turn; the best counts
 
 
 def engine_rollout(size: str):
