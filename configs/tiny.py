@@ -41,8 +41,6 @@ def get_config(preset: str = ""):
     config.eval.samples_per_prompt = 8
     config.eval.top_p = 1.0  # the base's flaws are in its tail, which 0.7 would hide
 
-    config.mesh.cpu_devices = 2
-
     config.checkpoint.every_steps = 10
     config.log.samples_every_steps = 20
     return base.apply_preset(config, preset)
