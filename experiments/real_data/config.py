@@ -21,6 +21,9 @@ def get_config(preset: str = ""):
     config.rollout.max_response_tokens = 16  # a policy of make_model.py stops after 8 on average
     config.rollout.generation_prompts = 8
     config.rollout.max_generation_batches = 2
+    config.rollout.cache_mib = 4
+    config.rollout.page_tokens = 16
+    config.rollout.block_tokens = 8
 
     config.algo.dynamic_sampling = False
     config.algo.overlong_cache_tokens = 8
