@@ -335,7 +335,7 @@ def _last_side(text: str) -> str:
     """What follows the last "=", if all before it are names (x, m+n, f(2), a_1) or that number."""
     *others, last = _EQUALS.split(text)
     value = _number(last)
-    for side in others:
+    for side in dict.fromkeys(others):  # each once: repetition costs no time
         name = _SUBSCRIPT_OR_ARGUMENT.sub("", side)
         is_name = not any(character.isdigit() or character == "," for character in name)
         if not is_name and (value is None or _number(side) != value):
