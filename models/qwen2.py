@@ -70,16 +70,25 @@ def rms_norm(x_BTD, scale_D, *, eps):
     return scale_D * x.astype(x_BTD.dtype)
 
 
-def rope(x_BTNH, position_BT, *, theta):
+def rotation(position_BT, config: Qwen2Config):
+    """(cos, sin) of every angle of the rotary embedding, [B, T, 1, 2, H / 2] each, float32.
+
+    Made once for all layers and heads; the barrier keeps XLA from making them again in each.
+    """
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    cos, sin = jnp.stack([cos, cos], axis=2), jnp.stack([-sin, sin], axis=2)
+    return jax.lax.optimization_barrier((cos[:, :, None], sin[:, :, None]))
+
+
+def rope(x_BTNH, cos_sin):
     """Rotary position embedding on halves (Su et al. 2021, arXiv 2104.09864, Eq. 34), float32."""
     B, T, N, H = x_BTNH.shape
-    half = H // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency
-    sin, cos = jnp.sin(angle_BTH), jnp.cos(angle_BTH)[:, :, None, None]
-    signed_sin = jnp.stack([-sin, sin], axis=2)[:, :, None]
-    x = x_BTNH.astype(jnp.float32).reshape(B, T, N, 2, half)
-    return (x * cos + x[..., ::-1, :] * signed_sin).reshape(B, T, N, H).astype(x_BTNH.dtype)
+    cos, sin = cos_sin
+    x = x_BTNH.astype(jnp.float32).reshape(B, T, N, 2, H // 2)
+    return (x * cos + x[..., ::-1, :] * sin).reshape(B, T, N, H).astype(x_BTNH.dtype)
 
 
 def segment_positions(segment_BT):
@@ -117,19 +126,19 @@ class Block(nnx.Module):
         self.down_FD = nnx.Param(_normal(next(keys), (F, D)))
         self.config = config
 
-    def __call__(self, x_BTD, position_BT, attend, reduce=lambda x_BTD: x_BTD):
+    def __call__(self, x_BTD, cos_sin, attend, reduce=lambda x_BTD: x_BTD):
         """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept)` decides what the queries see.
 
-        The learner attends inside the rows, the decoder to its cache; `kept` (the keys and
+        cos_sin: the `rotation` of every token. The learner attends inside the rows, the decoder to its cache; `kept` (the keys and
         values, or the new cache) is handed back beside the new x_BTD. Where the heads and the
         feed-forward are split over chips by hand, `reduce` adds up what each contributes.
         """
-        eps, theta = self.config.rms_norm_eps, self.config.rope_theta
+        eps = self.config.rms_norm_eps
         h = rms_norm(x_BTD, self.attn_norm_D[...], eps=eps)
         q = jnp.einsum("BTD,DNH->BTNH", h, self.q_DNH[...]) + self.q_bias_NH[...]
         k = jnp.einsum("BTD,DKH->BTKH", h, self.k_DKH[...]) + self.k_bias_KH[...]
         v = jnp.einsum("BTD,DKH->BTKH", h, self.v_DKH[...]) + self.v_bias_KH[...]
-        q, k = rope(q, position_BT, theta=theta), rope(k, position_BT, theta=theta)
+        q, k = rope(q, cos_sin), rope(k, cos_sin)
         out, kept = attend(q, k, v)
         x_BTD = x_BTD + reduce(jnp.einsum("BTNH,NHD->BTD", out, self.o_NHD[...]))
         h = rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps)
@@ -166,14 +175,14 @@ class Qwen2(nnx.Module):
 
     def hidden(self, tokens_BT, position_BT, segment_BT, *, remat: bool = False):
         """Normed last hidden states x_BTD of packed rows (segment 0 is padding)."""
-        mask_BTS = causal_mask(segment_BT)
+        mask_BTS, cos_sin = causal_mask(segment_BT), rotation(position_BT, self.config)
         block, params = nnx.split(self.layers)
 
         def body(x_BTD, params):
             def attend(q, k, v):
                 return attention(q, k, v, mask_BTS), None
 
-            return nnx.merge(block, params)(x_BTD, position_BT, attend)
+            return nnx.merge(block, params)(x_BTD, cos_sin, attend)
 
         body = jax.checkpoint(body) if remat else body
         x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), params)

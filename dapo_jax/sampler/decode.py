@@ -19,7 +19,7 @@ from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
 from models.attention import PageTable, attention, combine, of_readers, page_attention, pieces
 from models.paged_tpu import paged_attention
-from models.qwen2 import Qwen2Config, abstract_block, causal_mask, rms_norm
+from models.qwen2 import Qwen2Config, abstract_block, causal_mask, rms_norm, rotation
 
 NULL_PAGE = 0  # what no request owns: idle slots write there
 
@@ -64,7 +64,7 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: Qwen2Config, axis: str
     prompt's end is never read. Pages that a prompt does not fill are NULL_PAGE.
     """
     R, T = tokens_RT.shape
-    position_RT = jnp.broadcast_to(jnp.arange(T), (R, T))
+    cos_sin = rotation(jnp.arange(T)[None], config)
     mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
 
     def attend(q, k, v):
@@ -73,7 +73,7 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: Qwen2Config, axis: str
     x_RTD, new = embed(params, tokens_RT, axis=axis), []
     page_N = page_RI.reshape(-1)
     for block in blocks(params, config):
-        x_RTD, kept = block(x_RTD, position_RT, attend, functools.partial(over, axis=axis))
+        x_RTD, kept = block(x_RTD, cos_sin, attend, functools.partial(over, axis=axis))
         k_NCKH, v_NCKH = (a.reshape(len(page_N), -1, *a.shape[2:]) for a in kept)
         new.append((k_NCKH.transpose(0, 2, 3, 1), v_NCKH.swapaxes(1, 2)))
     return write(pages, new, page_N, jnp.zeros_like(page_N))
@@ -146,6 +146,7 @@ def decode_block(
     def step(carry):
         i, active_B, token_B, block_kv, token_SB, logp_SB = carry
         live_B = jnp.full(B, i + 1)
+        cos_sin = rotation((slots.position_B + i)[:, None], config)
         x_BTD, new_kv = embed(params, token_B[:, None], axis=axis), []
         for index, (block, (k_BKHS, v_BKSH)) in enumerate(zip(layers, block_kv, strict=True)):
 
@@ -159,9 +160,7 @@ def decode_block(
                 out_BNH = combine(partials, where.entry_BX, dtype=v_BKSH.dtype)
                 return out_BNH[:, None], (k_BKHS, v_BKSH)
 
-            x_BTD, kept = block(
-                x_BTD, (slots.position_B + i)[:, None], attend, functools.partial(over, axis=axis)
-            )
+            x_BTD, kept = block(x_BTD, cos_sin, attend, functools.partial(over, axis=axis))
             new_kv.append(kept)
         x_BD = rms_norm(x_BTD[:, 0], params["final_norm_D"], eps=config.rms_norm_eps)
         logits_BV = sampling_logits(
