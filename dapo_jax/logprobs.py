@@ -9,13 +9,13 @@ from models.qwen2 import logits
 CHUNK_TOKENS = 256  # tokens of each row whose logits exist at a time
 
 
-def sampling_logits(x_BD, head_DV, *, temperature, vocab_size, first_id):
-    """Logits of pi(. | prefix) at a sampling temperature, float32.
+def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
+    """Logits of pi(. | prefix) at a sampling temperature, float32, from the model's.
 
     Embedding rows from `vocab_size` (the tokenizer's) up are padding: their probability is 0.
-    `first_id`: the vocabulary id of head_DV's first column, where it is a part of the head.
+    `first_id`: the vocabulary id of the first column, where these are a part of all.
     """
-    logits_BV = logits(x_BD, head_DV) / temperature
+    logits_BV = logits_BV / temperature
     id_V = first_id + jnp.arange(logits_BV.shape[-1])
     return jnp.where(id_V < vocab_size, logits_BV, MASKED)
 
@@ -40,7 +40,7 @@ def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size):
     def chunk(x_BCD, target_BC):
         x_ND, target_N = x_BCD.reshape(-1, x_BCD.shape[-1]), target_BC.reshape(-1)
         logits_NV = sampling_logits(
-            x_ND, head_DV, temperature=temperature, vocab_size=vocab_size, first_id=0
+            logits(x_ND, head_DV), temperature=temperature, vocab_size=vocab_size, first_id=0
         )
         logp_NV = jax.nn.log_softmax(logits_NV, axis=-1)
         logp_N = jnp.take_along_axis(logp_NV, target_N[:, None], axis=-1)[:, 0]

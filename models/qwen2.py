@@ -47,6 +47,7 @@ PRESETS = {
 PARAM_AXES = {
     "embed_VD": ("vocab", "width"),
     "head_DV": ("width", "vocab"),
+    "head_VD": ("vocab", "width"),
     "final_norm_D": ("norm",),
     "attn_norm_D": ("norm",),
     "q_DNH": ("width", "heads", "head_dim"),
@@ -60,7 +61,32 @@ PARAM_AXES = {
     "gate_DF": ("width", "mlp"),
     "up_DF": ("width", "mlp"),
     "down_FD": ("mlp", "width"),
+    # As the sampler keeps them (`unstack`).
+    "q_NHD": ("heads", "head_dim", "width"),
+    "k_KHD": ("kv_heads", "head_dim", "width"),
+    "v_KHD": ("kv_heads", "head_dim", "width"),
+    "o_DNH": ("width", "heads", "head_dim"),
+    "gate_FD": ("mlp", "width"),
+    "up_FD": ("mlp", "width"),
+    "down_DF": ("width", "mlp"),
 }
+
+
+def turned(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer's matrices stored with D, the axis that all have, at the other end: x_DF as x_FD.
+
+    Names say so too; vectors stay. Twice gives the layer back.
+    """
+
+    def turn(name, array):
+        stem, _, axes = name.rpartition("_")
+        if axes == "D" or "D" not in axes:
+            return name, array
+        if axes[0] == "D":
+            return f"{stem}_{axes[1:]}D", jnp.moveaxis(array, 0, -1)
+        return f"{stem}_D{axes[:-1]}", jnp.moveaxis(array, -1, 0)
+
+    return dict(turn(name, array) for name, array in layer.items())
 
 
 def rms_norm(x_BTD, scale_D, *, eps):
@@ -126,25 +152,26 @@ class Block(nnx.Module):
         self.down_FD = nnx.Param(_normal(next(keys), (F, D)))
         self.config = config
 
-    def __call__(self, x_BTD, cos_sin, attend, reduce=lambda x_BTD: x_BTD):
+    def __call__(self, x_BTD, cos_sin, attend, *, reduce=lambda x_BTD: x_BTD, project=jnp.einsum):
         """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept)` decides what the queries see.
 
-        cos_sin: the `rotation` of every token. The learner attends inside the rows, the decoder to its cache; `kept` (the keys and
-        values, or the new cache) is handed back beside the new x_BTD. Where the heads and the
-        feed-forward are split over chips by hand, `reduce` adds up what each contributes.
+        cos_sin: the `rotation` of every token. The learner attends inside the rows, the decoder
+        to its cache; `kept` (the keys and values, or the new cache) is handed back beside the
+        new x_BTD. Where the heads and the feed-forward are split over chips by hand, `reduce`
+        adds up what each contributes. `project` multiplies by a weight matrix.
         """
         eps = self.config.rms_norm_eps
         h = rms_norm(x_BTD, self.attn_norm_D[...], eps=eps)
-        q = jnp.einsum("BTD,DNH->BTNH", h, self.q_DNH[...]) + self.q_bias_NH[...]
-        k = jnp.einsum("BTD,DKH->BTKH", h, self.k_DKH[...]) + self.k_bias_KH[...]
-        v = jnp.einsum("BTD,DKH->BTKH", h, self.v_DKH[...]) + self.v_bias_KH[...]
+        q = project("BTD,DNH->BTNH", h, self.q_DNH[...]) + self.q_bias_NH[...]
+        k = project("BTD,DKH->BTKH", h, self.k_DKH[...]) + self.k_bias_KH[...]
+        v = project("BTD,DKH->BTKH", h, self.v_DKH[...]) + self.v_bias_KH[...]
         q, k = rope(q, cos_sin), rope(k, cos_sin)
         out, kept = attend(q, k, v)
-        x_BTD = x_BTD + reduce(jnp.einsum("BTNH,NHD->BTD", out, self.o_NHD[...]))
+        x_BTD = x_BTD + reduce(project("BTNH,NHD->BTD", out, self.o_NHD[...]))
         h = rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps)
-        gate = jax.nn.silu(jnp.einsum("BTD,DF->BTF", h, self.gate_DF[...]))
-        up = jnp.einsum("BTD,DF->BTF", h, self.up_DF[...])
-        return x_BTD + reduce(jnp.einsum("BTF,FD->BTD", gate * up, self.down_FD[...])), kept
+        gate = jax.nn.silu(project("BTD,DF->BTF", h, self.gate_DF[...]))
+        up = project("BTD,DF->BTF", h, self.up_DF[...])
+        return x_BTD + reduce(project("BTF,FD->BTD", gate * up, self.down_FD[...])), kept
 
 
 class Qwen2(nnx.Module):
@@ -212,15 +239,18 @@ def abstract_params(config: Qwen2Config) -> tuple[nnx.GraphDef, dict[str, Any]]:
 
 
 def unstack(params: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's layout of a params dict: "layers" is a tuple with one dict a layer.
+    """The sampler's layout of a params dict: "layers" is a tuple with one `turned` dict a layer.
 
     A loop over the layers of stacked arrays would copy each layer out of them first. There is
-    always a "head_DV": a tied one, too, would be transposed again for every block of steps.
+    always a "head_VD", a copy of the embedding where they are tied.
     """
     num_layers = len(jax.tree.leaves(params["layers"])[0])
-    layers = tuple(jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(num_layers))
-    head_DV = params["head_DV"] if "head_DV" in params else params["embed_VD"].T
-    return params | {"layers": layers, "head_DV": head_DV}
+    layers = tuple(
+        turned({name: p[i] for name, p in params["layers"].items()}) for i in range(num_layers)
+    )
+    top = {name: params[name] for name in ("embed_VD", "final_norm_D")}
+    head_VD = params["head_DV"].T if "head_DV" in params else params["embed_VD"]
+    return top | {"layers": layers, "head_VD": head_VD}
 
 
 def abstract_block(config: Qwen2Config) -> nnx.GraphDef:

@@ -9,6 +9,7 @@ Axis letters: B slots of a shard, S steps of a block, and those of models.attent
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -19,7 +20,14 @@ from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
 from models.attention import PageTable, attention, combine, of_readers, page_attention, pieces
 from models.paged_tpu import paged_attention
-from models.qwen2 import Qwen2Config, abstract_block, causal_mask, rms_norm, rotation
+from models.qwen2 import (
+    Qwen2Config,
+    abstract_block,
+    causal_mask,
+    rms_norm,
+    rotation,
+    turned,
+)
 
 NULL_PAGE = 0  # what no request owns: idle slots write there
 
@@ -73,7 +81,7 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: Qwen2Config, axis: str
     x_RTD, new = embed(params, tokens_RT, axis=axis), []
     page_N = page_RI.reshape(-1)
     for block in blocks(params, config):
-        x_RTD, kept = block(x_RTD, cos_sin, attend, functools.partial(over, axis=axis))
+        x_RTD, kept = block(x_RTD, cos_sin, attend, reduce=functools.partial(over, axis=axis))
         k_NCKH, v_NCKH = (a.reshape(len(page_N), -1, *a.shape[2:]) for a in kept)
         new.append((k_NCKH.transpose(0, 2, 3, 1), v_NCKH.swapaxes(1, 2)))
     return write(pages, new, page_N, jnp.zeros_like(page_N))
@@ -106,10 +114,9 @@ def decode_block(
     """
     s, S, B = sampling, block_tokens, len(slots.token_B)
     _, K, C, H = pages[0][1].shape
-    N = params["layers"][0]["q_DNH"].shape[1]
-    layers = list(blocks(params, config))
-    head_DV = params["head_DV"]
-    first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_DV.shape[1]
+    N = params["layers"][0]["q_NHD"].shape[0]
+    head_VD = params["head_VD"]
+    first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
     key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
     uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.drawn_B + i))(jnp.arange(S))
     stop_ids = jnp.asarray(s.stop_ids, jnp.int32)
@@ -148,6 +155,7 @@ def decode_block(
         live_B = jnp.full(B, i + 1)
         cos_sin = rotation((slots.position_B + i)[:, None], config)
         x_BTD, new_kv = embed(params, token_B[:, None], axis=axis), []
+        layers = blocks(params, config)  # in the loop, or XLA would turn the weights before it
         for index, (block, (k_BKHS, v_BKSH)) in enumerate(zip(layers, block_kv, strict=True)):
 
             def attend(q_BTNH, k_BTKH, v_BTKH, index=index, k_BKHS=k_BKHS, v_BKSH=v_BKSH):
@@ -160,11 +168,18 @@ def decode_block(
                 out_BNH = combine(partials, where.entry_BX, dtype=v_BKSH.dtype)
                 return out_BNH[:, None], (k_BKHS, v_BKSH)
 
-            x_BTD, kept = block(x_BTD, cos_sin, attend, functools.partial(over, axis=axis))
+            x_BTD, kept = block(
+                x_BTD,
+                cos_sin,
+                attend,
+                reduce=functools.partial(over, axis=axis),
+                project=weights_first,
+            )
             new_kv.append(kept)
         x_BD = rms_norm(x_BTD[:, 0], params["final_norm_D"], eps=config.rms_norm_eps)
+        logits_BV = weights_first("BD,VD->BV", x_BD, head_VD, preferred_element_type=jnp.float32)
         logits_BV = sampling_logits(
-            x_BD, head_DV, temperature=s.temperature, vocab_size=s.vocab_size, first_id=first_id
+            logits_BV, temperature=s.temperature, vocab_size=s.vocab_size, first_id=first_id
         )
         if s.top_p < 1.0 or s.top_k > 0:
             # Every chip looks at the whole row, then draws in its own part of it.
@@ -224,7 +239,21 @@ def write(pages, new, page_N, offset_N):
 def blocks(params, config: Qwen2Config):
     """The layers one by one, from the sampler's parameters (models.qwen2.unstack)."""
     graph = abstract_block(config)
-    return (nnx.merge(graph, layer) for layer in params["layers"])
+    return (nnx.merge(graph, turned(layer)) for layer in params["layers"])
+
+
+def weights_first(spec, x, w, **options):
+    """As jnp.einsum(spec, x, w), but as the transpose of the product of the transposes.
+
+    On a CPU a product has the weights on its left then, which is faster for few rows of x, and a
+    row has the same bits in every batch of a multiple of 16. The barrier keeps XLA from turning
+    the product around again.
+    """
+    x_axes, w_axes, out_axes = re.split(",|->", spec)
+    of_w = "".join(axis for axis in w_axes if axis not in x_axes)
+    of_x = "".join(axis for axis in x_axes if axis not in w_axes)
+    out = jnp.einsum(f"{w_axes},{x_axes}->{of_w}{of_x}", w, x, **options)
+    return jnp.einsum(f"{of_w}{of_x}->{out_axes}", jax.lax.optimization_barrier(out))
 
 
 def embed(params, tokens_BT, *, axis: str | None):

@@ -32,7 +32,8 @@ from sharding.mesh import cpu_options
 
 # Parts of the response pages that plain XLA attends to: the least one that holds all used pages.
 POOL_PARTS = (2, 1)
-ROWS = 16  # the batch is padded to a multiple: products of fewer rows have other bits in each
+ROWS = 16  # batches are padded to a multiple: products of other sizes have other bits in each row
+ROW_PARTS = (4, 2, 1)  # of the batch, on a CPU: the least one that holds all live slots is decoded
 IN_FLIGHT = 3  # groups whose prompts are kept, over the least that fill the slots
 
 
@@ -318,9 +319,11 @@ class Engine:
             out_shardings=jax.tree.map(lambda s: s.sharding, (self._prompt_pages, self._pages)),
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
-        self.batch = -(-cache.slots // ROWS) * ROWS
-        # Sizes of the used part of the pool that decoding is compiled for, in pages. The batch has
-        # one size: products of fewer rows have other bits.
+        # What decoding is compiled for: rows, and pages of the pool from its beginning. Elsewhere
+        # than on a CPU fewer rows save little, and would have other bits.
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        parts = ROW_PARTS if on_cpu else (1,)
+        self.batches = sorted({-(-cache.slots // (part * ROWS)) * ROWS for part in parts})
         self._parts = [None] if kernel else [-(-cache.pages // part) for part in POOL_PARTS]
 
     @property
@@ -340,15 +343,17 @@ class Engine:
         return max(1, self.cache.pages_per_prompt // bucket)
 
     def lower(self, sampling: Sampling) -> dict[tuple, jax.stages.Lowered]:
-        """All programs that a session may run, by (name, sampling, pages), before compilation."""
+        """All programs that a session may run, by (name, sampling, *sizes), before compilation."""
         lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.prompt_buckets}
         return lowered | {
-            ("decode", sampling, part): self._lower_decode(sampling, part) for part in self._parts
+            ("decode", sampling, batch, part): self._lower_decode(sampling, batch, part)
+            for batch in self.batches
+            for part in self._parts
         }
 
     def compile(self, sampling: Sampling) -> None:
         """Compile all that a session may run, so that nothing is compiled later."""
-        if any(name == "decode" and how == sampling for name, how, _ in self._programs):
+        if any(name == "decode" and how == sampling for name, how, *_ in self._programs):
             return
         self._new_pages.lower().compile()
         missing = {k: v for k, v in self.lower(sampling).items() if k not in self._programs}
@@ -358,10 +363,15 @@ class Engine:
 
     @property
     def program_names(self) -> list[str]:
-        """What has been compiled: prefill[pages of a prompt], decode[pages of the pool]."""
+        """What has been compiled: prefill[pages of a prompt], decode[rows, pages of the pool]."""
         return [
-            f"{name}[{'kernel' if pages is None else pages}]" for name, _, pages in self._programs
+            f"{name}[{', '.join('kernel' if size is None else str(size) for size in sizes)}]"
+            for name, _, *sizes in self._programs
         ]
+
+    def batch(self, live_slots: int) -> int:
+        """Rows of a shard in the smallest program for so many live slots."""
+        return next(batch for batch in self.batches if batch >= live_slots)
 
     def new_pages(self):
         """(prompt pages, response pages) on the mesh, zeroed."""
@@ -378,7 +388,8 @@ class Engine:
         state_BX: int32, what `split_state` takes apart. last_page: the highest in use.
         """
         part = next(p for p in self._parts if p is None or p > last_page)
-        program = self._programs["decode", sampling, part]
+        batch = len(state_BX) // self.shards
+        program = self._programs["decode", sampling, batch, part]
         state_BX = hosts.place(state_BX, self._rows)
         pages, *drawn = program(params, prompt_pages, pages, run_key, state_BX)
         return pages, *hosts.fetch(drawn)
@@ -410,7 +421,7 @@ class Engine:
         arguments = (self._params, self._prompt_pages, tokens_RT, page_RI)
         return self._lower(run, arguments, out, donate=1)
 
-    def _lower_decode(self, sampling: Sampling, part: int | None) -> jax.stages.Lowered:
+    def _lower_decode(self, sampling: Sampling, batch: int, part: int | None) -> jax.stages.Lowered:
         cache = self.cache
 
         def run(params, prompt_pages, pages, run_key, state_BX):
@@ -431,7 +442,7 @@ class Engine:
             )
 
         run_key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=rules.replicated(self.mesh))
-        state_BX = self._host_array(self.shards * self.batch, state_columns(cache))
+        state_BX = self._host_array(self.shards * batch, state_columns(cache))
         tokens = PartitionSpec(None, "data")
         out = (self._specs(self._pages), tokens, tokens)
         arguments = (self._params, self._prompt_pages, self._pages, run_key, state_BX)
@@ -632,18 +643,19 @@ class Session:
         self.seconds["prefill"] += time.perf_counter() - start
 
     def _state(self) -> tuple[np.ndarray, int]:
-        """(state_BX of all slots, the highest page in use)."""
+        """(state_BX of the occupied slots of each shard, the highest page in use)."""
         cache = self.engine.cache
         first = len(dataclasses.fields(Slots)) + 3
         own = first + cache.pages_per_prompt
-        state = np.zeros((len(self._shards), self.engine.batch, state_columns(cache)), np.int32)
+        batch = self.engine.batch(max(len(shard.by_age) for shard in self._shards))
+        state = np.zeros((len(self._shards), batch, state_columns(cache)), np.int32)
         last_page = NULL_PAGE
         for shard, state_BX in zip(self._shards, state, strict=True):
-            for b in shard.by_age:
+            for row_X, b in zip(state_BX, sorted(shard.by_age), strict=False):
                 request = shard.slots[b]
                 group, drawn = request.group, request.drawn_tokens
                 prompt_tokens = len(group.prompt) - 1
-                state_BX[b, :first] = (
+                row_X[:first] = (
                     True,
                     group.cursor,
                     request.sample,
@@ -657,8 +669,8 @@ class Session:
                     drawn,
                     request.sample - group.samples.start,
                 )
-                state_BX[b, first : first + len(group.pages)] = group.pages
-                state_BX[b, own : own + len(request.pages)] = request.pages
+                row_X[first : first + len(group.pages)] = group.pages
+                row_X[own : own + len(request.pages)] = request.pages
                 last_page = max(last_page, *request.pages)
         return state.reshape(-1, state.shape[-1]), last_page
 
@@ -680,9 +692,9 @@ class Session:
         )
         finished = []
         for d, shard in enumerate(self._shards):
-            for b in sorted(shard.by_age):
+            first_column = d * (token_SB.shape[1] // len(self._shards))
+            for column, b in enumerate(sorted(shard.by_age), start=first_column):
                 request, slot = shard.slots[b], d * len(shard.slots) + b
-                column = d * self.engine.batch + b
                 drawn, stop = request.drawn_tokens, int(stop_B[column])
                 used = min(stop + 1, S, request.max_tokens - drawn)
                 stopped = used == stop + 1

@@ -58,7 +58,7 @@ def engine_params(config: Qwen2Config, mesh, dtype):
 
 def make_engine(config: Qwen2Config, *, slots: int, prompt: int, response: int, **cache):
     """(engine on all devices, parameters) with so many slots in all; float32, plain XLA."""
-    mesh = make_mesh(data=-1, model=int(__import__("os").environ.get("MODEL", "1")))
+    mesh = make_mesh(data=-1, model=1)
     abstract, make = engine_params(config, mesh, jnp.float32)
     ways = mesh.shape["data"]
     engine = Engine(

@@ -38,12 +38,8 @@ def engine_rollout(size: str):
         slots=slots,
         prompt=PROMPT,
         response=RESPONSE,
-        pages=slots
-        // (FLAGS.devices // int(__import__("os").environ.get("MODEL", "1")))
-        * own_pages
-        + 1,
-        prompt_pages=PROMPTS // (FLAGS.devices // int(__import__("os").environ.get("MODEL", "1")))
-        + 1,
+        pages=slots // FLAGS.devices * own_pages + 1,
+        prompt_pages=PROMPTS // FLAGS.devices + 1,
         readers=GROUP,
         page_tokens=64,
         block_tokens=FLAGS.block_tokens,

@@ -15,7 +15,7 @@ from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.decode import blocks
 from dapo_jax.sampler.sampling import draw, request_keys, uniform_at
 from models.attention import MASKED, attention
-from models.qwen2 import causal_mask, rms_norm
+from models.qwen2 import causal_mask, logits, rms_norm, rotation
 
 
 def cache_attention(q_BNH, k_BKHS, v_BKSH, mask_BS):
@@ -39,7 +39,7 @@ def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_token
     for block in layers:
         x_RTD, (k_RTKH, v_RTKH) = block(
             x_RTD,
-            jnp.broadcast_to(jnp.arange(T), (R, T)),
+            rotation(jnp.arange(T)[None], config),
             lambda q, k, v: (attention(q, k, v, mask_RTS), (k, v)),
         )
         room = ((0, 0), (0, 0), (0, 0), (0, max_tokens))
@@ -53,14 +53,14 @@ def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_token
     def step(carry):
         t, x_RD, cache, tokens_TR, logp_TR = carry
         logits_RV = sampling_logits(
-            x_RD,
-            params["head_DV"],
+            logits(x_RD, params["head_VD"].T),
             temperature=1.0,
             vocab_size=config.vocab_size,
             first_id=0,
         )
         token_R, logp_R = draw(logits_RV, uniform_at(key_R, jnp.full(R, t)), axis=None)
         x_RTD, new_cache = params["embed_VD"][token_R[:, None]], []
+        cos_sin = rotation(jnp.full((1, 1), T + t), config)
         mask_RS = jnp.broadcast_to(slot_S <= T + t, (R, len(slot_S)))
         for block, (k_RKHS, v_RKSH) in zip(layers, cache, strict=True):
 
@@ -73,7 +73,7 @@ def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_token
                 )
                 return cache_attention(q[:, 0], k_RKHS, v_RKSH, mask_RS)[:, None], (k_RKHS, v_RKSH)
 
-            x_RTD, kept = block(x_RTD, jnp.full((R, 1), T + t), attend)
+            x_RTD, kept = block(x_RTD, cos_sin, attend)
             new_cache.append(kept)
         x_RD = rms_norm(x_RTD[:, 0], params["final_norm_D"], eps=config.rms_norm_eps)
         return t + 1, x_RD, new_cache, tokens_TR.at[t].set(token_R), logp_TR.at[t].set(logp_R)
