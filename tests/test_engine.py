@@ -124,7 +124,7 @@ def build(config, cache, params, *, one_program):
     )
     with pytest.MonkeyPatch.context() as patch:
         if one_program:
-            patch.setattr(engine_module, "POOL_PARTS", (1,))
+            patch.setattr(engine_module, "PARTS", ((1, 1),))
         return Engine(config, mesh, cache, params=abstract, kernel=False), params
 
 

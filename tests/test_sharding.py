@@ -64,7 +64,7 @@ def build_policy(data, model):
     config.mesh.data, config.mesh.model = data, model
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(qwen2.PRESETS, "small", SMALL)
-        patch.setattr(engine, "POOL_PARTS", (1,))
+        patch.setattr(engine, "PARTS", ((1, 1),))
         patch.setattr(setup, "make_mesh", make_small_mesh)
         return setup.build_policy(config, SAMPLING.vocab_size)
 

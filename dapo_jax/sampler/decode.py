@@ -94,12 +94,13 @@ def decode_block(
     run_key,
     slots: Slots,
     table: PageTable,
+    page_P,
     *,
     config: Qwen2Config,
     sampling: Sampling,
     block_tokens: int,
     readers: int,
-    used_pages: int | None,
+    kernel: bool,
     axis: str | None,
 ):
     """(pages, token_SB, logp_SB): up to `block_tokens` more tokens for every active slot.
@@ -108,9 +109,10 @@ def decode_block(
     means nothing. The loop ends early when all have.
 
     prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC, v_PKCH) a layer; tokens of this block
-    are kept apart and written to `pages` at the end, once a block. readers: of a prompt page at
-    most. used_pages: attend to the first so many pages, with what XLA makes of it; None: a
-    kernel reads just the live ones. axis: the mesh axis that the heads are split over.
+    are kept apart and written to `pages` at the end, once a block. page_P: the pages that the
+    table numbers; fewer than all are gathered, so that no step attends to the others. readers:
+    of a prompt page at most. kernel: one that reads just the live pages, in place of what XLA
+    makes of attention. axis: the mesh axis that the heads are split over.
     """
     s, S, B = sampling, block_tokens, len(slots.token_B)
     _, K, C, H = pages[0][1].shape
@@ -124,15 +126,16 @@ def decode_block(
         table,
         prompt_pages=len(prompt_pages[0][0]),
         readers=readers,
-        pages=used_pages,
+        pages=None if kernel else len(page_P),
         page_tokens=C,
     )
-    closed = [] if used_pages is None else [(k[:used_pages], v[:used_pages]) for k, v in pages]
+    whole = len(page_P) == len(pages[0][0])
+    closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
     def attend_pages(q_BNH, i):
         q_URNH = of_readers(q_BNH, where.reader_URB)
         prompt = page_attention(q_URNH, *prompt_pages[i], where.live_U)
-        if used_pages is not None:
+        if not kernel:
             q_P1NH = of_readers(q_BNH, where.reader_P1B)
             return [prompt, page_attention(q_P1NH, *closed[i], where.live_P)]
         none_B = jnp.zeros(B, jnp.int32)

@@ -15,6 +15,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import heapq
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -30,10 +31,10 @@ from models.qwen2 import Qwen2Config
 from sharding import hosts, rules
 from sharding.mesh import cpu_options
 
-# Parts of the response pages that plain XLA attends to: the least one that holds all used pages.
-POOL_PARTS = (2, 1)
 ROWS = 16  # batches are padded to a multiple: products of other sizes have other bits in each row
-ROW_PARTS = (4, 2, 1)  # of the batch, on a CPU: the least one that holds all live slots is decoded
+# What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
+# occupied slots and their pages. Fewer rows on a CPU only: elsewhere they have other bits.
+PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
 IN_FLIGHT = 3  # groups whose prompts are kept, over the least that fill the slots
 
 
@@ -84,8 +85,8 @@ def plan_cache(
 
     There is a slot for every `slot_tokens` response tokens of cache: longer responses take pages
     that shorter ones leave. The keys and values of the block being decoded count too, and
-    (copies) those of the smaller parts of the pool that plain XLA attends to. Raises ValueError
-    where one request of the greatest length would not fit.
+    (copies) those of the parts of the pool that plain XLA attends to, of 3/4 at most. Raises
+    ValueError where one request of the greatest length would not fit.
     """
     check_heads(config, model_ways)
     heads = config.num_kv_heads // model_ways
@@ -108,7 +109,7 @@ def plan_cache(
         rows = -(-slots // ROWS) * ROWS
         left = budget_bytes - rows * block_tokens * token_bytes - prompt_pages * page_bytes
         pages = max(0, left // page_bytes)
-        pages = pages * 2 // 3 if copies else pages
+        pages = pages * 4 // 7 if copies else pages
         return dataclasses.replace(limits, prompt_pages=prompt_pages, pages=pages)
 
     def plan(budget_bytes: int) -> Cache | None:
@@ -319,12 +320,24 @@ class Engine:
             out_shardings=jax.tree.map(lambda s: s.sharding, (self._prompt_pages, self._pages)),
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
-        # What decoding is compiled for: rows, and pages of the pool from its beginning. Elsewhere
-        # than on a CPU fewer rows save little, and would have other bits.
+        self._kernel = kernel
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        parts = ROW_PARTS if on_cpu else (1,)
-        self.batches = sorted({-(-cache.slots // (part * ROWS)) * ROWS for part in parts})
-        self._parts = [None] if kernel else [-(-cache.pages // part) for part in POOL_PARTS]
+        rows = -(-cache.slots // ROWS) * ROWS
+        # Rows and pages of a shard that decoding is compiled for.
+        self.sizes = (
+            [(rows, cache.pages)]
+            if kernel
+            else sorted(
+                {
+                    (
+                        -(-math.ceil(cache.slots * slots) // ROWS) * ROWS,
+                        math.ceil(cache.pages * pages),
+                    )
+                    for slots, pages in PARTS
+                    if slots == 1 or on_cpu
+                }
+            )
+        )
 
     @property
     def prompt_buckets(self) -> list[int]:
@@ -346,9 +359,7 @@ class Engine:
         """All programs that a session may run, by (name, sampling, *sizes), before compilation."""
         lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.prompt_buckets}
         return lowered | {
-            ("decode", sampling, batch, part): self._lower_decode(sampling, batch, part)
-            for batch in self.batches
-            for part in self._parts
+            ("decode", sampling, *size): self._lower_decode(sampling, *size) for size in self.sizes
         }
 
     def compile(self, sampling: Sampling) -> None:
@@ -363,15 +374,12 @@ class Engine:
 
     @property
     def program_names(self) -> list[str]:
-        """What has been compiled: prefill[pages of a prompt], decode[rows, pages of the pool]."""
-        return [
-            f"{name}[{', '.join('kernel' if size is None else str(size) for size in sizes)}]"
-            for name, _, *sizes in self._programs
-        ]
+        """What has been compiled: prefill[pages of a prompt], decode[rows, pages]."""
+        return [f"{name}{sizes}" for name, _, *sizes in self._programs]
 
-    def batch(self, live_slots: int) -> int:
-        """Rows of a shard in the smallest program for so many live slots."""
-        return next(batch for batch in self.batches if batch >= live_slots)
+    def size(self, slots: int, pages: int) -> tuple[int, int]:
+        """(rows, pages) of the smallest decode program for so many in use on a shard."""
+        return next(size for size in self.sizes if size[0] >= slots and size[1] >= pages)
 
     def new_pages(self):
         """(prompt pages, response pages) on the mesh, zeroed."""
@@ -382,16 +390,15 @@ class Engine:
         program = self._programs["prefill", None, page_RI.shape[1]]
         return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
 
-    def decode(self, params, prompt_pages, pages, run_key, state_BX, sampling, *, last_page: int):
+    def decode(self, params, prompt_pages, pages, run_key, state_BX, page_P, sampling):
         """Run a block; (pages, token_SB, logp_SB), the latter two as numpy arrays.
 
-        state_BX: int32, what `split_state` takes apart. last_page: the highest in use.
+        state_BX: int32, what `split_state` takes apart. page_P: the pages that its tables number.
         """
-        part = next(p for p in self._parts if p is None or p > last_page)
-        batch = len(state_BX) // self.shards
-        program = self._programs["decode", sampling, batch, part]
-        state_BX = hosts.place(state_BX, self._rows)
-        pages, *drawn = program(params, prompt_pages, pages, run_key, state_BX)
+        size = (len(state_BX) // self.shards, len(page_P) // self.shards)
+        program = self._programs["decode", sampling, *size]
+        state_BX, page_P = hosts.place((state_BX, page_P), self._rows)
+        pages, *drawn = program(params, prompt_pages, pages, run_key, state_BX, page_P)
         return pages, *hosts.fetch(drawn)
 
     def _pool(self, pages: int):
@@ -421,10 +428,10 @@ class Engine:
         arguments = (self._params, self._prompt_pages, tokens_RT, page_RI)
         return self._lower(run, arguments, out, donate=1)
 
-    def _lower_decode(self, sampling: Sampling, batch: int, part: int | None) -> jax.stages.Lowered:
+    def _lower_decode(self, sampling: Sampling, rows: int, pages: int) -> jax.stages.Lowered:
         cache = self.cache
 
-        def run(params, prompt_pages, pages, run_key, state_BX):
+        def run(params, prompt_pages, pages, run_key, state_BX, page_P):
             slots, table = split_state(state_BX, cache)
             return decode_block(
                 params,
@@ -433,23 +440,25 @@ class Engine:
                 jax.random.wrap_key_data(run_key),
                 slots,
                 table,
+                page_P,
                 config=self.config,
                 sampling=sampling,
                 block_tokens=cache.block_tokens,
                 readers=cache.readers,
-                used_pages=part,
+                kernel=self._kernel,
                 axis=self._axis,
             )
 
         run_key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=rules.replicated(self.mesh))
-        state_BX = self._host_array(self.shards * batch, state_columns(cache))
+        state_BX = self._host_array(self.shards * rows, state_columns(cache))
+        page_P = self._host_array(self.shards * pages)
         tokens = PartitionSpec(None, "data")
         out = (self._specs(self._pages), tokens, tokens)
-        arguments = (self._params, self._prompt_pages, self._pages, run_key, state_BX)
+        arguments = (self._params, self._prompt_pages, self._pages, run_key, state_BX, page_P)
         return self._lower(run, arguments, out, donate=2)
 
-    def _host_array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, columns), jnp.int32, sharding=self._rows)
+    def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._rows)
 
     def _specs(self, arrays):
         return jax.tree.map(lambda array: array.sharding.spec, arrays)
@@ -571,7 +580,7 @@ class Session:
         for shard in self._shards:
             self.given_up_tokens += shard.grow()
             shard.admit()
-        state_BX, last_page = self._state()
+        state_BX, page_P = self._state()
         launched = time.perf_counter()
         self._pages, token_SB, logp_SB = self.engine.decode(
             self._params,
@@ -579,8 +588,8 @@ class Session:
             self._pages,
             self._run_key,
             state_BX,
+            page_P,
             self._sampling,
-            last_page=last_page,
         )
         decoded = time.perf_counter()
         finished = self._harvest(token_SB, logp_SB, launched, decoded)
@@ -642,15 +651,24 @@ class Session:
         jax.block_until_ready(self._prompt_pages)
         self.seconds["prefill"] += time.perf_counter() - start
 
-    def _state(self) -> tuple[np.ndarray, int]:
-        """(state_BX of the occupied slots of each shard, the highest page in use)."""
-        cache = self.engine.cache
+    def _state(self) -> tuple[np.ndarray, np.ndarray]:
+        """(state_BX of the occupied slots of each shard, page_P: the pages in its tables).
+
+        Tables number the pages in use; where the whole pool is attended to, as the pool does.
+        """
+        cache, D = self.engine.cache, len(self._shards)
         first = len(dataclasses.fields(Slots)) + 3
         own = first + cache.pages_per_prompt
-        batch = self.engine.batch(max(len(shard.by_age) for shard in self._shards))
-        state = np.zeros((len(self._shards), batch, state_columns(cache)), np.int32)
-        last_page = NULL_PAGE
-        for shard, state_BX in zip(self._shards, state, strict=True):
+        used = [sorted(page for b in s.by_age for page in s.slots[b].pages) for s in self._shards]
+        rows, pages = self.engine.size(
+            max(len(shard.by_age) for shard in self._shards), max(map(len, used)) + 1
+        )
+        state = np.zeros((D, rows, state_columns(cache)), np.int32)
+        page_DP = np.full((D, pages), NULL_PAGE, np.int32)
+        for shard, state_BX, page_P, in_use in zip(self._shards, state, page_DP, used, strict=True):
+            in_use = range(cache.pages) if pages == cache.pages else [NULL_PAGE, *in_use]
+            page_P[: len(in_use)] = in_use
+            number = {page: i for i, page in enumerate(in_use)}
             for row_X, b in zip(state_BX, sorted(shard.by_age), strict=False):
                 request = shard.slots[b]
                 group, drawn = request.group, request.drawn_tokens
@@ -670,9 +688,8 @@ class Session:
                     request.sample - group.samples.start,
                 )
                 row_X[first : first + len(group.pages)] = group.pages
-                row_X[own : own + len(request.pages)] = request.pages
-                last_page = max(last_page, *request.pages)
-        return state.reshape(-1, state.shape[-1]), last_page
+                row_X[own : own + len(request.pages)] = [number[page] for page in request.pages]
+        return state.reshape(-1, state.shape[-1]), page_DP.reshape(-1)
 
     def _harvest(self, token_SB, logp_SB, start: float, end: float) -> list[Finished]:
         """Append what the block drew, let ended requests leave, and close its record."""
