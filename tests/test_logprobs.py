@@ -83,7 +83,7 @@ def test_padding_rows_of_the_vocabulary_have_no_probability():
     """Even the largest logits, in the model's rows that the tokenizer lacks."""
     x_BTD, head_DV, _ = inputs(5)
     head_DV[:, SETTINGS["vocab_size"] :] = 1e3 * np.sign(x_BTD[0, 0])[:, None]
-    prob_V = jax.nn.softmax(sampling_logits(x_BTD[0, 0], head_DV, **SETTINGS, first_id=0))
+    prob_V = jax.nn.softmax(sampling_logits(x_BTD[0, 0] @ head_DV, **SETTINGS, first_id=0))
     assert not np.any(prob_V[SETTINGS["vocab_size"] :])
     assert np.sum(prob_V) == pytest.approx(1, abs=1e-6)
     target_BT = np.arange(SETTINGS["vocab_size"])[None]
@@ -95,10 +95,10 @@ def test_padding_rows_of_the_vocabulary_have_no_probability():
 def test_a_part_of_the_head_gives_its_columns_of_the_logits():
     """The padding is found by the vocabulary's ids, wherever the part begins."""
     x_BTD, head_DV, _ = inputs(5)
-    whole_BTV = sampling_logits(x_BTD, head_DV, **SETTINGS, first_id=0)
+    whole_BTV = sampling_logits(x_BTD @ head_DV, **SETTINGS, first_id=0)
     for first in (0, 20, 40):
         part_DV = head_DV[:, first : first + 10]
-        part_BTV = sampling_logits(x_BTD, part_DV, **SETTINGS, first_id=first)
+        part_BTV = sampling_logits(x_BTD @ part_DV, **SETTINGS, first_id=first)
         np.testing.assert_allclose(part_BTV, whole_BTV[..., first : first + 10], rtol=1e-5)
 
 
@@ -116,7 +116,8 @@ def test_extreme_logits_give_no_nan(scale):
 def test_temperature_divides_the_logits():
     x_BTD, head_DV, _ = inputs(2)
     cold, warm = (
-        sampling_logits(x_BTD, head_DV, temperature=t, vocab_size=V, first_id=0) for t in (0.5, 2.0)
+        sampling_logits(x_BTD @ head_DV, temperature=t, vocab_size=V, first_id=0)
+        for t in (0.5, 2.0)
     )
     np.testing.assert_allclose(cold, 4 * warm, rtol=1e-6)
     np.testing.assert_allclose(warm, x_BTD @ head_DV / 2, rtol=1e-4, atol=1e-5)

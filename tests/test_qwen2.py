@@ -33,8 +33,10 @@ from models.qwen2 import (
     param_axes,
     rms_norm,
     rope,
+    rotation,
     segment_positions,
     split,
+    turned,
     unstack,
 )
 from sharding.mesh import cpu_options, make_mesh
@@ -153,6 +155,11 @@ def test_causal_mask_is_lower_triangular_inside_segments():
     ]
 
 
+def rotated(x_BTNH, position, *, theta):
+    config = dataclasses.replace(SMALL, head_dim=x_BTNH.shape[-1], rope_theta=theta)
+    return rope(x_BTNH, rotation(jnp.array([[position]]), config))
+
+
 def test_rope_rotates_halves_by_hand():
     # H = 4, theta = 100: the pairs (x0, x2) and (x1, x3) turn by position and position / 10.
     x_BTNH = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
@@ -163,19 +170,16 @@ def test_rope_rotates_halves_by_hand():
         3 * math.cos(a) + 1 * math.sin(a),
         4 * math.cos(b) + 2 * math.sin(b),
     ]
-    out = rope(x_BTNH, jnp.array([[2]]), theta=100.0)
+    out = rotated(x_BTNH, 2, theta=100.0)
     np.testing.assert_allclose(out.ravel(), expected, rtol=1e-6)
-    np.testing.assert_array_equal(rope(x_BTNH, jnp.array([[0]]), theta=100.0), x_BTNH)
+    np.testing.assert_array_equal(rotated(x_BTNH, 0, theta=100.0), x_BTNH)
 
 
 def test_rope_scores_depend_on_distance_only():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
     def score(q_position, k_position):
-        turned = [
-            rope(x, jnp.array([[p]]), theta=1e4) for x, p in ((q, q_position), (k, k_position))
-        ]
-        return float(jnp.sum(turned[0] * turned[1]))
+        return float(jnp.sum(rotated(q, q_position, theta=1e4) * rotated(k, k_position, theta=1e4)))
 
     assert score(5, 2) == pytest.approx(score(1005, 1002), abs=1e-3)
     assert abs(score(5, 2) - score(5, 4)) > 1e-2
@@ -335,28 +339,44 @@ def test_unstacked_parameters_are_one_dict_a_layer_and_a_head(tie_embeddings):
     unstacked = unstack(params)
     assert len(unstacked["layers"]) == config.num_layers
     for i, layer in enumerate(unstacked["layers"]):
-        assert layer.keys() == params["layers"].keys()
-        for name, param in layer.items():
+        np.testing.assert_array_equal(layer["gate_FD"], params["layers"]["gate_DF"][i].T)
+        assert turned(layer).keys() == params["layers"].keys()
+        for name, param in turned(layer).items():
             np.testing.assert_array_equal(param, params["layers"][name][i])
-    expected_DV = params["embed_VD"].T if tie_embeddings else params["head_DV"]
-    np.testing.assert_array_equal(unstacked["head_DV"], expected_DV)
-    assert param_axes(unstacked)["layers"][1]["q_DNH"] == PARAM_AXES["q_DNH"]
+    expected_VD = params["embed_VD"] if tie_embeddings else params["head_DV"].T
+    np.testing.assert_array_equal(unstacked["head_VD"], expected_VD)
+
+
+def test_the_samplers_parameters_have_the_axes_that_their_names_say():
+    """A matrix is sharded along the same axes whichever way round it is stored."""
+    names = ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp")
+    letters = dict(zip("VDNKHF", names, strict=True))
+    checked = 0
+    for name, axes in PARAM_AXES.items():
+        if "norm" not in name:
+            assert axes == tuple(letters[letter] for letter in name.rpartition("_")[2])
+            checked += 1
+    assert checked == 20
+    _, abstract = abstract_params(SMALL)
+    axes = param_axes(jax.eval_shape(unstack, abstract))
+    assert axes["layers"][1]["o_DNH"] == PARAM_AXES["o_DNH"]
 
 
 def test_the_unstacked_layers_one_by_one_are_the_model(small):
     graph, params = small
     tokens_BT = random_tokens()
     segment_BT = np.ones_like(tokens_BT)
-    mask_BTS, position_BT = causal_mask(segment_BT), segment_positions(segment_BT)
+    mask_BTS = causal_mask(segment_BT)
+    cos_sin = rotation(segment_positions(segment_BT), SMALL)
 
     @jax.jit
     def layer_by_layer(params):
         x_BTD = params["embed_VD"][tokens_BT]
         for layer in params["layers"]:
-            block = nnx.merge(abstract_block(SMALL), layer)
-            x_BTD, _ = block(x_BTD, position_BT, lambda q, k, v: (attention(q, k, v, mask_BTS), 0))
+            block = nnx.merge(abstract_block(SMALL), turned(layer))
+            x_BTD, _ = block(x_BTD, cos_sin, lambda q, k, v: (attention(q, k, v, mask_BTS), 0))
         x_BTD = rms_norm(x_BTD, params["final_norm_D"], eps=SMALL.rms_norm_eps)
-        return logits(x_BTD, params["head_DV"])
+        return logits(x_BTD, params["head_VD"].T)
 
     expected_BTV = forward(graph, params, tokens_BT, segment_BT)
     np.testing.assert_allclose(layer_by_layer(unstack(params)), expected_BTV, rtol=1e-4, atol=1e-4)
