@@ -335,7 +335,7 @@ def test_unstacked_parameters_are_one_dict_a_layer_and_a_head(tie_embeddings):
     config = dataclasses.replace(SMALL, tie_embeddings=tie_embeddings)
     _, abstract = abstract_params(config)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda a: rng.normal(size=a.shape), abstract)
+    params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), abstract)
     unstacked = unstack(params)
     assert len(unstacked["layers"]) == config.num_layers
     for i, layer in enumerate(unstacked["layers"]):
