@@ -61,14 +61,14 @@ def compile_case(name: str) -> list[list]:
     rows = []
     with jax.set_mesh(mesh):
         lowered = engine.lower(how)
-    for (program, _, pages), low in lowered.items():
+    for (program, _, *sizes), low in lowered.items():
         start = time.perf_counter()
         memory = low.compile().memory_analysis()
         arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         rows.append(
             [
                 f"{name} {topology}, TP {ways}",
-                f"{program}[{pages or 'kernel'}]",
+                f"{program}{sizes}",
                 f"{cache.slots} slots, {cache.pages} pages",
                 f"{arguments / 2**30:.2f}",
                 f"{temporary / 2**30:.2f}",
