@@ -106,8 +106,7 @@ def plan_cache(
         )
         longest = limits.pages_per_prompt
         prompt_pages = longest + IN_FLIGHT * -(-slots // readers) * min(longest, 2) + 1
-        rows = -(-slots // ROWS) * ROWS
-        left = budget_bytes - rows * block_tokens * token_bytes - prompt_pages * page_bytes
+        left = budget_bytes - padded(slots) * block_tokens * token_bytes - prompt_pages * page_bytes
         pages = max(0, left // page_bytes)
         pages = pages * 4 // 7 if copies else pages
         return dataclasses.replace(limits, prompt_pages=prompt_pages, pages=pages)
@@ -132,6 +131,22 @@ def plan_cache(
             f"{enough_mib} does"
         )
     return planned
+
+
+def decode_sizes(cache: Cache, *, kernel: bool, few_rows: bool) -> list[tuple[int, int]]:
+    """(rows, pages) of a shard that decoding is compiled for, the smallest first."""
+    return sorted(
+        {
+            (padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
+            for slots, pages in (((1, 1),) if kernel else PARTS)
+            if slots == 1 or few_rows
+        }
+    )
+
+
+def padded(slots: int) -> int:
+    """Rows of a batch for so many slots."""
+    return -(-slots // ROWS) * ROWS
 
 
 def check_heads(config: Qwen2Config, model_ways: int) -> None:
@@ -322,22 +337,7 @@ class Engine:
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self._kernel = kernel
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        rows = -(-cache.slots // ROWS) * ROWS
-        # Rows and pages of a shard that decoding is compiled for.
-        self.sizes = (
-            [(rows, cache.pages)]
-            if kernel
-            else sorted(
-                {
-                    (
-                        -(-math.ceil(cache.slots * slots) // ROWS) * ROWS,
-                        math.ceil(cache.pages * pages),
-                    )
-                    for slots, pages in PARTS
-                    if slots == 1 or on_cpu
-                }
-            )
-        )
+        self.sizes = decode_sizes(cache, kernel=kernel, few_rows=on_cpu)
 
     @property
     def prompt_buckets(self) -> list[int]:
