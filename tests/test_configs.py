@@ -147,13 +147,13 @@ def test_an_engine_that_cannot_be_is_refused_before_anything_compiles(changes, m
 
 
 def test_the_cache_is_planned_for_the_longest_request_and_no_larger_than_allowed():
-    """Responses of 20,480 tokens on a model of 131,072 bytes a token; a CPU copies half."""
+    """Responses of 20,480 tokens on a model of 131,072 bytes a token; a CPU copies 3/4 at most."""
     config = abstract_32b()
     cache = setup.build_policy(config, vocab_size=151_665).engine.cache
     assert cache.pages_per_response == 160 < cache.pages
     assert cache.pages_per_prompt == 16 < cache.prompt_pages
     assert cache.slots * config.rollout.slot_tokens <= cache.pages * config.rollout.page_tokens
-    tokens = (1.5 * cache.pages + cache.prompt_pages) * 128 + cache.slots * 16
+    tokens = (1.75 * cache.pages + cache.prompt_pages) * 128 + cache.slots * 16
     assert 0.95 < tokens * 131_072 / (config.rollout.cache_mib * 2**20) <= 1
     config.rollout.cache_mib = 2_048
     with pytest.raises(ValueError, match=r"cache_mib = 2048 does not hold .* 20480 on") as refused:
