@@ -147,5 +147,9 @@ def combine(partials, entry_BX, *, dtype):
     scale_BXKG = jnp.exp(max_BXKG - jnp.max(max_BXKG, axis=1, keepdims=True))
     scale_BXKG = jnp.where(has_BX11, scale_BXKG, 0.0)
     sum_BKG = jnp.sum(scale_BXKG * sum_EKG[entry_BX], axis=1)
-    out_BKGH = jnp.sum(scale_BXKG[..., None] * out_EKGH[entry_BX], axis=1)
-    return (out_BKGH / sum_BKG[..., None]).reshape(-1, K * G, H).astype(dtype)
+    scale_BXKG = scale_BXKG / sum_BKG[:, None]
+    # One term after the other, from one array: as a sum over X it took a CPU ten times as long.
+    out_EKGH = jax.lax.optimization_barrier(out_EKGH)
+    columns = zip(jnp.unstack(scale_BXKG, axis=1), jnp.unstack(entry_BX, axis=1), strict=True)
+    out_BKGH = sum(scale_BKG[..., None] * out_EKGH[entry_B] for scale_BKG, entry_B in columns)
+    return out_BKGH.reshape(-1, K * G, H).astype(dtype)

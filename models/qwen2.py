@@ -65,7 +65,6 @@ PARAM_AXES = {
     "q_NHD": ("heads", "head_dim", "width"),
     "k_KHD": ("kv_heads", "head_dim", "width"),
     "v_KHD": ("kv_heads", "head_dim", "width"),
-    "o_DNH": ("width", "heads", "head_dim"),
     "gate_FD": ("mlp", "width"),
     "up_FD": ("mlp", "width"),
     "down_DF": ("width", "mlp"),
@@ -75,12 +74,12 @@ PARAM_AXES = {
 def turned(layer: dict[str, Any]) -> dict[str, Any]:
     """A layer's matrices stored with D, the axis that all have, at the other end: x_DF as x_FD.
 
-    Names say so too; vectors stay. Twice gives the layer back.
+    Names say so too; vectors and attention's output projection stay. Twice gives the layer back.
     """
 
     def turn(name, array):
         stem, _, axes = name.rpartition("_")
-        if axes == "D" or "D" not in axes:
+        if stem == "o" or axes == "D" or "D" not in axes:
             return name, array
         if axes[0] == "D":
             return f"{stem}_{axes[1:]}D", jnp.moveaxis(array, 0, -1)
@@ -158,7 +157,7 @@ class Block(nnx.Module):
         cos_sin: the `rotation` of every token. The learner attends inside the rows, the decoder
         to its cache; `kept` (the keys and values, or the new cache) is handed back beside the
         new x_BTD. Where the heads and the feed-forward are split over chips by hand, `reduce`
-        adds up what each contributes. `project` multiplies by a weight matrix.
+        adds up what each contributes. `project` multiplies by a weight matrix that `turned` turns.
         """
         eps = self.config.rms_norm_eps
         h = rms_norm(x_BTD, self.attn_norm_D[...], eps=eps)
@@ -167,7 +166,7 @@ class Block(nnx.Module):
         v = project("BTD,DKH->BTKH", h, self.v_DKH[...]) + self.v_bias_KH[...]
         q, k = rope(q, cos_sin), rope(k, cos_sin)
         out, kept = attend(q, k, v)
-        x_BTD = x_BTD + reduce(project("BTNH,NHD->BTD", out, self.o_NHD[...]))
+        x_BTD = x_BTD + reduce(jnp.einsum("BTNH,NHD->BTD", out, self.o_NHD[...]))
         h = rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps)
         gate = jax.nn.silu(project("BTD,DF->BTF", h, self.gate_DF[...]))
         up = project("BTD,DF->BTF", h, self.up_DF[...])

@@ -599,8 +599,7 @@ def sample(params, *, temperature: float, dtype: str) -> tuple[np.ndarray, Respo
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
     with pytest.MonkeyPatch.context() as patch:  # one program for all occupancies
-        patch.setattr(engine_module, "PARTS", ((1, 1),), raising=False)
-        patch.setattr(engine_module, "ROW_PARTS", (1,), raising=False)
+        patch.setattr(engine_module, "PARTS", ((1, 1),))
         engine = QuicklyCompiled(SMALL, mesh, CACHE, params=abstract, kernel=False)
     session = Session(engine, params, jax.random.key(5), sampling)
     for cursor, prompt in enumerate(prompts):

@@ -356,10 +356,10 @@ def test_the_samplers_parameters_have_the_axes_that_their_names_say():
         if "norm" not in name:
             assert axes == tuple(letters[letter] for letter in name.rpartition("_")[2])
             checked += 1
-    assert checked == 20
+    assert checked == 19
     _, abstract = abstract_params(SMALL)
     axes = param_axes(jax.eval_shape(unstack, abstract))
-    assert axes["layers"][1]["o_DNH"] == PARAM_AXES["o_DNH"]
+    assert axes["layers"][1]["q_NHD"] == PARAM_AXES["q_NHD"]
 
 
 def test_the_unstacked_layers_one_by_one_are_the_model(small):
