@@ -27,16 +27,13 @@ BUFFERS = 3  # blocks in VMEM: one being computed, two being read
 SLOTS = 32  # of a grid step; reads start afresh in each, so it has to be long
 
 
-def paged_attention(
-    q_BNH, k_PKHC, v_PKCH, page_BJ, prompt_tokens_B, response_tokens_B, *, interpret: bool
-):
+def paged_attention(q_BNH, k_PKHC, v_PKCH, page_BJ, tokens_B, *, interpret: bool):
     """Unnormalised attention of one token a slot over the slot's closed pages.
 
     q_BNH, k_PKHC, v_PKCH: one dtype, bfloat16 or float32; query head n reads key/value head
     n // (N / K).
-    page_BJ: int32; a row begins with ceil(prompt_tokens / C) pages of the prompt and goes on with
-    ceil(response_tokens / C) pages of the response; the rest is never read. Tokens fill the pages
-    of either part from the front, so that its last page may end in a hole.
+    page_BJ: int32; a row begins with the ceil(tokens / C) pages that a slot's tokens fill from the
+    front; the rest is never read.
     Returns float32 (out_BNH, max_BN, sum_BN): with scores x = q·k / sqrt(H) of the live tokens,
     max = max(x), sum = sum(exp(x - max)), out = sum(exp(x - max) v). A slot without tokens has
     0, MASKED, 0. A slot's numbers do not depend on other slots, on J or on which pages it has.
@@ -69,8 +66,7 @@ def paged_attention(
     k_pages = k_PKHC if k_token_axis == 1 else k_PKHC.swapaxes(2, 3)
     v_pages = v_PKCH if v_token_axis == 0 else v_PKCH.swapaxes(2, 3)
 
-    num_pages_B = pl.cdiv(prompt_tokens_B, C) + pl.cdiv(response_tokens_B, C)
-    live_B = jnp.where(num_pages_B > 0, jnp.arange(B), B)
+    live_B = jnp.where(tokens_B > 0, jnp.arange(B), B)
     next_live_B = lax.cummin(live_B, reverse=True)  # the slot itself, if it has pages
 
     def of_slots(*shape, **kwargs):
@@ -81,7 +77,7 @@ def paged_attention(
     out_BKGH, state_BKG2 = pl.pallas_call(
         functools.partial(_kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=2,
             grid=(pl.cdiv(B, S),),
             in_specs=[
                 of_slots(page_BJ.shape[1], memory_space=pltpu.SMEM),
@@ -106,9 +102,7 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(
-        prompt_tokens_B,
-        response_tokens_B,
-        num_pages_B,
+        tokens_B,
         next_live_B,
         page_BJ,
         q_BNH.reshape(B, K, G, H),
@@ -126,9 +120,7 @@ def pages_per_block(v_PKCH):
 
 
 def _kernel(
-    prompt_tokens_ref,
-    response_tokens_ref,
-    num_pages_ref,
+    tokens_ref,
     next_live_ref,
     page_ref,
     q_ref,
@@ -147,13 +139,13 @@ def _kernel(
     S, K, G, H = q_ref.shape
     M, C = v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
-    end = jnp.minimum(first + S, num_pages_ref.shape[0])
+    end = jnp.minimum(first + S, tokens_ref.shape[0])
 
     def next_live(slot):
         return jnp.where(slot < end, next_live_ref[jnp.minimum(slot, end - 1)], end)
 
     def pages_left(slot, block):
-        return num_pages_ref[jnp.minimum(slot, end - 1)] - block * M
+        return pl.cdiv(tokens_ref[jnp.minimum(slot, end - 1)], C) - block * M
 
     def after(item):
         slot, block, buffer = item
@@ -186,14 +178,9 @@ def _kernel(
         return after(item)
 
     def attend_slot(slot, carry):
-        prompt_tokens = prompt_tokens_ref[slot]
-        num_prompt_pages = pl.cdiv(prompt_tokens, C)
-
         def live_tokens(page):
             """How many of the tokens of the slot's page live: the first ones."""
-            tokens = jnp.where(page < num_prompt_pages, prompt_tokens, response_tokens_ref[slot])
-            start = jnp.where(page < num_prompt_pages, page, page - num_prompt_pages) * C
-            return jnp.clip(tokens - start, 0, C)
+            return jnp.clip(tokens_ref[slot] - page * C, 0, C)
 
         def attend_block(block, carry):
             item, buffer, state = carry
@@ -232,7 +219,7 @@ def _kernel(
             jnp.zeros((G, 1), jnp.float32),
             jnp.zeros((G, H), jnp.float32),
         )
-        num_blocks = pl.cdiv(num_pages_ref[slot], M)
+        num_blocks = pl.cdiv(tokens_ref[slot], M * C)
         item, buffer, state = lax.fori_loop(0, num_blocks, attend_block, (*carry, [empty] * K))
         for h, (max_G1, sum_G1, out_GH) in enumerate(state):
             out_ref[slot - first, h] = out_GH

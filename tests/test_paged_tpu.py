@@ -22,21 +22,9 @@ from sharding.mesh import make_mesh
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# (prompt_tokens, response_tokens) in pages of C: idle, one part only, holes, whole pages, and more
-# blocks than are read ahead. The first two slots read the same prompt pages.
-LENGTHS_IN_PAGES = (
-    (1.3, 0.0),
-    (1.3, 5.2),
-    (0.0, 0.0),
-    (0.0, 7.0),
-    (0.1, 0.9),
-    (2.0, 9.6),
-    (0.0, 0.0),
-    (1.0, 0.0),
-    (0.0, 0.0),
-    (0.4, 3.0),
-    (0.0, 1.5),
-)
+# Tokens in pages of C: idle slots, one token, part of a page, whole pages, and more blocks than are
+# read ahead.
+LENGTHS_IN_PAGES = (1.3, 6.2, 0.0, 7.0, 0.1, 11.6, 0.0, 1.0, 0.0, 3.4, 1.5)
 
 
 RUN = jax.jit(paged_attention, static_argnames="interpret")
@@ -50,8 +38,7 @@ class Case:
     k_PKHC: Any
     v_PKCH: Any
     page_BJ: Any
-    prompt_tokens_B: Any
-    response_tokens_B: Any
+    tokens_B: Any
 
     def __call__(self, *, interpret=True):
         return [np.asarray(x) for x in RUN(*vars(self).values(), interpret=interpret)]
@@ -67,37 +54,29 @@ def two_pages_a_block(monkeypatch):
 def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed=0):
     N, K, H, C = heads, kv_heads, head_dim, page_tokens
     rng = np.random.default_rng(seed)
-    tokens_B2 = np.round(np.array(LENGTHS_IN_PAGES) * C).astype(np.int32)
-    B = len(tokens_B2)
-    pages_B2 = -(-tokens_B2 // C)
-    J = pages_B2.sum(axis=1).max() + 1
-    P = pages_B2.sum() + 5
+    tokens_B = np.round(np.array(LENGTHS_IN_PAGES) * C).astype(np.int32)
+    B = len(tokens_B)
+    pages_B = -(-tokens_B // C)
+    J = pages_B.max() + 1
+    P = pages_B.sum() + 5
     free = iter(rng.permutation(P))
     k_PKCH, v_PKCH = np.full((2, P, K, C, H), np.nan, np.float32)
     page_BJ = rng.integers(0, P, (B, J), np.int32)  # unused entries: any page, also of others
     for b in range(B):
-        first = 0
-        for tokens, pages in zip(tokens_B2[b], pages_B2[b], strict=True):
-            for j in range(pages):
-                page = page_BJ[b, first + j] = next(free)
-                live = min(C, tokens - j * C)
-                k_PKCH[page, :, :live], v_PKCH[page, :, :live] = rng.normal(size=(2, K, live, H))
-            first += pages
-    page_BJ[1, : pages_B2[0, 0]] = page_BJ[0, : pages_B2[0, 0]]
+        for j in range(pages_B[b]):
+            page = page_BJ[b, j] = next(free)
+            live = min(C, tokens_B[b] - j * C)
+            k_PKCH[page, :, :live], v_PKCH[page, :, :live] = rng.normal(size=(2, K, live, H))
     q_BNH = 3 * rng.normal(size=(B, N, H))
     arrays = (jnp.asarray(a, dtype) for a in (q_BNH, k_PKCH.swapaxes(2, 3), v_PKCH))
-    return Case(*arrays, page_BJ, tokens_B2[:, 0], tokens_B2[:, 1])
+    return Case(*arrays, page_BJ, tokens_B)
 
 
 def live_tokens(case, b):
     """(k_SKH, v_SKH) of slot b's tokens in order, float32."""
     C = case.v_PKCH.shape[2]
-    pages = iter(case.page_BJ[b])
-    live = [
-        (next(pages), min(C, tokens - start))
-        for tokens in (case.prompt_tokens_B[b], case.response_tokens_B[b])
-        for start in range(0, tokens, C)
-    ]
+    tokens = case.tokens_B[b]
+    live = [(case.page_BJ[b, start // C], min(C, tokens - start)) for start in range(0, tokens, C)]
     pool = (case.k_PKHC.swapaxes(2, 3), case.v_PKCH)
     return (
         jnp.concatenate([x[page, :, :n].swapaxes(0, 1) for page, n in live]).astype(jnp.float32)
@@ -146,7 +125,7 @@ def test_matches_the_definition(shape):
     # In bfloat16 the weights are rounded once more than in the reference.
     rounding = 1e-5 if case.q_BNH.dtype == jnp.float32 else 1e-2
     for b in range(len(out_BNH)):
-        if case.prompt_tokens_B[b] + case.response_tokens_B[b] == 0:
+        if case.tokens_B[b] == 0:
             assert not out_BNH[b].any() and not sum_BN[b].any()
             assert (max_BN[b] == np.float32(MASKED)).all()
             continue
@@ -178,17 +157,12 @@ def test_a_slot_depends_on_itself_alone(shape):
         case.k_PKHC[page_P],
         case.v_PKCH[page_P],
         place_P[case.page_BJ][slot_B],
-        case.prompt_tokens_B[slot_B],
-        case.response_tokens_B[slot_B],
+        case.tokens_B[slot_B],
     )
     same_bits(moved(), [x[slot_B] for x in expected])
 
     alone = np.arange(B) == 5
-    others_are_idle = dataclasses.replace(
-        case,
-        prompt_tokens_B=case.prompt_tokens_B * alone,
-        response_tokens_B=case.response_tokens_B * alone,
-    )
+    others_are_idle = dataclasses.replace(case, tokens_B=case.tokens_B * alone)
     same_bits([x[5] for x in others_are_idle()], [x[5] for x in expected])
 
     others_are_nan = dataclasses.replace(
@@ -220,7 +194,7 @@ def test_sharded_over_slots_and_heads():
     run = jax.shard_map(
         functools.partial(paged_attention, interpret=True),
         mesh=mesh,
-        in_specs=(heads, pool, pool, slots, slots, slots),
+        in_specs=(heads, pool, pool, slots, slots),
         out_specs=(heads, heads, heads),
         check_vma=False,  # the interpreter does not know it; the compiler's test below has it on
     )
@@ -230,8 +204,7 @@ def test_sharded_over_slots_and_heads():
         case.k_PKHC,
         case.v_PKCH,
         case.page_BJ[ten],
-        case.prompt_tokens_B[ten],
-        case.response_tokens_B[ten],
+        case.tokens_B[ten],
     )
     same_bits(results, [x[ten] for x in case()])
 
@@ -289,20 +262,14 @@ def compile_for(tpu, *, heads):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[tpu][0])
     mesh = make_mesh(data=2, model=2, devices=topology.devices)
     slots, pool = PartitionSpec("data"), PartitionSpec("data", "model")
-    specs = (slots, [(pool, pool)] * 2, PartitionSpec(None, "model"), slots, slots, slots)
+    specs = (slots, [(pool, pool)] * 2, PartitionSpec(None, "model"), slots, slots)
 
-    def steps(x_BD, pools, w_DNH, page_BJ, prompt_tokens_B, response_tokens_B):
+    def steps(x_BD, pools, w_DNH, page_BJ, tokens_B):
         def step(_, x_BD):
             for k_PKHC, v_PKCH in pools:
                 q_BNH = jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)
                 out_BNH, _, sum_BN = paged_attention(
-                    q_BNH,
-                    k_PKHC,
-                    v_PKCH,
-                    page_BJ,
-                    prompt_tokens_B,
-                    response_tokens_B,
-                    interpret=False,
+                    q_BNH, k_PKHC, v_PKCH, page_BJ, tokens_B, interpret=False
                 )
                 out_BNH = (out_BNH / sum_BN[..., None]).astype(x_BD.dtype)
                 x_BD += jax.lax.psum(jnp.einsum("BNH,DNH->BD", out_BNH, w_DNH), "model")
@@ -319,7 +286,6 @@ def compile_for(tpu, *, heads):
         [(k_PKHC, v_PKCH)] * 2,
         abstract(specs[2], (D, 2 * N, H)),
         abstract(slots, (2 * B, J), jnp.int32),
-        abstract(slots, (2 * B,), jnp.int32),
         abstract(slots, (2 * B,), jnp.int32),
     )
     run = jax.shard_map(steps, mesh=mesh, in_specs=specs, out_specs=slots)

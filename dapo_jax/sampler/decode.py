@@ -138,14 +138,8 @@ def decode_block(
         if not kernel:
             q_P1NH = of_readers(q_BNH, where.reader_P1B)
             return [prompt, page_attention(q_P1NH, *closed[i], where.live_P)]
-        none_B = jnp.zeros(B, jnp.int32)
         out_BNH, max_BN, sum_BN = paged_attention(
-            q_BNH,
-            *pages[i],
-            table.response_BJ,
-            none_B,
-            table.response_tokens_B,
-            interpret=False,
+            q_BNH, *pages[i], table.response_BJ, table.response_tokens_B, interpret=False
         )
         split = (B, K, N // K)
         return [prompt, (out_BNH.reshape(*split, H), max_BN.reshape(split), sum_BN.reshape(split))]
