@@ -166,7 +166,9 @@ class Block(nnx.Module):
         v = project("BTD,DKH->BTKH", h, self.v_DKH[...]) + self.v_bias_KH[...]
         q, k = rope(q, cos_sin), rope(k, cos_sin)
         out, kept = attend(q, k, v)
-        x_BTD = x_BTD + reduce(jnp.einsum("BTNH,NHD->BTD", out, self.o_NHD[...]))
+        # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
+        out, o = out.reshape(*x_BTD.shape[:2], -1), self.o_NHD[...].reshape(-1, x_BTD.shape[2])
+        x_BTD = x_BTD + reduce(jnp.einsum("BTZ,ZD->BTD", out, o))
         h = rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps)
         gate = jax.nn.silu(project("BTD,DF->BTF", h, self.gate_DF[...]))
         up = project("BTD,DF->BTF", h, self.up_DF[...])
