@@ -22,7 +22,8 @@ from dapo_jax.algorithm import (
 )
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.packing import TrainSequence, micro_batches, pack
-from models.qwen2 import segment_positions
+from models.packed import packed_attention
+from sharding import rules
 
 
 @struct.dataclass
@@ -39,7 +40,9 @@ class Batch:
 
     tokens: jax.Array
     target: jax.Array
+    position: jax.Array
     segment: jax.Array
+    branch: jax.Array
     behavior_logp: jax.Array
     advantage: jax.Array
     weight: jax.Array
@@ -113,6 +116,7 @@ def make_batch(
     row_tokens: int,
     micro_batch_rows: int,
     num_micro: int,
+    share_prompts: bool,
 ) -> Batch:
     """One mini-batch of R responses as packed host arrays, each token's loss weight included.
 
@@ -134,23 +138,27 @@ def make_batch(
         )
         for r in range(len(responses))
     ]
-    rows = pack(sequences, row_tokens=row_tokens)
+    rows = pack(sequences, row_tokens=row_tokens, share_prompts=share_prompts)
     arrays, used = micro_batches(rows, num_micro=num_micro, rows=micro_batch_rows)
     return Batch(**vars(arrays), num_micro=np.int32(used))
 
 
-def micro_batch_loss(params, reference_params, micro: Batch, *, graph, learning: Learning):
+def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, learning: Learning):
     """(loss, sums): a micro-batch's share of the mini-batch's loss (Eq. 8 and 12), and metrics.
 
     `micro.weight` was normalised over the whole mini-batch, so the shares of all micro-batches
     and devices add up to the true loss. `sums` are sums over the response tokens.
     """
     s = learning
-    position_BT = segment_positions(micro.segment)
+
+    def attend(q_BTNH, k_BTKH, v_BTKH):
+        return rules.by_heads(packed_attention, mesh)(
+            q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch
+        )
 
     def logprobs(params):
         model = nnx.merge(graph, cast(params, s.compute_dtype))
-        x_BTD = model.hidden(micro.tokens, position_BT, micro.segment, remat=s.remat)
+        x_BTD = model.hidden(micro.tokens, micro.position, attend, remat=s.remat)
         return chosen_logprobs(
             x_BTD,
             model.head(),
@@ -187,7 +195,9 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, learning:
     return jnp.sum(loss_BT * micro.weight), jax.lax.stop_gradient(sums)
 
 
-def update(state: TrainState, reference_params, batch: Batch, learning_rate, *, graph, learning):
+def update(
+    state: TrainState, reference_params, batch: Batch, learning_rate, *, graph, mesh, learning
+):
     """(state, metrics) after one optimizer step on one mini-batch; pure, to be jitted.
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
@@ -198,7 +208,9 @@ def update(state: TrainState, reference_params, batch: Batch, learning_rate, *, 
     def micro_batch_gradient(i):
         micro = jax.tree.map(lambda rows: rows[i], batch.replace(num_micro=None))
         gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
-        return gradient(state.params, reference_params, micro, graph=graph, learning=learning)
+        return gradient(
+            state.params, reference_params, micro, graph=graph, mesh=mesh, learning=learning
+        )
 
     def accumulate(i, total):
         return jax.tree.map(jnp.add, total, micro_batch_gradient(i))

@@ -241,7 +241,7 @@ def build_policy(config: ConfigDict, vocab_size: int) -> Policy:
         engine=build_engine(config, sizes, mesh, engine_params, engine_shardings),
         reshard=jax.jit(decoder_params, out_shardings=engine_shardings),
         update=jax.jit(
-            functools.partial(learner.update, graph=graph, learning=learning),
+            functools.partial(learner.update, graph=graph, mesh=mesh, learning=learning),
             out_shardings=(state_shardings, rules.replicated(mesh)),
             donate_argnums=0,
         ),

@@ -213,6 +213,7 @@ def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
         row_tokens=config.learner.row_tokens,
         micro_batch_rows=rows,
         num_micro=-(-most_responses // rows),
+        share_prompts=True,
     )
     return batch.replace(
         **{

@@ -201,16 +201,13 @@ class Qwen2(nnx.Module):
         """The output matrix head_DV: the embedding's transpose where they are tied."""
         return self.embed_VD[...].T if self.config.tie_embeddings else self.head_DV[...]
 
-    def hidden(self, tokens_BT, position_BT, segment_BT, *, remat: bool = False):
-        """Normed last hidden states x_BTD of packed rows (segment 0 is padding)."""
-        mask_BTS, cos_sin = causal_mask(segment_BT), rotation(position_BT, self.config)
+    def hidden(self, tokens_BT, position_BT, attend, *, remat: bool = False):
+        """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH."""
+        cos_sin = rotation(position_BT, self.config)
         block, params = nnx.split(self.layers)
 
         def body(x_BTD, params):
-            def attend(q, k, v):
-                return attention(q, k, v, mask_BTS), None
-
-            return nnx.merge(block, params)(x_BTD, cos_sin, attend)
+            return nnx.merge(block, params)(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None))
 
         body = jax.checkpoint(body) if remat else body
         x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), params)
@@ -219,7 +216,10 @@ class Qwen2(nnx.Module):
     def __call__(self, tokens_BT, *, segment_BT=None):
         """Float32 logits_BTV. `segment_BT`: sequence number of every token, 0 for padding."""
         segment_BT = jnp.ones_like(tokens_BT) if segment_BT is None else segment_BT
-        x_BTD = self.hidden(tokens_BT, segment_positions(segment_BT), segment_BT)
+        mask_BTS = causal_mask(segment_BT)
+        x_BTD = self.hidden(
+            tokens_BT, segment_positions(segment_BT), lambda q, k, v: attention(q, k, v, mask_BTS)
+        )
         return logits(x_BTD, self.head())
 
 

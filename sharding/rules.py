@@ -59,3 +59,17 @@ def micro_batches(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def by_heads(attend, mesh: Mesh):
+    """attend(q_BTNH, k_BTKH, v_BTKH, *rows_BT) -> out_BTNH, on every device its rows and heads."""
+    heads, rows = PartitionSpec("data", None, "model"), PartitionSpec("data")
+
+    def everywhere(q_BTNH, k_BTKH, v_BTKH, *rows_BT):
+        in_specs = (heads, heads, heads, *(rows for _ in rows_BT))
+        local = jax.shard_map(
+            attend, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False
+        )
+        return local(q_BTNH, k_BTKH, v_BTKH, *rows_BT)
+
+    return everywhere

@@ -97,11 +97,15 @@ def params():
 
 @pytest.fixture(scope="module")
 def data(params) -> Responses:
-    """Two groups of four with a long tail, and behaviour far enough off for every bound."""
+    """Eight responses with a long tail, and behaviour far enough off for every bound.
+
+    The first four have prompts of their own, the others one in common.
+    """
     rng = np.random.default_rng(1)
     prompt_lengths, lengths = [3] * 4 + [5] * 4, [1, 2, 3, 30, 4, 28, 9, 5]
+    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in prompt_lengths]
     made = Responses(
-        prompts=[rng.integers(0, VOCAB, n).astype(np.int32) for n in prompt_lengths],
+        prompts=prompts[:4] + [prompts[4]] * 4,
         responses=[rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths],
         behavior_logp=[np.zeros(n, np.float32) for n in lengths],
         advantage_R=np.array([1.5, -0.5, -0.5, -0.5, 0.9, -0.9, 0.9, -0.9], np.float32),
@@ -114,7 +118,13 @@ def data(params) -> Responses:
 
 
 def batch_of(
-    data: Responses, *, mode="token_mean", row_tokens=48, micro_batch_rows=2, num_micro=8
+    data: Responses,
+    *,
+    mode="token_mean",
+    row_tokens=48,
+    micro_batch_rows=2,
+    num_micro=8,
+    share_prompts=True,
 ) -> learner.Batch:
     return make_batch(
         data.prompts,
@@ -126,12 +136,14 @@ def batch_of(
         row_tokens=row_tokens,
         micro_batch_rows=micro_batch_rows,
         num_micro=num_micro,
+        share_prompts=share_prompts,
     )
 
 
 @functools.cache
 def jitted_update(learning: Learning):
-    return jit(functools.partial(learner.update, graph=graph(), learning=learning))
+    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    return jit(functools.partial(learner.update, graph=graph(), mesh=mesh, learning=learning))
 
 
 def run_update(params, batch, learning=LEARNING, *, reference_params=None, learning_rate=1e-3):
@@ -282,8 +294,9 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
     [
         {"row_tokens": 34, "micro_batch_rows": 1, "num_micro": 8},
         {"row_tokens": 160, "micro_batch_rows": 2, "num_micro": 1},
+        {"row_tokens": 48, "micro_batch_rows": 2, "num_micro": 8, "share_prompts": False},
     ],
-    ids=["short rows one by one", "one row and one of padding"],
+    ids=["short rows one by one", "one row and one of padding", "a prompt for each"],
 )
 def test_the_layout_of_the_rows_changes_nothing(params, data, expected, layout):
     batch = batch_of(data, **layout)

@@ -435,7 +435,8 @@ def test_bfloat16_parameters_give_bfloat16_activations_and_float32_logits(small)
     tokens_BT = random_tokens()
     segment_BT = np.ones_like(tokens_BT)
     hidden = jax.eval_shape(
-        lambda params: nnx.merge(graph, params).hidden(tokens_BT, segment_BT, segment_BT), low
+        lambda params: nnx.merge(graph, params).hidden(tokens_BT, segment_BT, lambda q, k, v: q),
+        low,
     )
     assert hidden.dtype == jnp.bfloat16
     logits_BTV = forward(graph, low, tokens_BT, segment_BT)
@@ -451,7 +452,12 @@ def test_remat_changes_no_gradient_and_gradients_are_float32(small):
 
     def loss(params, remat):
         model = nnx.merge(graph, params)
-        x_BTD = model.hidden(tokens_BT, segment_positions(segment_BT), segment_BT, remat=remat)
+        x_BTD = model.hidden(
+            tokens_BT,
+            segment_positions(segment_BT),
+            lambda q, k, v: attention(q, k, v, causal_mask(segment_BT)),
+            remat=remat,
+        )
         return jnp.mean(jax.nn.logsumexp(logits(x_BTD, model.head()), axis=-1))
 
     plain, saved = (jax.jit(jax.grad(loss), static_argnums=1)(params, r) for r in (False, True))

@@ -18,6 +18,7 @@ from dapo_jax.sampler import engine
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Session
 from models import qwen2
+from models.packed import packed_attention
 from models.qwen2 import Qwen2Config, abstract_params, param_axes
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
@@ -148,10 +149,10 @@ def test_decoding_refuses_more_model_ways_than_key_value_heads():
 
 def logprobs_of(graph, params, tokens_BT, target_BT):
     model = nnx.merge(graph, params)
+    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    one_BT = jnp.ones_like(tokens_BT)
     x_BTD = model.hidden(
-        tokens_BT,
-        jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape),
-        jnp.ones_like(tokens_BT),
+        tokens_BT, position_BT, lambda q, k, v: packed_attention(q, k, v, one_BT, one_BT)
     )
     return chosen_logprobs(x_BTD, model.head(), target_BT, temperature=0.7, vocab_size=61)
 

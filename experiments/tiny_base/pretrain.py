@@ -23,6 +23,7 @@ from dapo_jax.data import PROMPT_TEMPLATE
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.tokenizer import load_tokenizer
 from models import save_hf
+from models.packed import packed_attention
 from models.qwen2 import PRESETS, Qwen2, segment_positions, split
 
 LEVELS = (1, 2, 3, 4)
@@ -122,7 +123,13 @@ def main(_):
         tokens_BT, segment_BT, target_BT = batch
         model = nnx.merge(graph, params)
         positions_BT = segment_positions(segment_BT)
-        x_BTD = model.hidden(tokens_BT, positions_BT, segment_BT, remat=True)
+        no_branch_BT = jnp.zeros_like(segment_BT)
+        x_BTD = model.hidden(
+            tokens_BT,
+            positions_BT,
+            lambda q, k, v: packed_attention(q, k, v, segment_BT, no_branch_BT),
+            remat=True,
+        )
         logp_BT, _ = chosen_logprobs(
             x_BTD[:, :-1],
             model.head(),

@@ -1,0 +1,214 @@
+"""The update, and a whole RL step, beside Tunix and transformers with torch, on the same work.
+
+    python -m experiments.benchmarks.learner --peers=DIR --tunix_python=... --torch_python=... \
+        --lengths=response_lengths.csv
+
+8 prompts of 64 tokens x 8 responses, float32, random weights: all responses of 128 tokens, and
+lengths drawn from the CSV, a quarter of each, cut at 1,024, to which the peers pad. Tokens are
+those of the responses. A step is sampling, the peers' log-probabilities of what they sampled (ours
+come with the samples), and one update of all 64 responses. Best of --repeats.
+"""
+
+import functools
+import json
+import pathlib
+import subprocess
+import tempfile
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from dapo_jax import learner
+from dapo_jax.sampler.engine import Session
+from experiments.benchmarks import common
+from models.qwen2 import Qwen2, abstract_params, param_axes, split, unstack
+from sharding import hosts, rules
+from sharding.mesh import make_mesh, split_cpu
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("peers", None, "Folder of the peers' scripts; without it only we run.")
+flags.DEFINE_string("tunix_python", None, "Python of an environment with google-tunix.")
+flags.DEFINE_string("torch_python", None, "Python of an environment with torch and transformers.")
+flags.DEFINE_string("lengths", None, "CSV of real response lengths.", required=True)
+flags.DEFINE_list("sizes", list(common.SIZES), "Millions of parameters.")
+flags.DEFINE_list("work", ["equal", "real"], "Which lengths.")
+flags.DEFINE_integer("devices", 1, "Devices that the CPU is counted as, for us.")
+flags.DEFINE_integer("row_tokens", 1_088, "Of a packed row.")
+flags.DEFINE_integer("rows", 2, "Packed rows of a micro-batch.")
+flags.DEFINE_integer("repeats", 3, "Of everything; the best counts.")
+PROMPTS, GROUP, PROMPT, LONGEST = 8, 8, 64, 1_024
+LEARNING = learner.Learning(
+    eps_low=0.2,
+    eps_high=0.28,
+    dual_clip=10.0,
+    kl_coef=0.0,
+    adam_b1=0.9,
+    adam_b2=0.999,
+    adam_eps=1e-8,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+    temperature=1.0,
+    vocab_size=2_048,
+    compute_dtype="float32",
+    remat=True,
+)
+
+
+def ours(size: str, lengths: np.ndarray):
+    """Functions that take one update, and one whole step, and return its seconds."""
+    config = common.SIZES[size]
+    mesh = make_mesh(data=-1, model=1)
+    ways = mesh.shape["data"]
+    graph, abstract = abstract_params(config)
+    param_shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.LEARNER)
+    init = functools.partial(learner.init_state, learning=LEARNING)
+    shardings = learner.shardings_like_params(
+        jax.eval_shape(init, abstract), param_shardings, rules.replicated(mesh)
+    )
+    update = jax.jit(
+        functools.partial(learner.update, graph=graph, mesh=mesh, learning=LEARNING),
+        out_shardings=(shardings, rules.replicated(mesh)),
+        donate_argnums=0,
+    )
+    slots, longest = PROMPTS * GROUP, int(lengths.max())
+    engine, engine_params = common.make_engine(
+        config,
+        slots=slots,
+        prompt=PROMPT,
+        response=longest,
+        pages=int(sum(-(-n // 64) for n in lengths)) // ways + longest // 64 + 2,
+        prompt_pages=PROMPTS // ways + 1,
+        readers=GROUP,
+        page_tokens=64,
+        block_tokens=16,
+    )
+    how = common.sampling(config, longest)
+    engine.compile(how)
+    reshard = jax.jit(
+        unstack, out_shardings=jax.tree.map(lambda array: array.sharding, engine_params)
+    )
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(1, config.vocab_size, (PROMPTS, PROMPT)).astype(np.int32)
+    advantage_R = rng.normal(size=slots).astype(np.float32)
+    limits = lengths.reshape(PROMPTS, GROUP)
+    state = jax.jit(
+        lambda: init(split(Qwen2(config, key=jax.random.key(0)))[1]), out_shardings=shardings
+    )()
+
+    def rollout():
+        session = Session(engine, reshard(state.params), jax.random.key(1), how)
+        for cursor, prompt in enumerate(prompts):
+            session.submit(cursor, prompt, group_size=GROUP, max_tokens=limits[cursor].tolist())
+        finished = {}
+        while session.unfinished:
+            finished |= {f.cursor: f.responses for f in session.step()}
+        return [response for cursor in range(PROMPTS) for response in finished[cursor]]
+
+    def take_update(responses):
+        nonlocal state
+        batch = learner.make_batch(
+            [prompt for prompt in prompts for _ in range(GROUP)],
+            [response.tokens for response in responses],
+            [response.behavior_logp for response in responses],
+            advantage_R,
+            np.ones(slots, bool),
+            loss_aggregation="token_mean",
+            row_tokens=FLAGS.row_tokens,
+            micro_batch_rows=FLAGS.rows,
+            num_micro=slots // FLAGS.rows,
+            share_prompts=True,
+        )
+        rows = {k: v for k, v in vars(batch).items() if k != "num_micro"}
+        batch = batch.replace(**hosts.place(rows, rules.micro_batches(mesh)))
+        state, metrics = update(state, None, batch, 1e-6)
+        return hosts.fetch(metrics)
+
+    sampled = rollout()
+    assert float(take_update(sampled)["ratio_gap"]) < 1e-3
+
+    def timed(work) -> float:
+        start = time.perf_counter()
+        work()
+        jax.block_until_ready(state)
+        return time.perf_counter() - start
+
+    return lambda: timed(lambda: take_update(sampled)), lambda: timed(
+        lambda: take_update(rollout())
+    )
+
+
+def peer_arguments(size: str, new_tokens: int) -> list[str]:
+    """The model's and the work's sizes as the peers' flags."""
+    c = common.SIZES[size]
+    sizes = {
+        "layers": c.num_layers,
+        "width": c.width,
+        "heads": c.num_heads,
+        "kv": c.num_kv_heads,
+        "mlp": c.mlp_width,
+        "vocab": c.vocab_size,
+        "prompts": PROMPTS,
+        "group": GROUP,
+        "prompt-len": PROMPT,
+        "new-tokens": new_tokens,
+        "iters": FLAGS.repeats,
+    }
+    return [item for name, value in sizes.items() for item in (f"--{name}", str(value))]
+
+
+def torch_seconds(size: str, new_tokens: int) -> dict[str, float]:
+    """Best seconds of transformers' and torch's update and step."""
+    script = pathlib.Path(FLAGS.peers) / "bench_torch.py"
+    command = [FLAGS.torch_python, str(script), *peer_arguments(size, new_tokens)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = common.last_json(run.stdout)
+    return {"update": result["update_best_s"], "step": result["step_best_s"]}
+
+
+def tunix_seconds(size: str, new_tokens: int) -> dict[str, float]:
+    """Best seconds of Tunix's update and step."""
+    script = pathlib.Path(FLAGS.peers) / "bench_tunix.py"
+    with tempfile.NamedTemporaryFile() as file:
+        command = [FLAGS.tunix_python, str(script), *peer_arguments(size, new_tokens)]
+        command += ["--parts", "update,step", "--json", file.name]
+        subprocess.run(command, capture_output=True, text=True, check=True)
+        result = common.last_json(pathlib.Path(file.name).read_text())
+    return {name: result[name]["best_s"] for name in ("update", "step")}
+
+
+def main(_):
+    split_cpu(FLAGS.devices)
+    works = {
+        "equal": np.full(PROMPTS * GROUP, 128),
+        "real": common.real_lengths(pathlib.Path(FLAGS.lengths), PROMPTS * GROUP, LONGEST),
+    }
+    table = []
+    for size in FLAGS.sizes:
+        for work in FLAGS.work:
+            lengths = works[work]
+            tokens, padded = int(lengths.sum()), 128 if work == "equal" else LONGEST
+            functions = dict(zip(("update", "step"), ours(size, lengths), strict=True))
+            seconds = {
+                "dapo_jax": {
+                    name: min(run() for _ in range(FLAGS.repeats))
+                    for name, run in functions.items()
+                }
+            }
+            if FLAGS.torch_python:
+                seconds["transformers"] = torch_seconds(size, padded)
+            if FLAGS.tunix_python:
+                seconds["Tunix"] = tunix_seconds(size, padded)
+            print(json.dumps({"size": size, "work": work, "tokens": tokens, **seconds}), flush=True)
+            for name in functions:
+                rates = {party: tokens / of[name] for party, of in seconds.items()}
+                best = max((r for p, r in rates.items() if p != "dapo_jax"), default=float("nan"))
+                shown = [f"{rate:,.0f}" for rate in rates.values()]
+                table.append([f"{size} M, {work}", name, *shown, f"{rates['dapo_jax'] / best:.2f}"])
+    print(f"\n{common.machine()}, commit {common.commit()}; response tokens per second")
+    print(common.table(["", "", *seconds, "over the better peer"], table))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,156 @@
+"""Attention of packed rows against the definition: one softmax over what a token may look at."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import packed
+from models.attention import attention
+from models.packed import packed_attention
+
+N, K, H = 4, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that small rows have many, and several are computed together."""
+    monkeypatch.setattr(packed, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(packed, "BLOCKS", 3)
+
+
+def numbered(*rows):
+    """(segment_BT, branch_BT) of rows of pieces (prompt entries, [entries of each response])."""
+    entries = [sum(prompt + sum(responses) for prompt, responses in row) for row in rows]
+    segment_BT, branch_BT = np.zeros((2, len(rows), max(entries) + 3), np.int32)
+    for b, row in enumerate(rows):
+        end = branch = 0
+        for segment, (prompt, responses) in enumerate(row, start=1):
+            start, end = end, end + prompt
+            for response in responses:
+                branch += 1
+                branch_BT[b, end : end + response] = branch
+                end += response
+            segment_BT[b, start:end] = segment
+    return segment_BT, branch_BT
+
+
+ROWS = {
+    "one sequence": numbered([(5, [14])]),
+    "plain segments": numbered([(9, []), (1, []), (12, [])], [(3, []), (7, [])]),
+    "shared prompts": numbered(
+        [(6, [5, 1, 9]), (0, [2, 2])], [(17, [1, 1, 3])], [(1, [8]), (3, [4, 13])]
+    ),
+    "many branches": numbered([(3, [2] * 20)], [(13, [1])]),
+}
+
+
+def inputs(rows, *, dtype=jnp.float32, seed=0):
+    B, T = rows[0].shape
+    rng = np.random.default_rng(seed)
+    shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H))
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def definition(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
+    index_T = np.arange(segment_BT.shape[1])
+    same_BTS = segment_BT[:, :, None] == segment_BT[:, None, :]
+    prompt_BTS = (branch_BT == 0)[:, None, :]
+    own_BTS = branch_BT[:, :, None] == branch_BT[:, None, :]
+    seen_BTS = same_BTS & (prompt_BTS | own_BTS) & (index_T[:, None] >= index_T)
+    return attention(q_BTNH, k_BTKH, v_BTKH, jnp.asarray(seen_BTS))
+
+
+def loss(function, rows):
+    """A scalar that depends on every entry in use, and its gradient."""
+    used_BT11 = (rows[0] > 0)[..., None, None]
+
+    def scalar(*qkv):
+        out_BTNH = function(*qkv, *rows).astype(jnp.float32)
+        wave_BTNH = jnp.cos(jnp.arange(out_BTNH.size).reshape(out_BTNH.shape))
+        return jnp.sum(jnp.sin(out_BTNH) * wave_BTNH * used_BT11)
+
+    return jax.jit(jax.value_and_grad(scalar, argnums=(0, 1, 2)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_values_and_gradients_are_the_definitions(name):
+    rows = ROWS[name]
+    out_BTNH = jax.jit(packed_attention)(*inputs(rows), *rows)
+    used_BT = rows[0] > 0
+    np.testing.assert_allclose(
+        out_BTNH[used_BT], definition(*inputs(rows), *rows)[used_BT], atol=2e-6
+    )
+    assert not out_BTNH[~used_BT].any()
+    value, gradient = loss(packed_attention, rows)(*inputs(rows))
+    expected, expected_gradient = loss(definition, rows)(*inputs(rows))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for got, want in zip(gradient, expected_gradient, strict=True):
+        assert np.abs(want).max() > 0.01
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_what_padding_holds_reaches_nothing():
+    rows = ROWS["shared prompts"]
+    padding_BT11 = (rows[0] == 0)[..., None, None]
+    loud = [jnp.where(padding_BT11, 1e6, a) for a in inputs(rows)]
+    quiet_value, quiet = loss(packed_attention, rows)(*inputs(rows))
+    value, gradient = loss(packed_attention, rows)(*loud)
+    assert value == quiet_value
+    jax.tree.map(np.testing.assert_array_equal, gradient, quiet)
+    for array in gradient:
+        assert not array[rows[0] == 0].any()
+
+
+def test_very_large_scores_stay_finite():
+    rows = ROWS["many branches"]
+    value, gradient = loss(packed_attention, rows)(*(1e4 * a for a in inputs(rows)))
+    assert np.isfinite(value)
+    assert all(np.isfinite(array).all() for array in gradient)
+
+
+def test_bfloat16_rounds_the_weights_and_the_result_only():
+    rows = ROWS["shared prompts"]
+    halves = inputs(rows, dtype=jnp.bfloat16)
+    out_BTNH = packed_attention(*halves, *rows)
+    assert out_BTNH.dtype == jnp.bfloat16
+    used_BT = rows[0] > 0
+    wide = definition(*(a.astype(jnp.float32) for a in halves), *rows)
+    error = np.abs(out_BTNH.astype(jnp.float32) - wide)[used_BT].max()
+    assert 1e-4 < error < 2e-2
+    _, gradient = loss(packed_attention, rows)(*halves)
+    assert all(array.dtype == jnp.bfloat16 for array in gradient)
+
+
+def test_blocks_that_see_nothing_of_each_other_are_not_computed(monkeypatch):
+    """Of a row of short sequences: pairs of blocks in proportion to the row, not to its square."""
+    monkeypatch.setattr(packed, "BLOCK_TOKENS", 8)
+    for length in (64, 256):
+        segment_BT = np.repeat(np.arange(1, length // 8 + 1), 8)[None]
+        pairs = packed._pairs(jnp.asarray(segment_BT), jnp.zeros_like(segment_BT))
+        assert pairs.count_Q.tolist() == [1] * (length // 8)
+    one_BT = jnp.ones((1, 64), jnp.int32)
+    assert packed._pairs(one_BT, one_BT).count_Q.tolist() == list(range(1, 9))
+
+
+def test_memory_is_linear_in_the_row(monkeypatch):
+    """Temporaries of forward and backward over a row of four times the tokens.
+
+    But for the table of blocks: 64 x 64 tokens an entry.
+    """
+    monkeypatch.setattr(packed, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(packed, "BLOCKS", 16)
+
+    def temporary_bytes(tokens):
+        abstract = [jax.ShapeDtypeStruct((1, tokens, heads, H), jnp.float32) for heads in (N, K, K)]
+        numbers = [jax.ShapeDtypeStruct((1, tokens), jnp.int32)] * 2
+
+        def scalar(*arguments):
+            return jnp.sum(packed_attention(*arguments))
+
+        gradient = jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))
+        compiled = gradient.lower(*abstract, *numbers).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(4_096), temporary_bytes(16_384)
+    assert long < 4.2 * short
