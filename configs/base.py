@@ -80,7 +80,7 @@ def get_config() -> ConfigDict:
     config.learner.max_grad_norm = 1.0
     config.learner.row_tokens = 22_528  # a packed row; holds the longest prompt and response
     config.learner.micro_batch_rows = 32  # rows of one gradient-accumulation step, all devices
-    config.learner.remat = True  # compute a layer's activations again in the backward pass
+    config.learner.remat = "full"  # of activations: none, keep_products, keep_attention, full
 
     config.mesh = ConfigDict()
     config.mesh.data = -1  # -1: all devices that mesh.model leaves

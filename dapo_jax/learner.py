@@ -23,6 +23,7 @@ from dapo_jax.algorithm import (
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.packing import TrainSequence, micro_batches, pack
 from models.packed import packed_attention
+from models.splash_tpu import splash_attention
 from sharding import rules
 
 
@@ -66,7 +67,7 @@ class Learning:
     temperature: float
     vocab_size: int
     compute_dtype: str
-    remat: bool
+    remat: str
 
 
 def optimizer(learning: Learning) -> optax.GradientTransformation:
@@ -103,6 +104,11 @@ def shardings_like_params(state: TrainState, param_shardings, replicated) -> Tra
 def cast(params, dtype):
     """The parameters in the compute dtype; gradients flow back to the float32 masters."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def shares_prompts(mesh: jax.sharding.Mesh) -> bool:
+    """Whether responses may stand behind one prompt in a row; the TPU's kernel has no branches."""
+    return mesh.devices.flat[0].platform != "tpu"
 
 
 def make_batch(
@@ -151,10 +157,10 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, lea
     """
     s = learning
 
+    attention = rules.by_heads(packed_attention if shares_prompts(mesh) else splash_attention, mesh)
+
     def attend(q_BTNH, k_BTKH, v_BTKH):
-        return rules.by_heads(packed_attention, mesh)(
-            q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch
-        )
+        return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch)
 
     def logprobs(params):
         model = nnx.merge(graph, cast(params, s.compute_dtype))

@@ -18,6 +18,7 @@ from dapo_jax.tokenizer import Tokenizer, load_tokenizer
 from models.hf import load_config, load_params, read_config
 from models.qwen2 import (
     PRESETS,
+    REMAT,
     Qwen2,
     Qwen2Config,
     abstract_params,
@@ -343,6 +344,10 @@ def check(config: ConfigDict) -> None:
         a.overlong_cache_tokens <= r.max_response_tokens,
         f"algo.overlong_cache_tokens = {a.overlong_cache_tokens} exceeds "
         f"rollout.max_response_tokens = {r.max_response_tokens}",
+    )
+    require(
+        c.remat in REMAT,
+        f"learner.remat = {c.remat!r} is unknown; there are {', '.join(REMAT)}",
     )
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
     require(

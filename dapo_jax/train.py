@@ -25,7 +25,7 @@ from dapo_jax.algorithm import (
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.data import PROMPT_TEMPLATE
 from dapo_jax.evaluate import evaluate, result_row, write_results
-from dapo_jax.learner import init_state, make_batch, warmup_learning_rate
+from dapo_jax.learner import init_state, make_batch, shares_prompts, warmup_learning_rate
 from dapo_jax.metrics import (
     Display,
     MetricsWriter,
@@ -213,7 +213,7 @@ def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
         row_tokens=config.learner.row_tokens,
         micro_batch_rows=rows,
         num_micro=-(-most_responses // rows),
-        share_prompts=True,
+        share_prompts=shares_prompts(policy.mesh),
     )
     return batch.replace(
         **{

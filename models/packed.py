@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
-from models.attention import MASKED
+from models.attention import ATTENTION, MASKED
 
 BLOCK_TOKENS = 64
 BLOCKS = 16  # query blocks computed together (W)
@@ -162,8 +163,8 @@ def _forward(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
         return out_WKGCH.transpose(0, 3, 1, 2, 4).astype(v_BTKH.dtype), max_WKGC + jnp.log(sum_WKGC)
 
     out_IWCKGH, norm_IWKGC = jax.lax.map(query_blocks, pairs.order_IW)
-    out_BTNH = _in_order(out_IWCKGH, pairs).reshape(q_BTNH.shape)
-    norm_QKGC = _in_order(norm_IWKGC, pairs)
+    out_BTNH = checkpoint_name(_in_order(out_IWCKGH, pairs).reshape(q_BTNH.shape), ATTENTION)
+    norm_QKGC = checkpoint_name(_in_order(norm_IWKGC, pairs), ATTENTION)
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, out_BTNH, norm_QKGC)
 
 

@@ -6,13 +6,14 @@ angles, softmax and logits are float32. Whoever wants bfloat16 compute casts the
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import attention
+from models.attention import ATTENTION, attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,21 @@ PARAM_AXES = {
     "gate_FD": ("mlp", "width"),
     "up_FD": ("mlp", "width"),
     "down_DF": ("width", "mlp"),
+}
+
+
+# What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
+# 2016, arXiv 1604.06174). The products are those with weight matrices.
+_policies = jax.checkpoint_policies
+REMAT = {
+    "none": lambda body: body,  # everything is kept, nothing computed again
+    "keep_products": functools.partial(
+        jax.checkpoint, policy=_policies.checkpoint_dots_with_no_batch_dims
+    ),
+    "keep_attention": functools.partial(
+        jax.checkpoint, policy=_policies.save_only_these_names(ATTENTION)
+    ),
+    "full": jax.checkpoint,
 }
 
 
@@ -201,15 +217,18 @@ class Qwen2(nnx.Module):
         """The output matrix head_DV: the embedding's transpose where they are tied."""
         return self.embed_VD[...].T if self.config.tie_embeddings else self.head_DV[...]
 
-    def hidden(self, tokens_BT, position_BT, attend, *, remat: bool = False):
-        """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH."""
+    def hidden(self, tokens_BT, position_BT, attend, *, remat: str = "none"):
+        """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
+
+        remat: a name of REMAT, what of a layer is kept for the backward pass.
+        """
         cos_sin = rotation(position_BT, self.config)
         block, params = nnx.split(self.layers)
 
         def body(x_BTD, params):
             return nnx.merge(block, params)(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None))
 
-        body = jax.checkpoint(body) if remat else body
+        body = REMAT[remat](body)
         x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), params)
         return self.final_norm(x_BTD)
 

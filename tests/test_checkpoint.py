@@ -30,7 +30,7 @@ LEARNING = Learning(
     temperature=1.0,
     vocab_size=64,
     compute_dtype="float32",
-    remat=False,
+    remat="none",
 )
 EVERYWHERE = PartitionSpec()
 LARGE = 128  # Orbax keeps arrays of this width in files of their own, small ones in its index

@@ -96,6 +96,7 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"rollout.block_tokens": 0}, "rollout.block_tokens = 0, but must be at least 1"),
         ({"mesh.cpu_devices": -1}, "mesh.cpu_devices = -1, but must be at least 0"),
         ({"learner.adam_b1": 1.0}, "adam_b1 = 1.0"),
+        ({"learner.remat": "ful"}, "learner.remat = 'ful' .* none, keep_products"),
         ({"learner.learning_rate": float("inf")}, "learning_rate = inf"),
     ],
 )

@@ -41,11 +41,11 @@ LEARNING = Learning(
     temperature=1.0,
     vocab_size=VOCAB,
     compute_dtype="float32",
-    remat=False,
+    remat="none",
 )
 # Adam's first step is sign(g) where eps is small: it makes a whole step of a gradient's rounding
 # near 0. With eps 1 the step is smooth in g.
-REMAT_SMOOTH = dataclasses.replace(LEARNING, remat=True, adam_eps=1.0)
+REMAT_SMOOTH = dataclasses.replace(LEARNING, remat="full", adam_eps=1.0)
 MODES = pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
 # Of the largest entry of a gradient; what is left is the rounding of float32 sums.
 TOLERANCE = 1e-5

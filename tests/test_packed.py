@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models import packed
 from models.attention import attention
 from models.packed import packed_attention
+from models.qwen2 import Qwen2, Qwen2Config, split
 
 N, K, H = 4, 2, 8
 
@@ -88,6 +90,31 @@ def test_values_and_gradients_are_the_definitions(name):
     for got, want in zip(gradient, expected_gradient, strict=True):
         assert np.abs(want).max() > 0.01
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["keep_products", "keep_attention", "full"])
+def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
+    """And attention that is kept is not computed a second time, nor products that are kept."""
+    rows = ROWS["shared prompts"]
+    config = Qwen2Config(16, N * H, 16, 2, N, K, H, True)
+    model = Qwen2(config, key=jax.random.key(0))
+    graph, params = split(model)
+    tokens_BT = np.random.default_rng(0).integers(0, 16, rows[0].shape)
+
+    def gradient(remat):
+        def scalar(params):
+            x_BTD = nnx.merge(graph, params).hidden(
+                tokens_BT, rows[1], lambda *qkv: packed_attention(*qkv, *rows), remat=remat
+            )
+            return jnp.sum(jnp.sin(x_BTD) * (rows[0] > 0)[..., None])
+
+        return jax.jit(jax.grad(scalar)).lower(params).compile()
+
+    kept, again = gradient("none"), gradient(remat)
+    for got, want in zip(*(jax.tree.leaves(run(params)) for run in (again, kept)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    loops, all_loops = (run.as_text().count(" while(") for run in (again, kept))
+    assert (loops == all_loops) == (remat == "keep_attention")
 
 
 def test_what_padding_holds_reaches_nothing():

@@ -128,7 +128,7 @@ def main(_):
             tokens_BT,
             positions_BT,
             lambda q, k, v: packed_attention(q, k, v, segment_BT, no_branch_BT),
-            remat=True,
+            remat="full",
         )
         logp_BT, _ = chosen_logprobs(
             x_BTD[:, :-1],
