@@ -22,6 +22,7 @@ from dapo_jax.algorithm import (
 )
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.packing import TrainSequence, micro_batches, pack
+from models.cpu import small_side_turned
 from models.packed import packed_attention
 from models.splash_tpu import splash_attention
 from sharding import rules
@@ -158,13 +159,15 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, lea
     s = learning
 
     attention = rules.by_heads(packed_attention if shares_prompts(mesh) else splash_attention, mesh)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    project = small_side_turned if on_cpu else jnp.einsum
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
         return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch)
 
     def logprobs(params):
         model = nnx.merge(graph, cast(params, s.compute_dtype))
-        x_BTD = model.hidden(micro.tokens, micro.position, attend, remat=s.remat)
+        x_BTD = model.hidden(micro.tokens, micro.position, attend, remat=s.remat, project=project)
         return chosen_logprobs(
             x_BTD,
             model.head(),

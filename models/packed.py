@@ -55,16 +55,16 @@ class _Pairs:
     count_Q: Any
     order_IW: Any
 
-    def mask(self, query_W, key_W, real_W):
-        """mask_WCS of what the tokens of query blocks see of one key block each."""
+    def seen(self, query_W, key_W, real_W):
+        """seen_WCS: what the tokens of query blocks see of one key block each."""
 
         def both(array_QC):
             return array_QC[query_W][:, :, None], array_QC[key_W][:, None, :]
 
         (segment, of_key), (branch, of_branch) = both(self.segment_QC), both(self.branch_QC)
         index, of_index = both(self.index_QC)
-        seen = (segment == of_key) & ((of_branch == 0) | (of_branch == branch))
-        return seen & (index >= of_index) & (segment > 0) & real_W[:, None, None]
+        own = (segment == of_key) & ((of_branch == 0) | (of_branch == branch))
+        return own & (index >= of_index) & (segment > 0) & real_W[:, None, None]
 
 
 def _pairs(segment_BT, branch_BT) -> _Pairs:
@@ -101,9 +101,15 @@ def _pairs(segment_BT, branch_BT) -> _Pairs:
     )
 
 
-def _blocks(array_BT, *axes):
-    """[B, T, ...] as [Q, C, *axes]."""
-    return array_BT.reshape(-1, BLOCK_TOKENS, *axes)
+def _queries(array_BTNH, K):
+    """[B, T, N, H] as [Q, K, G, C, H]."""
+    N, H = array_BTNH.shape[2:]
+    return array_BTNH.reshape(-1, BLOCK_TOKENS, K, N // K, H).transpose(0, 2, 3, 1, 4)
+
+
+def _keys(array_BTKH):
+    """[B, T, K, H] as [S, K, C, H], C being the tokens of a key block."""
+    return array_BTKH.reshape(-1, BLOCK_TOKENS, *array_BTKH.shape[2:]).swapaxes(1, 2)
 
 
 def _in_order(array_IW, pairs):
@@ -112,12 +118,7 @@ def _in_order(array_IW, pairs):
     return array_IW.reshape(-1, *array_IW.shape[2:])[place_Q]
 
 
-def _scores(q_WCKGH, k_WSKH, mask_WCS):
-    score_WKGCS = jnp.einsum(
-        "WCKGH,WSKH->WKGCS", q_WCKGH, k_WSKH, preferred_element_type=jnp.float32
-    )
-    score_WKGCS = score_WKGCS * q_WCKGH.shape[-1] ** -0.5
-    return jnp.where(mask_WCS[:, None, None], score_WKGCS, MASKED)
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
@@ -126,34 +127,32 @@ def _attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
 
 
 def _forward(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
-    (_, _, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-    pairs, split = _pairs(segment_BT, branch_BT), (K, N // K, H)
-    q_QCKGH, k_QCKH, v_QCKH = _blocks(q_BTNH, *split), _blocks(k_BTKH, K, H), _blocks(v_BTKH, K, H)
+    K, H = k_BTKH.shape[2:]
+    pairs = _pairs(segment_BT, branch_BT)
+    q_QKGCH, k_QKHS, v_QKSH = _queries(q_BTNH, K), _keys(k_BTKH).swapaxes(2, 3), _keys(v_BTKH)
 
     def query_blocks(query_W):
         count_W = pairs.count_Q.at[query_W].get(mode="fill", fill_value=0)
-        q_WCKGH = q_QCKGH.at[query_W].get(mode="clip")
+        q_WKGCH = q_QKGCH.at[query_W].get(mode="clip")
 
         def visit(carry):
             i, max_WKGC, sum_WKGC, out_WKGCH = carry
             key_W = pairs.key_QS.at[query_W, i].get(mode="clip")
-            mask_WCS = pairs.mask(query_W, key_W, i < count_W)
-            score_WKGCS = _scores(q_WCKGH, k_QCKH[key_W], mask_WCS)
+            seen_WCS = pairs.seen(query_W, key_W, i < count_W)
+            score_WKGCS = _product("WKGCH,WKHS->WKGCS", q_WKGCH, k_QKHS[key_W]) * H**-0.5
+            score_WKGCS = jnp.where(seen_WCS[:, None, None], score_WKGCS, MASKED)
             new_WKGC = jnp.maximum(max_WKGC, score_WKGCS.max(axis=-1))
             # Where nothing was seen so far, what is summed here has no weight later.
             weight_WKGCS = jnp.exp(score_WKGCS - new_WKGC[..., None])
             decay_WKGC = jnp.exp(max_WKGC - new_WKGC)
-            seen_WKGCH = jnp.einsum(
-                "WKGCS,WSKH->WKGCH",
-                weight_WKGCS.astype(v_QCKH.dtype),
-                v_QCKH[key_W],
-                preferred_element_type=jnp.float32,
+            weighted_WKGCH = _product(
+                "WKGCS,WKSH->WKGCH", weight_WKGCS.astype(v_QKSH.dtype), v_QKSH[key_W]
             )
             sum_WKGC = sum_WKGC * decay_WKGC + weight_WKGCS.sum(axis=-1)
-            return i + 1, new_WKGC, sum_WKGC, out_WKGCH * decay_WKGC[..., None] + seen_WKGCH
+            return i + 1, new_WKGC, sum_WKGC, out_WKGCH * decay_WKGC[..., None] + weighted_WKGCH
 
-        zero_WKGC = jnp.zeros((len(query_W), *split[:2], BLOCK_TOKENS))
-        start = (0, zero_WKGC + MASKED, zero_WKGC, jnp.zeros((*zero_WKGC.shape, H)))
+        zero_WKGC = jnp.zeros(q_WKGCH.shape[:-1])
+        start = (0, zero_WKGC + MASKED, zero_WKGC, jnp.zeros(q_WKGCH.shape))
         _, max_WKGC, sum_WKGC, out_WKGCH = jax.lax.while_loop(
             lambda carry: carry[0] < count_W.max(), visit, start
         )
@@ -169,57 +168,57 @@ def _forward(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
 
 
 def _backward(residuals, d_out_BTNH):
+    """Weights and scores stand the other way round, keys first: what is large is never turned."""
     q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, out_BTNH, norm_QKGC = residuals
-    (_, _, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-    pairs, split = _pairs(segment_BT, branch_BT), (K, N // K, H)
-    q_QCKGH, k_QCKH, v_QCKH = _blocks(q_BTNH, *split), _blocks(k_BTKH, K, H), _blocks(v_BTKH, K, H)
-    d_out_QCKGH = _blocks(d_out_BTNH, *split)
-    dot_BTN = jnp.sum(d_out_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1)
-    dot_QKGC = _blocks(dot_BTN, *split[:2]).transpose(0, 2, 3, 1)
+    K, H = k_BTKH.shape[2:]
+    pairs = _pairs(segment_BT, branch_BT)
+    q_QKGCH, d_out_QKGCH = _queries(q_BTNH, K), _queries(d_out_BTNH, K)
+    k_QKSH, v_QKSH = _keys(k_BTKH), _keys(v_BTKH)
+    k_QKHS = k_QKSH.swapaxes(2, 3)
+    dot_BTN1 = jnp.sum(
+        d_out_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1, keepdims=True
+    )
+    dot_QKGC = _queries(dot_BTN1, K)[..., 0]
 
     def query_blocks(carry, query_W):
         count_W = pairs.count_Q.at[query_W].get(mode="fill", fill_value=0)
-        q_WCKGH, d_out_WCKGH, norm_WKGC, dot_WKGC = (
+        q_WKGCH, d_out_WKGCH, norm_WKGC, dot_WKGC = (
             array.at[query_W].get(mode="clip")
-            for array in (q_QCKGH, d_out_QCKGH, norm_QKGC, dot_QKGC)
+            for array in (q_QKGCH, d_out_QKGCH, norm_QKGC, dot_QKGC)
         )
-        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        q_WKHGC, d_out_WKHGC = (jnp.moveaxis(array, 4, 2) for array in (q_WKGCH, d_out_WKGCH))
 
         def visit(carry):
-            i, d_q_WCKGH, d_k_QCKH, d_v_QCKH = carry
+            i, d_q_WKHGC, d_k_QKSH, d_v_QKSH = carry
             key_W = pairs.key_QS.at[query_W, i].get(mode="clip")
-            mask_WCS = pairs.mask(query_W, key_W, i < count_W)
-            k_WSKH, v_WSKH = k_QCKH[key_W], v_QCKH[key_W]
-            score_WKGCS = _scores(q_WCKGH, k_WSKH, mask_WCS)
-            weight_WKGCS = jnp.exp(score_WKGCS - norm_WKGC[..., None])
-            weight_WKGCS = jnp.where(mask_WCS[:, None, None], weight_WKGCS, 0.0)
-            d_weight_WKGCS = product("WCKGH,WSKH->WKGCS", d_out_WCKGH, v_WSKH)
-            d_score_WKGCS = weight_WKGCS * (d_weight_WKGCS - dot_WKGC[..., None]) * H**-0.5
-            d_score_WKGCS = d_score_WKGCS.astype(k_WSKH.dtype)
-            weight_WKGCS = weight_WKGCS.astype(v_WSKH.dtype)
-            d_v_WSKH = product("WKGCS,WCKGH->WSKH", weight_WKGCS, d_out_WCKGH)
-            d_k_WSKH = product("WKGCS,WCKGH->WSKH", d_score_WKGCS, q_WCKGH)
-            d_q_WCKGH += product("WKGCS,WSKH->WCKGH", d_score_WKGCS, k_WSKH)
-            return (
-                i + 1,
-                d_q_WCKGH,
-                d_k_QCKH.at[key_W].add(d_k_WSKH),
-                d_v_QCKH.at[key_W].add(d_v_WSKH),
-            )
+            seen_WSC = pairs.seen(query_W, key_W, i < count_W).swapaxes(1, 2)
+            score_WKSGC = _product("WKSH,WKHGC->WKSGC", k_QKSH[key_W], q_WKHGC) * H**-0.5
+            weight_WKSGC = jnp.exp(score_WKSGC - norm_WKGC[:, :, None])
+            weight_WKSGC = jnp.where(seen_WSC[:, None, :, None], weight_WKSGC, 0.0)
+            d_weight_WKSGC = _product("WKSH,WKHGC->WKSGC", v_QKSH[key_W], d_out_WKHGC)
+            d_score_WKSGC = weight_WKSGC * (d_weight_WKSGC - dot_WKGC[:, :, None]) * H**-0.5
+            d_score_WKSGC = d_score_WKSGC.astype(k_QKSH.dtype)
+            weight_WKSGC = weight_WKSGC.astype(v_QKSH.dtype)
+            d_v_WKSH = _product("WKSGC,WKGCH->WKSH", weight_WKSGC, d_out_WKGCH)
+            d_k_WKSH = _product("WKSGC,WKGCH->WKSH", d_score_WKSGC, q_WKGCH)
+            d_q_WKHGC += _product("WKHS,WKSGC->WKHGC", k_QKHS[key_W], d_score_WKSGC)
+            d_k_QKSH, d_v_QKSH = d_k_QKSH.at[key_W].add(d_k_WKSH), d_v_QKSH.at[key_W].add(d_v_WKSH)
+            return i + 1, d_q_WKHGC, d_k_QKSH, d_v_QKSH
 
-        start = (0, jnp.zeros(q_WCKGH.shape), *carry)
-        _, d_q_WCKGH, *carry = jax.lax.while_loop(
+        start = (0, jnp.zeros(q_WKHGC.shape), *carry)
+        _, d_q_WKHGC, *carry = jax.lax.while_loop(
             lambda carry: carry[0] < count_W.max(), visit, start
         )
-        return tuple(carry), d_q_WCKGH.astype(q_BTNH.dtype)
+        return tuple(carry), d_q_WKHGC.transpose(0, 4, 1, 3, 2).astype(q_BTNH.dtype)
 
-    zero_QCKH = jnp.zeros(k_QCKH.shape, jnp.float32)
-    (d_k_QCKH, d_v_QCKH), d_q_IWCKGH = jax.lax.scan(
-        query_blocks, (zero_QCKH, zero_QCKH), pairs.order_IW
+    zero_QKSH = jnp.zeros(k_QKSH.shape, jnp.float32)
+    (d_k_QKSH, d_v_QKSH), d_q_IWCKGH = jax.lax.scan(
+        query_blocks, (zero_QKSH, zero_QKSH), pairs.order_IW
     )
     d_q_BTNH = _in_order(d_q_IWCKGH, pairs).reshape(q_BTNH.shape)
     d_k_BTKH, d_v_BTKH = (
-        d.reshape(k_BTKH.shape).astype(k_BTKH.dtype) for d in (d_k_QCKH, d_v_QCKH)
+        d_QKSH.swapaxes(1, 2).reshape(k_BTKH.shape).astype(k_BTKH.dtype)
+        for d_QKSH in (d_k_QKSH, d_v_QKSH)
     )
     return d_q_BTNH, d_k_BTKH, d_v_BTKH, None, None
 

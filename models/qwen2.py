@@ -217,16 +217,18 @@ class Qwen2(nnx.Module):
         """The output matrix head_DV: the embedding's transpose where they are tied."""
         return self.embed_VD[...].T if self.config.tie_embeddings else self.head_DV[...]
 
-    def hidden(self, tokens_BT, position_BT, attend, *, remat: str = "none"):
+    def hidden(self, tokens_BT, position_BT, attend, *, remat="none", project=jnp.einsum):
         """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
-        remat: a name of REMAT, what of a layer is kept for the backward pass.
+        remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
+        block's.
         """
         cos_sin = rotation(position_BT, self.config)
         block, params = nnx.split(self.layers)
 
         def body(x_BTD, params):
-            return nnx.merge(block, params)(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None))
+            layer = nnx.merge(block, params)
+            return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), project=project)
 
         body = REMAT[remat](body)
         x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), params)

@@ -9,7 +9,6 @@ Axis letters: B slots of a shard, S steps of a block, and those of models.attent
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from flax import nnx, struct
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
 from models.attention import PageTable, attention, combine, of_readers, page_attention, pieces
+from models.cpu import weights_first
 from models.paged_tpu import paged_attention
 from models.qwen2 import (
     Qwen2Config,
@@ -237,20 +237,6 @@ def blocks(params, config: Qwen2Config):
     """The layers one by one, from the sampler's parameters (models.qwen2.unstack)."""
     graph = abstract_block(config)
     return (nnx.merge(graph, turned(layer)) for layer in params["layers"])
-
-
-def weights_first(spec, x, w, **options):
-    """As jnp.einsum(spec, x, w), but as the transpose of the product of the transposes.
-
-    On a CPU a product has the weights on its left then, which is faster for few rows of x, and a
-    row has the same bits in every batch of a multiple of 16. The barrier keeps XLA from turning
-    the product around again.
-    """
-    x_axes, w_axes, out_axes = re.split(",|->", spec)
-    of_w = "".join(axis for axis in w_axes if axis not in x_axes)
-    of_x = "".join(axis for axis in x_axes if axis not in w_axes)
-    out = jnp.einsum(f"{w_axes},{x_axes}->{of_w}{of_x}", w, x, **options)
-    return jnp.einsum(f"{of_w}{of_x}->{out_axes}", jax.lax.optimization_barrier(out))
 
 
 def embed(params, tokens_BT, *, axis: str | None):
