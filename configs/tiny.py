@@ -31,8 +31,8 @@ def get_config(preset: str = ""):
 
     config.learner.learning_rate = 5e-5
     config.learner.warmup_steps = 5
-    config.learner.row_tokens = 176
-    config.learner.micro_batch_rows = 16
+    config.learner.row_tokens = 576
+    config.learner.micro_batch_rows = 4
 
     config.eval.sets.arithmetic = base.dataset(
         kind="arithmetic", levels=(2, 3, 4), count=160, seed=2, split="test"
