@@ -157,7 +157,6 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, lea
     and devices add up to the true loss. `sums` are sums over the response tokens.
     """
     s = learning
-
     attention = rules.by_heads(packed_attention if shares_prompts(mesh) else splash_attention, mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     project = small_side_turned if on_cpu else jnp.einsum

@@ -61,7 +61,8 @@ def pack(sequences: Sequence[TrainSequence], *, row_tokens: int, share_prompts: 
         )
     rows: list[list[list[TrainSequence]]] = []
     room: list[int] = []
-    for group in sorted(groups(sequences, share_prompts=share_prompts), key=group_tokens):
+    by_prompt = groups(sequences, share_prompts=share_prompts)
+    for group in sorted(by_prompt, key=group_entries, reverse=True):
         pieces: dict[int, list[TrainSequence]] = {}  # by row
         for s in sorted(group, key=lambda s: -len(s.response)):
             entries = len(s.response)
@@ -87,9 +88,9 @@ def groups(sequences: Sequence[TrainSequence], *, share_prompts: bool) -> list[l
     return list(found.values())
 
 
-def group_tokens(group: Sequence[TrainSequence]) -> int:
-    """For sorting: minus the entries of a group, its prompt once."""
-    return 1 - len(group[0].prompt) - sum(len(s.response) for s in group)
+def group_entries(group: Sequence[TrainSequence]) -> int:
+    """The entries of a group in one row, its prompt once."""
+    return len(group[0].prompt) - 1 + sum(len(s.response) for s in group)
 
 
 def fill(rows: Sequence[Sequence[Sequence[TrainSequence]]], *, row_tokens: int) -> PackedRows:

@@ -108,6 +108,21 @@ def real_lengths(path: pathlib.Path, count: int, longest: int) -> np.ndarray:
     return np.clip(np.round(chosen / 4), 1, longest).astype(int)
 
 
+def peer_arguments(size: str, **work: int) -> list[str]:
+    """The model's sizes and the work's (with _ for -) as flags of the peers' scripts."""
+    c = SIZES[size]
+    sizes = {
+        "layers": c.num_layers,
+        "width": c.width,
+        "heads": c.num_heads,
+        "kv": c.num_kv_heads,
+        "mlp": c.mlp_width,
+        "vocab": c.vocab_size,
+        **{name.replace("_", "-"): value for name, value in work.items()},
+    }
+    return [item for name, value in sizes.items() for item in (f"--{name}", str(value))]
+
+
 def last_json(text: str) -> dict:
     """The last line of a peer's output that is a JSON object."""
     return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])

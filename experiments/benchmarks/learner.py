@@ -141,21 +141,14 @@ def ours(size: str, lengths: np.ndarray):
 
 def peer_arguments(size: str, new_tokens: int) -> list[str]:
     """The model's and the work's sizes as the peers' flags."""
-    c = common.SIZES[size]
-    sizes = {
-        "layers": c.num_layers,
-        "width": c.width,
-        "heads": c.num_heads,
-        "kv": c.num_kv_heads,
-        "mlp": c.mlp_width,
-        "vocab": c.vocab_size,
-        "prompts": PROMPTS,
-        "group": GROUP,
-        "prompt-len": PROMPT,
-        "new-tokens": new_tokens,
-        "iters": FLAGS.repeats,
-    }
-    return [item for name, value in sizes.items() for item in (f"--{name}", str(value))]
+    return common.peer_arguments(
+        size,
+        prompts=PROMPTS,
+        group=GROUP,
+        prompt_len=PROMPT,
+        new_tokens=new_tokens,
+        iters=FLAGS.repeats,
+    )
 
 
 def torch_seconds(size: str, new_tokens: int) -> dict[str, float]:

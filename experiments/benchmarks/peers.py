@@ -59,21 +59,14 @@ def engine_rollout(size: str):
 
 def peer_arguments(size: str) -> list[str]:
     """The model's and the work's sizes as the peers' flags."""
-    c = common.SIZES[size]
-    sizes = {
-        "layers": c.num_layers,
-        "width": c.width,
-        "heads": c.num_heads,
-        "kv": c.num_kv_heads,
-        "mlp": c.mlp_width,
-        "vocab": c.vocab_size,
-        "prompts": PROMPTS,
-        "group": GROUP,
-        "prompt-len": PROMPT,
-        "new-tokens": RESPONSE,
-        "iters": REPEATS,
-    }
-    return [item for name, value in sizes.items() for item in (f"--{name}", str(value))]
+    return common.peer_arguments(
+        size,
+        prompts=PROMPTS,
+        group=GROUP,
+        prompt_len=PROMPT,
+        new_tokens=RESPONSE,
+        iters=REPEATS,
+    )
 
 
 def torch_rollout(size: str) -> float:
