@@ -20,7 +20,7 @@ from dapo_jax.algorithm import (
     token_policy_loss,
     token_weights,
 )
-from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.logprobs import chosen_logprobs, head_loss
 from dapo_jax.packing import TrainSequence, micro_batches, pack
 from models.cpu import small_side_turned
 from models.packed import packed_attention
@@ -164,29 +164,34 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, lea
     def attend(q_BTNH, k_BTKH, v_BTKH):
         return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch)
 
-    def logprobs(params):
+    head = {"temperature": s.temperature, "vocab_size": s.vocab_size, "mesh": mesh}
+    clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
+
+    def last_layer(params):
         model = nnx.merge(graph, cast(params, s.compute_dtype))
         x_BTD = model.hidden(micro.tokens, micro.position, attend, remat=s.remat, project=project)
-        return chosen_logprobs(
-            x_BTD,
-            model.head(),
-            micro.target,
-            temperature=s.temperature,
-            vocab_size=s.vocab_size,
-        )
+        return x_BTD, model.head(), micro.target
 
-    logp_BT, entropy_BT = logprobs(params)
-    # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
-    logp_BT = jnp.where(micro.is_response, logp_BT, 0.0)
-    clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
-    loss_BT = token_policy_loss(logp_BT, micro.behavior_logp, micro.advantage, **clip)
+    reference_logp_BT = None
     if s.kl_coef > 0:
-        reference_logp_BT = jax.lax.stop_gradient(logprobs(reference_params)[0])
-        reference_logp_BT = jnp.where(micro.is_response, reference_logp_BT, 0.0)
-        kl_BT = kl_k3(logp_BT, reference_logp_BT)
-        loss_BT = loss_BT + s.kl_coef * kl_BT
-    else:
-        kl_BT = jnp.zeros_like(loss_BT)
+        reference_logp_BT, _ = chosen_logprobs(*last_layer(reference_params), **head)
+
+    def policy_loss_and_kl(logp, tokens):
+        token, reference_logp = tokens
+        # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
+        logp = jnp.where(token.is_response, logp, 0.0)
+        loss = token_policy_loss(logp, token.behavior_logp, token.advantage, **clip)
+        if s.kl_coef == 0:
+            return loss, jnp.zeros_like(loss)
+        return loss, kl_k3(logp, jnp.where(token.is_response, reference_logp, 0.0))
+
+    def token_loss(logp, tokens):
+        loss, kl = policy_loss_and_kl(logp, tokens)
+        return (loss + s.kl_coef * kl) * tokens[0].weight
+
+    tokens = (micro, reference_logp_BT)
+    loss, logp_BT, entropy_BT = head_loss(*last_layer(params), tokens, token_loss, **head)
+    _, kl_BT = policy_loss_and_kl(logp_BT, tokens)
     held = clip_indicators(logp_BT, micro.behavior_logp, micro.advantage, **clip)
     ratio_BT = importance_ratio(logp_BT, micro.behavior_logp)
     per_token = {
@@ -199,8 +204,9 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, lea
         "clip_fraction/low": held.low,
         "clip_fraction/dual": held.dual,
     }
-    sums = {key: jnp.sum(value * micro.is_response) for key, value in per_token.items()}
-    return jnp.sum(loss_BT * micro.weight), jax.lax.stop_gradient(sums)
+    live_BT = micro.is_response
+    sums = {key: jnp.sum(jnp.where(live_BT, value, 0.0)) for key, value in per_token.items()}
+    return loss, sums
 
 
 def update(

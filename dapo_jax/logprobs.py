@@ -1,12 +1,20 @@
-"""Log-probabilities under the sampling distribution: the same head for sampler and learner."""
+"""Log-probabilities under the sampling distribution, and losses of them, chunk by chunk.
+
+Axis letters beside the model's: C tokens of a chunk. The logits of `CHUNK_TOKENS` tokens exist at
+a time on a device, of its rows and its part of the vocabulary; no [T, V] array ever does.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from models.attention import MASKED
 from models.qwen2 import logits
+from sharding import rules
 
-CHUNK_TOKENS = 256  # tokens of each row whose logits exist at a time
+CHUNK_TOKENS = 512
 
 
 def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
@@ -20,34 +28,132 @@ def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
     return jnp.where(id_V < vocab_size, logits_BV, MASKED)
 
 
-def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size):
-    """log pi(target) and the entropy of pi (a metric, no gradient), both float32 [B, T].
+def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size, mesh: Mesh):
+    """log pi(target) and the entropy of pi, both float32 [B, T]; not to be differentiated."""
+    how = {"temperature": temperature, "vocab_size": vocab_size, "mesh": mesh}
 
-    The logits of at most `CHUNK_TOKENS` tokens of each row exist at a time, in the backward pass
-    too: they are computed again there (Chen et al. 2016, arXiv 1604.06174, applied to the head).
-    Chunks are cut along T only: rows that lie on different devices stay there.
+    def local(x_BTD, head_DV, target_BT):
+        def chunk(_, x_target):
+            pi = _Chosen(*x_target, head_DV, **how)
+            return None, (pi.logp_C, pi.entropy_C)
+
+        _, outputs = jax.lax.scan(chunk, None, _chunks((x_BTD, target_BT)))
+        return _whole(outputs, target_BT.shape)
+
+    rows = rules.BATCH
+    split = rules.by_vocabulary(local, mesh, rows=1, outputs=(rows, rows))
+    return split(x_BTD, head_DV, target_BT)
+
+
+def head_loss(
+    x_BTD, head_DV, target_BT, tokens, token_loss, *, temperature, vocab_size, mesh: Mesh
+):
+    """(sum of the tokens' losses, log pi(target), entropy of pi), the last two without gradient.
+
+    token_loss(logp_C, tokens_C) -> loss_C, a loss of each token by itself; tokens: a tree of
+    [B, T] arrays of which it gets the chunk's. A token whose entries are zero must have loss zero.
+    Gradients are computed with the value, chunk by chunk, since the loss of a chunk is all that
+    they take: three products with the head and not the four of one that is computed again (Chen et
+    al. 2016, arXiv 1604.06174). They are summed in float32, over chunks and devices too.
     """
-    B, T = target_BT.shape
-    num_chunks = -(-T // CHUNK_TOKENS)
-    chunk_tokens = -(-T // num_chunks)
+    how = {"temperature": temperature, "vocab_size": vocab_size, "mesh": mesh}
 
-    def chunked(array):
-        pad = ((0, 0), (0, num_chunks * chunk_tokens - T)) + ((0, 0),) * (array.ndim - 2)
-        array = jnp.pad(array, pad).reshape(B, num_chunks, chunk_tokens, *array.shape[2:])
-        return array.swapaxes(0, 1)
+    def local(x_BTD, head_DV, target_BT, *leaves):
+        tokens_BT = jax.tree.unflatten(structure, leaves)
 
-    @jax.checkpoint
-    def chunk(x_BCD, target_BC):
-        x_ND, target_N = x_BCD.reshape(-1, x_BCD.shape[-1]), target_BC.reshape(-1)
-        logits_NV = sampling_logits(
-            logits(x_ND, head_DV), temperature=temperature, vocab_size=vocab_size, first_id=0
+        def chunk(carry, xs):
+            loss, d_head_DV = carry
+            x_CD, target_C, tokens_C = xs
+            pi = _Chosen(x_CD, target_C, head_DV, **how)
+            loss_C, pull = jax.vjp(lambda logp_C: token_loss(logp_C, tokens_C), pi.logp_C)
+            (d_logp_C,) = pull(jnp.ones_like(loss_C))
+            d_logits_CV = pi.d_logits_CV(d_logp_C).astype(head_DV.dtype)
+            d_x_CD = _product("CV,DV->CD", d_logits_CV, head_DV)
+            d_x_CD = _over("model", jax.lax.psum, d_x_CD, mesh).astype(x_CD.dtype)
+            d_head_DV = d_head_DV + _product("CD,CV->DV", x_CD, d_logits_CV)
+            return (loss + jnp.sum(loss_C), d_head_DV), (d_x_CD, pi.logp_C, pi.entropy_C)
+
+        start = (jnp.float32(0), jnp.zeros(head_DV.shape, jnp.float32))
+        xs = _chunks((x_BTD, target_BT, tokens_BT))
+        (loss, d_head_DV), outputs = jax.lax.scan(chunk, start, xs)
+        scatter = functools.partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True)
+        d_head_DV = _over("data", scatter, d_head_DV, mesh).astype(head_DV.dtype)
+        loss = _over("data", jax.lax.psum, loss, mesh)
+        return loss, d_head_DV, *_whole(outputs, target_BT.shape)
+
+    leaves, structure = jax.tree.flatten(tokens)
+    one, head, rows = rules.EVERYWHERE, rules.HEAD, rules.BATCH
+    outputs = (one, head, rows, rows, rows)
+    split = rules.by_vocabulary(local, mesh, rows=1 + len(leaves), outputs=outputs)
+
+    @jax.custom_vjp
+    def loss_and_chosen(x_BTD, head_DV):
+        return forward(x_BTD, head_DV)[0]
+
+    def forward(x_BTD, head_DV):
+        loss, d_head_DV, d_x_BTD, *chosen = split(x_BTD, head_DV, target_BT, *leaves)
+        return (loss, *chosen), (d_x_BTD, d_head_DV)
+
+    def backward(gradients, cotangents):
+        return jax.tree.map(lambda d: (cotangents[0] * d).astype(d.dtype), gradients)
+
+    loss_and_chosen.defvjp(forward, backward)
+    loss, logp_BT, entropy_BT = loss_and_chosen(x_BTD, head_DV)
+    return loss, jax.lax.stop_gradient(logp_BT), jax.lax.stop_gradient(entropy_BT)
+
+
+class _Chosen:
+    """What pi gives the tokens of a chunk; head_DV is this device's part of the vocabulary."""
+
+    def __init__(self, x_CD, target_C, head_DV, *, temperature, vocab_size, mesh):
+        over = functools.partial(_over, "model", mesh=mesh)
+        first_id = jax.lax.axis_index("model") * head_DV.shape[1]
+        logits_CV = sampling_logits(
+            logits(x_CD, head_DV), temperature=temperature, vocab_size=vocab_size, first_id=first_id
         )
-        logp_NV = jax.nn.log_softmax(logits_NV, axis=-1)
-        logp_N = jnp.take_along_axis(logp_NV, target_N[:, None], axis=-1)[:, 0]
-        entropy_N = -jnp.sum(jnp.exp(logp_NV) * logp_NV, axis=-1)
-        entropy_N = jax.lax.stop_gradient(entropy_N)
-        return logp_N.reshape(target_BC.shape), entropy_N.reshape(target_BC.shape)
+        max_C = over(jax.lax.pmax, jnp.max(logits_CV, axis=1))
+        logits_CV = logits_CV - max_C[:, None]
+        self._is_target_CV = first_id + jnp.arange(head_DV.shape[1]) == target_C[:, None]
+        self._exp_CV = jnp.exp(logits_CV)
+        self._temperature = temperature
 
-    chunks = jax.lax.map(lambda args: chunk(*args), (chunked(x_BTD), chunked(target_BT)))
-    logp_BT, entropy_BT = (a.swapaxes(0, 1).reshape(B, -1)[:, :T] for a in chunks)
-    return logp_BT, entropy_BT
+        def total(terms_CV):
+            return over(jax.lax.psum, jnp.sum(terms_CV, axis=1))
+
+        self._sum_C = total(self._exp_CV)
+        target_logit_C = total(jnp.where(self._is_target_CV, logits_CV, 0.0))
+        self.logp_C = target_logit_C - jnp.log(self._sum_C)
+        self.entropy_C = jnp.log(self._sum_C) - total(self._exp_CV * logits_CV) / self._sum_C
+
+    def d_logits_CV(self, d_logp_C):
+        """The gradient of the model's logits: that of log pi(target) is [v = target] - pi(v)."""
+        d_CV = self._is_target_CV - self._exp_CV / self._sum_C[:, None]
+        return d_CV * d_logp_C[:, None] / self._temperature
+
+
+def _over(axis, reduce, array, mesh):
+    """An array reduced over a mesh axis; over one of size 1 XLA would copy it all the same."""
+    return array if mesh.shape[axis] == 1 else reduce(array, axis)
+
+
+def _product(spec, *operands):
+    return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
+
+
+def _chunks(arrays):
+    """[B, T, ...] arrays as [chunks, C, ...], zeros at the end."""
+
+    def one(array):
+        array = array.reshape(-1, *array.shape[2:])
+        chunks = -(-len(array) // CHUNK_TOKENS)
+        size = -(-len(array) // chunks)
+        pad = ((0, chunks * size - len(array)),) + ((0, 0),) * (array.ndim - 1)
+        return jnp.pad(array, pad).reshape(chunks, size, *array.shape[1:])
+
+    return jax.tree.map(one, arrays)
+
+
+def _whole(arrays, shape):
+    """[chunks, C, ...] arrays as [B, T, ...]."""
+    B, T = shape
+    return tuple(a.reshape(-1, *a.shape[2:])[: B * T].reshape(B, T, *a.shape[2:]) for a in arrays)

@@ -20,6 +20,11 @@ LEARNER = {
 }
 SAMPLER = LEARNER | {"width": None}
 
+# Of arrays inside the learner: rows, the head, and what is the same everywhere.
+BATCH = PartitionSpec("data")
+HEAD = PartitionSpec(LEARNER["width"], LEARNER["vocab"])
+EVERYWHERE = PartitionSpec()
+
 # Axes that are replicated where the mesh does not divide them; the others must divide.
 MAY_REPLICATE = ("kv_heads",)
 
@@ -48,7 +53,7 @@ def param_shardings(mesh: Mesh, axes_tree, params, rules):
 
 def rows(mesh: Mesh) -> NamedSharding:
     """Leading axis (prompts, responses, rows) over "data", the rest replicated."""
-    return NamedSharding(mesh, PartitionSpec("data"))
+    return NamedSharding(mesh, BATCH)
 
 
 def micro_batches(mesh: Mesh) -> NamedSharding:
@@ -58,18 +63,33 @@ def micro_batches(mesh: Mesh) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same on every device."""
-    return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, EVERYWHERE)
 
 
 def by_heads(attend, mesh: Mesh):
     """attend(q_BTNH, k_BTKH, v_BTKH, *rows_BT) -> out_BTNH, on every device its rows and heads."""
-    heads, rows = PartitionSpec("data", None, "model"), PartitionSpec("data")
+    heads = PartitionSpec("data", None, "model")
 
     def everywhere(q_BTNH, k_BTKH, v_BTKH, *rows_BT):
-        in_specs = (heads, heads, heads, *(rows for _ in rows_BT))
+        in_specs = (heads, heads, heads, *(BATCH for _ in rows_BT))
         local = jax.shard_map(
             attend, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False
         )
         return local(q_BTNH, k_BTKH, v_BTKH, *rows_BT)
 
     return everywhere
+
+
+def by_vocabulary(local, mesh: Mesh, *, rows: int, outputs):
+    """local(x_BTD, head_DV, *rows_BT), on every device its rows and its part of the vocabulary.
+
+    rows: how many arrays rows_BT there are. outputs: the PartitionSpecs of what `local` returns.
+    """
+    head = PartitionSpec(None, LEARNER["vocab"])
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(BATCH, head, *[BATCH] * rows),
+        out_specs=outputs,
+        check_vma=False,
+    )

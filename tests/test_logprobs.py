@@ -7,11 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.logprobs import CHUNK_TOKENS, chosen_logprobs, sampling_logits
+from dapo_jax.logprobs import CHUNK_TOKENS, chosen_logprobs, head_loss, sampling_logits
+from sharding.mesh import make_mesh
 
-B, D, V = 3, 8, 50
+B, D, V = 4, 8, 50
 SETTINGS = {"temperature": 0.7, "vocab_size": 45}
-LENGTHS = (1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS + 3)
+# Tokens a row for which B rows fill a chunk.
+CHUNK = CHUNK_TOKENS // B
+LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
+MESHES = ((1, 1), (4, 1), (1, 2), (2, 2))
+
+
+def mesh_of(data, model):
+    return make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
 
 
 def inputs(T, *, scale=1.0):
@@ -29,17 +37,37 @@ def whole(x_BTD, head_DV, target_BT):
     return logp_BT, -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
 
 
-chunked = jax.jit(functools.partial(chosen_logprobs, **SETTINGS))
+chunked = jax.jit(functools.partial(chosen_logprobs, **SETTINGS, mesh=mesh_of(1, 1)))
 
 
-def weighted_sum(function, weight_BT):
-    """A loss whose gradient tells the tokens apart; the entropy must not take part in it."""
+def token_loss(logp, tokens):
+    """Tells the tokens apart, and is not linear in the log-probability."""
+    return tokens["weight"] * (logp + 0.1 * logp**2)
 
-    def loss(x_BTD, head_DV, target_BT):
-        logp_BT, entropy_BT = function(x_BTD, head_DV, target_BT)
-        return jnp.sum(weight_BT * logp_BT) + 0.0 * jnp.sum(entropy_BT)
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+def whole_loss(x_BTD, head_DV, target_BT, weight_BT):
+    logp_BT, entropy_BT = whole(x_BTD, head_DV, target_BT)
+    return jnp.sum(token_loss(logp_BT, {"weight": weight_BT})), (logp_BT, entropy_BT)
+
+
+@functools.cache
+def chunked_gradient(data, model, *, scale=1.0):
+    """((loss, (logp, entropy)), gradients) of `scale` times the loss."""
+
+    def loss(x_BTD, head_DV, target_BT, weight_BT):
+        tokens = {"weight": weight_BT}
+        how = SETTINGS | {"mesh": mesh_of(data, model)}
+        loss, *chosen = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
+        return scale * loss, tuple(chosen)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+whole_gradient = jax.jit(jax.value_and_grad(whole_loss, argnums=(0, 1), has_aux=True))
+
+
+def weights(T):
+    return np.random.default_rng(0).normal(size=(B, T)).astype(np.float32)
 
 
 @pytest.mark.parametrize("T", LENGTHS)
@@ -53,22 +81,49 @@ def test_values_equal_the_whole_softmax_around_chunk_boundaries(T):
     np.testing.assert_allclose(entropy_BT, expected_entropy_BT, atol=1e-5)
 
 
-@pytest.mark.parametrize("T", [1, 2 * CHUNK_TOKENS + 3])
-def test_gradients_equal_those_of_the_whole_softmax(T):
-    weight_BT = np.random.default_rng(0).normal(size=(B, T)).astype(np.float32)
-    gradient = weighted_sum(chunked, weight_BT)(*inputs(T))
-    expected = weighted_sum(whole, weight_BT)(*inputs(T))
+@pytest.mark.parametrize("T", [1, CHUNK, 2 * CHUNK + 3])
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_loss_and_gradients_equal_those_of_the_whole_softmax(T, data, model):
+    """On one device, and with rows and vocabulary over several."""
+    (loss, chosen), gradient = chunked_gradient(data, model)(*inputs(T), weights(T))
+    (whole_loss, whole_chosen), expected = whole_gradient(*inputs(T), weights(T))
     assert np.abs(expected[1][:, : SETTINGS["vocab_size"]]).min() > 0
-    for got, want in zip(gradient, expected, strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-5)
+    np.testing.assert_allclose(loss, whole_loss, rtol=1e-5, atol=1e-5)
+    for got, want in zip((*chosen, *gradient), (*whole_chosen, *expected), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)
 
 
-def test_entropy_carries_no_gradient():
-    def entropy(x_BTD, head_DV, target_BT):
-        return jnp.sum(chunked(x_BTD, head_DV, target_BT)[1])
+def test_the_loss_may_be_a_part_of_a_larger_one():
+    """Gradients are made with the value; what is applied to the value later scales them."""
+    _, once = chunked_gradient(1, 1)(*inputs(4), weights(4))
+    _, thrice = chunked_gradient(1, 1, scale=-3.0)(*inputs(4), weights(4))
+    for got, want in zip(thrice, once, strict=True):
+        np.testing.assert_allclose(got, -3 * want, rtol=1e-6)
 
-    for gradient in jax.grad(entropy, argnums=(0, 1))(*inputs(4)):
+
+def test_log_probability_and_entropy_carry_no_gradient():
+    def others(x_BTD, head_DV, target_BT):
+        tokens = {"weight": weights(4)}
+        how = SETTINGS | {"mesh": mesh_of(1, 1)}
+        _, logp_BT, entropy_BT = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
+        return jnp.sum(logp_BT + entropy_BT)
+
+    for gradient in jax.grad(others, argnums=(0, 1))(*inputs(4)):
         assert not np.any(gradient)
+
+
+def test_gradients_of_bfloat16_inputs_are_rounded_once():
+    """Each is the float32 sum over all chunks, rounded to bfloat16 at the end."""
+    T = 3 * CHUNK
+    x_BTD, head_DV, target_BT = inputs(T)
+    halves = x_BTD.astype(jnp.bfloat16), head_DV.astype(jnp.bfloat16)
+    _, gradient = chunked_gradient(1, 1)(*halves, target_BT, weights(T))
+    floats = (np.asarray(half, np.float32) for half in halves)
+    _, expected = whole_gradient(*floats, target_BT, weights(T))
+    for got, want in zip(gradient, expected, strict=True):
+        assert got.dtype == jnp.bfloat16
+        error = np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want)
+        assert error < 2**-8
 
 
 def test_entropy_of_equal_and_of_certain_tokens():
@@ -109,8 +164,8 @@ def test_extreme_logits_give_no_nan(scale):
     assert np.all(np.isfinite(logp_BT))
     assert np.all(np.isfinite(entropy_BT))
     assert np.min(entropy_BT) >= -1e-6
-    for gradient in weighted_sum(chunked, np.ones((B, 6), np.float32))(x_BTD, head_DV, target_BT):
-        assert np.all(np.isfinite(gradient))
+    _, gradient = chunked_gradient(1, 1)(x_BTD, head_DV, target_BT, weights(6))
+    assert all(np.all(np.isfinite(d)) for d in gradient)
 
 
 def test_temperature_divides_the_logits():
@@ -150,14 +205,12 @@ def largest_logits(jaxpr):
     return max(sizes, default=0)
 
 
-@pytest.mark.parametrize(("function", "factor"), [(chunked, 1), (whole, 4)])
-def test_only_a_chunks_logits_exist_in_the_backward_pass_too(function, factor):
+@pytest.mark.parametrize(
+    ("function", "tokens"),
+    [(chunked_gradient(1, 1), CHUNK_TOKENS), (whole_gradient, 4 * CHUNK_TOKENS)],
+)
+def test_only_a_chunks_logits_exist_in_the_backward_pass_too(function, tokens):
     """Of a sequence of four chunks, one chunk's logits; the plain function holds all four."""
-    T = 4 * CHUNK_TOKENS
-    x_BTD, head_DV, target_BT = inputs(T)
-
-    def loss(x_BTD, head_DV):
-        return jnp.sum(function(x_BTD, head_DV, target_BT)[0])
-
-    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x_BTD, head_DV)
-    assert largest_logits(jaxpr.jaxpr) == factor * B * CHUNK_TOKENS * V
+    T = 4 * CHUNK
+    jaxpr = jax.make_jaxpr(function)(*inputs(T), weights(T))
+    assert largest_logits(jaxpr.jaxpr) == tokens * V

@@ -147,14 +147,15 @@ def test_decoding_refuses_more_model_ways_than_key_value_heads():
         build_policy(1, 4)
 
 
-def logprobs_of(graph, params, tokens_BT, target_BT):
+def logprobs_of(graph, mesh, params, tokens_BT, target_BT):
     model = nnx.merge(graph, params)
     position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     one_BT = jnp.ones_like(tokens_BT)
     x_BTD = model.hidden(
         tokens_BT, position_BT, lambda q, k, v: packed_attention(q, k, v, one_BT, one_BT)
     )
-    return chosen_logprobs(x_BTD, model.head(), target_BT, temperature=0.7, vocab_size=61)
+    how = {"temperature": 0.7, "vocab_size": 61, "mesh": mesh}
+    return chosen_logprobs(x_BTD, model.head(), target_BT, **how)
 
 
 @pytest.mark.parametrize(("data", "model"), MESHES)
@@ -163,8 +164,11 @@ def test_every_mesh_gives_one_devices_logprobs(params, data, model):
     mesh = make_mesh(data=data, model=model)
     rng = np.random.default_rng(1)
     tokens_BT, target_BT = rng.integers(0, 61, (2, 8, 10))
-    function = jax.jit(functools.partial(logprobs_of, graph))
-    expected = function(params, tokens_BT, target_BT)
+    function = jax.jit(functools.partial(logprobs_of, graph, mesh))
+    one_device = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    expected = jax.jit(functools.partial(logprobs_of, graph, one_device))(
+        params, tokens_BT, target_BT
+    )
     sharded = jax.device_put(params, learner_shardings(mesh))
     rows = hosts.place((tokens_BT, target_BT), rules.rows(mesh))
     for got, want in zip(function(sharded, *rows), expected, strict=True):
@@ -182,7 +186,7 @@ def test_the_chunked_head_leaves_rows_on_their_devices():
         jax.ShapeDtypeStruct((D, V), jnp.float32, sharding=head),
         jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=by_rows),
     )
-    function = functools.partial(chosen_logprobs, temperature=1.0, vocab_size=V)
+    function = functools.partial(chosen_logprobs, temperature=1.0, vocab_size=V, mesh=mesh)
     compiled = jax.jit(function, out_shardings=by_rows).lower(*arguments).compile()
     assert collectives(compiled) == [(f"f32[{D},{V}]", "all-gather")]
 

@@ -20,11 +20,12 @@ from flax import nnx
 
 from dapo_jax.arithmetic import generate, worked_solution
 from dapo_jax.data import PROMPT_TEMPLATE
-from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.logprobs import head_loss
 from dapo_jax.tokenizer import load_tokenizer
 from models import save_hf
 from models.packed import packed_attention
 from models.qwen2 import PRESETS, Qwen2, segment_positions, split
+from sharding.mesh import make_mesh
 
 LEVELS = (1, 2, 3, 4)
 FLAWED_SHARE = 0.2  # of the optimizer steps, the last ones
@@ -118,6 +119,7 @@ def main(_):
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     )
     opt_state = optimizer.init(params)
+    mesh = make_mesh(data=-1, model=1)
 
     def loss_fn(params, batch):
         tokens_BT, segment_BT, target_BT = batch
@@ -130,15 +132,18 @@ def main(_):
             lambda q, k, v: packed_attention(q, k, v, segment_BT, no_branch_BT),
             remat="full",
         )
-        logp_BT, _ = chosen_logprobs(
+        weight_BT = target_BT[:, 1:]
+        loss, _, _ = head_loss(
             x_BTD[:, :-1],
             model.head(),
             tokens_BT[:, 1:],
+            weight_BT,
+            lambda logp, weight: -logp * weight,
             temperature=1.0,
             vocab_size=tokenizer.vocab_size,
+            mesh=mesh,
         )
-        weight_BT = target_BT[:, 1:]
-        return -jnp.sum(logp_BT * weight_BT) / jnp.sum(weight_BT)
+        return loss / jnp.sum(weight_BT)
 
     @jax.jit
     def step(params, opt_state, batch):
