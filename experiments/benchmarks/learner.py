@@ -52,7 +52,7 @@ LEARNING = learner.Learning(
     temperature=1.0,
     vocab_size=2_048,
     compute_dtype="float32",
-    remat="full",
+    remat="none",
 )
 
 
