@@ -81,6 +81,9 @@ def get_config() -> ConfigDict:
     config.learner.row_tokens = 22_528  # a packed row; holds the longest prompt and response
     config.learner.micro_batch_rows = 32  # rows of one gradient-accumulation step, all devices
     config.learner.remat = "full"  # of activations: none, keep_products, keep_attention, full
+    config.learner.lora_rank = 0  # train low-rank factors instead of all weights; 0: off
+    config.learner.lora_alpha = 32.0  # the factors' product counts alpha / rank
+    config.learner.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")
 
     config.mesh = ConfigDict()
     config.mesh.data = -1  # -1: all devices that mesh.model leaves

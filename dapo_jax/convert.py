@@ -19,7 +19,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from dapo_jax import checkpoint, command, setup
+from dapo_jax import checkpoint, command, learner, setup
 from models import hf
 from models.qwen2 import Qwen2Config, abstract_params
 
@@ -129,12 +129,16 @@ def load_run(workdir: pathlib.Path, step: int | None, *, dtype: str):
     step = checkpoints.latest_step() if step is None else step
     if step is None:
         raise FileNotFoundError(f"{workdir / 'checkpoints'} is empty: there is nothing to convert")
-    state, _ = checkpoints.restore(step, setup.abstract_state(policy))
+    state, _ = checkpoints.restore(step, policy.state)
     checkpoints.close()
     model_path = recipe.model.path
     kept = _kept(model_path) if model_path else {}
     tokenizer_path = pathlib.Path(recipe.tokenizer.path or model_path)
-    params = jax.tree.map(lambda p: np.asarray(p).astype(dtype), state.params)
+    params = state.params
+    if policy.learning.lora:
+        start_weights = setup.load_weights(recipe, policy, dtype=recipe.model.compute_dtype)
+        params = learner.policy_weights(params, start_weights, policy.learning)
+    params = jax.tree.map(lambda p: np.asarray(p).astype(dtype), params)
     return params, policy.model_config, kept, tokenizer_path
 
 

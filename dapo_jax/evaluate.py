@@ -135,11 +135,10 @@ def main(_):
     if step == 0:
         params = setup.start_params(config, policy)
     else:
-        params = checkpoints.restore(step, setup.abstract_state(policy))[0].params
+        params = checkpoints.restore(step, policy.state)[0].params
     checkpoints.close()
-    results = evaluate(
-        config, policy, policy.reshard(params), data.eval_sets, tokenizer, report=print
-    )
+    sampler_params = policy.reshard(params, setup.start_weights(config, policy))
+    results = evaluate(config, policy, sampler_params, data.eval_sets, tokenizer, report=print)
     write_results(workdir, step, results)
     print(evaluation_line({"step": step - 1, **result_row(results)}))
     print(f"written to {workdir / 'eval' / f'{step}.json'}")

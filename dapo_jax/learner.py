@@ -4,6 +4,7 @@ Axis letters: M micro-batches, B rows, T tokens. The rows are packed (dapo_jax.p
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from dapo_jax.algorithm import (
 from dapo_jax.logprobs import chosen_logprobs, head_loss
 from dapo_jax.packing import TrainSequence, micro_batches, pack
 from models.cpu import small_side_turned
+from models.lora import Lora, adapted
 from models.packed import packed_attention
 from models.splash_tpu import splash_attention
 from sharding import rules
@@ -30,7 +32,7 @@ from sharding import rules
 
 @struct.dataclass
 class TrainState:
-    """float32 master weights and AdamW's moments."""
+    """What is trained, in float32 (all weights, or LoRA's factors), and AdamW's moments."""
 
     params: Any
     opt_state: Any
@@ -69,6 +71,7 @@ class Learning:
     vocab_size: int
     compute_dtype: str
     remat: str
+    lora: Lora | None
 
 
 def optimizer(learning: Learning) -> optax.GradientTransformation:
@@ -105,6 +108,15 @@ def shardings_like_params(state: TrainState, param_shardings, replicated) -> Tra
 def cast(params, dtype):
     """The parameters in the compute dtype; gradients flow back to the float32 masters."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def policy_weights(params, start_weights, learning: Learning):
+    """All weights of the policy, in the compute dtype; with LoRA the start policy's, adapted."""
+    if learning.lora is None:
+        return cast(params, learning.compute_dtype)
+    adapters = params["layers"]
+    layers = adapted(start_weights["layers"], adapters, scale=learning.lora.scale)
+    return start_weights | {"layers": layers}
 
 
 def shares_prompts(mesh: jax.sharding.Mesh) -> bool:
@@ -150,7 +162,23 @@ def make_batch(
     return Batch(**vars(arrays), num_micro=np.int32(used))
 
 
-def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, learning: Learning):
+def abstract_batch(shape: tuple[int, int, int], mesh) -> Batch:
+    """ShapeDtypeStructs, with shardings, of a batch of [M, B, T]: what an update is lowered for."""
+
+    def rows(dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=rules.micro_batches(mesh))
+
+    ints = ("tokens", "target", "position", "segment", "branch")
+    floats = ("behavior_logp", "advantage", "weight")
+    return Batch(
+        **{name: rows(jnp.int32) for name in ints},
+        **{name: rows(jnp.float32) for name in floats},
+        is_response=rows(jnp.bool_),
+        num_micro=jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh)),
+    )
+
+
+def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
     """(loss, sums): a micro-batch's share of the mini-batch's loss (Eq. 8 and 12), and metrics.
 
     `micro.weight` was normalised over the whole mini-batch, so the shares of all micro-batches
@@ -167,14 +195,21 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, lea
     head = {"temperature": s.temperature, "vocab_size": s.vocab_size, "mesh": mesh}
     clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
 
-    def last_layer(params):
-        model = nnx.merge(graph, cast(params, s.compute_dtype))
-        x_BTD = model.hidden(micro.tokens, micro.position, attend, remat=s.remat, project=project)
+    def last_layer(weights, **adaptation):
+        model = nnx.merge(graph, weights)
+        how = {"remat": s.remat, "project": project, **adaptation}
+        x_BTD = model.hidden(micro.tokens, micro.position, attend, **how)
         return x_BTD, model.head(), micro.target
+
+    if s.lora is None:
+        last = last_layer(cast(params, s.compute_dtype))
+    else:  # Layer by layer: the adapted weights of all layers never exist at once.
+        adapt = functools.partial(adapted, scale=s.lora.scale)
+        last = last_layer(start_weights, adapters=params["layers"], adapt=adapt)
 
     reference_logp_BT = None
     if s.kl_coef > 0:
-        reference_logp_BT, _ = chosen_logprobs(*last_layer(reference_params), **head)
+        reference_logp_BT, _ = chosen_logprobs(*last_layer(start_weights), **head)
 
     def policy_loss_and_kl(logp, tokens):
         token, reference_logp = tokens
@@ -190,7 +225,7 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, lea
         return (loss + s.kl_coef * kl) * tokens[0].weight
 
     tokens = (micro, reference_logp_BT)
-    loss, logp_BT, entropy_BT = head_loss(*last_layer(params), tokens, token_loss, **head)
+    loss, logp_BT, entropy_BT = head_loss(*last, tokens, token_loss, **head)
     _, kl_BT = policy_loss_and_kl(logp_BT, tokens)
     held = clip_indicators(logp_BT, micro.behavior_logp, micro.advantage, **clip)
     ratio_BT = importance_ratio(logp_BT, micro.behavior_logp)
@@ -209,21 +244,20 @@ def micro_batch_loss(params, reference_params, micro: Batch, *, graph, mesh, lea
     return loss, sums
 
 
-def update(
-    state: TrainState, reference_params, batch: Batch, learning_rate, *, graph, mesh, learning
-):
+def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, graph, mesh, learning):
     """(state, metrics) after one optimizer step on one mini-batch; pure, to be jitted.
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
     update whose gradient is not finite changes nothing, which metrics["taken"] tells.
-    `reference_params` are read only where learning.kl_coef > 0 (pass None otherwise).
+    `start_weights`, the start policy's in the compute dtype, are what LoRA adapts and what the KL
+    term is measured against; without either pass None.
     """
 
     def micro_batch_gradient(i):
         micro = jax.tree.map(lambda rows: rows[i], batch.replace(num_micro=None))
         gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
         return gradient(
-            state.params, reference_params, micro, graph=graph, mesh=mesh, learning=learning
+            state.params, start_weights, micro, graph=graph, mesh=mesh, learning=learning
         )
 
     def accumulate(i, total):

@@ -16,6 +16,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, plan_cache
 from dapo_jax.tokenizer import Tokenizer, load_tokenizer
 from models.hf import load_config, load_params, read_config
+from models.lora import MATRICES, Lora, adapter_axes, init_adapters
 from models.qwen2 import (
     PRESETS,
     REMAT,
@@ -59,6 +60,7 @@ AT_LEAST_0 = (
     "algo.overlong_cache_tokens",
     "learner.warmup_steps",
     "learner.weight_decay",
+    "learner.lora_rank",
     "eval.every_steps",
     "eval.max_prompts",
     "mesh.cpu_devices",
@@ -70,6 +72,7 @@ POSITIVE = (
     "learner.learning_rate",
     "learner.adam_eps",
     "learner.max_grad_norm",
+    "learner.lora_alpha",
     "eval.temperature",
 )
 
@@ -82,10 +85,11 @@ class Policy:
     graph: nnx.GraphDef
     mesh: jax.sharding.Mesh
     engine: Engine
-    reshard: functools.partial  # learner params -> the decoder's, in the compute dtype
-    update: functools.partial  # (state, reference_params, batch, learning_rate) -> state, metrics
+    reshard: functools.partial  # (trained params, start_weights) -> the decoder's weights
+    update: functools.partial  # (state, start_weights, batch, learning_rate) -> state, metrics
     learning: learner.Learning
-    state_shardings: learner.TrainState
+    weight_shardings: dict  # of all weights, as the learner has them
+    state: learner.TrainState  # ShapeDtypeStructs with shardings: what a checkpoint is read into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,19 +200,24 @@ def eval_sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
     )
 
 
-def build_policy(config: ConfigDict, vocab_size: int) -> Policy:
-    """The mesh, the shardings and the jitted programs. No array is allocated, nothing compiled."""
+def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy:
+    """The mesh, the shardings and the jitted programs. No array is allocated, nothing compiled.
+
+    devices: those of the mesh, a compile-only topology's too; None: all of this program's.
+    """
     sizes = model_sizes(config)
     if vocab_size > sizes.vocab_size:
         raise ValueError(
             f"the tokenizer has {vocab_size} ids, but the model only {sizes.vocab_size} embedding "
             "rows; set tokenizer.path to the model's own tokenizer"
         )
-    mesh = make_mesh(data=config.mesh.data, model=config.mesh.model)
+    mesh = make_mesh(data=config.mesh.data, model=config.mesh.model, devices=devices)
     graph, params = abstract_params(sizes)
-    axes = param_axes(params)
-    params_shardings = rules.param_shardings(mesh, axes, params, rules.LEARNER)
+    weight_shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     c, a = config.learner, config.algo
+    lora = None
+    if c.lora_rank:
+        lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
     learning = learner.Learning(
         eps_low=a.eps_low,
         eps_high=a.eps_high,
@@ -223,15 +232,24 @@ def build_policy(config: ConfigDict, vocab_size: int) -> Policy:
         vocab_size=vocab_size,
         compute_dtype=config.model.compute_dtype,
         remat=c.remat,
+        lora=lora,
     )
+    trained, trained_shardings = params, weight_shardings
+    if lora:
+        trained = jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
+        axes = adapter_axes(trained)
+        trained_shardings = rules.param_shardings(mesh, axes, trained, rules.LEARNER)
     # The moments have the parameters' tree, so their shardings are found by its paths.
-    state = jax.eval_shape(functools.partial(learner.init_state, learning=learning), params)
-    state_shardings = learner.shardings_like_params(state, params_shardings, rules.replicated(mesh))
+    state = jax.eval_shape(functools.partial(learner.init_state, learning=learning), trained)
+    state_shardings = learner.shardings_like_params(
+        state, trained_shardings, rules.replicated(mesh)
+    )
 
-    def decoder_params(params):
-        return unstack(learner.cast(params, config.model.compute_dtype))
+    def decoder_params(params, start_weights):
+        return unstack(learner.policy_weights(params, start_weights, learning))
 
-    engine_params = jax.eval_shape(decoder_params, params)
+    weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
+    engine_params = jax.eval_shape(decoder_params, trained, weights)
     engine_shardings = rules.param_shardings(
         mesh, param_axes(engine_params), engine_params, rules.SAMPLER
     )
@@ -247,7 +265,12 @@ def build_policy(config: ConfigDict, vocab_size: int) -> Policy:
             donate_argnums=0,
         ),
         learning=learning,
-        state_shardings=state_shardings,
+        weight_shardings=weight_shardings,
+        state=jax.tree.map(
+            lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            state,
+            state_shardings,
+        ),
     )
 
 
@@ -276,17 +299,37 @@ def build_engine(config: ConfigDict, sizes: Qwen2Config, mesh, params, shardings
     return Engine(sizes, mesh, cache, params=params, kernel=kernel)
 
 
-def start_params(config: ConfigDict, policy: Policy):
-    """The start policy's float32 parameters on the mesh: loaded, or random from the seed."""
-    shardings = policy.state_shardings.params
+def load_weights(config: ConfigDict, policy: Policy, *, dtype: str):
+    """All weights of the start policy on the mesh: loaded, or random from the seed."""
     if config.model.path:
-        params = load_params(config.model.path, policy.model_config, dtype="float32")
-        return hosts.place(params, shardings)
+        params = load_params(config.model.path, policy.model_config, dtype=dtype)
+        return hosts.place(params, policy.weight_shardings)
 
     def init():
-        return split(Qwen2(policy.model_config, key=key(config, INIT_STREAM)))[1]
+        params = split(Qwen2(policy.model_config, key=key(config, INIT_STREAM)))[1]
+        return learner.cast(params, dtype)
 
-    return jax.jit(init, out_shardings=shardings)()
+    return jax.jit(init, out_shardings=policy.weight_shardings)()
+
+
+def start_weights(config: ConfigDict, policy: Policy):
+    """The start policy's weights where they are needed beside what is trained, else None.
+
+    LoRA adapts them; the KL term is measured against them.
+    """
+    if policy.learning.lora is None and config.algo.kl_coef == 0:
+        return None
+    return load_weights(config, policy, dtype=config.model.compute_dtype)
+
+
+def start_params(config: ConfigDict, policy: Policy):
+    """What is trained, before the first step: all weights in float32, or LoRA's factors."""
+    lora = policy.learning.lora
+    if lora is None:
+        return load_weights(config, policy, dtype="float32")
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state.params)
+    init = functools.partial(init_adapters, policy.model_config, lora)
+    return jax.jit(init, out_shardings=shardings)(key=key(config, INIT_STREAM))
 
 
 def check(config: ConfigDict) -> None:
@@ -349,6 +392,17 @@ def check(config: ConfigDict) -> None:
         c.remat in REMAT,
         f"learner.remat = {c.remat!r} is unknown; there are {', '.join(REMAT)}",
     )
+    for target in c.lora_targets:
+        require(
+            target in MATRICES,
+            f"learner.lora_targets has {target!r}, which is unknown; there are "
+            f"{', '.join(MATRICES)}",
+        )
+    require(
+        c.lora_rank == 0 or len(c.lora_targets) > 0,
+        f"learner.lora_rank = {c.lora_rank}, but learner.lora_targets is empty; name some of "
+        f"{', '.join(MATRICES)}",
+    )
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
     require(
         c.row_tokens >= longest,
@@ -365,14 +419,3 @@ def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
             f"learner.micro_batch_rows = {rows} does not divide over the mesh's data axis of "
             f"{ways} devices; the nearest that does is {max(ways, round(rows / ways) * ways)}"
         )
-
-
-def abstract_state(policy: Policy) -> learner.TrainState:
-    """ShapeDtypeStructs, with shardings, of the training state: what a checkpoint is read into."""
-    _, params = abstract_params(policy.model_config)
-    state = jax.eval_shape(functools.partial(learner.init_state, learning=policy.learning), params)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        policy.state_shardings,
-    )

@@ -69,13 +69,13 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         every_steps=config.checkpoint.every_steps,
         keep=config.checkpoint.keep,
     )
-    restored = checkpoints.restore_latest(setup.abstract_state(policy), report=logging.warning)
+    restored = checkpoints.restore_latest(policy.state, report=logging.warning)
     if restored is None:
         first_step, state = 0, start_state(config, policy)
         progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
     else:
         first_step, state, progress = restored
-    reference_params = setup.start_params(config, policy) if config.algo.kl_coef > 0 else None
+    start_weights = setup.start_weights(config, policy)
     record_config(config, workdir)
     run_key = setup.key(config, setup.ROLLOUT_STREAM)
     r, algo = config.rollout, config.algo
@@ -97,7 +97,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         policy.engine.compile(sampling)
         if config.eval.every_steps and data.eval_sets:
             policy.engine.compile(setup.eval_sampling(config, tokenizer))
-        sampler_params = policy.reshard(state.params)
+        sampler_params = policy.reshard(state.params, start_weights)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
             results = evaluate_now(sampler_params)
             write_results(workdir, 0, results)
@@ -148,15 +148,17 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             )
             updates = []
             groups_per_update = r.num_prompts // config.updates_per_step
-            for i, chosen in enumerate(
-                minibatches(rollouts.kept, groups_per_update=groups_per_update)
-            ):
-                display.phase(f"update: {i + 1}/{config.updates_per_step}")
-                with watch("update"):
+            chunks = minibatches(rollouts.kept, groups_per_update=groups_per_update)
+            with watch("update"):
+                for i, chosen in enumerate(chunks):
+                    display.phase(f"update: {i + 1}/{len(chunks)}")
                     batch = minibatch(config, policy, rollouts, advantage_PG, chosen)
-                    state, metrics = policy.update(state, reference_params, batch, learning_rate)
-                    updates.append(hosts.fetch(metrics))
-            sampler_params = policy.reshard(state.params)
+                    state, metrics = policy.update(state, start_weights, batch, learning_rate)
+                    # The host is one ahead: it packs while the devices take the update before.
+                    jax.block_until_ready(updates[-1:])
+                    updates.append(metrics)
+                updates = hosts.fetch(updates)
+            sampler_params = policy.reshard(state.params, start_weights)
 
             results = {}
             if is_due(step, config.eval.every_steps, config.num_steps) and data.eval_sets:
@@ -227,7 +229,8 @@ def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
 def start_state(config, policy):
     """The training state before the first step, on the mesh."""
     init = functools.partial(init_state, learning=policy.learning)
-    return jax.jit(init, out_shardings=policy.state_shardings, donate_argnums=0)(
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state)
+    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(
         setup.start_params(config, policy)
     )
 

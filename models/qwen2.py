@@ -217,21 +217,33 @@ class Qwen2(nnx.Module):
         """The output matrix head_DV: the embedding's transpose where they are tied."""
         return self.embed_VD[...].T if self.config.tie_embeddings else self.head_DV[...]
 
-    def hidden(self, tokens_BT, position_BT, attend, *, remat="none", project=jnp.einsum):
+    def hidden(
+        self,
+        tokens_BT,
+        position_BT,
+        attend,
+        *,
+        remat="none",
+        project=jnp.einsum,
+        adapters=(),
+        adapt=lambda layer, adapters: layer,
+    ):
         """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
         remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
-        block's.
+        block's. adapt(a layer's parameters, its adapters) -> the parameters to compute with, where
+        `adapters` is a tree of arrays stacked as the layers are.
         """
         cos_sin = rotation(position_BT, self.config)
-        block, params = nnx.split(self.layers)
+        block, state = nnx.split(self.layers)
 
-        def body(x_BTD, params):
-            layer = nnx.merge(block, params)
+        def body(x_BTD, params_and_adapters):
+            layer = nnx.merge(block, adapt(*params_and_adapters))
             return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), project=project)
 
         body = REMAT[remat](body)
-        x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), params)
+        layers = (nnx.to_pure_dict(state), adapters)
+        x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), layers)
         return self.final_norm(x_BTD)
 
     def __call__(self, tokens_BT, *, segment_BT=None):

@@ -17,6 +17,7 @@ LEARNER = {
     "mlp": "model",
     "norm": None,
     "layer": None,
+    "rank": None,
 }
 SAMPLER = LEARNER | {"width": None}
 

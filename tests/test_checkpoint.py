@@ -31,6 +31,7 @@ LEARNING = Learning(
     vocab_size=64,
     compute_dtype="float32",
     remat="none",
+    lora=None,
 )
 EVERYWHERE = PartitionSpec()
 LARGE = 128  # Orbax keeps arrays of this width in files of their own, small ones in its index

@@ -96,6 +96,8 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"rollout.block_tokens": 0}, "rollout.block_tokens = 0, but must be at least 1"),
         ({"mesh.cpu_devices": -1}, "mesh.cpu_devices = -1, but must be at least 0"),
         ({"learner.adam_b1": 1.0}, "adam_b1 = 1.0"),
+        ({"learner.lora_rank": 8, "learner.lora_targets": ("q", "qq")}, "lora_targets has 'qq'"),
+        ({"learner.lora_rank": 8, "learner.lora_targets": ()}, "lora_targets is empty"),
         ({"learner.remat": "ful"}, "learner.remat = 'ful' .* none, keep_products"),
         ({"learner.learning_rate": float("inf")}, "learning_rate = inf"),
     ],
@@ -184,13 +186,13 @@ def test_the_32b_recipe_builds_its_model_shardings_and_batch_shapes_without_devi
     config = abstract_32b()
     setup.check(config)
     policy = setup.build_policy(config, vocab_size=151_665)
-    state = setup.abstract_state(policy)
+    state = policy.state
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 32_763_876_352
     sharded = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]
     whole = sum(x.size for x in jax.tree.leaves(state))
     assert sum(x.size for x in sharded) / whole > 0.999
     assert all(x.sharding.shard_shape(x.shape) != x.shape for x in sharded)
-    decoder = jax.tree.leaves(jax.eval_shape(policy.reshard, state.params))
+    decoder = jax.tree.leaves(jax.eval_shape(policy.reshard, state.params, None))
     assert {leaf.dtype for leaf in decoder} == {jax.numpy.dtype("bfloat16")}
     assert sum(leaf.size for leaf in decoder) == 32_763_876_352
     responses = config.rollout.num_prompts // config.updates_per_step * config.rollout.group_size

@@ -42,6 +42,7 @@ LEARNING = Learning(
     vocab_size=VOCAB,
     compute_dtype="float32",
     remat="none",
+    lora=None,
 )
 # Adam's first step is sign(g) where eps is small: it makes a whole step of a gradient's rounding
 # near 0. With eps 1 the step is smooth in g.
@@ -146,19 +147,19 @@ def jitted_update(learning: Learning):
     return jit(functools.partial(learner.update, graph=graph(), mesh=mesh, learning=learning))
 
 
-def run_update(params, batch, learning=LEARNING, *, reference_params=None, learning_rate=1e-3):
+def run_update(params, batch, learning=LEARNING, *, start_weights=None, learning_rate=1e-3):
     """(state, metrics) after the first update."""
     state = init_state(params, learning)
-    return jitted_update(learning)(state, reference_params, batch, learning_rate)
+    return jitted_update(learning)(state, start_weights, batch, learning_rate)
 
 
 def first_moment(state: learner.TrainState):
     return state.opt_state[1][0].mu
 
 
-def gradient(params, batch, learning=LEARNING, *, reference_params=None):
+def gradient(params, batch, learning=LEARNING, *, start_weights=None):
     """The first update's gradient: with b1, Adam's first moment is (1 - b1) times it."""
-    state, metrics = run_update(params, batch, learning, reference_params=reference_params)
+    state, metrics = run_update(params, batch, learning, start_weights=start_weights)
     assert metrics["taken"]
     first = jax.device_get(first_moment(state))
     return jax.tree.map(lambda m: m / (1 - learning.adam_b1), first)
@@ -224,7 +225,7 @@ def unpadded(array_RT, data: Responses) -> list[np.ndarray]:
     return [row[: len(response)] for row, response in zip(rows, data.responses, strict=True)]
 
 
-def plain_loss(params, rows: PlainRows, reference_params, *, mode, learning: Learning):
+def plain_loss(params, rows: PlainRows, start_weights, *, mode, learning: Learning):
     """The negative of J of Eq. 8 (token_mean: as in Eq. 12), with the dual clip for A < 0."""
     logp_RT, _ = row_logp(params, rows, temperature=learning.temperature)
     ratio_RT = jnp.exp(logp_RT - rows.behavior_logp_RT)
@@ -234,7 +235,7 @@ def plain_loss(params, rows: PlainRows, reference_params, *, mode, learning: Lea
     bounded_RT = jnp.maximum(objective_RT, learning.dual_clip * advantage_R1)
     loss_RT = -jnp.where(advantage_R1 < 0, bounded_RT, objective_RT)
     if learning.kl_coef:
-        reference_RT, _ = row_logp(reference_params, rows, temperature=learning.temperature)
+        reference_RT, _ = row_logp(start_weights, rows, temperature=learning.temperature)
         gap_RT = reference_RT - logp_RT
         loss_RT += learning.kl_coef * (jnp.exp(gap_RT) - gap_RT - 1)
     length_R = rows.length_R * rows.trains_R
@@ -245,16 +246,16 @@ def plain_loss(params, rows: PlainRows, reference_params, *, mode, learning: Lea
 
 
 @functools.partial(jit, static_argnames=("mode", "learning"))
-def plain_loss_and_gradient(params, rows, reference_params, *, mode, learning):
+def plain_loss_and_gradient(params, rows, start_weights, *, mode, learning):
     loss = functools.partial(plain_loss, mode=mode, learning=learning)
-    return jax.value_and_grad(loss)(params, rows, reference_params)
+    return jax.value_and_grad(loss)(params, rows, start_weights)
 
 
-def plain(params, data, *, mode="token_mean", learning=LEARNING, reference_params=None):
+def plain(params, data, *, mode="token_mean", learning=LEARNING, start_weights=None):
     """(loss, gradient)."""
     rows = plain_rows(data)
     return jax.device_get(
-        plain_loss_and_gradient(params, rows, reference_params, mode=mode, learning=learning)
+        plain_loss_and_gradient(params, rows, start_weights, mode=mode, learning=learning)
     )
 
 
@@ -428,12 +429,13 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, data_way
     batch = train.minibatch(
         config, policy, rollouts_of(data, group_size=4), advantage_PG, np.array([0, 1])
     )
-    placed = jax.device_put(params, policy.state_shardings.params)
+    placed = jax.device_put(params, policy.weight_shardings)
     q_DNH = placed["layers"]["q_DNH"]
     assert q_DNH.addressable_shards[0].data.size * 4 == q_DNH.size  # split over all devices
-    state = jax.device_put(init_state(params, policy.learning), policy.state_shardings)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state)
+    state = jax.device_put(init_state(params, policy.learning), shardings)
     state, metrics = policy.update(state, None, batch, 0.1)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == policy.state_shardings
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
 
     one = batch_of(data, micro_batch_rows=4, num_micro=2)
     assert policy.learning == REMAT_SMOOTH
@@ -656,16 +658,16 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
 ):
     learning = dataclasses.replace(LEARNING, kl_coef=0.3)
     batch = batch_of(data)
-    at_start = gradient(params, batch, learning, reference_params=params)
-    assert run_update(params, batch, learning, reference_params=params)[1]["kl"] == 0
+    at_start = gradient(params, batch, learning, start_weights=params)
+    assert run_update(params, batch, learning, start_weights=params)[1]["kl"] == 0
     assert distance(at_start, expected["token_mean"][1]) < TOLERANCE
 
     reference = jax.tree.map(lambda a, b: a + 0.1 * b, params, random_params(9))
-    away = gradient(params, batch, learning, reference_params=reference)
-    by_hand = plain(params, data, learning=learning, reference_params=reference)[1]
+    away = gradient(params, batch, learning, start_weights=reference)
+    by_hand = plain(params, data, learning=learning, start_weights=reference)[1]
     assert distance(away, by_hand) < TOLERANCE
     assert distance(away, expected["token_mean"][1]) > 0.01
-    metrics = run_update(params, batch, learning, reference_params=reference)[1]
+    metrics = run_update(params, batch, learning, start_weights=reference)[1]
     logp, reference_logp = (
         np.concatenate(unpadded(plain_logp(p, data)[0], data)) for p in (params, reference)
     )

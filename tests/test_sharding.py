@@ -76,7 +76,7 @@ def make_small_mesh(*, data, model):
 
 def sample(policy, params, prompts):
     """{(cursor, sample): response} of groups submitted in this order, and the session."""
-    params = policy.reshard(jax.device_put(params, policy.state_shardings.params))
+    params = policy.reshard(jax.device_put(params, policy.weight_shardings), None)
     session = Session(policy.engine, params, RUN_KEY, SAMPLING)
     for cursor, prompt in prompts:
         session.submit(cursor, prompt, group_size=GROUP_SIZE)

@@ -235,7 +235,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     config.model.path = str(tmp_path / "hf")
     policy = setup.build_policy(config, tokenizer.vocab_size)
     sets = setup.load_data(config, tokenizer, training=False).eval_sets
-    params = policy.reshard(setup.start_params(config, policy))
+    params = policy.reshard(setup.start_params(config, policy), None)
     results = evaluate.evaluate(config, policy, params, sets, tokenizer, report=print)
     assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
     convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")

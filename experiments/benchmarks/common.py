@@ -100,6 +100,29 @@ def run_session(engine: Engine, params, groups, how: Sampling) -> tuple[Session,
     return session, time.perf_counter() - start
 
 
+def best_seconds(run, *, repeats: int) -> float:
+    """The least time of a call, after one that compiles."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def measured_rates(mesh) -> tuple[float, float]:
+    """(bytes a second read and written by a copy, FLOP a second of a product), all devices."""
+    ways, rows = mesh.shape["data"], rules.rows(mesh)
+    array = jax.device_put(jnp.zeros((ways, 2**25)), rows)
+    copy = jax.jit(lambda a: a + 1, out_shardings=rows)
+    bandwidth = 2 * array.nbytes / best_seconds(lambda: copy(array), repeats=10)
+    n = 1_024
+    a = jax.device_put(jnp.ones((ways, n, n)), rows)
+    product = jax.jit(lambda a: jnp.einsum("dij,djk->dik", a, a), out_shardings=rows)
+    return bandwidth, ways * 2 * n**3 / best_seconds(lambda: product(a), repeats=10)
+
+
 def real_lengths(path: pathlib.Path, count: int, longest: int) -> np.ndarray:
     """Lengths of real responses, a quarter of each, cut at `longest` as training cuts them."""
     with path.open() as file:

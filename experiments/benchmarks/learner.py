@@ -53,6 +53,7 @@ LEARNING = learner.Learning(
     vocab_size=2_048,
     compute_dtype="float32",
     remat="none",
+    lora=None,
 )
 
 

@@ -7,43 +7,16 @@ decode step's bytes (weights once a device, live keys and values) and FLOPs. Wha
 processor's caches is read faster than it is copied: then only the arithmetic is a limit.
 """
 
-import time
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
 from experiments.benchmarks import common
-from sharding import rules
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as.")
 PROMPTS, GROUP, PROMPT, RESPONSE, PAGE = 8, 8, 64, 128, 64
-
-
-def best_seconds(run, *, repeats: int) -> float:
-    """The least time of a call, after one that compiles."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def measured_rates(mesh) -> tuple[float, float]:
-    """(bytes a second read and written by a copy, FLOP a second of a product), all devices."""
-    ways, rows = mesh.shape["data"], rules.rows(mesh)
-    array = jax.device_put(jnp.zeros((ways, 2**25)), rows)
-    copy = jax.jit(lambda a: a + 1, out_shardings=rows)
-    bandwidth = 2 * array.nbytes / best_seconds(lambda: copy(array), repeats=10)
-    n = 1_024
-    a = jax.device_put(jnp.ones((ways, n, n)), rows)
-    product = jax.jit(lambda a: jnp.einsum("dij,djk->dik", a, a), out_shardings=rows)
-    return bandwidth, ways * 2 * n**3 / best_seconds(lambda: product(a), repeats=10)
 
 
 def main(_):
@@ -71,7 +44,7 @@ def main(_):
         sessions = [common.run_session(engine, params, groups, how)[0] for _ in range(6)]
         steps = sum(block.steps for block in sessions[0].blocks)
         step_seconds = min(session.seconds["decode"] for session in sessions) / steps
-        bandwidth, flops = measured_rates(engine.mesh)
+        bandwidth, flops = common.measured_rates(engine.mesh)
         weights = 4 * sum(p.size for p in jax.tree.leaves(params)) - 4 * params["embed_VD"].size
         token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
         # A group's prompt is read once; a response has half its length on average.

@@ -1,0 +1,87 @@
+"""Low-rank adaptation (LoRA, Hu et al. 2021, arXiv 2106.09685): W + scale * A B, W left alone.
+
+Axis letter beside the model's: R rank. An adapted matrix's factors are called by its name with R
+between what is summed over and what comes out: q_DNH has q_DR and q_RNH. Policies are sampled and
+trained with the sum, in the dtype of W, so that the two agree to rounding.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.qwen2 import PARAM_AXES, Qwen2Config, abstract_params
+
+# Which matrices can be adapted: what is summed over, and what comes out.
+MATRICES = {
+    "q": ("D", "NH"),
+    "k": ("D", "KH"),
+    "v": ("D", "KH"),
+    "o": ("NH", "D"),
+    "gate": ("D", "F"),
+    "up": ("D", "F"),
+    "down": ("F", "D"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which matrices of all layers are adapted, and how; the update's scale is alpha / rank."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """What A B is multiplied by (section 4.1)."""
+        return self.alpha / self.rank
+
+
+def factors(target: str) -> tuple[str, str, str]:
+    """The names of (W, A, B)."""
+    summed, out = MATRICES[target]
+    return f"{target}_{summed}{out}", f"{target}_{summed}R", f"{target}_R{out}"
+
+
+def init_adapters(config: Qwen2Config, lora: Lora, *, key) -> dict[str, Any]:
+    """Float32 factors of all layers, stacked: A normal with variance 1 / inputs, B zero."""
+    layers = abstract_params(config)[1]["layers"]
+    adapters = {}
+    for i, target in enumerate(lora.targets):
+        w, a, b = factors(target)
+        L, *shape = layers[w].shape
+        axes = len(MATRICES[target][0])
+        summed, out = shape[:axes], shape[axes:]
+        std = math.prod(summed) ** -0.5
+        adapters[a] = std * jax.random.normal(jax.random.fold_in(key, i), (L, *summed, lora.rank))
+        adapters[b] = jnp.zeros((L, lora.rank, *out))
+    return {"layers": adapters}
+
+
+def adapted(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:
+    """A layer's parameters, or stacked ones, with W + scale * A B for every W that has factors.
+
+    Computed in float32, rounded to W's dtype once.
+    """
+    new = dict(layer)
+    for target, (summed, out) in MATRICES.items():
+        w, a, b = factors(target)
+        if a in adapters:
+            change = jnp.einsum(
+                f"...{summed}R,...R{out}->...{summed}{out}", adapters[a], adapters[b]
+            )
+            new[w] = (layer[w] + scale * change).astype(layer[w].dtype)
+    return new
+
+
+def adapter_axes(adapters: dict[str, Any]) -> dict[str, Any]:
+    """Logical axis names of every factor, as `models.qwen2.param_axes` has them for parameters."""
+    axes = {}
+    for target, (summed, _) in MATRICES.items():
+        w, a, b = factors(target)
+        axes[a] = ("layer", *PARAM_AXES[w][: len(summed)], "rank")
+        axes[b] = ("layer", "rank", *PARAM_AXES[w][len(summed) :])
+    return {"layers": {name: axes[name] for name in adapters["layers"]}}

@@ -1,0 +1,188 @@
+"""LoRA against its definition: the sum by hand, the chain rule, one device and four, export."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs import tiny
+from dapo_jax import convert, learner, setup
+from dapo_jax.checkpoint import Checkpoints
+from models import hf
+from models.lora import MATRICES, Lora, adapted, adapter_axes, factors, init_adapters
+from models.packed import packed_attention
+from models.qwen2 import abstract_params
+from sharding.mesh import make_mesh
+from tests.test_learner import LEARNING, SMALL, batch_of, data, jit, params
+
+__all__ = ["data", "params"]  # fixtures
+LORA = Lora(rank=3, alpha=6.0, targets=tuple(MATRICES))
+
+
+def random_adapters(lora=LORA, *, seed=0, config=SMALL):
+    """Both factors away from zero."""
+    rng = np.random.default_rng(seed)
+    fresh = init_adapters(config, lora, key=jax.random.key(0))
+    return jax.tree.map(lambda a: rng.normal(0, 0.2, a.shape).astype(np.float32), fresh)
+
+
+def by_hand(w, a, b, scale):
+    """W + scale * A B of stacked layers, as plain matrices in float64."""
+    L, rank = len(a), a.shape[-1]
+    A, B = a.reshape(L, -1, rank).astype(np.float64), b.reshape(L, rank, -1).astype(np.float64)
+    return w + scale * (A @ B).reshape(w.shape)
+
+
+def loss_of(adapters, weights, micro, *, lora):
+    """A micro-batch's loss as a function of LoRA's factors, or with lora None of all weights."""
+    learning = dataclasses.replace(LEARNING, lora=lora)
+    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    how = {"graph": abstract_params(SMALL)[0], "mesh": mesh, "learning": learning}
+    trained = weights if lora is None else adapters
+    return learner.micro_batch_loss(trained, weights, micro, **how)[0]
+
+
+@pytest.fixture(scope="module")
+def micro(data):
+    batch = batch_of(data)
+    return jax.tree.map(lambda rows: rows[0], batch.replace(num_micro=None))
+
+
+def test_fresh_adapters_change_nothing(params):
+    fresh = init_adapters(SMALL, LORA, key=jax.random.key(0))
+    new = adapted(params["layers"], fresh["layers"], scale=LORA.scale)
+    assert new.keys() == params["layers"].keys()
+    for name, array in new.items():
+        np.testing.assert_array_equal(array, params["layers"][name])
+    spreads = {name: np.std(a) for name, a in fresh["layers"].items() if name.endswith("R")}
+    assert spreads["q_DR"] == pytest.approx(SMALL.width**-0.5, rel=0.2)
+    assert spreads["down_FR"] == pytest.approx(SMALL.mlp_width**-0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("targets", [tuple(MATRICES), ("q", "o")])
+def test_the_targets_are_adapted_as_defined_and_nothing_else(params, targets):
+    lora = Lora(rank=3, alpha=6.0, targets=targets)
+    adapters = random_adapters(lora)["layers"]
+    new = jax.device_get(adapted(params["layers"], adapters, scale=2.0))
+    of_w = {factors(target)[0]: factors(target)[1:] for target in targets}
+    for name, w in params["layers"].items():
+        if name in of_w:
+            a, b = (adapters[factor] for factor in of_w[name])
+            np.testing.assert_allclose(new[name], by_hand(w, a, b, 2.0), atol=1e-5)
+        else:
+            np.testing.assert_array_equal(new[name], w)
+
+
+def test_gradients_are_the_weights_gradients_through_the_chain_rule(params, micro):
+    """dA = scale * dW B^T and dB = scale * A^T dW, with dW that of training all weights."""
+    adapters = random_adapters()
+    layers = jax.device_get(adapted(params["layers"], adapters["layers"], scale=LORA.scale))
+    gradient = jit(jax.grad(functools.partial(loss_of, lora=LORA)))(adapters, params, micro)
+    full = jit(jax.grad(functools.partial(loss_of, lora=None), argnums=1))
+    d_layers = full(adapters, params | {"layers": layers}, micro)["layers"]
+    L = SMALL.num_layers
+    for target in MATRICES:
+        w, a, b = factors(target)
+        A = adapters["layers"][a].reshape(L, -1, LORA.rank)
+        B = adapters["layers"][b].reshape(L, LORA.rank, -1)
+        dW = np.asarray(d_layers[w]).reshape(L, A.shape[1], B.shape[2])
+        for name, expected in ((a, dW @ B.swapaxes(1, 2)), (b, A.swapaxes(1, 2) @ dW)):
+            expected = LORA.scale * expected.reshape(adapters["layers"][name].shape)
+            got = gradient["layers"][name]
+            np.testing.assert_allclose(got, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_learner_and_sampler_compute_with_the_same_bits(params):
+    """In bfloat16 too: both round the sum of W and A B once, to W's dtype."""
+    learning = dataclasses.replace(LEARNING, lora=LORA, compute_dtype="bfloat16")
+    start = learner.cast(params, jnp.bfloat16)
+    adapters = random_adapters()
+    graph, _ = abstract_params(SMALL)
+    tokens_BT = np.random.default_rng(0).integers(0, 60, (2, 16))
+    position_BT = np.broadcast_to(np.arange(16), (2, 16))
+    one_BT = np.ones((2, 16), np.int32)
+
+    def hidden(weights, **adaptation):
+        model = nnx.merge(graph, weights)
+        return model.hidden(
+            tokens_BT,
+            position_BT,
+            lambda *qkv: packed_attention(*qkv, one_BT, one_BT),
+            **adaptation,
+        )
+
+    adapt = functools.partial(adapted, scale=LORA.scale)
+    layer_by_layer = jit(lambda a: hidden(start, adapters=a["layers"], adapt=adapt))(adapters)
+    merged = jit(lambda a: learner.policy_weights(a, start, learning))(adapters)
+    np.testing.assert_array_equal(layer_by_layer, jit(hidden)(merged))
+    for name, array in merged["layers"].items():
+        assert array.dtype == jnp.bfloat16, name
+
+
+def lora_config():
+    config = tiny.get_config()
+    config.learner.lora_rank, config.learner.lora_alpha = 3, 6.0
+    return config
+
+
+def test_factors_lie_on_the_mesh_like_their_matrices():
+    config = lora_config()
+    config.mesh.data, config.mesh.model = 2, 2
+    policy = setup.build_policy(config, 384)
+    layers = policy.state.params["layers"]
+    assert set(layers) == {name for target in MATRICES for name in factors(target)[1:]}
+    specs = {name: tuple(leaf.sharding.spec) for name, leaf in layers.items()}
+    assert specs["q_DR"] == (None, "data", None)
+    assert specs["q_RNH"] == (None, None, "model", None)
+    assert specs["down_FR"] == (None, "model", None)
+    assert specs["down_RD"] == (None, None, "data")
+    axes = adapter_axes(policy.state.params)["layers"]
+    assert all(len(axes[name]) == leaf.ndim for name, leaf in layers.items())
+    moments = policy.state.opt_state[1][0].mu["layers"]
+    assert {name: m.sharding for name, m in moments.items()} == {
+        name: leaf.sharding for name, leaf in layers.items()
+    }
+
+
+def test_four_devices_take_the_update_of_one(params, micro):
+    four = make_mesh(data=2, model=2)
+    learning = dataclasses.replace(LEARNING, lora=LORA)
+    adapters = random_adapters()
+
+    def gradient(mesh):
+        loss = functools.partial(
+            learner.micro_batch_loss, graph=abstract_params(SMALL)[0], mesh=mesh, learning=learning
+        )
+        return jit(jax.grad(loss, has_aux=True))(adapters, params, micro)[0]["layers"]
+
+    one = gradient(make_mesh(data=1, model=1, devices=jax.devices()[:1]))
+    for name, got in gradient(four).items():
+        np.testing.assert_allclose(got, one[name], atol=1e-5 * np.abs(one[name]).max())
+
+
+def test_a_run_is_exported_with_its_factors_added(tmp_path):
+    """What transformers reads is W + scale * A B; nothing of LoRA is left to know about."""
+    config = lora_config()
+    policy = setup.build_policy(config, 384)
+    adapters = random_adapters(policy.learning.lora, config=policy.model_config)
+    state = learner.init_state(jax.tree.map(jnp.asarray, adapters), policy.learning)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", every_steps=1, keep=1)
+    checkpoints.save(1, state, {"cursor": 0})
+    checkpoints.close()
+    recipe = json.loads(config.to_json_best_effort())
+    (tmp_path / "run" / "config.json").write_text(json.dumps(recipe))
+    convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+
+    exported = hf.load_params(tmp_path / "hf", policy.model_config, dtype="float32")
+    start = hf.load_params(config.model.path, policy.model_config, dtype="float32")
+    np.testing.assert_array_equal(exported["embed_VD"], start["embed_VD"])
+    for target in MATRICES:
+        w, a, b = factors(target)
+        a, b = adapters["layers"][a], adapters["layers"][b]
+        expected = by_hand(start["layers"][w], a, b, 2.0)
+        np.testing.assert_allclose(exported["layers"][w], expected, atol=1e-5)
