@@ -3,6 +3,8 @@
 Every function takes NumPy or JAX arrays and works inside and outside `jax.jit`; the one exception,
 `first_informative`, chooses on the host. Axes: P prompts, G responses of one prompt, R = P*G
 responses, T tokens. Results are float32, or float64 where the inputs are (`jax.enable_x64`).
+Rewards, advantages and weights of NumPy arrays are computed in NumPy: the host needs them for ever
+new numbers of groups, while the devices are at work.
 """
 
 from typing import NamedTuple
@@ -26,13 +28,14 @@ class ClipIndicators(NamedTuple):
     dual: jax.Array
 
 
-def correctness_reward(correct_PG: ArrayLike) -> jax.Array:
+def correctness_reward(correct_PG: ArrayLike) -> np.ndarray | jax.Array:
     """Rule-based reward: +1 for a correct response, -1 for any other (Eq. 7).
 
     `correct_PG`: bool, or a number that is positive where the answer is correct; NaN is wrong.
     Any shape; returns float32 of the same shape.
     """
-    return jnp.where(jnp.asarray(correct_PG) > 0, 1.0, -1.0).astype(jnp.float32)
+    xp, correct_PG = _array(correct_PG)
+    return xp.where(correct_PG > 0, 1.0, -1.0).astype(jnp.float32)
 
 
 def clamped_log_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array:
@@ -102,7 +105,7 @@ def clip_indicators(
     )
 
 
-def group_advantage(reward_PG: ArrayLike) -> jax.Array:
+def group_advantage(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
     """Advantage of each response inside its group (Eq. 9): `(R - mean) / (std + 1e-6)`.
 
     The standard deviation is unbiased (divides by G - 1). A group of one has nothing to compare
@@ -112,13 +115,13 @@ def group_advantage(reward_PG: ArrayLike) -> jax.Array:
 
     `reward_PG`: floats [P, G]. Returns the same shape and dtype.
     """
-    reward_PG = jnp.asarray(reward_PG)
+    xp, reward_PG = _array(reward_PG)
     if reward_PG.shape[1] == 1:
         return reward_PG / (1.0 + ADVANTAGE_EPSILON)
-    mean_P1 = jnp.mean(reward_PG, axis=1, keepdims=True)
-    std_P1 = jnp.std(reward_PG, axis=1, keepdims=True, ddof=1)
+    mean_P1 = xp.mean(reward_PG, axis=1, keepdims=True)
+    std_P1 = xp.std(reward_PG, axis=1, keepdims=True, ddof=1)
     equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
-    return jnp.where(equal_P1, 0.0, (reward_PG - mean_P1) / (std_P1 + ADVANTAGE_EPSILON))
+    return xp.where(equal_P1, 0.0, (reward_PG - mean_P1) / (std_P1 + ADVANTAGE_EPSILON))
 
 
 def informative_groups(correct_PG: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
@@ -142,7 +145,7 @@ def first_informative(correct_PG: ArrayLike, *, num_prompts: int) -> np.ndarray:
     return np.flatnonzero(informative_groups(np.asarray(correct_PG)))[:num_prompts]
 
 
-def token_weights(mask_RT: ArrayLike, *, mode: str) -> jax.Array:
+def token_weights(mask_RT: ArrayLike, *, mode: str) -> np.ndarray | jax.Array:
     """Weight of each token's loss in one update: Eq. 12, or GRPO's (arXiv 2402.03300, Eq. 3).
 
     token_mean: `1 / sum_i |o_i|`, every token alike (Eq. 12). sequence_mean: `1 / (R |o_i|)`, every
@@ -159,11 +162,12 @@ def token_weights(mask_RT: ArrayLike, *, mode: str) -> jax.Array:
             f"loss aggregation {mode!r} is unknown; set config.algo.loss_aggregation to one of "
             f"{', '.join(AGGREGATIONS)}"
         )
-    mask_RT = jnp.asarray(mask_RT) != 0
-    length_R1 = jnp.sum(mask_RT, axis=1, keepdims=True)
+    xp, mask_RT = _array(mask_RT)
+    mask_RT = mask_RT != 0
+    length_R1 = xp.sum(mask_RT, axis=1, keepdims=True)
     if mode == "token_mean":
-        return mask_RT / jnp.maximum(jnp.sum(length_R1), 1)
-    num_responses = jnp.maximum(jnp.sum(length_R1 > 0), 1)
+        return mask_RT / xp.maximum(xp.sum(length_R1), 1)
+    num_responses = xp.maximum(xp.sum(length_R1 > 0), 1)
     # The reference's epsilon: invisible in float32, and it spares empty rows a division by zero.
     return mask_RT / (num_responses * (length_R1 + LENGTH_EPSILON))
 
@@ -174,13 +178,13 @@ def aggregate(loss_RT: ArrayLike, mask_RT: ArrayLike, *, mode: str) -> jax.Array
     `mask_RT` and `mode` as there. The loss at masked tokens is ignored, NaN included; with nothing
     but masked tokens the result is 0. Returns a scalar.
     """
-    weight_RT = token_weights(mask_RT, mode=mode)
+    weight_RT = token_weights(jnp.asarray(mask_RT), mode=mode)
     return jnp.sum(jnp.where(weight_RT > 0, loss_RT, 0.0) * weight_RT)
 
 
 def soft_overlong_penalty(
     length_tokens: ArrayLike, *, max_tokens: int, cache_tokens: int, factor: float
-) -> jax.Array:
+) -> np.ndarray | jax.Array:
     """Soft overlong punishment (Eq. 13), `factor` times 0 .. -1, to be added to the reward.
 
     0 up to `max_tokens - cache_tokens`, then linear to -1 at `max_tokens`, and -1 beyond. Without
@@ -189,9 +193,10 @@ def soft_overlong_penalty(
     `length_tokens`: generated tokens with the end-of-sequence token, integers of any shape.
     Returns floats of that shape.
     """
-    spare_tokens = (max_tokens - cache_tokens) - jnp.asarray(length_tokens)
+    xp, length_tokens = _array(length_tokens)
+    spare_tokens = (max_tokens - cache_tokens) - length_tokens
     # Lengths are whole, so a cache of 0 is the step that a divisor of 1 gives.
-    return factor * jnp.clip(spare_tokens / jnp.maximum(cache_tokens, 1), -1.0, 0.0)
+    return factor * xp.clip(spare_tokens / max(cache_tokens, 1), -1.0, 0.0)
 
 
 def kl_k3(logp_RT: ArrayLike, reference_logp_RT: ArrayLike) -> jax.Array:
@@ -204,3 +209,10 @@ def kl_k3(logp_RT: ArrayLike, reference_logp_RT: ArrayLike) -> jax.Array:
     log_ratio_RT = clamped_log_ratio(reference_logp_RT, logp_RT)
     # expm1, because exp(d) - 1 loses all digits where the policies are close.
     return jnp.expm1(log_ratio_RT) - log_ratio_RT
+
+
+def _array(values: ArrayLike):
+    """(the module to compute with, values as its array): NumPy for NumPy arrays, else JAX."""
+    if isinstance(values, np.ndarray):
+        return np, values
+    return jnp, jnp.asarray(values)

@@ -23,7 +23,7 @@ from dapo_jax.algorithm import (
 )
 from dapo_jax.logprobs import chosen_logprobs, head_loss
 from dapo_jax.packing import TrainSequence, micro_batches, pack
-from models.cpu import small_side_turned
+from models.cpu import UNROLLED_LAYERS, small_side_turned
 from models.lora import Lora, adapted
 from models.packed import packed_attention
 from models.splash_tpu import splash_attention
@@ -146,7 +146,7 @@ def make_batch(
     length_R = np.array([len(response) for response in responses])
     # As wide as a row, not as the longest response: one compiled program for all mini-batches.
     mask_RT = (np.arange(row_tokens) < length_R[:, None]) & trains_R[:, None]
-    weight_RT = np.asarray(token_weights(mask_RT, mode=loss_aggregation))
+    weight_RT = token_weights(mask_RT, mode=loss_aggregation).astype(np.float32)
     sequences = [
         TrainSequence(
             prompts[r],
@@ -187,7 +187,9 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     s = learning
     attention = rules.by_heads(packed_attention if shares_prompts(mesh) else splash_attention, mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    project = small_side_turned if on_cpu else jnp.einsum
+    how = {"remat": s.remat}
+    if on_cpu:
+        how |= {"project": small_side_turned, "unroll": UNROLLED_LAYERS}
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
         return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch)
@@ -197,8 +199,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
 
     def last_layer(weights, **adaptation):
         model = nnx.merge(graph, weights)
-        how = {"remat": s.remat, "project": project, **adaptation}
-        x_BTD = model.hidden(micro.tokens, micro.position, attend, **how)
+        x_BTD = model.hidden(micro.tokens, micro.position, attend, **how, **adaptation)
         return x_BTD, model.head(), micro.target
 
     if s.lora is None:

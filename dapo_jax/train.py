@@ -129,16 +129,13 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 display.line(f"{message}. The step trains on {len(rollouts.kept)} groups")
 
             # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
-            reward_PG = np.asarray(
-                correctness_reward(rollouts.correct_PG)
-                + soft_overlong_penalty(
-                    rollouts.length_PG,
-                    max_tokens=r.max_response_tokens,
-                    cache_tokens=algo.overlong_cache_tokens,
-                    factor=algo.overlong_factor,
-                )
+            reward_PG = correctness_reward(rollouts.correct_PG) + soft_overlong_penalty(
+                rollouts.length_PG,
+                max_tokens=r.max_response_tokens,
+                cache_tokens=algo.overlong_cache_tokens,
+                factor=algo.overlong_factor,
             )
-            advantage_PG = np.asarray(group_advantage(reward_PG))
+            advantage_PG = group_advantage(reward_PG)
 
             # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
             learning_rate = warmup_learning_rate(

@@ -225,14 +225,16 @@ class Qwen2(nnx.Module):
         *,
         remat="none",
         project=jnp.einsum,
+        unroll=1,
         adapters=(),
         adapt=lambda layer, adapters: layer,
     ):
         """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
         remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
-        block's. adapt(a layer's parameters, its adapters) -> the parameters to compute with, where
-        `adapters` is a tree of arrays stacked as the layers are.
+        block's. unroll: how many layers the loop's body has. adapt(a layer's parameters, its
+        adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
+        the layers are.
         """
         cos_sin = rotation(position_BT, self.config)
         block, state = nnx.split(self.layers)
@@ -243,7 +245,7 @@ class Qwen2(nnx.Module):
 
         body = REMAT[remat](body)
         layers = (nnx.to_pure_dict(state), adapters)
-        x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), layers)
+        x_BTD, _ = jax.lax.scan(body, self.embed(tokens_BT), layers, unroll=unroll)
         return self.final_norm(x_BTD)
 
     def __call__(self, tokens_BT, *, segment_BT=None):
