@@ -80,7 +80,7 @@ def get_config() -> ConfigDict:
     config.learner.max_grad_norm = 1.0
     config.learner.row_tokens = 22_528  # a packed row; holds the longest prompt and response
     config.learner.micro_batch_rows = 32  # rows of one gradient-accumulation step, all devices
-    config.learner.remat = "full"  # of activations: none, keep_products, keep_attention, full
+    config.learner.remat = "full"  # recomputed: all; none, keep_products, keep_attention, offload
     config.learner.lora_rank = 0  # train low-rank factors instead of all weights; 0: off
     config.learner.lora_alpha = 32.0  # the factors' product counts alpha / rank
     config.learner.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")

@@ -33,6 +33,9 @@ def get_config(preset: str = ""):
     config.learner.warmup_steps = 5
     config.learner.row_tokens = 576
     config.learner.micro_batch_rows = 4
+    config.learner.remat = "none"
+
+    config.mesh.cpu_devices = 2
 
     config.eval.sets.arithmetic = base.dataset(
         kind="arithmetic", levels=(2, 3, 4), count=160, seed=2, split="test"

@@ -189,7 +189,9 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     how = {"remat": s.remat}
     if on_cpu:
-        how |= {"project": small_side_turned, "unroll": UNROLLED_LAYERS}
+        how["project"] = small_side_turned
+    if on_cpu and s.remat == "none":  # unrolled, XLA for CPUs would keep what is to be recomputed
+        how["unroll"] = UNROLLED_LAYERS
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
         return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch)

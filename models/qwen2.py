@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import ATTENTION, attention
 
@@ -74,6 +75,7 @@ PARAM_AXES = {
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices.
+LAYER_INPUT = "layer_input"
 _policies = jax.checkpoint_policies
 REMAT = {
     "none": lambda body: body,  # everything is kept, nothing computed again
@@ -84,6 +86,15 @@ REMAT = {
         jax.checkpoint, policy=_policies.save_only_these_names(ATTENTION)
     ),
     "full": jax.checkpoint,
+    "offload": functools.partial(
+        jax.checkpoint,
+        policy=_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
 }
 
 
@@ -240,6 +251,7 @@ class Qwen2(nnx.Module):
         block, state = nnx.split(self.layers)
 
         def body(x_BTD, params_and_adapters):
+            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             layer = nnx.merge(block, adapt(*params_and_adapters))
             return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), project=project)
 

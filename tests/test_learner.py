@@ -314,6 +314,22 @@ def test_recomputing_activations_changes_nothing(params, data, expected):
     assert distance(gradient(params, batch, REMAT_SMOOTH), expected["token_mean"][1]) < TOLERANCE
 
 
+def test_recomputing_activations_saves_memory():
+    """Unrolled layers once kept, on CPU, all that was to be computed again."""
+    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    deep = abstract_params(dataclasses.replace(SMALL, num_layers=4))
+
+    def temporary_bytes(remat):
+        learning = dataclasses.replace(LEARNING, remat=remat)
+        update = functools.partial(learner.update, graph=deep[0], mesh=mesh, learning=learning)
+        state = jax.eval_shape(lambda params: init_state(params, learning), deep[1])
+        batch = learner.abstract_batch((2, 1, 2048), mesh)
+        compiled = jit(update).lower(state, None, batch, 1.0).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes("full") < 0.6 * temporary_bytes("none")
+
+
 def test_the_loss_divides_by_the_whole_mini_batchs_tokens(params, data, expected):
     """Eq. 12 divides the sum of all token losses by the number of all response tokens.
 
