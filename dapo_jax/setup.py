@@ -299,6 +299,19 @@ def build_engine(config: ConfigDict, sizes: Qwen2Config, mesh, params, shardings
     return Engine(sizes, mesh, cache, params=params, kernel=kernel)
 
 
+def batch_shape(config: ConfigDict) -> tuple[int, int, int]:
+    """[M, B, T] of an update's batch: as many micro-batches as its responses can ever need."""
+    rows = config.learner.micro_batch_rows
+    responses = config.rollout.num_prompts // config.updates_per_step * config.rollout.group_size
+    return -(-responses // rows), rows, config.learner.row_tokens
+
+
+def compile_update(config: ConfigDict, policy: Policy, start_weights):
+    """`policy.update`, compiled: what does not fit shows before anything is sampled."""
+    batch = learner.abstract_batch(batch_shape(config), policy.mesh)
+    return policy.update.lower(policy.state, start_weights, batch, 0.0).compile()
+
+
 def load_weights(config: ConfigDict, policy: Policy, *, dtype: str):
     """All weights of the start policy on the mesh: loaded, or random from the seed."""
     if config.model.path:

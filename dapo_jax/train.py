@@ -93,6 +93,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         def evaluate_now(params):
             return evaluate(config, policy, params, data.eval_sets, tokenizer, report=display.phase)
 
+        display.phase("compiling the update")
+        update = setup.compile_update(config, policy, start_weights)
         display.phase("compiling the sampler")
         policy.engine.compile(sampling)
         if config.eval.every_steps and data.eval_sets:
@@ -150,7 +152,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 for i, chosen in enumerate(chunks):
                     display.phase(f"update: {i + 1}/{len(chunks)}")
                     batch = minibatch(config, policy, rollouts, advantage_PG, chosen)
-                    state, metrics = policy.update(state, start_weights, batch, learning_rate)
+                    state, metrics = update(state, start_weights, batch, learning_rate)
                     # The host is one ahead: it packs while the devices take the update before.
                     jax.block_until_ready(updates[-1:])
                     updates.append(metrics)
@@ -199,9 +201,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
 
 def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
     """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
-    groups = [rollouts.sampled[p] for p in chosen]
-    group_size, rows = config.rollout.group_size, config.learner.micro_batch_rows
-    most_responses = config.rollout.num_prompts // config.updates_per_step * group_size
+    groups, group_size = [rollouts.sampled[p] for p in chosen], config.rollout.group_size
+    num_micro, rows, row_tokens = setup.batch_shape(config)
     batch = make_batch(
         [group.prompt.token_ids for group in groups for _ in range(group_size)],
         [response for group in groups for response in group.responses],
@@ -209,9 +210,9 @@ def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
         advantage_PG[chosen].reshape(-1),
         (rollouts.stopped_PG[chosen] | (not config.algo.overlong_filtering)).reshape(-1),
         loss_aggregation=config.algo.loss_aggregation,
-        row_tokens=config.learner.row_tokens,
+        row_tokens=row_tokens,
         micro_batch_rows=rows,
-        num_micro=-(-most_responses // rows),
+        num_micro=num_micro,
         share_prompts=shares_prompts(policy.mesh),
     )
     return batch.replace(

@@ -1,15 +1,18 @@
 """Four fake CPU devices for every test, and the optional folder of shared golden data."""
 
 import os
+import pathlib
+import tempfile
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
-
-import pathlib
-
-import pytest
+# Runs of one recipe in several tests compile its programs once.
+_COMPILED = tempfile.TemporaryDirectory()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED.name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
