@@ -66,12 +66,8 @@ def build_policy(data, model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(qwen2.PRESETS, "small", SMALL)
         patch.setattr(engine, "PARTS", ((1, 1),))
-        patch.setattr(setup, "make_mesh", make_small_mesh)
-        return setup.build_policy(config, SAMPLING.vocab_size)
-
-
-def make_small_mesh(*, data, model):
-    return make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
+        devices = jax.devices()[: data * model]
+        return setup.build_policy(config, SAMPLING.vocab_size, devices=devices)
 
 
 def sample(policy, params, prompts):
