@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import tempfile
 
 import pytest
 
@@ -10,9 +9,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
-# Runs of one recipe in several tests compile its programs once.
-_COMPILED = tempfile.TemporaryDirectory()
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED.name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
