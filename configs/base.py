@@ -86,7 +86,8 @@ def get_config() -> ConfigDict:
     config.learner.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")
 
     config.mesh = ConfigDict()
-    config.mesh.data = -1  # -1: all devices that mesh.model leaves
+    config.mesh.slices = 1  # TPU slices side by side; the data centre's network is between them
+    config.mesh.data = -1  # of a slice; -1: all devices that mesh.model leaves
     config.mesh.model = 1  # must divide the model's key/value heads
     config.mesh.cpu_devices = 0  # on CPU: devices that the host counts as; 0: one, as JAX has it
 

@@ -187,7 +187,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     s = learning
     attention = rules.by_heads(packed_attention if shares_prompts(mesh) else splash_attention, mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    how = {"remat": s.remat}
+    how = {"remat": s.remat, "place": functools.partial(rules.between_layers, mesh=mesh)}
     if on_cpu:
         how["project"] = small_side_turned
     if on_cpu and s.remat == "none":  # unrolled, XLA for CPUs would keep what is to be recomputed

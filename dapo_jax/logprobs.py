@@ -78,9 +78,11 @@ def head_loss(
         (loss, d_head_DV), outputs = jax.lax.scan(chunk, start, xs)
         scatter = functools.partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True)
         d_head_DV = _over("data", scatter, d_head_DV, mesh)
+        d_head_DV = _over("slice", jax.lax.psum, d_head_DV, mesh)
         # The TPU's compiler fails where it tries to move this sum out of a loop over micro-batches.
         d_head_DV = jax.lax.optimization_barrier(d_head_DV).astype(head_DV.dtype)
-        loss = _over("data", jax.lax.psum, loss, mesh)
+        for axis in rules.ROW_AXES:
+            loss = _over(axis, jax.lax.psum, loss, mesh)
         return loss, d_head_DV, *_whole(outputs, target_BT.shape)
 
     leaves, structure = jax.tree.flatten(tokens)

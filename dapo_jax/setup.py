@@ -50,6 +50,7 @@ AT_LEAST_1 = (
     "rollout.block_tokens",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "mesh.slices",
 )
 AT_LEAST_0 = (
     "rollout.top_k",
@@ -211,7 +212,8 @@ def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy
             f"the tokenizer has {vocab_size} ids, but the model only {sizes.vocab_size} embedding "
             "rows; set tokenizer.path to the model's own tokenizer"
         )
-    mesh = make_mesh(data=config.mesh.data, model=config.mesh.model, devices=devices)
+    m = config.mesh
+    mesh = make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
     graph, params = abstract_params(sizes)
     weight_shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     c, a = config.learner, config.algo
@@ -266,11 +268,7 @@ def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy
         ),
         learning=learning,
         weight_shardings=weight_shardings,
-        state=jax.tree.map(
-            lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            state,
-            state_shardings,
-        ),
+        state=rules.abstract(state, state_shardings),
     )
 
 
@@ -291,12 +289,7 @@ def build_engine(config: ConfigDict, sizes: Qwen2Config, mesh, params, shardings
         model_ways=mesh.shape["model"],
         copies=not kernel,
     )
-    params = jax.tree.map(
-        lambda p, sharding: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding),
-        params,
-        shardings,
-    )
-    return Engine(sizes, mesh, cache, params=params, kernel=kernel)
+    return Engine(sizes, mesh, cache, params=rules.abstract(params, shardings), kernel=kernel)
 
 
 def batch_shape(config: ConfigDict) -> tuple[int, int, int]:
@@ -425,10 +418,11 @@ def check(config: ConfigDict) -> None:
 
 
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
-    """Refuse a training batch that the data axis of the mesh does not divide (ValueError)."""
-    ways, rows = mesh.shape["data"], config.learner.micro_batch_rows
+    """Refuse a training batch that the mesh's groups of devices do not divide (ValueError)."""
+    ways, rows = rules.row_ways(mesh), config.learner.micro_batch_rows
     if rows % ways:
+        shape = " * ".join(f"{axis} {mesh.shape[axis]}" for axis in rules.ROW_AXES)
         raise ValueError(
-            f"learner.micro_batch_rows = {rows} does not divide over the mesh's data axis of "
-            f"{ways} devices; the nearest that does is {max(ways, round(rows / ways) * ways)}"
+            f"learner.micro_batch_rows = {rows} does not divide over the mesh's {shape} = {ways} "
+            f"groups of devices; the nearest that does is {max(ways, round(rows / ways) * ways)}"
         )

@@ -237,13 +237,15 @@ class Qwen2(nnx.Module):
         remat="none",
         project=jnp.einsum,
         unroll=1,
+        place=lambda x_BTD: x_BTD,
         adapters=(),
         adapt=lambda layer, adapters: layer,
     ):
         """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
         remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
-        block's. unroll: how many layers the loop's body has. adapt(a layer's parameters, its
+        block's. unroll: how many layers the loop's body has. place(x_BTD): the activations laid out
+        over devices as they are to be between layers. adapt(a layer's parameters, its
         adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
         the layers are.
         """
@@ -251,7 +253,7 @@ class Qwen2(nnx.Module):
         block, state = nnx.split(self.layers)
 
         def body(x_BTD, params_and_adapters):
-            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
+            x_BTD = checkpoint_name(place(x_BTD), LAYER_INPUT)
             layer = nnx.merge(block, adapt(*params_and_adapters))
             return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), project=project)
 

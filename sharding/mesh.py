@@ -1,14 +1,20 @@
-"""The only place where a device mesh is made: axes "data" (outer) and "model" (inner).
+"""The only place where a device mesh is made: axes "slice" (outermost), "data" and "model".
 
-Both axes are of type Auto: XLA propagates the shardings that inputs, outputs and parameters are
-given by `sharding.rules`, and inserts the collectives.
+Chips of a slice reach each other over their interconnect, slices over the data centre's network:
+what crosses "slice" is a sum of gradients and nothing else. All axes are of type Auto: XLA
+propagates the shardings that inputs, outputs and parameters are given by `sharding.rules`, and
+inserts the collectives.
 """
 
 import os
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+AXES = ("slice", "data", "model")
 
 
 def split_cpu(devices: int) -> None:
@@ -33,30 +39,67 @@ def cpu_options(mesh: jax.sharding.Mesh) -> dict[str, object]:
 
 
 def make_mesh(
-    *, data: int, model: int, devices: Sequence[jax.Device] | None = None
-) -> jax.sharding.Mesh:
-    """A (data, model) mesh; data = -1 takes all that model leaves.
+    *, data: int, model: int, slices: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A (slice, data, model) mesh; data = -1 takes all that the other two leave.
 
     It covers exactly `devices` (None: all of this program's; a compile-only topology's are taken
-    too). Raises ValueError with the arithmetic where the sizes do not multiply to the device count.
+    too). Raises ValueError with the arithmetic, and the nearest sizes that work, where the sizes
+    do not multiply to the device count or `slices` is not the number of slices that there are.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = list(jax.devices() if devices is None else devices)
     count = len(devices)
-    if model < 1 or (data != -1 and data < 1):
+    if model < 1 or slices < 1 or (data != -1 and data < 1):
         raise ValueError(
-            f"mesh.data = {data} and mesh.model = {model}: sizes are at least 1 (data may be -1)"
+            f"mesh.slices = {slices}, mesh.data = {data} and mesh.model = {model}: sizes are at "
+            "least 1 (data may be -1)"
         )
-    if data == -1 and count % model:
-        divisors = [n for n in range(1, count + 1) if count % n == 0]
+    check_slices(devices, slices)
+    chips = count // slices
+    if data == -1 and chips % model:
+        divisors = [n for n in range(1, chips + 1) if chips % n == 0]
         raise ValueError(
-            f"mesh.model = {model} does not divide the {count} devices; set it to one of {divisors}"
+            f"mesh.model = {model} does not divide the {chips} devices"
+            + (" of a slice" if slices > 1 else "")
+            + f"; the nearest that does is {nearest(model, divisors)}, of {divisors}"
         )
-    data = count // model if data == -1 else data
-    if data * model != count:
+    data = chips // model if data == -1 else data
+    if slices * data * model != count:
+        product = f"mesh.data * mesh.model = {data} * {model}"
+        if slices > 1:
+            product = f"mesh.slices * mesh.data * mesh.model = {slices} * {data} * {model}"
         raise ValueError(
-            f"mesh.data * mesh.model = {data} * {model} = {data * model}, but there are {count} "
-            f"devices; set mesh.data to -1 to take all of them"
+            f"{product} = {slices * data * model}, but there are {count} devices; set mesh.data "
+            "to -1 to take all of them"
         )
-    return jax.make_mesh(
-        (data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices
-    )
+    if slices == 1:
+        types = (AxisType.Auto,) * len(AXES)
+        return jax.make_mesh((1, data, model), AXES, axis_types=types, devices=devices)
+    if slice_indices(devices) == {0}:  # CPUs stand for slices: the first ones for the first slice
+        grid = np.array(devices).reshape(slices, data, model)
+    else:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            (1, data, model), (slices, 1, 1), devices, allow_split_physical_axes=True
+        )
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_slices(devices: Sequence[jax.Device], slices: int) -> None:
+    """ValueError where mesh.slices is not what the devices are."""
+    there = len(slice_indices(devices))
+    if there > 1 and slices != there:
+        raise ValueError(f"mesh.slices = {slices}, but the devices are {there} slices; set it so")
+    if there == 1 and slices > 1 and devices[0].platform != "cpu":
+        raise ValueError(f"mesh.slices = {slices}, but all devices are of one slice; set it to 1")
+    if len(devices) % slices:
+        raise ValueError(f"mesh.slices = {slices} does not divide the {len(devices)} devices")
+
+
+def slice_indices(devices: Sequence[jax.Device]) -> set[int]:
+    """The numbers of the slices that the devices are of; {0} for what is no TPU."""
+    return {getattr(device, "slice_index", 0) or 0 for device in devices}
+
+
+def nearest(value: int, choices: Sequence[int]) -> int:
+    """The choice next to `value`, the smaller one of two."""
+    return min(choices, key=lambda choice: (abs(choice - value), choice))

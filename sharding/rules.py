@@ -1,9 +1,14 @@
 """Which logical axis of a parameter or a batch lies on which mesh axis: one table each.
 
-LEARNER shards parameters and optimizer state over both axes (fully sharded data parallel, Zhao et
-al. 2023, arXiv 2304.11277, times tensor parallel, Shoeybi et al. 2019, arXiv 1909.08053). SAMPLER
-replicates parameters over "data", so that a decode step needs no collective there.
+LEARNER shards parameters and optimizer state over "data" and "model" (fully sharded data parallel,
+Zhao et al. 2023, arXiv 2304.11277, times tensor parallel, Shoeybi et al. 2019, arXiv 1909.08053);
+between the layers the tokens of a row lie over "model" too (sequence parallel, Korthikanti et al.
+2022, arXiv 2205.05198, section 4.2.2), so that what is kept for the backward pass is split as well.
+SAMPLER replicates parameters over "data", so that a decode step needs no collective there. Both
+replicate them over "slice": nothing but gradients goes from slice to slice.
 """
+
+import math
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,7 +27,8 @@ LEARNER = {
 SAMPLER = LEARNER | {"width": None}
 
 # Of arrays inside the learner: rows, the head, and what is the same everywhere.
-BATCH = PartitionSpec("data")
+ROW_AXES = ("slice", "data")
+BATCH = PartitionSpec(ROW_AXES)
 HEAD = PartitionSpec(LEARNER["width"], LEARNER["vocab"])
 EVERYWHERE = PartitionSpec()
 
@@ -39,7 +45,7 @@ def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
         if size % ways and axis not in MAY_REPLICATE:
             raise ValueError(
                 f"the model's {axis} axis of {size} does not divide by mesh.{mesh_axis} = {ways}; "
-                f"choose a mesh.{mesh_axis} that divides {size}"
+                f"choose a mesh.{mesh_axis} that divides {size}, as {math.gcd(size, ways)} does"
             )
         spec.append(mesh_axis if size % ways == 0 else None)
     return NamedSharding(mesh, PartitionSpec(*spec))
@@ -52,14 +58,40 @@ def param_shardings(mesh: Mesh, axes_tree, params, rules):
     )
 
 
+def abstract(arrays, shardings):
+    """ShapeDtypeStructs that carry shardings, a tree of them like `arrays`."""
+    return jax.tree.map(
+        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+        arrays,
+        shardings,
+    )
+
+
+def row_ways(mesh: Mesh) -> int:
+    """Over how many groups of devices rows are spread: each has whole rows to itself."""
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
 def rows(mesh: Mesh) -> NamedSharding:
-    """Leading axis (prompts, responses, rows) over "data", the rest replicated."""
+    """Leading axis (prompts, responses, rows) over slices and "data", the rest replicated."""
     return NamedSharding(mesh, BATCH)
 
 
 def micro_batches(mesh: Mesh) -> NamedSharding:
-    """[micro-batches, rows, tokens]: the rows over "data"."""
-    return NamedSharding(mesh, PartitionSpec(None, "data"))
+    """[micro-batches, rows, tokens]: the rows over slices and "data"."""
+    return NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
+
+
+def between_layers(x_BTD, mesh: Mesh):
+    """The learner's activations between layers: rows over slices and "data", tokens over "model".
+
+    As they are where there is nothing to split, or where the tokens do not divide.
+    """
+    ways = mesh.shape["model"]
+    if ways == 1 or x_BTD.shape[1] % ways:
+        return x_BTD
+    sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES, "model"))
+    return jax.lax.with_sharding_constraint(x_BTD, sharding)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -69,7 +101,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def by_heads(attend, mesh: Mesh):
     """attend(q_BTNH, k_BTKH, v_BTKH, *rows_BT) -> out_BTNH, on every device its rows and heads."""
-    heads = PartitionSpec("data", None, "model")
+    heads = PartitionSpec(ROW_AXES, None, "model")
 
     def everywhere(q_BTNH, k_BTKH, v_BTKH, *rows_BT):
         in_specs = (heads, heads, heads, *(BATCH for _ in rows_BT))

@@ -417,11 +417,11 @@ def one_prompt_a_group(data: Responses, *, group_size: int) -> Responses:
     return data.replace(prompts=[data.prompts[r] for r in first])
 
 
-def mesh_config(*, data: int, model: int):
+def mesh_config(*, data: int, model: int, slices: int = 1):
     config = base.get_config()
     config.model.preset = "small"
     config.model.compute_dtype = "float32"
-    config.mesh.data, config.mesh.model = data, model
+    config.mesh.slices, config.mesh.data, config.mesh.model = slices, data, model
     config.rollout.num_prompts = 4
     config.rollout.group_size = 4
     config.rollout.generation_prompts = 4
@@ -434,11 +434,12 @@ def mesh_config(*, data: int, model: int):
     return config
 
 
-@pytest.mark.parametrize(("data_ways", "model_ways"), [(4, 1), (2, 2)])
-def test_four_devices_take_the_update_of_one(monkeypatch, params, data, data_ways, model_ways):
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
+def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
     """Equal to 1e-5 of the largest entry: sums over devices round in another order."""
     monkeypatch.setitem(PRESETS, "small", SMALL)
-    config = mesh_config(data=data_ways, model=model_ways)
+    slices, data_ways, model_ways = mesh
+    config = mesh_config(slices=slices, data=data_ways, model=model_ways)
     policy = setup.build_policy(config, VOCAB)
     data = one_prompt_a_group(data, group_size=4)
     advantage_PG = data.advantage_R.reshape(2, 4)
@@ -447,7 +448,8 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, data_way
     )
     placed = jax.device_put(params, policy.weight_shardings)
     q_DNH = placed["layers"]["q_DNH"]
-    assert q_DNH.addressable_shards[0].data.size * 4 == q_DNH.size  # split over all devices
+    # Split over all devices of a slice.
+    assert q_DNH.addressable_shards[0].data.size * data_ways * model_ways == q_DNH.size
     shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state)
     state = jax.device_put(init_state(params, policy.learning), shardings)
     state, metrics = policy.update(state, None, batch, 0.1)

@@ -15,11 +15,12 @@ SETTINGS = {"temperature": 0.7, "vocab_size": 45}
 # Tokens a row for which B rows fill a chunk.
 CHUNK = CHUNK_TOKENS // B
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
-MESHES = ((1, 1), (4, 1), (1, 2), (2, 2))
+MESHES = ((1, 1, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1))  # (slices, data, model)
 
 
-def mesh_of(data, model):
-    return make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
+def mesh_of(slices, data, model):
+    devices = jax.devices()[: slices * data * model]
+    return make_mesh(data=data, model=model, slices=slices, devices=devices)
 
 
 def inputs(T, *, scale=1.0):
@@ -37,7 +38,7 @@ def whole(x_BTD, head_DV, target_BT):
     return logp_BT, -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
 
 
-chunked = jax.jit(functools.partial(chosen_logprobs, **SETTINGS, mesh=mesh_of(1, 1)))
+chunked = jax.jit(functools.partial(chosen_logprobs, **SETTINGS, mesh=mesh_of(1, 1, 1)))
 
 
 def token_loss(logp, tokens):
@@ -51,12 +52,12 @@ def whole_loss(x_BTD, head_DV, target_BT, weight_BT):
 
 
 @functools.cache
-def chunked_gradient(data, model, *, scale=1.0):
+def chunked_gradient(slices, data, model, *, scale=1.0):
     """((loss, (logp, entropy)), gradients) of `scale` times the loss."""
 
     def loss(x_BTD, head_DV, target_BT, weight_BT):
         tokens = {"weight": weight_BT}
-        how = SETTINGS | {"mesh": mesh_of(data, model)}
+        how = SETTINGS | {"mesh": mesh_of(slices, data, model)}
         loss, *chosen = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
         return scale * loss, tuple(chosen)
 
@@ -82,10 +83,10 @@ def test_values_equal_the_whole_softmax_around_chunk_boundaries(T):
 
 
 @pytest.mark.parametrize("T", [1, CHUNK, 2 * CHUNK + 3])
-@pytest.mark.parametrize(("data", "model"), MESHES)
-def test_loss_and_gradients_equal_those_of_the_whole_softmax(T, data, model):
+@pytest.mark.parametrize(("slices", "data", "model"), MESHES)
+def test_loss_and_gradients_equal_those_of_the_whole_softmax(T, slices, data, model):
     """On one device, and with rows and vocabulary over several."""
-    (loss, chosen), gradient = chunked_gradient(data, model)(*inputs(T), weights(T))
+    (loss, chosen), gradient = chunked_gradient(slices, data, model)(*inputs(T), weights(T))
     (whole_loss, whole_chosen), expected = whole_gradient(*inputs(T), weights(T))
     assert np.abs(expected[1][:, : SETTINGS["vocab_size"]]).min() > 0
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-5, atol=1e-5)
@@ -95,8 +96,8 @@ def test_loss_and_gradients_equal_those_of_the_whole_softmax(T, data, model):
 
 def test_the_loss_may_be_a_part_of_a_larger_one():
     """Gradients are made with the value; what is applied to the value later scales them."""
-    _, once = chunked_gradient(1, 1)(*inputs(4), weights(4))
-    _, thrice = chunked_gradient(1, 1, scale=-3.0)(*inputs(4), weights(4))
+    _, once = chunked_gradient(1, 1, 1)(*inputs(4), weights(4))
+    _, thrice = chunked_gradient(1, 1, 1, scale=-3.0)(*inputs(4), weights(4))
     for got, want in zip(thrice, once, strict=True):
         np.testing.assert_allclose(got, -3 * want, rtol=1e-6)
 
@@ -104,7 +105,7 @@ def test_the_loss_may_be_a_part_of_a_larger_one():
 def test_log_probability_and_entropy_carry_no_gradient():
     def others(x_BTD, head_DV, target_BT):
         tokens = {"weight": weights(4)}
-        how = SETTINGS | {"mesh": mesh_of(1, 1)}
+        how = SETTINGS | {"mesh": mesh_of(1, 1, 1)}
         _, logp_BT, entropy_BT = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
         return jnp.sum(logp_BT + entropy_BT)
 
@@ -117,7 +118,7 @@ def test_gradients_of_bfloat16_inputs_are_rounded_once():
     T = 3 * CHUNK
     x_BTD, head_DV, target_BT = inputs(T)
     halves = x_BTD.astype(jnp.bfloat16), head_DV.astype(jnp.bfloat16)
-    _, gradient = chunked_gradient(1, 1)(*halves, target_BT, weights(T))
+    _, gradient = chunked_gradient(1, 1, 1)(*halves, target_BT, weights(T))
     floats = (np.asarray(half, np.float32) for half in halves)
     _, expected = whole_gradient(*floats, target_BT, weights(T))
     for got, want in zip(gradient, expected, strict=True):
@@ -164,7 +165,7 @@ def test_extreme_logits_give_no_nan(scale):
     assert np.all(np.isfinite(logp_BT))
     assert np.all(np.isfinite(entropy_BT))
     assert np.min(entropy_BT) >= -1e-6
-    _, gradient = chunked_gradient(1, 1)(x_BTD, head_DV, target_BT, weights(6))
+    _, gradient = chunked_gradient(1, 1, 1)(x_BTD, head_DV, target_BT, weights(6))
     assert all(np.all(np.isfinite(d)) for d in gradient)
 
 
@@ -207,7 +208,7 @@ def largest_logits(jaxpr):
 
 @pytest.mark.parametrize(
     ("function", "tokens"),
-    [(chunked_gradient(1, 1), CHUNK_TOKENS), (whole_gradient, 4 * CHUNK_TOKENS)],
+    [(chunked_gradient(1, 1, 1), CHUNK_TOKENS), (whole_gradient, 4 * CHUNK_TOKENS)],
 )
 def test_only_a_chunks_logits_exist_in_the_backward_pass_too(function, tokens):
     """Of a sequence of four chunks, one chunk's logits; the plain function holds all four."""

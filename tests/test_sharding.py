@@ -1,5 +1,6 @@
 """Four fake devices give one device's samples and log-probs; wrong sizes are named."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -21,10 +22,11 @@ from models import qwen2
 from models.packed import packed_attention
 from models.qwen2 import Qwen2Config, abstract_params, param_axes
 from sharding import hosts, rules
-from sharding.mesh import make_mesh
+from sharding.mesh import AXES, make_mesh
 
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
-MESHES = [(4, 1), (2, 2), (1, 4)]  # (data, model); the last exceeds the 2 key/value heads
+# (slices, data, model); the last exceeds the 2 key/value heads
+MESHES = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 4)]
 SAMPLING = Sampling(
     max_response_tokens=20,
     temperature=0.7,
@@ -47,8 +49,8 @@ def params():
     return jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
-def build_policy(data, model):
-    """What the commands build, for the small model on the first devices as a (data, model) mesh.
+def build_policy(slices, data, model):
+    """What the commands build, for the small model on the first devices as such a mesh.
 
     Its engine has one decode program, for whatever there is to do.
     """
@@ -62,11 +64,11 @@ def build_policy(data, model):
     config.rollout.slot_tokens = 128
     config.rollout.page_tokens = 16
     config.rollout.block_tokens = 4
-    config.mesh.data, config.mesh.model = data, model
+    config.mesh.slices, config.mesh.data, config.mesh.model = slices, data, model
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(qwen2.PRESETS, "small", SMALL)
         patch.setattr(engine, "PARTS", ((1, 1),))
-        devices = jax.devices()[: data * model]
+        devices = jax.devices()[: slices * data * model]
         return setup.build_policy(config, SAMPLING.vocab_size, devices=devices)
 
 
@@ -86,10 +88,10 @@ def sample(policy, params, prompts):
 @pytest.fixture(scope="module")
 def one_device_samples(params):
     """The reference, from a mesh of one device."""
-    return sample(build_policy(1, 1), params, PROMPTS.items())[0]
+    return sample(build_policy(1, 1, 1), params, PROMPTS.items())[0]
 
 
-@pytest.fixture(scope="module", params=MESHES[:2], ids=str)
+@pytest.fixture(scope="module", params=MESHES[:3], ids=str)
 def policy(request):
     """On four devices."""
     return build_policy(*request.param)
@@ -105,7 +107,7 @@ def test_every_mesh_samples_what_one_device_samples(policy, params, one_device_s
         assert response.stopped == expected.stopped
         assert np.abs(response.behavior_logp - expected.behavior_logp).max() <= 1e-5, request
     assert len({len(response.tokens) for response in responses.values()}) > 5
-    cursor_DB = session.blocks[0].cursor_B.reshape(policy.mesh.shape["data"], -1)
+    cursor_DB = session.blocks[0].cursor_B.reshape(rules.row_ways(policy.mesh), -1)
     assert (cursor_DB >= 0).any(axis=1).all()
 
     moved, again = sample(policy, params, reversed(PROMPTS.items()))
@@ -140,7 +142,7 @@ def test_sampling_exchanges_nothing_over_data_and_no_cache_over_model(policy):
 
 def test_decoding_refuses_more_model_ways_than_key_value_heads():
     with pytest.raises(ValueError, match=r"mesh.model = 4 does not divide .* 2 key/value heads"):
-        build_policy(1, 4)
+        build_policy(1, 1, 4)
 
 
 def logprobs_of(graph, mesh, params, tokens_BT, target_BT):
@@ -154,10 +156,10 @@ def logprobs_of(graph, mesh, params, tokens_BT, target_BT):
     return chosen_logprobs(x_BTD, model.head(), target_BT, **how)
 
 
-@pytest.mark.parametrize(("data", "model"), MESHES)
-def test_every_mesh_gives_one_devices_logprobs(params, data, model):
+@pytest.mark.parametrize(("slices", "data", "model"), MESHES)
+def test_every_mesh_gives_one_devices_logprobs(params, slices, data, model):
     graph, _ = abstract_params(SMALL)
-    mesh = make_mesh(data=data, model=model)
+    mesh = make_mesh(data=data, model=model, slices=slices)
     rng = np.random.default_rng(1)
     tokens_BT, target_BT = rng.integers(0, 61, (2, 8, 10))
     function = jax.jit(functools.partial(logprobs_of, graph, mesh))
@@ -193,7 +195,7 @@ def test_the_chunked_head_leaves_rows_on_their_devices():
 def test_a_mesh_takes_all_devices_and_names_its_axes():
     for data, model, shape in ((-1, 2, (2, 2)), (-1, 1, (4, 1)), (1, 4, (1, 4))):
         mesh = make_mesh(data=data, model=model)
-        assert dict(mesh.shape) == dict(zip(("data", "model"), shape, strict=True))
+        assert dict(mesh.shape) == dict(zip(AXES, (1, *shape), strict=True))
         assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
         assert mesh.devices.size == jax.device_count() == 4
 
@@ -204,11 +206,44 @@ def test_a_mesh_of_chosen_devices():
     assert mesh.devices.ravel().tolist() == devices
 
 
+def test_slices_are_the_outermost_axis():
+    mesh = make_mesh(data=-1, model=2, slices=2)
+    assert dict(mesh.shape) == {"slice": 2, "data": 1, "model": 2}
+    assert mesh.devices[0].ravel().tolist() == jax.devices()[:2]
+    assert rules.rows(mesh).shard_shape((8, 5)) == (4, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU's device, as far as the mesh looks at it."""
+
+    slice_index: int
+    platform: str = "tpu"
+
+
+@pytest.mark.parametrize(
+    ("there", "slices", "message"),
+    [
+        (2, 1, "mesh.slices = 1, but the devices are 2 slices"),
+        (1, 2, "mesh.slices = 2, but all devices are of one slice"),
+    ],
+)
+def test_the_number_of_slices_is_what_the_devices_are(there, slices, message):
+    devices = [Chip(slice_index=i) for i in range(there) for _ in range(4)]
+    with pytest.raises(ValueError, match=message):
+        make_mesh(data=-1, model=1, slices=slices, devices=devices)
+
+
+def test_slices_that_do_not_divide_the_devices_are_refused():
+    with pytest.raises(ValueError, match=r"mesh.slices = 3 does not divide the 4 devices"):
+        make_mesh(data=-1, model=1, slices=3)
+
+
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
-        (-1, 3, r"mesh.model = 3 does not divide the 4 devices.*\[1, 2, 4\]"),
-        (-1, 8, r"mesh.model = 8 does not divide the 4 devices.*\[1, 2, 4\]"),
+        (-1, 3, r"mesh.model = 3 does not divide the 4 devices.*nearest .* 2, of \[1, 2, 4\]"),
+        (-1, 8, r"mesh.model = 8 does not divide the 4 devices.*nearest .* 4, of \[1, 2, 4\]"),
         (2, 1, r"2 \* 1 = 2, but there are 4 devices.*mesh.data to -1"),
         (4, 2, r"4 \* 2 = 8, but there are 4 devices.*mesh.data to -1"),
         (0, 1, r"mesh.data = 0 and mesh.model = 1: sizes are at least 1"),
@@ -259,7 +294,7 @@ def test_kv_heads_replicate_where_the_model_ways_exceed_them():
 @pytest.mark.parametrize(
     ("axis", "size", "message"),
     [
-        ("heads", 14, "heads axis of 14 .*mesh.model = 4; choose a mesh.model that divides 14"),
+        ("heads", 14, "heads axis of 14 .*mesh.model = 4; choose .* divides 14, as 2 does"),
         ("vocab", 151_937, "vocab axis of 151937 .*mesh.model = 4"),
         ("mlp", 50, "mlp axis of 50 .*mesh.model = 4"),
     ],

@@ -154,7 +154,8 @@ def check_heads(config: Qwen2Config, model_ways: int) -> None:
     if config.num_kv_heads % model_ways:
         raise ValueError(
             f"mesh.model = {model_ways} does not divide the model's {config.num_kv_heads} "
-            "key/value heads, which decoding splits over it"
+            "key/value heads, which decoding splits over it; the nearest that does is "
+            f"{math.gcd(config.num_kv_heads, model_ways)}"
         )
 
 
@@ -322,11 +323,11 @@ class Engine:
                 f"rollout.block_tokens = {cache.block_tokens}"
             )
         self.config, self.mesh, self.cache = config, mesh, cache
-        self.shards = mesh.shape["data"]
+        self.shards = rules.row_ways(mesh)
         self._axis = "model" if mesh.shape["model"] > 1 else None
         self._params = params
         self._rows = rules.rows(mesh)
-        self._page_spec = PartitionSpec("data", "model")
+        self._page_spec = PartitionSpec(rules.ROW_AXES, "model")
         self._prompt_pages, self._pages = map(self._pool, (cache.prompt_pages, cache.pages))
         self._new_pages = jax.jit(
             lambda: jax.tree.map(
@@ -452,7 +453,7 @@ class Engine:
         run_key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=rules.replicated(self.mesh))
         state_BX = self._host_array(self.shards * rows, state_columns(cache))
         page_P = self._host_array(self.shards * pages)
-        tokens = PartitionSpec(None, "data")
+        tokens = PartitionSpec(None, rules.ROW_AXES)
         out = (self._specs(self._pages), tokens, tokens)
         arguments = (self._params, self._prompt_pages, self._pages, run_key, state_BX, page_P)
         return self._lower(run, arguments, out, donate=2)

@@ -50,17 +50,14 @@ def engine_params(config: Qwen2Config, mesh, dtype):
         lambda p: unstack(jax.tree.map(lambda a: a.astype(dtype), p)), abstract_params(config)[1]
     )
     shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.SAMPLER)
-    abstract = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
-    )
-    return abstract, jax.jit(make, out_shardings=shardings)
+    return rules.abstract(abstract, shardings), jax.jit(make, out_shardings=shardings)
 
 
 def make_engine(config: Qwen2Config, *, slots: int, prompt: int, response: int, **cache):
     """(engine on all devices, parameters) with so many slots in all; float32, plain XLA."""
     mesh = make_mesh(data=-1, model=1)
     abstract, make = engine_params(config, mesh, jnp.float32)
-    ways = mesh.shape["data"]
+    ways = rules.row_ways(mesh)
     engine = Engine(
         config,
         mesh,
@@ -113,7 +110,7 @@ def best_seconds(run, *, repeats: int) -> float:
 
 def measured_rates(mesh) -> tuple[float, float]:
     """(bytes a second read and written by a copy, FLOP a second of a product), all devices."""
-    ways, rows = mesh.shape["data"], rules.rows(mesh)
+    ways, rows = rules.row_ways(mesh), rules.rows(mesh)
     array = jax.device_put(jnp.zeros((ways, 2**25)), rows)
     copy = jax.jit(lambda a: a + 1, out_shardings=rows)
     bandwidth = 2 * array.nbytes / best_seconds(lambda: copy(array), repeats=10)
