@@ -100,6 +100,7 @@ def get_config() -> ConfigDict:
     config.eval.top_p = 0.7
 
     config.checkpoint = ConfigDict()
+    config.checkpoint.directory = ""  # one that all hosts see, gs://...; "": WORKDIR/checkpoints
     config.checkpoint.every_steps = 5
     config.checkpoint.keep = 2  # newest checkpoints kept
 

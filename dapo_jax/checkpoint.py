@@ -1,12 +1,14 @@
 """The only module that knows Orbax: a run's checkpoints, and parameters alone."""
 
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
+
+from sharding import hosts
 
 SHOWN_DIFFERENCES = 3
 
@@ -18,31 +20,45 @@ class WrongStateError(ValueError):
 class Checkpoints:
     """Checkpoints of (state, progress) in `directory`, named by the number of finished steps.
 
-    Each is written in the background and appears whole or not at all.
+    Each appears whole or not at all. All processes call `save` and the restores alike; `directory`
+    is one that all of them see, a bucket's (gs://...) for instance.
 
     state: the pytree of arrays, sharded as they are. progress: a JSON-able dict with the host's
     side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept.
     """
 
-    def __init__(self, directory, *, every_steps: int, keep: int):
+    def __init__(self, directory, *, keep: int | None):
+        directory = _absolute(directory)
+        if hosts.is_main_host():
+            directory.mkdir(parents=True, exist_ok=True)
+        several = hosts.count() > 1
         options = ocp.CheckpointManagerOptions(
-            save_interval_steps=every_steps, max_to_keep=keep, enable_async_checkpointing=True
+            max_to_keep=keep,
+            create=False,
+            enable_async_checkpointing=False,
+            # Named processes meet by notes. Else they would meet on the devices, and a save would
+            # have to wait for what those are doing.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=set(range(hosts.count())) if several else None
+            ),
         )
+        hosts.on_main(lambda: None)  # the directory is there for all
         self._manager = ocp.CheckpointManager(
-            pathlib.Path(directory).absolute(),
+            directory,
             options=options,
             item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "progress": ocp.JsonCheckpointHandler(),
+                "state": ocp.StandardCheckpointHandler(
+                    multiprocessing_options=options.multiprocessing_options
+                ),
+                "progress": ocp.JsonCheckpointHandler(
+                    multiprocessing_options=options.multiprocessing_options
+                ),
             },
         )
         self._broken: set[int] = set()
 
-    def save(self, step: int, state: Any, progress: dict, *, force: bool = False) -> bool:
-        """Save if `step` is due, or `force`d and not saved yet. Returns whether it was.
-
-        The first call in an empty directory is always due, and then each multiple of every_steps.
-        """
+    def save(self, step: int, state: Any, progress: dict) -> bool:
+        """Save, if there is no checkpoint of this step yet. Returns whether it was needed."""
         # Orbax saves no step at or below the newest, so what a resumed run could not read must go.
         while self._broken:
             self._manager.delete(self._broken.pop())
@@ -53,7 +69,7 @@ class Checkpoints:
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
             ),
-            force=force,
+            force=True,
         )
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
@@ -124,25 +140,29 @@ class Checkpoints:
                 + ". Give the model that it was trained from, or another --workdir"
             )
 
+    @property
+    def directory(self) -> epath.Path:
+        """Where they are."""
+        return self._manager.directory
+
     def latest_step(self) -> int | None:
         """The newest checkpoint's step."""
         return self._manager.latest_step()
 
     def close(self) -> None:
-        """Wait until the last checkpoint is on disk."""
-        self._manager.wait_until_finished()
+        """Nothing is saved or restored after this."""
         self._manager.close()
 
 
 def save_params(path, params) -> None:
     """Write parameters alone, as an Orbax checkpoint without steps."""
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(pathlib.Path(path).absolute(), params)
+        checkpointer.save(_absolute(path), params)
 
 
 def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], None]):
     """What `save_params` wrote, as numpy arrays; `check` sees the stored shapes before."""
-    path = pathlib.Path(path).absolute()
+    path = _absolute(path)
     with ocp.PyTreeCheckpointer() as checkpointer:
         check(checkpointer.metadata(path).item_metadata.tree)
         as_host = jax.tree.map(
@@ -151,6 +171,12 @@ def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], 
         )
         restore = ocp.args.PyTreeRestore(item=abstract_params, restore_args=as_host)
         return checkpointer.restore(path, args=restore)
+
+
+def _absolute(path) -> epath.Path:
+    """A path as Orbax wants it; one with a scheme (gs://) is absolute as it is."""
+    path = epath.Path(path)
+    return path if "://" in str(path) else path.absolute()
 
 
 def _arrays(tree) -> dict[str, str]:

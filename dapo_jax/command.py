@@ -11,7 +11,19 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
+from sharding import hosts
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def define_distributed() -> flags.FlagHolder:
+    """The flag of the commands that run on several hosts."""
+    return flags.DEFINE_bool(
+        "distributed",
+        False,
+        "The command was given on several hosts, which are to run it together: those of a TPU pod, "
+        f"or of {hosts.COORDINATOR}, {hosts.PROCESSES} and {hosts.PROCESS} in the environment.",
+    )
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -24,10 +36,21 @@ def run(main: Callable[[list[str]], None]) -> None:
             main(argv)
         except (ValueError, OSError) as error:
             if flags.FLAGS.debug or not raised_by_us(error):
+                end_all(traceback.format_exc())
                 raise
+            end_all(f"error: {error}")
             sys.exit(f"error: {error}\n(--debug shows where)")
+        except Exception:
+            end_all(traceback.format_exc())
+            raise
 
     app.run(guarded, flags_parser=parse_flags)
+
+
+def end_all(message: str) -> None:
+    """Of several processes: end them all with this one, which the others would wait for."""
+    if hosts.started() and hosts.count() > 1:
+        hosts.fail(message, code=1)
 
 
 def raised_by_us(error: Exception) -> bool:

@@ -3,20 +3,19 @@
     python -m dapo_jax.convert --from=hf:DIR --to=orbax:DIR [--dtype=float32|bfloat16|float16]
     python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
 
-and back. An Orbax directory holds params/ (the checkpoint), model_config.json and the tokenizer's
-files, so that nothing is lost on the way back. A run is a training run's --workdir.
+and back; a Hugging Face directory may be in a bucket (gs://). An Orbax directory holds params/ (the
+checkpoint), model_config.json and the tokenizer's files, so that nothing is lost on the way back. A
+run is a training run's --workdir.
 """
 
 import dataclasses
 import json
-import pathlib
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
+from etils import epath
 from ml_collections import ConfigDict
 
 from dapo_jax import checkpoint, command, learner, setup
@@ -60,7 +59,8 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     tokenizer_path = from_path
     if from_kind == "hf":
         config, kept = hf.load_config(from_path), _kept(from_path)
-        params = hf.load_params(from_path, config, dtype=dtype)
+        host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        params = hf.load_params(from_path, config, dtype=dtype, shardings=host)
     elif from_kind == "orbax":
         params, config, kept = load_orbax(from_path, dtype=dtype)
     else:
@@ -69,7 +69,7 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     to_path.mkdir(parents=True, exist_ok=True)
     files = [name for name in TOKENIZER_FILES if (tokenizer_path / name).is_file()]
     for name in files:
-        shutil.copyfile(tokenizer_path / name, to_path / name)
+        (tokenizer_path / name).copy(to_path / name)
     if to_kind == "hf":
         hf.save_hf(params, config, to_path, dtype=dtype, extra_config=kept)
     else:
@@ -80,7 +80,7 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
 
 def save_orbax(params, config: Qwen2Config, path, *, kept: Mapping[str, Any]):
     """Writes params/ and model_config.json; `kept` holds further keys of config.json."""
-    path = pathlib.Path(path).absolute()
+    path = epath.Path(path).absolute()
     checkpoint.save_params(path / PARAMS_FOLDER, params)
     content = {"model": dataclasses.asdict(config), "hf": dict(kept)}
     (path / MODEL_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -92,7 +92,7 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], Qwen2Config, dict[s
     Raises FileNotFoundError where model_config.json or params/ is absent, and ValueError for a
     config file that cannot be read and for arrays that do not fit it.
     """
-    path = pathlib.Path(path).absolute()
+    path = epath.Path(path).absolute()
     file, folder = path / MODEL_CONFIG_FILE, path / PARAMS_FOLDER
     for part in (file, folder):
         if not part.exists():
@@ -114,8 +114,8 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], Qwen2Config, dict[s
     return params, config, kept
 
 
-def load_run(workdir: pathlib.Path, step: int | None, *, dtype: str):
-    """(host params, model config, kept keys of config.json, tokenizer directory) of a run.
+def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
+    """(params, model config, kept keys of config.json, tokenizer directory) of a run.
 
     Raises FileNotFoundError for a directory without a run, or without that checkpoint.
     """
@@ -125,7 +125,7 @@ def load_run(workdir: pathlib.Path, step: int | None, *, dtype: str):
     recipe = ConfigDict(json.loads(file.read_text(encoding="utf-8")))
     recipe.mesh.data, recipe.mesh.model = -1, 1  # here, not on the machine that trained
     policy = setup.build_policy(recipe, vocab_size=0)
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", every_steps=1, keep=None)
+    checkpoints = setup.checkpoints(recipe, workdir, keep=None)
     step = checkpoints.latest_step() if step is None else step
     if step is None:
         raise FileNotFoundError(f"{workdir / 'checkpoints'} is empty: there is nothing to convert")
@@ -133,13 +133,12 @@ def load_run(workdir: pathlib.Path, step: int | None, *, dtype: str):
     checkpoints.close()
     model_path = recipe.model.path
     kept = _kept(model_path) if model_path else {}
-    tokenizer_path = pathlib.Path(recipe.tokenizer.path or model_path)
+    tokenizer_path = epath.Path(recipe.tokenizer.path or model_path)
     params = state.params
     if policy.learning.lora:
         start_weights = setup.load_weights(recipe, policy, dtype=recipe.model.compute_dtype)
         params = learner.policy_weights(params, start_weights, policy.learning)
-    params = jax.tree.map(lambda p: np.asarray(p).astype(dtype), params)
-    return params, policy.model_config, kept, tokenizer_path
+    return learner.cast(params, dtype), policy.model_config, kept, tokenizer_path
 
 
 def _kept(path) -> dict[str, Any]:
@@ -147,12 +146,12 @@ def _kept(path) -> dict[str, Any]:
     return {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
 
 
-def _place(flag: str, value: str, kinds) -> tuple[str, pathlib.Path]:
+def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
     kind, colon, path = value.partition(":")
     if kind not in kinds or not colon or not path:
         forms = " or ".join(f"{kind}:DIR" for kind in kinds)
         raise ValueError(f"--{flag} is {value!r}, but must be {forms}")
-    return kind, pathlib.Path(path)
+    return kind, epath.Path(path)
 
 
 def main(_):

@@ -19,13 +19,11 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax import command, setup
-from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.metrics import atomic_file, evaluation_line
 from dapo_jax.rollout import Group, collect, verified
 from dapo_jax.sampler.engine import Session
 from dapo_jax.verifier import Verdict
 from sharding import hosts
-from sharding.mesh import split_cpu
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -118,30 +116,36 @@ def result_row(results) -> dict[str, float]:
 
 def main(_):
     config = CONFIG.value
-    split_cpu(config.mesh.cpu_devices)
+    hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
     setup.check(config)
     if not config.eval.sets:
         raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
     workdir = pathlib.Path(WORKDIR.value)
-    if not workdir.is_dir():
-        raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
+    hosts.on_main(lambda: require_directory(workdir))
+    say = print if hosts.is_main_host() else lambda message: None
     tokenizer = setup.tokenizer(config)
     policy = setup.build_policy(config, tokenizer.vocab_size)
     data = setup.load_data(config, tokenizer, training=False)
-    checkpoints = Checkpoints(workdir / "checkpoints", every_steps=1, keep=None)
+    checkpoints = setup.checkpoints(config, workdir, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:
-        raise FileNotFoundError(f"{workdir}/checkpoints is empty: there is nothing to evaluate")
+        raise FileNotFoundError(f"{checkpoints.directory} is empty: there is nothing to evaluate")
     if step == 0:
         params = setup.start_params(config, policy)
     else:
         params = checkpoints.restore(step, policy.state)[0].params
     checkpoints.close()
     sampler_params = policy.reshard(params, setup.start_weights(config, policy))
-    results = evaluate(config, policy, sampler_params, data.eval_sets, tokenizer, report=print)
+    results = evaluate(config, policy, sampler_params, data.eval_sets, tokenizer, report=say)
     write_results(workdir, step, results)
-    print(evaluation_line({"step": step - 1, **result_row(results)}))
-    print(f"written to {workdir / 'eval' / f'{step}.json'}")
+    say(evaluation_line({"step": step - 1, **result_row(results)}))
+    say(f"written to {workdir / 'eval' / f'{step}.json'}")
+
+
+def require_directory(workdir: pathlib.Path) -> None:
+    """FileNotFoundError where there is no such directory."""
+    if not workdir.is_dir():
+        raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
 
 
 if __name__ == "__main__":
@@ -150,5 +154,6 @@ if __name__ == "__main__":
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )
+    DISTRIBUTED = command.define_distributed()
     flags.mark_flag_as_required("config")
     command.run(main)

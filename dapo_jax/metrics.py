@@ -319,14 +319,22 @@ class Display:
         num_steps: rollout steps of the whole run.
         first_step: the first step that this process does (0, or the one after a restored step).
         console: where to print; None means standard output.
+        quiet: print nothing.
 
     Steps carry the number that metrics.jsonl and rollouts/ use; the count beside it (1 after
     step 0) is that of finished steps. Text of the model, of data or of errors prints literally.
     """
 
-    def __init__(self, num_steps: int, first_step: int, *, console: Console | None = None):
+    def __init__(
+        self,
+        num_steps: int,
+        first_step: int,
+        *,
+        console: Console | None = None,
+        quiet: bool = False,
+    ):
         if console is None:
-            console = Console()
+            console = Console(quiet=quiet)
             if not console.is_terminal:
                 console.width = PLAIN_WIDTH
         self._console = console
@@ -386,6 +394,11 @@ class Display:
         self._last_line_seconds = time.monotonic()
         for line in text.split("\n"):
             self._console.print(Text(self._safe(line)), soft_wrap=True, highlight=False)
+
+    def last_line(self, text: str) -> None:
+        """Prints text and leaves the terminal as it was; for a process that ends at once."""
+        self.line(text)
+        self.__exit__()
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Prints a table of sampled responses with their verdicts, rewards and ends."""

@@ -14,6 +14,7 @@ from dapo_jax.data import Prompt
 from dapo_jax.sampler.engine import Block, Finished, Session
 from dapo_jax.tokenizer import Tokenizer
 from dapo_jax.verifier import Verdict, verify_many
+from sharding import hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,24 +97,37 @@ class Rollouts:
         return int(sum(self.sampled[p].length_G.sum() for p in self.kept))
 
 
-def verified(finished: Finished, prompt: Prompt, *, tokenizer: Tokenizer, rules: str) -> Group:
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """A finished group's responses as texts, and the verdict on each."""
+
+    texts: list[str]
+    verdicts: list[Verdict]
+
+
+def verified(finished: Finished, prompt: Prompt, *, tokenizer: Tokenizer, rules: str) -> Verified:
     """Decode a finished group's responses and compare their answers with the prompt's."""
     texts = [tokenizer.decode(response.tokens.tolist()) for response in finished.responses]
+    return Verified(texts, verify_many(texts, [prompt.example.answer] * len(texts), rules=rules))
+
+
+def group_of(finished: Finished, prompt: Prompt, found: Verified) -> Group:
+    """What was drawn and what the verifier said, put together."""
     return Group(
         cursor=finished.cursor,
         prompt=prompt,
         responses=[response.tokens for response in finished.responses],
         behavior_logp=[response.behavior_logp for response in finished.responses],
         stopped_G=np.array([response.stopped for response in finished.responses]),
-        texts=texts,
-        verdicts=verify_many(texts, [prompt.example.answer] * len(texts), rules=rules),
+        texts=found.texts,
+        verdicts=found.verdicts,
     )
 
 
 def collect(
     session: Session,
     prompt_at: Callable[[int], Prompt],
-    verify: Callable[[Finished, Prompt], Group],
+    verify: Callable[[Finished, Prompt], Verified],
     cursor: int,
     *,
     group_size: int,
@@ -133,7 +147,8 @@ def collect(
     before there are any). After `max_prompts` there may be fewer groups than wanted, or none: the
     caller decides what to do then. Without dynamic sampling the first `num_prompts` are all kept.
 
-    prompt_at(cursor): the stream's prompts. verify(finished, prompt): a group with its verdicts.
+    prompt_at(cursor): the stream's prompts. verify(finished, prompt): a group's texts and verdicts;
+    every process verifies its share of the groups, and all get all verdicts.
     """
     limit = cursor + (max_prompts if dynamic_sampling else num_prompts)
     with _Stream(session, prompt_at, verify, cursor, group_size=group_size) as stream:
@@ -178,7 +193,7 @@ class _Stream:
         self.seconds = {"verify": 0.0, "verify_wait": 0.0}
         self._session, self._prompt_at, self._verify = session, prompt_at, verify
         self._cursor, self._group_size = cursor, group_size
-        self._pending: list[concurrent.futures.Future] = []
+        self._pending: list[tuple[Finished, concurrent.futures.Future | None]] = []
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
 
     def __enter__(self):
@@ -217,11 +232,9 @@ class _Stream:
         pending, self._pending = self._pending, []
         if self._session.unfinished:
             for finished in self._session.step():
-                prompt = self._prompt_at(finished.cursor)
-                self._pending.append(self._pool.submit(self._timed_verify, finished, prompt))
+                self._pending.append((finished, self._begin(finished)))
         start = time.perf_counter()
-        for future in pending:
-            group = future.result()
+        for group in self._judged(pending):
             self.groups[group.cursor] = group
             if informative_groups(group.correct_G[None])[0]:
                 bisect.insort(self.informative, group.cursor)
@@ -229,11 +242,29 @@ class _Stream:
             self.in_order += 1
         self.seconds["verify_wait"] += time.perf_counter() - start
 
-    def _timed_verify(self, finished: Finished, prompt: Prompt) -> Group:
+    def _begin(self, finished: Finished) -> concurrent.futures.Future | None:
+        """Verification in the background, if it is this process's group."""
+        if not hosts.is_mine(finished.cursor):
+            return None
+        prompt = self._prompt_at(finished.cursor)
+        return self._pool.submit(self._timed_verify, finished, prompt)
+
+    def _judged(self, pending) -> list[Group]:
+        """The pending groups with their verdicts, in the same order on every process."""
+        if not pending:
+            return []
+        mine = {finished.cursor: job.result() for finished, job in pending if job is not None}
+        found = {cursor: it for share in hosts.gather(mine) for cursor, it in share.items()}
+        return [
+            group_of(finished, self._prompt_at(finished.cursor), found[finished.cursor])
+            for finished, _ in pending
+        ]
+
+    def _timed_verify(self, finished: Finished, prompt: Prompt) -> Verified:
         start = time.perf_counter()
-        group = self._verify(finished, prompt)
+        found = self._verify(finished, prompt)
         self.seconds["verify"] += time.perf_counter() - start
-        return group
+        return found
 
 
 def total_work(session: Session, *, requests: int, verify_seconds: dict[str, float]) -> Work:

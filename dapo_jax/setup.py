@@ -7,10 +7,12 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
 from dapo_jax import algorithm, learner, verifier
+from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.data import DataError, Prompt, PromptStream, Report, Source, load_prompts
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, plan_cache
@@ -27,7 +29,7 @@ from models.qwen2 import (
     split,
     unstack,
 )
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import make_mesh
 
 # Folded into the seed's key, so that no stream of randomness is used for two things.
@@ -105,6 +107,11 @@ class Data:
     reports: list[Report]
 
 
+def checkpoints(config: ConfigDict, workdir: pathlib.Path, *, keep: int | None) -> Checkpoints:
+    """The run's checkpoints; `keep` of them, or all."""
+    return Checkpoints(config.checkpoint.directory or workdir / "checkpoints", keep=keep)
+
+
 def key(config: ConfigDict, stream: int):
     """The root key of one stream of randomness."""
     return jax.random.fold_in(jax.random.key(config.seed), stream)
@@ -139,7 +146,7 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
             "model.path and tokenizer.path are empty: set the first to a Hugging Face directory, "
             "or the second and model.preset for random weights"
         )
-    if not pathlib.Path(path).exists():
+    if not epath.Path(path).exists():
         name = "tokenizer.path" if config.tokenizer.path else "model.path"
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
     return load_tokenizer(
@@ -308,8 +315,9 @@ def compile_update(config: ConfigDict, policy: Policy, start_weights):
 def load_weights(config: ConfigDict, policy: Policy, *, dtype: str):
     """All weights of the start policy on the mesh: loaded, or random from the seed."""
     if config.model.path:
-        params = load_params(config.model.path, policy.model_config, dtype=dtype)
-        return hosts.place(params, policy.weight_shardings)
+        return load_params(
+            config.model.path, policy.model_config, dtype=dtype, shardings=policy.weight_shardings
+        )
 
     def init():
         params = split(Qwen2(policy.model_config, key=key(config, INIT_STREAM)))[1]

@@ -10,7 +10,6 @@ to the tokenizer's own normalisation (NFC for Qwen2.5).
 
 import difflib
 import json
-import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -19,6 +18,8 @@ import jinja2
 import jinja2.sandbox
 import sentencepiece
 import tokenizers
+from etils import epath
+from etils.epath import PathLike
 
 Message = Mapping[str, str]
 
@@ -53,9 +54,7 @@ def plain_text(messages: Sequence[Message]) -> str:
     return "\n\n".join(message["content"] for message in messages)
 
 
-def load_tokenizer(
-    path: str | pathlib.Path, *, stop_tokens: Sequence[str] | None, chat: str
-) -> Tokenizer:
+def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str) -> Tokenizer:
     """Reads a tokenizer from a directory or a sentencepiece file.
 
     path: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja where
@@ -69,7 +68,7 @@ def load_tokenizer(
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.
     """
-    path = pathlib.Path(path)
+    path = epath.Path(path)
     if chat not in ("none", "template"):
         raise ValueError(f'tokenizer.chat = {chat!r}: must be "none" or "template".')
     if stop_tokens is not None and (isinstance(stop_tokens, str) or not stop_tokens):
@@ -97,10 +96,10 @@ def load_tokenizer(
 class HuggingFaceTokenizer:
     """A tokenizer.json, with the chat template and special tokens of its tokenizer_config.json."""
 
-    def __init__(self, folder: pathlib.Path, *, stop_tokens: Sequence[str] | None, chat: str):
+    def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
         file = folder / "tokenizer.json"
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{file} is not a tokenizer: {error} (tokenizer.path).") from error
         # Some published files carry the truncation of their last user.
@@ -181,9 +180,10 @@ class HuggingFaceTokenizer:
 class SentencePieceTokenizer:
     """A sentencepiece model; a prompt of messages is plain text."""
 
-    def __init__(self, file: pathlib.Path, *, stop_tokens: Sequence[str] | None):
+    def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+            self._processor = sentencepiece.SentencePieceProcessor()
+            self._processor.LoadFromSerializedProto(file.read_bytes())
         except (OSError, RuntimeError) as error:
             raise ValueError(
                 f"{file} is not a sentencepiece model: {error} (tokenizer.path)."
@@ -222,7 +222,7 @@ def _existing(ids: Sequence[int], vocab_size: int) -> list[int]:
     return ids
 
 
-def _stop_ids(stop_tokens, id_of, names: Collection[str], file: pathlib.Path) -> tuple[int, ...]:
+def _stop_ids(stop_tokens, id_of, names: Collection[str], file: epath.Path) -> tuple[int, ...]:
     ids = []
     for text in dict.fromkeys(stop_tokens):
         id = id_of(text)
@@ -236,7 +236,7 @@ def _stop_ids(stop_tokens, id_of, names: Collection[str], file: pathlib.Path) ->
     return tuple(ids)
 
 
-def _read_json(file: pathlib.Path) -> dict:
+def _read_json(file: epath.Path) -> dict:
     if not file.is_file():
         return {}
     try:
@@ -249,7 +249,7 @@ def _token_text(token: str | dict | None) -> str | None:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _chat_template(folder: pathlib.Path, config: dict) -> jinja2.Template:
+def _chat_template(folder: epath.Path, config: dict) -> jinja2.Template:
     """The chat template in the environment that transformers documents for templates."""
     own_file = folder / "chat_template.jinja"
     source = (

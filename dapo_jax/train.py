@@ -2,9 +2,12 @@
 
     python -m dapo_jax.train --config=configs/tiny.py --workdir=DIR [--config.algo.eps_high=0.24]
 
-The same command resumes a run that was stopped. `train` holds one RL step, top to bottom.
+The same command resumes a run that was stopped. On several hosts it is given on each of them, with
+--distributed. Exit status: 0 done; 75 stopped by SIGTERM with the last finished step saved, to be
+given again; anything else is an error. `train` holds one RL step, top to bottom.
 """
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -22,7 +25,7 @@ from dapo_jax.algorithm import (
     informative_groups,
     soft_overlong_penalty,
 )
-from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.boundary import Boundaries
 from dapo_jax.data import PROMPT_TEMPLATE
 from dapo_jax.evaluate import evaluate, result_row, write_results
 from dapo_jax.learner import init_state, make_batch, shares_prompts, warmup_learning_rate
@@ -39,13 +42,18 @@ from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verif
 from dapo_jax.sampler.engine import Session
 from dapo_jax.timeline import plot_timeline
 from sharding import hosts, rules
-from sharding.mesh import split_cpu
 
-# A resumed run may change these; anything else would make it another run.
+# A resumed run may change these; anything else would make it another run. Where it runs on other
+# devices, the work has to be divided in another way.
 MAY_CHANGE = (
     "num_steps",
     "rollout.max_generation_batches",
     "rollout.on_generation_cap",
+    "rollout.cache_mib",
+    "rollout.slot_tokens",
+    "learner.micro_batch_rows",
+    "learner.row_tokens",
+    "learner.remat",
     "eval.",
     "checkpoint.",
     "log.",
@@ -56,39 +64,41 @@ SHOWN_SAMPLES = 4
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Run, or resume, the recipe in `workdir` until config.num_steps rollout steps are done."""
-    split_cpu(config.mesh.cpu_devices)
-    hosts.require_one_process()
     setup.check(config)
-    tokenizer = setup.tokenizer(config)
-    policy = setup.build_policy(config, tokenizer.vocab_size)
-    setup.check_divides(config, policy.mesh)
-    refuse_another_recipe(config, workdir)
-    data = setup.load_data(config, tokenizer, training=True)
-    checkpoints = Checkpoints(
-        workdir / "checkpoints",
-        every_steps=config.checkpoint.every_steps,
-        keep=config.checkpoint.keep,
-    )
-    restored = checkpoints.restore_latest(policy.state, report=logging.warning)
-    if restored is None:
-        first_step, state = 0, start_state(config, policy)
-        progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
-    else:
-        first_step, state, progress = restored
-    start_weights = setup.start_weights(config, policy)
-    record_config(config, workdir)
-    run_key = setup.key(config, setup.ROLLOUT_STREAM)
-    r, algo = config.rollout, config.algo
-    sampling = setup.sampling(config, tokenizer)
-    verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
+    with contextlib.ExitStack() as stack:
+        checkpoints = setup.checkpoints(config, workdir, keep=config.checkpoint.keep)
+        boundaries = stack.enter_context(
+            Boundaries(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
+        )
+        tokenizer = setup.tokenizer(config)
+        policy = setup.build_policy(config, tokenizer.vocab_size)
+        setup.check_divides(config, policy.mesh)
+        hosts.on_main(lambda: refuse_another_recipe(config, workdir))
+        data = setup.load_data(config, tokenizer, training=True)
+        restored = checkpoints.restore_latest(policy.state, report=logging.warning)
+        if restored is None:
+            first_step, state = 0, start_state(config, policy)
+            progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
+        else:
+            first_step, state, progress = restored
+        start_weights = setup.start_weights(config, policy)
+        record_config(config, workdir)
+        run_key = setup.key(config, setup.ROLLOUT_STREAM)
+        r, algo = config.rollout, config.algo
+        sampling = setup.sampling(config, tokenizer)
+        verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
 
-    with (
-        MetricsWriter(workdir, resume_step=first_step - 1 if first_step else None) as writer,
-        Display(config.num_steps, first_step) as display,
-    ):
+        display = stack.enter_context(
+            Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
+        )
+        boundaries.say = display.last_line
         display.line(banner(config, policy, data, state.params, workdir, first_step))
-        if first_step and not writer.has_row(first_step - 1):
-            writer.write(progress["row"])  # killed between the checkpoint and its row
+        writer = None
+        if hosts.is_main_host():
+            resume_step = first_step - 1 if first_step else None
+            writer = stack.enter_context(MetricsWriter(workdir, resume_step=resume_step))
+            if first_step and not writer.has_row(first_step - 1):
+                writer.write(progress["row"])  # killed between the checkpoint and its row
 
         def evaluate_now(params):
             return evaluate(config, policy, params, data.eval_sets, tokenizer, report=display.phase)
@@ -125,8 +135,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             if len(rollouts.kept) < r.num_prompts:
                 message = generation_cap_message(config, step, rollouts)
                 if r.on_generation_cap == "stop":
-                    checkpoints.save(step, state, progress, force=True)
-                    checkpoints.close()
+                    boundaries.passed(step, state, progress, force=True)
+                    stack.close()
                     raise SystemExit(message)
                 display.line(f"{message}. The step trains on {len(rollouts.kept)} groups")
 
@@ -145,6 +155,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 learning_rate=config.learner.learning_rate,
                 warmup_steps=config.learner.warmup_steps,
             )
+            del sampler_params  # their memory is the update's
             updates = []
             groups_per_update = r.num_prompts // config.updates_per_step
             chunks = minibatches(rollouts.kept, groups_per_update=groups_per_update)
@@ -183,16 +194,16 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             }
             with watch("save"):
                 last = step + 1 == config.num_steps
-                checkpoints.save(step + 1, state, progress, force=last)
+                boundaries.passed(step + 1, state, progress, force=last)
             row |= timings(watch, rollouts)
-            writer.write(row)
+            if writer is not None:
+                writer.write(row)
             every = config.log.samples_every_steps
             if every and step % every == 0:
                 display.samples(step, samples(rollouts, reward_PG))
                 if hosts.is_main_host():
                     plot_timeline(rollouts.work.blocks, workdir / "timeline.png")
             display.step(row)
-    checkpoints.close()
     if hosts.is_main_host():
         run = report.load_run(workdir)
         report.plot_curves({workdir.name: run}, workdir / "curves.png")
@@ -410,11 +421,13 @@ def banner(config, policy, data, params, workdir, first_step) -> str:
 
 
 def main(_):
+    hosts.start(several=DISTRIBUTED.value, cpu_devices=CONFIG.value.mesh.cpu_devices)
     train(CONFIG.value, pathlib.Path(WORKDIR.value))
 
 
 if __name__ == "__main__":
     CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
     WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+    DISTRIBUTED = command.define_distributed()
     flags.mark_flag_as_required("config")
     command.run(main)

@@ -1,20 +1,88 @@
-"""The only place that knows about processes."""
+"""The only place that knows about processes.
+
+A program on several hosts is the same program on each: every process keeps all the books, takes
+every decision from values that all have, and calls what is collective at the same point. What only
+one of them can know goes through `gather` or `on_main`. Notes between threads of different
+processes, which must not wait for devices, go through `tell` and `told`.
+"""
+
+import functools
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # its key-value store has no public name
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.mesh import split_cpu
+
+COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PROCESS"
+HEARTBEAT_SECONDS = 60  # a process that has been silent for so long is taken for dead
+FAILED = "failed"  # the note that a process leaves when it fails
 
 
-def require_one_process() -> None:
-    """ValueError where there are several: training on many hosts is not there yet."""
-    count = jax.process_count()
-    if count > 1:
-        raise ValueError(f"{count} processes were started, but training runs in one; use one host")
+def start(*, several: bool, cpu_devices: int) -> None:
+    """Join the other processes, if there are `several`; to be called before JAX is used.
+
+    On a TPU pod they find each other. Elsewhere the environment has DAPO_COORDINATOR (host:port of
+    process 0), DAPO_PROCESSES and DAPO_PROCESS (0, 1, ...). cpu_devices: into how many the CPUs of
+    all processes are split (0: as JAX does). Raises ValueError where a variable is missing.
+    """
+    if several:
+        # SIGTERM is handled by whoever saves; JAX would only note it.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+        )
+        threading.Thread(target=_end_with_a_failed_process, daemon=True).start()
+    processes = distributed.global_state.num_processes if several else 1
+    if cpu_devices % processes:
+        raise ValueError(
+            f"mesh.cpu_devices = {cpu_devices} does not divide over {processes} processes"
+        )
+    split_cpu(cpu_devices // processes)
+
+
+def _cluster_of_environment() -> dict[str, Any]:
+    given = {
+        name: os.environ[name] for name in (COORDINATOR, PROCESSES, PROCESS) if name in os.environ
+    }
+    if not given:
+        return {}
+    if len(given) < 3:
+        missing = sorted({COORDINATOR, PROCESSES, PROCESS} - given.keys())
+        raise ValueError(f"{', '.join(given)} is set, but not {', '.join(missing)}: set all three")
+    return {
+        "coordinator_address": given[COORDINATOR],
+        "num_processes": int(given[PROCESSES]),
+        "process_id": int(given[PROCESS]),
+    }
+
+
+def started() -> bool:
+    """Whether this process has joined others (asking JAX for more would start its backends)."""
+    return distributed.global_state.client is not None
+
+
+def count() -> int:
+    """How many processes run the program."""
+    return jax.process_count()
 
 
 def is_main_host() -> bool:
     """Whether this process writes the files that all processes would write alike."""
     return jax.process_index() == 0
+
+
+def is_mine(number: int) -> bool:
+    """Whether this process does the numbered piece of host work; each piece is one process's."""
+    return number % jax.process_count() == jax.process_index()
 
 
 def place(tree, shardings):
@@ -33,7 +101,83 @@ def place(tree, shardings):
 
 
 def fetch(tree):
-    """Global arrays as whole numpy arrays on every process."""
-    if jax.process_count() == 1:
+    """Global arrays as whole numpy arrays on every process, which all call it."""
+    if count() == 1:
         return jax.device_get(tree)
-    return multihost_utils.process_allgather(tree, tiled=True)
+    leaves, structure = jax.tree.flatten(tree)
+    split = [leaf for leaf in leaves if not leaf.is_fully_replicated]
+    if split:
+        whole = iter(_replicate(split[0].sharding.mesh)(split))
+        leaves = [leaf if leaf.is_fully_replicated else next(whole) for leaf in leaves]
+    local = [leaf.addressable_data(0) for leaf in leaves]
+    return jax.tree.unflatten(structure, jax.device_get(local))
+
+
+@functools.cache
+def _replicate(mesh):
+    return jax.jit(lambda arrays: arrays, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def gather(value) -> list:
+    """What every process gave, in their order; all call it at the same point. Picklable values."""
+    if count() == 1:
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    # A power of two: each length would be another program.
+    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
+    padded[: len(data)] = data
+    rows = multihost_utils.process_allgather(padded)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def on_main(decide: Callable[[], Any]):
+    """What `decide()` gives on the main host, on all processes; so does its error.
+
+    For what depends on files that only the main host has.
+    """
+    if count() == 1:
+        return decide()
+    result = error = None
+    if is_main_host():
+        try:
+            result = decide()
+        except (ValueError, OSError) as raised:
+            error = raised
+    result, error = gather((result, error))[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def tell(name: str, text: str) -> None:
+    """Leave a note that every process can read; the newest of a name counts."""
+    if count() > 1:
+        distributed.global_state.client.key_value_set(f"dapo/{name}", text, allow_overwrite=True)
+
+
+def told(name: str, *, wait_seconds: float) -> str | None:
+    """A note that some process left; None where there is none after so many seconds."""
+    if count() == 1:
+        return None
+    client = distributed.global_state.client
+    try:
+        return client.blocking_key_value_get(f"dapo/{name}", max(1, int(1_000 * wait_seconds)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def fail(message: str, *, code: int) -> None:
+    """End all processes at once: the others would wait in vain for this one."""
+    print(message, file=sys.stderr, flush=True)
+    tell(FAILED, f"process {jax.process_index()} failed: {message.strip().splitlines()[-1]}")
+    os._exit(code)
+
+
+def _end_with_a_failed_process() -> None:
+    while (message := told(FAILED, wait_seconds=3_600)) is None:
+        pass
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)

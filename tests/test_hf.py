@@ -1,20 +1,29 @@
 """Hugging Face directories: bitwise round trips, and an error for everything that is wrong."""
 
 import dataclasses
+import io
 import json
+import os
+import socket
 import subprocess
 import sys
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.convert import convert, load_orbax
-from models import load_hf, save_hf
+from dapo_jax.tokenizer import load_tokenizer
+from models import hf, load_hf, save_hf
 from models.hf import load_config, load_params
-from models.qwen2 import Qwen2Config, abstract_params, split
+from models.qwen2 import Qwen2Config, abstract_params, param_axes, split
+from sharding import rules
+from sharding.mesh import make_mesh
 from tests.conftest import ROOT
 
 # Every size differs, and head_dim is not width / heads, so that no wrong reshape goes unseen.
@@ -54,6 +63,52 @@ def edit_weights(folder, edit):
     save_file(tensors, file)
 
 
+class Bucket(MemoryFileSystem):
+    """gs:// in memory; every open file has a position of its own, as a bucket's have."""
+
+    protocol = ("gs", "gcs")
+    store, pseudo_dirs = {}, [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.removeprefix("gs://").strip("/")
+
+    def _open(self, path, mode="rb", **options):
+        file = super()._open(path, mode, **options)
+        return io.BytesIO(file.getvalue()) if mode == "rb" else file
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A gs:// directory that etils.epath reaches through fsspec, as it does a real one."""
+    monkeypatch.setenv("EPATH_USE_TF", "false")
+    fsspec.register_implementation("gcs", Bucket, clobber=True)
+    Bucket.store.clear()
+    return "gs://bucket/models"
+
+
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """{(file, byte where a tensor starts): bytes read of it}, filled as tensors are read."""
+    read, pieces = {}, hf._pieces
+
+    def counted(tensor, *rows):
+        for first, piece in pieces(tensor, *rows):
+            key = tensor.file.name, tensor.start
+            read[key] = read.get(key, 0) + piece.nbytes
+            yield first, piece
+
+    monkeypatch.setattr(hf, "_pieces", counted)
+    return read
+
+
+def mesh_shardings(config):
+    """The learner's shardings on four devices: two parts on each of the two axes."""
+    mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    _, params = abstract_params(config)
+    return rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
+
+
 @pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES], ids=["single", "sharded"])
 @pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
 def test_float32_round_trip_is_bitwise(tmp_path, config, max_shard_bytes):
@@ -87,6 +142,127 @@ def test_float16_and_mixed_files_load(folder):
     expected = random_params(UNTIED)
     expected["layers"]["up_DF"][1] = expected["layers"]["up_DF"][1].astype(np.float16)
     assert_same(load_params(folder, UNTIED, dtype="float32"), expected)
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(
+    tmp_path, config, monkeypatch, bytes_read
+):
+    monkeypatch.setattr(hf, "PIECE_VALUES", 100)  # a few rows of a tensor, down to one
+    params, shardings = random_params(config), mesh_shardings(config)
+    save_hf(params, config, tmp_path / "a", max_shard_bytes=SHARD_BYTES)
+    loaded = load_params(tmp_path / "a", config, dtype="float32", shardings=shardings)
+    assert_same(loaded, params)
+    assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == shardings
+    # Four devices want other columns of the same rows, or the same rows: they are read once.
+    assert sum(bytes_read.values()) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+    save_hf(loaded, config, tmp_path / "b", max_shard_bytes=SHARD_BYTES)
+    for file in (tmp_path / "a").iterdir():
+        assert (tmp_path / "b" / file.name).read_bytes() == file.read_bytes()
+    low = load_params(tmp_path / "b", config, dtype="bfloat16", shardings=shardings)
+    assert_same(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
+
+
+def test_a_mesh_may_divide_the_layers(tmp_path):
+    """One sharding for all parameters: their first axis, the layers where there are any."""
+    config = dataclasses.replace(UNTIED, num_layers=4)
+    params = random_params(config)
+    save_hf(params, config, tmp_path)
+    mesh = make_mesh(data=4, model=1, devices=jax.devices()[:4])
+    loaded = load_params(tmp_path, config, dtype="float32", shardings=rules.rows(mesh))
+    assert_same(loaded, params)
+    assert loaded["layers"]["q_DNH"].addressable_shards[1].data.shape == (1, 24, 4, 8)
+
+
+TWO_PROCESSES = """
+import json, sys
+import jax
+from models import hf
+from models.qwen2 import abstract_params, param_axes
+from sharding import rules
+from sharding.mesh import make_mesh
+
+start, end, address, process = sys.argv[1:]
+jax.distributed.initialize(address, num_processes=2, process_id=int(process))
+read, pieces = {}, hf._pieces
+
+def counted(tensor, *rows):
+    for first, piece in pieces(tensor, *rows):
+        read[tensor.start] = read.get(tensor.start, 0) + piece.nbytes
+        yield first, piece
+
+hf._pieces = counted
+config = hf.load_config(start)
+mesh = make_mesh(data=1, model=4, devices=jax.devices())
+_, params = abstract_params(config)
+shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
+params = hf.load_params(start, config, dtype="float32", shardings=shardings)
+hf.save_hf(params, config, end)
+print(json.dumps(read))
+"""
+
+
+def test_two_processes_read_their_own_rows_and_export_together(folder, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    command = [sys.executable, "-c", TWO_PROCESSES, folder, tmp_path / "end", address]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([*command, str(process)], cwd=ROOT, env=env, **pipes)
+        for process in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for file in folder.iterdir():
+        assert (tmp_path / "end" / file.name).read_bytes() == file.read_bytes()
+    # Each has half the heads, of the feed-forward and of the vocabulary; the two heads of keys and
+    # values do not divide by four devices. Where those are a tensor's columns, its rows are shared.
+    half = ("embed_tokens", "lm_head", "q_proj", "gate_proj", "up_proj")
+    expected = {
+        str(tensor.start): tensor.nbytes // (2 if any(part in name for part in half) else 1)
+        for name, tensor in hf._header(epath.Path(folder / "model.safetensors")).items()
+    }
+    assert [json.loads(out.splitlines()[-1]) for out, _ in outputs] == [expected, expected]
+
+
+def test_a_bucket_is_read_and_written_like_a_directory(bucket, tmp_path):
+    start, middle, end = f"{bucket}/start", f"orbax:{tmp_path / 'middle'}", f"{bucket}/end"
+    params, shardings = random_params(UNTIED), mesh_shardings(UNTIED)
+    save_hf(params, UNTIED, start, max_shard_bytes=SHARD_BYTES)
+    assert load_config(start) == UNTIED
+    assert_same(load_params(start, UNTIED, dtype="float32", shardings=shardings), params)
+    assert_same(split(load_hf(start))[1], params)
+    with pytest.raises(FileExistsError, match=r"gs://bucket/models/start already holds a model"):
+        save_hf(params, UNTIED, start)
+    with pytest.raises(FileNotFoundError, match="gs://bucket/models/nowhere is not a directory"):
+        load_hf(f"{bucket}/nowhere")
+
+    tokenizer = ROOT / "experiments" / "tiny_base" / "checkpoint" / "tokenizer.model"
+    (epath.Path(start) / tokenizer.name).write_bytes(tokenizer.read_bytes())
+    convert(f"hf:{start}", middle, dtype="float32")
+    convert(middle, f"hf:{end}", dtype="float32")
+    assert_same(split(load_hf(end))[1], params)
+    ids, local = (
+        load_tokenizer(path, stop_tokens=None, chat="none").encode("1 + 2")
+        for path in (end, tokenizer)
+    )
+    assert ids == local
+
+    weights = epath.Path(end) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"gs://bucket/models/end/model.safetensors \(\d+ bytes"):
+        load_hf(end)
 
 
 def test_shards_are_indexed_and_stay_below_the_limit(tmp_path):

@@ -11,10 +11,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # nothing of dapo_jax. A new module has to be given its layer here.
 LAYERS = {
     4: ("train", "evaluate", "convert", "preflight", "report", "timeline", "setup", "command"),
-    3: ("rollout", "checkpoint"),
+    3: ("rollout", "checkpoint", "boundary"),
     2: ("sampler", "learner"),
     1: ("verifier", "tokenizer", "data", "arithmetic", "metrics", "packing"),
-    0: ("algorithm", "logprobs"),
+    0: ("algorithm", "logprobs", "hlo_cost"),
 }
 BELOW = ("models", "sharding", "configs")
 LAYER_OF = {f"dapo_jax.{name}": layer for layer, names in LAYERS.items() for name in names}

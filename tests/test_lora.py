@@ -171,7 +171,7 @@ def test_a_run_is_exported_with_its_factors_added(tmp_path):
     policy = setup.build_policy(config, 384)
     adapters = random_adapters(policy.learning.lora, config=policy.model_config)
     state = learner.init_state(jax.tree.map(jnp.asarray, adapters), policy.learning)
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", every_steps=1, keep=1)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
     checkpoints.save(1, state, {"cursor": 0})
     checkpoints.close()
     recipe = json.loads(config.to_json_best_effort())

@@ -17,7 +17,15 @@ import pytest
 from configs import tiny
 from dapo_jax import setup
 from dapo_jax.data import Example, Prompt
-from dapo_jax.rollout import Group, Rollouts, collect, rollout_rows, verified
+from dapo_jax.rollout import (
+    Group,
+    Rollouts,
+    Verified,
+    collect,
+    group_of,
+    rollout_rows,
+    verified,
+)
 from dapo_jax.sampler.engine import Block, Finished, Response
 from dapo_jax.verifier import Verdict
 
@@ -140,10 +148,11 @@ def group(cursor: int, correct_G, responses) -> Group:
 def scripted_verify(script: Script):
     """A verifier that knows the script."""
 
-    def verify(finished: Finished, prompt: Prompt) -> Group:
+    def verify(finished: Finished, prompt: Prompt) -> Verified:
         assert prompt.example.row == finished.cursor
         tokens = [response.tokens for response in finished.responses]
-        return group(finished.cursor, script.correct_PG[finished.cursor], tokens)
+        found = group(finished.cursor, script.correct_PG[finished.cursor], tokens)
+        return Verified(found.texts, found.verdicts)
 
     return verify
 
@@ -349,7 +358,9 @@ def test_a_group_is_what_the_session_drew_and_the_verifier_said():
         Response(tokens[1], np.full(len(tokens[1]), -0.25), stopped=True),
     ]
     prompt = Prompt(np.array([1], np.int32), example)
-    found = verified(Finished(9, responses), prompt, tokenizer=tokenizer, rules="dapo")
+    finished = Finished(9, responses)
+    judged = verified(finished, prompt, tokenizer=tokenizer, rules="dapo")
+    found = group_of(finished, prompt, judged)
     assert (found.cursor, found.prompt) == (9, prompt)
     assert found.texts == texts
     assert found.correct_G.tolist() == [False, True]
@@ -368,7 +379,7 @@ class Delays:
         self._verify, self._most = scripted_verify(script), most
         self._rng = np.random.default_rng(seed)
 
-    def __call__(self, finished: Finished, prompt: Prompt) -> Group:
+    def __call__(self, finished: Finished, prompt: Prompt) -> Verified:
         time.sleep(self._rng.uniform(0, self._most))
         return self._verify(finished, prompt)
 
