@@ -1,7 +1,7 @@
 """A run's step boundaries: saved when due, and the last one when the run is told to stop.
 
 SIGTERM may come at any time, while a program compiles or an update runs for a minute. A thread
-of its own hears it, saves the newest boundary and ends the process with COME_AGAIN; it saves from
+of its own hears it, saves the newest boundary and ends the process (status 75); it saves from
 copies in the host's memory, so that it neither waits for what the devices do nor is waited for.
 
 Of several processes the main one leads: it leaves a note which boundary is saved next, and all
@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from dapo_jax.checkpoint import Checkpoints
 from sharding import hosts
 
-COME_AGAIN = 75  # exit status: stopped and saved, the same command goes on (EX_TEMPFAIL)
 WAITING_SAVES = 2  # due boundaries that may wait for the one being saved
 POLL_SECONDS = 0.5
 
@@ -146,7 +145,7 @@ class Boundaries:
             self.say(message)
             sys.stdout.flush()
             time.sleep(1.0 if hosts.count() > 1 else 0.0)  # it has the notes: the others go first
-        os._exit(COME_AGAIN)
+        os._exit(hosts.COME_AGAIN)
 
     def _next_order(self) -> str:
         return self._order() if hosts.is_main_host() else self._heard_order()

@@ -6,6 +6,7 @@ one of them can know goes through `gather` or `on_main`. Notes between threads o
 processes, which must not wait for devices, go through `tell` and `told`.
 """
 
+import atexit
 import functools
 import os
 import pickle
@@ -24,6 +25,7 @@ from sharding.mesh import split_cpu
 
 COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PROCESS"
 HEARTBEAT_SECONDS = 60  # a process that has been silent for so long is taken for dead
+COME_AGAIN = 75  # exit status: no fault of the settings, the same command can go on (EX_TEMPFAIL)
 FAILED = "failed"  # the note that a process leaves when it fails
 
 
@@ -37,16 +39,21 @@ def start(*, several: bool, cpu_devices: int) -> None:
     if several:
         # SIGTERM is handled by whoever saves; JAX would only note it.
         jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-        )
-        threading.Thread(target=_end_with_a_failed_process, daemon=True).start()
+        try:
+            jax.distributed.initialize(
+                **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+            )
+        except jax.errors.JaxRuntimeError as error:
+            print(f"the processes did not find each other: {error}", file=sys.stderr, flush=True)
+            sys.exit(COME_AGAIN)
     processes = distributed.global_state.num_processes if several else 1
     if cpu_devices % processes:
         raise ValueError(
             f"mesh.cpu_devices = {cpu_devices} does not divide over {processes} processes"
         )
     split_cpu(cpu_devices // processes)
+    if several:
+        atexit.register(_Watch().stop)  # before JAX leaves the others, which it registered earlier
 
 
 def _cluster_of_environment() -> dict[str, Any]:
@@ -152,13 +159,13 @@ def on_main(decide: Callable[[], Any]):
 
 def tell(name: str, text: str) -> None:
     """Leave a note that every process can read; the newest of a name counts."""
-    if count() > 1:
+    if started():
         distributed.global_state.client.key_value_set(f"dapo/{name}", text, allow_overwrite=True)
 
 
 def told(name: str, *, wait_seconds: float) -> str | None:
     """A note that some process left; None where there is none after so many seconds."""
-    if count() == 1:
+    if not started():
         return None
     client = distributed.global_state.client
     try:
@@ -176,8 +183,21 @@ def fail(message: str, *, code: int) -> None:
     os._exit(code)
 
 
-def _end_with_a_failed_process() -> None:
-    while (message := told(FAILED, wait_seconds=3_600)) is None:
-        pass
-    print(message, file=sys.stderr, flush=True)
-    os._exit(1)
+class _Watch:
+    """Ends this process when another one has failed."""
+
+    def __init__(self):
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            message = told(FAILED, wait_seconds=1.0)
+            if message is not None:
+                print(message, file=sys.stderr, flush=True)
+                os._exit(1)

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.boundary import COME_AGAIN, Boundaries, host_copy
+from dapo_jax.boundary import Boundaries, host_copy
 from dapo_jax.checkpoint import Checkpoints
+from sharding.hosts import COME_AGAIN
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -118,6 +120,62 @@ def test_sigterm_saves_the_last_boundary_while_the_main_thread_is_deep_in_c(
         restored, progress = Checkpoints(folder, keep=None).restore(steps, state)
         assert restored["a"].tolist() == [steps] * 3
         assert progress == {"cursor": 10 * steps}
+
+
+CREW = """
+import sys, time, jax, numpy as np
+from dapo_jax.boundary import Boundaries
+from dapo_jax.checkpoint import Checkpoints
+from sharding import hosts, rules
+from sharding.mesh import make_mesh
+folder = sys.argv[1]
+hosts.start(several=True, cpu_devices=2)
+rows = rules.rows(make_mesh(data=-1, model=1))
+with Boundaries(Checkpoints(folder, keep=None), every_steps=2, say=print) as run:
+    for step in range(1, 6):
+        run.passed(step, {"a": hosts.place(np.arange(4) + step, rows)}, {"cursor": step})
+        hosts.gather(step)  # what a step has all do together
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("told", [[0], [1], [0, 1]])
+def test_whichever_process_is_told_all_save_the_same_boundary(tmp_path, told):
+    folder = tmp_path / "checkpoints"
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    base = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    base |= {"PYTHONPATH": str(ROOT), "DAPO_COORDINATOR": f"localhost:{port}"}
+    crew = [
+        subprocess.Popen(
+            [sys.executable, "-c", CREW, str(folder)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=base | {"DAPO_PROCESSES": "2", "DAPO_PROCESS": str(i)},
+        )
+        for i in range(2)
+    ]
+    try:
+        for process in crew:
+            while process.stdout.readline() != "ready\n":
+                assert process.poll() is None
+        start = time.monotonic()
+        for i in told:
+            crew[i].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=30)[0] for process in crew]
+    finally:
+        for process in crew:
+            process.kill()
+    assert time.monotonic() - start < 15
+    assert [process.returncode for process in crew] == [COME_AGAIN] * 2
+    assert "SIGTERM: 5 finished steps are saved" in outputs[0]
+    assert saved_steps(folder) == [2, 4, 5]
+    state = {"a": jax.ShapeDtypeStruct((4,), jnp.int32, sharding=jnp.ones(1).sharding)}
+    restored, _ = Checkpoints(folder, keep=None).restore(5, state)
+    assert restored["a"].tolist() == [5, 6, 7, 8]
 
 
 def test_afterwards_signals_are_as_they_were(tmp_path):

@@ -1,0 +1,183 @@
+#!/usr/bin/env bash
+# The restart loop of one worker: run_worker.sh FLAGS-OF-dapo_jax.train
+#
+#   exit code     what the loop does
+#   0             ends with 0
+#   75            stopped by SIGTERM, saved: starts again at once
+#   128 and more  killed, or aborted because a peer went away: starts again, waiting longer each time
+#   others        an error in settings or a bug: ends with that code
+#
+# SIGTERM to the loop goes to the training, whose exit code is then the loop's: the VM is going away.
+set -euo pipefail
+
+WORKDIR=${WORKDIR:-runs/worker}            # mirrored to RUN_URL by the main worker
+RUN_URL=${RUN_URL-}                        # gs://BUCKET/RUN; empty: nothing is mirrored
+DATA_URL=${DATA_URL-}                      # copied to data/ before the start
+LOGS=${LOGS:-$WORKDIR.logs}                # a file an attempt; `current` points to the newest
+KEEP_LOGS=${KEEP_LOGS:-20}
+RESTART=${RESTART:-1}                      # 0: one attempt (Kubernetes starts the next one)
+STOPPED_CODE=${STOPPED_CODE:-75}           # what the loop says for 75 (xpk restarts on 143, not on 75)
+BACKOFF_SECONDS=${BACKOFF_SECONDS:-10}     # after the first crash, doubled with each one after it
+BACKOFF_MAX_SECONDS=${BACKOFF_MAX_SECONDS:-240}  # below the 300 s that JAX waits for its peers
+CRASH_LIMIT=${CRASH_LIMIT:-6}              # crashes in a row that end the loop
+HEALTHY_SECONDS=${HEALTHY_SECONDS:-1800}   # an attempt that ran this long ends the row
+PUSH_SECONDS=${PUSH_SECONDS:-60}
+python=.venv/bin/python
+[[ -x $python ]] || python=python
+read -ra train <<<"${TRAIN:-$python -m dapo_jax.train}"
+
+stopping=
+child=
+
+main() {
+  trap forward_stop TERM INT
+  worker=$(worker_id)
+  mkdir -p "$WORKDIR" "$LOGS"
+  report running
+  pull || { say "the data or the mirror could not be read" && finish 1; }
+
+  local crashes=0 code started
+  while true; do
+    started=$SECONDS
+    code=0
+    [[ -n $stopping ]] && finish 75
+    attempt "$@" || code=$?
+    ((SECONDS - started < HEALTHY_SECONDS)) || crashes=0
+    say "attempt ended with code $code after $((SECONDS - started)) s"
+
+    if [[ -n $stopping || $RESTART == 0 ]]; then finish "$code"; fi
+    if ((code == 75)); then continue; fi
+    if ((code < 128)); then finish "$code"; fi
+    crashes=$((crashes + 1))
+    if ((crashes >= CRASH_LIMIT)); then
+      say "$crashes crashes in a row: giving up"
+      finish "$code"
+    fi
+    back_off "$crashes"
+    if [[ -n $stopping ]]; then finish "$code"; fi
+  done
+}
+
+# A background child and `wait`, so that the trap runs at once; the signal ends `wait`, not the child.
+attempt() {
+  local log interrupted code=127 pusher
+  log=$(new_log)
+  say "$(date '+%F %T') ${train[*]} $*" | tee -a "$log"
+  "${train[@]}" "$@" > >(tee -a "$log") 2>&1 &
+  child=$!
+  [[ -z $stopping ]] || kill -TERM "$child"
+  push_until_killed &
+  pusher=$!
+  while true; do
+    interrupted=$stopping
+    code=0
+    wait "$child" || code=$?
+    [[ $interrupted != "$stopping" ]] || break
+  done
+  child=
+  kill "$pusher" 2>/dev/null || true
+  wait "$pusher" 2>/dev/null || true
+  return "$code"
+}
+
+forward_stop() {
+  stopping+=x
+  if [[ -n $child ]]; then kill -TERM "$child" 2>/dev/null || true; fi
+}
+
+back_off() {
+  local seconds=$((BACKOFF_SECONDS * 2 ** ($1 - 1)))
+  ((seconds <= BACKOFF_MAX_SECONDS)) || seconds=$BACKOFF_MAX_SECONDS
+  say "crash $1 of $CRASH_LIMIT: again in $seconds s"
+  sleep "$seconds" &
+  child=$!
+  [[ -z $stopping ]] || kill "$child"
+  wait "$child" || true
+  child=
+}
+
+finish() {
+  local code=$1
+  push
+  report "exited $code"
+  ((code != 75)) || code=$STOPPED_CODE
+  exit "$code"
+}
+
+# Attempts count on across starts of the loop, so no log is written over.
+new_log() {
+  local last number
+  last=$(find "$LOGS" -name 'attempt-*.log' | sort | tail -n 1)
+  number=$(basename "${last:-attempt-0000.log}" .log)
+  number=$((10#${number#attempt-} + 1))
+  printf -v last '%s/attempt-%04d.log' "$LOGS" "$number"
+  touch "$last"
+  ln -sfn "$(basename "$last")" "$LOGS/current"
+  find "$LOGS" -name 'attempt-*.log' | sort | head -n "-$KEEP_LOGS" | xargs -r rm --
+  echo "$last"
+}
+
+# A fresh VM goes on with the metrics of the one before it. The checkpoints are in the bucket anyway.
+pull() {
+  if [[ -n $DATA_URL ]]; then
+    mkdir -p data && gcloud storage rsync "$DATA_URL" data --recursive || return 1
+  fi
+  # What is here already may be newer than its mirror.
+  if mirrors && [[ ! -e $WORKDIR/metrics.jsonl ]] && gcloud storage ls "$RUN_URL/workdir/" >/dev/null 2>&1; then
+    gcloud storage rsync "$RUN_URL/workdir" "$WORKDIR" --recursive
+  fi
+}
+
+push() {
+  [[ -n $RUN_URL ]] || return 0
+  if mirrors; then
+    gcloud storage rsync "$WORKDIR" "$RUN_URL/workdir" '--exclude=^checkpoints/' --recursive || say "the mirror failed"
+  fi
+  gcloud storage rsync "$LOGS" "$RUN_URL/logs/$worker" --recursive || say "the mirror of the logs failed"
+}
+
+# Ends between two pushes, so that no old one overtakes the last one.
+push_until_killed() {
+  local sleeper=
+  trap 'kill "$sleeper" || true; exit' TERM
+  while [[ -n $RUN_URL ]]; do
+    sleep "$PUSH_SECONDS" &
+    sleeper=$!
+    wait "$sleeper"
+    push
+  done >/dev/null 2>&1
+}
+
+mirrors() {
+  [[ -n $RUN_URL && $worker == 0-0 ]]
+}
+
+# What `babysit` reads.
+report() {
+  if mirrors; then echo "$1" | gcloud storage cp - "$RUN_URL/state" || say "the state could not be written"; fi
+}
+
+# SLICE-WORKER. 0-0 is the main worker: process 0, as JAX counts (jax/_src/clusters/cloud_tpu_cluster.py).
+worker_id() {
+  local slice number
+  if [[ -n ${DAPO_PROCESS-} ]]; then
+    echo "0-$DAPO_PROCESS"
+  elif [[ -n ${TPU_WORKER_ID-} ]]; then # GKE
+    echo "${MEGASCALE_SLICE_ID:-0}-$TPU_WORKER_ID"
+  else # TPU VM; a line of tpu-env is KEY: 'VALUE'
+    slice=$(metadata tpu-env | sed -n "s/^MEGASCALE_SLICE_ID: *'\{0,1\}\([0-9]*\).*/\1/p") || slice=
+    number=$(metadata agent-worker-number) || { echo "error: which worker is this? set DAPO_PROCESS" >&2 && return 1; }
+    echo "${slice:-0}-$number"
+  fi
+}
+
+metadata() {
+  curl --silent --fail --retry 5 --header 'Metadata-Flavor: Google' \
+    "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
+}
+
+say() {
+  echo "run_worker $worker: $*"
+}
+
+main "$@"
