@@ -80,7 +80,7 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
 
 def save_orbax(params, config: Qwen2Config, path, *, kept: Mapping[str, Any]):
     """Writes params/ and model_config.json; `kept` holds further keys of config.json."""
-    path = epath.Path(path).absolute()
+    path = epath.Path(path)
     checkpoint.save_params(path / PARAMS_FOLDER, params)
     content = {"model": dataclasses.asdict(config), "hf": dict(kept)}
     (path / MODEL_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -92,7 +92,7 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], Qwen2Config, dict[s
     Raises FileNotFoundError where model_config.json or params/ is absent, and ValueError for a
     config file that cannot be read and for arrays that do not fit it.
     """
-    path = epath.Path(path).absolute()
+    path = epath.Path(path)
     file, folder = path / MODEL_CONFIG_FILE, path / PARAMS_FOLDER
     for part in (file, folder):
         if not part.exists():

@@ -1,24 +1,28 @@
 """Qwen2 in Hugging Face's file format: config.json and safetensors, read and written.
 
-`TENSORS` is the one table of names and layouts; both directions follow it. Host memory stays near
-one copy of the model: tensors are read one by one into the stacked arrays, and written by shards.
+`TENSORS` is the one table of names and layouts; both directions follow it. Paths are whatever
+etils.epath knows, gs:// among them. A host holds little beside the arrays on its devices: one
+parameter's shards while loading, one layer's parameter while saving.
 """
 
+import collections
+import dataclasses
+import itertools
 import json
 import math
-import pathlib
-import shutil
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax import nnx
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from models.qwen2 import Qwen2, Qwen2Config, abstract_params
+from sharding import hosts
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -58,8 +62,22 @@ SIZE_KEYS = {
 }
 NO_SCALING = (None, "default")
 DTYPES = ("float32", "bfloat16", "float16")
-FILE_DTYPES = ("F32", "BF16", "F16")
+FILE_DTYPES = dict(zip(("F32", "BF16", "F16"), map(jnp.dtype, DTYPES), strict=True))
 MAX_SHARD_BYTES = 5 * 10**9
+MAX_HEADER_BYTES = 10**8  # what the safetensors library allows
+PIECE_VALUES = 2**22  # read or written at a time
+READERS = 8  # tensors read at a time: one stream from a bucket is far slower than the network
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies: `nbytes` from `start` in `file`. `dtype` is safetensors' name."""
+
+    file: epath.Path
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    nbytes: int
 
 
 def load_config(path) -> Qwen2Config:
@@ -69,7 +87,7 @@ def load_config(path) -> Qwen2Config:
     anything that this model does not compute: another architecture or activation, scaled rotary
     embeddings, sliding windows, quantised weights, sizes that do not fit together.
     """
-    file, raw = pathlib.Path(path) / CONFIG_FILE, read_config(path)
+    file, raw = epath.Path(path) / CONFIG_FILE, read_config(path)
     # transformers 5 keeps rope_theta in rope_parameters, older versions at top level.
     rope_key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(rope_key) or {}
@@ -131,7 +149,7 @@ def load_config(path) -> Qwen2Config:
 
 def read_config(path) -> dict[str, Any]:
     """The raw config.json of a Hugging Face directory, as a dictionary."""
-    path = pathlib.Path(path)
+    path = epath.Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; give a Hugging Face model directory")
     file = path / CONFIG_FILE
@@ -141,46 +159,47 @@ def read_config(path) -> dict[str, Any]:
 
 
 def load_hf(path, *, dtype="float32") -> Qwen2:
-    """The model of a Hugging Face directory, its parameters on JAX's default device.
+    """The model of a Hugging Face directory, as `load_params` gives its parameters.
 
     Raises as `load_config` and `load_params` do.
     """
     config = load_config(path)
     graph, _ = abstract_params(config)
-    return nnx.merge(graph, _to_device(load_params(path, config, dtype=dtype)))
+    return nnx.merge(graph, load_params(path, config, dtype=dtype))
 
 
-def load_params(path, config: Qwen2Config, *, dtype) -> dict[str, Any]:
-    """The parameters of a Hugging Face directory as host arrays, nested as `qwen2.split` gives.
+def load_params(path, config: Qwen2Config, *, dtype, shardings=None) -> dict[str, Any]:
+    """The parameters of a Hugging Face directory as global arrays, nested as `qwen2.split` gives.
 
     `dtype` (float32, bfloat16 or float16) is what the arrays have; the files may hold any of the
-    three. Every tensor of the files is checked before any is read.
+    three. `shardings` is one sharding for all arrays, or a tree of them like the parameters (None:
+    all on this process's first device). Every process reads the rows that its own shards need, and
+    makes one array after the other. Every tensor of the files is checked before any is read.
 
     Raises FileNotFoundError for missing files, and ValueError for a broken file, for tensors that
     are missing, unexpected, mis-shaped or not floats (all of them named), and for an lm_head that
     differs from the embedding though config.json ties the two.
     """
-    path, dtype = pathlib.Path(path), _dtype(dtype)
+    path, dtype = epath.Path(path), _dtype(dtype)
     found = _headers(path)
     expected = {name: shape for name, shape, *_ in _tensors(config)}
     head_copy = config.tie_embeddings and HEAD_NAME in found
     if head_copy:
         expected[HEAD_NAME] = expected[EMBED_NAME]
     _check(path, found, expected)
+    if head_copy:
+        _check_tied(found[HEAD_NAME], found[EMBED_NAME])
 
     _, abstract = abstract_params(config)
-    params = jax.tree.map(lambda leaf: np.empty(leaf.shape, dtype), abstract)
-    by_file: dict[pathlib.Path, list] = {}
-    for name, _, leaf, layer, layout in _tensors(config):
-        by_file.setdefault(found[name][0], []).append((name, leaf, layer, layout))
-    for file, tensors in by_file.items():
-        with safe_open(file, "np") as reader:
-            for name, leaf, layer, layout in tensors:
-                target = _at(params, leaf, layer)
-                target[...] = _from_file(reader.get_tensor(name), leaf, layout, config)
-    if head_copy:
-        _check_tied(found)
-    return params
+    if shardings is None:
+        shardings = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _, one=shardings: one, abstract)
+
+    def load(key_path, leaf, sharding):
+        return _load(found, key_path[-1].key, leaf.shape, config, dtype, sharding)
+
+    return jax.tree_util.tree_map_with_path(load, abstract, shardings)
 
 
 def save_hf(
@@ -194,16 +213,17 @@ def save_hf(
 ):
     """Writes a directory that transformers loads as Qwen2ForCausalLM.
 
-    `params` is the nested dict of `qwen2.split`, host or device arrays; `dtype` is what the files
-    hold. Beyond `max_shard_bytes` the weights are split into several files with an index.
-    `extra_config` adds keys to config.json that the model does not compute with: bos_token_id and
-    eos_token_id (null otherwise), max_position_embeddings (32768 otherwise).
+    `params` is the nested dict of `qwen2.split`, host or global arrays, which are fetched tensor by
+    tensor; `dtype` is what the files hold. Every process of several calls it, with global arrays,
+    and the main one writes. Beyond `max_shard_bytes` the weights are split into several files with
+    an index. `extra_config` adds keys to config.json that the model does not compute with:
+    bos_token_id and eos_token_id (null otherwise), max_position_embeddings (32768 otherwise).
 
     Raises FileExistsError where the directory already holds a model, and ValueError for params
     that do not fit the config, for a tensor larger than a shard and for an extra key that would
     contradict the config.
     """
-    path, dtype = pathlib.Path(path), _dtype(dtype)
+    path, dtype = epath.Path(path), _dtype(dtype)
     content = _config_json(config, dtype, extra_config or {}, path)
     old = sorted(p.name for p in [*path.glob("*.safetensors*"), *path.glob(CONFIG_FILE)])
     if old:
@@ -212,25 +232,30 @@ def save_hf(
         )
     check_params(params, config)
     shards = _shards(config, dtype.itemsize, max_shard_bytes)
-    path.mkdir(parents=True, exist_ok=True)
+    if hosts.is_main_host():
+        path.mkdir(parents=True, exist_ok=True)
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS_FILE
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {
-            name: _to_file(_at(params, leaf, layer), leaf, layout, config, dtype)
-            for name, _, leaf, layer, layout in shard
-        }
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
+        shapes = {name: shape for name, shape, *_ in shard}
+        tensors = (
+            _to_file(_fetched(params, leaf, layer), leaf, layout, config, dtype)
+            for _, _, leaf, layer, layout in shard
+        )
+        if hosts.is_main_host():
+            _write(path / file, shapes, dtype, tensors)
+        else:
+            collections.deque(tensors, maxlen=0)  # all processes take part in fetching
+        weight_map |= dict.fromkeys(shapes, file)
+    if not hosts.is_main_host():
+        return
     if len(shards) > 1:
         size = sum(math.prod(shape) for _, shape, *_ in _tensors(config)) * dtype.itemsize
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         _write_json(path / INDEX_FILE, index)
     _write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
-    for file in set(weight_map.values()):  # safetensors makes files that only their owner can read
-        shutil.copymode(path / CONFIG_FILE, path / file)
 
 
 def check_params(params, config: Qwen2Config):
@@ -276,41 +301,105 @@ def _axes(leaf: str) -> str:
     return leaf.rsplit("_", 1)[-1]
 
 
-def _from_file(tensor, leaf, layout, config):
-    """The file's tensor as our array: axes unmerged, then reordered. A view where possible."""
-    sizes, stored = _axis_sizes(config), layout.replace(" ", "")
-    return tensor.reshape([sizes[a] for a in stored]).transpose(
-        [stored.index(a) for a in _axes(leaf)]
+def _load(found, leaf, shape, config, dtype, sharding):
+    """One parameter as a global array, from its tensors in the files (one for each layer)."""
+    name, layout = TENSORS[leaf]
+    sizes, axes, stored = _axis_sizes(config), _axes(leaf), layout.replace(" ", "")
+    stacked = "{}" in name
+    tensors = [found[name.format(layer)] for layer in range(shape[0] if stacked else 1)]
+    shards = {}  # place -> host array; several devices may share one
+    for index in sharding.addressable_devices_indices_map(shape).values():
+        place = _place(index, shape)
+        if place not in shards:
+            shards[place] = np.empty([stop - start for start, stop in place], dtype)
+
+    def read(layer, tensor):
+        targets = collections.defaultdict(list)  # rows of the tensor -> (columns, array to fill)
+        for place, array in shards.items():
+            if stacked:
+                (start, stop), *place = place
+                if not start <= layer < stop:
+                    continue
+                array = array[layer - start]
+            by_axis = dict(zip(axes, place, strict=True))
+            rows, *columns = (by_axis[axis] for axis in stored)
+            columns = tuple(slice(*column) for column in columns)
+            array = array.transpose([axes.index(axis) for axis in stored])
+            targets[rows].append((columns, array))
+        for rows, filled in targets.items():
+            for first, piece in _pieces(tensor, [sizes[axis] for axis in stored], *rows):
+                for columns, array in filled:
+                    array[first : first + len(piece)] = piece[:, *columns]
+
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(read, range(len(tensors)), tensors))  # raises what a reader raised
+    array = jax.make_array_from_callback(
+        shape, sharding, lambda index: shards[_place(index, shape)], dtype=dtype
     )
+    return array.block_until_ready()  # without the wait JAX would keep the host arrays alive
+
+
+def _place(index, shape) -> tuple[tuple[int, int], ...]:
+    """(start, stop) on every axis, of one of a sharding's indices."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _pieces(tensor, shape, start, stop) -> Iterator[tuple[int, np.ndarray]]:
+    """Rows start to stop of a tensor taken as `shape`: (rows before the piece, piece), in order."""
+    dtype = FILE_DTYPES[tensor.dtype]
+    row_bytes = tensor.nbytes // shape[0]
+    step = max(1, PIECE_VALUES // math.prod(shape[1:]))
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start + start * row_bytes)
+        for first in range(start, stop, step):
+            count = min(step, stop - first)
+            data = file.read(count * row_bytes)
+            if len(data) < count * row_bytes:
+                raise ValueError(f"{tensor.file} became shorter while it was read")
+            yield first - start, np.frombuffer(data, dtype).reshape(count, *shape[1:])
+
+
+def _write(file, shapes, dtype, tensors: Iterator[np.ndarray]):
+    """A safetensors file (its header's length, the header, the data) of tensors taken one by one.
+
+    `shapes` has their names and shapes, in their order.
+    """
+    dtype_name = next(name for name, value in FILE_DTYPES.items() if value == dtype)
+    header, stop = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8, as the format asks
+    # Fetched first: no process may still be looking for old files when this one appears.
+    first = next(tensors)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for tensor in itertools.chain([first], tensors):
+            values = tensor.reshape(-1)
+            for start in range(0, len(values), PIECE_VALUES):
+                out.write(values[start : start + PIECE_VALUES].tobytes())
 
 
 def _to_file(array, leaf, layout, config, dtype):
-    """The inverse of `_from_file`, cast and contiguous, as safetensors wants it."""
+    """A host array as the file has it: axes reordered and merged, cast, contiguous."""
     sizes, stored = _axis_sizes(config), layout.replace(" ", "")
     array = array.transpose([_axes(leaf).index(a) for a in stored])
     shape = [math.prod(sizes[a] for a in group) for group in layout.split()]
-    return np.ascontiguousarray(array.astype(dtype).reshape(shape))
+    return array.astype(dtype, order="C", copy=False).reshape(shape)
 
 
-def _at(params, leaf, layer):
-    """The host array of one tensor; a view into the stacked one where it belongs to a layer."""
-    return np.asarray(params[leaf]) if layer is None else np.asarray(params["layers"][leaf])[layer]
+def _fetched(params, leaf, layer):
+    """The host array of one tensor: a parameter, or a layer of a stacked one."""
+    array = params[leaf] if layer is None else params["layers"][leaf]
+    if isinstance(array, np.ndarray):
+        return array if layer is None else array[layer]
+    # Not the array itself: JAX would keep what it fetched as long as the array lives.
+    return hosts.fetch(jnp.copy(array) if layer is None else array[layer])
 
 
-def _to_device(params):
-    """JAX arrays for host ones, moved one by one: a host array goes once its copy is complete."""
-    moved = {}
-    for key in list(params):
-        leaf = params.pop(key)
-        if isinstance(leaf, dict):
-            moved[key] = _to_device(leaf)
-        else:  # without the wait JAX would keep the host array alive
-            moved[key] = jax.device_put(leaf).block_until_ready()
-    return moved
-
-
-def _headers(path) -> dict[str, tuple[pathlib.Path, tuple[int, ...], str]]:
-    """name -> (file, shape, dtype) of every tensor in the directory's weights; reads headers."""
+def _headers(path) -> dict[str, Tensor]:
+    """Every tensor in the directory's weights, by name; reads headers."""
     index_file = path / INDEX_FILE
     weight_map = {}
     if (path / WEIGHTS_FILE).is_file():
@@ -327,45 +416,71 @@ def _headers(path) -> dict[str, tuple[pathlib.Path, tuple[int, ...], str]]:
         raise FileNotFoundError(
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {_listing(path)}"
         )
-    found: dict[str, tuple] = {}
+    found: dict[str, Tensor] = {}
     for file in files:
-        try:
-            with safe_open(file, "np") as reader:
-                for name in reader.keys():  # noqa: SIM118 (the reader is not a mapping)
-                    if name in found:
-                        raise ValueError(f"{name} is both in {found[name][0]} and in {file}")
-                    tensor = reader.get_slice(name)
-                    found[name] = file, tuple(tensor.get_shape()), str(tensor.get_dtype())
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file} ({file.stat().st_size} bytes) is no whole safetensors file: {error}; "
-                "download or export it again"
-            ) from error
+        for name, tensor in _header(file).items():
+            if name in found:
+                raise ValueError(f"{name} is both in {found[name].file} and in {file}")
+            found[name] = tensor
     misplaced = [
         f"{name} ({file})"
         for name, file in weight_map.items()
-        if name not in found or found[name][0].name != file
+        if name not in found or found[name].file.name != file
     ]
     if misplaced:
         raise ValueError(f"{index_file} names tensors not in their files: {', '.join(misplaced)}")
     return found
 
 
+def _header(file) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, which must fill it; reads its beginning."""
+
+    def require(holds, problem):
+        if not holds:
+            raise ValueError(problem)
+
+    with file.open("rb") as data:
+        data.seek(0, os.SEEK_END)
+        size = data.tell()
+        data.seek(0)
+        try:
+            length = int.from_bytes(data.read(8), "little")
+            require(8 + length <= size, "its header is cut off")
+            require(length <= MAX_HEADER_BYTES, f"its header has {length} bytes")
+            entries = json.loads(data.read(length))
+            entries.pop("__metadata__", None)
+            tensors, stop = {}, 0
+            for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+                shape, dtype = tuple(entry["shape"]), entry["dtype"]
+                start, end = entry["data_offsets"]
+                require(start == stop, f"{name} begins at byte {start} of the data, not {stop}")
+                if dtype in FILE_DTYPES:
+                    nbytes = math.prod(shape) * FILE_DTYPES[dtype].itemsize
+                    require(end - start == nbytes, f"{name} has {end - start} bytes, not {nbytes}")
+                tensors[name] = Tensor(file, shape, dtype, 8 + length + start, end - start)
+                stop = end
+            require(8 + length + stop == size, f"its header promises {8 + length + stop} bytes")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{file} ({size} bytes) is no whole safetensors file: {error}; "
+                "download or export it again"
+            ) from error
+    return tensors
+
+
 def _check(path, found, expected):
     problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in found]
-    problems += [
-        f"unexpected: {name} {shape} in {file.name}"
-        for name, (file, shape, _) in found.items()
-        if name not in expected
-    ]
-    for name, (file, shape, dtype) in found.items():
-        if name in expected and shape != expected[name]:
+    for name, tensor in found.items():
+        shape, file = tensor.shape, tensor.file.name
+        if name not in expected:
+            problems.append(f"unexpected: {name} {shape} in {file}")
+        elif shape != expected[name]:
             problems.append(
-                f"mis-shaped: {name} is {shape} in {file.name}, but must be {expected[name]}"
+                f"mis-shaped: {name} is {shape} in {file}, but must be {expected[name]}"
             )
-        if name in expected and dtype not in FILE_DTYPES:
+        if name in expected and tensor.dtype not in FILE_DTYPES:
             problems.append(
-                f"wrong dtype: {name} is {dtype} in {file.name}, but must be "
+                f"wrong dtype: {name} is {tensor.dtype} in {file}, but must be "
                 f"one of {', '.join(FILE_DTYPES)}"
             )
     if problems:
@@ -375,16 +490,19 @@ def _check(path, found, expected):
         )
 
 
-def _check_tied(found):
-    head_file, embed_file = found[HEAD_NAME][0], found[EMBED_NAME][0]
-    with safe_open(head_file, "np") as head, safe_open(embed_file, "np") as embed:
-        a, b = head.get_tensor(HEAD_NAME), embed.get_tensor(EMBED_NAME)
-    if not np.array_equal(a, b):
-        rows = np.flatnonzero((a != b).any(axis=1))
+def _check_tied(head, embed):
+    both = (_pieces(tensor, tensor.shape, 0, tensor.shape[0]) for tensor in (head, embed))
+    rows = np.concatenate(
+        [
+            first + np.flatnonzero((a != b).any(axis=1))
+            for (first, a), (_, b) in zip(*both, strict=True)
+        ]
+    )
+    if len(rows):
         raise ValueError(
-            f"{head_file}: {HEAD_NAME} differs from {EMBED_NAME} in {len(rows)} of {len(a)} rows "
-            f"(the first is {rows[0]}), but {CONFIG_FILE} has tie_word_embeddings true; "
-            "set it to false to keep both"
+            f"{head.file}: {HEAD_NAME} differs from {EMBED_NAME} in {len(rows)} of "
+            f"{head.shape[0]} rows (the first is {rows[0]}), but {CONFIG_FILE} has "
+            "tie_word_embeddings true; set it to false to keep both"
         )
 
 
