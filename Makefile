@@ -1,22 +1,41 @@
 # make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py)
 # make test     set-up, lint and tests
+# make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up, and a recipe through the TPU's compiler
+# make preflight-all   all of them: the table of experiments/preflight
 # make clean    remove the environment and the runs
 
 PYTHON ?= python3
 WORKDIR ?= runs/tiny
 STAMP := .venv/requirements.txt
+# Beside the environment, not in it: JAX would look for a TPU at each start.
+TPU_COMPILER := .venv/tpu/libtpu/libtpu.so
+CONFIG ?= configs/qwen2_5_0_5b.py
+TOPOLOGY ?= v5e:2x4
 
-.PHONY: train test setup clean
+.PHONY: train test setup preflight preflight-all clean
 
 train: setup
 	.venv/bin/python -m dapo_jax.train --config=configs/tiny.py --workdir=$(WORKDIR) $(ARGS)
 
 test: setup
+	@$(MAKE) --no-print-directory $(TPU_COMPILER) || echo "no TPU compiler here: its tests are skipped"
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest $(ARGS)
 
 setup: $(STAMP)
+
+preflight: setup $(TPU_COMPILER)
+	.venv/bin/python -m dapo_jax.preflight --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
+
+preflight-all: setup $(TPU_COMPILER)
+	.venv/bin/python -m experiments.preflight.all $(ARGS)
+
+$(TPU_COMPILER): $(STAMP)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/tpu \
+	  "$$(.venv/bin/python -c 'from importlib.metadata import requires; \
+	  print(next(r for r in requires("jax") if r.startswith("libtpu")).split(";")[0])')"
+	touch $@
 
 # The copy of the requirements is written last, so an interrupted set-up is done again.
 $(STAMP): requirements.txt

@@ -26,6 +26,7 @@ from dapo_jax.packing import TrainSequence, micro_batches, pack
 from models.cpu import UNROLLED_LAYERS, small_side_turned
 from models.lora import Lora, adapted
 from models.packed import packed_attention
+from models.qwen2 import param_axes
 from models.splash_tpu import splash_attention
 from sharding import rules
 
@@ -187,7 +188,11 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     s = learning
     attention = rules.by_heads(packed_attention if shares_prompts(mesh) else splash_attention, mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    how = {"remat": s.remat, "place": functools.partial(rules.between_layers, mesh=mesh)}
+    how = {
+        "remat": s.remat,
+        "gather": functools.partial(rules.whole_rows, mesh=mesh),
+        "reduce": functools.partial(rules.split_tokens, mesh=mesh),
+    }
     if on_cpu:
         how["project"] = small_side_turned
     if on_cpu and s.remat == "none":  # unrolled, XLA for CPUs would keep what is to be recomputed
@@ -205,7 +210,11 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
         return x_BTD, model.head(), micro.target
 
     if s.lora is None:
-        last = last_layer(cast(params, s.compute_dtype))
+
+        def keep(layer, _):
+            return rules.kept_sharded(layer, param_axes(layer), mesh)
+
+        last = last_layer(cast(params, s.compute_dtype), adapt=keep)
     else:  # Layer by layer: the adapted weights of all layers never exist at once.
         adapt = functools.partial(adapted, scale=s.lora.scale)
         last = last_layer(start_weights, adapters=params["layers"], adapt=adapt)

@@ -118,24 +118,33 @@ def key(config: ConfigDict, stream: int):
 
 
 def model_sizes(config: ConfigDict) -> Qwen2Config:
-    """The model's sizes, from its directory or the named preset."""
+    """The model's sizes, from its directory or the named preset; both must agree where both are."""
     path, preset = config.model.path, config.model.preset
-    if bool(path) == bool(preset):
+    if not path and not preset:
         raise ValueError(
-            f"set either model.path (is {path!r}) or model.preset (is {preset!r}), not both"
+            "model.path and model.preset are empty: set the first to a Hugging Face directory, or "
+            "the second for random weights"
         )
-    if path:
-        limit = read_config(path).get("max_position_embeddings")
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-        if limit is not None and longest > limit:
-            raise ValueError(
-                f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the "
-                f"{limit} positions of {path} (max_position_embeddings in its config.json)"
-            )
-        return load_config(path)
-    if preset not in PRESETS:
+    if preset and preset not in PRESETS:
         raise ValueError(f"model.preset = {preset!r} is unknown; there are {', '.join(PRESETS)}")
-    return PRESETS[preset]
+    if not path:
+        return PRESETS[preset]
+    limit = read_config(path).get("max_position_embeddings")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the "
+            f"{limit} positions of {path} (max_position_embeddings in its config.json)"
+        )
+    sizes = load_config(path)
+    if preset and sizes != PRESETS[preset]:
+        ours, theirs = (dataclasses.asdict(c) for c in (PRESETS[preset], sizes))
+        differing = [f"{k} is {theirs[k]}, not {v}" for k, v in ours.items() if theirs[k] != v]
+        raise ValueError(
+            f"{path} is no model of the sizes model.preset = {preset!r}: {'; '.join(differing)}; "
+            'give another path, or set model.preset to ""'
+        )
+    return sizes
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
@@ -306,10 +315,16 @@ def batch_shape(config: ConfigDict) -> tuple[int, int, int]:
     return -(-responses // rows), rows, config.learner.row_tokens
 
 
+def lower_update(config: ConfigDict, policy: Policy, start_weights) -> jax.stages.Lowered:
+    """`policy.update` for the recipe's batches; start_weights: arrays or what stands for them."""
+    batch = learner.abstract_batch(batch_shape(config), policy.mesh)
+    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(policy.mesh))
+    return policy.update.lower(policy.state, start_weights, batch, rate)
+
+
 def compile_update(config: ConfigDict, policy: Policy, start_weights):
     """`policy.update`, compiled: what does not fit shows before anything is sampled."""
-    batch = learner.abstract_batch(batch_shape(config), policy.mesh)
-    return policy.update.lower(policy.state, start_weights, batch, 0.0).compile()
+    return lower_update(config, policy, start_weights).compile()
 
 
 def load_weights(config: ConfigDict, policy: Policy, *, dtype: str):
@@ -331,9 +346,21 @@ def start_weights(config: ConfigDict, policy: Policy):
 
     LoRA adapts them; the KL term is measured against them.
     """
-    if policy.learning.lora is None and config.algo.kl_coef == 0:
+    if not needs_start_weights(config):
         return None
     return load_weights(config, policy, dtype=config.model.compute_dtype)
+
+
+def needs_start_weights(config: ConfigDict) -> bool:
+    """Whether the recipe has LoRA or a KL term."""
+    return config.learner.lora_rank > 0 or config.algo.kl_coef > 0
+
+
+def abstract_weights(config: ConfigDict, policy: Policy):
+    """What stands for the start policy's weights, in the compute dtype, with shardings."""
+    _, params = abstract_params(policy.model_config)
+    params = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
+    return rules.abstract(params, policy.weight_shardings)
 
 
 def start_params(config: ConfigDict, policy: Policy):

@@ -178,16 +178,26 @@ class Block(nnx.Module):
         self.down_FD = nnx.Param(_normal(next(keys), (F, D)))
         self.config = config
 
-    def __call__(self, x_BTD, cos_sin, attend, *, reduce=lambda x_BTD: x_BTD, project=jnp.einsum):
+    def __call__(
+        self,
+        x_BTD,
+        cos_sin,
+        attend,
+        *,
+        gather=lambda x_BTD: x_BTD,
+        reduce=lambda x_BTD: x_BTD,
+        project=jnp.einsum,
+    ):
         """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept)` decides what the queries see.
 
         cos_sin: the `rotation` of every token. The learner attends inside the rows, the decoder
         to its cache; `kept` (the keys and values, or the new cache) is handed back beside the
-        new x_BTD. Where the heads and the feed-forward are split over chips by hand, `reduce`
-        adds up what each contributes. `project` multiplies by a weight matrix that `turned` turns.
+        new x_BTD. Where heads and feed-forward are split over chips, `reduce` adds up what each
+        contributes, and `gather` brings together the tokens that they all need, if these are split
+        in between. `project` multiplies by a weight matrix that `turned` turns.
         """
         eps = self.config.rms_norm_eps
-        h = rms_norm(x_BTD, self.attn_norm_D[...], eps=eps)
+        h = gather(rms_norm(x_BTD, self.attn_norm_D[...], eps=eps))
         q = project("BTD,DNH->BTNH", h, self.q_DNH[...]) + self.q_bias_NH[...]
         k = project("BTD,DKH->BTKH", h, self.k_DKH[...]) + self.k_bias_KH[...]
         v = project("BTD,DKH->BTKH", h, self.v_DKH[...]) + self.v_bias_KH[...]
@@ -196,7 +206,7 @@ class Block(nnx.Module):
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
         out, o = out.reshape(*x_BTD.shape[:2], -1), self.o_NHD[...].reshape(-1, x_BTD.shape[2])
         x_BTD = x_BTD + reduce(jnp.einsum("BTZ,ZD->BTD", out, o))
-        h = rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps)
+        h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps))
         gate = jax.nn.silu(project("BTD,DF->BTF", h, self.gate_DF[...]))
         up = project("BTD,DF->BTF", h, self.up_DF[...])
         return x_BTD + reduce(project("BTF,FD->BTD", gate * up, self.down_FD[...])), kept
@@ -237,15 +247,16 @@ class Qwen2(nnx.Module):
         remat="none",
         project=jnp.einsum,
         unroll=1,
-        place=lambda x_BTD: x_BTD,
+        gather=lambda x_BTD: x_BTD,
+        reduce=lambda x_BTD: x_BTD,
         adapters=(),
         adapt=lambda layer, adapters: layer,
     ):
         """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
         remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
-        block's. unroll: how many layers the loop's body has. place(x_BTD): the activations laid out
-        over devices as they are to be between layers. adapt(a layer's parameters, its
+        block's. unroll: how many layers the loop's body has. gather and reduce are the block's, too;
+        the latter also lays out what is kept between layers. adapt(a layer's parameters, its
         adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
         the layers are.
         """
@@ -253,9 +264,10 @@ class Qwen2(nnx.Module):
         block, state = nnx.split(self.layers)
 
         def body(x_BTD, params_and_adapters):
-            x_BTD = checkpoint_name(place(x_BTD), LAYER_INPUT)
+            x_BTD = checkpoint_name(reduce(x_BTD), LAYER_INPUT)
             layer = nnx.merge(block, adapt(*params_and_adapters))
-            return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), project=project)
+            how = {"gather": gather, "reduce": reduce, "project": project}
+            return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), **how)
 
         body = REMAT[remat](body)
         layers = (nnx.to_pure_dict(state), adapters)

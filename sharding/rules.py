@@ -72,6 +72,16 @@ def row_ways(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
+def kept_sharded(params, axes_tree, mesh: Mesh):
+    """Parameters that the learner's products use: their gradients are to lie as they do.
+
+    Else the compiler adds up whole gradients on every device, and takes each one's part after.
+    """
+    return jax.lax.with_sharding_constraint(
+        params, param_shardings(mesh, axes_tree, params, LEARNER)
+    )
+
+
 def rows(mesh: Mesh) -> NamedSharding:
     """Leading axis (prompts, responses, rows) over slices and "data", the rest replicated."""
     return NamedSharding(mesh, BATCH)
@@ -82,15 +92,24 @@ def micro_batches(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
 
 
-def between_layers(x_BTD, mesh: Mesh):
-    """The learner's activations between layers: rows over slices and "data", tokens over "model".
+def split_tokens(x_BTD, mesh: Mesh):
+    """The learner's activations between products: tokens over "model", beside rows.
 
     As they are where there is nothing to split, or where the tokens do not divide.
     """
+    return _tokens_over(x_BTD, mesh, "model")
+
+
+def whole_rows(x_BTD, mesh: Mesh):
+    """The learner's activations that heads and feed-forward read: all tokens of a row."""
+    return _tokens_over(x_BTD, mesh, None)
+
+
+def _tokens_over(x_BTD, mesh: Mesh, axis: str | None):
     ways = mesh.shape["model"]
     if ways == 1 or x_BTD.shape[1] % ways:
         return x_BTD
-    sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES, "model"))
+    sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES, axis))
     return jax.lax.with_sharding_constraint(x_BTD, sharding)
 
 

@@ -13,8 +13,11 @@ LAYERS = {
     4: ("train", "evaluate", "convert", "preflight", "report", "timeline", "setup", "command"),
     3: ("rollout", "checkpoint", "boundary"),
     2: ("sampler", "learner"),
-    1: ("verifier", "tokenizer", "data", "arithmetic", "metrics", "packing"),
-    0: ("algorithm", "logprobs", "hlo_cost"),
+    1: (
+        *("verifier", "tokenizer", "data", "arithmetic", "metrics", "packing"),
+        *("estimate", "hlo_cost", "chips"),
+    ),
+    0: ("algorithm", "logprobs"),
 }
 BELOW = ("models", "sharding", "configs")
 LAYER_OF = {f"dapo_jax.{name}": layer for layer, names in LAYERS.items() for name in names}

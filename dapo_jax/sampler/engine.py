@@ -325,7 +325,7 @@ class Engine:
         self.config, self.mesh, self.cache = config, mesh, cache
         self.shards = rules.row_ways(mesh)
         self._axis = "model" if mesh.shape["model"] > 1 else None
-        self._params = params
+        self.params = params
         self._rows = rules.rows(mesh)
         self._page_spec = PartitionSpec(rules.ROW_AXES, "model")
         self._prompt_pages, self._pages = map(self._pool, (cache.prompt_pages, cache.pages))
@@ -339,6 +339,11 @@ class Engine:
         self._kernel = kernel
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.sizes = decode_sizes(cache, kernel=kernel, few_rows=on_cpu)
+
+    @property
+    def pages(self):
+        """ShapeDtypeStructs, with shardings, of a session's pages."""
+        return self._prompt_pages, self._pages
 
     @property
     def prompt_buckets(self) -> list[int]:
@@ -405,7 +410,7 @@ class Engine:
     def _pool(self, pages: int):
         """ShapeDtypeStructs of a (k_PKHC, v_PKCH) a layer, of so many pages a shard."""
         C, H = self.cache.page_tokens, self.config.head_dim
-        dtype = jax.tree.leaves(self._params)[0].dtype
+        dtype = jax.tree.leaves(self.params)[0].dtype
 
         def array(*tile):
             return jax.ShapeDtypeStruct(
@@ -426,7 +431,7 @@ class Engine:
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
         page_RI = self._host_array(rows, bucket)
         out = self._specs(self._prompt_pages)
-        arguments = (self._params, self._prompt_pages, tokens_RT, page_RI)
+        arguments = (self.params, self._prompt_pages, tokens_RT, page_RI)
         return self._lower(run, arguments, out, donate=1)
 
     def _lower_decode(self, sampling: Sampling, rows: int, pages: int) -> jax.stages.Lowered:
@@ -455,7 +460,7 @@ class Engine:
         page_P = self._host_array(self.shards * pages)
         tokens = PartitionSpec(None, rules.ROW_AXES)
         out = (self._specs(self._pages), tokens, tokens)
-        arguments = (self._params, self._prompt_pages, self._pages, run_key, state_BX, page_P)
+        arguments = (self.params, self._prompt_pages, self._pages, run_key, state_BX, page_P)
         return self._lower(run, arguments, out, donate=2)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
@@ -647,7 +652,7 @@ class Session:
                     page_RI[d * rows + r, : len(group.pages)] = group.pages
                     self.prefilled_prompts += 1
             self._prompt_pages = self.engine.prefill(
-                self._params, self._prompt_pages, tokens_RT, page_RI
+                self.params, self._prompt_pages, tokens_RT, page_RI
             )
         jax.block_until_ready(self._prompt_pages)
         self.seconds["prefill"] += time.perf_counter() - start

@@ -1,0 +1,31 @@
+"""DAPO on Qwen2.5-3B with responses of at most 8,192 tokens: 32 TPU v5e chips (v5e-32).
+
+    python -m dapo_jax.train --distributed --config=configs/qwen2_5_3b.py --workdir=RUN \
+        --config.model.path=/path/to/Qwen2.5-3B --config.data.train.path=dapo-math-17k.parquet
+
+256 prompts x 16 responses, 8 updates of 512 responses a rollout step. Not run: what the TPU's
+compiler says of it is in experiments/preflight.
+"""
+
+from configs import base
+
+
+def get_config(preset: str = ""):
+    config = base.get_config()
+    config.model.path = "Qwen2.5-3B"
+    config.model.preset = "3b"
+    config.tokenizer.chat = "template"
+    config.data.train.path = "dapo-math-17k.parquet"
+    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path="aime-2024.parquet")
+    config.num_steps = 300
+    config.updates_per_step = 8
+    config.rollout.num_prompts = 256
+    config.rollout.generation_prompts = 768
+    config.rollout.max_response_tokens = 8_192
+    config.rollout.slot_tokens = 2_048
+    config.rollout.cache_mib = 7_168
+    config.algo.overlong_cache_tokens = 2_048
+    config.learner.row_tokens = 10_240
+    config.learner.micro_batch_rows = 16
+    config.mesh.model = 2  # the 2 key/value heads
+    return base.apply_preset(config, preset)

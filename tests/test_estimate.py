@@ -1,0 +1,122 @@
+"""Seconds by hand: rooflines, rings, and an engine that is simulated without tokens."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dapo_jax import estimate
+from dapo_jax.chips import CHIPS, chip_of
+from dapo_jax.estimate import Work
+from dapo_jax.hlo_cost import Collective
+from dapo_jax.packing import TrainSequence, micro_batches, pack
+
+CHIP = dataclasses.replace(
+    CHIPS["v5e"],
+    flop_rate=100.0 / estimate.PRODUCTS_REACH,
+    hbm_rate=10.0 / estimate.MEMORY_REACHES,
+    ici_rate=4.0 / estimate.LINKS_REACH,
+    dcn_rate=1.0 / estimate.LINKS_REACH,
+)
+
+
+def collective(kind, *, size, group, times=1.0, between_slices=False):
+    groups = () if between_slices else (tuple(range(group)),)
+    return Collective(kind, size, group, groups, times)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("all-gather", 6.0), ("reduce-scatter", 6.0), ("all-reduce", 12.0), ("collective-permute", 8)],
+)
+def test_a_ring_passes_all_but_its_own_part(kind, expected):
+    """32 bytes over 4 chips at 4 bytes a second; an all-reduce is a scatter and a gather."""
+    assert estimate.exchange_seconds(collective(kind, size=32, group=4), CHIP) == expected
+    thrice = collective(kind, size=32, group=4, times=3)
+    assert estimate.exchange_seconds(thrice, CHIP) == 3 * expected
+
+
+def test_between_slices_the_network_is_slower():
+    over = collective("all-reduce", size=32, group=2, between_slices=True)
+    assert estimate.exchange_seconds(over, CHIP) == pytest.approx(32.0)
+
+
+def test_a_roofline_is_the_longer_of_products_and_memory():
+    work = Work(500.0, 20.0, (collective("all-gather", size=32, group=4),))
+    least = estimate.seconds(work, CHIP)
+    assert (least.products, least.memory, least.exchange) == pytest.approx((5.0, 2.0, 6.0))
+    assert least.overlapped == pytest.approx(6.0)
+    assert least.in_turn == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize("mean", [200, 1_000, 4_000])
+def test_lengths_have_the_mean_that_was_asked_for(mean):
+    length_PG = estimate.response_lengths(mean, groups=400, group_size=16, longest=20_480, seed=1)
+    assert length_PG.shape == (400, 16)
+    assert length_PG.mean() == pytest.approx(mean, rel=0.01)
+    assert length_PG.min() >= 1
+    assert length_PG.max() <= 20_480
+    between = np.log(length_PG).mean(axis=1).std()
+    within = np.log(length_PG).std(axis=1).mean()
+    assert between == pytest.approx(estimate.SIGMA_PROBLEMS, rel=0.15)
+    assert within == pytest.approx(estimate.SIGMA_SAMPLES, rel=0.15)
+
+
+def rollout(lengths, **changes):
+    how = {
+        "shards": 1,
+        "slots": 2,
+        "pages": 100,
+        "page_tokens": 4,
+        "block_tokens": 4,
+        "step_seconds": lambda live_S: np.ones(len(live_S)),
+        "block_seconds": 0.5,
+    }
+    return estimate.simulate_rollout(lengths, **how | changes)
+
+
+def test_slots_are_refilled_between_blocks():
+    """Lengths 8, 2, 3 in two slots: 4 steps (the second slot's last 2 idle), then 4 more."""
+    found = rollout([8, 2, 3])
+    assert (found.blocks, found.tokens, found.given_up_tokens) == (2, 13, 0)
+    assert found.seconds == pytest.approx(4 + 4 + 2 * 0.5)
+    assert found.occupancy == pytest.approx(13 / 16)
+
+
+def test_a_block_ends_with_its_last_response_and_shards_wait_for_each_other():
+    found = rollout([3, 1], shards=2, slots=1)
+    assert found.seconds == pytest.approx(3 + 0.5)
+    slow = rollout([3, 1], shards=2, slots=1, step_seconds=lambda live_S: np.array([1.0, 9.0]))
+    assert slow.seconds == pytest.approx(9 + 0.5)
+
+
+def test_a_step_costs_more_with_more_live_tokens():
+    found = rollout([8], slots=1, step_seconds=lambda live_S: 1.0 + live_S)
+    assert found.seconds == pytest.approx(4 * 1 + 4 * 5 + 2 * 0.5)
+
+
+def test_without_pages_the_youngest_is_drawn_again():
+    """Two responses of 12 tokens take 3 pages each at the end; there are 4 beside the null page."""
+    found = rollout([12, 12], pages=5)
+    assert found.given_up_tokens > 0
+    assert found.tokens == 24 + found.given_up_tokens
+
+
+def test_micro_batches_are_those_of_the_packer():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 90, 60)
+    prompt = np.arange(10, dtype=np.int32)
+    sequences = [
+        TrainSequence(prompt, np.zeros(n, np.int32), np.zeros(n), 1.0, np.zeros(n)) for n in lengths
+    ]
+    rows = pack(sequences, row_tokens=128, share_prompts=False)
+    _, used = micro_batches(rows, num_micro=60, rows=4)
+    entries = [int(n) + len(prompt) - 1 for n in lengths]
+    assert estimate.micro_batches(entries, row_tokens=128, rows=4) == used
+
+
+def test_topologies_name_their_chips():
+    assert chip_of("v5p:8x8x4").name == "v5p"
+    assert chip_of("7x:4x4x4").name == chip_of("tpu7x:4x4x4").name == "tpu7x"
+    with pytest.raises(ValueError, match=r"--topology=v9:2x2: there are v4, v5e, v5p, v6e, tpu7x"):
+        chip_of("v9:2x2")
