@@ -204,17 +204,17 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     head = {"temperature": s.temperature, "vocab_size": s.vocab_size, "mesh": mesh}
     clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
 
-    def last_layer(weights, **adaptation):
+    def as_they_lie(layer, _):
+        return rules.kept_sharded(layer, param_axes(layer), mesh)
+
+    def last_layer(weights, *, adapters=(), adapt=as_they_lie):
         model = nnx.merge(graph, weights)
+        adaptation = {"adapters": adapters, "adapt": adapt}
         x_BTD = model.hidden(micro.tokens, micro.position, attend, **how, **adaptation)
         return x_BTD, model.head(), micro.target
 
     if s.lora is None:
-
-        def keep(layer, _):
-            return rules.kept_sharded(layer, param_axes(layer), mesh)
-
-        last = last_layer(cast(params, s.compute_dtype), adapt=keep)
+        last = last_layer(cast(params, s.compute_dtype))
     else:  # Layer by layer: the adapted weights of all layers never exist at once.
         adapt = functools.partial(adapted, scale=s.lora.scale)
         last = last_layer(start_weights, adapters=params["layers"], adapt=adapt)

@@ -255,8 +255,8 @@ class Qwen2(nnx.Module):
         """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
         remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
-        block's. unroll: how many layers the loop's body has. gather and reduce are the block's, too;
-        the latter also lays out what is kept between layers. adapt(a layer's parameters, its
+        block's, and so are gather and reduce. unroll: how many layers the loop's body has. reduce
+        lays out what is kept between layers, too. adapt(a layer's parameters, its
         adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
         the layers are.
         """

@@ -11,7 +11,8 @@ from configs import base
 from dapo_jax import setup
 from sharding.mesh import make_mesh
 
-RECIPES = ("tiny", "qwen2_5_32b")
+SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
+RECIPES = ("tiny", *(f"qwen2_5_{size}" for size in SIZES))
 
 
 def recipe(name: str, preset: str = ""):
@@ -123,7 +124,9 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
     with pytest.raises(ValueError, match=r"20 usable prompts.*generation_prompts = 48"):
         setup.load_data(config, tokenizer, training=True)
     config.learner.micro_batch_rows = 18
-    with pytest.raises(ValueError, match=r"micro_batch_rows = 18 .* 4 devices.*nearest.* 16"):
+    with pytest.raises(
+        ValueError, match=r"micro_batch_rows = 18 .* data 4 = 4 groups.*nearest.* 16"
+    ):
         setup.check_divides(config, make_mesh(data=4, model=1))
     setup.check_divides(config, make_mesh(data=2, model=2))
     with pytest.raises(ValueError, match="tokenizer has 999 ids, but the model only 384"):

@@ -677,7 +677,8 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     learning = dataclasses.replace(LEARNING, kl_coef=0.3)
     batch = batch_of(data)
     at_start = gradient(params, batch, learning, start_weights=params)
-    assert run_update(params, batch, learning, start_weights=params)[1]["kl"] == 0
+    # Policy and reference are two computations of the same: they may differ in the last bit.
+    assert 0 <= run_update(params, batch, learning, start_weights=params)[1]["kl"] < 1e-13
     assert distance(at_start, expected["token_mean"][1]) < TOLERANCE
 
     reference = jax.tree.map(lambda a, b: a + 0.1 * b, params, random_params(9))

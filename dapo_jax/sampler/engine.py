@@ -31,7 +31,9 @@ from models.qwen2 import Qwen2Config
 from sharding import hosts, rules
 from sharding.mesh import cpu_options
 
-ROWS = 16  # batches are padded to a multiple: products of other sizes have other bits in each row
+# Batches are padded to a multiple: products of other sizes have other bits in each row. 16 was enough
+# on the CPUs tried first, AMD's Zen 5 needs 32.
+ROWS = 32
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
 # occupied slots and their pages. Fewer rows on a CPU only: elsewhere they have other bits.
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
@@ -652,7 +654,7 @@ class Session:
                     page_RI[d * rows + r, : len(group.pages)] = group.pages
                     self.prefilled_prompts += 1
             self._prompt_pages = self.engine.prefill(
-                self.params, self._prompt_pages, tokens_RT, page_RI
+                self._params, self._prompt_pages, tokens_RT, page_RI
             )
         jax.block_until_ready(self._prompt_pages)
         self.seconds["prefill"] += time.perf_counter() - start
