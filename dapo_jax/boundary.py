@@ -30,7 +30,7 @@ WAITING_SAVES = 2  # due boundaries that may wait for the one being saved
 POLL_SECONDS = 0.5
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Boundary:
     """What a checkpoint holds; `step` is the number of finished steps."""
 
@@ -114,6 +114,8 @@ class Boundaries:
         try:
             while (order := self._next_order()) != "close":
                 what, _, step = order.partition(" ")
+                if what == "stop":
+                    self._stopped_at = self._stopped_at or time.monotonic()
                 saved = bool(step) and self._save(self._boundary(int(step)))
                 if what == "stop":
                     self._end(step, saved)
@@ -134,10 +136,8 @@ class Boundaries:
 
     def _end(self, step: str, saved: bool) -> None:
         if not step:
-            self._exit("SIGTERM: no step was finished yet, so there was nothing to save")
-        when = "they were before"
-        if saved and self._stopped_at is not None:
-            when = f"after {time.monotonic() - self._stopped_at:.1f} s"
+            self._exit("SIGTERM: no step was finished since the start: there is nothing to save")
+        when = f"after {time.monotonic() - self._stopped_at:.1f} s" if saved else "they were before"
         self._exit(f"SIGTERM: {step} finished steps are saved ({when}); give the command again")
 
     def _exit(self, message: str) -> None:

@@ -504,6 +504,7 @@ def plot(report: Report, path: pathlib.Path) -> None:
     memory.axvline(report.chip.hbm_bytes / GIB, color="black", linestyle="--")
     memory.set_xlabel(f"GiB a device; dashed: the {report.chip.hbm_bytes / GIB:g} that there are")
     memory.invert_yaxis()
+    memory.set_xlim(0, 1.3 * report.chip.hbm_bytes / GIB)
     memory.legend(loc="lower right", fontsize="small")
     memory.set_title(f"{report.recipe} on {report.where}")
     step, start = report.step, 0.0
@@ -512,7 +513,8 @@ def plot(report: Report, path: pathlib.Path) -> None:
         times.barh(["one step"], [seconds / 60], left=[start / 60], label=name)
         start += seconds
     times.set_xlabel(f"minutes, simulated, at {step.mean_response_tokens:,} tokens a response")
-    times.legend(loc="lower right", fontsize="small", ncols=4)
+    times.set_xlim(0, 1.3 * start / 60)
+    times.legend(loc="center right", fontsize="small")
     figure.savefig(path, dpi=110)
 
 

@@ -92,7 +92,7 @@ with Boundaries(Checkpoints(folder, keep=None), every_steps=2, say=print) as run
     [
         (3, [2, 3], r"SIGTERM: 3 finished steps are saved \(after .* s\); give the command again"),
         (4, [2, 4], r"SIGTERM: 4 finished steps are saved"),
-        (0, [], r"SIGTERM: no step was finished yet"),
+        (0, [], r"SIGTERM: no step was finished since the start"),
     ],
 )
 def test_sigterm_saves_the_last_boundary_while_the_main_thread_is_deep_in_c(

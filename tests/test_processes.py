@@ -17,6 +17,7 @@ import sys
 import pytest
 
 from dapo_jax.metrics import read_rows
+from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS = 3
@@ -158,3 +159,46 @@ def test_one_process_goes_on_with_the_checkpoint_of_two(runs, cache, two_process
 def test_two_devices_go_on_with_the_checkpoint_of_four(runs, cache, four_devices):
     fewer = continued(four_devices, runs / "fewer", cache, finished_steps=2, devices=2)
     assert_same_run(fewer, four_devices, except_for=SCHEDULE)
+
+
+FAILS = """
+import sys, time
+from sharding import hosts
+hosts.start(several=True, cpu_devices=2)
+values = hosts.gather({"process": int(sys.argv[1])})
+assert values == [{"process": 0}, {"process": 1}]
+try:
+    hosts.on_main(lambda: int("one"))
+except ValueError as error:
+    print("all have it:", error, flush=True)
+if sys.argv[1] == "1":
+    hosts.fail("error: no prompts here", code=1)
+time.sleep(60)
+"""
+
+
+def test_values_are_gathered_errors_shared_and_a_failed_process_ends_the_others():
+    port = free_port()
+    base = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    base |= {"DAPO_COORDINATOR": f"localhost:{port}", "DAPO_PROCESSES": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS, str(i)],
+            env=base | {"DAPO_PROCESS": str(i), "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=50)[0] for process in started]
+    assert [process.returncode for process in started] == [1, 1]
+    assert all("all have it: invalid literal for int()" in output for output in outputs)
+    assert "process 1 failed: error: no prompts here" in outputs[0]
+
+
+def test_an_incomplete_cluster_is_named():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(hosts.COORDINATOR, "localhost:1")
+        with pytest.raises(ValueError, match="DAPO_COORDINATOR is set, but not DAPO_PROCESS, DAPO"):
+            hosts.start(several=True, cpu_devices=0)

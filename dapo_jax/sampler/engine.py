@@ -31,8 +31,8 @@ from models.qwen2 import Qwen2Config
 from sharding import hosts, rules
 from sharding.mesh import cpu_options
 
-# Batches are padded to a multiple: products of other sizes have other bits in each row. 16 was enough
-# on the CPUs tried first, AMD's Zen 5 needs 32.
+# Batches are padded to a multiple: products of other sizes have other bits in each row. 16 was
+# enough on the CPUs tried first, AMD's Zen 5 needs 32.
 ROWS = 32
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
 # occupied slots and their pages. Fewer rows on a CPU only: elsewhere they have other bits.
