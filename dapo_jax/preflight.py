@@ -385,7 +385,8 @@ def examine(config: ConfigDict, devices, *, recipe: str, where: str, mean: float
     start = time.perf_counter()
     chip = chip_of(where)
     setup.check(config)
-    policy = setup.build_policy(config, vocab_size=0, devices=devices)
+    vocab_size = setup.model_sizes(config).vocab_size
+    policy = setup.build_policy(config, vocab_size, devices=devices)
     setup.check_divides(config, policy.mesh)
     cache = policy.engine.cache
     if cache.slots < 1:
