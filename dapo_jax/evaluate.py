@@ -135,7 +135,9 @@ def main(_):
     else:
         params = checkpoints.restore(step, policy.state)[0].params
     checkpoints.close()
-    sampler_params = policy.reshard(params, setup.start_weights(config, policy))
+    # LoRA adapts them; the KL term, which needs them too, is training's.
+    start_weights = setup.start_weights(config, policy) if policy.learning.lora else None
+    sampler_params = policy.reshard(params, start_weights)
     results = evaluate(config, policy, sampler_params, data.eval_sets, tokenizer, report=say)
     write_results(workdir, step, results)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
