@@ -18,7 +18,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import sys
 import time
 
@@ -167,10 +166,8 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
-        raise DoesNotFit(
-            f"{name} needs {used[1]} of {used[2]}" if used else str(error).splitlines()[0]
-        ) from error
+        said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
+        raise DoesNotFit(f"{name}: {said}") from error
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     text = program.as_text()

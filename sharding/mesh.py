@@ -72,16 +72,21 @@ def make_mesh(
             f"{product} = {slices * data * model}, but there are {count} devices; set mesh.data "
             "to -1 to take all of them"
         )
+    types = (AxisType.Auto,) * len(AXES)
     if slices == 1:
-        types = (AxisType.Auto,) * len(AXES)
-        return jax.make_mesh((1, data, model), AXES, axis_types=types, devices=devices)
-    if slice_indices(devices) == {0}:  # CPUs stand for slices: the first ones for the first slice
+        try:
+            return jax.make_mesh((1, data, model), AXES, axis_types=types, devices=devices)
+        except NotImplementedError:  # no axis of the slice's torus, nor several, has so many chips
+            grid = mesh_utils.create_device_mesh(
+                (1, data, model), devices, allow_split_physical_axes=True
+            )
+    elif slice_indices(devices) == {0}:  # CPUs stand for slices: the first for the first slice
         grid = np.array(devices).reshape(slices, data, model)
     else:
         grid = mesh_utils.create_hybrid_device_mesh(
             (1, data, model), (slices, 1, 1), devices, allow_split_physical_axes=True
         )
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, AXES, axis_types=types)
 
 
 def check_slices(devices: Sequence[jax.Device], slices: int) -> None:

@@ -48,10 +48,11 @@ def test_the_smallest_recipe_fits_its_slice(tmp_path):
     tokens = recipe.learner.micro_batch_rows / 8 * recipe.learner.row_tokens
     update = report["programs"]["update"]
     products = 8 * PARAMETERS * tokens  # forward, again for the backward pass, and backward
-    assert 0.8 * products < update["turn"]["flops"] < products
+    assert 0.85 * products < update["turn"]["flops"] < products
     decode = report["programs"]["decode"]
-    weights = 2 * PARAMETERS
-    assert weights < decode["turn"]["hbm_bytes"] < 2 * weights
+    assert decode["turn"]["hbm_bytes"] > 2 * PARAMETERS  # the weights are read
+    products = 2 * PARAMETERS * report["slots_a_shard"]
+    assert products < decode["turn"]["flops"] < 1.5 * products  # and attention to prompts
     assert not decode["turn"]["collectives"]
     step = report["step"]
     assert step["total"] > step["rollout"] > 0
@@ -62,9 +63,9 @@ def test_the_smallest_recipe_fits_its_slice(tmp_path):
 def test_a_program_that_needs_more_than_there_is_does_not_fit():
     device = preflight.topology_devices("v5e:2x2", slices=1)[0]
     where = jax.sharding.SingleDeviceSharding(device)
-    array = jax.ShapeDtypeStruct((3 * 2**30,), jnp.float32, sharding=where)
-    lowered = jax.jit(lambda a: jnp.sort(a)[::-1] + a).lower(array)
-    with pytest.raises(preflight.DoesNotFit, match=r"sorting needs .*G of 15.75G"):
+    array = jax.ShapeDtypeStruct((2**15, 2**16), jnp.float32, sharding=where)  # 8 GiB, and again
+    lowered = jax.jit(lambda a: jnp.sort(a)).lower(array)
+    with pytest.raises(preflight.DoesNotFit, match=r"sorting: .* memory .*15.75G"):
         preflight.compiled("sorting", lowered)
 
 
@@ -72,7 +73,8 @@ def test_a_program_that_needs_more_than_there_is_does_not_fit():
 def test_an_impossible_mesh_is_refused_before_anything_is_compiled():
     done = run("--config=configs/qwen2_5_32b.py", "--topology=v5p:8x8x4", "--config.mesh.model=16")
     assert done.returncode == 1
-    assert "mesh.model = 16 does not divide the model's 8 key/value heads" in done.stderr
+    assert "heads axis of 40 does not divide by mesh.model = 16; choose a" in done.stderr
+    assert "divides 40, as 8 does" in done.stderr
 
 
 def test_an_unknown_topology_is_named():
@@ -83,7 +85,7 @@ def test_an_unknown_topology_is_named():
 
 @pytest.mark.parametrize(
     ("config", "topology", "chips", "model"),
-    [(qwen2_5_0_5b, "v5e:2x4", 8, 1), (qwen2_5_32b, "v5p:8x8x4", 256, 1)],
+    [(qwen2_5_0_5b, "v5e:2x4", 8, 1), (qwen2_5_32b, "v5p:8x8x4", 256, 2)],
 )
 def test_the_fewest_chips_that_hold_the_weights_are_proposed(config, topology, chips, model):
     recipe = preflight.with_sizes(config.get_config())
@@ -96,7 +98,7 @@ def test_the_fewest_chips_that_hold_the_weights_are_proposed(config, topology, c
 def test_more_ways_are_proposed_where_chips_are_small():
     recipe = preflight.with_sizes(qwen2_5_32b.get_config())
     found = preflight.suggested(recipe, [None] * 256, chip_of("v6e:16x16"), slices=1)
-    assert found["mesh.model"] == 4
+    assert found["mesh.model"] == 8
 
 
 def test_a_model_that_no_mesh_of_these_chips_holds_is_refused():
