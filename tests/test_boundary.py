@@ -110,7 +110,7 @@ def test_sigterm_saves_the_last_boundary_while_the_main_thread_is_deep_in_c(
     assert victim.stdout.readline() == "ready\n"
     start = time.monotonic()
     victim.send_signal(signal.SIGTERM)
-    out, _ = victim.communicate(timeout=30)
+    out, _ = victim.communicate(timeout=120)
     assert victim.returncode == COME_AGAIN == 75
     assert time.monotonic() - start < 15
     assert re.search(message, out)
@@ -165,7 +165,7 @@ def test_whichever_process_is_told_all_save_the_same_boundary(tmp_path, told):
         start = time.monotonic()
         for i in told:
             crew[i].send_signal(signal.SIGTERM)
-        outputs = [process.communicate(timeout=30)[0] for process in crew]
+        outputs = [process.communicate(timeout=120)[0] for process in crew]
     finally:
         for process in crew:
             process.kill()

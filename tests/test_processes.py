@@ -191,7 +191,7 @@ def test_values_are_gathered_errors_shared_and_a_failed_process_ends_the_others(
         )
         for i in range(2)
     ]
-    outputs = [process.communicate(timeout=50)[0] for process in started]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [1, 1]
     assert all("all have it: invalid literal for int()" in output for output in outputs)
     assert "process 1 failed: error: no prompts here" in outputs[0]
