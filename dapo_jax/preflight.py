@@ -20,6 +20,7 @@ import os
 import pathlib
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -31,7 +32,6 @@ from ml_collections import ConfigDict, config_flags
 from dapo_jax import command, estimate, hlo_cost, setup
 from dapo_jax.chips import GIB, Chip, chip_of
 from dapo_jax.estimate import Work
-from dapo_jax.sampler.decode import Sampling
 from models.qwen2 import Qwen2Config, abstract_params
 from sharding import rules
 
@@ -120,28 +120,16 @@ def with_sizes(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def how_to_sample(config: ConfigDict, sizes: Qwen2Config, *, evaluation: bool) -> Sampling:
-    """As training or evaluation samples; ids of no tokenizer."""
-    r, e = config.rollout, config.eval
-    return Sampling(
-        max_response_tokens=r.max_response_tokens,
-        temperature=e.temperature if evaluation else r.temperature,
-        top_p=e.top_p if evaluation else r.top_p,
-        top_k=0 if evaluation else r.top_k,
-        stop_ids=(sizes.vocab_size - 1,),
-        pad_id=0,
-        vocab_size=sizes.vocab_size,
-    )
-
-
 def lowered_programs(config: ConfigDict, policy: setup.Policy) -> dict[str, jax.stages.Lowered]:
     """The recipe's programs by name, ready for the compiler."""
     sizes = policy.model_config
     start_weights = None
     if setup.needs_start_weights(config):
         start_weights = setup.abstract_weights(config, policy)
-    sampling = how_to_sample(config, sizes, evaluation=False)
-    evaluating = how_to_sample(config, sizes, evaluation=True)
+    ids = types.SimpleNamespace(  # a tokenizer's, as far as the programs know it
+        stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
+    )
+    sampling, evaluating = setup.sampling(config, ids), setup.eval_sampling(config, ids)
     with jax.set_mesh(policy.mesh):
         sampler = policy.engine.lower(sampling)
         programs = {"reshard": policy.reshard.lower(policy.state.params, start_weights)}
@@ -177,13 +165,14 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
         cost = hlo_cost.count(text, loop_times=collections.defaultdict(lambda: turns))
         return Work(cost.flops, cost.hbm_bytes, cost.collectives)
 
+    fixed = work(0)
     return Program(
         name,
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        work(0),
-        minus(work(1), work(0)),
+        fixed,
+        minus(work(1), fixed),
         seconds,
     )
 
