@@ -119,7 +119,7 @@ def dataset(
     seed: int = 0,
     split: str = "train",
 ) -> ConfigDict:
-    """One data set; `dapo_jax.data.Source` says what the fields mean."""
+    """One data set; `dapo_jax.tasks.readers.Source` says what the fields mean."""
     return ConfigDict(
         {
             "kind": kind,

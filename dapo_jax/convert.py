@@ -18,7 +18,8 @@ from absl import flags
 from etils import epath
 from ml_collections import ConfigDict
 
-from dapo_jax import checkpoint, command, learner, setup
+from dapo_jax import learner
+from dapo_jax.run import build, checkpoint, command
 from models import hf
 from models.qwen2 import Qwen2Config, abstract_params
 
@@ -124,8 +125,8 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
     recipe = ConfigDict(json.loads(file.read_text(encoding="utf-8")))
     recipe.mesh.data, recipe.mesh.model = -1, 1  # here, not on the machine that trained
-    policy = setup.build_policy(recipe, vocab_size=0)
-    checkpoints = setup.checkpoints(recipe, workdir, keep=None)
+    policy = build.build_policy(recipe, vocab_size=0)
+    checkpoints = build.checkpoints(recipe, workdir, keep=None)
     step = checkpoints.latest_step() if step is None else step
     if step is None:
         raise FileNotFoundError(f"{workdir / 'checkpoints'} is empty: there is nothing to convert")
@@ -136,7 +137,7 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
     tokenizer_path = epath.Path(recipe.tokenizer.path or model_path)
     params = state.params
     if policy.learning.lora:
-        start_weights = setup.load_weights(recipe, policy, dtype=recipe.model.compute_dtype)
+        start_weights = build.load_weights(recipe, policy, dtype=recipe.model.compute_dtype)
         params = learner.policy_weights(params, start_weights, policy.learning)
     return learner.cast(params, dtype), policy.model_config, kept, tokenizer_path
 

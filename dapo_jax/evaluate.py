@@ -18,11 +18,11 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax import command, setup
-from dapo_jax.metrics import atomic_file, evaluation_line
 from dapo_jax.rollout import Group, collect, verified
+from dapo_jax.run import build, command
+from dapo_jax.run.metrics import atomic_file, evaluation_line
 from dapo_jax.sampler.engine import Session
-from dapo_jax.verifier import Verdict
+from dapo_jax.types import Verdict
 from sharding import hosts
 
 
@@ -67,7 +67,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
 
 def evaluate(
     config: ConfigDict,
-    policy: setup.Policy,
+    policy: build.Policy,
     params,
     sets,
     tokenizer,
@@ -78,10 +78,10 @@ def evaluate(
     verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
     results = {}
     for name, prompts in sets.items():
-        stream = setup.key(config, setup.EVAL_STREAM)
+        stream = build.key(config, build.EVAL_STREAM)
         key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
         rollouts = collect(
-            Session(policy.engine, params, key, setup.eval_sampling(config, tokenizer)),
+            Session(policy.engine, params, key, build.eval_sampling(config, tokenizer)),
             prompts.__getitem__,
             verify,
             0,
@@ -117,26 +117,26 @@ def result_row(results) -> dict[str, float]:
 def main(_):
     config = CONFIG.value
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
-    setup.check(config)
+    build.check(config)
     if not config.eval.sets:
         raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
     workdir = pathlib.Path(WORKDIR.value)
     hosts.on_main(lambda: require_directory(workdir))
     say = print if hosts.is_main_host() else lambda message: None
-    tokenizer = setup.tokenizer(config)
-    policy = setup.build_policy(config, tokenizer.vocab_size)
-    data = setup.load_data(config, tokenizer, training=False)
-    checkpoints = setup.checkpoints(config, workdir, keep=None)
+    tokenizer = build.tokenizer(config)
+    policy = build.build_policy(config, tokenizer.vocab_size)
+    data = build.load_data(config, tokenizer, training=False)
+    checkpoints = build.checkpoints(config, workdir, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is nothing to evaluate")
     if step == 0:
-        params = setup.start_params(config, policy)
+        params = build.start_params(config, policy)
     else:
         params = checkpoints.restore(step, policy.state)[0].params
     checkpoints.close()
     # LoRA adapts them; the KL term, which needs them too, is training's.
-    start_weights = setup.start_weights(config, policy) if policy.learning.lora else None
+    start_weights = build.start_weights(config, policy) if policy.learning.lora else None
     sampler_params = policy.reshard(params, start_weights)
     results = evaluate(config, policy, sampler_params, data.eval_sets, tokenizer, report=say)
     write_results(workdir, step, results)

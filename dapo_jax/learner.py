@@ -23,11 +23,11 @@ from dapo_jax.algorithm import (
 )
 from dapo_jax.logprobs import chosen_logprobs, head_loss
 from dapo_jax.packing import TrainSequence, micro_batches, pack
-from models.cpu import UNROLLED_LAYERS, small_side_turned
+from models.kernels.cpu import UNROLLED_LAYERS, small_side_turned
+from models.kernels.packed import packed_attention
+from models.kernels.splash_tpu import splash_attention
 from models.lora import Lora, adapted
-from models.packed import packed_attention
 from models.qwen2 import param_axes
-from models.splash_tpu import splash_attention
 from sharding import rules
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from models.attention import MASKED
+from models.kernels.xla import MASKED
 from models.qwen2 import logits
 from sharding import rules
 

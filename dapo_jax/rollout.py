@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dapo_jax.algorithm import first_informative, informative_groups
-from dapo_jax.data import Prompt
 from dapo_jax.sampler.engine import Block, Finished, Session
-from dapo_jax.tokenizer import Tokenizer
-from dapo_jax.verifier import Verdict, verify_many
+from dapo_jax.tasks.math_rules import verify_many
+from dapo_jax.tasks.tokenizer import Tokenizer
+from dapo_jax.types import Prompt, Verdict
 from sharding import hosts
 
 

@@ -18,18 +18,18 @@ from absl import flags, logging
 from clu import parameter_overview
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax import command, report, setup
 from dapo_jax.algorithm import (
     correctness_reward,
     group_advantage,
     informative_groups,
     soft_overlong_penalty,
 )
-from dapo_jax.boundary import Boundaries
-from dapo_jax.data import PROMPT_TEMPLATE
 from dapo_jax.evaluate import evaluate, result_row, write_results
 from dapo_jax.learner import init_state, make_batch, shares_prompts, warmup_learning_rate
-from dapo_jax.metrics import (
+from dapo_jax.report import __main__ as report
+from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
+from dapo_jax.run import build, command
+from dapo_jax.run.metrics import (
     Display,
     MetricsWriter,
     Sample,
@@ -38,9 +38,10 @@ from dapo_jax.metrics import (
     evaluation_line,
     write_rollouts,
 )
-from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
+from dapo_jax.run.snapshots import Boundaries
+from dapo_jax.run.timeline import plot_timeline
 from dapo_jax.sampler.engine import Session
-from dapo_jax.timeline import plot_timeline
+from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from sharding import hosts, rules
 
 # A resumed run may change these; anything else would make it another run. Where it runs on other
@@ -64,28 +65,28 @@ SHOWN_SAMPLES = 4
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Run, or resume, the recipe in `workdir` until config.num_steps rollout steps are done."""
-    setup.check(config)
+    build.check(config)
     with contextlib.ExitStack() as stack:
-        checkpoints = setup.checkpoints(config, workdir, keep=config.checkpoint.keep)
+        checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
         boundaries = stack.enter_context(
             Boundaries(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
         )
-        tokenizer = setup.tokenizer(config)
-        policy = setup.build_policy(config, tokenizer.vocab_size)
-        setup.check_divides(config, policy.mesh)
+        tokenizer = build.tokenizer(config)
+        policy = build.build_policy(config, tokenizer.vocab_size)
+        build.check_divides(config, policy.mesh)
         hosts.on_main(lambda: refuse_another_recipe(config, workdir))
-        data = setup.load_data(config, tokenizer, training=True)
+        data = build.load_data(config, tokenizer, training=True)
         restored = checkpoints.restore_latest(policy.state, report=logging.warning)
         if restored is None:
             first_step, state = 0, start_state(config, policy)
             progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
         else:
             first_step, state, progress = restored
-        start_weights = setup.start_weights(config, policy)
+        start_weights = build.start_weights(config, policy)
         record_config(config, workdir)
-        run_key = setup.key(config, setup.ROLLOUT_STREAM)
+        run_key = build.key(config, build.ROLLOUT_STREAM)
         r, algo = config.rollout, config.algo
-        sampling = setup.sampling(config, tokenizer)
+        sampling = build.sampling(config, tokenizer)
         verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
 
         display = stack.enter_context(
@@ -104,11 +105,11 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             return evaluate(config, policy, params, data.eval_sets, tokenizer, report=display.phase)
 
         display.phase("compiling the update")
-        update = setup.compile_update(config, policy, start_weights)
+        update = build.compile_update(config, policy, start_weights)
         display.phase("compiling the sampler")
         policy.engine.compile(sampling)
         if config.eval.every_steps and data.eval_sets:
-            policy.engine.compile(setup.eval_sampling(config, tokenizer))
+            policy.engine.compile(build.eval_sampling(config, tokenizer))
         sampler_params = policy.reshard(state.params, start_weights)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
             results = evaluate_now(sampler_params)
@@ -213,7 +214,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
 def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
     """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
     groups, group_size = [rollouts.sampled[p] for p in chosen], config.rollout.group_size
-    num_micro, rows, row_tokens = setup.batch_shape(config)
+    num_micro, rows, row_tokens = build.batch_shape(config)
     batch = make_batch(
         [group.prompt.token_ids for group in groups for _ in range(group_size)],
         [response for group in groups for response in group.responses],
@@ -240,7 +241,7 @@ def start_state(config, policy):
     init = functools.partial(init_state, learning=policy.learning)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state)
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(
-        setup.start_params(config, policy)
+        build.start_params(config, policy)
     )
 
 

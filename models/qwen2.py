@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention import ATTENTION, attention
+from models.kernels.xla import ATTENTION, attention
 
 
 @dataclasses.dataclass(frozen=True)

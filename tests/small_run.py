@@ -11,7 +11,8 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from dapo_jax import command, train
+from dapo_jax import train
+from dapo_jax.run import command
 from dapo_jax.sampler import engine
 from experiments.preemption.config import get_config
 from sharding import hosts

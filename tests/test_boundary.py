@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.boundary import Boundaries, host_copy
-from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.snapshots import Boundaries, host_copy
 from sharding.hosts import COME_AGAIN
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -76,8 +76,8 @@ def test_a_failed_save_is_raised_in_the_run():
 
 VICTIM = """
 import ctypes, sys, jax.numpy as jnp
-from dapo_jax.boundary import Boundaries
-from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.run.snapshots import Boundaries
+from dapo_jax.run.checkpoint import Checkpoints
 folder, steps = sys.argv[1], int(sys.argv[2])
 with Boundaries(Checkpoints(folder, keep=None), every_steps=2, say=print) as run:
     for step in range(1, steps + 1):
@@ -124,8 +124,8 @@ def test_sigterm_saves_the_last_boundary_while_the_main_thread_is_deep_in_c(
 
 CREW = """
 import sys, time, jax, numpy as np
-from dapo_jax.boundary import Boundaries
-from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.run.snapshots import Boundaries
+from dapo_jax.run.checkpoint import Checkpoints
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 folder = sys.argv[1]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dapo_jax.checkpoint import Checkpoints, WrongStateError
 from dapo_jax.learner import Learning, TrainState, init_state
+from dapo_jax.run.checkpoint import Checkpoints, WrongStateError
 from sharding.mesh import make_mesh
 
 # Orbax abandons its other reads when one fails, and Python tells of them as they are collected.

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
-from dapo_jax.data import (
+from dapo_jax.tasks.readers import (
     PROMPT_TEMPLATE,
     DataError,
     PromptStream,
@@ -17,7 +17,7 @@ from dapo_jax.data import (
     load_examples,
     load_prompts,
 )
-from dapo_jax.tokenizer import load_tokenizer
+from dapo_jax.tasks.tokenizer import load_tokenizer
 
 DAPO_TYPE = pa.schema(
     {
@@ -355,7 +355,7 @@ def test_stream_depends_on_the_seed_and_the_cursor_alone():
 
 def test_stream_is_the_same_in_another_process():
     code = (
-        "from dapo_jax.data import PromptStream\n"
+        "from dapo_jax.tasks.readers import PromptStream\n"
         "stream = PromptStream([str(i) for i in range(1000)], seed=1)\n"
         "print(*(stream[i] for i in range(990, 1010)))\n"
     )

@@ -5,18 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dapo_jax import estimate
-from dapo_jax.chips import CHIPS, chip_of
-from dapo_jax.estimate import Work
-from dapo_jax.hlo_cost import Collective
 from dapo_jax.packing import TrainSequence, micro_batches, pack
+from dapo_jax.preflight import simulate
+from dapo_jax.preflight.chips import CHIPS, chip_of
+from dapo_jax.preflight.hlo_cost import Collective
+from dapo_jax.preflight.simulate import Work
 
 CHIP = dataclasses.replace(
     CHIPS["v5e"],
-    flop_rate=100.0 / estimate.PRODUCTS_REACH,
-    hbm_rate=10.0 / estimate.MEMORY_REACHES,
-    ici_rate=4.0 / estimate.LINKS_REACH,
-    dcn_rate=1.0 / estimate.LINKS_REACH,
+    flop_rate=100.0 / simulate.PRODUCTS_REACH,
+    hbm_rate=10.0 / simulate.MEMORY_REACHES,
+    ici_rate=4.0 / simulate.LINKS_REACH,
+    dcn_rate=1.0 / simulate.LINKS_REACH,
 )
 
 
@@ -31,19 +31,19 @@ def collective(kind, *, size, group, times=1.0, between_slices=False):
 )
 def test_a_ring_passes_all_but_its_own_part(kind, expected):
     """32 bytes over 4 chips at 4 bytes a second; an all-reduce is a scatter and a gather."""
-    assert estimate.exchange_seconds(collective(kind, size=32, group=4), CHIP) == expected
+    assert simulate.exchange_seconds(collective(kind, size=32, group=4), CHIP) == expected
     thrice = collective(kind, size=32, group=4, times=3)
-    assert estimate.exchange_seconds(thrice, CHIP) == 3 * expected
+    assert simulate.exchange_seconds(thrice, CHIP) == 3 * expected
 
 
 def test_between_slices_the_network_is_slower():
     over = collective("all-reduce", size=32, group=2, between_slices=True)
-    assert estimate.exchange_seconds(over, CHIP) == pytest.approx(32.0)
+    assert simulate.exchange_seconds(over, CHIP) == pytest.approx(32.0)
 
 
 def test_a_roofline_is_the_longer_of_products_and_memory():
     work = Work(500.0, 20.0, (collective("all-gather", size=32, group=4),))
-    least = estimate.seconds(work, CHIP)
+    least = simulate.seconds(work, CHIP)
     assert (least.products, least.memory, least.exchange) == pytest.approx((5.0, 2.0, 6.0))
     assert least.overlapped == pytest.approx(6.0)
     assert least.in_turn == pytest.approx(11.0)
@@ -51,15 +51,15 @@ def test_a_roofline_is_the_longer_of_products_and_memory():
 
 @pytest.mark.parametrize("mean", [200, 1_000, 4_000])
 def test_lengths_have_the_mean_that_was_asked_for(mean):
-    length_PG = estimate.response_lengths(mean, groups=400, group_size=16, longest=20_480, seed=1)
+    length_PG = simulate.response_lengths(mean, groups=400, group_size=16, longest=20_480, seed=1)
     assert length_PG.shape == (400, 16)
     assert length_PG.mean() == pytest.approx(mean, rel=0.01)
     assert length_PG.min() >= 1
     assert length_PG.max() <= 20_480
     between = np.log(length_PG).mean(axis=1).std()
     within = np.log(length_PG).std(axis=1).mean()
-    assert between == pytest.approx(estimate.SIGMA_PROBLEMS, rel=0.15)
-    assert within == pytest.approx(estimate.SIGMA_SAMPLES, rel=0.15)
+    assert between == pytest.approx(simulate.SIGMA_PROBLEMS, rel=0.15)
+    assert within == pytest.approx(simulate.SIGMA_SAMPLES, rel=0.15)
 
 
 def rollout(lengths, **changes):
@@ -72,7 +72,7 @@ def rollout(lengths, **changes):
         "step_seconds": lambda live_S: np.ones(len(live_S)),
         "block_seconds": 0.5,
     }
-    return estimate.simulate_rollout(lengths, **how | changes)
+    return simulate.simulate_rollout(lengths, **how | changes)
 
 
 def test_slots_are_refilled_between_blocks():
@@ -112,7 +112,7 @@ def test_micro_batches_are_those_of_the_packer():
     rows = pack(sequences, row_tokens=128, share_prompts=False)
     _, used = micro_batches(rows, num_micro=60, rows=4)
     entries = [int(n) + len(prompt) - 1 for n in lengths]
-    assert estimate.micro_batches(entries, row_tokens=128, rows=4) == used
+    assert simulate.micro_batches(entries, row_tokens=128, rows=4) == used
 
 
 def test_topologies_name_their_chips():

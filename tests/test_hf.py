@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.convert import convert, load_orbax
-from dapo_jax.tokenizer import load_tokenizer
+from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import hf, load_hf, save_hf
 from models.hf import load_config, load_params
 from models.qwen2 import Qwen2Config, abstract_params, param_axes, split

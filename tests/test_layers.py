@@ -7,27 +7,34 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# dapo_jax's modules by layer; imports point downward or sideways. Everything in BELOW knows
-# nothing of dapo_jax. A new module has to be given its layer here.
-LAYERS = {
-    4: ("train", "evaluate", "convert", "preflight", "report", "timeline", "setup", "command"),
-    3: ("rollout", "checkpoint", "boundary"),
-    2: ("sampler", "learner"),
-    1: (
-        *("verifier", "tokenizer", "data", "arithmetic", "metrics", "packing"),
-        *("estimate", "hlo_cost", "chips"),
-    ),
-    0: ("algorithm", "logprobs"),
-}
-BELOW = ("models", "sharding", "configs")
-LAYER_OF = {f"dapo_jax.{name}": layer for layer, names in LAYERS.items() for name in names}
-HOST_MODULES = [f"dapo_jax.{name}" for name in LAYERS[1]]
+# Rooms (modules or packages) by floor, from the top; imports point downward, or sideways inside a
+# room. A new room has to be given its floor here.
+FLOORS = (
+    ("experiments",),
+    ("dapo_jax.train",),
+    ("dapo_jax.evaluate", "dapo_jax.convert", "dapo_jax.preflight", "dapo_jax.report"),
+    ("dapo_jax.run",),
+    ("dapo_jax.rollout",),
+    ("dapo_jax.sampler", "dapo_jax.learner"),
+    ("dapo_jax.logprobs", "dapo_jax.verifier"),
+    ("models", "dapo_jax.tasks", "dapo_jax.packing"),
+    ("sharding", "configs", "dapo_jax.types", "dapo_jax.algorithm"),
+)
+PACKAGES = ("dapo_jax", "models", "sharding", "configs", "experiments")
+FLOOR_OF = {room: len(FLOORS) - i for i, rooms in enumerate(FLOORS) for room in rooms}
+# Rooms without devices, and those parts of others that are.
+HOST_ROOMS = (
+    *("dapo_jax.tasks", "dapo_jax.packing", "dapo_jax.types", "dapo_jax.verifier"),
+    *("dapo_jax.run.metrics", "dapo_jax.preflight.chips", "dapo_jax.preflight.hlo_cost"),
+)
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "models", "sharding"}
+# Host rooms may not import these either: they compute with jax arrays.
+DEVICE_ROOMS = ("dapo_jax.algorithm", "dapo_jax.logprobs")
 
 
 def sources():
     """{dotted module name: source} of the project's packages."""
-    files = [f for package in ("dapo_jax", *BELOW) for f in (ROOT / package).rglob("*.py")]
+    files = [f for package in PACKAGES for f in (ROOT / package).rglob("*.py")]
     return {
         ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f.read_text()
         for f in files
@@ -55,30 +62,37 @@ def mentions(source):
     return names | {part for name in names for part in name.split(".")}
 
 
-def layer(module):
-    """The layer of a dapo_jax module (a package's modules have the package's), else None."""
-    return LAYER_OF.get(".".join(module.split(".")[:2]))
+def room(module):
+    """The room that a module, or a name inside one, belongs to; None where it is not ours."""
+    parts = module.split(".")
+    return next((r for r in (".".join(parts[:2]), parts[0]) if r in FLOOR_OF), None)
+
+
+def is_host(module):
+    """Whether a module is one without devices."""
+    return any(module == host or module.startswith(f"{host}.") for host in HOST_ROOMS)
 
 
 def import_faults(module, source):
     """What `module` imports against the rules, one sentence each."""
-    package = module.split(".")[0]
+    here = room(module)
     faults = []
     for name in sorted(imports(source)):
-        if package in BELOW and name.split(".")[0] == "dapo_jax":
-            faults.append(f"{module} imports {name}, but {package} lies below dapo_jax")
-        if package == "dapo_jax" and layer(name) is not None and layer(name) > layer(module):
-            faults.append(f"{module} (L{layer(module)}) imports {name} (L{layer(name)})")
-        if module in HOST_MODULES and name.split(".")[0] in ACCELERATOR_PACKAGES:
+        there = room(name)
+        if there not in (None, here) and FLOOR_OF[there] >= FLOOR_OF[here]:
+            faults.append(f"{module} imports {name}, but {there} does not lie below {here}")
+        if is_host(module) and name.split(".")[0] in ACCELERATOR_PACKAGES:
             faults.append(f"{module} is a host module, but imports {name}")
-        if module in HOST_MODULES and layer(name) == 0:
+        if is_host(module) and there in DEVICE_ROOMS:
             faults.append(f"{module} is a host module, but imports {name}, which has jax arrays")
-        if name.split(".")[0] == "orbax" and module not in (
-            "dapo_jax.checkpoint",
-            "dapo_jax.convert",
-        ):
-            faults.append(f"{module} imports {name}, which is for checkpoint.py and convert.py")
+        if name.split(".")[0] == "orbax" and module != "dapo_jax.run.checkpoint":
+            faults.append(f"{module} imports {name}, which is for run/checkpoint.py")
     return faults
+
+
+def reads_the_config(module):
+    """Whether a module may know the config object: recipes, commands, and run/ under them."""
+    return room(module) in (None, "configs") or FLOOR_OF[room(module)] >= FLOOR_OF["dapo_jax.run"]
 
 
 def mention_faults(module, source):
@@ -88,8 +102,8 @@ def mention_faults(module, source):
         "mesh_utils": module == "sharding.mesh",
         "process_index": module == "sharding.hosts",
         "process_count": module == "sharding.hosts",
-        "ConfigDict": module.startswith("configs") or layer(module) == 4,
-        "ml_collections": module.startswith("configs") or layer(module) == 4,
+        "ConfigDict": reads_the_config(module),
+        "ml_collections": reads_the_config(module),
     }
     names = mentions(source)
     return [
@@ -99,11 +113,11 @@ def mention_faults(module, source):
     ]
 
 
-def test_every_module_has_a_layer():
-    modules = [name for name in sources() if name.startswith("dapo_jax.")]
+def test_every_module_has_a_floor():
+    modules = [name for name in sources() if name != "dapo_jax"]
     assert len(modules) > 10
-    missing = [name for name in modules if layer(name) is None]
-    assert not missing, f"give {missing} a layer in LAYERS"
+    missing = [name for name in modules if room(name) is None]
+    assert not missing, f"give {missing} a floor in FLOORS"
 
 
 def test_imports_point_downward_and_host_modules_are_free_of_jax():
@@ -121,15 +135,27 @@ def test_meshes_processes_and_the_config_are_named_in_their_places_only():
 @pytest.mark.parametrize(
     ("module", "source", "fault"),
     [
-        ("dapo_jax.algorithm", "from dapo_jax import learner", "L0) imports dapo_jax.learner (L2)"),
-        ("dapo_jax.sampler.decode", "import dapo_jax.setup", "L2) imports dapo_jax.setup (L4)"),
-        ("dapo_jax.learner", "def f():\n    from dapo_jax.train import g", "dapo_jax.train (L4)"),
-        ("models.qwen2", "from dapo_jax.logprobs import f", "models lies below dapo_jax"),
-        ("sharding.mesh", "import dapo_jax", "sharding lies below dapo_jax"),
-        ("dapo_jax.data", "import jax.numpy as jnp", "host module, but imports jax.numpy"),
-        ("dapo_jax.data", "from jax import numpy", "host module, but imports jax"),
-        ("dapo_jax.metrics", "from dapo_jax.algorithm import f", "host module, but imports"),
-        ("dapo_jax.setup", "import orbax.checkpoint as ocp", "for checkpoint.py and convert.py"),
+        (
+            "dapo_jax.algorithm",
+            "from dapo_jax import learner",
+            "learner does not lie below",
+        ),
+        ("dapo_jax.sampler.decode", "import dapo_jax.run.build", "run does not lie below"),
+        (
+            "dapo_jax.learner",
+            "def f():\n    from dapo_jax.train import g",
+            "train does not lie",
+        ),
+        ("models.qwen2", "from dapo_jax.logprobs import f", "does not lie below models"),
+        ("sharding.mesh", "import dapo_jax.types", "does not lie below sharding"),
+        ("dapo_jax.tasks.readers", "import jax.numpy as jnp", "host module, but imports jax.numpy"),
+        ("dapo_jax.tasks.readers", "from jax import numpy", "host module, but imports jax"),
+        ("dapo_jax.packing", "from dapo_jax.algorithm import f", "host module, but imports"),
+        (
+            "dapo_jax.run.build",
+            "import orbax.checkpoint as ocp",
+            "for run/checkpoint.py",
+        ),
     ],
 )
 def test_a_forbidden_import_is_found(module, source, fault):
@@ -139,8 +165,12 @@ def test_a_forbidden_import_is_found(module, source, fault):
 @pytest.mark.parametrize(
     ("module", "source", "name"),
     [
-        ("dapo_jax.setup", "import jax\nmesh = jax.make_mesh((1,), ('data',))", "jax.make_mesh"),
-        ("dapo_jax.setup", "from jax import make_mesh", "jax.make_mesh"),
+        (
+            "dapo_jax.run.build",
+            "import jax\nmesh = jax.make_mesh((1,), ('data',))",
+            "jax.make_mesh",
+        ),
+        ("dapo_jax.run.build", "from jax import make_mesh", "jax.make_mesh"),
         ("dapo_jax.train", "import jax\nif jax.process_index() == 0: pass", "process_index"),
         ("dapo_jax.learner", "from jax import process_count as n", "process_count"),
         ("dapo_jax.rollout", "def f(config: ConfigDict): pass", "ConfigDict"),
@@ -153,7 +183,7 @@ def test_a_forbidden_mention_is_found(module, source, name):
 
 def test_allowed_imports_and_mentions_are_no_faults():
     source = "import jax\nfrom dapo_jax import learner\nfrom models.qwen2 import split\n"
-    assert not import_faults("dapo_jax.setup", source)
-    assert not mention_faults("dapo_jax.setup", "from ml_collections import ConfigDict")
+    assert not import_faults("dapo_jax.run.build", source)
+    assert not mention_faults("dapo_jax.run.build", "from ml_collections import ConfigDict")
     assert not mention_faults("dapo_jax.learner", '"""On jax.process_index."""  # ConfigDict')
-    assert not mention_faults("dapo_jax.setup", "from sharding.mesh import make_mesh")
+    assert not mention_faults("dapo_jax.run.build", "from sharding.mesh import make_mesh")

@@ -14,14 +14,14 @@ import pytest
 from flax import nnx
 
 from configs import base
-from dapo_jax import learner, setup, train
-from dapo_jax.data import Example, Prompt
+from dapo_jax import learner, train
 from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_rate
 from dapo_jax.rollout import Group, Rollouts
+from dapo_jax.run import build
 from dapo_jax.sampler import engine as engine_module
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Cache, Engine, Session
-from dapo_jax.verifier import Verdict
+from dapo_jax.types import Example, Prompt, Verdict
 from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
@@ -440,7 +440,7 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
     monkeypatch.setitem(PRESETS, "small", SMALL)
     slices, data_ways, model_ways = mesh
     config = mesh_config(slices=slices, data=data_ways, model=model_ways)
-    policy = setup.build_policy(config, VOCAB)
+    policy = build.build_policy(config, VOCAB)
     data = one_prompt_a_group(data, group_size=4)
     advantage_PG = data.advantage_R.reshape(2, 4)
     batch = train.minibatch(
@@ -470,7 +470,7 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
 def test_a_mini_batch_takes_the_chosen_groups_and_filters_the_overlong(monkeypatch, data):
     monkeypatch.setitem(PRESETS, "small", SMALL)
     config = mesh_config(data=4, model=1)
-    policy = setup.build_policy(config, VOCAB)
+    policy = build.build_policy(config, VOCAB)
     data = one_prompt_a_group(data, group_size=4).replace(trains_R=np.arange(8) != 5)
     rollouts = rollouts_of(data, group_size=4)
     advantage_PG = data.advantage_R.reshape(2, 4)

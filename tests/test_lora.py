@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 
 from configs import tiny
-from dapo_jax import convert, learner, setup
-from dapo_jax.checkpoint import Checkpoints
+from dapo_jax import convert, learner
+from dapo_jax.run import build
+from dapo_jax.run.checkpoint import Checkpoints
 from models import hf
+from models.kernels.packed import packed_attention
 from models.lora import MATRICES, Lora, adapted, adapter_axes, factors, init_adapters
-from models.packed import packed_attention
 from models.qwen2 import abstract_params
 from sharding.mesh import make_mesh
 from tests.test_learner import LEARNING, SMALL, batch_of, data, jit, params
@@ -133,7 +134,7 @@ def lora_config():
 def test_factors_lie_on_the_mesh_like_their_matrices():
     config = lora_config()
     config.mesh.data, config.mesh.model = 2, 2
-    policy = setup.build_policy(config, 384)
+    policy = build.build_policy(config, 384)
     layers = policy.state.params["layers"]
     assert set(layers) == {name for target in MATRICES for name in factors(target)[1:]}
     specs = {name: tuple(leaf.sharding.spec) for name, leaf in layers.items()}
@@ -168,7 +169,7 @@ def test_four_devices_take_the_update_of_one(params, micro):
 def test_a_run_is_exported_with_its_factors_added(tmp_path):
     """What transformers reads is W + scale * A B; nothing of LoRA is left to know about."""
     config = lora_config()
-    policy = setup.build_policy(config, 384)
+    policy = build.build_policy(config, 384)
     adapters = random_adapters(policy.learning.lora, config=policy.model_config)
     state = learner.init_state(jax.tree.map(jnp.asarray, adapters), policy.learning)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
-from dapo_jax.metrics import (
+from dapo_jax.run.metrics import (
     Display,
     MetricsWriter,
     Sample,
@@ -283,7 +283,7 @@ def test_a_log_gets_one_aligned_line_a_step_and_no_control_codes():
 
 
 def test_a_silent_log_shows_phases(monkeypatch):
-    monkeypatch.setattr("dapo_jax.metrics.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("dapo_jax.run.metrics.QUIET_SECONDS", 0.0)
     text = _plain(lambda display: display.phase("rollout: 24/32 informative groups"))
     assert text == "  ... rollout: 24/32 informative groups\n"
 
@@ -321,7 +321,7 @@ def test_a_terminal_shows_progress_phase_and_last_numbers(width):
 def test_a_display_in_a_real_pipe_and_with_an_ascii_terminal(tmp_path):
     script = tmp_path / "show.py"
     script.write_text(
-        "from dapo_jax.metrics import Display, Sample\n"
+        "from dapo_jax.run.metrics import Display, Sample\n"
         "with Display(2, 0) as display:\n"
         "    display.line('你好')\n"
         "    display.step({'step': 0, 'seconds/total': 1.0})\n"

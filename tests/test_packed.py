@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import packed
-from models.attention import attention
-from models.packed import packed_attention
+from models.kernels import packed
+from models.kernels.packed import packed_attention
+from models.kernels.xla import attention
 from models.qwen2 import REMAT, Qwen2, Qwen2Config, split
 
 N, K, H = 4, 2, 8

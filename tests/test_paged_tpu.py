@@ -15,9 +15,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models import paged_tpu
-from models.attention import MASKED
-from models.paged_tpu import paged_attention
+from models.kernels import paged_tpu
+from models.kernels.paged_tpu import paged_attention
+from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

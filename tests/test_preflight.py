@@ -10,8 +10,9 @@ import pytest
 from conftest import ROOT
 
 from configs import base, qwen2_5_0_5b, qwen2_5_32b
-from dapo_jax import preflight, setup
-from dapo_jax.chips import chip_of
+from dapo_jax.preflight import __main__ as preflight
+from dapo_jax.preflight.chips import chip_of
+from dapo_jax.run import build
 from models.qwen2 import PRESETS
 
 needs_compiler = pytest.mark.skipif(
@@ -111,7 +112,7 @@ def test_a_path_and_a_preset_must_be_of_one_size(tmp_path):
     config = base.get_config()
     config.model.path = str(ROOT / "experiments/tiny_base/checkpoint")
     config.model.preset = "tiny"
-    assert setup.model_sizes(config) == PRESETS["tiny"]
+    assert build.model_sizes(config) == PRESETS["tiny"]
     config.model.preset = "0.5b"
     with pytest.raises(ValueError, match=r"no model of the sizes model.preset = '0.5b': vocab"):
-        setup.model_sizes(config)
+        build.model_sizes(config)

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from models import load_hf
-from models.attention import (
+from models.kernels.xla import (
     PageTable,
     attention,
     combine,

@@ -11,8 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from dapo_jax.metrics import MetricsWriter
-from dapo_jax.report import (
+from dapo_jax.report.__main__ import (
     Run,
     changes,
     column,
@@ -28,6 +27,7 @@ from dapo_jax.report import (
     totals,
     write_report,
 )
+from dapo_jax.run.metrics import MetricsWriter
 
 
 def _full_row(step, *, accuracy):

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax import setup
-from dapo_jax.data import Example, Prompt
 from dapo_jax.rollout import (
     Group,
     Rollouts,
@@ -26,8 +24,9 @@ from dapo_jax.rollout import (
     rollout_rows,
     verified,
 )
+from dapo_jax.run import build
 from dapo_jax.sampler.engine import Block, Finished, Response
-from dapo_jax.verifier import Verdict
+from dapo_jax.types import Example, Prompt, Verdict
 
 G = 4
 
@@ -348,7 +347,7 @@ def test_without_dynamic_sampling_the_first_prompts_are_all_kept():
 
 def test_a_group_is_what_the_session_drew_and_the_verifier_said():
     """Token ids decoded without control tokens, and the verdict on each response."""
-    tokenizer = setup.tokenizer(tiny.get_config())
+    tokenizer = build.tokenizer(tiny.get_config())
     example = Example((), "56", "test", 0)
     texts = ["23+45=68\nAnswer: 68", "Answer: 56"]
     stop = tokenizer.stop_ids[0]

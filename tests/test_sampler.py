@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
-from models.attention import MASKED
+from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
 
 RUN_KEY = jax.random.key(11)

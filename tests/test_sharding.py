@@ -13,13 +13,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from configs import base
-from dapo_jax import setup
 from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.run import build
 from dapo_jax.sampler import engine
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Session
 from models import qwen2
-from models.packed import packed_attention
+from models.kernels.packed import packed_attention
 from models.qwen2 import Qwen2Config, abstract_params, param_axes
 from sharding import hosts, rules
 from sharding.mesh import AXES, make_mesh
@@ -69,7 +69,7 @@ def build_policy(slices, data, model):
         patch.setitem(qwen2.PRESETS, "small", SMALL)
         patch.setattr(engine, "PARTS", ((1, 1),))
         devices = jax.devices()[: slices * data * model]
-        return setup.build_policy(config, SAMPLING.vocab_size, devices=devices)
+        return build.build_policy(config, SAMPLING.vocab_size, devices=devices)
 
 
 def sample(policy, params, prompts):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.packed import packed_attention
-from models.splash_tpu import splash_attention
+from models.kernels.packed import packed_attention
+from models.kernels.splash_tpu import splash_attention
 
 
 @pytest.mark.parametrize("head_dim", [128, 64])

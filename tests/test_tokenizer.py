@@ -6,7 +6,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from dapo_jax.tokenizer import load_tokenizer
+from dapo_jax.tasks.tokenizer import load_tokenizer
 
 TEXTS = [
     "",

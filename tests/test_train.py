@@ -11,12 +11,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from configs import tiny
-from dapo_jax import evaluate, setup, train
+from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
-from dapo_jax.metrics import read_rows
 from dapo_jax.rollout import Group, minibatches
-from dapo_jax.tokenizer import load_tokenizer
-from dapo_jax.verifier import Verdict
+from dapo_jax.run import build
+from dapo_jax.run.metrics import read_rows
+from dapo_jax.tasks.tokenizer import load_tokenizer
+from dapo_jax.types import Verdict
 from models.hf import load_config, load_params
 
 EXPECTED_KEYS = {
@@ -234,9 +235,9 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     config = small_config()
     tokenizer = load_tokenizer(tmp_path / "hf", stop_tokens=None, chat="none")
     config.model.path = str(tmp_path / "hf")
-    policy = setup.build_policy(config, tokenizer.vocab_size)
-    sets = setup.load_data(config, tokenizer, training=False).eval_sets
-    params = policy.reshard(setup.start_params(config, policy), None)
+    policy = build.build_policy(config, tokenizer.vocab_size)
+    sets = build.load_data(config, tokenizer, training=False).eval_sets
+    params = policy.reshard(build.start_params(config, policy), None)
     results = evaluate.evaluate(config, policy, params, sets, tokenizer, report=print)
     assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
     convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")

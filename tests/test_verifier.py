@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from dapo_jax.verifier import (
+from dapo_jax.tasks.math_rules import (
     MAX_GROUND_TRUTH_CHARS,
     RULES,
     STATUSES,
@@ -554,7 +554,7 @@ def test_workers_end_with_the_block_and_load_no_jax(symbolic):
 def test_workers_end_with_the_process_however_it_ends(end):
     program = (
         "import os, signal, sys\n"
-        "from dapo_jax.verifier import SymbolicVerifier\n"
+        "from dapo_jax.tasks.math_rules import SymbolicVerifier\n"
         "verifier = SymbolicVerifier(1, 30.0)\n"
         "verifier.verify('Answer: 1', '1')\n"
         "print(*verifier.worker_pids(), flush=True)\n"

@@ -4,7 +4,7 @@ Both run under shard_map on a (data, model) mesh. A data shard has its own pages
 exchanges nothing with the others, so that each may leave its loop when its own slots are done;
 heads, feed-forward and vocabulary are split over "model", summed by hand.
 
-Axis letters: B slots of a shard, S steps of a block, and those of models.attention.
+Axis letters: B slots of a shard, S steps of a block, and those of models.kernels.xla.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from flax import nnx, struct
 
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
-from models.attention import PageTable, attention, combine, of_readers, page_attention, pieces
-from models.cpu import weights_first
-from models.paged_tpu import paged_attention
+from models.kernels.cpu import weights_first
+from models.kernels.paged_tpu import paged_attention
+from models.kernels.xla import PageTable, attention, combine, of_readers, page_attention, pieces
 from models.qwen2 import (
     Qwen2Config,
     abstract_block,

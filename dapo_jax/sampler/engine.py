@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.sampler.decode import NULL_PAGE, Sampling, Slots, decode_block, prefill
-from models.attention import PageTable
+from models.kernels.xla import PageTable
 from models.qwen2 import Qwen2Config
 from sharding import hosts, rules
 from sharding.mesh import cpu_options

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from models.attention import MASKED
+from models.kernels.xla import MASKED
 
 RANGE_NATS = 32.0  # tokens this far below the best one have no mass that any top-p looks at
 BISECTIONS = 26  # finds the threshold to 5e-7 nats or better

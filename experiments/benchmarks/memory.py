@@ -16,7 +16,8 @@ from absl import app, flags
 from jax.experimental import topologies
 
 from configs import base
-from dapo_jax import learner, setup
+from dapo_jax import learner
+from dapo_jax.run import build
 from experiments.benchmarks import common
 from models.qwen2 import REMAT
 from sharding import rules
@@ -45,7 +46,7 @@ def compiled(name: str, row_tokens: int, remat: str):
     devices = jax.devices()[:1]
     if topology:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    policy = setup.build_policy(config, vocab_size=0, devices=devices)
+    policy = build.build_policy(config, vocab_size=0, devices=devices)
     shape = (MICRO_BATCHES, rows * rules.row_ways(policy.mesh), row_tokens)
     batch = learner.abstract_batch(shape, policy.mesh)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(policy.mesh))

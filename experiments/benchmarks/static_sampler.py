@@ -14,7 +14,7 @@ import numpy as np
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.decode import blocks
 from dapo_jax.sampler.sampling import draw, request_keys, uniform_at
-from models.attention import MASKED, attention
+from models.kernels.xla import MASKED, attention
 from models.qwen2 import causal_mask, logits, rms_norm, rotation
 
 

@@ -21,9 +21,10 @@ import time
 
 from absl import app, flags
 
-from dapo_jax import rollout, setup, train
-from dapo_jax.boundary import Boundaries
-from dapo_jax.metrics import read_rows
+from dapo_jax import rollout, train
+from dapo_jax.run import build
+from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.snapshots import Boundaries
 from dapo_jax.sampler import engine
 from experiments.benchmarks import common
 from experiments.preemption.config import get_config
@@ -65,7 +66,7 @@ def prolong(phase: str) -> None:
 
         return prolonged
 
-    passed, compile_update = Boundaries.passed, setup.compile_update
+    passed, compile_update = Boundaries.passed, build.compile_update
 
     def counted(self, step, *args, **kwargs):
         finished["steps"] = step
@@ -73,13 +74,13 @@ def prolong(phase: str) -> None:
 
     Boundaries.passed = counted
     if phase == "compile":
-        setup.compile_update = lasting(compile_update)
+        build.compile_update = lasting(compile_update)
     elif phase in ("prefill", "decode"):
         setattr(engine.Engine, phase, lasting(getattr(engine.Engine, phase)))
     elif phase == "verify":
         rollout.verify_many = lasting(rollout.verify_many)
     elif phase == "update":  # the state before it is gone then, its memory reused
-        setup.compile_update = lambda *args: lasting(compile_update(*args), after=True)
+        build.compile_update = lambda *args: lasting(compile_update(*args), after=True)
     elif phase == "evaluate":
         train.evaluate = lasting(train.evaluate)
 

@@ -14,7 +14,7 @@ import shutil
 import jax
 from absl import app, flags
 
-from dapo_jax.tokenizer import load_tokenizer
+from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import save_hf
 from models.qwen2 import Qwen2, Qwen2Config, split
 

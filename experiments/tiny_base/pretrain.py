@@ -18,12 +18,12 @@ import sentencepiece
 from absl import app, flags, logging
 from flax import nnx
 
-from dapo_jax.arithmetic import generate, worked_solution
-from dapo_jax.data import PROMPT_TEMPLATE
 from dapo_jax.logprobs import head_loss
-from dapo_jax.tokenizer import load_tokenizer
+from dapo_jax.tasks.arithmetic import generate, worked_solution
+from dapo_jax.tasks.readers import PROMPT_TEMPLATE
+from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import save_hf
-from models.packed import packed_attention
+from models.kernels.packed import packed_attention
 from models.qwen2 import PRESETS, Qwen2, segment_positions, split
 from sharding.mesh import make_mesh
 

@@ -11,12 +11,14 @@ from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
-from dapo_jax import algorithm, learner, verifier
-from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.data import DataError, Prompt, PromptStream, Report, Source, load_prompts
+from dapo_jax import algorithm, learner
+from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, plan_cache
-from dapo_jax.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.tasks import math_rules
+from dapo_jax.tasks.readers import DataError, PromptStream, Report, Source, load_prompts
+from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.types import Prompt
 from models.hf import load_config, load_params, read_config
 from models.lora import MATRICES, Lora, adapter_axes, init_adapters
 from models.qwen2 import (
@@ -387,7 +389,7 @@ def check(config: ConfigDict) -> None:
     for name, choices in (
         ("model.compute_dtype", ("float32", "bfloat16")),
         ("algo.loss_aggregation", algorithm.AGGREGATIONS),
-        ("verifier.rules", verifier.RULES),
+        ("verifier.rules", math_rules.RULES),
         ("rollout.on_generation_cap", ("train", "stop")),
         ("data.on_bad_row", ("error", "skip")),
         ("tokenizer.chat", ("none", "template")),

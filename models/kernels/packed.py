@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention import ATTENTION, MASKED
+from models.kernels.xla import ATTENTION, MASKED
 
 BLOCK_TOKENS = 64
 BLOCKS = 16  # query blocks computed together (W)

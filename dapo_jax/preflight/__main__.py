@@ -29,9 +29,10 @@ from jax.experimental import topologies
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax import command, estimate, hlo_cost, setup
-from dapo_jax.chips import GIB, Chip, chip_of
-from dapo_jax.estimate import Work
+from dapo_jax.preflight import hlo_cost, simulate
+from dapo_jax.preflight.chips import GIB, Chip, chip_of
+from dapo_jax.preflight.simulate import Work
+from dapo_jax.run import build, command
 from models.qwen2 import Qwen2Config, abstract_params
 from sharding import rules
 
@@ -120,16 +121,16 @@ def with_sizes(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def lowered_programs(config: ConfigDict, policy: setup.Policy) -> dict[str, jax.stages.Lowered]:
+def lowered_programs(config: ConfigDict, policy: build.Policy) -> dict[str, jax.stages.Lowered]:
     """The recipe's programs by name, ready for the compiler."""
     sizes = policy.model_config
     start_weights = None
-    if setup.needs_start_weights(config):
-        start_weights = setup.abstract_weights(config, policy)
+    if build.needs_start_weights(config):
+        start_weights = build.abstract_weights(config, policy)
     ids = types.SimpleNamespace(  # a tokenizer's, as far as the programs know it
         stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
     )
-    sampling, evaluating = setup.sampling(config, ids), setup.eval_sampling(config, ids)
+    sampling, evaluating = build.sampling(config, ids), build.eval_sampling(config, ids)
     with jax.set_mesh(policy.mesh):
         sampler = policy.engine.lower(sampling)
         programs = {"reshard": policy.reshard.lower(policy.state.params, start_weights)}
@@ -139,10 +140,10 @@ def lowered_programs(config: ConfigDict, policy: setup.Policy) -> dict[str, jax.
             programs["decode (evaluation)"] = of_evaluation[key]
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
     programs["decode"] = next(low for key, low in sampler.items() if key[0] == "decode")
-    mean_pages = policy.engine.bucket(min(estimate.PROMPT_TOKENS, config.rollout.max_prompt_tokens))
+    mean_pages = policy.engine.bucket(min(simulate.PROMPT_TOKENS, config.rollout.max_prompt_tokens))
     for bucket in sorted({mean_pages, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
-    programs["update"] = setup.lower_update(config, policy, start_weights)
+    programs["update"] = build.lower_update(config, policy, start_weights)
     return programs
 
 
@@ -198,7 +199,7 @@ def on_a_device(tree) -> int:
     )
 
 
-def phases(policy: setup.Policy, programs: dict[str, Program]) -> list[Phase]:
+def phases(policy: build.Policy, programs: dict[str, Program]) -> list[Phase]:
     """What a device holds while each program runs."""
     state = on_a_device(policy.state)
     weights, pages = on_a_device(policy.engine.params), on_a_device(policy.engine.pages)
@@ -258,8 +259,8 @@ def parameter_count(sizes: Qwen2Config) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))
 
 
-def simulate(
-    config: ConfigDict, policy: setup.Policy, programs: dict[str, Program], chip: Chip, mean: float
+def simulated_step(
+    config: ConfigDict, policy: build.Policy, programs: dict[str, Program], chip: Chip, mean: float
 ) -> Step:
     """One RL step whose responses have a mean of so many tokens."""
     r, sizes, cache = config.rollout, policy.model_config, policy.engine.cache
@@ -267,21 +268,21 @@ def simulate(
     groups = r.num_prompts
     if config.algo.dynamic_sampling:
         groups = math.ceil(r.num_prompts / INFORMATIVE)
-    length_PG = estimate.response_lengths(
+    length_PG = simulate.response_lengths(
         mean, groups=groups, group_size=r.group_size, longest=r.max_response_tokens, seed=0
     )
     token_bytes = 2 * sizes.num_layers * sizes.num_kv_heads // model_ways * sizes.head_dim
     token_bytes *= 2  # bfloat16
     decode = programs["decode"]
-    turn = estimate.seconds(decode.turn, chip)
-    memory_rate = chip.hbm_rate * estimate.MEMORY_REACHES
+    turn = simulate.seconds(decode.turn, chip)
+    memory_rate = chip.hbm_rate * simulate.MEMORY_REACHES
 
     def step_seconds(live_tokens_S):
         # The kernel reads the live pages of the responses; the rest is counted in the program.
         memory_S = turn.memory + live_tokens_S * token_bytes / memory_rate
         return np.maximum(turn.products, memory_S) + turn.exchange
 
-    rollout = estimate.simulate_rollout(
+    rollout = simulate.simulate_rollout(
         length_PG.reshape(-1),
         shards=shards,
         slots=cache.slots,
@@ -289,19 +290,19 @@ def simulate(
         page_tokens=cache.page_tokens,
         block_tokens=cache.block_tokens,
         step_seconds=step_seconds,
-        block_seconds=estimate.seconds(decode.fixed, chip).in_turn + estimate.HOST_SECONDS_A_BLOCK,
+        block_seconds=simulate.seconds(decode.fixed, chip).in_turn + simulate.HOST_SECONDS_A_BLOCK,
     )
-    bucket = policy.engine.bucket(min(estimate.PROMPT_TOKENS, r.max_prompt_tokens))
+    bucket = policy.engine.bucket(min(simulate.PROMPT_TOKENS, r.max_prompt_tokens))
     prefill = 0.0
     if bucket:
         calls = math.ceil(groups / (shards * policy.engine.prefill_rows(bucket)))
-        prefill = calls * estimate.seconds(programs[f"prefill[{bucket}]"].fixed, chip).in_turn
+        prefill = calls * simulate.seconds(programs[f"prefill[{bucket}]"].fixed, chip).in_turn
 
     kept_PG = length_PG[: r.num_prompts]
-    prompt = min(estimate.PROMPT_TOKENS, r.max_prompt_tokens)
+    prompt = min(simulate.PROMPT_TOKENS, r.max_prompt_tokens)
     per_update = r.num_prompts // config.updates_per_step
     micro = sum(
-        estimate.micro_batches(
+        simulate.micro_batches(
             (kept_PG[i : i + per_update].reshape(-1) + prompt - 1).tolist(),
             row_tokens=config.learner.row_tokens,
             rows=config.learner.micro_batch_rows,
@@ -314,14 +315,14 @@ def simulate(
         sizes, row_tokens=config.learner.row_tokens, remat=config.learner.remat
     )
     one = dataclasses.replace(update.turn, flops=update.turn.flops + rows * kernel / model_ways)
-    updating = micro * estimate.seconds(one, chip).overlapped
-    updating += config.updates_per_step * estimate.seconds(update.fixed, chip).overlapped
+    updating = micro * simulate.seconds(one, chip).overlapped
+    updating += config.updates_per_step * simulate.seconds(update.fixed, chip).overlapped
     return Step(
         mean_response_tokens=round(float(length_PG.mean())),
         rollout=rollout.seconds,
         prefill=prefill,
         update=updating,
-        reshard=estimate.seconds(programs["reshard"].fixed, chip).in_turn,
+        reshard=simulate.seconds(programs["reshard"].fixed, chip).in_turn,
         sampled_tokens=rollout.tokens,
         trained_tokens=int(kept_PG.sum()) + kept_PG.size * prompt,
         occupancy=rollout.occupancy,
@@ -370,10 +371,10 @@ def examine(config: ConfigDict, devices, *, recipe: str, where: str, mean: float
     """Compile everything for these devices and put it together. DoesNotFit, ValueError."""
     start = time.perf_counter()
     chip = chip_of(where)
-    setup.check(config)
-    vocab_size = setup.model_sizes(config).vocab_size
-    policy = setup.build_policy(config, vocab_size, devices=devices)
-    setup.check_divides(config, policy.mesh)
+    build.check(config)
+    vocab_size = build.model_sizes(config).vocab_size
+    policy = build.build_policy(config, vocab_size, devices=devices)
+    build.check_divides(config, policy.mesh)
     cache = policy.engine.cache
     if cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")
@@ -396,8 +397,10 @@ def examine(config: ConfigDict, devices, *, recipe: str, where: str, mean: float
         reshard_bytes=sum(c.bytes * c.times for c in programs["reshard"].fixed.collectives),
         programs=programs,
         held=phases(policy, programs),
-        step=simulate(config, policy, programs, chip, mean),
-        run=[simulate(config, policy, programs, chip, part * longest) for part in MEAN_LENGTHS],
+        step=simulated_step(config, policy, programs, chip, mean),
+        run=[
+            simulated_step(config, policy, programs, chip, part * longest) for part in MEAN_LENGTHS
+        ],
         num_steps=config.num_steps,
         seconds=time.perf_counter() - start,
     )
@@ -428,7 +431,7 @@ def lines(report: Report) -> list[str]:
         for label, work in ((name, program.fixed), (f"  a turn of {name}", program.turn)):
             if work is program.turn and not work.flops:
                 continue  # no dynamic loop
-            least = estimate.seconds(work, chip)
+            least = simulate.seconds(work, chip)
             moved = sum(c.bytes * c.times for c in work.collectives)
             out.append(
                 f"{label:22}{work.flops / 1e12:12.3f}{work.hbm_bytes / 1e9:12.3f}"
@@ -455,11 +458,11 @@ def lines(report: Report) -> list[str]:
         f"{report.run[-1].mean_response_tokens:,} tokens)",
         "",
         "assumed: "
-        f"{estimate.PRODUCTS_REACH:.0%} of the published FLOP/s, {estimate.MEMORY_REACHES:.0%} of "
-        f"the memory's rate, {estimate.LINKS_REACH:.0%} of the links' (rings over one axis of the "
-        f"torus), {1e3 * estimate.HOST_SECONDS_A_BLOCK:.0f} ms of the host a block, "
+        f"{simulate.PRODUCTS_REACH:.0%} of the published FLOP/s, {simulate.MEMORY_REACHES:.0%} of "
+        f"the memory's rate, {simulate.LINKS_REACH:.0%} of the links' (rings over one axis of the "
+        f"torus), {1e3 * simulate.HOST_SECONDS_A_BLOCK:.0f} ms of the host a block, "
         f"{INFORMATIVE:.0%} of the groups informative, log-normal lengths (sigma "
-        f"{estimate.SIGMA_PROBLEMS} between, {estimate.SIGMA_SAMPLES} within problems). No TPU "
+        f"{simulate.SIGMA_PROBLEMS} between, {simulate.SIGMA_SAMPLES} within problems). No TPU "
         "has confirmed them. Evaluations, saves and the verifier are not counted",
     ]
     return out
@@ -534,7 +537,7 @@ def suggested(config: ConfigDict, devices, chip: Chip, *, slices: int) -> dict[s
     The fewest chips for a copy of the sampler's weights that leave room for the state, for as much
     again of keys and values and for the programs: less is exchanged then. ValueError where none do.
     """
-    sizes = setup.model_sizes(config)
+    sizes = build.model_sizes(config)
     parameters, chips = parameter_count(sizes), len(devices) // slices
     usable = (1 - WANTED_HEADROOM - KEPT_FOR_PROGRAMS) * chip.hbm_bytes
     state = 12 * parameters / chips

@@ -11,7 +11,7 @@ to the tokenizer's own normalisation (NFC for Qwen2.5).
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import jinja2
@@ -21,7 +21,7 @@ import tokenizers
 from etils import epath
 from etils.epath import PathLike
 
-Message = Mapping[str, str]
+from dapo_jax.types import Message, plain_text
 
 # Lone surrogates cannot occur in valid text, so these marks cannot collide with any content.
 _SHIELD_OPEN, _SHIELD_CLOSE = "\udc00", "\udc01"
@@ -47,11 +47,6 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a prompt of messages ({"role", "content"}), ready for the model's answer."""
-
-
-def plain_text(messages: Sequence[Message]) -> str:
-    """The contents of the messages, one empty line between them; roles are not shown."""
-    return "\n\n".join(message["content"] for message in messages)
 
 
 def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str) -> Tokenizer:

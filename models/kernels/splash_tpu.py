@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     make_splash_mha_single_device,
 )
 
-from models.attention import ATTENTION
+from models.kernels.xla import ATTENTION
 
 BLOCK_TOKENS = 512
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.attention import MASKED
+from models.kernels.xla import MASKED
 
 LANES = 128
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values

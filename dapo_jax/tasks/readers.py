@@ -19,8 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo_jax import arithmetic
-from dapo_jax.tokenizer import Message, Tokenizer, plain_text
+from dapo_jax.tasks import arithmetic
+from dapo_jax.tasks.tokenizer import Tokenizer
+from dapo_jax.types import Example, Message, Prompt
 
 # The prompt of DAPO, section 4.1.
 PROMPT_TEMPLATE = (
@@ -57,33 +58,6 @@ class Source:
     count: int = 0
     seed: int = 0
     split: str = "train"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Example:
-    """One prompt and its ground truth, which is never empty.
-
-    source: name of the file, or of the generator. row: line of a jsonl file counted from 1, else
-    row counted from 0.
-    """
-
-    prompt: tuple[Message, ...]
-    answer: str
-    source: str
-    row: int
-
-    @property
-    def text(self) -> str:
-        """The prompt as a person reads it: the contents of its messages."""
-        return plain_text(self.prompt)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Prompt:
-    """A tokenized example; token_ids is int32 of shape (prompt tokens,)."""
-
-    token_ids: np.ndarray
-    example: Example
 
 
 @dataclasses.dataclass(frozen=True)

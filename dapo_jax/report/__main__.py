@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from dapo_jax.metrics import atomic_file, format_duration, read_rows, shorten_middle
+from dapo_jax.run.metrics import atomic_file, format_duration, read_rows, shorten_middle
 
 PHASES = ("rollout", "verify", "update", "evaluate", "save")
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapo_jax.chips import Chip
-from dapo_jax.hlo_cost import Collective
+from dapo_jax.preflight.chips import Chip
+from dapo_jax.preflight.hlo_cost import Collective
 
 # Shares of the published rates that programs are taken to reach, and what the host needs between
 # two blocks of decode steps.

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.run.checkpoint import Checkpoints
 from sharding import hosts
 
 WAITING_SAVES = 2  # due boundaries that may wait for the one being saved

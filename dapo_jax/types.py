@@ -1,0 +1,217 @@
+"""The values that cross rooms, each declared once: from an example to a packed batch.
+
+Everything here lives on the host: NumPy and plain Python, no jax. Axis letters end a field's name:
+P prompts, G responses of one prompt, T tokens, M micro-batches, B packed rows.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+Message = Mapping[str, str]  # {"role", "content"}
+
+
+def plain_text(messages) -> str:
+    """The contents of the messages, one empty line between them; roles are not shown."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Example:
+    """One problem of a task and its ground truth.
+
+    source: name of the file, or of the generator. row: line of a jsonl file counted from 1, else
+    row counted from 0.
+    """
+
+    prompt: tuple[Message, ...]
+    answer: str
+    source: str
+    row: int
+
+    @property
+    def text(self) -> str:
+        """The prompt as a person reads it: the contents of its messages."""
+        return plain_text(self.prompt)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """A tokenized example; token_ids is int32 [prompt tokens]."""
+
+    token_ids: np.ndarray
+    example: Example
+
+
+class Verdict(NamedTuple):
+    """The grade of one response.
+
+    correct: whether it counts as right; dynamic sampling (Eq. 11) looks at nothing else.
+    prediction: the answer found in the response, in the normal form of the rules; None where there
+    is none. status: a word for why. score: the reward of a task with a graded one; None: Eq. 7's,
+    +1 for a correct response and -1 for any other.
+    """
+
+    correct: bool
+    prediction: str | None
+    status: str
+    score: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """One sampled response: its tokens, the stop token included, and what was found in it.
+
+    tokens_T int32, behavior_logp_T float32 (nats, under the sampling distribution). stopped: False
+    where it was cut off at the length limit. text and verdict are None until it is graded.
+    """
+
+    tokens_T: np.ndarray
+    behavior_logp_T: np.ndarray
+    stopped: bool
+    text: str | None = None
+    verdict: Verdict | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One prompt and its G responses, by sample index. `cursor` is the prompt's place in the stream.
+
+    The properties are arrays [G]; correct_G and score_G need graded responses.
+    """
+
+    cursor: int
+    prompt: Prompt
+    responses: tuple[Response, ...]
+
+    @property
+    def length_G(self) -> np.ndarray:
+        """Generated tokens of each response."""
+        return np.array([len(response.tokens_T) for response in self.responses])
+
+    @property
+    def stopped_G(self) -> np.ndarray:
+        """False where a response was cut off at the length limit."""
+        return np.array([response.stopped for response in self.responses])
+
+    @property
+    def correct_G(self) -> np.ndarray:
+        """Raw correctness of each response."""
+        return np.array([response.verdict.correct for response in self.responses])
+
+    @property
+    def score_G(self) -> np.ndarray:
+        """The task's own reward of each response; NaN where it has none beside correctness."""
+        scores = [response.verdict.score for response in self.responses]
+        return np.array([np.nan if score is None else score for score in scores])
+
+
+@dataclasses.dataclass
+class BlockRecord:
+    """What one block of decode steps did, for the metrics and the timeline.
+
+    cursor_B: of the request in each slot of all shards, -1 in a free one. useful_B: tokens of its
+    response that each slot sampled. waiting: whether requests were left to fill slots with.
+    """
+
+    start_seconds: float
+    end_seconds: float
+    steps: int
+    cursor_B: np.ndarray
+    sample_B: np.ndarray
+    useful_B: np.ndarray
+    waiting: bool
+    cache_use: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutStats:
+    """The work that sampling a step's groups took. Token counts include what was discarded."""
+
+    sampled_tokens: int
+    slot_steps: int  # decode steps times slots
+    busy_slot_steps: int  # that sampled a token of a response,
+    waiting_slot_steps: int  # the same two while requests were left to refill slots with
+    busy_waiting_slot_steps: int
+    requests: int
+    prefilled_prompts: int
+    cache_use: float  # the greatest share of pages taken
+    # The engine's: prefill, decode, host. verify: in the background; verify_wait: waiting for it.
+    seconds: dict[str, float]
+    blocks: list[BlockRecord]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """What one step sampled (in prompt order), and which of it the update trains on.
+
+    sampled: P graded groups, the last one kept being the last; at the cap, as many as it allows.
+    kept: indices into `sampled`, ascending. cursor: of the next unseen prompt. issued: groups asked
+    for; those after the sampled ones were not needed, and the next step samples their prompts again.
+    """
+
+    sampled: list[Group]
+    kept: np.ndarray
+    cursor: int
+    issued: int
+    stats: RolloutStats
+
+    @property
+    def correct_PG(self) -> np.ndarray:
+        """Raw correctness of everything sampled."""
+        return np.stack([group.correct_G for group in self.sampled])
+
+    @property
+    def score_PG(self) -> np.ndarray:
+        """The task's own rewards of everything sampled, NaN where there are none."""
+        return np.stack([group.score_G for group in self.sampled])
+
+    @property
+    def length_PG(self) -> np.ndarray:
+        """Tokens of everything sampled."""
+        return np.stack([group.length_G for group in self.sampled])
+
+    @property
+    def stopped_PG(self) -> np.ndarray:
+        """False where a response ran into the length limit."""
+        return np.stack([group.stopped_G for group in self.sampled])
+
+    @property
+    def kept_tokens(self) -> int:
+        """Response tokens that the update trains on."""
+        return int(sum(self.sampled[p].length_G.sum() for p in self.kept))
+
+
+def _rows(dtype) -> Any:
+    return dataclasses.field(metadata={"dtype": np.dtype(dtype)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Packed rows of tokens: [M, B, T] for a mini-batch, [B, T] for one of its micro-batches.
+
+    The one list of what a trained token carries, with dtypes. Entry t belongs to target t, the
+    token that comes next. segment numbers a row's pieces from 1; 0 is padding. branch numbers a
+    row's responses from 1; 0 is a prompt, which all responses of its piece follow. position counts
+    from 0 along a prompt and each of its responses. weight is that of the token's loss in the whole
+    mini-batch (Eq. 12). Of the micro-batches the first `num_micro` are in use.
+    """
+
+    tokens_BT: Any = _rows(np.int32)
+    target_BT: Any = _rows(np.int32)
+    position_BT: Any = _rows(np.int32)
+    segment_BT: Any = _rows(np.int32)
+    branch_BT: Any = _rows(np.int32)
+    behavior_logp_BT: Any = _rows(np.float32)
+    advantage_BT: Any = _rows(np.float32)
+    weight_BT: Any = _rows(np.float32)
+    is_response_BT: Any = _rows(np.bool_)
+    num_micro: Any = None
+
+    @classmethod
+    def row_fields(cls) -> dict[str, np.dtype]:
+        """Name -> dtype of the arrays of rows."""
+        fields = dataclasses.fields(cls)
+        return {f.name: f.metadata["dtype"] for f in fields if f.metadata}
