@@ -6,7 +6,7 @@ P prompts, G responses of one prompt, T tokens, M micro-batches, B packed rows.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One prompt and its G responses, by sample index. `cursor` is the prompt's place in the stream.
+    """One prompt and its G responses, by sample index; `cursor` is its place in the stream.
 
     The properties are arrays [G]; correct_G and score_G need graded responses.
     """
@@ -149,7 +149,7 @@ class Rollouts:
 
     sampled: P graded groups, the last one kept being the last; at the cap, as many as it allows.
     kept: indices into `sampled`, ascending. cursor: of the next unseen prompt. issued: groups asked
-    for; those after the sampled ones were not needed, and the next step samples their prompts again.
+    for; the next step samples the prompts of those after `sampled`, which were not needed, again.
     """
 
     sampled: list[Group]
@@ -184,8 +184,9 @@ class Rollouts:
         return int(sum(self.sampled[p].length_G.sum() for p in self.kept))
 
 
-def _rows(dtype) -> Any:
-    return dataclasses.field(metadata={"dtype": np.dtype(dtype)})
+Ints = Annotated[Any, np.dtype(np.int32)]
+Floats = Annotated[Any, np.dtype(np.float32)]
+Bools = Annotated[Any, np.dtype(np.bool_)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,19 +200,19 @@ class Batch:
     mini-batch (Eq. 12). Of the micro-batches the first `num_micro` are in use.
     """
 
-    tokens_BT: Any = _rows(np.int32)
-    target_BT: Any = _rows(np.int32)
-    position_BT: Any = _rows(np.int32)
-    segment_BT: Any = _rows(np.int32)
-    branch_BT: Any = _rows(np.int32)
-    behavior_logp_BT: Any = _rows(np.float32)
-    advantage_BT: Any = _rows(np.float32)
-    weight_BT: Any = _rows(np.float32)
-    is_response_BT: Any = _rows(np.bool_)
-    num_micro: Any = None
+    tokens_BT: Ints
+    target_BT: Ints
+    position_BT: Ints
+    segment_BT: Ints
+    branch_BT: Ints
+    behavior_logp_BT: Floats
+    advantage_BT: Floats
+    weight_BT: Floats
+    is_response_BT: Bools
+    num_micro: Any
 
     @classmethod
     def row_fields(cls) -> dict[str, np.dtype]:
         """Name -> dtype of the arrays of rows."""
-        fields = dataclasses.fields(cls)
-        return {f.name: f.metadata["dtype"] for f in fields if f.metadata}
+        hints = get_type_hints(cls, include_extras=True).items()
+        return {name: hint.__metadata__[0] for name, hint in hints if name != "num_micro"}
