@@ -440,7 +440,7 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
     monkeypatch.setitem(PRESETS, "small", SMALL)
     slices, data_ways, model_ways = mesh
     config = mesh_config(slices=slices, data=data_ways, model=model_ways)
-    policy = build.build_policy(config, VOCAB)
+    policy = build.programs(config, VOCAB)
     data = one_prompt_a_group(data, group_size=4)
     advantage_PG = data.advantage_R.reshape(2, 4)
     batch = train.minibatch(
@@ -470,7 +470,7 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
 def test_a_mini_batch_takes_the_chosen_groups_and_filters_the_overlong(monkeypatch, data):
     monkeypatch.setitem(PRESETS, "small", SMALL)
     config = mesh_config(data=4, model=1)
-    policy = build.build_policy(config, VOCAB)
+    policy = build.programs(config, VOCAB)
     data = one_prompt_a_group(data, group_size=4).replace(trains_R=np.arange(8) != 5)
     rollouts = rollouts_of(data, group_size=4)
     advantage_PG = data.advantage_R.reshape(2, 4)
