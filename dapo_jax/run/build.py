@@ -20,6 +20,7 @@ from dapo_jax.tasks.readers import DataError, PromptStream, Report, Source, load
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.types import Prompt
 from models.hf import load_config, load_params, read_config
+from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import MATRICES, Lora, adapter_axes, init_adapters
 from models.qwen2 import (
     PRESETS,
@@ -232,6 +233,7 @@ def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy
         )
     m = config.mesh
     mesh = make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
+    kernels = kernels_for(config.model.kernels, platform_of(mesh))
     graph, params = abstract_params(sizes)
     weight_shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     c, a = config.learner, config.algo
@@ -253,6 +255,7 @@ def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy
         compute_dtype=config.model.compute_dtype,
         remat=c.remat,
         lora=lora,
+        kernels=kernels,
     )
     trained, trained_shardings = params, weight_shardings
     if lora:
@@ -277,7 +280,7 @@ def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy
         model_config=sizes,
         graph=graph,
         mesh=mesh,
-        engine=build_engine(config, sizes, mesh, engine_params, engine_shardings),
+        engine=build_engine(config, sizes, mesh, kernels, engine_params, engine_shardings),
         reshard=jax.jit(decoder_params, out_shardings=engine_shardings),
         update=jax.jit(
             functools.partial(learner.update, graph=graph, mesh=mesh, learning=learning),
@@ -290,10 +293,11 @@ def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy
     )
 
 
-def build_engine(config: ConfigDict, sizes: Qwen2Config, mesh, params, shardings) -> Engine:
+def build_engine(
+    config: ConfigDict, sizes: Qwen2Config, mesh, kernels: Kernels, params, shardings
+) -> Engine:
     """The rollout engine with the slots that rollout.cache_mib holds; nothing is compiled."""
     r = config.rollout
-    kernel = mesh.devices.flat[0].platform == "tpu"
     cache = plan_cache(
         sizes,
         cache_bytes=r.cache_mib * 2**20,
@@ -305,9 +309,9 @@ def build_engine(config: ConfigDict, sizes: Qwen2Config, mesh, params, shardings
         max_response_tokens=r.max_response_tokens,
         bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
         model_ways=mesh.shape["model"],
-        copies=not kernel,
+        copies=kernels.attend_pages is None,
     )
-    return Engine(sizes, mesh, cache, params=rules.abstract(params, shardings), kernel=kernel)
+    return Engine(sizes, mesh, cache, params=rules.abstract(params, shardings), kernels=kernels)
 
 
 def batch_shape(config: ConfigDict) -> tuple[int, int, int]:
