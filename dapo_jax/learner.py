@@ -23,9 +23,7 @@ from dapo_jax.algorithm import (
 )
 from dapo_jax.logprobs import chosen_logprobs, head_loss
 from dapo_jax.packing import TrainSequence, micro_batches, pack
-from models.kernels.cpu import UNROLLED_LAYERS, small_side_turned
-from models.kernels.packed import packed_attention
-from models.kernels.splash_tpu import splash_attention
+from models.kernels import Kernels
 from models.lora import Lora, adapted
 from models.qwen2 import param_axes
 from sharding import rules
@@ -73,6 +71,7 @@ class Learning:
     compute_dtype: str
     remat: str
     lora: Lora | None
+    kernels: Kernels
 
 
 def optimizer(learning: Learning) -> optax.GradientTransformation:
@@ -118,11 +117,6 @@ def policy_weights(params, start_weights, learning: Learning):
     adapters = params["layers"]
     layers = adapted(start_weights["layers"], adapters, scale=learning.lora.scale)
     return start_weights | {"layers": layers}
-
-
-def shares_prompts(mesh: jax.sharding.Mesh) -> bool:
-    """Whether responses may stand behind one prompt in a row; the TPU's kernel has no branches."""
-    return mesh.devices.flat[0].platform != "tpu"
 
 
 def make_batch(
@@ -186,17 +180,15 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     and devices add up to the true loss. `sums` are sums over the response tokens.
     """
     s = learning
-    attention = rules.by_heads(packed_attention if shares_prompts(mesh) else splash_attention, mesh)
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    attention = rules.by_heads(s.kernels.attend_rows, mesh)
     how = {
         "remat": s.remat,
+        "project": s.kernels.learn_product,
+        # Unrolled, XLA for CPUs would keep what is to be recomputed.
+        "unroll": s.kernels.unrolled_layers if s.remat == "none" else 1,
         "gather": functools.partial(rules.whole_rows, mesh=mesh),
         "reduce": functools.partial(rules.split_tokens, mesh=mesh),
     }
-    if on_cpu:
-        how["project"] = small_side_turned
-    if on_cpu and s.remat == "none":  # unrolled, XLA for CPUs would keep what is to be recomputed
-        how["unroll"] = UNROLLED_LAYERS
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
         return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch)

@@ -25,7 +25,7 @@ from dapo_jax.algorithm import (
     soft_overlong_penalty,
 )
 from dapo_jax.evaluate import evaluate, result_row, write_results
-from dapo_jax.learner import make_batch, shares_prompts, warmup_learning_rate
+from dapo_jax.learner import make_batch, warmup_learning_rate
 from dapo_jax.report import __main__ as report
 from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
 from dapo_jax.run import build, checks, command
@@ -211,7 +211,7 @@ def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen):
         row_tokens=row_tokens,
         micro_batch_rows=rows,
         num_micro=num_micro,
-        share_prompts=shares_prompts(programs.mesh),
+        share_prompts=programs.learning.kernels.shares_prompts,
     )
     return batch.replace(
         **{

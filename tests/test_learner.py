@@ -22,6 +22,7 @@ from dapo_jax.sampler import engine as engine_module
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Cache, Engine, Session
 from dapo_jax.types import Example, Prompt, Verdict
+from models.kernels import KERNELS
 from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
@@ -43,6 +44,7 @@ LEARNING = Learning(
     compute_dtype="float32",
     remat="none",
     lora=None,
+    kernels=KERNELS["cpu"],
 )
 # Adam's first step is sign(g) where eps is small: it makes a whole step of a gradient's rounding
 # near 0. With eps 1 the step is smooth in g.
@@ -633,7 +635,7 @@ def sample(params, *, temperature: float, dtype: str) -> tuple[np.ndarray, Respo
     )
     with pytest.MonkeyPatch.context() as patch:  # one program for all occupancies
         patch.setattr(engine_module, "PARTS", ((1, 1),))
-        engine = QuicklyCompiled(SMALL, mesh, CACHE, params=abstract, kernel=False)
+        engine = QuicklyCompiled(SMALL, mesh, CACHE, params=abstract, kernels=KERNELS["cpu"])
     session = Session(engine, params, jax.random.key(5), sampling)
     for cursor, prompt in enumerate(prompts):
         session.submit(cursor, prompt, group_size=8)

@@ -18,6 +18,7 @@ from dapo_jax.tasks.readers import DataError, PromptStream, Report, Source, load
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.types import Prompt
 from models.hf import load_config, load_params, read_config
+from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import Lora, adapter_axes, init_adapters
 from models.qwen2 import (
     PRESETS,
@@ -215,7 +216,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     checks.check_vocabulary(vocab_size, sizes)
     m = config.mesh
     mesh = make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
-    how = learning(config, vocab_size)
+    how = learning(config, vocab_size, kernels_for(config.model.kernels, platform_of(mesh)))
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
@@ -231,7 +232,9 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
         config=config,
         sizes=sizes,
         mesh=mesh,
-        engine=_engine(config, sizes, mesh, rules.abstract(of_engine, engine_shardings)),
+        engine=_engine(
+            config, sizes, mesh, how.kernels, rules.abstract(of_engine, engine_shardings)
+        ),
         learning=how,
         reshard=jax.jit(sampler_weights, out_shardings=engine_shardings),
         update=jax.jit(
@@ -245,7 +248,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     )
 
 
-def learning(config: ConfigDict, vocab_size: int) -> learner.Learning:
+def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
     """What the recipe fixes of an update."""
     c, a = config.learner, config.algo
     lora = None
@@ -266,6 +269,7 @@ def learning(config: ConfigDict, vocab_size: int) -> learner.Learning:
         compute_dtype=config.model.compute_dtype,
         remat=c.remat,
         lora=lora,
+        kernels=kernels,
     )
 
 
@@ -278,10 +282,9 @@ def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):
     return state, learner.shardings_like_params(state, shardings, rules.replicated(mesh))
 
 
-def _engine(config: ConfigDict, sizes: Qwen2Config, mesh, params) -> Engine:
+def _engine(config: ConfigDict, sizes: Qwen2Config, mesh, kernels: Kernels, params) -> Engine:
     """The rollout engine with the slots that rollout.cache_mib holds."""
     r = config.rollout
-    kernel = mesh.devices.flat[0].platform == "tpu"
     cache = plan_cache(
         sizes,
         cache_bytes=r.cache_mib * 2**20,
@@ -293,9 +296,9 @@ def _engine(config: ConfigDict, sizes: Qwen2Config, mesh, params) -> Engine:
         max_response_tokens=r.max_response_tokens,
         bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
         model_ways=mesh.shape["model"],
-        copies=not kernel,
+        copies=kernels.attend_pages is None,
     )
-    return Engine(sizes, mesh, cache, params=params, kernel=kernel)
+    return Engine(sizes, mesh, cache, params=params, kernels=kernels)
 
 
 def batch_shape(config: ConfigDict) -> tuple[int, int, int]:

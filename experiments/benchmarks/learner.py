@@ -23,6 +23,7 @@ from absl import app, flags
 from dapo_jax import learner
 from dapo_jax.sampler.engine import Session
 from experiments.benchmarks import common
+from models.kernels import KERNELS
 from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh, split_cpu
@@ -54,6 +55,7 @@ LEARNING = learner.Learning(
     compute_dtype="float32",
     remat="none",
     lora=None,
+    kernels=KERNELS["cpu"],
 )
 
 
