@@ -16,12 +16,13 @@ from flax import nnx
 from configs import base
 from dapo_jax import learner, train
 from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_rate
-from dapo_jax.rollout import Group, Rollouts
 from dapo_jax.run import build
-from dapo_jax.sampler import engine as engine_module
+from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.engine import Cache, Engine, Session
-from dapo_jax.types import Example, Prompt, Verdict
+from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Example, Group, Prompt, Response, Rollouts
 from models.kernels import KERNELS
 from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
 from sharding import hosts, rules
@@ -403,14 +404,17 @@ def rollouts_of(data: Responses, *, group_size: int) -> Rollouts:
             Group(
                 cursor=start,
                 prompt=Prompt(data.prompts[start], Example((), "7", "test", start)),
-                responses=data.responses[members],
-                behavior_logp=data.behavior_logp[members],
-                stopped_G=data.trains_R[members],
-                texts=[""] * group_size,
-                verdicts=[Verdict(False, None, "no_answer")] * group_size,
+                responses=tuple(
+                    map(
+                        Response,
+                        data.responses[members],
+                        data.behavior_logp[members],
+                        data.trains_R[members],
+                    )
+                ),
             )
         )
-    return Rollouts(groups, np.arange(len(groups)), cursor=0, issued=len(groups), work=None)
+    return Rollouts(groups, np.arange(len(groups)), cursor=0, issued=len(groups), stats=None)
 
 
 def one_prompt_a_group(data: Responses, *, group_size: int) -> Responses:
@@ -634,19 +638,19 @@ def sample(params, *, temperature: float, dtype: str) -> tuple[np.ndarray, Respo
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
     with pytest.MonkeyPatch.context() as patch:  # one program for all occupancies
-        patch.setattr(engine_module, "PARTS", ((1, 1),))
+        patch.setattr(cache_module, "PARTS", ((1, 1),))
         engine = QuicklyCompiled(SMALL, mesh, CACHE, params=abstract, kernels=KERNELS["cpu"])
     session = Session(engine, params, jax.random.key(5), sampling)
     for cursor, prompt in enumerate(prompts):
-        session.submit(cursor, prompt, group_size=8)
+        session.submit(cursor, Prompt(prompt), group_size=8)
     finished = {}
     while session.unfinished:
         finished |= {group.cursor: group.responses for group in session.step()}
     responses = finished[0] + finished[1]
     return np.array([response.stopped for response in responses]), Responses(
         prompts=[prompts[r // 8] for r in range(16)],
-        responses=[response.tokens for response in responses],
-        behavior_logp=[response.behavior_logp for response in responses],
+        responses=[response.tokens_T for response in responses],
+        behavior_logp=[response.behavior_logp_T for response in responses],
         advantage_R=rng.normal(size=16).astype(np.float32),
         trains_R=np.ones(16, bool),
     )

@@ -137,7 +137,9 @@ def lowered_programs(config: ConfigDict, policy: build.Programs) -> dict[str, ja
             programs["decode (evaluation)"] = of_evaluation[key]
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
     programs["decode"] = next(low for key, low in sampler.items() if key[0] == "decode")
-    mean_pages = policy.engine.bucket(min(simulate.PROMPT_TOKENS, config.rollout.max_prompt_tokens))
+    mean_pages = policy.engine.cache.bucket(
+        min(simulate.PROMPT_TOKENS, config.rollout.max_prompt_tokens)
+    )
     for bucket in sorted({mean_pages, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
     programs["update"] = policy.lower_update()
@@ -293,10 +295,10 @@ def simulated_step(
         step_seconds=step_seconds,
         block_seconds=simulate.seconds(decode.fixed, chip).in_turn + simulate.HOST_SECONDS_A_BLOCK,
     )
-    bucket = policy.engine.bucket(min(simulate.PROMPT_TOKENS, r.max_prompt_tokens))
+    bucket = policy.engine.cache.bucket(min(simulate.PROMPT_TOKENS, r.max_prompt_tokens))
     prefill = 0.0
     if bucket:
-        calls = math.ceil(groups / (shards * policy.engine.prefill_rows(bucket)))
+        calls = math.ceil(groups / (shards * policy.engine.cache.prefill_rows(bucket)))
         prefill = calls * simulate.seconds(programs[f"prefill[{bucket}]"].fixed, chip).in_turn
 
     kept_PG = length_PG[: r.num_prompts]

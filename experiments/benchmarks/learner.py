@@ -21,7 +21,8 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax import learner
-from dapo_jax.sampler.engine import Session
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Prompt
 from experiments.benchmarks import common
 from models.kernels import KERNELS
 from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
@@ -103,7 +104,8 @@ def ours(size: str, lengths: np.ndarray):
     def rollout():
         session = Session(engine, reshard(state.params), jax.random.key(1), how)
         for cursor, prompt in enumerate(prompts):
-            session.submit(cursor, prompt, group_size=GROUP, max_tokens=limits[cursor].tolist())
+            max_tokens = limits[cursor].tolist()
+            session.submit(cursor, Prompt(prompt), group_size=GROUP, max_tokens=max_tokens)
         finished = {}
         while session.unfinished:
             finished |= {f.cursor: f.responses for f in session.step()}
@@ -113,8 +115,8 @@ def ours(size: str, lengths: np.ndarray):
         nonlocal state
         batch = learner.make_batch(
             [prompt for prompt in prompts for _ in range(GROUP)],
-            [response.tokens for response in responses],
-            [response.behavior_logp for response in responses],
+            [response.tokens_T for response in responses],
+            [response.behavior_logp_T for response in responses],
             advantage_R,
             np.ones(slots, bool),
             loss_aggregation="token_mean",
