@@ -25,7 +25,13 @@ from dapo_jax.algorithm import (
     soft_overlong_penalty,
 )
 from dapo_jax.evaluate import evaluate, result_row, write_results
-from dapo_jax.learner import init_state, make_batch, shares_prompts, warmup_learning_rate
+from dapo_jax.learner import (
+    init_state,
+    make_batch,
+    place_batch,
+    shares_prompts,
+    warmup_learning_rate,
+)
 from dapo_jax.report import __main__ as report
 from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
 from dapo_jax.run import build, command
@@ -42,7 +48,8 @@ from dapo_jax.run.snapshots import Boundaries
 from dapo_jax.run.timeline import plot_timeline
 from dapo_jax.sampler.engine import Session
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
-from sharding import hosts, rules
+from dapo_jax.types import Batch, Group, Response
+from sharding import hosts
 
 # A resumed run may change these; anything else would make it another run. Where it runs on other
 # devices, the work has to be divided in another way.
@@ -211,29 +218,35 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         print("\n".join([*report.summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
 
 
-def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
+def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen) -> Batch:
     """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
-    groups, group_size = [rollouts.sampled[p] for p in chosen], config.rollout.group_size
     num_micro, rows, row_tokens = build.batch_shape(config)
     batch = make_batch(
-        [group.prompt.token_ids for group in groups for _ in range(group_size)],
-        [response for group in groups for response in group.responses],
-        [logp for group in groups for logp in group.behavior_logp],
-        advantage_PG[chosen].reshape(-1),
-        (rollouts.stopped_PG[chosen] | (not config.algo.overlong_filtering)).reshape(-1),
+        [as_group(rollouts.sampled[p]) for p in chosen],
+        advantage_PG[chosen],
         loss_aggregation=config.algo.loss_aggregation,
+        overlong_filtering=config.algo.overlong_filtering,
         row_tokens=row_tokens,
         micro_batch_rows=rows,
         num_micro=num_micro,
         share_prompts=shares_prompts(policy.mesh),
     )
-    return batch.replace(
-        **{
-            name: hosts.place(value, rules.micro_batches(policy.mesh))
-            for name, value in vars(batch).items()
-            if name != "num_micro"
-        }
+    return place_batch(batch, policy.mesh)
+
+
+def as_group(group) -> Group:
+    """A rollout.Group as types.Group, until rollout gives the latter itself."""
+    if isinstance(group, Group):
+        return group
+    found = zip(
+        group.responses,
+        group.behavior_logp,
+        group.stopped_G.tolist(),
+        group.texts,
+        group.verdicts,
+        strict=True,
     )
+    return Group(group.cursor, group.prompt, tuple(Response(*one) for one in found))
 
 
 def start_state(config, policy):

@@ -239,6 +239,7 @@ def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy
     if c.lora_rank:
         lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
     learning = learner.Learning(
+        loss=a.loss,
         eps_low=a.eps_low,
         eps_high=a.eps_high,
         dual_clip=a.dual_clip,
@@ -388,6 +389,7 @@ def check(config: ConfigDict) -> None:
 
     for name, choices in (
         ("model.compute_dtype", ("float32", "bfloat16")),
+        ("algo.loss", tuple(learner.LOSSES)),
         ("algo.loss_aggregation", algorithm.AGGREGATIONS),
         ("verifier.rules", math_rules.RULES),
         ("rollout.on_generation_cap", ("train", "stop")),
