@@ -30,6 +30,7 @@ def get_config() -> ConfigDict:
     config.model.path = ""  # Hugging Face directory of the start policy; "": random weights
     config.model.preset = ""  # a name of models.qwen2.PRESETS: what path has, or for random weights
     config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
+    config.model.kernels = "auto"  # by platform; or cpu, gpu, tpu, tpu_interpret (models/kernels)
 
     config.tokenizer = ConfigDict()
     config.tokenizer.path = ""  # directory; "": model.path

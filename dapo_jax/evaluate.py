@@ -19,7 +19,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.rollout import Group, collect, verified
-from dapo_jax.run import build, command
+from dapo_jax.run import build, checks, command
 from dapo_jax.run.metrics import atomic_file, evaluation_line
 from dapo_jax.sampler.engine import Session
 from dapo_jax.types import Verdict
@@ -67,7 +67,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
 
 def evaluate(
     config: ConfigDict,
-    policy: build.Policy,
+    programs: build.Programs,
     params,
     sets,
     tokenizer,
@@ -81,7 +81,7 @@ def evaluate(
         stream = build.key(config, build.EVAL_STREAM)
         key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
         rollouts = collect(
-            Session(policy.engine, params, key, build.eval_sampling(config, tokenizer)),
+            Session(programs.engine, params, key, build.eval_sampling(config, tokenizer)),
             prompts.__getitem__,
             verify,
             0,
@@ -117,28 +117,28 @@ def result_row(results) -> dict[str, float]:
 def main(_):
     config = CONFIG.value
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
-    build.check(config)
+    checks.check(config)
     if not config.eval.sets:
         raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
     workdir = pathlib.Path(WORKDIR.value)
     hosts.on_main(lambda: require_directory(workdir))
     say = print if hosts.is_main_host() else lambda message: None
     tokenizer = build.tokenizer(config)
-    policy = build.build_policy(config, tokenizer.vocab_size)
+    programs = build.programs(config, tokenizer.vocab_size)
     data = build.load_data(config, tokenizer, training=False)
     checkpoints = build.checkpoints(config, workdir, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is nothing to evaluate")
     if step == 0:
-        params = build.start_params(config, policy)
+        params = programs.start_params()
     else:
-        params = checkpoints.restore(step, policy.state)[0].params
+        params = checkpoints.restore(step, programs.state)[0].params
     checkpoints.close()
     # LoRA adapts them; the KL term, which needs them too, is training's.
-    start_weights = build.start_weights(config, policy) if policy.learning.lora else None
-    sampler_params = policy.reshard(params, start_weights)
-    results = evaluate(config, policy, sampler_params, data.eval_sets, tokenizer, report=say)
+    start_weights = programs.load_start_weights() if programs.learning.lora else None
+    sampler_params = programs.reshard(params, start_weights)
+    results = evaluate(config, programs, sampler_params, data.eval_sets, tokenizer, report=say)
     write_results(workdir, step, results)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
     say(f"written to {workdir / 'eval' / f'{step}.json'}")

@@ -24,9 +24,7 @@ from dapo_jax.algorithm import (
 from dapo_jax.logprobs import chosen_logprobs, head_loss
 from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
-from models.kernels.cpu import UNROLLED_LAYERS, small_side_turned
-from models.kernels.packed import packed_attention
-from models.kernels.splash_tpu import splash_attention
+from models.kernels import Kernels
 from models.lora import Lora, adapted
 from models.qwen2 import param_axes
 from sharding import hosts, rules
@@ -61,6 +59,7 @@ class Learning:
     compute_dtype: str
     remat: str
     lora: Lora | None
+    kernels: Kernels
 
 
 def optimizer(learning: Learning) -> optax.GradientTransformation:
@@ -106,11 +105,6 @@ def policy_weights(params, start_weights, learning: Learning):
     adapters = params["layers"]
     layers = adapted(start_weights["layers"], adapters, scale=learning.lora.scale)
     return start_weights | {"layers": layers}
-
-
-def shares_prompts(mesh: jax.sharding.Mesh) -> bool:
-    """Whether responses may stand behind one prompt in a row; the TPU's kernel has no branches."""
-    return mesh.devices.flat[0].platform != "tpu"
 
 
 def make_batch(
@@ -269,18 +263,16 @@ def last_layer(weights, adapters, micro: Batch, *, graph, mesh, learning: Learni
     adapters: LoRA's, by layer, or None. They are added layer by layer: the adapted weights of all
     layers never exist at once.
     """
-    attention = rules.by_heads(packed_attention if shares_prompts(mesh) else splash_attention, mesh)
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    kernels = learning.kernels
+    attention = rules.by_heads(kernels.attend_rows, mesh)
     how = {
         "remat": learning.remat,
+        "project": kernels.learn_product,
+        # Unrolled, XLA for CPUs would keep what is to be recomputed.
+        "unroll": kernels.unrolled_layers if learning.remat == "none" else 1,
         "gather": functools.partial(rules.whole_rows, mesh=mesh),
         "reduce": functools.partial(rules.split_tokens, mesh=mesh),
     }
-    if on_cpu:
-        how["project"] = small_side_turned
-    if on_cpu and learning.remat == "none":
-        # Unrolled, XLA for CPUs would keep what is to be recomputed.
-        how["unroll"] = UNROLLED_LAYERS
     if adapters is None:
         how["adapt"] = lambda layer, _: rules.kept_sharded(layer, param_axes(layer), mesh)
     else:

@@ -25,16 +25,10 @@ from dapo_jax.algorithm import (
     soft_overlong_penalty,
 )
 from dapo_jax.evaluate import evaluate, result_row, write_results
-from dapo_jax.learner import (
-    init_state,
-    make_batch,
-    place_batch,
-    shares_prompts,
-    warmup_learning_rate,
-)
+from dapo_jax.learner import make_batch, place_batch, warmup_learning_rate
 from dapo_jax.report import __main__ as report
 from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
-from dapo_jax.run import build, command
+from dapo_jax.run import build, checks, command
 from dapo_jax.run.metrics import (
     Display,
     MetricsWriter,
@@ -51,45 +45,29 @@ from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.types import Batch, Group, Response
 from sharding import hosts
 
-# A resumed run may change these; anything else would make it another run. Where it runs on other
-# devices, the work has to be divided in another way.
-MAY_CHANGE = (
-    "num_steps",
-    "rollout.max_generation_batches",
-    "rollout.on_generation_cap",
-    "rollout.cache_mib",
-    "rollout.slot_tokens",
-    "learner.micro_batch_rows",
-    "learner.row_tokens",
-    "learner.remat",
-    "eval.",
-    "checkpoint.",
-    "log.",
-    "mesh.",
-)
 SHOWN_SAMPLES = 4
 
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Run, or resume, the recipe in `workdir` until config.num_steps rollout steps are done."""
-    build.check(config)
+    checks.check(config)
     with contextlib.ExitStack() as stack:
         checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
         boundaries = stack.enter_context(
             Boundaries(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
         )
         tokenizer = build.tokenizer(config)
-        policy = build.build_policy(config, tokenizer.vocab_size)
-        build.check_divides(config, policy.mesh)
-        hosts.on_main(lambda: refuse_another_recipe(config, workdir))
+        programs = build.programs(config, tokenizer.vocab_size)
+        checks.check_divides(config, programs.mesh)
+        hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
         data = build.load_data(config, tokenizer, training=True)
-        restored = checkpoints.restore_latest(policy.state, report=logging.warning)
+        restored = checkpoints.restore_latest(programs.state, report=logging.warning)
         if restored is None:
-            first_step, state = 0, start_state(config, policy)
+            first_step, state = 0, programs.start_state()
             progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
         else:
             first_step, state, progress = restored
-        start_weights = build.start_weights(config, policy)
+        start_weights = programs.load_start_weights()
         record_config(config, workdir)
         run_key = build.key(config, build.ROLLOUT_STREAM)
         r, algo = config.rollout, config.algo
@@ -100,7 +78,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
         )
         boundaries.say = display.last_line
-        display.line(banner(config, policy, data, state.params, workdir, first_step))
+        display.line(banner(config, programs, data, state.params, workdir, first_step))
         writer = None
         if hosts.is_main_host():
             resume_step = first_step - 1 if first_step else None
@@ -109,15 +87,17 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 writer.write(progress["row"])  # killed between the checkpoint and its row
 
         def evaluate_now(params):
-            return evaluate(config, policy, params, data.eval_sets, tokenizer, report=display.phase)
+            return evaluate(
+                config, programs, params, data.eval_sets, tokenizer, report=display.phase
+            )
 
         display.phase("compiling the update")
-        update = build.compile_update(config, policy, start_weights)
+        update = programs.compile_update()
         display.phase("compiling the sampler")
-        policy.engine.compile(sampling)
+        programs.engine.compile(sampling)
         if config.eval.every_steps and data.eval_sets:
-            policy.engine.compile(build.eval_sampling(config, tokenizer))
-        sampler_params = policy.reshard(state.params, start_weights)
+            programs.engine.compile(build.eval_sampling(config, tokenizer))
+        sampler_params = programs.reshard(state.params, start_weights)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
             results = evaluate_now(sampler_params)
             write_results(workdir, 0, results)
@@ -129,7 +109,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             # Sample and verify until there are enough informative groups (Eq. 11).
             with watch("rollout"):
                 rollouts = collect(
-                    Session(policy.engine, sampler_params, run_key, sampling),
+                    Session(programs.engine, sampler_params, run_key, sampling),
                     data.train.__getitem__,
                     verify,
                     progress["cursor"],
@@ -170,13 +150,13 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             with watch("update"):
                 for i, chosen in enumerate(chunks):
                     display.phase(f"update: {i + 1}/{len(chunks)}")
-                    batch = minibatch(config, policy, rollouts, advantage_PG, chosen)
+                    batch = minibatch(config, programs, rollouts, advantage_PG, chosen)
                     state, metrics = update(state, start_weights, batch, learning_rate)
                     # The host is one ahead: it packs while the devices take the update before.
                     jax.block_until_ready(updates[-1:])
                     updates.append(metrics)
                 updates = hosts.fetch(updates)
-            sampler_params = policy.reshard(state.params, start_weights)
+            sampler_params = programs.reshard(state.params, start_weights)
 
             results = {}
             if is_due(step, config.eval.every_steps, config.num_steps) and data.eval_sets:
@@ -218,7 +198,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         print("\n".join([*report.summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
 
 
-def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen) -> Batch:
+def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen) -> Batch:
     """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
     num_micro, rows, row_tokens = build.batch_shape(config)
     batch = make_batch(
@@ -229,9 +209,9 @@ def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen) -> Batch
         row_tokens=row_tokens,
         micro_batch_rows=rows,
         num_micro=num_micro,
-        share_prompts=shares_prompts(policy.mesh),
+        share_prompts=programs.learning.kernels.shares_prompts,
     )
-    return place_batch(batch, policy.mesh)
+    return place_batch(batch, programs.mesh)
 
 
 def as_group(group) -> Group:
@@ -247,15 +227,6 @@ def as_group(group) -> Group:
         strict=True,
     )
     return Group(group.cursor, group.prompt, tuple(Response(*one) for one in found))
-
-
-def start_state(config, policy):
-    """The training state before the first step, on the mesh."""
-    init = functools.partial(init_state, learning=policy.learning)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state)
-    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(
-        build.start_params(config, policy)
-    )
 
 
 def is_due(step: int, every_steps: int, num_steps: int) -> bool:
@@ -386,41 +357,13 @@ def record_config(config: ConfigDict, workdir: pathlib.Path) -> None:
             out.write((json.dumps(recipe, indent=1) + "\n").encode())
 
 
-def refuse_another_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """ValueError where DIR/config.json is another recipe's."""
-    file = workdir / "config.json"
-    if not file.exists():
-        return
-    ours, theirs = json.loads(config.to_json_best_effort()), json.loads(file.read_text())
-    differing = [
-        f"{name} is {new!r}, but was {old!r}"
-        for name, old, new in differences(theirs, ours)
-        if not name.startswith(MAY_CHANGE)
-    ]
-    if differing:
-        raise ValueError(
-            f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "
-            "values to resume it, or another --workdir to start a new run"
-        )
-
-
-def differences(old: dict, new: dict, prefix: str = ""):
-    """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{prefix}{name}.")
-        elif a != b:
-            yield prefix + name, a, b
-
-
-def banner(config, policy, data, params, workdir, first_step) -> str:
+def banner(config, programs, data, params, workdir, first_step) -> str:
     """What is about to run: parameters, mesh, data, and where it goes."""
     device = jax.devices()[0]
     lines = [
         parameter_overview.get_parameter_overview(params, include_stats=False),
         f"devices: {jax.device_count()} x {device.device_kind}, mesh "
-        + ", ".join(f"{axis} {size}" for axis, size in policy.mesh.shape.items()),
+        + ", ".join(f"{axis} {size}" for axis, size in programs.mesh.shape.items()),
         *(line for report in data.reports for line in report.lines()),
         f"a step: {config.rollout.num_prompts} prompts x {config.rollout.group_size} responses of "
         f"at most {config.rollout.max_response_tokens} tokens, {config.updates_per_step} updates",

@@ -16,6 +16,7 @@ from dapo_jax.sampler import engine as engine_module
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Cache, Engine, Group, Response, Session, Shard, plan_cache
 from dapo_jax.sampler.sampling import request_keys, uniform_at
+from models.kernels import KERNELS
 from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
@@ -125,7 +126,7 @@ def build(config, cache, params, *, one_program):
     with pytest.MonkeyPatch.context() as patch:
         if one_program:
             patch.setattr(engine_module, "PARTS", ((1, 1),))
-        return Engine(config, mesh, cache, params=abstract, kernel=False), params
+        return Engine(config, mesh, cache, params=abstract, kernels=KERNELS["cpu"]), params
 
 
 def by_request(finished):

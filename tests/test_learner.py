@@ -18,12 +18,12 @@ from gspo import gspo
 from configs import base
 from dapo_jax import learner, train
 from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_rate
-from dapo_jax.rollout import Rollouts
-from dapo_jax.run import build
+from dapo_jax.run import build, checks
 from dapo_jax.sampler import engine as engine_module
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Cache, Engine, Session
-from dapo_jax.types import Batch, Group, Prompt, Response
+from dapo_jax.types import Batch, Group, Prompt, Response, Rollouts
+from models.kernels import KERNELS
 from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
@@ -48,6 +48,7 @@ LEARNING = Learning(
     compute_dtype="float32",
     remat="full",
     lora=None,
+    kernels=KERNELS["cpu"],
 )
 KEEPING = dataclasses.replace(LEARNING, remat="none")
 MODES = pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
@@ -422,40 +423,50 @@ def mesh_config(*, data: int, model: int, slices: int = 1):
     config.rollout.num_prompts = 4
     config.rollout.group_size = 4
     config.rollout.generation_prompts = 4
+    config.rollout.temperature = LEARNING.temperature
     config.updates_per_step = 2
     config.learner.row_tokens = 40
     config.learner.micro_batch_rows = 4
-    config.rollout.temperature = LEARNING.temperature
     config.learner.max_grad_norm = LEARNING.max_grad_norm
     config.learner.adam_eps = LEARNING.adam_eps
     config.eval.every_steps = 0
     return config
 
 
+def minibatch_of(config, programs, data: Responses, *, chosen):
+    """The trainer's mini-batch of the groups `chosen`."""
+    groups = groups_of(data, group_size=4)
+    rollouts = Rollouts(groups, np.arange(2), cursor=2, issued=2, stats=None)
+    advantage_PG = data.advantage_R.reshape(2, 4)
+    return train.minibatch(config, programs, rollouts, advantage_PG, np.array(chosen))
+
+
+def update_on_mesh(config, params, data: Responses):
+    """(programs, state, metrics) of the recipe's update of both groups at a rate of 0.1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "small", SMALL)
+        programs = build.programs(config, VOCAB)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
+    state = jax.device_put(init_state(params, programs.learning), shardings)
+    update = programs.lower_update().compile(compiler_options=COMPILER_OPTIONS)
+    batch = minibatch_of(config, programs, data, chosen=[0, 1])
+    state, metrics = update(state, None, batch, np.float32(0.1))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
+    return programs, state, metrics
+
+
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
-def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
+def test_four_devices_take_the_update_of_one(params, data, mesh):
     """Equal to 1e-5 of the largest entry: sums over devices round in another order."""
-    monkeypatch.setitem(PRESETS, "small", SMALL)
     slices, data_ways, model_ways = mesh
     config = mesh_config(slices=slices, data=data_ways, model=model_ways)
-    policy = build.build_policy(config, VOCAB)
-    data = one_prompt_a_group(data, group_size=4)
-    advantage_PG = data.advantage_R.reshape(2, 4)
-    batch = train.minibatch(
-        config, policy, rollouts_of(data, group_size=4), advantage_PG, np.array([0, 1])
-    )
-    placed = jax.device_put(params, policy.weight_shardings)
-    q_DNH = placed["layers"]["q_DNH"]
+    programs, state, metrics = update_on_mesh(config, params, data)
+    q_DNH = state.params["layers"]["q_DNH"]
     # Split over all devices of a slice.
     assert q_DNH.addressable_shards[0].data.size * data_ways * model_ways == q_DNH.size
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state)
-    state = jax.device_put(init_state(params, policy.learning), shardings)
-    state, metrics = policy.update(state, None, batch, 0.1)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
-
-    one = batch_of(data, micro_batch_rows=4, num_micro=2)
-    assert policy.learning == REMAT_SMOOTH
-    expected_state, expected_metrics = run_update(params, one, REMAT_SMOOTH, learning_rate=0.1)
+    assert programs.learning == LEARNING
+    one = batch_of(data, group_size=4)
+    expected_state, expected_metrics = run_update(params, one, learning_rate=0.1)
     assert distance(first_moment(state), first_moment(expected_state)) < TOLERANCE
     step, expected_step = (
         jax.tree.map(lambda new, old: new - old, s.params, params) for s in (state, expected_state)
@@ -465,23 +476,46 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
+def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):
+    """GSPO, added in tests/gspo.py alone, through the trainer's update on a mesh of four."""
+    assert learner.LOSSES["gspo"].function is gspo
+    config = mesh_config(data=2, model=2)
+    config.algo.loss = "gspo"
+    config.algo.loss_aggregation = "sequence_mean"
+    checks.check(config)
+    _, state, metrics = update_on_mesh(config, params, data)
+    loss, grads = plain(params, data, mode="sequence_mean", token_loss=plain_gspo)
+    got = jax.tree.map(lambda m: m / (1 - LEARNING.adam_b1), jax.device_get(first_moment(state)))
+    assert distance(got, grads) < TOLERANCE
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    log_ratio = unpadded(plain_logp(params, data)[0] - plain_rows(data).behavior_logp_RT, data)
+    s_R = np.exp([np.mean(one) for one in log_ratio])
+    length_R = np.array([len(response) for response in data.responses])
+    held = {"high": (data.advantage_R > 0) & (s_R > 1.28)}
+    held["low"] = (data.advantage_R < 0) & (s_R < 0.8)
+    for bound, held_R in held.items():
+        share = np.sum(held_R * length_R) / np.sum(length_R)
+        assert 0 < share < 1, bound
+        np.testing.assert_allclose(metrics[f"clip_fraction/{bound}"], share, rtol=1e-5)
+    assert "clip_fraction/dual" not in metrics
+
+
 def test_a_mini_batch_takes_the_chosen_groups_and_filters_the_overlong(monkeypatch, data):
     monkeypatch.setitem(PRESETS, "small", SMALL)
     config = mesh_config(data=4, model=1)
-    policy = build.build_policy(config, VOCAB)
-    data = one_prompt_a_group(data, group_size=4).replace(trains_R=np.arange(8) != 5)
-    rollouts = rollouts_of(data, group_size=4)
-    advantage_PG = data.advantage_R.reshape(2, 4)
+    programs = build.programs(config, VOCAB)
+    data = data.replace(stopped_R=np.arange(8) != 5)
     for filtering in (False, True):
         config.algo.overlong_filtering = filtering
         last = data.take(np.arange(4, 8))
         expected = batch_of(
-            last if filtering else last.replace(trains_R=np.ones(4, bool)),
+            last if filtering else last.replace(stopped_R=np.ones(4, bool)),
+            group_size=4,
             micro_batch_rows=4,
             num_micro=2,  # of a full mini-batch of 2 groups, so that this one compiles nothing
         )
-        batch = train.minibatch(config, policy, rollouts, advantage_PG, np.array([1]))
-        assert batch.tokens.sharding == rules.micro_batches(policy.mesh)
+        batch = minibatch_of(config, programs, data, chosen=[1])
+        assert batch.tokens_BT.sharding == rules.micro_batches(programs.mesh)
         assert_bitwise_equal(hosts.fetch(batch), expected)
 
 
@@ -509,19 +543,17 @@ def adamw_by_hand(params, gradients, learning: Learning, *, learning_rates):
 
 def test_two_updates_are_adamw_by_hand(params, data):
     """The first gradient is longer than the bound of its norm, the second is not."""
-    learning = dataclasses.replace(LEARNING, max_grad_norm=1.0, adam_eps=1e-3)
-    batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (10, -0.2)]
-    rates = [2e-3, 5e-3]
-    state, grads, grad_norms = init_state(params, learning), [], []
-    for batch, rate in zip(batches, rates, strict=True):
-        grads.append(gradient(state.params, batch))  # unclipped
-        state, metrics = jitted_update(learning)(state, None, batch, rate)
-        grad_norms.append(metrics["grad_norm"])
-        assert metrics["taken"]
-    assert grad_norms[0] > 2.0
-    assert 0.1 < grad_norms[1] < 1.0
+    bound, rates = LEARNING.max_grad_norm, [2e-3, 5e-3]
+    batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (50, -1)]
+    # The loss is homogeneous in the advantages: this is what is clipped to 10.
+    grads = [jax.tree.map(lambda g: 50 * g, gradient(params, batch_of(data)))]
+    state, metrics = run_update(params, batches[0], learning_rate=rates[0])
+    assert metrics["grad_norm"] > 2 * bound
+    grads.append(gradient(state.params, batches[1]))
+    state, metrics = jitted_update(LEARNING)(state, None, batches[1], rates[1])
+    assert 0.1 * bound < metrics["grad_norm"] < bound
     double = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf, np.float64))
-    expected = adamw_by_hand(double(params), map(double, grads), learning, learning_rates=rates)
+    expected = adamw_by_hand(double(params), map(double, grads), LEARNING, learning_rates=rates)
     assert distance(first_moment(state), expected[1]) < TOLERANCE
     assert distance(state.opt_state[1][0].nu, expected[2]) < TOLERANCE
     moved = [jax.tree.map(np.subtract, p, params) for p in (state.params, expected[0])]
@@ -631,7 +663,7 @@ def sample(params, *, temperature: float, dtype: str) -> tuple[np.ndarray, Respo
     )
     with pytest.MonkeyPatch.context() as patch:  # one program for all occupancies
         patch.setattr(engine_module, "PARTS", ((1, 1),))
-        engine = QuicklyCompiled(SMALL, mesh, CACHE, params=abstract, kernel=False)
+        engine = QuicklyCompiled(SMALL, mesh, CACHE, params=abstract, kernels=KERNELS["cpu"])
     session = Session(engine, params, jax.random.key(5), sampling)
     for cursor, prompt in enumerate(prompts):
         session.submit(cursor, prompt, group_size=8)
@@ -644,13 +676,13 @@ def sample(params, *, temperature: float, dtype: str) -> tuple[np.ndarray, Respo
         responses=[response.tokens for response in responses],
         behavior_logp=[response.behavior_logp for response in responses],
         advantage_R=rng.normal(size=16).astype(np.float32),
-        trains_R=np.ones(16, bool),
+        stopped_R=np.ones(16, bool),
     )
 
 
 @pytest.mark.parametrize(
     ("temperature", "dtype", "largest_gap"),
-    [(1.0, "float32", 1e-5), (0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)],
+    [(0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)],
 )
 def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_gap):
     """The sampler's log-probabilities are the learner's, up to rounding.
@@ -673,7 +705,7 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     params, data, expected
 ):
     learning = dataclasses.replace(LEARNING, kl_coef=0.3)
-    batch = batch_of(data)
+    batch = batch_of(data, group_size=4)
     at_start = gradient(params, batch, learning, start_weights=params)
     # Policy and reference are two computations of the same: they may differ in the last bit.
     assert 0 <= run_update(params, batch, learning, start_weights=params)[1]["kl"] < 1e-13
@@ -681,7 +713,7 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
 
     reference = jax.tree.map(lambda a, b: a + 0.1 * b, params, random_params(9))
     away = gradient(params, batch, learning, start_weights=reference)
-    by_hand = plain(params, data, learning=learning, start_weights=reference)[1]
+    by_hand = plain(params, data, kl_coef=0.3, start=reference)[1]
     assert distance(away, by_hand) < TOLERANCE
     assert distance(away, expected["token_mean"][1]) > 0.01
     metrics = run_update(params, batch, learning, start_weights=reference)[1]

@@ -69,7 +69,7 @@ def build_policy(slices, data, model):
         patch.setitem(qwen2.PRESETS, "small", SMALL)
         patch.setattr(engine, "PARTS", ((1, 1),))
         devices = jax.devices()[: slices * data * model]
-        return build.build_policy(config, SAMPLING.vocab_size, devices=devices)
+        return build.programs(config, SAMPLING.vocab_size, devices=devices)
 
 
 def sample(policy, params, prompts):

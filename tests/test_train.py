@@ -235,10 +235,10 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     config = small_config()
     tokenizer = load_tokenizer(tmp_path / "hf", stop_tokens=None, chat="none")
     config.model.path = str(tmp_path / "hf")
-    policy = build.build_policy(config, tokenizer.vocab_size)
+    programs = build.programs(config, tokenizer.vocab_size)
     sets = build.load_data(config, tokenizer, training=False).eval_sets
-    params = policy.reshard(build.start_params(config, policy), None)
-    results = evaluate.evaluate(config, policy, params, sets, tokenizer, report=print)
+    params = programs.reshard(programs.start_params(), None)
+    results = evaluate.evaluate(config, programs, params, sets, tokenizer, report=print)
     assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
     convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
     low = jax.tree.leaves(load_orbax(tmp_path / "low", dtype="float32")[0])

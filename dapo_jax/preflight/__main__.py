@@ -32,7 +32,7 @@ from ml_collections import ConfigDict, config_flags
 from dapo_jax.preflight import hlo_cost, simulate
 from dapo_jax.preflight.chips import GIB, Chip, chip_of
 from dapo_jax.preflight.simulate import Work
-from dapo_jax.run import build, command
+from dapo_jax.run import build, checks, command
 from models.qwen2 import Qwen2Config, abstract_params
 from sharding import rules
 
@@ -121,19 +121,16 @@ def with_sizes(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def lowered_programs(config: ConfigDict, policy: build.Policy) -> dict[str, jax.stages.Lowered]:
+def lowered_programs(config: ConfigDict, policy: build.Programs) -> dict[str, jax.stages.Lowered]:
     """The recipe's programs by name, ready for the compiler."""
-    sizes = policy.model_config
-    start_weights = None
-    if build.needs_start_weights(config):
-        start_weights = build.abstract_weights(config, policy)
+    sizes = policy.sizes
     ids = types.SimpleNamespace(  # a tokenizer's, as far as the programs know it
         stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
     )
     sampling, evaluating = build.sampling(config, ids), build.eval_sampling(config, ids)
     with jax.set_mesh(policy.mesh):
         sampler = policy.engine.lower(sampling)
-        programs = {"reshard": policy.reshard.lower(policy.state.params, start_weights)}
+        programs = {"reshard": policy.reshard.lower(policy.state.params, policy.start_weights)}
         if config.eval.every_steps and evaluating != sampling:
             of_evaluation = policy.engine.lower(evaluating)
             key = next(k for k in of_evaluation if k[0] == "decode")
@@ -143,7 +140,7 @@ def lowered_programs(config: ConfigDict, policy: build.Policy) -> dict[str, jax.
     mean_pages = policy.engine.bucket(min(simulate.PROMPT_TOKENS, config.rollout.max_prompt_tokens))
     for bucket in sorted({mean_pages, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
-    programs["update"] = build.lower_update(config, policy, start_weights)
+    programs["update"] = policy.lower_update()
     return programs
 
 
@@ -199,7 +196,7 @@ def on_a_device(tree) -> int:
     )
 
 
-def phases(policy: build.Policy, programs: dict[str, Program]) -> list[Phase]:
+def phases(policy: build.Programs, programs: dict[str, Program]) -> list[Phase]:
     """What a device holds while each program runs."""
     state = on_a_device(policy.state)
     weights, pages = on_a_device(policy.engine.params), on_a_device(policy.engine.pages)
@@ -260,10 +257,14 @@ def parameter_count(sizes: Qwen2Config) -> int:
 
 
 def simulated_step(
-    config: ConfigDict, policy: build.Policy, programs: dict[str, Program], chip: Chip, mean: float
+    config: ConfigDict,
+    policy: build.Programs,
+    programs: dict[str, Program],
+    chip: Chip,
+    mean: float,
 ) -> Step:
     """One RL step whose responses have a mean of so many tokens."""
-    r, sizes, cache = config.rollout, policy.model_config, policy.engine.cache
+    r, sizes, cache = config.rollout, policy.sizes, policy.engine.cache
     shards, model_ways = policy.engine.shards, policy.mesh.shape["model"]
     groups = r.num_prompts
     if config.algo.dynamic_sampling:
@@ -371,10 +372,10 @@ def examine(config: ConfigDict, devices, *, recipe: str, where: str, mean: float
     """Compile everything for these devices and put it together. DoesNotFit, ValueError."""
     start = time.perf_counter()
     chip = chip_of(where)
-    build.check(config)
+    checks.check(config)
     vocab_size = build.model_sizes(config).vocab_size
-    policy = build.build_policy(config, vocab_size, devices=devices)
-    build.check_divides(config, policy.mesh)
+    policy = build.programs(config, vocab_size, devices=devices)
+    checks.check_divides(config, policy.mesh)
     cache = policy.engine.cache
     if cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")

@@ -26,10 +26,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.sampler.decode import NULL_PAGE, Sampling, Slots, decode_block, prefill
+from models.kernels import Kernels
 from models.kernels.xla import PageTable
 from models.qwen2 import Qwen2Config
 from sharding import hosts, rules
-from sharding.mesh import cpu_options
 
 # Batches are padded to a multiple: products of other sizes have other bits in each row. 16 was
 # enough on the CPUs tried first, AMD's Zen 5 needs 32.
@@ -313,10 +313,10 @@ class Block:
 class Engine:
     """The compiled programs of one model on one mesh, for `Session` to run."""
 
-    def __init__(self, config: Qwen2Config, mesh: Mesh, cache: Cache, *, params, kernel: bool):
+    def __init__(self, config: Qwen2Config, mesh: Mesh, cache: Cache, *, params, kernels: Kernels):
         """params: ShapeDtypeStructs, with shardings, of models.qwen2.unstack's layout.
 
-        kernel: read response pages by the TPU's kernel; else attention is plain XLA.
+        kernels: how the programs attend and multiply.
         """
         check_heads(config, mesh.shape["model"])
         if cache.page_tokens % cache.block_tokens:
@@ -338,9 +338,10 @@ class Engine:
             out_shardings=jax.tree.map(lambda s: s.sharding, (self._prompt_pages, self._pages)),
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
-        self._kernel = kernel
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self.sizes = decode_sizes(cache, kernel=kernel, few_rows=on_cpu)
+        self._kernels = kernels
+        self.sizes = decode_sizes(
+            cache, kernel=kernels.attend_pages is not None, few_rows=kernels.fewer_rows
+        )
 
     @property
     def pages(self):
@@ -453,7 +454,7 @@ class Engine:
                 sampling=sampling,
                 block_tokens=cache.block_tokens,
                 readers=cache.readers,
-                kernel=self._kernel,
+                kernels=self._kernels,
                 axis=self._axis,
             )
 
@@ -475,9 +476,8 @@ class Engine:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
-        return jax.jit(
-            mapped, donate_argnums=donate, compiler_options=cpu_options(self.mesh)
-        ).lower(*arguments)
+        options = dict(self._kernels.compiler_options)
+        return jax.jit(mapped, donate_argnums=donate, compiler_options=options).lower(*arguments)
 
 
 def state_columns(cache: Cache) -> int:

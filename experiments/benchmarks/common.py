@@ -2,8 +2,8 @@
 
 import csv
 import json
+import os
 import pathlib
-import platform
 import subprocess
 import time
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Cache, Engine, Session
+from models.kernels import kernels_for, platform_of
 from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
@@ -35,7 +36,7 @@ def machine() -> str:
     """Devices and versions, for the record."""
     device = jax.devices()[0]
     return (
-        f"{jax.device_count()} x {device.device_kind} ({platform.machine()}), jax {jax.__version__}"
+        f"{jax.device_count()} x {device.device_kind} ({os.uname().machine}), jax {jax.__version__}"
     )
 
 
@@ -68,7 +69,7 @@ def make_engine(config: Qwen2Config, *, slots: int, prompt: int, response: int, 
             **cache,
         ),
         params=abstract,
-        kernel=False,
+        kernels=kernels_for("auto", platform_of(mesh)),
     )
     return engine, make()
 

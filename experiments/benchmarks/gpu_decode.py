@@ -16,6 +16,7 @@ from absl import app, flags
 
 from dapo_jax.sampler.engine import Cache, Engine, Session
 from experiments.benchmarks import common
+from models.kernels import kernels_for, platform_of
 from models.qwen2 import PRESETS
 from sharding.mesh import make_mesh
 
@@ -55,7 +56,9 @@ def measure(preset: str, context: int, bandwidth: float) -> list:
         max_prompt_tokens=context,
         max_response_tokens=response,
     )
-    engine = Engine(config, mesh, cache, params=abstract, kernel=False)
+    engine = Engine(
+        config, mesh, cache, params=abstract, kernels=kernels_for("auto", platform_of(mesh))
+    )
     how = common.sampling(config, response)
     params = make()
     session = Session(engine, params, jax.random.key(0), how)

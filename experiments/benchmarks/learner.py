@@ -24,6 +24,7 @@ from dapo_jax import learner
 from dapo_jax.sampler.engine import Session
 from dapo_jax.types import Group, Prompt, Response
 from experiments.benchmarks import common
+from models.kernels import KERNELS
 from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh, split_cpu
@@ -56,6 +57,7 @@ LEARNING = learner.Learning(
     compute_dtype="float32",
     remat="none",
     lora=None,
+    kernels=KERNELS["cpu"],
 )
 
 

@@ -66,7 +66,7 @@ def prolong(phase: str) -> None:
 
         return prolonged
 
-    passed, compile_update = Boundaries.passed, build.compile_update
+    passed, compile_update = Boundaries.passed, build.Programs.compile_update
 
     def counted(self, step, *args, **kwargs):
         finished["steps"] = step
@@ -74,13 +74,13 @@ def prolong(phase: str) -> None:
 
     Boundaries.passed = counted
     if phase == "compile":
-        build.compile_update = lasting(compile_update)
+        build.Programs.compile_update = lasting(compile_update)
     elif phase in ("prefill", "decode"):
         setattr(engine.Engine, phase, lasting(getattr(engine.Engine, phase)))
     elif phase == "verify":
         rollout.verify_many = lasting(rollout.verify_many)
     elif phase == "update":  # the state before it is gone then, its memory reused
-        build.compile_update = lambda *args: lasting(compile_update(*args), after=True)
+        build.Programs.compile_update = lambda *args: lasting(compile_update(*args), after=True)
     elif phase == "evaluate":
         train.evaluate = lasting(train.evaluate)
 
