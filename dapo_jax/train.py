@@ -19,13 +19,13 @@ from clu import parameter_overview
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.algorithm import (
-    correctness_reward,
     group_advantage,
     informative_groups,
+    outcome_reward,
     soft_overlong_penalty,
 )
 from dapo_jax.evaluate import evaluate, result_row, write_results
-from dapo_jax.learner import make_batch, warmup_learning_rate
+from dapo_jax.learner import make_batch, place_batch, warmup_learning_rate
 from dapo_jax.report import __main__ as report
 from dapo_jax.rollout import collect, graded, minibatches, rollout_rows
 from dapo_jax.run import build, checks, command
@@ -42,8 +42,8 @@ from dapo_jax.run.snapshots import Boundaries
 from dapo_jax.run.timeline import plot_timeline
 from dapo_jax.sampler.session import Session
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
-from dapo_jax.types import Rollouts
-from sharding import hosts, rules
+from dapo_jax.types import Batch, Rollouts
+from sharding import hosts
 
 SHOWN_SAMPLES = 4
 
@@ -129,7 +129,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 display.line(f"{message}. The step trains on {len(rollouts.kept)} groups")
 
             # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
-            reward_PG = correctness_reward(rollouts.correct_PG) + soft_overlong_penalty(
+            reward_PG = outcome_reward(
+                rollouts.correct_PG, rollouts.score_PG
+            ) + soft_overlong_penalty(
                 rollouts.length_PG,
                 max_tokens=r.max_response_tokens,
                 cache_tokens=algo.overlong_cache_tokens,
@@ -198,29 +200,20 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         print("\n".join([*report.summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
 
 
-def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen):
+def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen) -> Batch:
     """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
-    groups, group_size = [rollouts.sampled[p] for p in chosen], config.rollout.group_size
     num_micro, rows, row_tokens = build.batch_shape(config)
     batch = make_batch(
-        [group.prompt.token_ids for group in groups for _ in range(group_size)],
-        [response.tokens_T for group in groups for response in group.responses],
-        [response.behavior_logp_T for group in groups for response in group.responses],
-        advantage_PG[chosen].reshape(-1),
-        (rollouts.stopped_PG[chosen] | (not config.algo.overlong_filtering)).reshape(-1),
+        [rollouts.sampled[p] for p in chosen],
+        advantage_PG[chosen],
         loss_aggregation=config.algo.loss_aggregation,
+        overlong_filtering=config.algo.overlong_filtering,
         row_tokens=row_tokens,
         micro_batch_rows=rows,
         num_micro=num_micro,
         share_prompts=programs.learning.kernels.shares_prompts,
     )
-    return batch.replace(
-        **{
-            name: hosts.place(value, rules.micro_batches(programs.mesh))
-            for name, value in vars(batch).items()
-            if name != "num_micro"
-        }
-    )
+    return place_batch(batch, programs.mesh)
 
 
 def is_due(step: int, every_steps: int, num_steps: int) -> bool:

@@ -256,6 +256,7 @@ def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.L
     if c.lora_rank:
         lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
     return learner.Learning(
+        loss=a.loss,
         eps_low=a.eps_low,
         eps_high=a.eps_high,
         dual_clip=a.dual_clip,
