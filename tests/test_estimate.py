@@ -8,8 +8,7 @@ import pytest
 from dapo_jax.packing import plan_rows
 from dapo_jax.preflight import simulate
 from dapo_jax.preflight.chips import CHIPS, chip_of
-from dapo_jax.preflight.hlo_cost import Collective
-from dapo_jax.preflight.simulate import Work
+from dapo_jax.preflight.hlo_cost import Collective, Cost
 
 CHIP = dataclasses.replace(
     CHIPS["v5e"],
@@ -42,8 +41,8 @@ def test_between_slices_the_network_is_slower():
 
 
 def test_a_roofline_is_the_longer_of_products_and_memory():
-    work = Work(500.0, 20.0, (collective("all-gather", size=32, group=4),))
-    least = simulate.seconds(work, CHIP)
+    cost = Cost(500.0, 20.0, (collective("all-gather", size=32, group=4),))
+    least = simulate.seconds(cost, CHIP)
     assert (least.products, least.memory, least.exchange) == pytest.approx((5.0, 2.0, 6.0))
     assert least.overlapped == pytest.approx(6.0)
     assert least.in_turn == pytest.approx(11.0)
