@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from dapo_jax.packing import plan_rows
 from dapo_jax.preflight.chips import Chip
 from dapo_jax.preflight.compile import Program, mean_prompt
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.run import build
+from dapo_jax.sampler.cache import Cache
+from dapo_jax.sampler.scheduler import Scheduler
 from models.qwen2 import Qwen2Config, abstract_params
 from sharding import rules
 
@@ -27,7 +30,6 @@ INFORMATIVE = 0.5  # of the groups sampled; the paper's generation batches are t
 # Spread of the logarithm of response lengths between and within problems, measured on 12,494
 # generations of Qwen2.5-family models.
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
-PAGE_MARGIN = 2  # blocks of growth that the engine keeps free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,84 +88,54 @@ def response_lengths(mean: float, *, groups: int, group_size: int, longest: int,
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """What sampling took; occupancy: of slots and decode steps, while requests wait and in all."""
+    """The sampling of a step, simulated.
+
+    tokens: all that are sampled, among them discarded_tokens of responses that are preempted.
+    occupancy: tokens as a part of decode steps times slots. prefills: calls of the program.
+    """
 
     seconds: float
     tokens: int
+    discarded_tokens: int
     blocks: int
+    prefills: int
     occupancy: float
-    given_up_tokens: int
 
 
 def simulate_rollout(
-    lengths: Sequence[int],
+    length_PG: Sequence[Sequence[int]],
+    cache: Cache,
     *,
     shards: int,
-    slots: int,
-    pages: int,
-    page_tokens: int,
-    block_tokens: int,
+    prompt_tokens: int,
     step_seconds: Callable[[np.ndarray], np.ndarray],
     block_seconds: float,
 ) -> Rollout:
-    """The engine's slots and pages without tokens: requests in order, refilled between blocks.
+    """Runs the sampler's own scheduler on groups whose responses end after so many tokens.
 
-    step_seconds(live tokens of each shard) -> of a decode step. All shards wait for the slowest
-    between blocks. As the engine does, a shard that runs out of pages gives up its youngest.
+    step_seconds(sampled tokens in the cache of each shard [D]) -> seconds of a decode step [D]. All
+    shards wait for the slowest between blocks. prompt_tokens: of every prompt.
     """
-    queue = [*range(len(lengths))][::-1]
-    left_SB = np.zeros((shards, slots), int)
-    drawn_SB = np.zeros((shards, slots), int)
-    request_SB = np.full((shards, slots), -1)
-    entered_SB = np.zeros((shards, slots), int)
-    total = steps_offered = given_up = blocks = 0
+    scheduler = Scheduler(cache, shards)
+    for cursor, limits in enumerate(length_PG):
+        scheduler.submit(cursor, prompt_tokens, limits)
     elapsed = 0.0
-
-    def pages_taken():
-        return np.where(request_SB >= 0, drawn_SB // page_tokens + 1, 0).sum(axis=1)
-
-    while queue or (request_SB >= 0).any():
+    tokens = blocks = prefills = slot_steps = 0
+    while scheduler.unfinished:
+        plan = scheduler.next_block()
+        used_N = np.minimum(plan.left_N, cache.block_tokens)
+        steps_D = np.zeros(shards, int)
+        np.maximum.at(steps_D, plan.shard_N, used_N)
+        live_D = np.bincount(plan.shard_N, plan.sampled_N, minlength=shards)
+        elapsed += float((steps_D * step_seconds(live_D)).max()) + block_seconds
+        tokens += int(used_N.sum())
         blocks += 1
-        # Slots are refilled in turn over the shards, those with most free ones first.
-        growth_S = PAGE_MARGIN * (request_SB >= 0).sum(axis=1) * block_tokens // page_tokens
-        spare_S = pages - 1 - pages_taken() - growth_S
-        free = np.argwhere((request_SB < 0).T)[:, ::-1]
-        for s, b in free:
-            if not queue:
-                break
-            if spare_S[s] > 0:
-                request = queue.pop()
-                request_SB[s, b], entered_SB[s, b] = request, blocks
-                left_SB[s, b], drawn_SB[s, b] = lengths[request], 0
-                spare_S[s] -= 1
-        for s in np.flatnonzero(pages_taken() > pages - 1):
-            while pages_taken()[s] > pages - 1:
-                b = int(np.argmax(np.where(request_SB[s] >= 0, entered_SB[s], -1)))
-                given_up += drawn_SB[s, b]
-                queue.append(int(request_SB[s, b]))
-                request_SB[s, b] = -1
-        active_SB = request_SB >= 0
-        used_SB = np.where(active_SB, np.minimum(left_SB, block_tokens), 0)
-        steps_S = used_SB.max(axis=1)
-        live_S = np.where(active_SB, drawn_SB, 0).sum(axis=1)
-        elapsed += float((steps_S * step_seconds(live_S)).max()) + block_seconds
-        total += int(used_SB.sum())
-        steps_offered += int(steps_S.max()) * shards * slots
-        left_SB -= used_SB
-        drawn_SB += used_SB
-        request_SB[active_SB & (left_SB == 0)] = -1
-    return Rollout(elapsed, total, blocks, total / steps_offered, int(given_up))
-
-
-def micro_batches(entries: Sequence[int], *, row_tokens: int, rows: int) -> int:
-    """Micro-batches of first-fit-decreasing rows, where every response has its own prompt."""
-    room: list[int] = []
-    for size in sorted(entries, reverse=True):
-        row = next((r for r, left in enumerate(room) if left >= size), len(room))
-        if row == len(room):
-            room.append(row_tokens)
-        room[row] -= size
-    return -(-len(room) // rows)
+        prefills += len(plan.prefills)
+        slot_steps += int(steps_D.max()) * shards * cache.slots
+        scheduler.complete(used_N, np.zeros(len(used_N), bool))
+    return Rollout(
+        elapsed, tokens, scheduler.discarded_tokens, blocks, prefills, tokens / slot_steps
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,28 +170,30 @@ def simulated_step(
 ) -> Step:
     """Simulates one RL step whose responses have a mean of so many tokens."""
     config, r = built.config, built.config.rollout
-    groups = r.num_prompts
+    cache, groups = built.engine.cache, r.num_prompts
     if config.algo.dynamic_sampling:
         groups = math.ceil(r.num_prompts / INFORMATIVE)
     length_PG = response_lengths(
         mean, groups=groups, group_size=r.group_size, longest=r.max_response_tokens, seed=0
     )
     rollout = rollout_of(length_PG, built, programs["decode"], chip)
-    kept_PG = length_PG[: r.num_prompts]
-    prompt = mean_prompt(config)
-    per_update = r.num_prompts // config.updates_per_step
+    kept_PG, prompt = length_PG[: r.num_prompts], mean_prompt(config)
+    bucket = cache.bucket(prompt)
+    prefill = seconds(programs[f"prefill[{bucket}]"].fixed, chip).in_turn if bucket else 0.0
     micro = sum(
         micro_batches(
-            (kept_PG[i : i + per_update].reshape(-1) + prompt - 1).tolist(),
+            update_PG,
+            prompt_tokens=prompt,
             row_tokens=config.learner.row_tokens,
             rows=config.learner.micro_batch_rows,
+            share_prompts=built.learning.kernels.shares_prompts,
         )
-        for i in range(0, r.num_prompts, per_update)
+        for update_PG in np.split(kept_PG, config.updates_per_step)
     )
     return Step(
         mean_response_tokens=round(float(length_PG.mean())),
         rollout=rollout.seconds,
-        prefill=prefill_seconds(built, programs, chip, groups),
+        prefill=rollout.prefills * prefill,
         update=update_seconds(built, programs["update"], chip, micro),
         reshard=seconds(programs["reshard"].fixed, chip).in_turn,
         sampled_tokens=rollout.tokens,
@@ -233,39 +207,39 @@ def simulated_step(
 
 
 def rollout_of(length_PG, built: build.Programs, decode: Program, chip: Chip) -> Rollout:
-    """Simulates the decoding of responses of these lengths with the recipe's cache."""
-    sizes, cache, engine = built.sizes, built.engine.cache, built.engine
+    """Simulates the sampling of responses of these lengths with the recipe's cache."""
+    sizes = built.sizes
     heads = sizes.num_kv_heads // built.mesh.shape["model"]
     token_bytes = 2 * sizes.num_layers * heads * sizes.head_dim * 2  # keys and values, bfloat16
     turn = seconds(decode.turn, chip)
     memory_rate = chip.hbm_rate * MEMORY_REACHES
 
-    def step_seconds(live_tokens_S):
+    def step_seconds(live_D):
         # The kernel reads the live pages of the responses; the rest is counted in the program.
-        memory_S = turn.memory + live_tokens_S * token_bytes / memory_rate
-        return np.maximum(turn.products, memory_S) + turn.exchange
+        memory_D = turn.memory + live_D * token_bytes / memory_rate
+        return np.maximum(turn.products, memory_D) + turn.exchange
 
     return simulate_rollout(
-        length_PG.reshape(-1),
-        shards=engine.shards,
-        slots=cache.slots,
-        pages=cache.pages,
-        page_tokens=cache.page_tokens,
-        block_tokens=cache.block_tokens,
+        length_PG.tolist(),
+        built.engine.cache,
+        shards=built.engine.shards,
+        prompt_tokens=mean_prompt(built.config),
         step_seconds=step_seconds,
         block_seconds=seconds(decode.fixed, chip).in_turn + HOST_SECONDS_A_BLOCK,
     )
 
 
-def prefill_seconds(
-    built: build.Programs, programs: dict[str, Program], chip: Chip, groups: int
-) -> float:
-    """The time to prefill so many prompts of mean length."""
-    bucket = built.engine.bucket(mean_prompt(built.config))
-    if not bucket:
-        return 0.0
-    calls = math.ceil(groups / (built.engine.shards * built.engine.prefill_rows(bucket)))
-    return calls * seconds(programs[f"prefill[{bucket}]"].fixed, chip).in_turn
+def micro_batches(
+    length_PG, *, prompt_tokens: int, row_tokens: int, rows: int, share_prompts: bool
+) -> int:
+    """The number of micro-batches that the learner packs an update's responses into."""
+    packed = plan_rows(
+        [prompt_tokens] * len(length_PG),
+        length_PG.tolist(),
+        row_tokens=row_tokens,
+        share_prompts=share_prompts,
+    )
+    return math.ceil(len(packed) / rows)
 
 
 def update_seconds(built: build.Programs, update: Program, chip: Chip, micro_batches: int) -> float:
