@@ -115,7 +115,7 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
             programs["decode (evaluation)"] = of_evaluation[key]
     programs["decode"] = next(low for key, low in sampler.items() if key[0] == "decode")
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
-    mean_bucket = built.engine.bucket(mean_prompt(config))
+    mean_bucket = built.engine.cache.bucket(mean_prompt(config))
     for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
     programs["update"] = built.lower_update()

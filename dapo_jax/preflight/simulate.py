@@ -18,6 +18,7 @@ from dapo_jax.preflight.compile import Program, mean_prompt
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
+from dapo_jax.sampler.engine import token_bytes
 from dapo_jax.sampler.scheduler import Scheduler
 from models.qwen2 import Qwen2Config, abstract_params
 from sharding import rules
@@ -208,15 +209,13 @@ def simulated_step(
 
 def rollout_of(length_PG, built: build.Programs, decode: Program, chip: Chip) -> Rollout:
     """Simulates the sampling of responses of these lengths with the recipe's cache."""
-    sizes = built.sizes
-    heads = sizes.num_kv_heads // built.mesh.shape["model"]
-    token_bytes = 2 * sizes.num_layers * heads * sizes.head_dim * 2  # keys and values, bfloat16
+    read = token_bytes(built.sizes, bytes_per_value=2, model_ways=built.mesh.shape["model"])
     turn = seconds(decode.turn, chip)
     memory_rate = chip.hbm_rate * MEMORY_REACHES
 
     def step_seconds(live_D):
         # The kernel reads the live pages of the responses; the rest is counted in the program.
-        memory_D = turn.memory + live_D * token_bytes / memory_rate
+        memory_D = turn.memory + live_D * read / memory_rate
         return np.maximum(turn.products, memory_D) + turn.exchange
 
     return simulate_rollout(
