@@ -11,23 +11,21 @@ import sys
 import numpy as np
 import pytest
 
-from dapo_jax.report.__main__ import (
+from dapo_jax.report.__main__ import write_report
+from dapo_jax.report.plots import plot_accuracy_vs_tokens, plot_curves, rolling_mean
+from dapo_jax.report.runs import (
     Run,
     changes,
     column,
     config_differences,
     labelled,
     load_run,
-    plot_accuracy_vs_tokens,
-    plot_curves,
-    rolling_mean,
     summary_lines,
     thinned,
     tokens_before,
     totals,
-    write_report,
 )
-from dapo_jax.run.metrics import MetricsWriter
+from dapo_jax.run.files import MetricsWriter
 
 
 def _full_row(step, *, accuracy):
