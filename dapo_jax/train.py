@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from dapo_jax.algorithm import correctness_reward, group_advantage, soft_overlong_penalty
 from dapo_jax.evaluate import evaluate, result_row, write_results
 from dapo_jax.learner import make_batch, warmup_learning_rate
-from dapo_jax.report.plots import plot_curves
+from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import collect, graded, minibatches, rollout_rows
 from dapo_jax.run import build, checks, command
@@ -184,7 +184,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             display.step(row)
     if hosts.is_main_host():
         run = load_run(workdir)
-        plot_curves({workdir.name: run}, workdir / "curves.png")
+        plots.save(plots.curves({workdir.name: run}), workdir / "curves.png")
         print("\n".join([*summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
 
 

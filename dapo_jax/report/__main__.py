@@ -8,16 +8,46 @@ writes report.html, curves.png and accuracy_vs_tokens.png into the first folder.
 import base64
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jinja2
 from absl import app, flags
 
 from dapo_jax.report import plots, runs
+from dapo_jax.report.runs import Run
 from dapo_jax.run.files import atomic_file
 from dapo_jax.run.metrics import METRICS, Metric
 
 TABLE_ROWS = 30  # rows of metrics shown for a run in the page
+
+
+def page(loaded: Mapping[str, Run], images: Mapping[str, bytes]) -> str:
+    """The HTML page of the runs, by label; the PNGs, by name, become a part of it."""
+    keys = {
+        label: dict.fromkeys(key for row in run.rows for key in row)
+        for label, run in loaded.items()
+    }
+    plain = [Metric(key, "", "") for by_run in keys.values() for key in by_run]
+    # Names and settings may hold anything: all text is escaped.
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=f"DAPO: {', '.join(loaded)}",
+        runs=loaded,
+        changes={label: runs.changes(run) for label, run in loaded.items()},
+        totals={label: runs.totals(run) for label, run in loaded.items()},
+        averaged=[runs.averaged_rows(run.rows) for run in loaded.values()],
+        differences=runs.config_differences(loaded),
+        images={name: base64.b64encode(png).decode() for name, png in images.items()},
+        keys=keys,
+        rows={label: runs.thinned(run.rows, limit=TABLE_ROWS) for label, run in loaded.items()},
+        metrics={metric.key: metric for metric in plain + METRICS},
+    )
 
 
 def write_report(workdirs: Sequence[str | pathlib.Path]) -> pathlib.Path:
@@ -28,40 +58,14 @@ def write_report(workdirs: Sequence[str | pathlib.Path]) -> pathlib.Path:
     folders = runs.labelled(workdirs)
     loaded = {label: runs.load_run(folder) for label, folder in folders.items()}
     target = next(iter(folders.values()))
-    plots.plot_curves(loaded, target / "curves.png")
-    plots.plot_accuracy_vs_tokens(loaded, target / "accuracy_vs_tokens.png")
-    # Names and settings may hold anything: all text is escaped, and an unknown name is an error.
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    keys = {
-        label: dict.fromkeys(key for row in run.rows for key in row)
-        for label, run in loaded.items()
-    }
-    plain = [Metric(key, "", "") for by_run in keys.values() for key in by_run]
-    text = environment.get_template("page.html.j2").render(
-        title=f"DAPO: {', '.join(loaded)}",
-        runs=loaded,
-        changes={label: runs.changes(run) for label, run in loaded.items()},
-        totals={label: runs.totals(run) for label, run in loaded.items()},
-        averaged=[runs.averaged_rows(run.rows) for run in loaded.values()],
-        differences=runs.config_differences(loaded),
-        images={
-            name: base64.b64encode((target / name).read_bytes()).decode()
-            for name in ("curves.png", "accuracy_vs_tokens.png")
-        },
-        rows={label: runs.thinned(run.rows, limit=TABLE_ROWS) for label, run in loaded.items()},
-        keys=keys,
-        metrics={metric.key: metric for metric in plain + METRICS},
-    )
-    page = target / "report.html"
-    with atomic_file(page) as file:
-        file.write(text.encode())
-    return page
+    images = {}
+    for figure in (plots.curves, plots.accuracy_vs_tokens):
+        path = target / f"{figure.__name__}.png"
+        plots.save(figure(loaded), path)
+        images[figure.__name__] = path.read_bytes()
+    with atomic_file(target / "report.html") as file:
+        file.write(page(loaded, images).encode())
+    return target / "report.html"
 
 
 def main(argv: Sequence[str]) -> None:

@@ -113,6 +113,7 @@ def _draw(ax: Axes, runs: Mapping[str, Run], title: str, curves: Sequence[Curve]
             ax.plot(x, y, **look)
     if not names:
         ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
+        ax.set(xticks=[], yticks=[])
     elif len(curves) > 1:
         beside_title = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
         short = all(curve.noisy for curve in curves)  # the names of evaluations may be long
@@ -240,17 +241,13 @@ def _figure(runs: Mapping[str, Run], panels: int, *, title: str) -> tuple[Figure
     return figure, axes[:panels]
 
 
-def _save(figure: Figure, path: str | pathlib.Path) -> None:
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png")
-
-
 def _title(runs: Mapping[str, Run]) -> str:
     return shorten_middle(next(iter(runs)), limit=100) if len(runs) == 1 else f"{len(runs)} runs"
 
 
-def plot_curves(runs: Mapping[str, Run], path: str | pathlib.Path) -> None:
-    """Draws a run, or several over each other, as one PNG: the panels that METRICS names.
+@matplotlib.rc_context(_STYLE)
+def curves(runs: Mapping[str, Run]) -> Figure:
+    """A run, or several over each other, over the steps: the panels that METRICS names.
 
     Thin lines are single steps, thick ones centred rolling means (runs of SMOOTHED_ROWS rows or
     more). Missing keys leave a panel with "no data".
@@ -259,29 +256,34 @@ def plot_curves(runs: Mapping[str, Run], path: str | pathlib.Path) -> None:
     for metric in METRICS:
         if metric.panel:
             panels.setdefault(metric.panel, []).append(metric)
-    with matplotlib.rc_context(_STYLE):
-        figure, axes = _figure(runs, len(panels), title=_title(runs))
-        for ax, (title, metrics) in zip(axes, panels.items(), strict=True):
-            (_seconds_panel if title == SECONDS else _panel)(ax, runs, title, metrics)
-            if not ax.get_xlabel():
-                ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-                ax.set_xlabel("finished rollout steps")
-        _save(figure, path)
+    figure, axes = _figure(runs, len(panels), title=_title(runs))
+    for ax, (title, metrics) in zip(axes, panels.items(), strict=True):
+        (_seconds_panel if title == SECONDS else _panel)(ax, runs, title, metrics)
+        if ax.has_data() and not ax.get_xlabel():
+            ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+            ax.set_xlabel("finished rollout steps")
+    return figure
 
 
-def plot_accuracy_vs_tokens(runs: Mapping[str, Run], path: str | pathlib.Path) -> None:
-    """Draws training and evaluation accuracy over the tokens sampled for training so far.
+@matplotlib.rc_context(_STYLE)
+def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
+    """Accuracy in training and evaluations over the tokens sampled for training so far.
 
     This is the axis on which runs with and without dynamic sampling compare fairly: the groups
     that are sampled and filtered out count.
     """
-    curves = [_metric_curve(ACCURACY, "training samples"), *_mean_scores(runs)]
-    with matplotlib.rc_context(_STYLE):
-        title = f"accuracy at equal sampling budgets: {_title(runs)}"
-        figure, axes = _figure(runs, len(curves), title=title)
-        for ax, curve in zip(axes, curves, strict=True):
-            _draw(ax, runs, curve.name, [_over_tokens(curve)])
-            ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-            ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
-            ax.set_xlabel("tokens sampled for training")
-        _save(figure, path)
+    scores = [_metric_curve(ACCURACY, "training samples"), *_mean_scores(runs)]
+    title = f"accuracy at equal sampling budgets: {_title(runs)}"
+    figure, axes = _figure(runs, len(scores), title=title)
+    for ax, curve in zip(axes, scores, strict=True):
+        _draw(ax, runs, curve.name, [_over_tokens(curve)])
+        ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+        ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        ax.set_xlabel("tokens sampled for training")
+    return figure
+
+
+def save(figure: Figure, path: str | pathlib.Path) -> None:
+    """Writes a figure as a PNG, complete or not at all."""
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png")

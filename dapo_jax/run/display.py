@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -19,8 +19,7 @@ from rich.text import Text
 
 from dapo_jax.run.metrics import METRICS, Metric
 
-PLAIN_WIDTH = 140  # columns of a sample table in a log file, which has no width of its own
-STACKED_BELOW = 120  # narrower displays show a sample as a block of lines, not as a table row
+PLAIN_WIDTH = 140  # columns of a sample in a log file, which has no width of its own
 ELAPSED_FROM = 50  # narrower terminals show only the remaining time beside the bar
 QUIET_SECONDS = 60.0  # a log that has been silent for so long also shows the phases of a step
 ETA_STEPS = 20  # the remaining time rests on the median of so many last steps
@@ -177,11 +176,10 @@ class Display:
         self.__exit__()
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Prints a table of sampled responses with their verdicts, rewards and ends."""
+        """Prints sampled responses with their verdicts, rewards and ends."""
         self.line(f"samples of step {step}")
-        narrow = self._console.width < STACKED_BELOW
-        table = self._sample_blocks if narrow else self._sample_table
-        self._console.print(table(samples), highlight=False)
+        for sample in samples:
+            self._console.print(*self._sample(sample), sep="\n", highlight=False)
 
     def _safe(self, text: str) -> str:
         """Printable text in the console's encoding, which may be plain ASCII."""
@@ -231,54 +229,34 @@ class Display:
             lines.append(self._spinner)
         return Group(*lines)
 
-    def _sample_cells(self, sample: Sample) -> dict[str, Text]:
-        """The seven things to show of a sample, by column name."""
-        prompt = sample.prompt.strip()
-        if len(prompt) > PROMPT_CHARACTERS:
-            prompt = "..." + prompt[-PROMPT_CHARACTERS:]
-        verdict = "correct" if sample.correct else "wrong"
-        if self._safe(sample.status) not in ("", verdict):
-            verdict += f": {sample.status}"
-        prediction = "(none)" if sample.prediction is None else sample.prediction
-        end, end_style = ("truncated", "yellow") if sample.truncated else ("stop", "dim")
+    def _sample(self, sample: Sample) -> Iterator[Table | Text]:
+        """A line with the verdict, then the ends of prompt and response."""
 
         def text(value: str, style: str = "", *, limit: int = 60) -> Text:
             shown = self._safe(shorten_middle(value, limit=limit))
             return Text(shown, style=style, overflow="fold")
 
-        return {
-            "prompt": text(prompt, "dim", limit=PROMPT_CHARACTERS + 3),
-            "response": text(sample.response, limit=RESPONSE_CHARACTERS),
-            "truth": text(sample.truth),
-            "prediction": text(prediction),
-            "verdict": text(verdict, "green" if sample.correct else "red"),
-            "reward": text(f"{sample.reward:+.2f}"),
-            "tokens": text(f"{sample.response_tokens} {end}", end_style),
-        }
-
-    def _sample_table(self, samples: Sequence[Sample]) -> Table:
-        table = Table(expand=True, show_lines=True)
-        table.add_column("prompt", ratio=2, overflow="fold")
-        table.add_column("response", ratio=4, overflow="fold")
-        table.add_column("truth", max_width=12, overflow="fold")
-        table.add_column("prediction", max_width=12, overflow="fold")
-        table.add_column("verdict", max_width=14, overflow="fold")
-        table.add_column("reward", justify="right", no_wrap=True)
-        table.add_column("tokens", justify="right", min_width=9)
-        for sample in samples:
-            table.add_row(*self._sample_cells(sample).values())
-        return table
-
-    def _sample_blocks(self, samples: Sequence[Sample]) -> Group:
-        blocks = []
-        for number, sample in enumerate(samples, start=1):
-            block = Table.grid(padding=(0, 1), expand=True)
-            block.add_column(style="bold", no_wrap=True)
-            block.add_column(ratio=1, overflow="fold")
-            for name, cell in self._sample_cells(sample).items():
-                block.add_row(name, cell)
-            blocks += [Text(f"-- {number} of {len(samples)}", style="dim"), block]
-        return Group(*blocks)
+        verdict = "correct" if sample.correct else "wrong"
+        color = "green" if sample.correct else "red"
+        if self._safe(sample.status) not in ("", verdict):
+            verdict += f": {sample.status}"
+        prediction = "(none)" if sample.prediction is None else sample.prediction
+        end = ("truncated", "yellow") if sample.truncated else ("stop", "dim")
+        numbers = f"reward {sample.reward:+.2f}, {sample.response_tokens} tokens, "
+        yield Text.assemble(
+            *(text(verdict, f"bold {color}"), ", truth ", text(sample.truth), ", prediction "),
+            *(text(prediction), ", ", numbers, end),
+            overflow="fold",
+        )
+        prompt = sample.prompt.strip()
+        if len(prompt) > PROMPT_CHARACTERS:
+            prompt = "..." + prompt[-PROMPT_CHARACTERS:]
+        texts = Table.grid(padding=(0, 1), expand=True)
+        texts.add_column(style="dim", no_wrap=True)
+        texts.add_column(ratio=1, overflow="fold")
+        texts.add_row("  prompt", text(prompt, "dim", limit=PROMPT_CHARACTERS + 3))
+        texts.add_row("  response", text(sample.response, limit=RESPONSE_CHARACTERS))
+        yield texts
 
 
 def _watched() -> list[Metric]:

@@ -11,8 +11,6 @@ import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 
-import tensorboardX
-
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator:
@@ -123,6 +121,9 @@ class MetricsWriter:
         self.cut_rows = len(pairs) - len(kept)
         self._steps = {row["step"] for _, row in kept}
         self._file = self.path.open("ab")
+        # Here and not above: it imports a cloud's clients, a second that readers need not wait.
+        import tensorboardX
+
         # Event files are named by the second: the suffix keeps a quick restart from overwriting one
         # and keeps the files in order.
         events = workdir / "tensorboard"

@@ -159,7 +159,7 @@ METRICS: list[Metric] = [
     Metric("grad_norm", "norm", "Global gradient norm before clipping.", form="{:.3g}",
            panel="gradient norm before clipping", summary="gradient norm"),
     Metric("ratio_gap", "ratio", "Mean |ratio - 1| in the first update: rounding, nothing else.",
-           lambda s: s.updates[0]["ratio_gap"] if s.taken else None,
+           lambda s: s.updates[0].get("ratio_gap") if s.taken else None,
            panel="sampler/learner gap, mean |ratio - 1|", log=True),
     Metric("lr", "", "Learning rate of the step.", lambda s: s.learning_rate),
     Metric("seconds/rollout", "s", "Sampling and grading.", panel=SECONDS),
