@@ -20,7 +20,8 @@ from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.rollout import collect, graded
 from dapo_jax.run import build, checks, command
-from dapo_jax.run.metrics import atomic_file, evaluation_line
+from dapo_jax.run.display import evaluation_line
+from dapo_jax.run.files import atomic_file
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Group, Verdict
 from sharding import hosts

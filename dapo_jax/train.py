@@ -13,31 +13,20 @@ import json
 import pathlib
 
 import jax
-import numpy as np
 from absl import flags, logging
 from clu import parameter_overview
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax.algorithm import (
-    group_advantage,
-    informative_groups,
-    outcome_reward,
-    soft_overlong_penalty,
-)
+from dapo_jax.algorithm import group_advantage, outcome_reward, soft_overlong_penalty
 from dapo_jax.evaluate import evaluate, result_row, write_results
 from dapo_jax.learner import make_batch, place_batch, warmup_learning_rate
-from dapo_jax.report import __main__ as report
+from dapo_jax.report import plots
+from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import collect, graded, minibatches, rollout_rows
 from dapo_jax.run import build, checks, command
-from dapo_jax.run.metrics import (
-    Display,
-    MetricsWriter,
-    Sample,
-    Stopwatch,
-    atomic_file,
-    evaluation_line,
-    write_rollouts,
-)
+from dapo_jax.run.display import Display, Sample, evaluation_line
+from dapo_jax.run.files import MetricsWriter, atomic_file, write_rollouts
+from dapo_jax.run.metrics import Step, Stopwatch, step_row
 from dapo_jax.run.snapshots import Boundaries
 from dapo_jax.run.timeline import plot_timeline
 from dapo_jax.sampler.session import Session
@@ -167,25 +156,26 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 write_results(workdir, step + 1, results)
 
             sampled_tokens_total = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
-            row = {
-                "step": step,
-                "prompts_seen": rollouts.cursor,
-                "sampled_tokens_total": sampled_tokens_total,
-                **rollout_metrics(config, rollouts, reward_PG),
-                **update_metrics(updates),
-                "lr": learning_rate,
-                **result_row(results),
-            }
+            finished = Step(
+                config=config,
+                step=step,
+                rollouts=rollouts,
+                reward_PG=reward_PG,
+                updates=updates,
+                learning_rate=learning_rate,
+                sampled_tokens_total=sampled_tokens_total,
+                evaluation=result_row(results),
+            )
             save_rollouts(config, workdir, step, rollouts, reward_PG)
             progress = {
                 "cursor": rollouts.cursor,
                 "sampled_tokens_total": sampled_tokens_total,
-                "row": row | timings(watch, rollouts),
+                "row": step_row(finished, watch.seconds()),
             }
             with watch("save"):
                 last = step + 1 == config.num_steps
                 boundaries.passed(step + 1, state, progress, force=last)
-            row |= timings(watch, rollouts)
+            row = step_row(finished, watch.seconds())
             if writer is not None:
                 writer.write(row)
             every = config.log.samples_every_steps
@@ -195,9 +185,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                     plot_timeline(rollouts.stats.blocks, workdir / "timeline.png")
             display.step(row)
     if hosts.is_main_host():
-        run = report.load_run(workdir)
-        report.plot_curves({workdir.name: run}, workdir / "curves.png")
-        print("\n".join([*report.summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
+        run = load_run(workdir)
+        plots.save(plots.curves({workdir.name: run}), workdir / "curves.png")
+        print("\n".join([*summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
 
 
 def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen) -> Batch:
@@ -238,75 +228,6 @@ def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
         f"{config.rollout.on_generation_cap!r}). Raise rollout.max_generation_batches and "
         "give the command again, or start anew with other data"
     )
-
-
-def rollout_metrics(config, rollouts: Rollouts, reward_PG) -> dict[str, float]:
-    """Statistics of the groups up to the last one kept, and of the work that sampling them took.
-
-    `unused_tokens_fraction` counts all that was sampled: groups that are not informative, and those
-    that were under way when the step had enough.
-    """
-    stats, sampled = rollouts.stats, len(rollouts.sampled)
-    return {
-        "reward/mean": float(reward_PG.mean()),
-        "accuracy/mean": float(rollouts.correct_PG.mean()),
-        "response_tokens/mean": float(rollouts.length_PG.mean()),
-        "response_tokens/max": int(rollouts.length_PG.max()),
-        "response_tokens/truncated_fraction": float(1 - rollouts.stopped_PG.mean()),
-        "groups/sampled": sampled,
-        "groups/informative": int(informative_groups(rollouts.correct_PG).sum()),
-        "groups/all_correct": int(rollouts.correct_PG.all(axis=1).sum()),
-        "groups/all_wrong": int((~rollouts.correct_PG).all(axis=1).sum()),
-        "groups/discarded": sampled - len(rollouts.kept),
-        "groups/cancelled": rollouts.issued - sampled,
-        "generation_batches": -(-sampled // config.rollout.generation_prompts),
-        "engine/occupancy": stats.busy_slot_steps / stats.slot_steps,
-        "engine/occupancy_while_waiting": (
-            stats.busy_waiting_slot_steps / max(stats.waiting_slot_steps, 1)
-        ),
-        "engine/requests": stats.requests,
-        "engine/prefilled_prompts": stats.prefilled_prompts,
-        "engine/cache_use": stats.cache_use,
-        "engine/drawn_tokens": stats.sampled_tokens,
-        "engine/unused_tokens_fraction": 1 - rollouts.kept_tokens / stats.sampled_tokens,
-    }
-
-
-def update_metrics(updates: list[dict]) -> dict[str, float]:
-    """Means over the updates taken; the ratio gap is the first one's, where it is only rounding."""
-    taken = [update for update in updates if update["taken"]]
-    counts = {"updates": len(taken), "updates_skipped": len(updates) - len(taken)}
-    if not taken:
-        return counts
-    names = (
-        "loss",
-        "entropy",
-        "mean_prob",
-        "kl",
-        "clip_fraction/high",
-        "clip_fraction/low",
-        "clip_fraction/dual",
-        "grad_norm",
-    )
-    return {
-        **counts,
-        **{name: float(np.mean([update[name] for update in taken])) for name in names},
-        "ratio_gap": float(updates[0]["ratio_gap"]),
-    }
-
-
-def timings(watch: Stopwatch, rollouts: Rollouts) -> dict[str, float]:
-    """Wall seconds of the step's phases, and sampled or trained tokens a second."""
-    stats, trained, row = rollouts.stats, rollouts.kept_tokens, watch.row()
-    rollout_seconds = max(watch.seconds("rollout"), 1e-9)
-    return {
-        **row,
-        **{f"seconds_in_rollout/{name}": seconds for name, seconds in stats.seconds.items()},
-        "tokens_per_second/rollout": stats.sampled_tokens / rollout_seconds,
-        "tokens_per_second/rollout_used": trained / rollout_seconds,
-        "tokens_per_second/update": trained / max(watch.seconds("update"), 1e-9),
-        "tokens_per_second/step": stats.sampled_tokens / row["seconds/total"],
-    }
 
 
 def save_rollouts(config, workdir, step, rollouts: Rollouts, reward_PG) -> None:

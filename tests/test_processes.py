@@ -16,7 +16,7 @@ import sys
 
 import pytest
 
-from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.files import read_rows
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
 from dapo_jax.rollout import minibatches
 from dapo_jax.run import build
-from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.files import read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Response, Verdict
 from models.hf import load_config, load_params
