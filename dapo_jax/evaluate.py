@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from dapo_jax.rollout import Group, collect, verified
 from dapo_jax.run import build, command
@@ -69,23 +69,23 @@ def evaluate(
     config: ConfigDict,
     policy: build.Policy,
     params,
-    sets,
+    sets: dict[str, build.EvalSet],
     tokenizer,
     *,
     report: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
-    """Results of every set. `params` are the sampler's; the randomness is the same each time."""
-    verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
+    """Evaluates every set. `params` are the sampler's; the randomness is the same each time."""
     results = {}
-    for name, prompts in sets.items():
+    for name, chosen in sets.items():
+        prompts = chosen.dataset.prompts
         stream = build.key(config, build.EVAL_STREAM)
         key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
         rollouts = collect(
-            Session(policy.engine, params, key, build.eval_sampling(config, tokenizer)),
+            Session(policy.engine, params, key, chosen.sampling),
             prompts.__getitem__,
-            verify,
+            functools.partial(verified, tokenizer=tokenizer, task=chosen.dataset.task),
             0,
-            group_size=config.eval.samples_per_prompt,
+            group_size=chosen.k,
             num_prompts=len(prompts),
             max_prompts=len(prompts),
             expected_rate=1.0,
@@ -151,11 +151,10 @@ def require_directory(workdir: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
+    CONFIG = command.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )
     DISTRIBUTED = command.define_distributed()
-    flags.mark_flag_as_required("config")
     command.run(main)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_jax.algorithm import first_informative, informative_groups
 from dapo_jax.sampler.engine import Block, Finished, Session
-from dapo_jax.tasks.math_rules import verify_many
+from dapo_jax.tasks.base import Task, grade_many
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Prompt, Verdict
 from sharding import hosts
@@ -105,10 +105,10 @@ class Verified:
     verdicts: list[Verdict]
 
 
-def verified(finished: Finished, prompt: Prompt, *, tokenizer: Tokenizer, rules: str) -> Verified:
-    """Decode a finished group's responses and compare their answers with the prompt's."""
+def verified(finished: Finished, prompt: Prompt, *, tokenizer: Tokenizer, task: Task) -> Verified:
+    """Decode and grade a finished group's responses."""
     texts = [tokenizer.decode(response.tokens.tolist()) for response in finished.responses]
-    return Verified(texts, verify_many(texts, [prompt.example.answer] * len(texts), rules=rules))
+    return Verified(texts, grade_many(task, texts, prompt.example))
 
 
 def group_of(finished: Finished, prompt: Prompt, found: Verified) -> Group:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from absl import flags, logging
 from clu import parameter_overview
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from dapo_jax.algorithm import (
     correctness_reward,
@@ -87,7 +87,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         run_key = build.key(config, build.ROLLOUT_STREAM)
         r, algo = config.rollout, config.algo
         sampling = build.sampling(config, tokenizer)
-        verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
+        verify = functools.partial(verified, tokenizer=tokenizer, task=data.train.task)
 
         display = stack.enter_context(
             Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
@@ -108,8 +108,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         update = build.compile_update(config, policy, start_weights)
         display.phase("compiling the sampler")
         policy.engine.compile(sampling)
-        if config.eval.every_steps and data.eval_sets:
-            policy.engine.compile(build.eval_sampling(config, tokenizer))
+        for chosen in data.eval_sets.values() if config.eval.every_steps else ():
+            policy.engine.compile(chosen.sampling)
         sampler_params = policy.reshard(state.params, start_weights)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
             results = evaluate_now(sampler_params)
@@ -123,7 +123,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             with watch("rollout"):
                 rollouts = collect(
                     Session(policy.engine, sampler_params, run_key, sampling),
-                    data.train.__getitem__,
+                    data.stream.__getitem__,
                     verify,
                     progress["cursor"],
                     group_size=r.group_size,
@@ -408,7 +408,7 @@ def banner(config, policy, data, params, workdir, first_step) -> str:
         parameter_overview.get_parameter_overview(params, include_stats=False),
         f"devices: {jax.device_count()} x {device.device_kind}, mesh "
         + ", ".join(f"{axis} {size}" for axis, size in policy.mesh.shape.items()),
-        *(line for report in data.reports for line in report.lines()),
+        *data.report_lines(),
         f"a step: {config.rollout.num_prompts} prompts x {config.rollout.group_size} responses of "
         f"at most {config.rollout.max_response_tokens} tokens, {config.updates_per_step} updates",
         f"workdir: {workdir}" + (f", resuming after {first_step} steps" if first_step else ""),
@@ -427,8 +427,7 @@ def main(_):
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
+    CONFIG = command.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     DISTRIBUTED = command.define_distributed()
-    flags.mark_flag_as_required("config")
     command.run(main)

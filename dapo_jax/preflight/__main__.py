@@ -27,7 +27,7 @@ import numpy as np
 from absl import flags
 from jax.experimental import topologies
 from matplotlib.figure import Figure
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from dapo_jax.preflight import hlo_cost, simulate
 from dapo_jax.preflight.chips import GIB, Chip, chip_of
@@ -130,14 +130,15 @@ def lowered_programs(config: ConfigDict, policy: build.Policy) -> dict[str, jax.
     ids = types.SimpleNamespace(  # a tokenizer's, as far as the programs know it
         stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
     )
-    sampling, evaluating = build.sampling(config, ids), build.eval_sampling(config, ids)
+    sampling = build.sampling(config, ids)
+    evaluating = build.eval_samplings(config, ids).values() if config.eval.every_steps else ()
     with jax.set_mesh(policy.mesh):
         sampler = policy.engine.lower(sampling)
         programs = {"reshard": policy.reshard.lower(policy.state.params, start_weights)}
-        if config.eval.every_steps and evaluating != sampling:
-            of_evaluation = policy.engine.lower(evaluating)
-            key = next(k for k in of_evaluation if k[0] == "decode")
-            programs["decode (evaluation)"] = of_evaluation[key]
+        for i, how in enumerate(dict.fromkeys(how for how in evaluating if how != sampling)):
+            lowered = policy.engine.lower(how)
+            key = next(k for k in lowered if k[0] == "decode")
+            programs[f"decode (evaluation{f' {i + 1}' if i else ''})"] = lowered[key]
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
     programs["decode"] = next(low for key, low in sampler.items() if key[0] == "decode")
     mean_pages = policy.engine.bucket(min(simulate.PROMPT_TOKENS, config.rollout.max_prompt_tokens))
@@ -602,12 +603,11 @@ def write_json(report: Report, path: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "The recipe.", lock_config=True)
+    CONFIG = command.define_config()
     TOPOLOGY = flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
     SLICES = flags.DEFINE_integer("slices", None, "How many of them; the recipe's mesh.slices.")
     SUGGEST = flags.DEFINE_bool("suggest", False, "Propose mesh and batch settings, and take them.")
     MEAN = flags.DEFINE_float("mean_response_tokens", None, "Of the simulated step.")
     JSON = flags.DEFINE_string("json", None, "Write the report here.")
     PNG = flags.DEFINE_string("png", None, "Draw memory and time here.")
-    flags.mark_flag_as_required("config")
     command.run(main)

@@ -11,14 +11,14 @@ from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
+from configs.base import eval_settings, train_settings
 from dapo_jax import algorithm, learner
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, plan_cache
-from dapo_jax.tasks import math_rules
-from dapo_jax.tasks.readers import DataError, PromptStream, Report, Source, load_prompts
+from dapo_jax.tasks import math_problems
+from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
-from dapo_jax.types import Prompt
 from models.hf import load_config, load_params, read_config
 from models.lora import MATRICES, Lora, adapter_axes, init_adapters
 from models.qwen2 import (
@@ -98,15 +98,28 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalSet:
+    """An evaluation set, and how k responses to each of its prompts are sampled."""
+
+    dataset: Dataset
+    k: int
+    sampling: Sampling
+
+
+@dataclasses.dataclass(frozen=True)
 class Data:
-    """Prompts that a command reads, by data set, and what became of each set's rows.
+    """The data sets that a command reads; train and stream are None where it does not train."""
 
-    train is None where only evaluation sets were asked for.
-    """
+    train: Dataset | None
+    stream: PromptStream | None
+    eval_sets: dict[str, EvalSet]
 
-    train: PromptStream | None
-    eval_sets: dict[str, list[Prompt]]
-    reports: list[Report]
+    def report_lines(self) -> list[str]:
+        """Accounts for each row of each data set."""
+        sets = [s.dataset for s in self.eval_sets.values()]
+        return [
+            line for s in ([self.train] if self.train else []) + sets for line in s.report.lines()
+        ]
 
 
 def checkpoints(config: ConfigDict, workdir: pathlib.Path, *, keep: int | None) -> Checkpoints:
@@ -166,33 +179,25 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
 
 
 def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Data:
-    """Read, clean and tokenize the evaluation sets, and the training set if `training`."""
-
-    def prompts(name: str, source: ConfigDict) -> tuple[list[Prompt], Report]:
-        try:
-            return load_prompts(
-                Source(**source),
-                tokenizer,
-                max_prompt_tokens=config.rollout.max_prompt_tokens,
-                on_bad_row=config.data.on_bad_row,
-            )
-        except (DataError, FileNotFoundError) as error:
-            raise type(error)(f"{name}: {error}") from error
-
-    sets = {name: prompts(f"eval.sets.{name}", source) for name, source in config.eval.sets.items()}
-    limit = config.eval.max_prompts
-    eval_sets = {name: kept[:limit] if limit else kept for name, (kept, _) in sets.items()}
-    reports = [report for _, report in sets.values()]
+    """Loads and tokenizes the evaluation sets, and the training set if `training`."""
+    load = functools.partial(
+        load_dataset, tokenizer=tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
+    )
+    samplings = eval_samplings(config, tokenizer)
+    eval_sets = {
+        name: EvalSet(load(f"eval.sets.{name}", settings), settings["k"], samplings[name])
+        for name, settings in eval_settings(config).items()
+    }
     if not training:
-        return Data(None, eval_sets, reports)
-    train, report = prompts("data.train", config.data.train)
+        return Data(None, None, eval_sets)
+    train = load("data.train", train_settings(config))
     size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
-    if len(train) < config.rollout[size]:
+    if len(train.prompts) < config.rollout[size]:
         raise ValueError(
-            f"data.train has {len(train)} usable prompts, fewer than one generation batch of "
-            f"rollout.{size} = {config.rollout[size]}; add data or lower that key"
+            f"data.train has {len(train.prompts)} usable prompts, fewer than one generation batch "
+            f"of rollout.{size} = {config.rollout[size]}; add data or lower that key"
         )
-    return Data(PromptStream(train, seed=config.seed), eval_sets, [report, *reports])
+    return Data(train, PromptStream(train.prompts, seed=config.seed), eval_sets)
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
@@ -209,14 +214,15 @@ def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
     )
 
 
-def eval_sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
-    """How evaluation samples: as training, but for temperature and top-p, and never top-k."""
-    return dataclasses.replace(
-        sampling(config, tokenizer),
-        temperature=config.eval.temperature,
-        top_p=config.eval.top_p,
-        top_k=0,
-    )
+def eval_samplings(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Sampling]:
+    """How each set is sampled: as in training, but for temperature and top-p, and never top-k."""
+    training = sampling(config, tokenizer)
+    return {
+        name: dataclasses.replace(
+            training, temperature=settings["temperature"], top_p=settings["top_p"], top_k=0
+        )
+        for name, settings in eval_settings(config).items()
+    }
 
 
 def build_policy(config: ConfigDict, vocab_size: int, *, devices=None) -> Policy:
@@ -389,7 +395,7 @@ def check(config: ConfigDict) -> None:
     for name, choices in (
         ("model.compute_dtype", ("float32", "bfloat16")),
         ("algo.loss_aggregation", algorithm.AGGREGATIONS),
-        ("verifier.rules", math_rules.RULES),
+        ("verifier.rules", math_problems.RULES),
         ("rollout.on_generation_cap", ("train", "stop")),
         ("data.on_bad_row", ("error", "skip")),
         ("tokenizer.chat", ("none", "template")),
@@ -407,6 +413,11 @@ def check(config: ConfigDict) -> None:
         require(0 < value(name) <= 1, f"{name} = {value(name)}, but must be over 0 and at most 1")
     for name in ("learner.adam_b1", "learner.adam_b2"):
         require(0 <= value(name) < 1, f"{name} = {value(name)}, but must be from 0 to below 1")
+    for name, chosen in eval_settings(config).items():
+        check_eval_set(f"eval.sets.{name}", chosen)
+    for name in ("k", "temperature", "top_p"):
+        message = f"data.train.{name} is set, but is for evaluation sets; set rollout's keys"
+        require(config.data.train[name] is None, message)
     require(0 <= config.seed < 2**32, f"seed = {config.seed}, but must be from 0 to {2**32 - 1}")
     require(
         r.group_size >= 2,
@@ -452,6 +463,19 @@ def check(config: ConfigDict) -> None:
         f"learner.row_tokens = {c.row_tokens} does not hold the longest sequence: "
         f"rollout.max_prompt_tokens + max_response_tokens - 1 = {longest}",
     )
+
+
+def check_eval_set(key: str, settings: dict) -> None:
+    """Refuses an evaluation set that cannot be sampled or graded (ValueError)."""
+    for name, works, wanted in (
+        ("k", settings["k"] >= 1, "at least 1"),
+        ("max_prompts", settings["max_prompts"] >= 0, "at least 0"),
+        ("temperature", 0 < settings["temperature"] < math.inf, "greater than 0 and finite"),
+        ("top_p", 0 < settings["top_p"] <= 1, "over 0 and at most 1"),
+        ("rules", settings["rules"] in math_problems.RULES, ", ".join(math_problems.RULES)),
+    ):
+        if not works:
+            raise ValueError(f"{key}.{name} = {settings[name]!r}, but must be {wanted}")
 
 
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:

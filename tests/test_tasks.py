@@ -1,0 +1,190 @@
+"""Tasks and evaluation sets, also ones from outside the packages: an added file, or flags alone."""
+
+import gzip
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from configs import base, tiny
+from dapo_jax import train
+from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.math_problems import MathProblems
+from dapo_jax.tasks.readers import DataError
+from dapo_jax.types import Example, Group, Prompt, Response, Verdict
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OUTSIDE = pathlib.Path(__file__).parent / "ext_tasks"
+COUNTDOWN = "countdown:Countdown"
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch):
+    """Tasks of one's own are found where PYTHONPATH points."""
+    monkeypatch.syspath_prepend(str(OUTSIDE))
+
+
+class Letters:
+    """A tokenizer of one id a character."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def group(texts, example):
+    responses = tuple(
+        Response(np.array(list(map(ord, text)), np.int32), np.zeros(len(text), np.float32), True)
+        for text in texts
+    )
+    return Group(3, Prompt(np.zeros(1, np.int32), example), responses)
+
+
+def made(**settings):
+    config = base.get_config()
+    config.data.train = base.dataset(**settings)
+    return make_task("data.train", base.train_settings(config))
+
+
+def test_a_task_is_made_of_the_settings_that_it_takes():
+    task = made(task=COUNTDOWN, count=7, seed=5, args={"numbers": 4})
+    assert (task.count, task.seed, task.numbers) == (7, 5, 4)
+    assert len(list(task.load())) == 7
+    assert made(path="x.jsonl", prompt_field="problem", rules="strict") == MathProblems(
+        path="x.jsonl", prompt_field="problem", rules="strict"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "arithmetik"}, "data.train.task = 'arithmetik': there is no such task. Did you "),
+        ({"task": "nowhere.x:Y"}, "no module 'nowhere' in the working .* Built in are math, arith"),
+        ({"task": "countdown:Count"}, r"no class of this name; its tasks are Countdown\."),
+        ({"task": "countdown:FORM"}, "no methods load and grade in it; its tasks are Countdown"),
+        (
+            {"task": COUNTDOWN, "args": {"number": 4}},
+            r"argument 'number' \(data.train.args\); it t",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_made_is_named_with_what_there_is(settings, message):
+    with pytest.raises(DataError, match=message):
+        made(**settings)
+
+
+def test_a_tasks_score_is_the_groups_and_filtering_knows_correctness_alone():
+    example = Example((), "5", "", 0, extra={"numbers": [2, 3]})
+    texts = ["Answer: 2+3", "Answer: 2*3", "no", "Answer: 2+("]
+    (ungraded, task) = group(texts, example), made(task=COUNTDOWN)
+    result = graded(ungraded, task=task, tokenizer=Letters())
+    assert result.score_G.tolist() == [1.0, 0.1, -1.0, -1.0]
+    assert result.correct_G.tolist() == [True, False, False, False]
+    assert [response.text for response in result.responses] == texts
+    assert result.length_G.tolist() == ungraded.length_G.tolist()
+    plain = graded(ungraded, task=MathProblems(path=""), tokenizer=Letters())
+    assert np.isnan(plain.score_G).all()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "message"),
+    [
+        (True, "graded a response True, which is no Verdict"),
+        (Verdict(True, "", "", float("nan")), "score nan"),
+    ],
+)
+def test_what_a_task_must_not_return_is_named(verdict, message):
+    class Careless:
+        def grade(self, response, example):
+            return verdict
+
+    with pytest.raises(TypeError, match=f"Careless.*{message}"):
+        graded(group(["a"], None), task=Careless(), tokenizer=Letters())
+
+
+def small_config():
+    """One step of configs/tiny.py on a handful of prompts."""
+    config = tiny.get_config()
+    config.num_steps = 1
+    config.rollout.num_prompts = 4
+    config.updates_per_step = 1
+    config.rollout.generation_prompts = 4
+    config.rollout.max_generation_batches = 1
+    config.rollout.max_response_tokens = 32
+    config.rollout.page_tokens = 96
+    config.rollout.cache_mib = 3
+    config.algo.overlong_cache_tokens = 8
+    config.learner.row_tokens = 256
+    config.eval.every_steps = 0
+    return config
+
+
+def test_training_on_a_task_of_ones_own(tmp_path):
+    config = small_config()
+    config.data.train = base.dataset(task=COUNTDOWN, count=50)
+    config.algo.dynamic_sampling = False
+    train.train(config, tmp_path)
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert row["updates"] == 1
+    with gzip.open(tmp_path / "rollouts" / "0.jsonl.gz", "rt") as file:
+        responses = [json.loads(line) for line in file]
+    assert {r["source"] for r in responses} == {"countdown"}
+    assert {r["status"] for r in responses} <= {"correct", "wrong", "no_answer", "unreadable"}
+
+
+# Evaluation sets
+
+
+def command(name, *arguments):
+    """Runs a command as a user does, on the small recipe of experiments/preemption."""
+    return subprocess.run(
+        [sys.executable, "-m", f"dapo_jax.{name}", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+SMALL = "--config=experiments/preemption/config.py"
+
+
+def test_evaluation_sets_by_flags_alone(tmp_path):
+    """One that the recipe lacks, with its own k and sampling, beside the recipe's changed one."""
+    file = tmp_path / "wild.jsonl"
+    rows = [{"problem": f"What is {n}+1?", "answer": n + 1} for n in range(10, 13)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    done = command(
+        "evaluate",
+        *(SMALL, f"--workdir={tmp_path}", "--step=0"),
+        f"--config.eval.sets.wild.path={file}",
+        "--config.eval.sets.wild.prompt_field=problem",
+        *("--config.eval.sets.wild.template", "dapo"),
+        "--config.eval.sets.wild.k=2",
+        "--config.eval.sets.wild.temperature=0.5",
+        "--config.eval.sets.wild.top_p=0.9",
+        "--config.eval.sets.wild.max_prompts=2",
+        "--config.eval.sets.arithmetic.count=3",
+    )
+    assert done.returncode == 0, done.stderr
+    sets = json.loads((tmp_path / "eval" / "0.json").read_text())["sets"]
+    assert set(sets) == {"arithmetic", "wild"}
+    assert sets["wild"]["problems"] == 2 and "mean@2" in sets["wild"]
+    assert sets["arithmetic"]["problems"] == 3 and "mean@4" in sets["arithmetic"]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("train", ()), ("evaluate", ()), ("preflight", ("--topology=v5e:2x4",))],
+)
+def test_a_misspelt_key_of_a_new_set_is_refused_with_the_nearest(tmp_path, name, extra):
+    workdir = () if name == "preflight" else (f"--workdir={tmp_path}",)
+    done = command(name, SMALL, *workdir, *extra, "--config.eval.sets.wild.promt_field=problem")
+    assert done.returncode == 1
+    assert 'no key \'promt_field\'; Did you mean "prompt_field"' in done.stderr.replace("\n", " ")
+
+
+def test_a_value_of_another_type_is_refused(tmp_path):
+    done = command("train", SMALL, f"--workdir={tmp_path}", "--config.eval.sets.wild.k=many")
+    assert done.returncode == 1 and "error:" in done.stderr and "many" in done.stderr
+    done = command("train", SMALL, f"--workdir={tmp_path}", "--config.eval.sets.wild.k=0")
+    assert done.returncode == 1 and "eval.sets.wild.k = 0, but must be at least 1" in done.stderr
