@@ -33,15 +33,21 @@ class RecipeParser(ConfigFileFlagParser):
         named = [match[1] for argument in sys.argv if (match := SET_FLAG.match(argument))]
         with config.unlocked():
             for name in named:
-                config.eval.sets.setdefault(name, dataset())
+                if not name.isidentifier():
+                    message = "the name of a set has letters, digits and _ and begins with no digit"
+                    raise ValueError(f"eval.sets.{name}: {message}")
+                if name not in config.eval.sets:
+                    config.eval.sets[name] = dataset()
         return config
 
 
-def define_config() -> flags.FlagHolder:
-    """The flag --config=FILE[:PRESET], which is required, and --config.KEY=VALUE of any key."""
-    holder = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
-    flags.FLAGS["config"].parser = RecipeParser("config", lock_config=True)
-    flags.mark_flag_as_required("config")
+def define_config(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key."""
+    holder = config_flags.DEFINE_config_file(
+        "config", None, "The run's recipe.", flag_values=flag_values, lock_config=True
+    )
+    flag_values["config"].parser = RecipeParser("config", lock_config=True)
+    flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
 
 
