@@ -33,6 +33,7 @@ def get_config() -> ConfigDict:
     config.model.path = ""  # Hugging Face directory of the start policy; "": random weights
     config.model.preset = ""  # a name of models.qwen2.PRESETS: what path has, or for random weights
     config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
+    config.model.kernels = "auto"  # by platform; or cpu, gpu, tpu, tpu_interpret (models/kernels)
 
     config.tokenizer = ConfigDict()
     config.tokenizer.path = ""  # directory; "": model.path
@@ -63,6 +64,7 @@ def get_config() -> ConfigDict:
     config.rollout.block_tokens = 16  # decode steps between looks at which responses ended
 
     config.algo = ConfigDict()
+    config.algo.loss = "dapo"  # Eq. 8; a name of dapo_jax.learner.LOSSES
     config.algo.eps_low = 0.2  # Eq. 10
     config.algo.eps_high = 0.28  # Eq. 10, clip-higher
     config.algo.dual_clip = 10.0  # bound on the loss of negative advantages (recipe)

@@ -125,21 +125,21 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
     recipe = ConfigDict(json.loads(file.read_text(encoding="utf-8")))
     recipe.mesh.data, recipe.mesh.model = -1, 1  # here, not on the machine that trained
-    policy = build.build_policy(recipe, vocab_size=0)
+    programs = build.programs(recipe, vocab_size=0)
     checkpoints = build.checkpoints(recipe, workdir, keep=None)
     step = checkpoints.latest_step() if step is None else step
     if step is None:
         raise FileNotFoundError(f"{workdir / 'checkpoints'} is empty: there is nothing to convert")
-    state, _ = checkpoints.restore(step, policy.state)
+    state, _ = checkpoints.restore(step, programs.state)
     checkpoints.close()
     model_path = recipe.model.path
     kept = _kept(model_path) if model_path else {}
     tokenizer_path = epath.Path(recipe.tokenizer.path or model_path)
     params = state.params
-    if policy.learning.lora:
-        start_weights = build.load_weights(recipe, policy, dtype=recipe.model.compute_dtype)
-        params = learner.policy_weights(params, start_weights, policy.learning)
-    return learner.cast(params, dtype), policy.model_config, kept, tokenizer_path
+    if programs.learning.lora:
+        start_weights = programs.load_weights(dtype=recipe.model.compute_dtype)
+        params = learner.policy_weights(params, start_weights, programs.learning)
+    return learner.cast(params, dtype), programs.sizes, kept, tokenizer_path
 
 
 def _kept(path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ evaluates the checkpoint after N rollout steps (default: the newest) into DIR/ev
 """
 
 import collections
-import functools
 import json
 import math
 import pathlib
@@ -18,11 +17,11 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from dapo_jax.rollout import Group, collect, verified
-from dapo_jax.run import build, command
+from dapo_jax.rollout import collect
+from dapo_jax.run import build, checks, command
 from dapo_jax.run.metrics import atomic_file, evaluation_line
-from dapo_jax.sampler.engine import Session
-from dapo_jax.types import Verdict
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Group, Verdict
 from sharding import hosts
 
 
@@ -51,7 +50,9 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
     return {
         f"mean@{k}": float(correct_PK.mean()),
-        f"maj@{k}": float(np.mean([majority_is_correct(g.verdicts) for g in groups])),
+        f"maj@{k}": float(
+            np.mean([majority_is_correct([r.verdict for r in g.responses]) for g in groups])
+        ),
         **{
             f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
             for n in powers
@@ -60,17 +61,16 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
         "no_answer_fraction": float(
-            np.mean([v.prediction is None for group in groups for v in group.verdicts])
+            np.mean([r.verdict.prediction is None for g in groups for r in g.responses])
         ),
     }
 
 
 def evaluate(
     config: ConfigDict,
-    policy: build.Policy,
+    programs: build.Programs,
     params,
     sets: dict[str, build.EvalSet],
-    tokenizer,
     *,
     report: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
@@ -81,9 +81,9 @@ def evaluate(
         stream = build.key(config, build.EVAL_STREAM)
         key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
         rollouts = collect(
-            Session(policy.engine, params, key, chosen.sampling),
+            Session(programs.engine, params, key, chosen.sampling),
             prompts.__getitem__,
-            functools.partial(verified, tokenizer=tokenizer, task=chosen.dataset.task),
+            chosen.dataset.grade,
             0,
             group_size=chosen.k,
             num_prompts=len(prompts),
@@ -117,28 +117,28 @@ def result_row(results) -> dict[str, float]:
 def main(_):
     config = CONFIG.value
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
-    build.check(config)
+    checks.check(config)
     if not config.eval.sets:
         raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
     workdir = pathlib.Path(WORKDIR.value)
     hosts.on_main(lambda: require_directory(workdir))
     say = print if hosts.is_main_host() else lambda message: None
     tokenizer = build.tokenizer(config)
-    policy = build.build_policy(config, tokenizer.vocab_size)
+    programs = build.programs(config, tokenizer.vocab_size)
     data = build.load_data(config, tokenizer, training=False)
     checkpoints = build.checkpoints(config, workdir, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is nothing to evaluate")
     if step == 0:
-        params = build.start_params(config, policy)
+        params = programs.start_params()
     else:
-        params = checkpoints.restore(step, policy.state)[0].params
+        params = checkpoints.restore(step, programs.state)[0].params
     checkpoints.close()
     # LoRA adapts them; the KL term, which needs them too, is training's.
-    start_weights = build.start_weights(config, policy) if policy.learning.lora else None
-    sampler_params = policy.reshard(params, start_weights)
-    results = evaluate(config, policy, sampler_params, data.eval_sets, tokenizer, report=say)
+    start_weights = programs.load_start_weights() if programs.learning.lora else None
+    sampler_params = programs.reshard(params, start_weights)
+    results = evaluate(config, programs, sampler_params, data.eval_sets, report=say)
     write_results(workdir, step, results)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
     say(f"written to {workdir / 'eval' / f'{step}.json'}")

@@ -8,7 +8,6 @@ given again; anything else is an error. `train` holds one RL step, top to bottom
 """
 
 import contextlib
-import functools
 import json
 import pathlib
 
@@ -19,16 +18,16 @@ from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from dapo_jax.algorithm import (
-    correctness_reward,
     group_advantage,
     informative_groups,
+    outcome_reward,
     soft_overlong_penalty,
 )
 from dapo_jax.evaluate import evaluate, result_row, write_results
-from dapo_jax.learner import init_state, make_batch, shares_prompts, warmup_learning_rate
+from dapo_jax.learner import make_batch, place_batch, warmup_learning_rate
 from dapo_jax.report import __main__ as report
-from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
-from dapo_jax.run import build, command
+from dapo_jax.rollout import collect, minibatches, rollout_rows
+from dapo_jax.run import build, checks, command
 from dapo_jax.run.metrics import (
     Display,
     MetricsWriter,
@@ -40,60 +39,44 @@ from dapo_jax.run.metrics import (
 )
 from dapo_jax.run.snapshots import Boundaries
 from dapo_jax.run.timeline import plot_timeline
-from dapo_jax.sampler.engine import Session
+from dapo_jax.sampler.session import Session
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
-from sharding import hosts, rules
+from dapo_jax.types import Batch, Rollouts
+from sharding import hosts
 
-# A resumed run may change these; anything else would make it another run. Where it runs on other
-# devices, the work has to be divided in another way.
-MAY_CHANGE = (
-    "num_steps",
-    "rollout.max_generation_batches",
-    "rollout.on_generation_cap",
-    "rollout.cache_mib",
-    "rollout.slot_tokens",
-    "learner.micro_batch_rows",
-    "learner.row_tokens",
-    "learner.remat",
-    "eval.",
-    "checkpoint.",
-    "log.",
-    "mesh.",
-)
 SHOWN_SAMPLES = 4
 
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Run, or resume, the recipe in `workdir` until config.num_steps rollout steps are done."""
-    build.check(config)
+    checks.check(config)
     with contextlib.ExitStack() as stack:
         checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
         boundaries = stack.enter_context(
             Boundaries(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
         )
         tokenizer = build.tokenizer(config)
-        policy = build.build_policy(config, tokenizer.vocab_size)
-        build.check_divides(config, policy.mesh)
-        hosts.on_main(lambda: refuse_another_recipe(config, workdir))
+        programs = build.programs(config, tokenizer.vocab_size)
+        checks.check_divides(config, programs.mesh)
+        hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
         data = build.load_data(config, tokenizer, training=True)
-        restored = checkpoints.restore_latest(policy.state, report=logging.warning)
+        restored = checkpoints.restore_latest(programs.state, report=logging.warning)
         if restored is None:
-            first_step, state = 0, start_state(config, policy)
+            first_step, state = 0, programs.start_state()
             progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
         else:
             first_step, state, progress = restored
-        start_weights = build.start_weights(config, policy)
+        start_weights = programs.load_start_weights()
         record_config(config, workdir)
         run_key = build.key(config, build.ROLLOUT_STREAM)
         r, algo = config.rollout, config.algo
         sampling = build.sampling(config, tokenizer)
-        verify = functools.partial(verified, tokenizer=tokenizer, task=data.train.task)
 
         display = stack.enter_context(
             Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
         )
         boundaries.say = display.last_line
-        display.line(banner(config, policy, data, state.params, workdir, first_step))
+        display.line(banner(config, programs, data, state.params, workdir, first_step))
         writer = None
         if hosts.is_main_host():
             resume_step = first_step - 1 if first_step else None
@@ -102,15 +85,15 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 writer.write(progress["row"])  # killed between the checkpoint and its row
 
         def evaluate_now(params):
-            return evaluate(config, policy, params, data.eval_sets, tokenizer, report=display.phase)
+            return evaluate(config, programs, params, data.eval_sets, report=display.phase)
 
         display.phase("compiling the update")
-        update = build.compile_update(config, policy, start_weights)
+        update = programs.compile_update()
         display.phase("compiling the sampler")
-        policy.engine.compile(sampling)
+        programs.engine.compile(sampling)
         for chosen in data.eval_sets.values() if config.eval.every_steps else ():
-            policy.engine.compile(chosen.sampling)
-        sampler_params = policy.reshard(state.params, start_weights)
+            programs.engine.compile(chosen.sampling)
+        sampler_params = programs.reshard(state.params, start_weights)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
             results = evaluate_now(sampler_params)
             write_results(workdir, 0, results)
@@ -122,9 +105,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             # Sample and verify until there are enough informative groups (Eq. 11).
             with watch("rollout"):
                 rollouts = collect(
-                    Session(policy.engine, sampler_params, run_key, sampling),
+                    Session(programs.engine, sampler_params, run_key, sampling),
                     data.stream.__getitem__,
-                    verify,
+                    data.train.grade,
                     progress["cursor"],
                     group_size=r.group_size,
                     num_prompts=r.num_prompts,
@@ -142,7 +125,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 display.line(f"{message}. The step trains on {len(rollouts.kept)} groups")
 
             # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
-            reward_PG = correctness_reward(rollouts.correct_PG) + soft_overlong_penalty(
+            reward_PG = outcome_reward(
+                rollouts.correct_PG, rollouts.score_PG
+            ) + soft_overlong_penalty(
                 rollouts.length_PG,
                 max_tokens=r.max_response_tokens,
                 cache_tokens=algo.overlong_cache_tokens,
@@ -163,13 +148,13 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             with watch("update"):
                 for i, chosen in enumerate(chunks):
                     display.phase(f"update: {i + 1}/{len(chunks)}")
-                    batch = minibatch(config, policy, rollouts, advantage_PG, chosen)
+                    batch = minibatch(config, programs, rollouts, advantage_PG, chosen)
                     state, metrics = update(state, start_weights, batch, learning_rate)
                     # The host is one ahead: it packs while the devices take the update before.
                     jax.block_until_ready(updates[-1:])
                     updates.append(metrics)
                 updates = hosts.fetch(updates)
-            sampler_params = policy.reshard(state.params, start_weights)
+            sampler_params = programs.reshard(state.params, start_weights)
 
             results = {}
             if is_due(step, config.eval.every_steps, config.num_steps) and data.eval_sets:
@@ -177,7 +162,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                     results = evaluate_now(sampler_params)
                 write_results(workdir, step + 1, results)
 
-            sampled_tokens_total = progress["sampled_tokens_total"] + rollouts.work.drawn_tokens
+            sampled_tokens_total = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
             row = {
                 "step": step,
                 "prompts_seen": rollouts.cursor,
@@ -203,7 +188,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             if every and step % every == 0:
                 display.samples(step, samples(rollouts, reward_PG))
                 if hosts.is_main_host():
-                    plot_timeline(rollouts.work.blocks, workdir / "timeline.png")
+                    plot_timeline(rollouts.stats.blocks, workdir / "timeline.png")
             display.step(row)
     if hosts.is_main_host():
         run = report.load_run(workdir)
@@ -211,38 +196,20 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         print("\n".join([*report.summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
 
 
-def minibatch(config, policy, rollouts: Rollouts, advantage_PG, chosen):
+def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen) -> Batch:
     """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
-    groups, group_size = [rollouts.sampled[p] for p in chosen], config.rollout.group_size
     num_micro, rows, row_tokens = build.batch_shape(config)
     batch = make_batch(
-        [group.prompt.token_ids for group in groups for _ in range(group_size)],
-        [response for group in groups for response in group.responses],
-        [logp for group in groups for logp in group.behavior_logp],
-        advantage_PG[chosen].reshape(-1),
-        (rollouts.stopped_PG[chosen] | (not config.algo.overlong_filtering)).reshape(-1),
+        [rollouts.sampled[p] for p in chosen],
+        advantage_PG[chosen],
         loss_aggregation=config.algo.loss_aggregation,
+        overlong_filtering=config.algo.overlong_filtering,
         row_tokens=row_tokens,
         micro_batch_rows=rows,
         num_micro=num_micro,
-        share_prompts=shares_prompts(policy.mesh),
+        share_prompts=programs.learning.kernels.shares_prompts,
     )
-    return batch.replace(
-        **{
-            name: hosts.place(value, rules.micro_batches(policy.mesh))
-            for name, value in vars(batch).items()
-            if name != "num_micro"
-        }
-    )
-
-
-def start_state(config, policy):
-    """The training state before the first step, on the mesh."""
-    init = functools.partial(init_state, learning=policy.learning)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state)
-    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(
-        build.start_params(config, policy)
-    )
+    return place_batch(batch, programs.mesh)
 
 
 def is_due(step: int, every_steps: int, num_steps: int) -> bool:
@@ -272,10 +239,10 @@ def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
 def rollout_metrics(config, rollouts: Rollouts, reward_PG) -> dict[str, float]:
     """Statistics of the groups up to the last one kept, and of the work that sampling them took.
 
-    `unused_tokens_fraction` counts all that was drawn: groups that are not informative, and those
+    `unused_tokens_fraction` counts all that was sampled: groups that are not informative, and those
     that were under way when the step had enough.
     """
-    work, sampled = rollouts.work, len(rollouts.sampled)
+    stats, sampled = rollouts.stats, len(rollouts.sampled)
     return {
         "reward/mean": float(reward_PG.mean()),
         "accuracy/mean": float(rollouts.correct_PG.mean()),
@@ -289,15 +256,15 @@ def rollout_metrics(config, rollouts: Rollouts, reward_PG) -> dict[str, float]:
         "groups/discarded": sampled - len(rollouts.kept),
         "groups/cancelled": rollouts.issued - sampled,
         "generation_batches": -(-sampled // config.rollout.generation_prompts),
-        "engine/occupancy": work.busy_slot_steps / work.slot_steps,
+        "engine/occupancy": stats.busy_slot_steps / stats.slot_steps,
         "engine/occupancy_while_waiting": (
-            work.busy_waiting_slot_steps / max(work.waiting_slot_steps, 1)
+            stats.busy_waiting_slot_steps / max(stats.waiting_slot_steps, 1)
         ),
-        "engine/requests": work.requests,
-        "engine/prefilled_prompts": work.prefilled_prompts,
-        "engine/cache_use": work.cache_use,
-        "engine/drawn_tokens": work.drawn_tokens,
-        "engine/unused_tokens_fraction": 1 - rollouts.kept_tokens / work.drawn_tokens,
+        "engine/requests": stats.requests,
+        "engine/prefilled_prompts": stats.prefilled_prompts,
+        "engine/cache_use": stats.cache_use,
+        "engine/drawn_tokens": stats.sampled_tokens,
+        "engine/unused_tokens_fraction": 1 - rollouts.kept_tokens / stats.sampled_tokens,
     }
 
 
@@ -326,15 +293,15 @@ def update_metrics(updates: list[dict]) -> dict[str, float]:
 
 def timings(watch: Stopwatch, rollouts: Rollouts) -> dict[str, float]:
     """Wall seconds of the step's phases, and sampled or trained tokens a second."""
-    work, trained, row = rollouts.work, rollouts.kept_tokens, watch.row()
+    stats, trained, row = rollouts.stats, rollouts.kept_tokens, watch.row()
     rollout_seconds = max(watch.seconds("rollout"), 1e-9)
     return {
         **row,
-        **{f"seconds_in_rollout/{name}": seconds for name, seconds in work.seconds.items()},
-        "tokens_per_second/rollout": work.drawn_tokens / rollout_seconds,
+        **{f"seconds_in_rollout/{name}": seconds for name, seconds in stats.seconds.items()},
+        "tokens_per_second/rollout": stats.sampled_tokens / rollout_seconds,
         "tokens_per_second/rollout_used": trained / rollout_seconds,
         "tokens_per_second/update": trained / max(watch.seconds("update"), 1e-9),
-        "tokens_per_second/step": work.drawn_tokens / row["seconds/total"],
+        "tokens_per_second/step": stats.sampled_tokens / row["seconds/total"],
     }
 
 
@@ -352,14 +319,14 @@ def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
     return [
         Sample(
             prompt=group.prompt.example.text.removeprefix(before).removesuffix(after),
-            response=group.texts[0],
+            response=group.responses[0].text,
             truth=group.prompt.example.answer,
-            prediction=group.verdicts[0].prediction,
-            correct=group.verdicts[0].correct,
-            status=group.verdicts[0].status,
+            prediction=group.responses[0].verdict.prediction,
+            correct=group.responses[0].verdict.correct,
+            status=group.responses[0].verdict.status,
             reward=float(reward_PG[p, 0]),
-            response_tokens=len(group.responses[0]),
-            truncated=not bool(group.stopped_G[0]),
+            response_tokens=len(group.responses[0].tokens_T),
+            truncated=not group.responses[0].stopped,
         )
         for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES])
     ]
@@ -373,41 +340,13 @@ def record_config(config: ConfigDict, workdir: pathlib.Path) -> None:
             out.write((json.dumps(recipe, indent=1) + "\n").encode())
 
 
-def refuse_another_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """ValueError where DIR/config.json is another recipe's."""
-    file = workdir / "config.json"
-    if not file.exists():
-        return
-    ours, theirs = json.loads(config.to_json_best_effort()), json.loads(file.read_text())
-    differing = [
-        f"{name} is {new!r}, but was {old!r}"
-        for name, old, new in differences(theirs, ours)
-        if not name.startswith(MAY_CHANGE)
-    ]
-    if differing:
-        raise ValueError(
-            f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "
-            "values to resume it, or another --workdir to start a new run"
-        )
-
-
-def differences(old: dict, new: dict, prefix: str = ""):
-    """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{prefix}{name}.")
-        elif a != b:
-            yield prefix + name, a, b
-
-
-def banner(config, policy, data, params, workdir, first_step) -> str:
+def banner(config, programs, data, params, workdir, first_step) -> str:
     """What is about to run: parameters, mesh, data, and where it goes."""
     device = jax.devices()[0]
     lines = [
         parameter_overview.get_parameter_overview(params, include_stats=False),
         f"devices: {jax.device_count()} x {device.device_kind}, mesh "
-        + ", ".join(f"{axis} {size}" for axis, size in policy.mesh.shape.items()),
+        + ", ".join(f"{axis} {size}" for axis, size in programs.mesh.shape.items()),
         *data.report_lines(),
         f"a step: {config.rollout.num_prompts} prompts x {config.rollout.group_size} responses of "
         f"at most {config.rollout.max_response_tokens} tokens, {config.updates_per_step} updates",

@@ -12,12 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.learner import Learning, TrainState, init_state
 from dapo_jax.run.checkpoint import Checkpoints, WrongStateError
+from models.kernels import KERNELS
 from sharding.mesh import make_mesh
 
 # Orbax abandons its other reads when one fails, and Python tells of them as they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 LEARNING = Learning(
+    loss="dapo",
     eps_low=0.2,
     eps_high=0.28,
     dual_clip=10.0,
@@ -32,6 +34,7 @@ LEARNING = Learning(
     compute_dtype="float32",
     remat="none",
     lora=None,
+    kernels=KERNELS["cpu"],
 )
 EVERYWHERE = PartitionSpec()
 LARGE = 128  # Orbax keeps arrays of this width in files of their own, small ones in its index

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from configs import base
-from dapo_jax.run import build
+from dapo_jax.run import build, checks
 from sharding.mesh import make_mesh
 
 SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
@@ -70,8 +70,8 @@ def test_an_unknown_preset_is_refused_with_the_nearest_name():
 
 
 def test_the_tiny_recipe_passes_the_checks():
-    build.check(recipe("tiny"))
-    build.check(recipe("tiny", "naive_grpo"))
+    checks.check(recipe("tiny"))
+    checks.check(recipe("tiny", "naive_grpo"))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,7 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"rollout.top_p": 1.5}, "rollout.top_p = 1.5"),
         ({"algo.eps_low": -0.1}, "algo.eps_low = -0.1"),
         ({"algo.dual_clip": 1.0}, "algo.dual_clip = 1.0"),
+        ({"algo.loss": "ppo"}, "algo.loss = 'ppo'.*dapo"),
         ({"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
         ({"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),
         ({"learner.row_tokens": 174}, "learner.row_tokens = 174.*175"),
@@ -99,7 +100,7 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"learner.adam_b1": 1.0}, "adam_b1 = 1.0"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ("q", "qq")}, "lora_targets has 'qq'"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ()}, "lora_targets is empty"),
-        ({"learner.remat": "ful"}, "learner.remat = 'ful' .* none, keep_products"),
+        ({"learner.remat": "ful"}, "learner.remat = 'ful'; choose one of none, keep_products"),
         ({"learner.learning_rate": float("inf")}, "learning_rate = inf"),
     ],
 )
@@ -108,13 +109,13 @@ def test_impossible_settings_name_the_value_and_the_key(changes, message):
     for key, value in changes.items():
         config.update_from_flattened_dict({key: value})
     with pytest.raises(ValueError, match=message):
-        build.check(config)
+        checks.check(config)
 
 
 def test_eps_high_of_zero_is_a_value():
     config = recipe("tiny")
     config.algo.eps_high = 0.0
-    build.check(config)
+    checks.check(config)
 
 
 def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles():
@@ -127,10 +128,10 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
     with pytest.raises(
         ValueError, match=r"micro_batch_rows = 18 .* data 4 = 4 groups.*nearest.* 16"
     ):
-        build.check_divides(config, make_mesh(data=4, model=1))
-    build.check_divides(config, make_mesh(data=2, model=2))
+        checks.check_divides(config, make_mesh(data=4, model=1))
+    checks.check_divides(config, make_mesh(data=2, model=2))
     with pytest.raises(ValueError, match="tokenizer has 999 ids, but the model only 384"):
-        build.build_policy(recipe("tiny"), 999)
+        build.programs(recipe("tiny"), 999)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +148,15 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
 def test_an_engine_that_cannot_be_is_refused_before_anything_compiles(changes, message):
     config = recipe("tiny")
     config.update_from_flattened_dict(changes)
-    build.check(config)
+    checks.check(config)
     with pytest.raises(ValueError, match=message):
-        build.build_policy(config, 384)
+        build.programs(config, 384)
 
 
 def test_the_cache_is_planned_for_the_longest_request_and_no_larger_than_allowed():
     """Responses of 20,480 tokens on a model of 131,072 bytes a token; a CPU copies 3/4 at most."""
     config = abstract_32b()
-    cache = build.build_policy(config, vocab_size=151_665).engine.cache
+    cache = build.programs(config, vocab_size=151_665).engine.cache
     assert cache.pages_per_response == 160 < cache.pages
     assert cache.pages_per_prompt == 16 < cache.prompt_pages
     assert cache.slots * config.rollout.slot_tokens <= cache.pages * config.rollout.page_tokens
@@ -163,10 +164,10 @@ def test_the_cache_is_planned_for_the_longest_request_and_no_larger_than_allowed
     assert 0.95 < tokens * 131_072 / (config.rollout.cache_mib * 2**20) <= 1
     config.rollout.cache_mib = 2_048
     with pytest.raises(ValueError, match=r"cache_mib = 2048 does not hold .* 20480 on") as refused:
-        build.build_policy(config, vocab_size=151_665)
+        build.programs(config, vocab_size=151_665)
     needed = float(re.search(r"; (\d+) does", str(refused.value))[1])
     config.rollout.cache_mib = math.ceil(needed)
-    build.build_policy(config, vocab_size=151_665)
+    build.programs(config, vocab_size=151_665)
 
 
 def test_longer_sequences_than_the_model_has_positions_for_are_refused():
@@ -187,8 +188,8 @@ def abstract_32b():
 def test_the_32b_recipe_builds_its_model_shardings_and_batch_shapes_without_devices():
     """Every parameter and moment of the paper's 32B model gets a sharding; nothing is allocated."""
     config = abstract_32b()
-    build.check(config)
-    policy = build.build_policy(config, vocab_size=151_665)
+    checks.check(config)
+    policy = build.programs(config, vocab_size=151_665)
     state = policy.state
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 32_763_876_352
     sharded = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]

@@ -25,6 +25,7 @@ FLOOR_OF = {room: len(FLOORS) - i for i, rooms in enumerate(FLOORS) for room in 
 # Rooms without devices, and those parts of others that are.
 HOST_ROOMS = (
     *("dapo_jax.tasks", "dapo_jax.packing", "dapo_jax.types", "dapo_jax.verifier"),
+    *("dapo_jax.sampler.cache", "dapo_jax.sampler.scheduler"),
     *("dapo_jax.run.metrics", "dapo_jax.preflight.chips", "dapo_jax.preflight.hlo_cost"),
 )
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "models", "sharding"}
@@ -102,6 +103,9 @@ def mention_faults(module, source):
         "mesh_utils": module == "sharding.mesh",
         "process_index": module == "sharding.hosts",
         "process_count": module == "sharding.hosts",
+        # host_copy asks where the host's memory is the device's own.
+        "platform": module in ("models.kernels", "dapo_jax.run.snapshots"),
+        "default_backend": False,
         "ConfigDict": reads_the_config(module),
         "ml_collections": reads_the_config(module),
     }
@@ -130,6 +134,7 @@ def test_meshes_processes_and_the_config_are_named_in_their_places_only():
     assert not faults, "\n".join(faults)
     assert "jax.make_mesh" in mentions(sources()["sharding.mesh"])
     assert "process_index" in mentions(sources()["sharding.hosts"])
+    assert "platform" in mentions(sources()["models.kernels"])
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,8 @@ def test_a_forbidden_import_is_found(module, source, fault):
         ("dapo_jax.run.build", "from jax import make_mesh", "jax.make_mesh"),
         ("dapo_jax.train", "import jax\nif jax.process_index() == 0: pass", "process_index"),
         ("dapo_jax.learner", "from jax import process_count as n", "process_count"),
+        ("dapo_jax.learner", "on_cpu = mesh.devices.flat[0].platform == 'cpu'", "platform"),
+        ("dapo_jax.run.build", "import jax\nkernel = jax.default_backend()", "default_backend"),
         ("dapo_jax.rollout", "def f(config: ConfigDict): pass", "ConfigDict"),
         ("models.hf", "import ml_collections", "ml_collections"),
     ],

@@ -51,7 +51,7 @@ def loss_of(adapters, weights, micro, *, lora):
 @pytest.fixture(scope="module")
 def micro(data):
     batch = batch_of(data)
-    return jax.tree.map(lambda rows: rows[0], batch.replace(num_micro=None))
+    return jax.tree.map(lambda rows: rows[0], dataclasses.replace(batch, num_micro=None))
 
 
 def test_fresh_adapters_change_nothing(params):
@@ -134,7 +134,7 @@ def lora_config():
 def test_factors_lie_on_the_mesh_like_their_matrices():
     config = lora_config()
     config.mesh.data, config.mesh.model = 2, 2
-    policy = build.build_policy(config, 384)
+    policy = build.programs(config, 384)
     layers = policy.state.params["layers"]
     assert set(layers) == {name for target in MATRICES for name in factors(target)[1:]}
     specs = {name: tuple(leaf.sharding.spec) for name, leaf in layers.items()}
@@ -169,8 +169,8 @@ def test_four_devices_take_the_update_of_one(params, micro):
 def test_a_run_is_exported_with_its_factors_added(tmp_path):
     """What transformers reads is W + scale * A B; nothing of LoRA is left to know about."""
     config = lora_config()
-    policy = build.build_policy(config, 384)
-    adapters = random_adapters(policy.learning.lora, config=policy.model_config)
+    policy = build.programs(config, 384)
+    adapters = random_adapters(policy.learning.lora, config=policy.sizes)
     state = learner.init_state(jax.tree.map(jnp.asarray, adapters), policy.learning)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
     checkpoints.save(1, state, {"cursor": 0})
@@ -179,8 +179,8 @@ def test_a_run_is_exported_with_its_factors_added(tmp_path):
     (tmp_path / "run" / "config.json").write_text(json.dumps(recipe))
     convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
 
-    exported = hf.load_params(tmp_path / "hf", policy.model_config, dtype="float32")
-    start = hf.load_params(config.model.path, policy.model_config, dtype="float32")
+    exported = hf.load_params(tmp_path / "hf", policy.sizes, dtype="float32")
+    start = hf.load_params(config.model.path, policy.sizes, dtype="float32")
     np.testing.assert_array_equal(exported["embed_VD"], start["embed_VD"])
     for target in MATRICES:
         w, a, b = factors(target)

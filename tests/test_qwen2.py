@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from models import load_hf
+from models.kernels.cpu import DECODE_OPTIONS
 from models.kernels.xla import (
     PageTable,
     attention,
@@ -39,7 +40,6 @@ from models.qwen2 import (
     turned,
     unstack,
 )
-from sharding.mesh import cpu_options, make_mesh
 
 GOLDEN = pathlib.Path(__file__).parent / "golden_data" / "qwen2_transformers.npz"
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
@@ -317,8 +317,7 @@ def test_a_page_has_the_same_bits_among_few_and_among_many():
         rng.normal(size=(P, K, page_tokens, H)).astype(np.float32),
         rng.integers(0, page_tokens + 1, P),
     )
-    one_device = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    run = jax.jit(page_attention, compiler_options=cpu_options(one_device))  # as the engine does
+    run = jax.jit(page_attention, compiler_options=DECODE_OPTIONS)  # as the engine does
     many = run(*case)
     for count in (1, 17, 34):
         for name, of_few, of_many in zip(

@@ -13,11 +13,13 @@ from absl import flags
 
 from configs import base, tiny
 from dapo_jax import train
-from dapo_jax.run import build, command
+from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
+from dapo_jax.run import build, checks, command
 from dapo_jax.tasks.base import graded, make_task
-from dapo_jax.tasks.math_problems import MathProblems
+from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
+from experiments.preemption import config as small_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "ext_tasks"
@@ -78,7 +80,7 @@ def test_a_task_that_cannot_be_made_is_named_with_what_there_is(settings, messag
         made(**settings)
 
 
-def test_a_tasks_score_is_the_groups_and_filtering_knows_correctness_alone():
+def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
     example = Example((), "5", "", 0, extra={"numbers": [2, 3]})
     texts = ["Answer: 2+3", "Answer: 2*3", "no", "Answer: 2+("]
     (ungraded, task) = group(texts, example), made(task=COUNTDOWN)
@@ -87,8 +89,13 @@ def test_a_tasks_score_is_the_groups_and_filtering_knows_correctness_alone():
     assert result.correct_G.tolist() == [True, False, False, False]
     assert [response.text for response in result.responses] == texts
     assert result.length_G.tolist() == ungraded.length_G.tolist()
-    plain = graded(ungraded, task=MathProblems(path=""), tokenizer=Letters())
+    plain = graded(ungraded, task=MathTask(), tokenizer=Letters())
     assert np.isnan(plain.score_G).all()
+
+    wrong = graded(group(texts[1:], example), task=task, tokenizer=Letters())
+    assert not informative_groups(wrong.correct_G[None])[0]
+    advantage_G = group_advantage(outcome_reward(wrong.correct_G[None], wrong.score_G[None]))[0]
+    assert advantage_G[0] > 0 > advantage_G[1] == advantage_G[2]
 
 
 @pytest.mark.parametrize(
@@ -107,34 +114,23 @@ def test_what_a_task_must_not_return_is_named(verdict, message):
         graded(group(["a"], None), task=Careless(), tokenizer=Letters())
 
 
-def small_config():
-    """One step of configs/tiny.py on a handful of prompts."""
-    config = tiny.get_config()
-    config.num_steps = 1
-    config.rollout.num_prompts = 4
-    config.updates_per_step = 1
-    config.rollout.generation_prompts = 4
-    config.rollout.max_generation_batches = 1
-    config.rollout.max_response_tokens = 32
-    config.rollout.page_tokens = 96
-    config.rollout.cache_mib = 3
-    config.algo.overlong_cache_tokens = 8
-    config.learner.row_tokens = 256
-    config.eval.every_steps = 0
-    return config
-
-
 def test_training_on_a_task_of_ones_own(tmp_path):
-    config = small_config()
+    """One step without a filter: the rewards are the task's scores, and advantages follow them."""
+    config = small_run.get_config()
+    config.num_steps = 1
     config.data.train = base.dataset(task=COUNTDOWN, count=50)
     config.algo.dynamic_sampling = False
+    config.eval.every_steps = 0
     train.train(config, tmp_path)
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert row["updates"] == 1
+    assert row["updates"] == 2
     with gzip.open(tmp_path / "rollouts" / "0.jsonl.gz", "rt") as file:
         responses = [json.loads(line) for line in file]
     assert {r["source"] for r in responses} == {"countdown"}
-    assert {r["status"] for r in responses} <= {"correct", "wrong", "no_answer", "unreadable"}
+    score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0, "unreadable": -1.0}
+    in_time = [r for r in responses if r["tokens"] <= 24]  # the others are punished for length
+    assert in_time and all(r["reward"] == score[r["status"]] for r in in_time)
+    assert row["grad_norm"] > 0 == row["accuracy/mean"]
 
 
 # Evaluation sets
@@ -236,18 +232,18 @@ def test_each_set_is_sampled_as_it_says():
         ("max_prompts", -1, "eval.sets.new.max_prompts = -1, but must be at least 0"),
         ("temperature", 0.0, "eval.sets.new.temperature = 0.0, but must be greater than 0"),
         ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be over 0 and at most 1"),
-        ("rules", "dappo", "eval.sets.new.rules = 'dappo', but must be dapo, strict"),
+        ("rules", "dappo", "eval.sets.new.rules = 'dappo', but must be one of dapo, strict"),
     ],
 )
 def test_an_impossible_value_of_a_set_is_refused(setting, value, message):
     config = tiny.get_config()
     config.eval.sets.new = base.dataset(path="a.jsonl", **{setting: value})
     with pytest.raises(ValueError, match=message):
-        build.check(config)
+        checks.check(config)
 
 
 def test_the_training_set_has_no_sampling_of_its_own():
     config = tiny.get_config()
     config.data.train.k = 3
     with pytest.raises(ValueError, match=r"data\.train\.k is set, but is for evaluation sets"):
-        build.check(config)
+        checks.check(config)

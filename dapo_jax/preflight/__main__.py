@@ -32,7 +32,7 @@ from ml_collections import ConfigDict
 from dapo_jax.preflight import hlo_cost, simulate
 from dapo_jax.preflight.chips import GIB, Chip, chip_of
 from dapo_jax.preflight.simulate import Work
-from dapo_jax.run import build, command
+from dapo_jax.run import build, checks, command
 from models.qwen2 import Qwen2Config, abstract_params
 from sharding import rules
 
@@ -121,12 +121,9 @@ def with_sizes(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def lowered_programs(config: ConfigDict, policy: build.Policy) -> dict[str, jax.stages.Lowered]:
+def lowered_programs(config: ConfigDict, policy: build.Programs) -> dict[str, jax.stages.Lowered]:
     """The recipe's programs by name, ready for the compiler."""
-    sizes = policy.model_config
-    start_weights = None
-    if build.needs_start_weights(config):
-        start_weights = build.abstract_weights(config, policy)
+    sizes = policy.sizes
     ids = types.SimpleNamespace(  # a tokenizer's, as far as the programs know it
         stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
     )
@@ -134,17 +131,19 @@ def lowered_programs(config: ConfigDict, policy: build.Policy) -> dict[str, jax.
     evaluating = build.eval_samplings(config, ids).values() if config.eval.every_steps else ()
     with jax.set_mesh(policy.mesh):
         sampler = policy.engine.lower(sampling)
-        programs = {"reshard": policy.reshard.lower(policy.state.params, start_weights)}
+        programs = {"reshard": policy.reshard.lower(policy.state.params, policy.start_weights)}
         for i, how in enumerate(dict.fromkeys(how for how in evaluating if how != sampling)):
             lowered = policy.engine.lower(how)
             key = next(k for k in lowered if k[0] == "decode")
             programs[f"decode (evaluation{f' {i + 1}' if i else ''})"] = lowered[key]
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
     programs["decode"] = next(low for key, low in sampler.items() if key[0] == "decode")
-    mean_pages = policy.engine.bucket(min(simulate.PROMPT_TOKENS, config.rollout.max_prompt_tokens))
+    mean_pages = policy.engine.cache.bucket(
+        min(simulate.PROMPT_TOKENS, config.rollout.max_prompt_tokens)
+    )
     for bucket in sorted({mean_pages, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
-    programs["update"] = build.lower_update(config, policy, start_weights)
+    programs["update"] = policy.lower_update()
     return programs
 
 
@@ -200,7 +199,7 @@ def on_a_device(tree) -> int:
     )
 
 
-def phases(policy: build.Policy, programs: dict[str, Program]) -> list[Phase]:
+def phases(policy: build.Programs, programs: dict[str, Program]) -> list[Phase]:
     """What a device holds while each program runs."""
     state = on_a_device(policy.state)
     weights, pages = on_a_device(policy.engine.params), on_a_device(policy.engine.pages)
@@ -261,10 +260,14 @@ def parameter_count(sizes: Qwen2Config) -> int:
 
 
 def simulated_step(
-    config: ConfigDict, policy: build.Policy, programs: dict[str, Program], chip: Chip, mean: float
+    config: ConfigDict,
+    policy: build.Programs,
+    programs: dict[str, Program],
+    chip: Chip,
+    mean: float,
 ) -> Step:
     """One RL step whose responses have a mean of so many tokens."""
-    r, sizes, cache = config.rollout, policy.model_config, policy.engine.cache
+    r, sizes, cache = config.rollout, policy.sizes, policy.engine.cache
     shards, model_ways = policy.engine.shards, policy.mesh.shape["model"]
     groups = r.num_prompts
     if config.algo.dynamic_sampling:
@@ -293,10 +296,10 @@ def simulated_step(
         step_seconds=step_seconds,
         block_seconds=simulate.seconds(decode.fixed, chip).in_turn + simulate.HOST_SECONDS_A_BLOCK,
     )
-    bucket = policy.engine.bucket(min(simulate.PROMPT_TOKENS, r.max_prompt_tokens))
+    bucket = policy.engine.cache.bucket(min(simulate.PROMPT_TOKENS, r.max_prompt_tokens))
     prefill = 0.0
     if bucket:
-        calls = math.ceil(groups / (shards * policy.engine.prefill_rows(bucket)))
+        calls = math.ceil(groups / (shards * policy.engine.cache.prefill_rows(bucket)))
         prefill = calls * simulate.seconds(programs[f"prefill[{bucket}]"].fixed, chip).in_turn
 
     kept_PG = length_PG[: r.num_prompts]
@@ -372,10 +375,10 @@ def examine(config: ConfigDict, devices, *, recipe: str, where: str, mean: float
     """Compile everything for these devices and put it together. DoesNotFit, ValueError."""
     start = time.perf_counter()
     chip = chip_of(where)
-    build.check(config)
+    checks.check(config)
     vocab_size = build.model_sizes(config).vocab_size
-    policy = build.build_policy(config, vocab_size, devices=devices)
-    build.check_divides(config, policy.mesh)
+    policy = build.programs(config, vocab_size, devices=devices)
+    checks.check_divides(config, policy.mesh)
     cache = policy.engine.cache
     if cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")

@@ -17,8 +17,7 @@ from flax import nnx, struct
 
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
-from models.kernels.cpu import weights_first
-from models.kernels.paged_tpu import paged_attention
+from models.kernels import Kernels
 from models.kernels.xla import PageTable, attention, combine, of_readers, page_attention, pieces
 from models.qwen2 import (
     Qwen2Config,
@@ -28,8 +27,6 @@ from models.qwen2 import (
     rotation,
     turned,
 )
-
-NULL_PAGE = 0  # what no request owns: idle slots write there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +66,7 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: Qwen2Config, axis: str
     """The prompt pages with the keys and values of R prompts written to `page_RI`, C tokens each.
 
     pages: a (k_UKHC, v_UKCH) a layer. tokens_RT: prompts from the left, T = I * C; what follows a
-    prompt's end is never read. Pages that a prompt does not fill are NULL_PAGE.
+    prompt's end is never read. Pages that a prompt does not fill are cache.NULL_PAGE.
     """
     R, T = tokens_RT.shape
     cos_sin = rotation(jnp.arange(T)[None], config)
@@ -100,7 +97,7 @@ def decode_block(
     sampling: Sampling,
     block_tokens: int,
     readers: int,
-    kernel: bool,
+    kernels: Kernels,
     axis: str | None,
 ):
     """(pages, token_SB, logp_SB): up to `block_tokens` more tokens for every active slot.
@@ -111,8 +108,8 @@ def decode_block(
     prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC, v_PKCH) a layer; tokens of this block
     are kept apart and written to `pages` at the end, once a block. page_P: the pages that the
     table numbers; fewer than all are gathered, so that no step attends to the others. readers:
-    of a prompt page at most. kernel: one that reads just the live pages, in place of what XLA
-    makes of attention. axis: the mesh axis that the heads are split over.
+    of a prompt page at most. kernels: how to multiply, and with what to read just the live pages,
+    if not by plain XLA. axis: the mesh axis that the heads are split over.
     """
     s, S, B = sampling, block_tokens, len(slots.token_B)
     _, K, C, H = pages[0][1].shape
@@ -126,7 +123,7 @@ def decode_block(
         table,
         prompt_pages=len(prompt_pages[0][0]),
         readers=readers,
-        pages=None if kernel else len(page_P),
+        pages=len(page_P) if kernels.attend_pages is None else None,
         page_tokens=C,
     )
     whole = len(page_P) == len(pages[0][0])
@@ -135,11 +132,11 @@ def decode_block(
     def attend_pages(q_BNH, i):
         q_URNH = of_readers(q_BNH, where.reader_URB)
         prompt = page_attention(q_URNH, *prompt_pages[i], where.live_U)
-        if not kernel:
+        if kernels.attend_pages is None:
             q_P1NH = of_readers(q_BNH, where.reader_P1B)
             return [prompt, page_attention(q_P1NH, *closed[i], where.live_P)]
-        out_BNH, max_BN, sum_BN = paged_attention(
-            q_BNH, *pages[i], table.response_BJ, table.response_tokens_B, interpret=False
+        out_BNH, max_BN, sum_BN = kernels.attend_pages(
+            q_BNH, *pages[i], table.response_BJ, table.response_tokens_B
         )
         split = (B, K, N // K)
         return [prompt, (out_BNH.reshape(*split, H), max_BN.reshape(split), sum_BN.reshape(split))]
@@ -170,11 +167,13 @@ def decode_block(
                 cos_sin,
                 attend,
                 reduce=functools.partial(over, axis=axis),
-                project=weights_first,
+                project=kernels.decode_product,
             )
             new_kv.append(kept)
         x_BD = rms_norm(x_BTD[:, 0], params["final_norm_D"], eps=config.rms_norm_eps)
-        logits_BV = weights_first("BD,VD->BV", x_BD, head_VD, preferred_element_type=jnp.float32)
+        logits_BV = kernels.decode_product(
+            "BD,VD->BV", x_BD, head_VD, preferred_element_type=jnp.float32
+        )
         logits_BV = sampling_logits(
             logits_BV, temperature=s.temperature, vocab_size=s.vocab_size, first_id=first_id
         )

@@ -9,7 +9,6 @@ It is constructed with those settings of the data set (`configs.base.dataset`), 
 imported from the working directory or PYTHONPATH.
 """
 
-import dataclasses
 import difflib
 import importlib
 import inspect
@@ -118,9 +117,4 @@ def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[V
 def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
     """Decodes and grades the responses of a group."""
     texts = [tokenizer.decode(response.tokens_T.tolist()) for response in group.responses]
-    verdicts = grade_many(task, texts, group.prompt.example)
-    responses = tuple(
-        dataclasses.replace(response, text=text, verdict=verdict)
-        for response, text, verdict in zip(group.responses, texts, verdicts, strict=True)
-    )
-    return dataclasses.replace(group, responses=responses)
+    return group.graded(texts, grade_many(task, texts, group.prompt.example))

@@ -1,26 +1,30 @@
 """Data sets: a task's examples as tokenized prompts, and the endless stream that training reads."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import grain
 import numpy as np
 
-from dapo_jax.tasks.base import Task, make_task
+from dapo_jax.tasks.base import graded, make_task
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer
-from dapo_jax.types import Example, Prompt
+from dapo_jax.types import Example, Group, Prompt
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A task and its prompts; the report accounts for each row that they come from."""
+    """The prompts of a task, and its grading.
 
-    task: Task
+    grade: decodes and grades the responses of a group. report: accounts for each row of the data.
+    """
+
     prompts: list[Prompt]
+    grade: Callable[[Group], Group]
     report: DataReport
 
 
@@ -57,7 +61,8 @@ def load_dataset(
             )
     except (DataError, FileNotFoundError) as error:
         raise type(error)(f"{key}: {error}") from error
-    return Dataset(task, prompts[: settings["max_prompts"] or None], report)
+    grade = functools.partial(graded, task=task, tokenizer=tokenizer)
+    return Dataset(prompts[: settings["max_prompts"] or None], grade, report)
 
 
 def _accounted(examples: Iterable[Example], name: str) -> tuple[list[Example], DataReport]:

@@ -2,8 +2,8 @@
 
 import csv
 import json
+import os
 import pathlib
-import platform
 import subprocess
 import time
 
@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.engine import Cache, Engine, Session
+from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Prompt
+from models.kernels import kernels_for, platform_of
 from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
@@ -35,7 +39,7 @@ def machine() -> str:
     """Devices and versions, for the record."""
     device = jax.devices()[0]
     return (
-        f"{jax.device_count()} x {device.device_kind} ({platform.machine()}), jax {jax.__version__}"
+        f"{jax.device_count()} x {device.device_kind} ({os.uname().machine}), jax {jax.__version__}"
     )
 
 
@@ -68,7 +72,7 @@ def make_engine(config: Qwen2Config, *, slots: int, prompt: int, response: int, 
             **cache,
         ),
         params=abstract,
-        kernel=False,
+        kernels=kernels_for("auto", platform_of(mesh)),
     )
     return engine, make()
 
@@ -91,7 +95,7 @@ def run_session(engine: Engine, params, groups, how: Sampling) -> tuple[Session,
     start = time.perf_counter()
     session = Session(engine, params, jax.random.key(1), how)
     for cursor, (prompt, tokens) in enumerate(groups):
-        session.submit(cursor, prompt, group_size=len(tokens), max_tokens=tokens)
+        session.submit(cursor, Prompt(prompt), group_size=len(tokens), max_tokens=tokens)
     while session.unfinished:
         session.step()
     return session, time.perf_counter() - start

@@ -46,7 +46,7 @@ def compiled(name: str, row_tokens: int, remat: str):
     devices = jax.devices()[:1]
     if topology:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    policy = build.build_policy(config, vocab_size=0, devices=devices)
+    policy = build.programs(config, vocab_size=0, devices=devices)
     shape = (MICRO_BATCHES, rows * rules.row_ways(policy.mesh), row_tokens)
     batch = learner.abstract_batch(shape, policy.mesh)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(policy.mesh))

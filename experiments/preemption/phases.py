@@ -25,7 +25,7 @@ from dapo_jax import rollout, train
 from dapo_jax.run import build
 from dapo_jax.run.metrics import read_rows
 from dapo_jax.run.snapshots import Boundaries
-from dapo_jax.sampler import engine
+from dapo_jax.sampler import cache, engine
 from experiments.benchmarks import common
 from experiments.preemption.config import get_config
 from sharding import hosts
@@ -66,7 +66,7 @@ def prolong(phase: str) -> None:
 
         return prolonged
 
-    passed, compile_update = Boundaries.passed, build.compile_update
+    passed, compile_update = Boundaries.passed, build.Programs.compile_update
 
     def counted(self, step, *args, **kwargs):
         finished["steps"] = step
@@ -74,20 +74,20 @@ def prolong(phase: str) -> None:
 
     Boundaries.passed = counted
     if phase == "compile":
-        build.compile_update = lasting(compile_update)
+        build.Programs.compile_update = lasting(compile_update)
     elif phase in ("prefill", "decode"):
         setattr(engine.Engine, phase, lasting(getattr(engine.Engine, phase)))
     elif phase == "verify":
         rollout.verify_many = lasting(rollout.verify_many)
     elif phase == "update":  # the state before it is gone then, its memory reused
-        build.compile_update = lambda *args: lasting(compile_update(*args), after=True)
+        build.Programs.compile_update = lambda *args: lasting(compile_update(*args), after=True)
     elif phase == "evaluate":
         train.evaluate = lasting(train.evaluate)
 
 
 def run_here() -> None:
     """One process of a run."""
-    engine.PARTS = ((1, 1),)  # one program for decoding
+    cache.PARTS = ((1, 1),)  # one program for decoding
     config = get_config()
     if FLAGS.phase:
         prolong(FLAGS.phase)

@@ -1,0 +1,94 @@
+"""Which kernels run on which hardware: one table, and the only place that asks for the platform."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from models.kernels import cpu, packed, paged_tpu, splash_tpu
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernels:
+    """What differs between kinds of hardware in how a model is computed.
+
+    attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT) -> out_BTNH attends inside packed
+    rows; shares_prompts says whether several responses may stand there behind one prompt.
+    attend_pages is `paged_tpu.paged_attention` with its last argument given, or None where plain
+    XLA attends to the response pages. learn_product and decode_product are einsums with a weight
+    matrix. unrolled_layers is how many layers the learner's loop takes at once where it recomputes
+    nothing. fewer_rows allows decode programs for a part of the slots: only where a row has the
+    same bits in each. compiler_options are the sampler's. platforms are those that can run all
+    this; None: all.
+    """
+
+    attend_rows: Callable
+    shares_prompts: bool
+    attend_pages: Callable | None
+    learn_product: Callable
+    decode_product: Callable = cpu.weights_first
+    unrolled_layers: int = 1
+    fewer_rows: bool = False
+    compiler_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    platforms: tuple[str, ...] | None = None
+
+
+def _tpu(*, interpret: bool, platform: str) -> Kernels:
+    return Kernels(
+        attend_rows=functools.partial(splash_tpu.splash_attention, interpret=interpret),
+        shares_prompts=False,
+        attend_pages=functools.partial(paged_tpu.paged_attention, interpret=interpret),
+        learn_product=jnp.einsum,
+        platforms=(platform,),
+    )
+
+
+KERNELS = {
+    "cpu": Kernels(
+        attend_rows=packed.packed_attention,
+        shares_prompts=True,
+        attend_pages=None,
+        learn_product=cpu.small_side_turned,
+        unrolled_layers=cpu.UNROLLED_LAYERS,
+        fewer_rows=True,
+        compiler_options=cpu.DECODE_OPTIONS,
+        platforms=("cpu",),
+    ),
+    "gpu": Kernels(  # plain XLA
+        attend_rows=packed.packed_attention,
+        shares_prompts=True,
+        attend_pages=None,
+        learn_product=jnp.einsum,
+    ),
+    "tpu": _tpu(interpret=False, platform="tpu"),
+    "tpu_interpret": _tpu(interpret=True, platform="cpu"),  # the pod's programs, slowly
+}
+
+
+def kernels_for(name: str, platform: str) -> Kernels:
+    """The kernels that `model.kernels = name` chooses on a platform; "auto": the platform's own.
+
+    A platform that the table does not have gets plain XLA. Raises ValueError for an unknown name,
+    and for kernels that the platform cannot run.
+    """
+    if name == "auto":
+        return KERNELS.get(platform, KERNELS["gpu"])
+    if name not in KERNELS:
+        raise ValueError(
+            f"model.kernels = {name!r} is unknown; choose one of {', '.join(('auto', *KERNELS))}"
+        )
+    kernels = KERNELS[name]
+    if kernels.platforms is not None and platform not in kernels.platforms:
+        able = [n for n, k in KERNELS.items() if k.platforms is None or platform in k.platforms]
+        raise ValueError(
+            f"model.kernels = {name!r} runs on {', '.join(kernels.platforms)} only, but the "
+            f"devices are {platform}; choose one of {', '.join(('auto', *able))}"
+        )
+    return kernels
+
+
+def platform_of(mesh: jax.sharding.Mesh) -> str:
+    """The platform of a mesh's devices: "cpu", "gpu", "tpu", or what else there may be."""
+    return mesh.devices.flat[0].platform

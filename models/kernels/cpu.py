@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 # Layers in the body of a loop over them: what goes from one to the next is not copied then.
 UNROLLED_LAYERS = 4
+# Of the sampler's programs: products by themselves, not fused with others, since the latter's bits
+# depend on the batch's size.
+DECODE_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
 def weights_first(spec, x, w, **options):

@@ -1,0 +1,233 @@
+"""Every refusal of a run's settings, each with the value, the limit and the key to change."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+
+import jax
+from ml_collections import ConfigDict
+
+from configs.base import eval_settings
+from dapo_jax import algorithm, learner
+from dapo_jax.tasks.math_problems import RULES
+from models.lora import MATRICES
+from models.qwen2 import PRESETS, REMAT, Qwen2Config
+from sharding import rules
+
+CHOICES = {
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "algo.loss": learner.LOSSES,
+    "algo.loss_aggregation": algorithm.AGGREGATIONS,
+    "verifier.rules": RULES,
+    "rollout.on_generation_cap": ("train", "stop"),
+    "data.on_bad_row": ("error", "skip"),
+    "tokenizer.chat": ("none", "template"),
+    "learner.remat": tuple(REMAT),
+}
+# What a number must be -> (the keys, the test).
+BOUNDS = {
+    "at least 1": (
+        """num_steps updates_per_step rollout.num_prompts rollout.max_prompt_tokens
+        rollout.max_response_tokens rollout.generation_prompts rollout.max_generation_batches
+        rollout.cache_mib rollout.slot_tokens rollout.page_tokens rollout.block_tokens
+        learner.micro_batch_rows eval.samples_per_prompt checkpoint.every_steps checkpoint.keep
+        mesh.slices""",
+        lambda value: value >= 1,
+    ),
+    "at least 0": (
+        """rollout.top_k algo.eps_low algo.eps_high algo.kl_coef algo.overlong_factor
+        algo.overlong_cache_tokens learner.warmup_steps learner.weight_decay learner.lora_rank
+        eval.every_steps eval.max_prompts mesh.cpu_devices log.samples_every_steps
+        log.rollouts_every_steps""",
+        lambda value: value >= 0,
+    ),
+    "greater than 0 and finite": (
+        """rollout.temperature learner.learning_rate learner.adam_eps learner.max_grad_norm
+        learner.lora_alpha eval.temperature""",
+        lambda value: 0 < value < math.inf,
+    ),
+    "over 0 and at most 1": ("rollout.top_p eval.top_p", lambda value: 0 < value <= 1),
+    "from 0 to below 1": ("learner.adam_b1 learner.adam_b2", lambda value: 0 <= value < 1),
+    "from 0 to 4294967295": ("seed", lambda value: 0 <= value < 2**32),
+}
+# A resumed run may change these; anything else would make it another run. Where it runs on other
+# devices, the work has to be divided in another way.
+MAY_CHANGE = (
+    "num_steps",
+    "rollout.max_generation_batches",
+    "rollout.on_generation_cap",
+    "rollout.cache_mib",
+    "rollout.slot_tokens",
+    "learner.micro_batch_rows",
+    "learner.row_tokens",
+    "learner.remat",
+    "eval.",
+    "checkpoint.",
+    "log.",
+    "mesh.",
+)
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses settings that cannot work, as far as the recipe alone tells (ValueError)."""
+
+    def value(name: str):
+        return functools.reduce(getattr, name.split("."), config)
+
+    for name, choices in CHOICES.items():
+        message = f"{name} = {value(name)!r}; choose one of {', '.join(choices)}"
+        _require(value(name) in choices, message)
+    for bound, (names, holds) in BOUNDS.items():
+        for name in names.split():
+            _require(holds(value(name)), f"{name} = {value(name)}, but must be {bound}")
+    _check_algorithm(config)
+    _check_lora(config.learner)
+    for name, settings in eval_settings(config).items():
+        _check_eval_set(f"eval.sets.{name}", settings)
+    for name in ("k", "temperature", "top_p"):
+        message = f"data.train.{name} is set, but is for evaluation sets; set rollout's keys"
+        _require(config.data.train[name] is None, message)
+    r = config.rollout
+    longest = r.max_prompt_tokens + r.max_response_tokens - 1
+    _require(
+        config.learner.row_tokens >= longest,
+        f"learner.row_tokens = {config.learner.row_tokens} does not hold the longest sequence: "
+        f"rollout.max_prompt_tokens + max_response_tokens - 1 = {longest}",
+    )
+
+
+def _check_algorithm(config: ConfigDict) -> None:
+    r, a = config.rollout, config.algo
+    _require(
+        r.group_size >= 2,
+        f"rollout.group_size = {r.group_size}, but a group of 1 has no advantage; use 2 or more",
+    )
+    _require(a.eps_low < 1, f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0")
+    _require(a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip}, but must be greater than 1")
+    _require(
+        r.num_prompts % config.updates_per_step == 0,
+        f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "
+        f"{config.updates_per_step}; each update takes the same number of groups",
+    )
+    capacity = r.generation_prompts * r.max_generation_batches
+    _require(
+        not a.dynamic_sampling or capacity >= r.num_prompts,
+        f"rollout.generation_prompts * max_generation_batches = {r.generation_prompts} * "
+        f"{r.max_generation_batches} = {capacity} prompts can never give rollout.num_prompts = "
+        f"{r.num_prompts} informative groups; raise one of the first two",
+    )
+    _require(
+        a.overlong_cache_tokens <= r.max_response_tokens,
+        f"algo.overlong_cache_tokens = {a.overlong_cache_tokens} exceeds "
+        f"rollout.max_response_tokens = {r.max_response_tokens}",
+    )
+
+
+def _check_lora(learner: ConfigDict) -> None:
+    matrices = ", ".join(MATRICES)
+    for target in learner.lora_targets:
+        message = f"learner.lora_targets has {target!r}, which is unknown; there are {matrices}"
+        _require(target in MATRICES, message)
+    _require(
+        learner.lora_rank == 0 or len(learner.lora_targets) > 0,
+        f"learner.lora_rank = {learner.lora_rank}, but learner.lora_targets is empty; name some of "
+        f"{matrices}",
+    )
+
+
+def _check_eval_set(key: str, settings: dict) -> None:
+    for name, holds, bound in (
+        ("k", settings["k"] >= 1, "at least 1"),
+        ("max_prompts", settings["max_prompts"] >= 0, "at least 0"),
+        ("temperature", 0 < settings["temperature"] < math.inf, "greater than 0 and finite"),
+        ("top_p", 0 < settings["top_p"] <= 1, "over 0 and at most 1"),
+        ("rules", settings["rules"] in RULES, f"one of {', '.join(RULES)}"),
+    ):
+        _require(holds, f"{key}.{name} = {settings[name]!r}, but must be {bound}")
+
+
+def check_model(config: ConfigDict, sizes: Qwen2Config, positions: int | None) -> None:
+    """Refuses a model directory that the recipe's lengths or its preset do not fit (ValueError).
+
+    sizes: those of the directory model.path. positions: how many it was made for, where it says.
+    """
+    path, preset = config.model.path, config.model.preset
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    _require(
+        positions is None or longest <= positions,
+        f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the "
+        f"{positions} positions of {path} (max_position_embeddings in its config.json)",
+    )
+    if preset and sizes != PRESETS[preset]:
+        ours, theirs = (dataclasses.asdict(c) for c in (PRESETS[preset], sizes))
+        differing = [f"{k} is {theirs[k]}, not {v}" for k, v in ours.items() if theirs[k] != v]
+        raise ValueError(
+            f"{path} is no model of the sizes model.preset = {preset!r}: {'; '.join(differing)}; "
+            'give another path, or set model.preset to ""'
+        )
+
+
+def check_vocabulary(tokenizer_ids: int, sizes: Qwen2Config) -> None:
+    """Refuses a tokenizer with more ids than the model has embedding rows (ValueError)."""
+    _require(
+        tokenizer_ids <= sizes.vocab_size,
+        f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} embedding "
+        "rows; set tokenizer.path to the model's own tokenizer",
+    )
+
+
+def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
+    """Refuses a training batch that the mesh's groups of devices do not divide (ValueError)."""
+    ways, rows = rules.row_ways(mesh), config.learner.micro_batch_rows
+    shape = " * ".join(f"{axis} {mesh.shape[axis]}" for axis in rules.ROW_AXES)
+    _require(
+        rows % ways == 0,
+        f"learner.micro_batch_rows = {rows} does not divide over the mesh's {shape} = {ways} "
+        f"groups of devices; the nearest that does is {max(ways, round(rows / ways) * ways)}",
+    )
+
+
+def check_enough_prompts(config: ConfigDict, prompts: int) -> None:
+    """Refuses a training set with fewer prompts than one generation batch takes (ValueError)."""
+    size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
+    _require(
+        prompts >= config.rollout[size],
+        f"data.train has {prompts} usable prompts, fewer than one generation batch of "
+        f"rollout.{size} = {config.rollout[size]}; add data or lower that key",
+    )
+
+
+def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses a directory whose config.json is another recipe's (ValueError)."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    ours, theirs = json.loads(config.to_json_best_effort()), json.loads(file.read_text())
+    differing = [
+        f"{name} is {new!r}, but was {old!r}"
+        for name, old, new in _differences(theirs, ours)
+        if not name.startswith(MAY_CHANGE)
+    ]
+    _require(
+        not differing,
+        f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "
+        "values to resume it, or another --workdir to start a new run",
+    )
+
+
+def _differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+    """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            yield prefix + name, a, b
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
