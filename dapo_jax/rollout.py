@@ -10,17 +10,8 @@ import numpy as np
 
 from dapo_jax.algorithm import first_informative, informative_groups
 from dapo_jax.sampler.session import Session
-from dapo_jax.tasks.math_rules import verify_many
-from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import BlockRecord, Group, Prompt, Rollouts, RolloutStats
 from sharding import hosts
-
-
-def graded(group: Group, *, tokenizer: Tokenizer, rules: str) -> Group:
-    """Decodes a group's responses and compares their answers with the prompt's."""
-    texts = [tokenizer.decode(response.tokens_T.tolist()) for response in group.responses]
-    truths = [group.prompt.example.answer] * len(texts)
-    return group.graded(texts, verify_many(texts, truths, rules=rules))
 
 
 def collect(

@@ -8,21 +8,20 @@ given again; anything else is an error. `train` holds one RL step, top to bottom
 """
 
 import contextlib
-import functools
 import json
 import pathlib
 
 import jax
 from absl import flags, logging
 from clu import parameter_overview
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from dapo_jax.algorithm import group_advantage, outcome_reward, soft_overlong_penalty
 from dapo_jax.evaluate import evaluate, result_row, write_results
 from dapo_jax.learner import make_batch, place_batch, warmup_learning_rate
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.rollout import collect, graded, minibatches, rollout_rows
+from dapo_jax.rollout import collect, minibatches, rollout_rows
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import MetricsWriter, atomic_file, write_rollouts
@@ -61,7 +60,6 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         run_key = build.key(config, build.ROLLOUT_STREAM)
         r, algo = config.rollout, config.algo
         sampling = build.sampling(config, tokenizer)
-        grade = functools.partial(graded, tokenizer=tokenizer, rules=config.verifier.rules)
 
         display = stack.enter_context(
             Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
@@ -76,16 +74,14 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 writer.write(progress["row"])  # killed between the checkpoint and its row
 
         def evaluate_now(params):
-            return evaluate(
-                config, programs, params, data.eval_sets, tokenizer, report=display.phase
-            )
+            return evaluate(config, programs, params, data.eval_sets, report=display.phase)
 
         display.phase("compiling the update")
         update = programs.compile_update()
         display.phase("compiling the sampler")
         programs.engine.compile(sampling)
-        if config.eval.every_steps and data.eval_sets:
-            programs.engine.compile(build.eval_sampling(config, tokenizer))
+        for chosen in data.eval_sets.values() if config.eval.every_steps else ():
+            programs.engine.compile(chosen.sampling)
         sampler_params = programs.reshard(state.params, start_weights)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
             results = evaluate_now(sampler_params)
@@ -99,8 +95,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             with watch("rollout"):
                 rollouts = collect(
                     Session(programs.engine, sampler_params, run_key, sampling),
-                    data.train.__getitem__,
-                    grade,
+                    data.stream.__getitem__,
+                    data.train.grade,
                     progress["cursor"],
                     group_size=r.group_size,
                     num_prompts=r.num_prompts,
@@ -272,7 +268,7 @@ def banner(config, programs, data, params, workdir, first_step) -> str:
         parameter_overview.get_parameter_overview(params, include_stats=False),
         f"devices: {jax.device_count()} x {device.device_kind}, mesh "
         + ", ".join(f"{axis} {size}" for axis, size in programs.mesh.shape.items()),
-        *(line for report in data.reports for line in report.lines()),
+        *data.report_lines(),
         f"a step: {config.rollout.num_prompts} prompts x {config.rollout.group_size} responses of "
         f"at most {config.rollout.max_response_tokens} tokens, {config.updates_per_step} updates",
         f"workdir: {workdir}" + (f", resuming after {first_step} steps" if first_step else ""),
@@ -291,8 +287,7 @@ def main(_):
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
+    CONFIG = command.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     DISTRIBUTED = command.define_distributed()
-    flags.mark_flag_as_required("config")
     command.run(main)

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax.rollout import collect, graded, rollout_rows
+from dapo_jax.rollout import collect, rollout_rows
 from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
+from dapo_jax.tasks.base import graded
+from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.types import BlockRecord, Example, Group, Prompt, Response, Rollouts, Verdict
 
 G = 4
@@ -340,7 +342,7 @@ def test_a_graded_group_has_a_text_and_a_verdict_for_each_response():
         Response(tokens[1], np.full(len(tokens[1]), -0.25), stopped=True),
     )
     prompt = Prompt(np.array([1], np.int32), example)
-    found = graded(Group(9, prompt, responses), tokenizer=tokenizer, rules="dapo")
+    found = graded(Group(9, prompt, responses), task=MathTask(), tokenizer=tokenizer)
     assert (found.cursor, found.prompt) == (9, prompt)
     assert [response.text for response in found.responses] == texts
     assert found.correct_G.tolist() == [False, True]

@@ -237,7 +237,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     programs = build.programs(config, tokenizer.vocab_size)
     sets = build.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
-    results = evaluate.evaluate(config, programs, params, sets, tokenizer, report=print)
+    results = evaluate.evaluate(config, programs, params, sets, report=print)
     assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
     convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
     low = jax.tree.leaves(load_orbax(tmp_path / "low", dtype="float32")[0])
