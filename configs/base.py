@@ -61,6 +61,7 @@ def get_config() -> ConfigDict:
     config.rollout.block_tokens = 16  # decode steps between looks at which responses ended
 
     config.algo = ConfigDict()
+    config.algo.loss = "dapo"  # Eq. 8; a name of dapo_jax.learner.LOSSES
     config.algo.eps_low = 0.2  # Eq. 10
     config.algo.eps_high = 0.28  # Eq. 10, clip-higher
     config.algo.dual_clip = 10.0  # bound on the loss of negative advantages (recipe)

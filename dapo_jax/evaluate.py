@@ -18,11 +18,11 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax.rollout import Group, collect, verified
+from dapo_jax.rollout import collect, graded
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.metrics import atomic_file, evaluation_line
-from dapo_jax.sampler.engine import Session
-from dapo_jax.types import Verdict
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Group, Verdict
 from sharding import hosts
 
 
@@ -51,7 +51,9 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
     return {
         f"mean@{k}": float(correct_PK.mean()),
-        f"maj@{k}": float(np.mean([majority_is_correct(g.verdicts) for g in groups])),
+        f"maj@{k}": float(
+            np.mean([majority_is_correct([r.verdict for r in g.responses]) for g in groups])
+        ),
         **{
             f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
             for n in powers
@@ -60,7 +62,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
         "no_answer_fraction": float(
-            np.mean([v.prediction is None for group in groups for v in group.verdicts])
+            np.mean([r.verdict.prediction is None for g in groups for r in g.responses])
         ),
     }
 
@@ -75,7 +77,7 @@ def evaluate(
     report: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
     """Results of every set. `params` are the sampler's; the randomness is the same each time."""
-    verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
+    grade = functools.partial(graded, tokenizer=tokenizer, rules=config.verifier.rules)
     results = {}
     for name, prompts in sets.items():
         stream = build.key(config, build.EVAL_STREAM)
@@ -83,7 +85,7 @@ def evaluate(
         rollouts = collect(
             Session(programs.engine, params, key, build.eval_sampling(config, tokenizer)),
             prompts.__getitem__,
-            verify,
+            grade,
             0,
             group_size=config.eval.samples_per_prompt,
             num_prompts=len(prompts),

@@ -19,15 +19,15 @@ from clu import parameter_overview
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.algorithm import (
-    correctness_reward,
     group_advantage,
     informative_groups,
+    outcome_reward,
     soft_overlong_penalty,
 )
 from dapo_jax.evaluate import evaluate, result_row, write_results
-from dapo_jax.learner import make_batch, warmup_learning_rate
+from dapo_jax.learner import make_batch, place_batch, warmup_learning_rate
 from dapo_jax.report import __main__ as report
-from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
+from dapo_jax.rollout import collect, graded, minibatches, rollout_rows
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.metrics import (
     Display,
@@ -40,9 +40,10 @@ from dapo_jax.run.metrics import (
 )
 from dapo_jax.run.snapshots import Boundaries
 from dapo_jax.run.timeline import plot_timeline
-from dapo_jax.sampler.engine import Session
+from dapo_jax.sampler.session import Session
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
-from sharding import hosts, rules
+from dapo_jax.types import Batch, Rollouts
+from sharding import hosts
 
 SHOWN_SAMPLES = 4
 
@@ -71,7 +72,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         run_key = build.key(config, build.ROLLOUT_STREAM)
         r, algo = config.rollout, config.algo
         sampling = build.sampling(config, tokenizer)
-        verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
+        grade = functools.partial(graded, tokenizer=tokenizer, rules=config.verifier.rules)
 
         display = stack.enter_context(
             Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
@@ -110,7 +111,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 rollouts = collect(
                     Session(programs.engine, sampler_params, run_key, sampling),
                     data.train.__getitem__,
-                    verify,
+                    grade,
                     progress["cursor"],
                     group_size=r.group_size,
                     num_prompts=r.num_prompts,
@@ -128,7 +129,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 display.line(f"{message}. The step trains on {len(rollouts.kept)} groups")
 
             # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
-            reward_PG = correctness_reward(rollouts.correct_PG) + soft_overlong_penalty(
+            reward_PG = outcome_reward(
+                rollouts.correct_PG, rollouts.score_PG
+            ) + soft_overlong_penalty(
                 rollouts.length_PG,
                 max_tokens=r.max_response_tokens,
                 cache_tokens=algo.overlong_cache_tokens,
@@ -163,7 +166,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                     results = evaluate_now(sampler_params)
                 write_results(workdir, step + 1, results)
 
-            sampled_tokens_total = progress["sampled_tokens_total"] + rollouts.work.drawn_tokens
+            sampled_tokens_total = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
             row = {
                 "step": step,
                 "prompts_seen": rollouts.cursor,
@@ -189,7 +192,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             if every and step % every == 0:
                 display.samples(step, samples(rollouts, reward_PG))
                 if hosts.is_main_host():
-                    plot_timeline(rollouts.work.blocks, workdir / "timeline.png")
+                    plot_timeline(rollouts.stats.blocks, workdir / "timeline.png")
             display.step(row)
     if hosts.is_main_host():
         run = report.load_run(workdir)
@@ -197,29 +200,20 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         print("\n".join([*report.summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
 
 
-def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen):
+def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen) -> Batch:
     """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
-    groups, group_size = [rollouts.sampled[p] for p in chosen], config.rollout.group_size
     num_micro, rows, row_tokens = build.batch_shape(config)
     batch = make_batch(
-        [group.prompt.token_ids for group in groups for _ in range(group_size)],
-        [response for group in groups for response in group.responses],
-        [logp for group in groups for logp in group.behavior_logp],
-        advantage_PG[chosen].reshape(-1),
-        (rollouts.stopped_PG[chosen] | (not config.algo.overlong_filtering)).reshape(-1),
+        [rollouts.sampled[p] for p in chosen],
+        advantage_PG[chosen],
         loss_aggregation=config.algo.loss_aggregation,
+        overlong_filtering=config.algo.overlong_filtering,
         row_tokens=row_tokens,
         micro_batch_rows=rows,
         num_micro=num_micro,
         share_prompts=programs.learning.kernels.shares_prompts,
     )
-    return batch.replace(
-        **{
-            name: hosts.place(value, rules.micro_batches(programs.mesh))
-            for name, value in vars(batch).items()
-            if name != "num_micro"
-        }
-    )
+    return place_batch(batch, programs.mesh)
 
 
 def is_due(step: int, every_steps: int, num_steps: int) -> bool:
@@ -249,10 +243,10 @@ def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
 def rollout_metrics(config, rollouts: Rollouts, reward_PG) -> dict[str, float]:
     """Statistics of the groups up to the last one kept, and of the work that sampling them took.
 
-    `unused_tokens_fraction` counts all that was drawn: groups that are not informative, and those
+    `unused_tokens_fraction` counts all that was sampled: groups that are not informative, and those
     that were under way when the step had enough.
     """
-    work, sampled = rollouts.work, len(rollouts.sampled)
+    stats, sampled = rollouts.stats, len(rollouts.sampled)
     return {
         "reward/mean": float(reward_PG.mean()),
         "accuracy/mean": float(rollouts.correct_PG.mean()),
@@ -266,15 +260,15 @@ def rollout_metrics(config, rollouts: Rollouts, reward_PG) -> dict[str, float]:
         "groups/discarded": sampled - len(rollouts.kept),
         "groups/cancelled": rollouts.issued - sampled,
         "generation_batches": -(-sampled // config.rollout.generation_prompts),
-        "engine/occupancy": work.busy_slot_steps / work.slot_steps,
+        "engine/occupancy": stats.busy_slot_steps / stats.slot_steps,
         "engine/occupancy_while_waiting": (
-            work.busy_waiting_slot_steps / max(work.waiting_slot_steps, 1)
+            stats.busy_waiting_slot_steps / max(stats.waiting_slot_steps, 1)
         ),
-        "engine/requests": work.requests,
-        "engine/prefilled_prompts": work.prefilled_prompts,
-        "engine/cache_use": work.cache_use,
-        "engine/drawn_tokens": work.drawn_tokens,
-        "engine/unused_tokens_fraction": 1 - rollouts.kept_tokens / work.drawn_tokens,
+        "engine/requests": stats.requests,
+        "engine/prefilled_prompts": stats.prefilled_prompts,
+        "engine/cache_use": stats.cache_use,
+        "engine/drawn_tokens": stats.sampled_tokens,
+        "engine/unused_tokens_fraction": 1 - rollouts.kept_tokens / stats.sampled_tokens,
     }
 
 
@@ -303,15 +297,15 @@ def update_metrics(updates: list[dict]) -> dict[str, float]:
 
 def timings(watch: Stopwatch, rollouts: Rollouts) -> dict[str, float]:
     """Wall seconds of the step's phases, and sampled or trained tokens a second."""
-    work, trained, row = rollouts.work, rollouts.kept_tokens, watch.row()
+    stats, trained, row = rollouts.stats, rollouts.kept_tokens, watch.row()
     rollout_seconds = max(watch.seconds("rollout"), 1e-9)
     return {
         **row,
-        **{f"seconds_in_rollout/{name}": seconds for name, seconds in work.seconds.items()},
-        "tokens_per_second/rollout": work.drawn_tokens / rollout_seconds,
+        **{f"seconds_in_rollout/{name}": seconds for name, seconds in stats.seconds.items()},
+        "tokens_per_second/rollout": stats.sampled_tokens / rollout_seconds,
         "tokens_per_second/rollout_used": trained / rollout_seconds,
         "tokens_per_second/update": trained / max(watch.seconds("update"), 1e-9),
-        "tokens_per_second/step": work.drawn_tokens / row["seconds/total"],
+        "tokens_per_second/step": stats.sampled_tokens / row["seconds/total"],
     }
 
 
@@ -329,14 +323,14 @@ def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
     return [
         Sample(
             prompt=group.prompt.example.text.removeprefix(before).removesuffix(after),
-            response=group.texts[0],
+            response=group.responses[0].text,
             truth=group.prompt.example.answer,
-            prediction=group.verdicts[0].prediction,
-            correct=group.verdicts[0].correct,
-            status=group.verdicts[0].status,
+            prediction=group.responses[0].verdict.prediction,
+            correct=group.responses[0].verdict.correct,
+            status=group.responses[0].verdict.status,
             reward=float(reward_PG[p, 0]),
-            response_tokens=len(group.responses[0]),
-            truncated=not bool(group.stopped_G[0]),
+            response_tokens=len(group.responses[0].tokens_T),
+            truncated=not group.responses[0].stopped,
         )
         for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES])
     ]

@@ -13,11 +13,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from configs import tiny
 from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
-from dapo_jax.rollout import Group, minibatches
+from dapo_jax.rollout import minibatches
 from dapo_jax.run import build
 from dapo_jax.run.metrics import read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
-from dapo_jax.types import Verdict
+from dapo_jax.types import Group, Response, Verdict
 from models.hf import load_config, load_params
 
 EXPECTED_KEYS = {
@@ -220,8 +220,7 @@ def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
 
 def _group(predictions, truth="7"):
     verdicts = [Verdict(p == truth, p, "") for p in predictions]
-    n = len(predictions)
-    return Group(0, None, [np.zeros(3)] * n, [], np.ones(n, bool), [], verdicts)
+    return Group(0, None, tuple(Response(np.zeros(3), None, True, "", v) for v in verdicts))
 
 
 def test_a_run_exports_to_hugging_face(finished, tmp_path):

@@ -12,8 +12,9 @@ from ml_collections import ConfigDict
 from dapo_jax import learner
 from dapo_jax.run import checks
 from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.sampler.cache import plan_cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.engine import Engine, plan_cache
+from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.tasks.readers import DataError, PromptStream, Report, Source, load_prompts
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.types import Prompt
@@ -255,6 +256,7 @@ def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.L
     if c.lora_rank:
         lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
     return learner.Learning(
+        loss=a.loss,
         eps_low=a.eps_low,
         eps_high=a.eps_high,
         dual_clip=a.dual_clip,
@@ -286,16 +288,18 @@ def _engine(config: ConfigDict, sizes: Qwen2Config, mesh, kernels: Kernels, para
     """The rollout engine with the slots that rollout.cache_mib holds."""
     r = config.rollout
     cache = plan_cache(
-        sizes,
         cache_bytes=r.cache_mib * 2**20,
+        token_bytes=token_bytes(
+            sizes,
+            bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
+            model_ways=mesh.shape["model"],
+        ),
         slot_tokens=min(r.slot_tokens, r.max_response_tokens),
         readers=r.group_size,
         page_tokens=r.page_tokens,
         block_tokens=r.block_tokens,
         max_prompt_tokens=r.max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,
-        bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
-        model_ways=mesh.shape["model"],
         copies=kernels.attend_pages is None,
     )
     return Engine(sizes, mesh, cache, params=params, kernels=kernels)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax import algorithm
+from dapo_jax import algorithm, learner
 from dapo_jax.tasks import math_rules
 from models.lora import MATRICES
 from models.qwen2 import PRESETS, REMAT, Qwen2Config
@@ -18,6 +18,7 @@ from sharding import rules
 
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
+    "algo.loss": learner.LOSSES,
     "algo.loss_aggregation": algorithm.AGGREGATIONS,
     "verifier.rules": math_rules.RULES,
     "rollout.on_generation_cap": ("train", "stop"),
