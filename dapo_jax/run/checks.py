@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 from dapo_jax import algorithm, learner
 from dapo_jax.tasks import math_rules
 from models.lora import MATRICES
-from models.qwen2 import PRESETS, REMAT, Qwen2Config
+from models.qwen2 import PRESETS
+from models.transformer import REMAT, ModelConfig
 from sharding import rules
 
 CHOICES = {
@@ -132,7 +133,7 @@ def _check_lora(learner: ConfigDict) -> None:
     )
 
 
-def check_model(config: ConfigDict, sizes: Qwen2Config, positions: int | None) -> None:
+def check_model(config: ConfigDict, sizes: ModelConfig, positions: int | None) -> None:
     """Refuses a model directory that the recipe's lengths or its preset do not fit (ValueError).
 
     sizes: those of the directory model.path. positions: how many it was made for, where it says.
@@ -153,7 +154,7 @@ def check_model(config: ConfigDict, sizes: Qwen2Config, positions: int | None) -
         )
 
 
-def check_vocabulary(tokenizer_ids: int, sizes: Qwen2Config) -> None:
+def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
     """Refuses a tokenizer with more ids than the model has embedding rows (ValueError)."""
     _require(
         tokenizer_ids <= sizes.vocab_size,
