@@ -38,6 +38,17 @@ def correctness_reward(correct_PG: ArrayLike) -> np.ndarray | jax.Array:
     return xp.where(correct_PG > 0, 1.0, -1.0).astype(jnp.float32)
 
 
+def outcome_reward(correct_PG: ArrayLike, score_PG: ArrayLike) -> np.ndarray | jax.Array:
+    """Rewards each response with its task's score, or by Eq. 7 where the score is NaN.
+
+    `correct_PG` as in `correctness_reward`; `score_PG`: floats of the same shape, any scale.
+    Returns float32 of that shape.
+    """
+    xp, score_PG = _array(score_PG)
+    reward_PG = xp.where(xp.isnan(score_PG), correctness_reward(correct_PG), score_PG)
+    return reward_PG.astype(jnp.float32)
+
+
 def clamped_log_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array:
     """`log(pi / pi_other)` of each token in nats, clamped to [-20, 20].
 

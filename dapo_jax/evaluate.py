@@ -6,7 +6,6 @@ evaluates the checkpoint after N rollout steps (default: the newest) into DIR/ev
 """
 
 import collections
-import functools
 import json
 import math
 import pathlib
@@ -16,13 +15,14 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from dapo_jax.rollout import Group, collect, verified
+from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
-from dapo_jax.run.metrics import atomic_file, evaluation_line
-from dapo_jax.sampler.engine import Session
-from dapo_jax.types import Verdict
+from dapo_jax.run.display import evaluation_line
+from dapo_jax.run.files import atomic_file
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Group, Verdict
 from sharding import hosts
 
 
@@ -51,7 +51,9 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
     return {
         f"mean@{k}": float(correct_PK.mean()),
-        f"maj@{k}": float(np.mean([majority_is_correct(g.verdicts) for g in groups])),
+        f"maj@{k}": float(
+            np.mean([majority_is_correct([r.verdict for r in g.responses]) for g in groups])
+        ),
         **{
             f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
             for n in powers
@@ -60,7 +62,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
         "no_answer_fraction": float(
-            np.mean([v.prediction is None for group in groups for v in group.verdicts])
+            np.mean([r.verdict.prediction is None for g in groups for r in g.responses])
         ),
     }
 
@@ -69,23 +71,22 @@ def evaluate(
     config: ConfigDict,
     programs: build.Programs,
     params,
-    sets,
-    tokenizer,
+    sets: dict[str, build.EvalSet],
     *,
     report: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
-    """Results of every set. `params` are the sampler's; the randomness is the same each time."""
-    verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
+    """Evaluates every set. `params` are the sampler's; the randomness is the same each time."""
     results = {}
-    for name, prompts in sets.items():
+    for name, chosen in sets.items():
+        prompts = chosen.dataset.prompts
         stream = build.key(config, build.EVAL_STREAM)
         key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
         rollouts = collect(
-            Session(programs.engine, params, key, build.eval_sampling(config, tokenizer)),
+            Session(programs.engine, params, key, chosen.sampling),
             prompts.__getitem__,
-            verify,
+            chosen.dataset.grade,
             0,
-            group_size=config.eval.samples_per_prompt,
+            group_size=chosen.k,
             num_prompts=len(prompts),
             max_prompts=len(prompts),
             expected_rate=1.0,
@@ -138,7 +139,7 @@ def main(_):
     # LoRA adapts them; the KL term, which needs them too, is training's.
     start_weights = programs.load_start_weights() if programs.learning.lora else None
     sampler_params = programs.reshard(params, start_weights)
-    results = evaluate(config, programs, sampler_params, data.eval_sets, tokenizer, report=say)
+    results = evaluate(config, programs, sampler_params, data.eval_sets, report=say)
     write_results(workdir, step, results)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
     say(f"written to {workdir / 'eval' / f'{step}.json'}")
@@ -151,11 +152,10 @@ def require_directory(workdir: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
+    CONFIG = command.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )
     DISTRIBUTED = command.define_distributed()
-    flags.mark_flag_as_required("config")
     command.run(main)

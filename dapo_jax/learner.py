@@ -1,12 +1,12 @@
-"""The DAPO update: gradients summed over micro-batches, clipped, and one AdamW step.
+"""The update: gradients summed over micro-batches, clipped, and one AdamW step.
 
 Axis letters: M micro-batches, B rows, T tokens. The rows are packed (dapo_jax.packing).
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,14 @@ from dapo_jax.algorithm import (
     token_weights,
 )
 from dapo_jax.logprobs import chosen_logprobs, head_loss
-from dapo_jax.packing import TrainSequence, micro_batches, pack
+from dapo_jax.packing import into_micro_batches, pack
+from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
 from models.lora import Lora, adapted
 from models.qwen2 import param_axes
-from sharding import rules
+from sharding import hosts, rules
+
+jax.tree_util.register_dataclass(Batch)
 
 
 @struct.dataclass
@@ -37,26 +40,11 @@ class TrainState:
     opt_state: Any
 
 
-@struct.dataclass
-class Batch:
-    """One mini-batch, as [M, B, T] arrays of packed rows; the first `num_micro` are in use."""
-
-    tokens: jax.Array
-    target: jax.Array
-    position: jax.Array
-    segment: jax.Array
-    branch: jax.Array
-    behavior_logp: jax.Array
-    advantage: jax.Array
-    weight: jax.Array
-    is_response: jax.Array
-    num_micro: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """What fixes an update, apart from the weights. `temperature` is the sampler's."""
+    """The settings that fix an update. `loss` is a name of LOSSES; `temperature` the sampler's."""
 
+    loss: str
     eps_low: float
     eps_high: float
     dual_clip: float
@@ -120,132 +108,224 @@ def policy_weights(params, start_weights, learning: Learning):
 
 
 def make_batch(
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    behavior_logp: Sequence[np.ndarray],
-    advantage_R: np.ndarray,
-    trains_R: np.ndarray,
+    groups: Sequence[Group],
+    advantage_PG: np.ndarray,
     *,
     loss_aggregation: str,
+    overlong_filtering: bool,
     row_tokens: int,
     micro_batch_rows: int,
     num_micro: int,
     share_prompts: bool,
 ) -> Batch:
-    """One mini-batch of R responses as packed host arrays, each token's loss weight included.
+    """Packs one mini-batch of groups into host arrays [M, B, T], each token's weight included.
 
-    The weights (Eq. 12) are those of the whole mini-batch, before any split. `trains_R` is False
-    for responses masked by overlong filtering. `num_micro` fixes the shape: R / micro_batch_rows
-    rounded up holds any R responses.
+    The weights (Eq. 12) are those of the whole mini-batch, before any split. Overlong filtering
+    gives those of responses that were cut off weight 0. `num_micro` fixes the shape: responses /
+    micro_batch_rows rounded up holds any.
     """
-    length_R = np.array([len(response) for response in responses])
-    # As wide as a row, not as the longest response: one compiled program for all mini-batches.
-    mask_RT = (np.arange(row_tokens) < length_R[:, None]) & trains_R[:, None]
-    weight_RT = token_weights(mask_RT, mode=loss_aggregation).astype(np.float32)
-    sequences = [
-        TrainSequence(
-            prompts[r],
-            responses[r],
-            behavior_logp[r],
-            float(advantage_R[r]),
-            weight_RT[r, : length_R[r]],
-        )
-        for r in range(len(responses))
-    ]
-    rows = pack(sequences, row_tokens=row_tokens, share_prompts=share_prompts)
-    arrays, used = micro_batches(rows, num_micro=num_micro, rows=micro_batch_rows)
-    return Batch(**vars(arrays), num_micro=np.int32(used))
+    length_PG = np.stack([group.length_G for group in groups])
+    stopped_PG = np.stack([group.stopped_G for group in groups])
+    mask_PGT = np.arange(length_PG.max()) < length_PG[..., None]
+    if overlong_filtering:
+        mask_PGT &= stopped_PG[..., None]
+    P, G, T = mask_PGT.shape
+    weight_RT = token_weights(mask_PGT.reshape(P * G, T), mode=loss_aggregation)
+    weight_PGT = weight_RT.astype(np.float32).reshape(P, G, T)
+    packed = pack(
+        groups, advantage_PG, weight_PGT, row_tokens=row_tokens, share_prompts=share_prompts
+    )
+    return into_micro_batches(packed, num_micro=num_micro, rows=micro_batch_rows)
+
+
+def batch_shardings(mesh) -> Batch:
+    """Shards a batch [M, B, T] by rows."""
+    rows = dict.fromkeys(Batch.row_fields(), rules.micro_batches(mesh))
+    return Batch(**rows, num_micro=rules.replicated(mesh))
+
+
+def place_batch(batch: Batch, mesh) -> Batch:
+    """Puts a batch of host arrays on the mesh."""
+    return hosts.place(batch, batch_shardings(mesh))
 
 
 def abstract_batch(shape: tuple[int, int, int], mesh) -> Batch:
-    """ShapeDtypeStructs, with shardings, of a batch of [M, B, T]: what an update is lowered for."""
-
-    def rows(dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=rules.micro_batches(mesh))
-
-    ints = ("tokens", "target", "position", "segment", "branch")
-    floats = ("behavior_logp", "advantage", "weight")
-    return Batch(
-        **{name: rows(jnp.int32) for name in ints},
-        **{name: rows(jnp.float32) for name in floats},
-        is_response=rows(jnp.bool_),
-        num_micro=jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh)),
-    )
+    """ShapeDtypeStructs of a placed batch of [M, B, T] stand for it: an update's lowering."""
+    rows = {name: jax.ShapeDtypeStruct(shape, d) for name, d in Batch.row_fields().items()}
+    num_micro = jax.ShapeDtypeStruct((), jnp.int32)
+    return rules.abstract(Batch(**rows, num_micro=num_micro), batch_shardings(mesh))
 
 
-def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
-    """(loss, sums): a micro-batch's share of the mini-batch's loss (Eq. 8 and 12), and metrics.
+class Token(NamedTuple):
+    """Tokens as a loss sees them, arrays of one shape: [B, T] packed rows, or some of them [C].
 
-    `micro.weight` was normalised over the whole mini-batch, so the shares of all micro-batches
-    and devices add up to the true loss. `sums` are sums over the response tokens.
+    Not all are response tokens. branch numbers the responses of a row from 1; 0 is everything
+    else. reference_logp: None without a KL term.
     """
+
+    behavior_logp: jax.Array
+    advantage: jax.Array
+    weight: jax.Array
+    is_response: jax.Array
+    branch: jax.Array
+    reference_logp: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A policy loss that config.algo.loss can choose.
+
+    function(logp, token, learning) -> (loss, metrics), from log pi of the targets. loss: of each
+    token, before its weight; metrics: name -> a number for each token, whose mean over the response
+    tokens is reported, such as where a clip holds.
+
+    by_token: the loss of a token is a function of its own log-probability alone, and is computed
+    with its gradient chunk by chunk, where the logits are. False: the function gets whole rows
+    [B, T], and with them whole responses, for which `response_mean` is there; log-probabilities
+    are then computed once more.
+    """
+
+    function: Callable[[jax.Array, Token, Learning], tuple[jax.Array, dict[str, jax.Array]]]
+    by_token: bool = True
+
+
+def response_mean(value_BT, token: Token):
+    """The mean over each token's response of the packed rows, at all of its tokens."""
+
+    def of_row(value_T, branch_T):
+        sums = functools.partial(
+            jax.ops.segment_sum, segment_ids=branch_T, num_segments=len(branch_T) + 1
+        )
+        return (sums(value_T) / jnp.maximum(sums(jnp.ones_like(value_T)), 1))[branch_T]
+
+    return jax.vmap(of_row)(value_BT, token.branch)
+
+
+def dapo(logp, token: Token, learning: Learning):
+    """DAPO's loss of each token (Eq. 8 with the dual clip), and which bounds hold it."""
     s = learning
-    attention = rules.by_heads(s.kernels.attend_rows, mesh)
+    clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
+    arguments = (logp, token.behavior_logp, token.advantage)
+    held = clip_indicators(*arguments, **clip)
+    indicators = {f"clip_fraction/{bound}": value for bound, value in held._asdict().items()}
+    return token_policy_loss(*arguments, **clip), indicators
+
+
+LOSSES = {"dapo": Loss(dapo)}
+
+
+def weighted_loss(logp, token: Token, learning: Learning):
+    """(weighted loss of each token, metrics): the policy loss, and GRPO's KL term if there is one.
+
+    The weights were normalised over the whole mini-batch, so the sums of all micro-batches and
+    devices add up to the true loss (Eq. 12).
+    """
+    # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
+    logp = jnp.where(token.is_response, logp, 0.0)
+    loss, metrics = LOSSES[learning.loss].function(logp, token, learning)
+    kl = jnp.zeros_like(loss)
+    if learning.kl_coef > 0:
+        kl = kl_k3(logp, jnp.where(token.is_response, token.reference_logp, 0.0))
+        loss += learning.kl_coef * kl
+    return loss * token.weight, metrics | {"kl": kl}
+
+
+def loss_by_token(last, token: Token, learning: Learning, head):
+    """(loss, log-probabilities, entropies), the gradient taken chunk by chunk in one pass."""
+
+    def token_loss(logp_C, token_C):
+        return weighted_loss(logp_C, token_C, learning)[0]
+
+    return head_loss(*last, token, token_loss, **head)
+
+
+def loss_by_response(last, token: Token, learning: Learning, head):
+    """(loss, log-probabilities, entropies) of a loss that couples the tokens of a response.
+
+    A first pass gives all log-probabilities, at which the loss and its slopes are computed. The
+    second has the gradient of slope * logp, token by token, which is that of the loss.
+    """
+
+    def total(logp_BT):
+        return jnp.sum(weighted_loss(logp_BT, token, learning)[0])
+
+    logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient(last), **head)
+    loss, slope_BT = jax.value_and_grad(total)(logp_BT)
+    linear, logp_BT, entropy_BT = head_loss(
+        *last, slope_BT, lambda logp_C, slope_C: slope_C * logp_C, **head
+    )
+    return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT
+
+
+def last_layer(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
+    """(x_BTD, head_DV, target_BT): what gives the log-probabilities of a micro-batch's targets.
+
+    adapters: LoRA's, by layer, or None. They are added layer by layer: the adapted weights of all
+    layers never exist at once.
+    """
+    kernels = learning.kernels
+    attention = rules.by_heads(kernels.attend_rows, mesh)
     how = {
-        "remat": s.remat,
-        "project": s.kernels.learn_product,
+        "remat": learning.remat,
+        "project": kernels.learn_product,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
-        "unroll": s.kernels.unrolled_layers if s.remat == "none" else 1,
+        "unroll": kernels.unrolled_layers if learning.remat == "none" else 1,
         "gather": functools.partial(rules.whole_rows, mesh=mesh),
         "reduce": functools.partial(rules.split_tokens, mesh=mesh),
     }
+    if adapters is None:
+        how["adapt"] = lambda layer, _: rules.kept_sharded(layer, param_axes(layer), mesh)
+    else:
+        how["adapters"] = adapters
+        how["adapt"] = functools.partial(adapted, scale=learning.lora.scale)
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
-        return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment, micro.branch)
+        return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment_BT, micro.branch_BT)
 
-    head = {"temperature": s.temperature, "vocab_size": s.vocab_size, "mesh": mesh}
-    clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
+    model = nnx.merge(graph, weights)
+    x_BTD = model.hidden(micro.tokens_BT, micro.position_BT, attend, **how)
+    return x_BTD, model.head(), micro.target_BT
 
-    def as_they_lie(layer, _):
-        return rules.kept_sharded(layer, param_axes(layer), mesh)
 
-    def last_layer(weights, *, adapters=(), adapt=as_they_lie):
-        model = nnx.merge(graph, weights)
-        adaptation = {"adapters": adapters, "adapt": adapt}
-        x_BTD = model.hidden(micro.tokens, micro.position, attend, **how, **adaptation)
-        return x_BTD, model.head(), micro.target
+def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
+    """(loss, sums): a micro-batch's share of the mini-batch's loss, and of its metrics.
 
-    if s.lora is None:
-        last = last_layer(cast(params, s.compute_dtype))
-    else:  # Layer by layer: the adapted weights of all layers never exist at once.
-        adapt = functools.partial(adapted, scale=s.lora.scale)
-        last = last_layer(start_weights, adapters=params["layers"], adapt=adapt)
-
+    `sums` are sums over the response tokens.
+    """
+    layers = functools.partial(last_layer, micro=micro, graph=graph, mesh=mesh, learning=learning)
+    head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
+    if learning.lora is None:
+        last = layers(cast(params, learning.compute_dtype), None)
+    else:
+        last = layers(start_weights, params["layers"])
     reference_logp_BT = None
-    if s.kl_coef > 0:
-        reference_logp_BT, _ = chosen_logprobs(*last_layer(start_weights), **head)
+    if learning.kl_coef > 0:
+        reference_logp_BT, _ = chosen_logprobs(*layers(start_weights, None), **head)
+    token = Token(
+        micro.behavior_logp_BT,
+        micro.advantage_BT,
+        micro.weight_BT,
+        micro.is_response_BT,
+        micro.branch_BT,
+        reference_logp_BT,
+    )
+    evaluate = loss_by_token if LOSSES[learning.loss].by_token else loss_by_response
+    loss, logp_BT, entropy_BT = evaluate(last, token, learning, head)
+    return loss, metric_sums(logp_BT, entropy_BT, token, learning)
 
-    def policy_loss_and_kl(logp, tokens):
-        token, reference_logp = tokens
-        # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
-        logp = jnp.where(token.is_response, logp, 0.0)
-        loss = token_policy_loss(logp, token.behavior_logp, token.advantage, **clip)
-        if s.kl_coef == 0:
-            return loss, jnp.zeros_like(loss)
-        return loss, kl_k3(logp, jnp.where(token.is_response, reference_logp, 0.0))
 
-    def token_loss(logp, tokens):
-        loss, kl = policy_loss_and_kl(logp, tokens)
-        return (loss + s.kl_coef * kl) * tokens[0].weight
-
-    tokens = (micro, reference_logp_BT)
-    loss, logp_BT, entropy_BT = head_loss(*last, tokens, token_loss, **head)
-    _, kl_BT = policy_loss_and_kl(logp_BT, tokens)
-    held = clip_indicators(logp_BT, micro.behavior_logp, micro.advantage, **clip)
-    ratio_BT = importance_ratio(logp_BT, micro.behavior_logp)
-    per_token = {
+def metric_sums(logp_BT, entropy_BT, token: Token, learning: Learning):
+    """Sums each metric over the response tokens, those of the loss included."""
+    _, metrics = weighted_loss(logp_BT, token, learning)
+    per_token = metrics | {
         "tokens": jnp.ones_like(logp_BT),
         "entropy": entropy_BT,
         "mean_prob": jnp.exp(logp_BT),
-        "kl": kl_BT,
-        "ratio_gap": jnp.abs(ratio_BT - 1.0),
-        "clip_fraction/high": held.high,
-        "clip_fraction/low": held.low,
-        "clip_fraction/dual": held.dual,
+        "ratio_gap": jnp.abs(importance_ratio(logp_BT, token.behavior_logp) - 1.0),
     }
-    live_BT = micro.is_response
-    sums = {key: jnp.sum(jnp.where(live_BT, value, 0.0)) for key, value in per_token.items()}
-    return loss, sums
+    return {
+        name: jnp.sum(jnp.where(token.is_response, value, 0.0)) for name, value in per_token.items()
+    }
 
 
 def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, graph, mesh, learning):
@@ -258,7 +338,7 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     """
 
     def micro_batch_gradient(i):
-        micro = jax.tree.map(lambda rows: rows[i], batch.replace(num_micro=None))
+        micro = jax.tree.map(lambda rows: rows[i], dataclasses.replace(batch, num_micro=None))
         gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
         return gradient(
             state.params, start_weights, micro, graph=graph, mesh=mesh, learning=learning

@@ -1,4 +1,4 @@
-"""Whole (prompt, response) sequences packed into rows of a fixed number of tokens, on the host.
+"""Groups of responses packed into rows of a fixed number of tokens, on the host.
 
 A row is made of pieces: a prompt once, then responses to it. Row arrays are aligned with what the
 model predicts: entry t holds what belongs to the target, the token that comes next. A prompt of p
@@ -10,147 +10,149 @@ the padding's id.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True)
-class TrainSequence:
-    """One response to train on. Arrays have the response's length; `prompt` has the prompt's."""
-
-    prompt: np.ndarray
-    response: np.ndarray
-    behavior_logp: np.ndarray
-    advantage: float
-    weight: np.ndarray  # of each token's loss in the update, from algorithm.token_weights
+from dapo_jax.types import Batch, Group
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedRows:
-    """[rows, T] arrays.
+class Piece(NamedTuple):
+    """One group's prompt in a row, and the sample indices of the responses behind it."""
 
-    `segment` numbers a row's pieces from 1; 0 is padding. `branch` numbers a row's responses from
-    1; 0 is a prompt, which all responses of its piece follow. `position` counts from 0 along a
-    prompt and each of its responses.
+    group: int
+    samples: list[int]
+
+
+def pack(
+    groups: Sequence[Group],
+    advantage_PG: np.ndarray,
+    weight_PGT: np.ndarray,
+    *,
+    row_tokens: int,
+    share_prompts: bool,
+) -> Batch:
+    """Packs the responses of all groups into as few rows as `plan_rows` finds: a [B, T] batch.
+
+    weight_PGT: each token's weight in the loss, from algorithm.token_weights.
     """
-
-    tokens: np.ndarray
-    target: np.ndarray
-    position: np.ndarray
-    segment: np.ndarray
-    branch: np.ndarray
-    behavior_logp: np.ndarray
-    advantage: np.ndarray
-    weight: np.ndarray
-    is_response: np.ndarray  # bool: the target is a response token
+    rows = plan_rows(
+        [len(group.prompt.token_ids) for group in groups],
+        [group.length_G.tolist() for group in groups],
+        row_tokens=row_tokens,
+        share_prompts=share_prompts,
+    )
+    return fill(rows, groups, advantage_PG, weight_PGT, row_tokens=row_tokens)
 
 
-def pack(sequences: Sequence[TrainSequence], *, row_tokens: int, share_prompts: bool) -> PackedRows:
-    """Rows of pieces, large groups first and in each the longest responses first.
+def plan_rows(
+    prompt_tokens_P: Sequence[int],
+    length_PG: Sequence[Sequence[int]],
+    *,
+    row_tokens: int,
+    share_prompts: bool,
+) -> list[list[Piece]]:
+    """Assigns responses to rows by their lengths: large groups first, in each the longest first.
 
     A response goes behind its prompt in the first row that has both the prompt and room, else with
     its prompt into the first row with room for the two. share_prompts False: every response has
-    its prompt to itself, which makes this first-fit decreasing. Raises ValueError for a sequence
-    that no row can hold.
+    its prompt to itself, which makes this first-fit decreasing. Raises ValueError for a response
+    that no row can hold with its prompt.
     """
-    longest = max(len(s.prompt) + len(s.response) - 1 for s in sequences)
+
+    def entries(piece: Piece) -> int:
+        lengths = [length_PG[piece.group][g] for g in piece.samples]
+        return prompt_tokens_P[piece.group] - 1 + sum(lengths)
+
+    samples = [Piece(p, [g]) for p, lengths in enumerate(length_PG) for g in range(len(lengths))]
+    longest = max(map(entries, samples))
     if longest > row_tokens:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit a row: learner.row_tokens = "
             f"{row_tokens} must hold the longest prompt and response"
         )
-    rows: list[list[list[TrainSequence]]] = []
+    whole = samples
+    if share_prompts:
+        whole = [Piece(p, list(range(len(lengths)))) for p, lengths in enumerate(length_PG)]
+    rows: list[list[Piece]] = []
     room: list[int] = []
-    by_prompt = groups(sequences, share_prompts=share_prompts)
-    for group in sorted(by_prompt, key=group_entries, reverse=True):
-        pieces: dict[int, list[TrainSequence]] = {}  # by row
-        for s in sorted(group, key=lambda s: -len(s.response)):
-            entries = len(s.response)
-            row = next((r for r in pieces if room[r] >= entries), None)
+    for p, together in sorted(whole, key=entries, reverse=True):
+        pieces: dict[int, Piece] = {}  # by row
+        for g in sorted(together, key=lambda g: -length_PG[p][g]):
+            size = length_PG[p][g]
+            row = next((r for r in pieces if room[r] >= size), None)
             if row is None:
-                entries += len(s.prompt) - 1
-                row = next((r for r in range(len(rows)) if room[r] >= entries), len(rows))
+                size += prompt_tokens_P[p] - 1
+                row = next((r for r in range(len(rows)) if room[r] >= size), len(rows))
                 if row == len(rows):
                     rows.append([])
                     room.append(row_tokens)
-                pieces[row] = []
+                pieces[row] = Piece(p, [])
                 rows[row].append(pieces[row])
-            pieces[row].append(s)
-            room[row] -= entries
-    return fill(rows, row_tokens=row_tokens)
+            pieces[row].samples.append(g)
+            room[row] -= size
+    return rows
 
 
-def groups(sequences: Sequence[TrainSequence], *, share_prompts: bool) -> list[list[TrainSequence]]:
-    """The sequences with the same prompt together, or each by itself."""
-    found: dict[object, list[TrainSequence]] = {}
-    for i, s in enumerate(sequences):
-        found.setdefault(s.prompt.tobytes() if share_prompts else i, []).append(s)
-    return list(found.values())
-
-
-def group_entries(group: Sequence[TrainSequence]) -> int:
-    """The entries of a group in one row, its prompt once."""
-    return len(group[0].prompt) - 1 + sum(len(s.response) for s in group)
-
-
-def fill(rows: Sequence[Sequence[Sequence[TrainSequence]]], *, row_tokens: int) -> PackedRows:
-    """The arrays of rows of pieces; the sequences of a piece have one prompt."""
+def fill(
+    rows: Sequence[Sequence[Piece]],
+    groups: Sequence[Group],
+    advantage_PG: np.ndarray,
+    weight_PGT: np.ndarray,
+    *,
+    row_tokens: int,
+) -> Batch:
+    """Writes the tokens of planned rows into arrays [B, T]; what no piece covers stays zero."""
     shape = (len(rows), row_tokens)
-    packed = PackedRows(
-        tokens=np.zeros(shape, np.int32),
-        target=np.zeros(shape, np.int32),
-        position=np.zeros(shape, np.int32),
-        segment=np.zeros(shape, np.int32),
-        branch=np.zeros(shape, np.int32),
-        behavior_logp=np.zeros(shape, np.float32),
-        advantage=np.zeros(shape, np.float32),
-        weight=np.zeros(shape, np.float32),
-        is_response=np.zeros(shape, bool),
-    )
+    fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields().items()}
+    batch = Batch(**fields, num_micro=None)
     for b, pieces in enumerate(rows):
         end = branch = 0
-        for segment, piece in enumerate(pieces, start=1):
-            prompt = piece[0].prompt
+        for segment, (p, samples) in enumerate(pieces, start=1):
+            prompt = groups[p].prompt.token_ids
             start, end = end, end + len(prompt) - 1
-            packed.tokens[b, start:end] = prompt[:-1]
-            packed.target[b, start:end] = prompt[1:]
-            packed.position[b, start:end] = np.arange(len(prompt) - 1)
-            for s in piece:
+            batch.tokens_BT[b, start:end] = prompt[:-1]
+            batch.target_BT[b, start:end] = prompt[1:]
+            batch.position_BT[b, start:end] = np.arange(len(prompt) - 1)
+            for g in samples:
                 branch += 1
-                answer = slice(end, end + len(s.response))
-                packed.tokens[b, answer] = np.concatenate([prompt[-1:], s.response[:-1]])
-                packed.target[b, answer] = s.response
-                packed.position[b, answer] = len(prompt) - 1 + np.arange(len(s.response))
-                packed.branch[b, answer] = branch
-                packed.behavior_logp[b, answer] = s.behavior_logp
-                packed.advantage[b, answer] = s.advantage
-                packed.weight[b, answer] = s.weight
-                packed.is_response[b, answer] = True
+                response = groups[p].responses[g]
+                length = len(response.tokens_T)
+                answer = slice(end, end + length)
+                batch.tokens_BT[b, answer] = np.append(prompt[-1:], response.tokens_T[:-1])
+                batch.target_BT[b, answer] = response.tokens_T
+                batch.position_BT[b, answer] = len(prompt) - 1 + np.arange(length)
+                batch.branch_BT[b, answer] = branch
+                batch.behavior_logp_BT[b, answer] = response.behavior_logp_T
+                batch.advantage_BT[b, answer] = advantage_PG[p, g]
+                batch.weight_BT[b, answer] = weight_PGT[p, g, :length]
+                batch.is_response_BT[b, answer] = True
                 end = answer.stop
-            packed.segment[b, start:end] = segment
-    return packed
+            batch.segment_BT[b, start:end] = segment
+    return batch
 
 
-def keys_seen(packed: PackedRows) -> np.ndarray:
-    """How many entries those of each row attend to, in all: a measure of attention's work."""
-    return np.sum((packed.position + 1.0) * (packed.segment > 0), axis=1)
+def keys_seen(batch: Batch) -> np.ndarray:
+    """Counts the entries that those of each row attend to: a measure of attention's work."""
+    return np.sum((batch.position_BT + 1.0) * (batch.segment_BT > 0), axis=1)
 
 
-def micro_batches(packed: PackedRows, *, num_micro: int, rows: int) -> tuple[PackedRows, int]:
-    """([num_micro, rows, T] arrays, number of micro-batches in use); rows of padding fill up.
+def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
+    """Deals the rows of a [B, T] batch out to `num_micro` micro-batches: [M, rows, T].
 
-    Rows go by attention's work, the most first: the rows of a micro-batch, which devices compute
-    side by side, are as equal as can be.
+    Rows of padding fill up; the result's `num_micro` counts the micro-batches in use. Rows go by
+    attention's work, the most first: the rows of a micro-batch, which devices compute side by
+    side, are as equal as can be. Raises ValueError where there are too many rows.
     """
-    used, row_tokens = packed.tokens.shape
+    used, row_tokens = batch.tokens_BT.shape
     if used > num_micro * rows:
         raise ValueError(f"{used} packed rows do not fit {num_micro} micro-batches of {rows}")
-    by_work = np.argsort(-keys_seen(packed), kind="stable")
+    by_work = np.argsort(-keys_seen(batch), kind="stable")
 
     def spread(array):
         full = np.zeros((num_micro * rows, row_tokens), array.dtype)
         full[:used] = array[by_work]
         return full.reshape(num_micro, rows, row_tokens)
 
-    fields = {f.name: spread(getattr(packed, f.name)) for f in dataclasses.fields(packed)}
-    return PackedRows(**fields), -(-used // rows)
+    fields = {name: spread(getattr(batch, name)) for name in Batch.row_fields()}
+    return dataclasses.replace(batch, **fields, num_micro=np.int32(-(-used // rows)))

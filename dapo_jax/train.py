@@ -8,41 +8,30 @@ given again; anything else is an error. `train` holds one RL step, top to bottom
 """
 
 import contextlib
-import functools
 import json
 import pathlib
 
 import jax
-import numpy as np
 from absl import flags, logging
 from clu import parameter_overview
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from dapo_jax.algorithm import (
-    correctness_reward,
-    group_advantage,
-    informative_groups,
-    soft_overlong_penalty,
-)
+from dapo_jax.algorithm import group_advantage, outcome_reward, soft_overlong_penalty
 from dapo_jax.evaluate import evaluate, result_row, write_results
-from dapo_jax.learner import make_batch, warmup_learning_rate
-from dapo_jax.report import __main__ as report
-from dapo_jax.rollout import Rollouts, collect, minibatches, rollout_rows, verified
+from dapo_jax.learner import make_batch, place_batch, warmup_learning_rate
+from dapo_jax.report import plots
+from dapo_jax.report.runs import load_run, summary_lines
+from dapo_jax.rollout import collect, minibatches, rollout_rows
 from dapo_jax.run import build, checks, command
-from dapo_jax.run.metrics import (
-    Display,
-    MetricsWriter,
-    Sample,
-    Stopwatch,
-    atomic_file,
-    evaluation_line,
-    write_rollouts,
-)
+from dapo_jax.run.display import Display, Sample, evaluation_line
+from dapo_jax.run.files import MetricsWriter, atomic_file, write_rollouts
+from dapo_jax.run.metrics import Step, Stopwatch, step_row
 from dapo_jax.run.snapshots import Boundaries
 from dapo_jax.run.timeline import plot_timeline
-from dapo_jax.sampler.engine import Session
+from dapo_jax.sampler.session import Session
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
-from sharding import hosts, rules
+from dapo_jax.types import Batch, Rollouts
+from sharding import hosts
 
 SHOWN_SAMPLES = 4
 
@@ -71,7 +60,6 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         run_key = build.key(config, build.ROLLOUT_STREAM)
         r, algo = config.rollout, config.algo
         sampling = build.sampling(config, tokenizer)
-        verify = functools.partial(verified, tokenizer=tokenizer, rules=config.verifier.rules)
 
         display = stack.enter_context(
             Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
@@ -86,16 +74,14 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 writer.write(progress["row"])  # killed between the checkpoint and its row
 
         def evaluate_now(params):
-            return evaluate(
-                config, programs, params, data.eval_sets, tokenizer, report=display.phase
-            )
+            return evaluate(config, programs, params, data.eval_sets, report=display.phase)
 
         display.phase("compiling the update")
         update = programs.compile_update()
         display.phase("compiling the sampler")
         programs.engine.compile(sampling)
-        if config.eval.every_steps and data.eval_sets:
-            programs.engine.compile(build.eval_sampling(config, tokenizer))
+        for chosen in data.eval_sets.values() if config.eval.every_steps else ():
+            programs.engine.compile(chosen.sampling)
         sampler_params = programs.reshard(state.params, start_weights)
         if first_step == 0 and config.eval.every_steps and data.eval_sets:
             results = evaluate_now(sampler_params)
@@ -109,8 +95,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             with watch("rollout"):
                 rollouts = collect(
                     Session(programs.engine, sampler_params, run_key, sampling),
-                    data.train.__getitem__,
-                    verify,
+                    data.stream.__getitem__,
+                    data.train.grade,
                     progress["cursor"],
                     group_size=r.group_size,
                     num_prompts=r.num_prompts,
@@ -128,7 +114,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 display.line(f"{message}. The step trains on {len(rollouts.kept)} groups")
 
             # Rewards (Eq. 7 and 13) and advantages inside each group (Eq. 9).
-            reward_PG = correctness_reward(rollouts.correct_PG) + soft_overlong_penalty(
+            reward_PG = outcome_reward(
+                rollouts.correct_PG, rollouts.score_PG
+            ) + soft_overlong_penalty(
                 rollouts.length_PG,
                 max_tokens=r.max_response_tokens,
                 cache_tokens=algo.overlong_cache_tokens,
@@ -163,63 +151,55 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                     results = evaluate_now(sampler_params)
                 write_results(workdir, step + 1, results)
 
-            sampled_tokens_total = progress["sampled_tokens_total"] + rollouts.work.drawn_tokens
-            row = {
-                "step": step,
-                "prompts_seen": rollouts.cursor,
-                "sampled_tokens_total": sampled_tokens_total,
-                **rollout_metrics(config, rollouts, reward_PG),
-                **update_metrics(updates),
-                "lr": learning_rate,
-                **result_row(results),
-            }
+            sampled_tokens_total = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
+            finished = Step(
+                config=config,
+                step=step,
+                rollouts=rollouts,
+                reward_PG=reward_PG,
+                updates=updates,
+                learning_rate=learning_rate,
+                sampled_tokens_total=sampled_tokens_total,
+                evaluation=result_row(results),
+            )
             save_rollouts(config, workdir, step, rollouts, reward_PG)
             progress = {
                 "cursor": rollouts.cursor,
                 "sampled_tokens_total": sampled_tokens_total,
-                "row": row | timings(watch, rollouts),
+                "row": step_row(finished, watch.seconds()),
             }
             with watch("save"):
                 last = step + 1 == config.num_steps
                 boundaries.passed(step + 1, state, progress, force=last)
-            row |= timings(watch, rollouts)
+            row = step_row(finished, watch.seconds())
             if writer is not None:
                 writer.write(row)
             every = config.log.samples_every_steps
             if every and step % every == 0:
                 display.samples(step, samples(rollouts, reward_PG))
                 if hosts.is_main_host():
-                    plot_timeline(rollouts.work.blocks, workdir / "timeline.png")
+                    plot_timeline(rollouts.stats.blocks, workdir / "timeline.png")
             display.step(row)
     if hosts.is_main_host():
-        run = report.load_run(workdir)
-        report.plot_curves({workdir.name: run}, workdir / "curves.png")
-        print("\n".join([*report.summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
+        run = load_run(workdir)
+        plots.save(plots.curves({workdir.name: run}), workdir / "curves.png")
+        print("\n".join([*summary_lines(run), f"curves: {workdir / 'curves.png'}"]))
 
 
-def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen):
+def minibatch(config, programs, rollouts: Rollouts, advantage_PG, chosen) -> Batch:
     """One update's batch on the mesh: the responses of the groups `chosen`, packed into rows."""
-    groups, group_size = [rollouts.sampled[p] for p in chosen], config.rollout.group_size
     num_micro, rows, row_tokens = build.batch_shape(config)
     batch = make_batch(
-        [group.prompt.token_ids for group in groups for _ in range(group_size)],
-        [response for group in groups for response in group.responses],
-        [logp for group in groups for logp in group.behavior_logp],
-        advantage_PG[chosen].reshape(-1),
-        (rollouts.stopped_PG[chosen] | (not config.algo.overlong_filtering)).reshape(-1),
+        [rollouts.sampled[p] for p in chosen],
+        advantage_PG[chosen],
         loss_aggregation=config.algo.loss_aggregation,
+        overlong_filtering=config.algo.overlong_filtering,
         row_tokens=row_tokens,
         micro_batch_rows=rows,
         num_micro=num_micro,
         share_prompts=programs.learning.kernels.shares_prompts,
     )
-    return batch.replace(
-        **{
-            name: hosts.place(value, rules.micro_batches(programs.mesh))
-            for name, value in vars(batch).items()
-            if name != "num_micro"
-        }
-    )
+    return place_batch(batch, programs.mesh)
 
 
 def is_due(step: int, every_steps: int, num_steps: int) -> bool:
@@ -246,75 +226,6 @@ def generation_cap_message(config, step: int, rollouts: Rollouts) -> str:
     )
 
 
-def rollout_metrics(config, rollouts: Rollouts, reward_PG) -> dict[str, float]:
-    """Statistics of the groups up to the last one kept, and of the work that sampling them took.
-
-    `unused_tokens_fraction` counts all that was drawn: groups that are not informative, and those
-    that were under way when the step had enough.
-    """
-    work, sampled = rollouts.work, len(rollouts.sampled)
-    return {
-        "reward/mean": float(reward_PG.mean()),
-        "accuracy/mean": float(rollouts.correct_PG.mean()),
-        "response_tokens/mean": float(rollouts.length_PG.mean()),
-        "response_tokens/max": int(rollouts.length_PG.max()),
-        "response_tokens/truncated_fraction": float(1 - rollouts.stopped_PG.mean()),
-        "groups/sampled": sampled,
-        "groups/informative": int(informative_groups(rollouts.correct_PG).sum()),
-        "groups/all_correct": int(rollouts.correct_PG.all(axis=1).sum()),
-        "groups/all_wrong": int((~rollouts.correct_PG).all(axis=1).sum()),
-        "groups/discarded": sampled - len(rollouts.kept),
-        "groups/cancelled": rollouts.issued - sampled,
-        "generation_batches": -(-sampled // config.rollout.generation_prompts),
-        "engine/occupancy": work.busy_slot_steps / work.slot_steps,
-        "engine/occupancy_while_waiting": (
-            work.busy_waiting_slot_steps / max(work.waiting_slot_steps, 1)
-        ),
-        "engine/requests": work.requests,
-        "engine/prefilled_prompts": work.prefilled_prompts,
-        "engine/cache_use": work.cache_use,
-        "engine/drawn_tokens": work.drawn_tokens,
-        "engine/unused_tokens_fraction": 1 - rollouts.kept_tokens / work.drawn_tokens,
-    }
-
-
-def update_metrics(updates: list[dict]) -> dict[str, float]:
-    """Means over the updates taken; the ratio gap is the first one's, where it is only rounding."""
-    taken = [update for update in updates if update["taken"]]
-    counts = {"updates": len(taken), "updates_skipped": len(updates) - len(taken)}
-    if not taken:
-        return counts
-    names = (
-        "loss",
-        "entropy",
-        "mean_prob",
-        "kl",
-        "clip_fraction/high",
-        "clip_fraction/low",
-        "clip_fraction/dual",
-        "grad_norm",
-    )
-    return {
-        **counts,
-        **{name: float(np.mean([update[name] for update in taken])) for name in names},
-        "ratio_gap": float(updates[0]["ratio_gap"]),
-    }
-
-
-def timings(watch: Stopwatch, rollouts: Rollouts) -> dict[str, float]:
-    """Wall seconds of the step's phases, and sampled or trained tokens a second."""
-    work, trained, row = rollouts.work, rollouts.kept_tokens, watch.row()
-    rollout_seconds = max(watch.seconds("rollout"), 1e-9)
-    return {
-        **row,
-        **{f"seconds_in_rollout/{name}": seconds for name, seconds in work.seconds.items()},
-        "tokens_per_second/rollout": work.drawn_tokens / rollout_seconds,
-        "tokens_per_second/rollout_used": trained / rollout_seconds,
-        "tokens_per_second/update": trained / max(watch.seconds("update"), 1e-9),
-        "tokens_per_second/step": work.drawn_tokens / row["seconds/total"],
-    }
-
-
 def save_rollouts(config, workdir, step, rollouts: Rollouts, reward_PG) -> None:
     """Every so many steps: all responses to DIR/rollouts/<step>.jsonl.gz."""
     every = config.log.rollouts_every_steps
@@ -329,14 +240,14 @@ def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
     return [
         Sample(
             prompt=group.prompt.example.text.removeprefix(before).removesuffix(after),
-            response=group.texts[0],
+            response=group.responses[0].text,
             truth=group.prompt.example.answer,
-            prediction=group.verdicts[0].prediction,
-            correct=group.verdicts[0].correct,
-            status=group.verdicts[0].status,
+            prediction=group.responses[0].verdict.prediction,
+            correct=group.responses[0].verdict.correct,
+            status=group.responses[0].verdict.status,
             reward=float(reward_PG[p, 0]),
-            response_tokens=len(group.responses[0]),
-            truncated=not bool(group.stopped_G[0]),
+            response_tokens=len(group.responses[0].tokens_T),
+            truncated=not group.responses[0].stopped,
         )
         for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES])
     ]
@@ -357,7 +268,7 @@ def banner(config, programs, data, params, workdir, first_step) -> str:
         parameter_overview.get_parameter_overview(params, include_stats=False),
         f"devices: {jax.device_count()} x {device.device_kind}, mesh "
         + ", ".join(f"{axis} {size}" for axis, size in programs.mesh.shape.items()),
-        *(line for report in data.reports for line in report.lines()),
+        *data.report_lines(),
         f"a step: {config.rollout.num_prompts} prompts x {config.rollout.group_size} responses of "
         f"at most {config.rollout.max_response_tokens} tokens, {config.updates_per_step} updates",
         f"workdir: {workdir}" + (f", resuming after {first_step} steps" if first_step else ""),
@@ -376,8 +287,7 @@ def main(_):
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
+    CONFIG = command.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     DISTRIBUTED = command.define_distributed()
-    flags.mark_flag_as_required("config")
     command.run(main)

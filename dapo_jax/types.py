@@ -5,7 +5,7 @@ P prompts, G responses of one prompt, T tokens, M micro-batches, B packed rows.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -23,13 +23,14 @@ class Example:
     """One problem of a task and its ground truth.
 
     source: name of the file, or of the generator. row: line of a jsonl file counted from 1, else
-    row counted from 0.
+    row counted from 0. extra: what else the task needs to grade a response; nobody else reads it.
     """
 
     prompt: tuple[Message, ...]
     answer: str
     source: str
     row: int
+    extra: Any = None
 
     @property
     def text(self) -> str:
@@ -39,10 +40,13 @@ class Example:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
-    """A tokenized example; token_ids is int32 [prompt tokens]."""
+    """A tokenized example; token_ids is int32 [prompt tokens].
+
+    example: None where nothing is graded, as in benchmarks.
+    """
 
     token_ids: np.ndarray
-    example: Example
+    example: Example | None = None
 
 
 class Verdict(NamedTuple):
@@ -85,6 +89,19 @@ class Group:
     cursor: int
     prompt: Prompt
     responses: tuple[Response, ...]
+
+    def graded(self, texts: Sequence[str], verdicts: Sequence[Verdict]) -> "Group":
+        """The group with a text and a verdict for each response."""
+        found = zip(self.responses, texts, verdicts, strict=True)
+        return dataclasses.replace(
+            self,
+            responses=tuple(dataclasses.replace(r, text=t, verdict=v) for r, t, v in found),
+        )
+
+    @property
+    def grades(self) -> tuple[list[str], list[Verdict]]:
+        """The texts and verdicts of graded responses."""
+        return [r.text for r in self.responses], [r.verdict for r in self.responses]
 
     @property
     def length_G(self) -> np.ndarray:

@@ -13,13 +13,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from dapo_jax import train
 from dapo_jax.run import command
-from dapo_jax.sampler import engine
+from dapo_jax.sampler import cache
 from experiments.preemption.config import get_config
 from sharding import hosts
 
 
 def main(workdir: str, devices: str, steps: str) -> None:
-    engine.PARTS = ((1, 1),)  # one program for decoding
+    cache.PARTS = ((1, 1),)  # one program for decoding
     config = get_config()
     config.num_steps = int(steps)
     config.mesh.cpu_devices = int(devices)

@@ -108,6 +108,20 @@ def test_correctness_reward_is_plus_or_minus_one():
     )
 
 
+def test_outcome_reward_is_the_tasks_score_where_it_has_one():
+    correct_PG = np.array([[True, False, True], [False, False, True]])
+    nan = np.nan
+    score_PG = np.array([[nan, nan, 0.25], [0.0, -3.5, nan]])
+    reward_PG = algorithm.outcome_reward(correct_PG, score_PG)
+    assert isinstance(reward_PG, np.ndarray)
+    assert reward_PG.dtype == np.float32
+    np.testing.assert_array_equal(reward_PG, [[1.0, -1.0, 0.25], [0.0, -3.5, 1.0]])
+    np.testing.assert_array_equal(
+        algorithm.outcome_reward(correct_PG, np.full((2, 3), nan)),
+        algorithm.correctness_reward(correct_PG),
+    )
+
+
 @pytest.mark.parametrize(
     ("length_tokens", "penalty"),
     [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (30000, -1.0)],
@@ -426,6 +440,7 @@ def test_every_function_gives_the_same_under_jit():
     correct_PG = np.array([[1, 0], [0, 0], [1, 1]])
     calls = [
         (algorithm.correctness_reward, (correct_PG,), {}),
+        (algorithm.outcome_reward, (correct_PG, np.where(correct_PG > 0, np.nan, 0.5)), {}),
         (algorithm.informative_groups, (correct_PG,), {}),
         (algorithm.group_advantage, (correct_PG.astype(np.float32),), {}),
         (

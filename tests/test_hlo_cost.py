@@ -356,7 +356,7 @@ _xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}
     assert cost.collectives == (hlo_cost.Collective(kind, size, group_size, (), 1),)
 
 
-def test_tpu_kernel_with_line_breaks_and_notes():
+def test_tpu_kernel_with_line_breaks_and_markers():
     cost = text_cost("""
 ENTRY %main (q: bf16[7,2048,128]) -> bf16[7,2048,128] {
   %q = bf16[7,2048,128]{2,1,0:T(8,128)(2,1)} parameter(0)

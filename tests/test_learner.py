@@ -1,7 +1,8 @@
 """The update against a plain one: one response a row, the whole mini-batch at once, jax.grad.
 
-The plain loss below is written from Eq. 8 and 12 alone. It shares nothing with the learner but the
-model's forward pass, which test_qwen2.py compares with transformers.
+The plain losses below are written from the papers' equations alone. They share nothing with the
+learner but the model's forward pass, which test_qwen2.py compares with transformers. To compile a
+program takes seconds and to run it none, so tests share settings and shapes where they can.
 """
 
 import dataclasses
@@ -12,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from gspo import gspo
 
 from configs import base
 from dapo_jax import learner, train
 from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_rate
-from dapo_jax.rollout import Group, Rollouts
-from dapo_jax.run import build
-from dapo_jax.sampler import engine as engine_module
+from dapo_jax.run import build, checks
+from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.engine import Cache, Engine, Session
-from dapo_jax.types import Example, Prompt, Verdict
+from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Batch, Group, Prompt, Response, Rollouts
 from models.kernels import KERNELS
 from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
 from sharding import hosts, rules
@@ -30,25 +33,26 @@ from sharding.mesh import make_mesh
 SMALL = Qwen2Config(64, 32, 64, 2, 4, 2, 8, True)
 VOCAB = 60  # the tokenizer's; the model has 4 embedding rows more
 LEARNING = Learning(
+    loss="dapo",
     eps_low=0.2,
     eps_high=0.28,
     dual_clip=10.0,
     kl_coef=0.0,
     adam_b1=0.9,
     adam_b2=0.999,
-    adam_eps=1e-8,
+    # Adam's first step is sign(g) where eps is small: it makes a whole step of a gradient's
+    # rounding near 0. With eps 1 the step is smooth in g.
+    adam_eps=1.0,
     weight_decay=0.1,
-    max_grad_norm=1e9,
-    temperature=1.0,
+    max_grad_norm=10.0,  # more than the gradients have, but for the one that is to be clipped
+    temperature=0.7,
     vocab_size=VOCAB,
     compute_dtype="float32",
-    remat="none",
+    remat="full",
     lora=None,
     kernels=KERNELS["cpu"],
 )
-# Adam's first step is sign(g) where eps is small: it makes a whole step of a gradient's rounding
-# near 0. With eps 1 the step is smooth in g.
-REMAT_SMOOTH = dataclasses.replace(LEARNING, remat="full", adam_eps=1.0)
+KEEPING = dataclasses.replace(LEARNING, remat="none")
 MODES = pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
 # Of the largest entry of a gradient; what is left is the rounding of float32 sums.
 TOLERANCE = 1e-5
@@ -66,7 +70,7 @@ class Responses:
     responses: list[np.ndarray]
     behavior_logp: list[np.ndarray]
     advantage_R: np.ndarray
-    trains_R: np.ndarray
+    stopped_R: np.ndarray
 
     def take(self, indices) -> "Responses":
         return Responses(
@@ -74,7 +78,7 @@ class Responses:
             [self.responses[r] for r in indices],
             [self.behavior_logp[r] for r in indices],
             self.advantage_R[indices],
-            self.trains_R[indices],
+            self.stopped_R[indices],
         )
 
     def replace(self, **changes) -> "Responses":
@@ -100,19 +104,16 @@ def params():
 
 @pytest.fixture(scope="module")
 def data(params) -> Responses:
-    """Eight responses with a long tail, and behaviour far enough off for every bound.
-
-    The first four have prompts of their own, the others one in common.
-    """
+    """Two groups of four with a long tail, and behaviour far enough off for every bound."""
     rng = np.random.default_rng(1)
-    prompt_lengths, lengths = [3] * 4 + [5] * 4, [1, 2, 3, 30, 4, 28, 9, 5]
-    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in prompt_lengths]
+    lengths = [1, 2, 3, 30, 4, 28, 9, 5]
+    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 5)]
     made = Responses(
-        prompts=prompts[:4] + [prompts[4]] * 4,
+        prompts=[prompts[0]] * 4 + [prompts[1]] * 4,
         responses=[rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths],
         behavior_logp=[np.zeros(n, np.float32) for n in lengths],
         advantage_R=np.array([1.5, -0.5, -0.5, -0.5, 0.9, -0.9, 0.9, -0.9], np.float32),
-        trains_R=np.ones(8, bool),
+        stopped_R=np.ones(8, bool),
     )
     log_ratio = [rng.normal(0, 0.3, n) + 3.0 * (rng.random(n) < 0.1) for n in lengths]
     logp = unpadded(plain_logp(params, made)[0], made)
@@ -120,22 +121,32 @@ def data(params) -> Responses:
     return made.replace(behavior_logp=behavior)
 
 
+def groups_of(data: Responses, *, group_size: int) -> list[Group]:
+    """The responses in groups, each with the prompt of its first."""
+    fields = (data.responses, data.behavior_logp, data.stopped_R)
+    responses = [Response(*one) for one in zip(*fields, strict=True)]
+    return [
+        Group(i, Prompt(data.prompts[i], None), tuple(responses[i : i + group_size]))
+        for i in range(0, len(responses), group_size)
+    ]
+
+
 def batch_of(
     data: Responses,
     *,
     mode="token_mean",
-    row_tokens=48,
+    group_size=1,
+    row_tokens=40,
     micro_batch_rows=2,
-    num_micro=8,
+    num_micro=4,
     share_prompts=True,
-) -> learner.Batch:
+) -> Batch:
+    """The packed mini-batch; responses that did not stop are masked."""
     return make_batch(
-        data.prompts,
-        data.responses,
-        data.behavior_logp,
-        data.advantage_R,
-        data.trains_R,
+        groups_of(data, group_size=group_size),
+        data.advantage_R.reshape(-1, group_size),
         loss_aggregation=mode,
+        overlong_filtering=True,
         row_tokens=row_tokens,
         micro_batch_rows=micro_batch_rows,
         num_micro=num_micro,
@@ -160,9 +171,10 @@ def first_moment(state: learner.TrainState):
 
 
 def gradient(params, batch, learning=LEARNING, *, start_weights=None):
-    """The first update's gradient: with b1, Adam's first moment is (1 - b1) times it."""
+    """The first update's gradient, unclipped: Adam's first moment is (1 - b1) times it."""
     state, metrics = run_update(params, batch, learning, start_weights=start_weights)
     assert metrics["taken"]
+    assert metrics["grad_norm"] < learning.max_grad_norm
     first = jax.device_get(first_moment(state))
     return jax.tree.map(lambda m: m / (1 - learning.adam_b1), first)
 
@@ -175,9 +187,9 @@ class PlainRows:
     before_R: np.ndarray  # the column that predicts the first response token
     target_RT: np.ndarray
     behavior_logp_RT: np.ndarray
-    advantage_R: np.ndarray
-    length_R: np.ndarray
-    trains_R: np.ndarray
+    advantage_R1: np.ndarray
+    length_R1: np.ndarray
+    weight_RT: np.ndarray
 
 
 jax.tree_util.register_dataclass(PlainRows)
@@ -188,23 +200,30 @@ def padded(arrays, width: int) -> np.ndarray:
     return np.stack([np.pad(array, (0, width - len(array))) for array in arrays])
 
 
-def plain_rows(data: Responses) -> PlainRows:
+def plain_rows(data: Responses, *, mode="token_mean") -> PlainRows:
+    """The rows; a token's weight is one over the tokens, or over the responses and its own's."""
     ids = [np.concatenate(pair) for pair in zip(data.prompts, data.responses, strict=True)]
     longest = max(map(len, data.responses))
+    length_R1 = np.array([[len(response)] for response in data.responses])
+    trained_RT = (np.arange(longest) < length_R1) & data.stopped_R[:, None]
+    share = {
+        "token_mean": 1 / trained_RT.sum(),
+        "sequence_mean": 1 / (data.stopped_R.sum() * length_R1),
+    }
     return PlainRows(
         ids_RT=padded(ids, max(map(len, ids))),
         before_R=np.array([len(prompt) - 1 for prompt in data.prompts]),
         target_RT=padded(data.responses, longest),
         behavior_logp_RT=padded(data.behavior_logp, longest),
-        advantage_R=data.advantage_R,
-        length_R=np.array([len(response) for response in data.responses]),
-        trains_R=data.trains_R,
+        advantage_R1=data.advantage_R[:, None],
+        length_R1=length_R1,
+        weight_RT=trained_RT * share[mode],
     )
 
 
-def row_logp(params, rows: PlainRows, *, temperature):
+def row_logp(params, rows: PlainRows):
     """(logp_RT, logp_RTV) of the responses; garbage behind their ends."""
-    logits_RTV = nnx.merge(graph(), params)(rows.ids_RT)[..., :VOCAB] / temperature
+    logits_RTV = nnx.merge(graph(), params)(rows.ids_RT)[..., :VOCAB] / LEARNING.temperature
     logp_RTV = jax.nn.log_softmax(logits_RTV, axis=-1)
     column_RT = rows.before_R[:, None] + jnp.arange(rows.target_RT.shape[1])
     column_RT = jnp.minimum(column_RT, rows.ids_RT.shape[1] - 1)
@@ -213,9 +232,7 @@ def row_logp(params, rows: PlainRows, *, temperature):
     return logp_RT, logp_RTV
 
 
-@jit
-def jitted_row_logp(params, rows):
-    return row_logp(params, rows, temperature=1.0)
+jitted_row_logp = jit(row_logp)
 
 
 def plain_logp(params, data: Responses):
@@ -227,38 +244,43 @@ def unpadded(array_RT, data: Responses) -> list[np.ndarray]:
     return [row[: len(response)] for row, response in zip(rows, data.responses, strict=True)]
 
 
-def plain_loss(params, rows: PlainRows, start_weights, *, mode, learning: Learning):
-    """The negative of J of Eq. 8 (token_mean: as in Eq. 12), with the dual clip for A < 0."""
-    logp_RT, _ = row_logp(params, rows, temperature=learning.temperature)
-    ratio_RT = jnp.exp(logp_RT - rows.behavior_logp_RT)
-    advantage_R1 = rows.advantage_R[:, None]
-    clipped_RT = jnp.clip(ratio_RT, 1 - learning.eps_low, 1 + learning.eps_high)
+def plain_dapo(log_ratio_RT, rows: PlainRows):
+    """The negative of J of Eq. 8, with the dual clip for A < 0."""
+    ratio_RT, advantage_R1 = jnp.exp(log_ratio_RT), rows.advantage_R1
+    clipped_RT = jnp.clip(ratio_RT, 1 - LEARNING.eps_low, 1 + LEARNING.eps_high)
     objective_RT = jnp.minimum(ratio_RT * advantage_R1, clipped_RT * advantage_R1)
-    bounded_RT = jnp.maximum(objective_RT, learning.dual_clip * advantage_R1)
-    loss_RT = -jnp.where(advantage_R1 < 0, bounded_RT, objective_RT)
-    if learning.kl_coef:
-        reference_RT, _ = row_logp(start_weights, rows, temperature=learning.temperature)
+    bounded_RT = jnp.maximum(objective_RT, LEARNING.dual_clip * advantage_R1)
+    return -jnp.where(advantage_R1 < 0, bounded_RT, objective_RT)
+
+
+def plain_gspo(log_ratio_RT, rows: PlainRows):
+    """The negative of GSPO's J: s_i = (pi(y_i) / pi_behaviour(y_i))^(1 / |y_i|), clipped."""
+    is_token_RT = jnp.arange(log_ratio_RT.shape[1]) < rows.length_R1
+    total_R1 = jnp.sum(jnp.where(is_token_RT, log_ratio_RT, 0.0), axis=1, keepdims=True)
+    s_R1 = jnp.exp(total_R1 / rows.length_R1)
+    clipped_R1 = jnp.clip(s_R1, 1 - LEARNING.eps_low, 1 + LEARNING.eps_high)
+    objective_R1 = jnp.minimum(s_R1 * rows.advantage_R1, clipped_R1 * rows.advantage_R1)
+    return jnp.broadcast_to(-objective_R1, log_ratio_RT.shape)
+
+
+@functools.partial(jit, static_argnames=("token_loss",))
+def plain_loss_and_gradient(params, rows, start_weights, kl_coef, *, token_loss):
+    reference_RT, _ = row_logp(start_weights, rows)
+
+    def loss(params):
+        logp_RT, _ = row_logp(params, rows)
         gap_RT = reference_RT - logp_RT
-        loss_RT += learning.kl_coef * (jnp.exp(gap_RT) - gap_RT - 1)
-    length_R = rows.length_R * rows.trains_R
-    loss_RT = jnp.where(jnp.arange(loss_RT.shape[1]) < length_R[:, None], loss_RT, 0.0)
-    if mode == "token_mean":
-        return jnp.sum(loss_RT) / jnp.sum(length_R)
-    return jnp.sum(jnp.sum(loss_RT, axis=1) / rows.length_R) / jnp.sum(rows.trains_R)
+        loss_RT = token_loss(logp_RT - rows.behavior_logp_RT, rows)
+        loss_RT += kl_coef * (jnp.exp(gap_RT) - gap_RT - 1)
+        return jnp.sum(jnp.where(rows.weight_RT > 0, loss_RT, 0.0) * rows.weight_RT)
+
+    return jax.value_and_grad(loss)(params)
 
 
-@functools.partial(jit, static_argnames=("mode", "learning"))
-def plain_loss_and_gradient(params, rows, start_weights, *, mode, learning):
-    loss = functools.partial(plain_loss, mode=mode, learning=learning)
-    return jax.value_and_grad(loss)(params, rows, start_weights)
-
-
-def plain(params, data, *, mode="token_mean", learning=LEARNING, start_weights=None):
-    """(loss, gradient)."""
-    rows = plain_rows(data)
-    return jax.device_get(
-        plain_loss_and_gradient(params, rows, start_weights, mode=mode, learning=learning)
-    )
+def plain(params, data, *, mode="token_mean", kl_coef=0.0, start=None, token_loss=plain_dapo):
+    """(loss, gradient); start: the weights that the KL term is measured against."""
+    arguments = (params, plain_rows(data, mode=mode), start or params, kl_coef)
+    return jax.device_get(plain_loss_and_gradient(*arguments, token_loss=token_loss))
 
 
 def distance(actual, expected) -> float:
@@ -282,8 +304,8 @@ def expected(params, data):
 
 @MODES
 def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expected, mode):
-    batch = batch_of(data, mode=mode)
-    assert batch.num_micro == 2  # 8 sequences in 3 rows: packed, and accumulated
+    batch = batch_of(data, mode=mode, group_size=4)
+    assert batch.num_micro == 2  # 8 responses in 3 rows: packed, and accumulated
     loss, grads = expected[mode]
     assert distance(gradient(params, batch), grads) < TOLERANCE
     _, metrics = run_update(params, batch)
@@ -293,27 +315,28 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "learning"),
     [
-        {"row_tokens": 34, "micro_batch_rows": 1, "num_micro": 8},
-        {"row_tokens": 160, "micro_batch_rows": 2, "num_micro": 1},
-        {"row_tokens": 48, "micro_batch_rows": 2, "num_micro": 8, "share_prompts": False},
+        ({"group_size": 4, "share_prompts": False}, LEARNING),
+        ({"row_tokens": 34, "micro_batch_rows": 1, "num_micro": 8}, LEARNING),
+        ({"row_tokens": 96, "group_size": 4, "num_micro": 1}, KEEPING),
     ],
-    ids=["short rows one by one", "one row and one of padding", "a prompt for each"],
+    ids=[
+        "a prompt for each",
+        "short rows one by one",
+        "one row and one of padding, no activations recomputed",
+    ],
 )
-def test_the_layout_of_the_rows_changes_nothing(params, data, expected, layout):
+def test_the_layout_of_the_rows_changes_nothing(params, data, expected, layout, learning):
     batch = batch_of(data, **layout)
-    assert distance(gradient(params, batch), expected["token_mean"][1]) < TOLERANCE
+    assert distance(gradient(params, batch, learning), expected["token_mean"][1]) < TOLERANCE
 
 
 def test_the_order_of_the_responses_changes_nothing(params, data, expected):
     shuffled = data.take(np.random.default_rng(0).permutation(len(data.responses)))
-    assert distance(gradient(params, batch_of(shuffled)), expected["token_mean"][1]) < TOLERANCE
-
-
-def test_recomputing_activations_changes_nothing(params, data, expected):
-    batch = batch_of(data, micro_batch_rows=4, num_micro=2)
-    assert distance(gradient(params, batch, REMAT_SMOOTH), expected["token_mean"][1]) < TOLERANCE
+    in_groups = data.take([6, 5, 7, 4, 2, 0, 3, 1])
+    for batch in (batch_of(shuffled), batch_of(in_groups, group_size=4)):
+        assert distance(gradient(params, batch), expected["token_mean"][1]) < TOLERANCE
 
 
 def test_recomputing_activations_saves_memory():
@@ -353,21 +376,21 @@ def test_the_loss_divides_by_the_whole_mini_batchs_tokens(params, data, expected
 @MODES
 def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected, mode):
     """Overlong filtering: as if the masked responses had not been in the mini-batch at all."""
-    trains_R = np.array([True, True, True, False, True, True, False, True])
-    data = data.replace(trains_R=trains_R)
-    filtered = gradient(params, batch_of(data, mode=mode))
+    stopped_R = np.array([True, True, True, False, True, True, False, True])
+    data = data.replace(stopped_R=stopped_R)
+    filtered = gradient(params, batch_of(data, mode=mode, group_size=4))
     assert distance(filtered, plain(params, data, mode=mode)[1]) < TOLERANCE
     assert distance(filtered, expected[mode][1]) > 0.01
-    left = data.take(np.flatnonzero(trains_R))
+    left = data.take(np.flatnonzero(stopped_R))
     assert distance(filtered, gradient(params, batch_of(left, mode=mode))) < TOLERANCE
 
 
 def test_the_weights_of_a_mini_batch_add_up_to_one(data):
     for mode in ("token_mean", "sequence_mean"):
         batch = batch_of(data, mode=mode)
-        np.testing.assert_allclose(batch.weight.sum(), 1.0, rtol=1e-6)
-        assert batch.is_response.sum() == sum(map(len, data.responses))
-        assert (batch.weight[~batch.is_response] == 0).all()
+        np.testing.assert_allclose(batch.weight_BT.sum(), 1.0, rtol=1e-6)
+        assert batch.is_response_BT.sum() == sum(map(len, data.responses))
+        assert (batch.weight_BT[~batch.is_response_BT] == 0).all()
 
 
 def test_the_metrics_are_means_over_the_response_tokens(params, data):
@@ -394,31 +417,6 @@ def test_the_metrics_are_means_over_the_response_tokens(params, data):
 # Four devices
 
 
-def rollouts_of(data: Responses, *, group_size: int) -> Rollouts:
-    """Groups of the responses; those that overlong filtering would mask were cut off."""
-    groups = []
-    for start in range(0, len(data.responses), group_size):
-        members = slice(start, start + group_size)
-        groups.append(
-            Group(
-                cursor=start,
-                prompt=Prompt(data.prompts[start], Example((), "7", "test", start)),
-                responses=data.responses[members],
-                behavior_logp=data.behavior_logp[members],
-                stopped_G=data.trains_R[members],
-                texts=[""] * group_size,
-                verdicts=[Verdict(False, None, "no_answer")] * group_size,
-            )
-        )
-    return Rollouts(groups, np.arange(len(groups)), cursor=0, issued=len(groups), work=None)
-
-
-def one_prompt_a_group(data: Responses, *, group_size: int) -> Responses:
-    """The responses again, all of a group after its first prompt, as real ones are."""
-    first = [r // group_size * group_size for r in range(len(data.responses))]
-    return data.replace(prompts=[data.prompts[r] for r in first])
-
-
 def mesh_config(*, data: int, model: int, slices: int = 1):
     config = base.get_config()
     config.model.preset = "small"
@@ -427,39 +425,53 @@ def mesh_config(*, data: int, model: int, slices: int = 1):
     config.rollout.num_prompts = 4
     config.rollout.group_size = 4
     config.rollout.generation_prompts = 4
+    config.rollout.max_prompt_tokens = 8
+    config.rollout.max_response_tokens = 30
+    config.rollout.temperature = LEARNING.temperature
+    config.algo.overlong_cache_tokens = 0
     config.updates_per_step = 2
-    config.learner.row_tokens = 48
+    config.learner.row_tokens = 40
     config.learner.micro_batch_rows = 4
-    config.learner.max_grad_norm = 1e9
-    config.learner.adam_eps = 1.0
+    config.learner.max_grad_norm = LEARNING.max_grad_norm
+    config.learner.adam_eps = LEARNING.adam_eps
     config.eval.every_steps = 0
     return config
 
 
+def minibatch_of(config, programs, data: Responses, *, chosen):
+    """The trainer's mini-batch of the groups `chosen`."""
+    groups = groups_of(data, group_size=4)
+    rollouts = Rollouts(groups, np.arange(2), cursor=2, issued=2, stats=None)
+    advantage_PG = data.advantage_R.reshape(2, 4)
+    return train.minibatch(config, programs, rollouts, advantage_PG, np.array(chosen))
+
+
+def update_on_mesh(config, params, data: Responses):
+    """(programs, state, metrics) of the recipe's update of both groups at a rate of 0.1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "small", SMALL)
+        programs = build.programs(config, VOCAB)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
+    state = jax.device_put(init_state(params, programs.learning), shardings)
+    update = programs.lower_update().compile(compiler_options=COMPILER_OPTIONS)
+    batch = minibatch_of(config, programs, data, chosen=[0, 1])
+    state, metrics = update(state, None, batch, np.float32(0.1))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
+    return programs, state, metrics
+
+
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
-def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
+def test_four_devices_take_the_update_of_one(params, data, mesh):
     """Equal to 1e-5 of the largest entry: sums over devices round in another order."""
-    monkeypatch.setitem(PRESETS, "small", SMALL)
     slices, data_ways, model_ways = mesh
     config = mesh_config(slices=slices, data=data_ways, model=model_ways)
-    policy = build.programs(config, VOCAB)
-    data = one_prompt_a_group(data, group_size=4)
-    advantage_PG = data.advantage_R.reshape(2, 4)
-    batch = train.minibatch(
-        config, policy, rollouts_of(data, group_size=4), advantage_PG, np.array([0, 1])
-    )
-    placed = jax.device_put(params, policy.weight_shardings)
-    q_DNH = placed["layers"]["q_DNH"]
+    programs, state, metrics = update_on_mesh(config, params, data)
+    q_DNH = state.params["layers"]["q_DNH"]
     # Split over all devices of a slice.
     assert q_DNH.addressable_shards[0].data.size * data_ways * model_ways == q_DNH.size
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, policy.state)
-    state = jax.device_put(init_state(params, policy.learning), shardings)
-    state, metrics = policy.update(state, None, batch, 0.1)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
-
-    one = batch_of(data, micro_batch_rows=4, num_micro=2)
-    assert policy.learning == REMAT_SMOOTH
-    expected_state, expected_metrics = run_update(params, one, REMAT_SMOOTH, learning_rate=0.1)
+    assert programs.learning == LEARNING
+    one = batch_of(data, group_size=4)
+    expected_state, expected_metrics = run_update(params, one, learning_rate=0.1)
     assert distance(first_moment(state), first_moment(expected_state)) < TOLERANCE
     step, expected_step = (
         jax.tree.map(lambda new, old: new - old, s.params, params) for s in (state, expected_state)
@@ -469,23 +481,49 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
+def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):
+    """GSPO, added in tests/gspo.py alone, through the trainer's update on a mesh of four."""
+    assert learner.LOSSES["gspo"].function is gspo
+    shift_R = np.where(np.isin(np.arange(8), (3, 5)), -0.8, 0.3)  # ratios beyond both bounds
+    behavior = [b - np.float32(s) for b, s in zip(data.behavior_logp, shift_R, strict=True)]
+    data = data.replace(behavior_logp=behavior)
+    config = mesh_config(data=2, model=2)
+    config.algo.loss = "gspo"
+    config.algo.loss_aggregation = "sequence_mean"
+    checks.check(config)
+    _, state, metrics = update_on_mesh(config, params, data)
+    loss, grads = plain(params, data, mode="sequence_mean", token_loss=plain_gspo)
+    got = jax.tree.map(lambda m: m / (1 - LEARNING.adam_b1), jax.device_get(first_moment(state)))
+    assert distance(got, grads) < TOLERANCE
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    log_ratio = unpadded(plain_logp(params, data)[0] - plain_rows(data).behavior_logp_RT, data)
+    s_R = np.exp([np.mean(one) for one in log_ratio])
+    length_R = np.array([len(response) for response in data.responses])
+    held = {"high": (data.advantage_R > 0) & (s_R > 1.28)}
+    held["low"] = (data.advantage_R < 0) & (s_R < 0.8)
+    for bound, held_R in held.items():
+        share = np.sum(held_R * length_R) / np.sum(length_R)
+        assert 0 < share < 1, bound
+        np.testing.assert_allclose(metrics[f"clip_fraction/{bound}"], share, rtol=1e-5)
+    assert "clip_fraction/dual" not in metrics
+
+
 def test_a_mini_batch_takes_the_chosen_groups_and_filters_the_overlong(monkeypatch, data):
     monkeypatch.setitem(PRESETS, "small", SMALL)
     config = mesh_config(data=4, model=1)
-    policy = build.programs(config, VOCAB)
-    data = one_prompt_a_group(data, group_size=4).replace(trains_R=np.arange(8) != 5)
-    rollouts = rollouts_of(data, group_size=4)
-    advantage_PG = data.advantage_R.reshape(2, 4)
+    programs = build.programs(config, VOCAB)
+    data = data.replace(stopped_R=np.arange(8) != 5)
     for filtering in (False, True):
         config.algo.overlong_filtering = filtering
         last = data.take(np.arange(4, 8))
         expected = batch_of(
-            last if filtering else last.replace(trains_R=np.ones(4, bool)),
+            last if filtering else last.replace(stopped_R=np.ones(4, bool)),
+            group_size=4,
             micro_batch_rows=4,
             num_micro=2,  # of a full mini-batch of 2 groups, so that this one compiles nothing
         )
-        batch = train.minibatch(config, policy, rollouts, advantage_PG, np.array([1]))
-        assert batch.tokens.sharding == rules.micro_batches(policy.mesh)
+        batch = minibatch_of(config, programs, data, chosen=[1])
+        assert batch.tokens_BT.sharding == rules.micro_batches(programs.mesh)
         assert_bitwise_equal(hosts.fetch(batch), expected)
 
 
@@ -513,19 +551,17 @@ def adamw_by_hand(params, gradients, learning: Learning, *, learning_rates):
 
 def test_two_updates_are_adamw_by_hand(params, data):
     """The first gradient is longer than the bound of its norm, the second is not."""
-    learning = dataclasses.replace(LEARNING, max_grad_norm=1.0, adam_eps=1e-3)
-    batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (10, -0.2)]
-    rates = [2e-3, 5e-3]
-    state, grads, grad_norms = init_state(params, learning), [], []
-    for batch, rate in zip(batches, rates, strict=True):
-        grads.append(gradient(state.params, batch))  # unclipped
-        state, metrics = jitted_update(learning)(state, None, batch, rate)
-        grad_norms.append(metrics["grad_norm"])
-        assert metrics["taken"]
-    assert grad_norms[0] > 2.0
-    assert 0.1 < grad_norms[1] < 1.0
+    bound, rates = LEARNING.max_grad_norm, [2e-3, 5e-3]
+    batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (50, -1)]
+    # The loss is homogeneous in the advantages: this is what is clipped to 10.
+    grads = [jax.tree.map(lambda g: 50 * g, gradient(params, batch_of(data)))]
+    state, metrics = run_update(params, batches[0], learning_rate=rates[0])
+    assert metrics["grad_norm"] > 2 * bound
+    grads.append(gradient(state.params, batches[1]))
+    state, metrics = jitted_update(LEARNING)(state, None, batches[1], rates[1])
+    assert 0.1 * bound < metrics["grad_norm"] < bound
     double = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf, np.float64))
-    expected = adamw_by_hand(double(params), map(double, grads), learning, learning_rates=rates)
+    expected = adamw_by_hand(double(params), map(double, grads), LEARNING, learning_rates=rates)
     assert distance(first_moment(state), expected[1]) < TOLERANCE
     assert distance(state.opt_state[1][0].nu, expected[2]) < TOLERANCE
     moved = [jax.tree.map(np.subtract, p, params) for p in (state.params, expected[0])]
@@ -613,7 +649,7 @@ class QuicklyCompiled(Engine):
 
 
 def sample(params, *, temperature: float, dtype: str) -> tuple[np.ndarray, Responses]:
-    """(stopped_R, data): 2 prompts x 8 responses with their behaviour, from the rollout engine."""
+    """(stopped_R, data): 2 prompts x 4 responses with their behaviour, from the rollout engine."""
     sampling = Sampling(
         max_response_tokens=24,
         temperature=temperature,
@@ -634,27 +670,27 @@ def sample(params, *, temperature: float, dtype: str) -> tuple[np.ndarray, Respo
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
     with pytest.MonkeyPatch.context() as patch:  # one program for all occupancies
-        patch.setattr(engine_module, "PARTS", ((1, 1),))
+        patch.setattr(cache_module, "PARTS", ((1, 1),))
         engine = QuicklyCompiled(SMALL, mesh, CACHE, params=abstract, kernels=KERNELS["cpu"])
     session = Session(engine, params, jax.random.key(5), sampling)
     for cursor, prompt in enumerate(prompts):
-        session.submit(cursor, prompt, group_size=8)
+        session.submit(cursor, Prompt(prompt), group_size=4)
     finished = {}
     while session.unfinished:
         finished |= {group.cursor: group.responses for group in session.step()}
     responses = finished[0] + finished[1]
     return np.array([response.stopped for response in responses]), Responses(
-        prompts=[prompts[r // 8] for r in range(16)],
-        responses=[response.tokens for response in responses],
-        behavior_logp=[response.behavior_logp for response in responses],
-        advantage_R=rng.normal(size=16).astype(np.float32),
-        trains_R=np.ones(16, bool),
+        prompts=[prompts[r // 4] for r in range(8)],
+        responses=[response.tokens_T for response in responses],
+        behavior_logp=[response.behavior_logp_T for response in responses],
+        advantage_R=rng.normal(size=8).astype(np.float32),
+        stopped_R=np.ones(8, bool),
     )
 
 
 @pytest.mark.parametrize(
     ("temperature", "dtype", "largest_gap"),
-    [(1.0, "float32", 1e-5), (0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)],
+    [(0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)],
 )
 def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_gap):
     """The sampler's log-probabilities are the learner's, up to rounding.
@@ -663,9 +699,9 @@ def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_
     other points than attention at once: 1.2e-2, where bfloat16 itself is 1.4e-2 from float32.
     """
     stopped_R, data = sample(params, temperature=temperature, dtype=dtype)
-    assert 0 < stopped_R.sum() < 16  # some ended with a stop token, some were cut off
+    assert 0 < stopped_R.sum() < 8  # some ended with a stop token, some were cut off
     learning = dataclasses.replace(LEARNING, temperature=temperature, compute_dtype=dtype)
-    metrics = run_update(params, batch_of(data), learning)[1]
+    metrics = run_update(params, batch_of(data, group_size=4), learning)[1]
     assert metrics["ratio_gap"] < largest_gap
     assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == 0
 
@@ -677,7 +713,7 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     params, data, expected
 ):
     learning = dataclasses.replace(LEARNING, kl_coef=0.3)
-    batch = batch_of(data)
+    batch = batch_of(data, group_size=4)
     at_start = gradient(params, batch, learning, start_weights=params)
     # Policy and reference are two computations of the same: they may differ in the last bit.
     assert 0 <= run_update(params, batch, learning, start_weights=params)[1]["kl"] < 1e-13
@@ -685,7 +721,7 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
 
     reference = jax.tree.map(lambda a, b: a + 0.1 * b, params, random_params(9))
     away = gradient(params, batch, learning, start_weights=reference)
-    by_hand = plain(params, data, learning=learning, start_weights=reference)[1]
+    by_hand = plain(params, data, kl_coef=0.3, start=reference)[1]
     assert distance(away, by_hand) < TOLERANCE
     assert distance(away, expected["token_mean"][1]) > 0.01
     metrics = run_update(params, batch, learning, start_weights=reference)[1]

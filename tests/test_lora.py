@@ -51,7 +51,7 @@ def loss_of(adapters, weights, micro, *, lora):
 @pytest.fixture(scope="module")
 def micro(data):
     batch = batch_of(data)
-    return jax.tree.map(lambda rows: rows[0], batch.replace(num_micro=None))
+    return jax.tree.map(lambda rows: rows[0], dataclasses.replace(batch, num_micro=None))
 
 
 def test_fresh_adapters_change_nothing(params):

@@ -5,199 +5,213 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dapo_jax.packing import PackedRows, TrainSequence, micro_batches, pack
+from dapo_jax.packing import into_micro_batches, pack, plan_rows
+from dapo_jax.types import Batch, Group, Prompt, Response
 
 
-def sequence(prompt, response, *, advantage=1.0, seed=0) -> TrainSequence:
-    rng = np.random.default_rng(seed)
-    return TrainSequence(
-        prompt=np.asarray(prompt, np.int32),
-        response=np.asarray(response, np.int32),
-        behavior_logp=-rng.exponential(1.0, len(response)).astype(np.float32),
-        advantage=advantage,
-        weight=rng.uniform(0.1, 1.0, len(response)).astype(np.float32),
+def group(prompt, *responses) -> Group:
+    """Responses to a prompt, with behaviour log-probabilities that tell tokens apart."""
+    rng = np.random.default_rng(len(prompt))
+
+    def behavior(response):
+        return -rng.exponential(1.0, len(response)).astype(np.float32)
+
+    return Group(
+        cursor=0,
+        prompt=Prompt(np.asarray(prompt, np.int32), None),
+        responses=tuple(
+            Response(np.asarray(r, np.int32), behavior(r), stopped=True) for r in responses
+        ),
     )
 
 
-def random_sequences(seed: int, *, count: int) -> list[TrainSequence]:
-    """Sequences that carry their number as the advantage; some responses have one token."""
+def random_groups(seed: int, *, count: int, size: int) -> list[Group]:
+    """Groups with prompts of their own; some prompts and responses have one token."""
     rng = np.random.default_rng(seed)
     return [
-        sequence(
-            rng.integers(0, 9, rng.integers(1, 6)),
-            rng.integers(0, 9, rng.integers(1, 12)),
-            advantage=i + 1.0,
-            seed=i,
+        group(
+            np.append(rng.integers(0, 9, rng.integers(0, 6)), 10 + p),
+            *(rng.integers(0, 9, rng.integers(1, 12)) for _ in range(size)),
         )
-        for i in range(count)
+        for p in range(count)
     ]
 
 
-def grouped_sequences(seed: int, *, groups: int, size: int) -> list[TrainSequence]:
-    """Groups of responses to prompts of their own, numbered by the advantage, in any order."""
-    rng = np.random.default_rng(seed)
-    prompts = [np.append(rng.integers(0, 9, rng.integers(0, 6)), 10 + g) for g in range(groups)]
-    made = [
-        sequence(prompts[i % groups], rng.integers(0, 9, rng.integers(1, 12)), advantage=i + 1.0)
-        for i in range(groups * size)
-    ]
-    return [made[i] for i in rng.permutation(len(made))]
+def values_of(groups):
+    """(advantage_PG, weight_PGT): the response's number from 1, and random weights."""
+    P, G = len(groups), max(len(group.responses) for group in groups)
+    T = max(group.length_G.max() for group in groups)
+    weight_PGT = np.random.default_rng(0).uniform(0.1, 1.0, (P, G, T)).astype(np.float32)
+    return np.arange(1.0, P * G + 1).reshape(P, G), weight_PGT
 
 
-def branches(packed: PackedRows):
+def packed(groups, *, row_tokens: int, share_prompts: bool) -> Batch:
+    return pack(groups, *values_of(groups), row_tokens=row_tokens, share_prompts=share_prompts)
+
+
+def branches(batch: Batch):
     """The arrays of each response with those of its prompt before it, as dicts."""
-    fields = [field.name for field in dataclasses.fields(packed)]
-    for b in range(len(packed.tokens)):
-        for number in range(1, packed.branch[b].max() + 1):
-            member_T = packed.branch[b] == number
-            (segment,) = set(packed.segment[b][member_T])
-            member_T |= (packed.segment[b] == segment) & (packed.branch[b] == 0)
-            yield {name: getattr(packed, name)[b][member_T] for name in fields}
+    for b in range(len(batch.tokens_BT)):
+        for number in range(1, batch.branch_BT[b].max() + 1):
+            member_T = batch.branch_BT[b] == number
+            (segment,) = set(batch.segment_BT[b][member_T])
+            member_T |= (batch.segment_BT[b] == segment) & (batch.branch_BT[b] == 0)
+            yield {name: getattr(batch, name)[b][member_T] for name in Batch.row_fields()}
 
 
 def test_a_row_by_hand():
     """A target is the token after; a response begins with the prompt's last token, fed again."""
-    a = sequence([5, 6, 7], [8, 9], advantage=2.0)
-    b = sequence([5, 6, 7], [4], advantage=1.0)
-    c = sequence([3], [4], advantage=-1.0)
-    packed = pack([c, b, a], row_tokens=7, share_prompts=True)
-    assert packed.tokens.tolist() == [[5, 6, 7, 8, 7, 3, 0]]
-    assert packed.target.tolist() == [[6, 7, 8, 9, 4, 4, 0]]
-    assert packed.position.tolist() == [[0, 1, 2, 3, 2, 0, 0]]
-    assert packed.segment.tolist() == [[1, 1, 1, 1, 1, 2, 0]]
-    assert packed.branch.tolist() == [[0, 0, 1, 1, 2, 3, 0]]
-    assert packed.is_response.tolist() == [[False, False, True, True, True, True, False]]
-    assert packed.advantage.tolist() == [[0, 0, 2, 2, 1, -1, 0]]
-    np.testing.assert_array_equal(
-        packed.behavior_logp, [[0, 0, *a.behavior_logp, *b.behavior_logp, *c.behavior_logp, 0]]
-    )
-    np.testing.assert_array_equal(packed.weight, [[0, 0, *a.weight, *b.weight, *c.weight, 0]])
-    apart = pack([c, b, a], row_tokens=8, share_prompts=False)
-    assert apart.tokens.tolist() == [[5, 6, 7, 8, 5, 6, 7, 3]]
-    assert apart.position.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
-    assert apart.segment.tolist() == [[1, 1, 1, 1, 2, 2, 2, 3]]
+    groups = [group([3], [4]), group([5, 6, 7], [4], [8, 9])]
+    (c,), (b, a) = groups[0].responses, groups[1].responses
+    weight_PGT = values_of(groups)[1]
+    batch = packed(groups, row_tokens=7, share_prompts=True)
+    assert batch.tokens_BT.tolist() == [[5, 6, 7, 8, 7, 3, 0]]
+    assert batch.target_BT.tolist() == [[6, 7, 8, 9, 4, 4, 0]]
+    assert batch.position_BT.tolist() == [[0, 1, 2, 3, 2, 0, 0]]
+    assert batch.segment_BT.tolist() == [[1, 1, 1, 1, 1, 2, 0]]
+    assert batch.branch_BT.tolist() == [[0, 0, 1, 1, 2, 3, 0]]
+    assert batch.is_response_BT.tolist() == [[False, False, True, True, True, True, False]]
+    assert batch.advantage_BT.tolist() == [[0, 0, 4, 4, 3, 1, 0]]
+    behavior = [0, 0, *a.behavior_logp_T, *b.behavior_logp_T, *c.behavior_logp_T, 0]
+    np.testing.assert_array_equal(batch.behavior_logp_BT, [behavior])
+    weight = [0, 0, *weight_PGT[1, 1], weight_PGT[1, 0, 0], weight_PGT[0, 0, 0], 0]
+    np.testing.assert_array_equal(batch.weight_BT, [weight])
+    for name, dtype in Batch.row_fields().items():
+        assert getattr(batch, name).dtype == dtype, name
+    apart = packed(groups, row_tokens=8, share_prompts=False)
+    assert apart.tokens_BT.tolist() == [[5, 6, 7, 8, 5, 6, 7, 3]]
+    assert apart.position_BT.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    assert apart.segment_BT.tolist() == [[1, 1, 1, 1, 2, 2, 2, 3]]
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("row_tokens", [16, 17, 40, 1000])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_token_is_packed_once_and_stays_aligned(seed, row_tokens, share_prompts):
-    sequences = grouped_sequences(seed, groups=5, size=5)
-    packed = pack(sequences, row_tokens=row_tokens, share_prompts=share_prompts)
-    assert packed.tokens.shape[1] == row_tokens
-    numbered = {int(s.advantage): s for s in sequences}
-    for got in branches(packed):
-        answer = got["is_response"]
-        s = numbered.pop(int(got["advantage"][answer][0]))
-        ids = [*s.prompt, *s.response]
-        assert got["tokens"].tolist() == ids[:-1]
-        assert got["target"].tolist() == ids[1:]
-        assert got["position"].tolist() == list(range(len(ids) - 1))
-        assert answer.tolist() == [False] * (len(s.prompt) - 1) + [True] * len(s.response)
-        assert got["advantage"][answer].tolist() == [s.advantage] * len(s.response)
-        np.testing.assert_array_equal(got["behavior_logp"][answer], s.behavior_logp)
-        np.testing.assert_array_equal(got["weight"][answer], s.weight)
-        for name in ("behavior_logp", "advantage", "weight"):
+    groups = random_groups(seed, count=5, size=5)
+    _, weight_PGT = values_of(groups)
+    batch = packed(groups, row_tokens=row_tokens, share_prompts=share_prompts)
+    assert batch.tokens_BT.shape[1] == row_tokens
+    missing = {(p, g) for p in range(5) for g in range(5)}
+    for got in branches(batch):
+        answer = got["is_response_BT"]
+        advantage = got["advantage_BT"][answer][0]
+        p, g = divmod(int(advantage) - 1, 5)
+        missing.remove((p, g))
+        prompt, response = groups[p].prompt.token_ids, groups[p].responses[g]
+        n = len(response.tokens_T)
+        ids = [*prompt, *response.tokens_T]
+        assert got["tokens_BT"].tolist() == ids[:-1]
+        assert got["target_BT"].tolist() == ids[1:]
+        assert got["position_BT"].tolist() == list(range(len(ids) - 1))
+        assert answer.tolist() == [False] * (len(prompt) - 1) + [True] * n
+        assert got["advantage_BT"][answer].tolist() == [advantage] * n
+        np.testing.assert_array_equal(got["behavior_logp_BT"][answer], response.behavior_logp_T)
+        np.testing.assert_array_equal(got["weight_BT"][answer], weight_PGT[p, g, :n])
+        for name in ("behavior_logp_BT", "advantage_BT", "weight_BT"):
             assert not got[name][~answer].any(), name
-    assert not numbered
-    assert packed.is_response.sum() == sum(len(s.response) for s in sequences)
-    padding = packed.segment == 0
-    for field in dataclasses.fields(packed):
-        assert not getattr(packed, field.name)[padding].any(), field.name
-
-
-def test_a_prompt_is_there_once_for_all_responses_that_fit_behind_it():
-    sequences = grouped_sequences(0, groups=5, size=5)
-    shared = pack(sequences, row_tokens=1_000, share_prompts=True)
-    apart = pack(sequences, row_tokens=1_000, share_prompts=False)
-    prompts = {s.prompt.tobytes(): len(s.prompt) - 1 for s in sequences}
-    assert (~shared.is_response & (shared.segment > 0)).sum() == sum(prompts.values())
-    assert (~apart.is_response & (apart.segment > 0)).sum() == 5 * sum(prompts.values())
-
-
-def test_rows_of_real_lengths_are_full():
-    """Log-normal lengths like DAPO's, 32 groups of 16: at least 95 % of the entries are used."""
-    rng = np.random.default_rng(0)
-    lengths = np.clip(np.round(rng.lognormal(7.5, 1.3, (32, 16))), 1, 20_480).astype(int)
-    assert lengths.max() > 100 * lengths.min()
-    sequences = [
-        TrainSequence(np.full(145, g), np.zeros(n), np.zeros(n), 1.0, np.zeros(n))
-        for g, group in enumerate(lengths)
-        for n in group
-    ]
-    for share_prompts in (True, False):
-        packed = pack(sequences, row_tokens=22_528, share_prompts=share_prompts)
-        assert (packed.segment > 0).mean() > 0.95
-
-
-def test_the_segments_of_a_row_are_contiguous_and_padding_is_at_its_end():
-    packed = pack(random_sequences(3, count=23), row_tokens=24, share_prompts=True)
-    for segment_T in packed.segment:
+    assert not missing
+    assert batch.is_response_BT.sum() == sum(group.length_G.sum() for group in groups)
+    padding = batch.segment_BT == 0
+    for name in Batch.row_fields():
+        assert not getattr(batch, name)[padding].any(), name
+    # Segments are contiguous, numbered from 1, and the padding is at the end of a row.
+    for segment_T in batch.segment_BT:
         used = segment_T[segment_T > 0]
         assert not segment_T[len(used) :].any()
         assert np.isin(np.diff(used), (0, 1)).all()
         assert used[0] == 1
 
 
+def test_a_prompt_is_there_once_for_all_responses_that_fit_behind_it():
+    groups = random_groups(0, count=5, size=5)
+    shared = packed(groups, row_tokens=1_000, share_prompts=True)
+    apart = packed(groups, row_tokens=1_000, share_prompts=False)
+    entries = sum(len(group.prompt.token_ids) - 1 for group in groups)
+    assert (~shared.is_response_BT & (shared.segment_BT > 0)).sum() == entries
+    assert (~apart.is_response_BT & (apart.segment_BT > 0)).sum() == 5 * entries
+
+
+def test_two_groups_of_the_same_prompt_are_two_pieces():
+    """The stream's next epoch may bring a prompt again within a step."""
+    batch = packed([group([1, 2], [3], [4]), group([1, 2], [5])], row_tokens=6, share_prompts=True)
+    assert batch.tokens_BT.tolist() == [[1, 2, 2, 1, 2, 0]]
+    assert batch.segment_BT.tolist() == [[1, 1, 1, 2, 2, 0]]
+
+
+def test_rows_of_real_lengths_are_full():
+    """Log-normal lengths like DAPO's, 32 groups of 16: at least 95 % of the entries are used."""
+    rng = np.random.default_rng(0)
+    length_PG = np.clip(np.round(rng.lognormal(7.5, 1.3, (32, 16))), 1, 20_480).astype(int)
+    assert length_PG.max() > 100 * length_PG.min()
+    for share_prompts in (True, False):
+        rows = plan_rows([145] * 32, length_PG, row_tokens=22_528, share_prompts=share_prompts)
+        pieces = [piece for row in rows for piece in row]
+        used = 144 * len(pieces) + length_PG.sum()
+        assert used / (len(rows) * 22_528) > 0.95
+
+
 def test_the_stop_token_is_trained_also_where_its_id_is_the_padding_id():
     """Id 0 fills the padding; here it is in the prompt, inside a response and its stop token."""
-    packed = pack([sequence([0, 4], [5, 0, 6, 0])], row_tokens=8, share_prompts=False)
-    assert packed.tokens.tolist() == [[0, 4, 5, 0, 6, 0, 0, 0]]
-    assert packed.target.tolist() == [[4, 5, 0, 6, 0, 0, 0, 0]]
-    assert packed.is_response.tolist() == [[False, True, True, True, True, False, False, False]]
-    assert (packed.weight > 0).tolist() == packed.is_response.tolist()
+    batch = packed([group([0, 4], [5, 0, 6, 0])], row_tokens=8, share_prompts=False)
+    assert batch.tokens_BT.tolist() == [[0, 4, 5, 0, 6, 0, 0, 0]]
+    assert batch.target_BT.tolist() == [[4, 5, 0, 6, 0, 0, 0, 0]]
+    trained = [False, True, True, True, True, False, False, False]
+    assert batch.is_response_BT.tolist() == [trained]
+    assert (batch.weight_BT > 0).tolist() == [trained]
 
 
-def test_sequences_of_the_same_length_share_rows_without_waste():
-    packed = pack([sequence([1, 2], [3, 4, 5])] * 6, row_tokens=8, share_prompts=False)
-    assert packed.tokens.shape == (3, 8)
-    assert (packed.segment > 0).all()
+@pytest.mark.parametrize(
+    ("prompt_tokens", "lengths", "row_tokens", "rows"),
+    [
+        (2, [3] * 6, 8, 3),  # 4 entries each: two fill a row
+        # 45 entries in all: short ones fill the room that long ones leave.
+        (1, [9, 2, 7, 3, 5, 1, 4, 6, 8], 10, 5),
+    ],
+)
+def test_rows_have_no_room_to_spare(prompt_tokens, lengths, row_tokens, rows):
+    arguments = ([prompt_tokens], [lengths])
+    assert len(plan_rows(*arguments, row_tokens=row_tokens, share_prompts=False)) == rows
 
 
-def test_short_sequences_fill_the_room_that_long_ones_leave():
-    lengths = [9, 2, 7, 3, 5, 1, 4, 6, 8]  # entries, of a budget of 10 a row: 45 in 5 rows
-    packed = pack([sequence([1], [2] * n) for n in lengths], row_tokens=10, share_prompts=False)
-    assert len(packed.tokens) == 5
-
-
-def test_a_sequence_that_fits_no_row_is_refused_with_the_setting():
-    fits = sequence([1, 2, 3], [4, 5])
-    assert pack([fits], row_tokens=4, share_prompts=False).tokens.shape == (1, 4)
+def test_a_response_that_fits_no_row_is_refused_with_the_setting():
+    groups = [group([1], [2]), group([1, 2, 3], [4, 5])]
+    assert packed(groups[1:], row_tokens=4, share_prompts=False).tokens_BT.shape == (1, 4)
     with pytest.raises(ValueError, match=r"4 tokens .* learner\.row_tokens = 3"):
-        pack([sequence([1], [2]), fits], row_tokens=3, share_prompts=False)
+        packed(groups, row_tokens=3, share_prompts=False)
+
+
+def three_a_row(count: int) -> Batch:
+    """Rows of three entries, one response in each."""
+    return packed([group([1, 2], [3, i]) for i in range(count)], row_tokens=3, share_prompts=True)
 
 
 def test_micro_batches_keep_the_rows_and_fill_up_with_padding():
-    packed = pack(
-        [sequence([1, 2], [3, i]) for i in range(4, 9)], row_tokens=3, share_prompts=False
-    )
-    arrays, used = micro_batches(packed, num_micro=4, rows=2)
-    assert used == 3
-    for field in dataclasses.fields(packed):
-        before, after = getattr(packed, field.name), getattr(arrays, field.name)
+    batch = three_a_row(5)
+    dealt = into_micro_batches(batch, num_micro=4, rows=2)
+    assert dealt.num_micro == 3
+    for name, dtype in Batch.row_fields().items():
+        before, after = getattr(batch, name), getattr(dealt, name)
         assert after.shape == (4, 2, 3)
-        assert after.dtype == before.dtype
+        assert after.dtype == dtype
         np.testing.assert_array_equal(after.reshape(8, 3)[:5], before)
         assert not after.reshape(8, 3)[5:].any()
 
 
 def test_micro_batches_count_only_those_in_use():
-    packed = pack(
-        [sequence([1, 2], [3, i]) for i in range(4, 8)], row_tokens=3, share_prompts=False
-    )
-    assert micro_batches(packed, num_micro=4, rows=2)[1] == 2
-    assert micro_batches(packed, num_micro=1, rows=4)[1] == 1
+    batch = three_a_row(4)
+    assert into_micro_batches(batch, num_micro=4, rows=2).num_micro == 2
+    assert into_micro_batches(batch, num_micro=1, rows=4).num_micro == 1
     with pytest.raises(ValueError, match="4 packed rows do not fit 1 micro-batches of 2"):
-        micro_batches(packed, num_micro=1, rows=2)
+        into_micro_batches(batch, num_micro=1, rows=2)
 
 
 def test_rows_with_much_to_attend_to_come_first():
     """Devices compute the rows of a micro-batch side by side: they should have as much to do."""
-    lengths = [9] * 3 + [3] * 9  # a long response attends to 45 entries, three short ones to 18
-    order = np.random.default_rng(0).permutation(len(lengths))
-    sequences = [sequence([1], [2] * lengths[i]) for i in order]
-    packed = pack(sequences, row_tokens=9, share_prompts=False)
-    packed = dataclasses.replace(packed, **{k: v[::-1] for k, v in vars(packed).items()})
-    arrays, used = micro_batches(packed, num_micro=3, rows=2)
-    assert used == 3
-    assert arrays.segment.max(axis=2).tolist() == [[1, 1], [1, 3], [3, 3]]
+    # A long response attends to 45 entries, three short ones to 18.
+    groups = [group([1], *[[2] * 9] * 3), group([1], *[[2] * 3] * 9)]
+    batch = packed(groups, row_tokens=9, share_prompts=False)
+    rows = {name: getattr(batch, name)[::-1] for name in Batch.row_fields()}
+    dealt = into_micro_batches(dataclasses.replace(batch, **rows), num_micro=3, rows=2)
+    assert dealt.num_micro == 3
+    assert dealt.segment_BT.max(axis=2).tolist() == [[1, 1], [1, 3], [3, 3]]

@@ -13,7 +13,7 @@ import shutil
 import pytest
 from processes import started
 
-from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.files import read_rows
 from sharding import hosts
 
 STEPS = 2

@@ -1,10 +1,9 @@
 """Dynamic sampling (Eq. 11) as a stream, over scripted responses: what a step trains on, and when.
 
-`ScriptedSession` stands in for the engine's `Session`: slots that are refilled between blocks of
-decode steps, with responses of scripted lengths and correctness.
+`ScriptedSession` stands in for the sampler's `Session`: the real scheduler, and responses of
+scripted lengths and correctness in place of a model.
 """
 
-import collections
 import dataclasses
 import functools
 import threading
@@ -15,18 +14,13 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax.rollout import (
-    Group,
-    Rollouts,
-    Verified,
-    collect,
-    group_of,
-    rollout_rows,
-    verified,
-)
+from dapo_jax.rollout import collect, rollout_rows
 from dapo_jax.run import build
-from dapo_jax.sampler.engine import Block, Finished, Response
-from dapo_jax.types import Example, Prompt, Verdict
+from dapo_jax.sampler.cache import Cache
+from dapo_jax.sampler.scheduler import Scheduler
+from dapo_jax.tasks.base import graded
+from dapo_jax.tasks.math_problems import MathTask
+from dapo_jax.types import BlockRecord, Example, Group, Prompt, Response, Rollouts, Verdict
 
 G = 4
 
@@ -66,94 +60,85 @@ def prompt_at(cursor: int) -> Prompt:
 
 
 class ScriptedSession:
-    """What `collect` uses of a Session. `calls` is all that was asked of it, in order."""
+    """A Session's face on a real Scheduler, with scripted lengths and room for all in the cache.
+
+    `calls` is all that was asked of it, in order; a step also has what each slot sampled and which
+    groups it finished.
+    """
 
     def __init__(self, script: Script, *, slots: int, block_tokens: int):
-        self.blocks: list[Block] = []
+        self.blocks: list[BlockRecord] = []
         self.seconds = {"prefill": 1.0, "decode": 2.0, "host": 3.0}
         self.prefilled_prompts = 0
         self.calls: list[tuple] = []
-        self._script, self._block_tokens = script, block_tokens
-        self._left: dict[int, dict[int, int]] = {}  # tokens to draw, by cursor and sample
-        self._queue: collections.deque[tuple[int, int]] = collections.deque()
-        self._slots: list[tuple[int, int] | None] = [None] * slots
+        self._script = script
+        longest = int(script.length_PG.max())
+        cache = Cache(
+            slots=slots,
+            pages=3 * slots + 2,
+            prompt_pages=len(script.length_PG) + 1,
+            readers=G,
+            page_tokens=-(-longest // block_tokens) * block_tokens,
+            block_tokens=block_tokens,
+            max_prompt_tokens=2,
+            max_response_tokens=longest,
+        )
+        self._scheduler = Scheduler(cache, shards=1)
 
-    def submit(self, cursor: int, prompt: np.ndarray, *, group_size: int) -> None:
-        assert prompt.tolist() == [cursor + 1]
+    def submit(self, cursor: int, prompt: Prompt, *, group_size: int) -> None:
+        assert prompt.token_ids.tolist() == [cursor + 1]
         self.calls.append(("submit", cursor))
-        self._left[cursor] = dict(enumerate(self._script.length_PG[cursor, :group_size].tolist()))
-        self._queue.extend((cursor, sample) for sample in range(group_size))
+        lengths = self._script.length_PG[cursor, :group_size].tolist()
+        self._scheduler.submit(cursor, 2, lengths)
 
     def cancel(self, cursor: int) -> None:
         self.calls.append(("cancel", cursor))
-        del self._left[cursor]
-        self._queue = collections.deque(r for r in self._queue if r[0] != cursor)
-        self._slots = [None if r is not None and r[0] == cursor else r for r in self._slots]
+        self._scheduler.cancel(cursor)
 
     @property
     def unfinished(self) -> list[int]:
-        return list(self._left)
+        return self._scheduler.unfinished
 
     @property
     def idle_slots(self) -> int:
-        return max(0, self._slots.count(None) - len(self._queue))
+        return self._scheduler.idle_slots
 
-    def step(self) -> list[Finished]:
-        for b, request in enumerate(self._slots):
-            if request is None and self._queue:
-                self._slots[b] = self._queue.popleft()
-                self.prefilled_prompts += self._slots[b][1] == 0
-        useful_B = np.zeros(len(self._slots), int)
-        finished = []
-        for b, request in enumerate(self._slots):
-            if request is None:
-                continue
-            cursor, sample = request
-            useful_B[b] = min(self._block_tokens, self._left[cursor][sample])
-            self._left[cursor][sample] -= useful_B[b]
-            if self._left[cursor][sample] == 0:
-                self._slots[b] = None
-            if not any(self._left[cursor].values()):
-                del self._left[cursor]
-                responses = [
-                    Response(np.full(n, cursor), np.zeros(n), stopped=True)
-                    for n in self._script.length_PG[cursor]
-                ]
-                finished.append(Finished(cursor, responses))
-        self.calls.append(("step", *useful_B.tolist(), *sorted(f.cursor for f in finished)))
-        busy = np.count_nonzero(useful_B) / len(useful_B)
-        waiting = bool(self._queue)
+    def step(self) -> list[Group]:
+        plan = self._scheduler.next_block()
+        self.prefilled_prompts += sum(np.sum(call.cursor_R >= 0) for call in plan.prefills)
+        used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
+        useful_B = np.zeros(self._scheduler.cache.slots, int)
+        useful_B[plan.slot_N] = used_N
+        before = set(self.unfinished)
+        self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
+        finished = sorted(before - set(self.unfinished))
+        self.calls.append(("step", *useful_B.tolist(), *finished))
         steps = int(useful_B.max())
-        self.blocks.append(Block(0.0, 0.0, steps, useful_B, useful_B, useful_B, waiting, busy))
-        return sorted(finished, key=lambda group: group.cursor)
+        record = BlockRecord(
+            0.0, 0.0, steps, useful_B, useful_B, useful_B, plan.waiting, plan.cache_use
+        )
+        self.blocks.append(record)
+        return [self._group(cursor) for cursor in finished]
+
+    def _group(self, cursor: int) -> Group:
+        lengths = self._script.length_PG[cursor]
+        responses = (Response(np.full(n, cursor), np.zeros(n), True) for n in lengths)
+        return Group(cursor, prompt_at(cursor), tuple(responses))
 
 
-def group(cursor: int, correct_G, responses) -> Group:
-    """The group of the prompt at `cursor`, with the answer 7 where it is correct."""
-    return Group(
-        cursor=cursor,
-        prompt=prompt_at(cursor),
-        responses=responses,
-        behavior_logp=[np.zeros(len(response), np.float32) for response in responses],
-        stopped_G=np.ones(len(correct_G), bool),
-        texts=["Answer: 7" if correct else "7" for correct in correct_G],
-        verdicts=[
-            Verdict(True, "7", "correct") if correct else Verdict(False, None, "no_answer")
-            for correct in correct_G
-        ],
-    )
+def scripted_grade(script: Script):
+    """A grader that knows the script: responses have the answer 7 where they are correct."""
 
+    def grade(group: Group) -> Group:
+        assert group.prompt.example.row == group.cursor
+        correct_G = script.correct_PG[group.cursor]
+        right, wrong = Verdict(True, "7", "correct"), Verdict(False, None, "no_answer")
+        return group.graded(
+            ["Answer: 7" if correct else "7" for correct in correct_G],
+            [right if correct else wrong for correct in correct_G],
+        )
 
-def scripted_verify(script: Script):
-    """A verifier that knows the script."""
-
-    def verify(finished: Finished, prompt: Prompt) -> Verified:
-        assert prompt.example.row == finished.cursor
-        tokens = [response.tokens for response in finished.responses]
-        found = group(finished.cursor, script.correct_PG[finished.cursor], tokens)
-        return Verified(found.texts, found.verdicts)
-
-    return verify
+    return grade
 
 
 def run(
@@ -167,7 +152,7 @@ def run(
     expected_rate=0.5,
     dynamic=True,
     session=None,
-    verify=None,
+    grade=None,
     report=None,
 ) -> Rollouts:
     """`collect` over a script; the cap, unless given, is the script's end."""
@@ -175,7 +160,7 @@ def run(
     return collect(
         session,
         prompt_at,
-        verify or scripted_verify(script),
+        grade or scripted_grade(script),
         cursor,
         group_size=script.correct_PG.shape[1],
         num_prompts=num_prompts,
@@ -217,7 +202,7 @@ def first_finished(script: Script, *, num_prompts, slots, block_tokens) -> list[
     """What a filter that waits for nobody keeps: the informative groups that finish first."""
     session = ScriptedSession(script, slots=slots, block_tokens=block_tokens)
     for cursor in range(len(script.correct_PG)):
-        session.submit(cursor, prompt_at(cursor).token_ids, group_size=G)
+        session.submit(cursor, prompt_at(cursor), group_size=G)
     kept = []
     while len(kept) < num_prompts and session.unfinished:
         kept += [f.cursor for f in session.step() if f.cursor in script.informative]
@@ -345,58 +330,56 @@ def test_without_dynamic_sampling_the_first_prompts_are_all_kept():
     assert session.calls[:4] == [("submit", cursor) for cursor in range(1, 5)]
 
 
-def test_a_group_is_what_the_session_drew_and_the_verifier_said():
-    """Token ids decoded without control tokens, and the verdict on each response."""
+def test_a_graded_group_has_a_text_and_a_verdict_for_each_response():
+    """Token ids decoded without control tokens; what was sampled is as it was."""
     tokenizer = build.tokenizer(tiny.get_config())
     example = Example((), "56", "test", 0)
     texts = ["23+45=68\nAnswer: 68", "Answer: 56"]
     stop = tokenizer.stop_ids[0]
     tokens = [np.array([*tokenizer.encode(text), stop], np.int32) for text in texts]
-    responses = [
+    responses = (
         Response(tokens[0][:-1], np.full(len(tokens[0]) - 1, -0.5), stopped=False),
         Response(tokens[1], np.full(len(tokens[1]), -0.25), stopped=True),
-    ]
+    )
     prompt = Prompt(np.array([1], np.int32), example)
-    finished = Finished(9, responses)
-    judged = verified(finished, prompt, tokenizer=tokenizer, rules="dapo")
-    found = group_of(finished, prompt, judged)
+    found = graded(Group(9, prompt, responses), task=MathTask(), tokenizer=tokenizer)
     assert (found.cursor, found.prompt) == (9, prompt)
-    assert found.texts == texts
+    assert [response.text for response in found.responses] == texts
     assert found.correct_G.tolist() == [False, True]
     assert found.stopped_G.tolist() == [False, True]
     assert found.length_G.tolist() == [len(tokens[0]) - 1, len(tokens[1])]
-    assert [logp[0] for logp in found.behavior_logp] == [-0.5, -0.25]
+    assert [response.behavior_logp_T[0] for response in found.responses] == [-0.5, -0.25]
 
 
 # When
 
 
 class Delays:
-    """A verifier that takes a random time, up to `most` seconds."""
+    """A grader that takes a random time, up to `most` seconds."""
 
     def __init__(self, script: Script, *, most: float, seed: int):
-        self._verify, self._most = scripted_verify(script), most
+        self._grade, self._most = scripted_grade(script), most
         self._rng = np.random.default_rng(seed)
 
-    def __call__(self, finished: Finished, prompt: Prompt) -> Verified:
+    def __call__(self, group: Group) -> Group:
         time.sleep(self._rng.uniform(0, self._most))
-        return self._verify(finished, prompt)
+        return self._grade(group)
 
 
-def test_the_schedule_does_not_hang_on_the_verifiers_speed():
-    """What is issued, cancelled and drawn at which step is the same."""
+def test_the_schedule_does_not_depend_on_the_graders_speed():
+    """What is issued, cancelled and sampled at which step is the same."""
     script = long_tailed_script(3, prompts=60)
     schedules = []
     for seed, most in ((0, 0.0), (1, 0.004), (2, 0.004)):
         session = ScriptedSession(script, slots=24, block_tokens=8)
-        verify = Delays(script, most=most, seed=seed)
-        rollouts = run(script, num_prompts=8, session=session, verify=verify)
-        schedules.append((session.calls, rollouts.issued, rollouts.work.drawn_tokens))
+        grade = Delays(script, most=most, seed=seed)
+        rollouts = run(script, num_prompts=8, session=session, grade=grade)
+        schedules.append((session.calls, rollouts.issued, rollouts.stats.sampled_tokens))
     assert schedules[0] == schedules[1] == schedules[2]
     assert {call[0] for call in schedules[0][0]} == {"submit", "cancel", "step"}
 
 
-def test_verification_runs_behind_the_next_block():
+def test_grading_runs_behind_the_next_block():
     """Each verdict here waits until the block after its group's is being decoded."""
     scripted = script([0, 2, 4, 2, 0, 2, 2, 2], length_tokens=np.arange(3, 35, 4))
     begun = threading.Condition()
@@ -411,26 +394,26 @@ def test_verification_runs_behind_the_next_block():
 
     session = Watched(scripted, slots=2 * G, block_tokens=4)
 
-    def verify(finished, prompt):
+    def grade(group):
         with begun:
-            own = next(i for i, s in enumerate(steps(session)) if finished.cursor in s[1 + 2 * G :])
+            own = next(i for i, s in enumerate(steps(session)) if group.cursor in s[1 + 2 * G :])
             behind.append(begun.wait_for(lambda: len(steps(session)) > own + 1, timeout=10))
-        return scripted_verify(scripted)(finished, prompt)
+        return scripted_grade(scripted)(group)
 
-    run(scripted, num_prompts=4, session=session, verify=verify)
+    run(scripted, num_prompts=4, session=session, grade=grade)
     assert len(behind) > 4
     assert all(behind[:-2])  # behind the last ones there is no block to wait for
 
 
 @pytest.mark.parametrize("cursor", [0, 4])
-def test_an_error_in_the_verifier_surfaces_at_once(cursor):
+def test_an_error_in_the_grader_surfaces_at_once(cursor):
     scripted = script([2] * 40)
     session = ScriptedSession(scripted, slots=8, block_tokens=4)
 
-    def verify(finished, prompt):
-        if finished.cursor == cursor:
-            raise ValueError(f"no rule for {finished.cursor}")
-        return scripted_verify(scripted)(finished, prompt)
+    def grade(group):
+        if group.cursor == cursor:
+            raise ValueError(f"no rule for {group.cursor}")
+        return scripted_grade(scripted)(group)
 
     reports = []
 
@@ -440,7 +423,7 @@ def test_an_error_in_the_verifier_surfaces_at_once(cursor):
 
     before = threading.active_count()
     with pytest.raises(ValueError, match=f"no rule for {cursor}"):
-        run(scripted, num_prompts=10, session=session, verify=verify, report=report)
+        run(scripted, num_prompts=10, session=session, grade=grade, report=report)
     assert len(steps(session)) <= cursor // 2 + 2
     assert threading.active_count() == before
 
@@ -478,7 +461,7 @@ def test_little_more_is_issued_than_needed(rate):
         rollouts = run(scripted, num_prompts=num_prompts, slots=400 * G, expected_rate=rate)
         issued.append(rollouts.issued)
         sampled.append(len(rollouts.sampled))
-        blocks.append(len(rollouts.work.blocks))
+        blocks.append(len(rollouts.stats.blocks))
     spread = np.sqrt(num_prompts * (1 - rate)) / rate
     assert np.mean(sampled) == pytest.approx(num_prompts / rate, rel=0.1)
     assert np.mean(issued) < num_prompts / rate + 1.5 * spread + 1
@@ -512,47 +495,47 @@ def test_early_finishers_that_are_never_informative_do_not_drive_up_what_is_issu
 # Accounts
 
 
-def test_the_work_adds_up():
+def test_the_stats_add_up():
     """Two groups on six slots, in blocks of four steps, by hand."""
     lengths = np.array([[2, 4, 6, 9], [1, 5, 5, 5]])
     scripted = Script(np.array([[True, True, False, False]] * 2), lengths)
     session = ScriptedSession(scripted, slots=6, block_tokens=4)
     rollouts = run(scripted, num_prompts=2, dynamic=False, session=session)
-    work = rollouts.work
+    stats = rollouts.stats
     assert steps(session) == [
         ("step", 2, 4, 4, 4, 1, 4),
         ("step", 4, 4, 2, 4, 0, 1),
         ("step", 1, 1, 0, 1, 0, 0, 0, 1),
     ]
-    assert work.drawn_tokens == work.busy_slot_steps == lengths.sum() == 37
-    assert work.slot_steps == 6 * (4 + 4 + 1)
-    assert (work.waiting_slot_steps, work.busy_waiting_slot_steps) == (6 * 4, 19)
-    assert (work.requests, work.prefilled_prompts) == (8, 2)
-    assert work.cache_use == 1.0
+    assert stats.sampled_tokens == stats.busy_slot_steps == lengths.sum() == 37
+    assert stats.slot_steps == 6 * (4 + 4 + 1)
+    assert (stats.waiting_slot_steps, stats.busy_waiting_slot_steps) == (6 * 4, 19)
+    assert (stats.requests, stats.prefilled_prompts) == (8, 2)
+    assert stats.cache_use == pytest.approx(6 / 19)  # a page a slot, of three and one
     assert rollouts.kept_tokens == 37
-    assert set(work.seconds) == {"prefill", "decode", "host", "verify", "verify_wait"}
-    assert work.blocks is session.blocks
+    assert set(stats.seconds) == {"prefill", "decode", "host", "verify", "verify_wait"}
+    assert stats.blocks is session.blocks
 
 
-def test_work_counts_what_was_drawn_in_vain():
+def test_stats_count_what_was_discarded():
     for seed in range(10):
         script = long_tailed_script(seed, prompts=90)
         session = ScriptedSession(script, slots=32, block_tokens=8)
         rollouts = run(script, num_prompts=8, session=session)
-        work = rollouts.work
-        drawn = sum(sum(call[1:33]) for call in steps(session))
-        assert work.drawn_tokens == drawn > rollouts.length_PG.sum() > rollouts.kept_tokens
+        stats = rollouts.stats
+        sampled = sum(sum(call[1:33]) for call in steps(session))
+        assert stats.sampled_tokens == sampled > rollouts.length_PG.sum() > rollouts.kept_tokens
         assert rollouts.kept_tokens == script.length_PG[kept_cursors(rollouts)].sum()
-        assert work.busy_slot_steps <= work.slot_steps == 32 * sum(b.steps for b in work.blocks)
-        assert work.busy_waiting_slot_steps <= work.waiting_slot_steps <= work.slot_steps
-        assert work.requests == rollouts.issued * G
-        assert len(rollouts.sampled) <= work.prefilled_prompts <= rollouts.issued
+        assert stats.busy_slot_steps <= stats.slot_steps == 32 * sum(b.steps for b in stats.blocks)
+        assert stats.busy_waiting_slot_steps <= stats.waiting_slot_steps <= stats.slot_steps
+        assert stats.requests == rollouts.issued * G
+        assert len(rollouts.sampled) <= stats.prefilled_prompts <= rollouts.issued
 
 
-def test_the_verifiers_time_is_reported():
+def test_the_graders_time_is_reported():
     scripted = script([2, 2])
     delays = Delays(scripted, most=0.05, seed=0)
-    seconds = run(scripted, num_prompts=2, verify=delays, slots=2 * G).work.seconds
+    seconds = run(scripted, num_prompts=2, grade=delays, slots=2 * G).stats.seconds
     assert 0 < seconds["verify"] < 0.2
     assert 0 < seconds["verify_wait"] < 0.2  # nothing was left to decode meanwhile
     assert (seconds["prefill"], seconds["decode"], seconds["host"]) == (1.0, 2.0, 3.0)
@@ -570,7 +553,9 @@ def test_progress_names_the_groups_found():
 
 def test_rollout_rows_say_what_was_trained_on():
     groups = run(script([0, 2]), num_prompts=1).sampled
-    groups[1].stopped_G[3] = False
+    responses = list(groups[1].responses)
+    responses[3] = dataclasses.replace(responses[3], stopped=False)
+    groups[1] = dataclasses.replace(groups[1], responses=tuple(responses))
     reward_PG = np.array([[-1.0] * G, [1.0, 1.0, -1.0, -1.5]], np.float32)
     rows = list(rollout_rows(groups, reward_PG, np.array([1])))
     assert [(row["cursor"], row["sample"]) for row in rows] == [

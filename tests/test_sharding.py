@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec
 from configs import base
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.run import build
-from dapo_jax.sampler import engine
+from dapo_jax.sampler import cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.engine import Session
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Prompt
 from models import qwen2
 from models.kernels.packed import packed_attention
 from models.qwen2 import Qwen2Config, abstract_params, param_axes
@@ -67,7 +68,7 @@ def build_policy(slices, data, model):
     config.mesh.slices, config.mesh.data, config.mesh.model = slices, data, model
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(qwen2.PRESETS, "small", SMALL)
-        patch.setattr(engine, "PARTS", ((1, 1),))
+        patch.setattr(cache, "PARTS", ((1, 1),))
         devices = jax.devices()[: slices * data * model]
         return build.programs(config, SAMPLING.vocab_size, devices=devices)
 
@@ -77,7 +78,7 @@ def sample(policy, params, prompts):
     params = policy.reshard(jax.device_put(params, policy.weight_shardings), None)
     session = Session(policy.engine, params, RUN_KEY, SAMPLING)
     for cursor, prompt in prompts:
-        session.submit(cursor, prompt, group_size=GROUP_SIZE)
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
     responses = {}
     while session.unfinished:
         for finished in session.step():
@@ -126,7 +127,7 @@ def collectives(compiled):
 def test_sampling_exchanges_nothing_over_data_and_no_cache_over_model(policy):
     """Prefill and decoding: each shard of the data may take as many steps as its own slots need.
 
-    Over "model" go activations, the vocabulary's partial sums and the drawn token.
+    Over "model" go activations, the vocabulary's partial sums and the sampled token.
     """
     policy.engine.compile(SAMPLING)
     programs = policy.engine._programs.values()
@@ -135,7 +136,7 @@ def test_sampling_exchanges_nothing_over_data_and_no_cache_over_model(policy):
         assert not exchanged
         return
     assert {name for _, name in exchanged} == {"all-reduce", "all-gather"}
-    tokens = 16 + engine.padded(policy.engine.cache.slots)
+    tokens = 16 + cache.padded(policy.engine.cache.slots)
     largest = max(math.prod(map(int, re.findall(r"\d+", shape)[1:])) for shape, _ in exchanged)
     assert largest <= tokens * SMALL.width
 

@@ -12,11 +12,11 @@ import pytest
 from configs import tiny
 from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
-from dapo_jax.rollout import Group, minibatches
+from dapo_jax.rollout import minibatches
 from dapo_jax.run import build
-from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.files import read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
-from dapo_jax.types import Verdict
+from dapo_jax.types import Group, Response, Verdict
 from models.hf import load_config, load_params
 
 EXPECTED_KEYS = {
@@ -209,8 +209,7 @@ def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
 
 def _group(predictions, truth="7"):
     verdicts = [Verdict(p == truth, p, "") for p in predictions]
-    n = len(predictions)
-    return Group(0, None, [np.zeros(3)] * n, [], np.ones(n, bool), [], verdicts)
+    return Group(0, None, tuple(Response(np.zeros(3), None, True, "", v) for v in verdicts))
 
 
 def test_a_run_exports_to_hugging_face(finished, tmp_path):
@@ -227,7 +226,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     programs = build.programs(config, tokenizer.vocab_size)
     sets = build.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
-    results = evaluate.evaluate(config, programs, params, sets, tokenizer, report=print)
+    results = evaluate.evaluate(config, programs, params, sets, report=print)
     assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
     convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
     low = jax.tree.leaves(load_orbax(tmp_path / "low", dtype="float32")[0])

@@ -8,13 +8,13 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from dapo_jax.sampler.engine import Block
+from dapo_jax.types import BlockRecord
 
 SHOWN_SLOTS = 256  # the first ones, of a larger engine
 COLORS = matplotlib.colormaps["tab20"].colors
 
 
-def spans(blocks: Sequence[Block]) -> list[tuple[int, float, float, int]]:
+def spans(blocks: Sequence[BlockRecord]) -> list[tuple[int, float, float, int]]:
     """(slot, start, end, cursor) of every stay of a request in a slot, seconds from the first.
 
     A stay ends inside its last block where the response did: a share of the block's steps.
@@ -39,10 +39,10 @@ def spans(blocks: Sequence[Block]) -> list[tuple[int, float, float, int]]:
     return [(slot, start, stop, request[0]) for slot, (request, start, stop) in stays]
 
 
-def plot_timeline(blocks: Sequence[Block], path: str | pathlib.Path) -> None:
+def plot_timeline(blocks: Sequence[BlockRecord], path: str | pathlib.Path) -> None:
     """Draw the slots of one step as a PNG: a bar a response, coloured by prompt; white is idle.
 
-    Below it, the share of slots that draw useful tokens, and of cache pages that are taken.
+    Below it, the share of slots that sample useful tokens, and of cache pages that are taken.
     """
     if not blocks:
         raise ValueError("there is no block of decode steps to draw")
@@ -65,7 +65,7 @@ def plot_timeline(blocks: Sequence[Block], path: str | pathlib.Path) -> None:
     top.add_collection(PolyCollection(bars, facecolors=colors, edgecolors="none"))
     top.set(ylim=(num_slots, 0), ylabel="slot", xlim=(0, last_seconds))
     top.set_title(
-        f"{len(bars)} responses in {num_slots} slots: {mean:.0%} of slot-steps draw a token of "
+        f"{len(bars)} responses in {num_slots} slots: {mean:.0%} of slot-steps sample a token of "
         "one; white is idle",
         loc="left",
     )

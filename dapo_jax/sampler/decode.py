@@ -28,8 +28,6 @@ from models.qwen2 import (
     turned,
 )
 
-NULL_PAGE = 0  # what no request owns: idle slots write there
-
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -68,7 +66,7 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: Qwen2Config, axis: str
     """The prompt pages with the keys and values of R prompts written to `page_RI`, C tokens each.
 
     pages: a (k_UKHC, v_UKCH) a layer. tokens_RT: prompts from the left, T = I * C; what follows a
-    prompt's end is never read. Pages that a prompt does not fill are NULL_PAGE.
+    prompt's end is never read. Pages that a prompt does not fill are cache.NULL_PAGE.
     """
     R, T = tokens_RT.shape
     cos_sin = rotation(jnp.arange(T)[None], config)

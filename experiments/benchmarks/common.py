@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.engine import Cache, Engine, Session
+from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Prompt
 from models.kernels import kernels_for, platform_of
 from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
 from sharding import rules
@@ -92,7 +95,7 @@ def run_session(engine: Engine, params, groups, how: Sampling) -> tuple[Session,
     start = time.perf_counter()
     session = Session(engine, params, jax.random.key(1), how)
     for cursor, (prompt, tokens) in enumerate(groups):
-        session.submit(cursor, prompt, group_size=len(tokens), max_tokens=tokens)
+        session.submit(cursor, Prompt(prompt), group_size=len(tokens), max_tokens=tokens)
     while session.unfinished:
         session.step()
     return session, time.perf_counter() - start

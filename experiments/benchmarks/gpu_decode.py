@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.sampler.engine import Cache, Engine, Session
+from dapo_jax.sampler.cache import Cache
+from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Prompt
 from experiments.benchmarks import common
 from models.kernels import kernels_for, platform_of
 from models.qwen2 import PRESETS
@@ -64,7 +67,7 @@ def measure(preset: str, context: int, bandwidth: float) -> list:
     session = Session(engine, params, jax.random.key(0), how)
     rng = np.random.default_rng(0)
     for cursor in range(FLAGS.slots):
-        session.submit(cursor, rng.integers(1, 1_000, context), group_size=1)
+        session.submit(cursor, Prompt(rng.integers(1, 1_000, context)), group_size=1)
     session.step()
     while session.unfinished:
         session.step()

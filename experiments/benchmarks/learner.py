@@ -21,7 +21,8 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax import learner
-from dapo_jax.sampler.engine import Session
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Prompt
 from experiments.benchmarks import common
 from models.kernels import KERNELS
 from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
@@ -41,6 +42,7 @@ flags.DEFINE_integer("rows", 2, "Packed rows of a micro-batch.")
 flags.DEFINE_integer("repeats", 3, "Of everything; the best counts.")
 PROMPTS, GROUP, PROMPT, LONGEST = 8, 8, 64, 1_024
 LEARNING = learner.Learning(
+    loss="dapo",
     eps_low=0.2,
     eps_high=0.28,
     dual_clip=10.0,
@@ -94,7 +96,7 @@ def ours(size: str, lengths: np.ndarray):
     )
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, config.vocab_size, (PROMPTS, PROMPT)).astype(np.int32)
-    advantage_R = rng.normal(size=slots).astype(np.float32)
+    advantage_PG = rng.normal(size=(PROMPTS, GROUP)).astype(np.float32)
     limits = lengths.reshape(PROMPTS, GROUP)
     state = jax.jit(
         lambda: init(split(Qwen2(config, key=jax.random.key(0)))[1]), out_shardings=shardings
@@ -103,28 +105,26 @@ def ours(size: str, lengths: np.ndarray):
     def rollout():
         session = Session(engine, reshard(state.params), jax.random.key(1), how)
         for cursor, prompt in enumerate(prompts):
-            session.submit(cursor, prompt, group_size=GROUP, max_tokens=limits[cursor].tolist())
+            max_tokens = limits[cursor].tolist()
+            session.submit(cursor, Prompt(prompt), group_size=GROUP, max_tokens=max_tokens)
         finished = {}
         while session.unfinished:
-            finished |= {f.cursor: f.responses for f in session.step()}
-        return [response for cursor in range(PROMPTS) for response in finished[cursor]]
+            finished |= {group.cursor: group for group in session.step()}
+        return [finished[cursor] for cursor in range(PROMPTS)]
 
-    def take_update(responses):
+    def take_update(groups):
         nonlocal state
         batch = learner.make_batch(
-            [prompt for prompt in prompts for _ in range(GROUP)],
-            [response.tokens for response in responses],
-            [response.behavior_logp for response in responses],
-            advantage_R,
-            np.ones(slots, bool),
+            groups,
+            advantage_PG,
             loss_aggregation="token_mean",
+            overlong_filtering=False,
             row_tokens=FLAGS.row_tokens,
             micro_batch_rows=FLAGS.rows,
             num_micro=slots // FLAGS.rows,
             share_prompts=True,
         )
-        rows = {k: v for k, v in vars(batch).items() if k != "num_micro"}
-        batch = batch.replace(**hosts.place(rows, rules.micro_batches(mesh)))
+        batch = learner.place_batch(batch, mesh)
         state, metrics = update(state, None, batch, 1e-6)
         return hosts.fetch(metrics)
 

@@ -23,9 +23,9 @@ from absl import app, flags
 
 from dapo_jax import rollout, train
 from dapo_jax.run import build
-from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.files import read_rows
 from dapo_jax.run.snapshots import Boundaries
-from dapo_jax.sampler import engine
+from dapo_jax.sampler import cache, engine
 from experiments.benchmarks import common
 from experiments.preemption.config import get_config
 from sharding import hosts
@@ -87,7 +87,7 @@ def prolong(phase: str) -> None:
 
 def run_here() -> None:
     """One process of a run."""
-    engine.PARTS = ((1, 1),)  # one program for decoding
+    cache.PARTS = ((1, 1),)  # one program for decoding
     config = get_config()
     if FLAGS.phase:
         prolong(FLAGS.phase)

@@ -1,0 +1,166 @@
+"""Compiles a recipe's own programs ahead of time, for TPUs that are not there.
+
+Needs the package libtpu, which holds the TPU's compiler: `make preflight` installs it beside the
+environment.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+import types
+from collections.abc import Callable
+
+import jax
+from jax.experimental import topologies
+from ml_collections import ConfigDict
+
+from dapo_jax.preflight import hlo_cost
+from dapo_jax.preflight.chips import chip_of
+from dapo_jax.preflight.hlo_cost import Cost
+from dapo_jax.run import build
+
+LIBTPU = pathlib.Path(sys.prefix) / "tpu" / "libtpu" / "libtpu.so"  # where make puts it
+# With these the compiler asks for no chip and for no metadata server.
+COMPILER_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# The mean prompt of the paper's training data, with Qwen2.5's tokenizer.
+PROMPT_TOKENS = 145
+
+
+class DoesNotFit(Exception):
+    """The compiler found that a program needs more memory than there is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program on one device.
+
+    arguments, outputs (those not in the place of an argument), temporaries: bytes. fixed: its cost
+    without its dynamic loop (the micro-batches of an update, the steps of a block of decoding);
+    turn: the cost that one turn of that loop adds.
+    """
+
+    name: str
+    arguments: int
+    outputs: int
+    temporaries: int
+    fixed: Cost
+    turn: Cost
+    compile_seconds: float
+
+
+def topology_devices(topology: str, *, slices: int):
+    """The devices of so many slices, none of which is there.
+
+    Raises ValueError for a topology that the compiler does not know, and where it is missing.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    if LIBTPU.exists():
+        os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBTPU))
+    for name, value in COMPILER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    chip = chip_of(topology)
+    name = f"{chip.name}:{topology.partition(':')[2]}"
+    several = {"num_slices": slices} if slices > 1 else {}
+    try:
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=name, **several, **dict(chip.description)
+        )
+    except Exception as error:  # of several kinds, all from the compiler
+        if "libtpu" in str(error):
+            message = f"the TPU's compiler, libtpu, is missing: run `make preflight` ({error})"
+            raise ValueError(message) from error
+        raise ValueError(f"--topology={topology}: {error}") from error
+    return description.devices
+
+
+def without_weights(config: ConfigDict) -> ConfigDict:
+    """The recipe with the sizes of its preset alone: its weights are neither there nor needed."""
+    config = config.copy_and_resolve_references()
+    if config.model.preset:
+        config.model.path = ""
+    return config
+
+
+def mean_prompt(config: ConfigDict) -> int:
+    """The tokens of a prompt of mean length, as far as the recipe takes it."""
+    return min(PROMPT_TOKENS, config.rollout.max_prompt_tokens)
+
+
+def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
+    """The recipe's programs by name, ready for the compiler.
+
+    Prefill is there for a prompt of mean length and for the longest one.
+    """
+    config, sizes = built.config, built.sizes
+    ids = types.SimpleNamespace(  # stands for the tokenizer, of which programs need only this
+        stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
+    )
+    sampling = build.sampling(config, ids)
+    evaluating = build.eval_samplings(config, ids).values() if config.eval.every_steps else ()
+    with jax.set_mesh(built.mesh):
+        sampler = built.engine.lower(sampling)
+        programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
+        for i, how in enumerate(dict.fromkeys(how for how in evaluating if how != sampling)):
+            of_evaluation = built.engine.lower(how)
+            key = next(k for k in of_evaluation if k[0] == "decode")
+            programs[f"decode (evaluation{f' {i + 1}' if i else ''})"] = of_evaluation[key]
+    programs["decode"] = next(low for key, low in sampler.items() if key[0] == "decode")
+    prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
+    mean_bucket = built.engine.cache.bucket(mean_prompt(config))
+    for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):
+        programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
+    programs["update"] = built.lower_update()
+    return programs
+
+
+def compiled_programs(built: build.Programs, *, say: Callable[[str], None]) -> dict[str, Program]:
+    """Compiles the recipe's programs side by side. Raises DoesNotFit for the first that does not.
+
+    say: is told of each that is ready.
+    """
+    lowered, programs = lowered_programs(built), {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = {name: pool.submit(compiled, name, low) for name, low in lowered.items()}
+        for name, job in jobs.items():
+            programs[name] = job.result()
+            say(f"compiled {name} in {programs[name].compile_seconds:.0f} s")
+    return programs
+
+
+def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
+    """Compiles a program and counts its cost. Raises DoesNotFit where the memory is too small."""
+    start = time.perf_counter()
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
+        raise DoesNotFit(f"{name}: {said}") from error
+    seconds = time.perf_counter() - start
+    memory = program.memory_analysis()
+    text = program.as_text()
+
+    def cost(turns: int) -> Cost:
+        return hlo_cost.count(text, loop_times=collections.defaultdict(lambda: turns))
+
+    fixed = cost(0)
+    return Program(
+        name,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        fixed,
+        cost(1) - fixed,
+        seconds,
+    )

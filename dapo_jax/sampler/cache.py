@@ -1,0 +1,165 @@
+"""The paged key-value cache: how many slots and pages a device's memory budget holds.
+
+Host only, no jax: the scheduler and preflight plan with it without devices.
+"""
+
+import bisect
+import dataclasses
+import math
+
+import numpy as np
+
+NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
+# Batches are padded to a multiple: products of other sizes have other bits in each row. 16 was
+# enough on the CPUs tried first, AMD's Zen 5 needs 32.
+ROWS = 32
+# What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
+# occupied slots and their pages. Fewer rows on a CPU only: elsewhere they have other bits.
+PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
+ROW_SCALARS = (
+    *("active", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens", "reader"),
+)
+SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The sizes of one data shard's cache, in pages of `page_tokens` tokens each.
+
+    Page 0 of either pool is NULL_PAGE. Prompts have a pool of their own, and at most `readers`
+    slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
+    `max_prompt_tokens` and `max_response_tokens` bound a request.
+    """
+
+    slots: int
+    pages: int
+    prompt_pages: int
+    readers: int
+    page_tokens: int
+    block_tokens: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+
+    @property
+    def pages_per_prompt(self) -> int:
+        """The pages of the longest prompt (I)."""
+        return self.pages_of_prompt(self.max_prompt_tokens)
+
+    @property
+    def pages_per_response(self) -> int:
+        """The pages of the longest response (J)."""
+        return -(-self.max_response_tokens // self.page_tokens)
+
+    def pages_of_prompt(self, prompt_tokens: int) -> int:
+        """The pages of a prompt; its last token is fed when decoding begins and needs none here."""
+        return -(-(prompt_tokens - 1) // self.page_tokens)
+
+    @property
+    def prompt_buckets(self) -> list[int]:
+        """The padded prompt lengths that prefill is compiled for, in pages: powers of two."""
+        longest = self.pages_per_prompt
+        powers = [2**i for i in range(longest.bit_length()) if 2**i < longest]
+        return [*powers, longest] if longest else []
+
+    def bucket(self, prompt_tokens: int) -> int:
+        """The bucket of a prompt, by its own length alone; 0 where nothing is prefilled."""
+        pages = self.pages_of_prompt(prompt_tokens)
+        return next(b for b in (0, *self.prompt_buckets) if b >= pages)
+
+    def prefill_rows(self, bucket: int) -> int:
+        """The prompts of one prefill call on each shard: as many tokens in every bucket."""
+        return max(1, self.pages_per_prompt // bucket)
+
+    @property
+    def row_dtype(self) -> np.dtype:
+        """One decoding slot's row as it travels to the device: the one list of its columns.
+
+        All int32. The next token to feed is `token`; `sampled` of at most `limit` tokens of sample
+        `sample` for the prompt at `cursor` have been sampled. The prompt but for its last token,
+        `prompt_tokens`, lies in `prompt_pages`, which this slot reads as number `reader`; the other
+        tokens in `response_pages`, numbered as in the block's list of pages.
+        """
+        tables = (
+            ("prompt_pages", np.int32, (self.pages_per_prompt,)),
+            ("response_pages", np.int32, (self.pages_per_response,)),
+        )
+        return np.dtype([*((name, np.int32) for name in ROW_SCALARS), *tables])
+
+
+def plan_cache(
+    *,
+    cache_bytes: int,
+    token_bytes: int,
+    slot_tokens: int,
+    readers: int,
+    page_tokens: int,
+    block_tokens: int,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    copies: bool,
+) -> Cache:
+    """Plans the slots and pages that a device's memory budget holds.
+
+    token_bytes: of one token's keys and values on the device. There is a slot for every
+    `slot_tokens` response tokens of cache: longer responses take pages that shorter ones leave.
+    The keys and values of the block being decoded count too, and (copies) those of the parts of
+    the pool that plain XLA attends to, of 3/4 at most. Raises ValueError where one request of the
+    greatest length would not fit.
+    """
+    page_bytes = token_bytes * page_tokens
+
+    def cache(budget_bytes: int, slots: int) -> Cache:
+        limits = Cache(
+            slots=slots,
+            pages=0,
+            prompt_pages=0,
+            readers=readers,
+            page_tokens=page_tokens,
+            block_tokens=block_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+        )
+        longest = limits.pages_per_prompt
+        prompt_pages = longest + SPARE_PROMPTS * -(-slots // readers) * min(longest, 2) + 1
+        left = budget_bytes - padded(slots) * block_tokens * token_bytes - prompt_pages * page_bytes
+        pages = max(0, left // page_bytes)
+        pages = pages * 4 // 7 if copies else pages
+        return dataclasses.replace(limits, prompt_pages=prompt_pages, pages=pages)
+
+    def plan(budget_bytes: int) -> Cache | None:
+        def too_many(slots: int) -> bool:
+            pages = cache(budget_bytes, slots).pages
+            return (pages - 1) * page_tokens < slots * slot_tokens
+
+        candidates = range(1, budget_bytes // (token_bytes * slot_tokens) + 1)
+        slots = max(1, bisect.bisect_left(candidates, True, key=too_many))
+        planned = cache(budget_bytes, slots)
+        return planned if planned.pages > planned.pages_per_response else None
+
+    planned = plan(cache_bytes)
+    if planned is None:
+        enough_mib = -(-cache_bytes // 2**20)
+        while plan(enough_mib * 2**20) is None:
+            enough_mib += 1 + enough_mib // 50
+        raise ValueError(
+            f"rollout.cache_mib = {cache_bytes / 2**20:g} does not hold one prompt of "
+            f"{max_prompt_tokens} tokens and one response of {max_response_tokens} on a device; "
+            f"{enough_mib} does"
+        )
+    return planned
+
+
+def decode_sizes(cache: Cache, *, kernel: bool, few_rows: bool) -> list[tuple[int, int]]:
+    """The (rows, pages) of a shard that decoding is compiled for, the smallest first."""
+    return sorted(
+        {
+            (padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
+            for slots, pages in (((1, 1),) if kernel else PARTS)
+            if slots == 1 or few_rows
+        }
+    )
+
+
+def padded(slots: int) -> int:
+    """The rows of a batch for so many slots."""
+    return -(-slots // ROWS) * ROWS

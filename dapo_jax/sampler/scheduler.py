@@ -1,0 +1,407 @@
+"""Continuous batching: which request is in which slot, and which pages of the cache it has.
+
+Host only, no jax and no token values: the session drives a `Scheduler` between blocks of decode
+steps, and so do preflight's simulation and the tests, with scripted lengths:
+
+    scheduler.submit(cursor, prompt_tokens, limits)    a group waits in the queue
+    plan = scheduler.next_block()                      queue -> a shard's ready requests -> slots
+    rows, page_P, row_N = scheduler.table(sizes)       what the device has to know of the block
+    finished = scheduler.complete(used_N, stopped_N)   ended requests leave their slots
+
+The same submissions and lengths give the same schedule. State is kept in NumPy tables over all
+slots. Axis letters: D data shards, B slots of a shard, N occupied slots of all shards in order of
+(shard, slot), P pages of a shard's pool, R rows of a prefill call, I and J as in `Cache`.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dapo_jax.sampler.cache import NULL_PAGE, Cache
+
+WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
+
+
+@dataclasses.dataclass(eq=False)
+class Prefix:
+    """A prompt in pages of a shard and the samples that share them, at most `Cache.readers`.
+
+    limits: the greatest number of tokens of each sample. unfinished: samples that are ready or in
+    a slot; 0 while the prompt waits in the queue, and when its pages are free again.
+    """
+
+    cursor: int
+    prompt_tokens: int
+    samples: range
+    limits: Sequence[int]
+    shard: int = -1
+    pages: np.ndarray | None = None
+    unfinished: int = 0
+
+
+@dataclasses.dataclass
+class Progress:
+    """All samples of one prompt: how many are unfinished, and the tokens of the others."""
+
+    prefixes: list[Prefix]
+    unfinished: int
+    finished_tokens: int = 0
+
+
+class Request(NamedTuple):
+    """One sample of a prompt that is ready for a slot, or in one."""
+
+    prefix: Prefix
+    sample: int
+    limit: int
+
+
+class Finished(NamedTuple):
+    """One request that ended: its place, and the pages that held its tokens, in order.
+
+    stopped: False where it reached its limit.
+    """
+
+    cursor: int
+    sample: int
+    tokens: int
+    stopped: bool
+    shard: int
+    pages: np.ndarray
+
+
+class Prefill(NamedTuple):
+    """One prefill call, of R rows on all shards together, each as many.
+
+    cursor_R: whose prompt a row is, -1 where it is unused. page_RI: the pages it is written to;
+    I = bucket.
+    """
+
+    bucket: int
+    cursor_R: np.ndarray
+    page_RI: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one block of decode steps is about to do, an entry for every occupied slot.
+
+    sampled_N: tokens sampled before the block, 0 for requests that were just admitted. left_N:
+    tokens until the limit. page_N: the page of the slot's own that the block fills. waiting:
+    whether requests are left to fill slots with. cache_use: the share of response pages that are
+    taken, on the fullest shard.
+    """
+
+    prefills: list[Prefill]
+    shard_N: np.ndarray
+    slot_N: np.ndarray
+    cursor_N: np.ndarray
+    sample_N: np.ndarray
+    sampled_N: np.ndarray
+    left_N: np.ndarray
+    page_N: np.ndarray
+    waiting: bool
+    cache_use: float
+
+
+class Scheduler:
+    """The queue, slots and pages of all data shards."""
+
+    def __init__(self, cache: Cache, shards: int):
+        self.cache, self.shards = cache, shards
+        self.discarded_tokens = 0  # sampled, but lost to cancellation or to preemption
+        self._queue: collections.deque[Prefix] = collections.deque()
+        self._ready = [collections.deque[Request]() for _ in range(shards)]
+        self._groups: dict[int, Progress] = {}  # the unfinished ones, by cursor
+        self._rows_DB = np.zeros((shards, cache.slots), cache.row_dtype)
+        self._occupant_DB = np.full((shards, cache.slots), None, object)
+        self._age_DB = np.zeros((shards, cache.slots), np.int64)  # when it was admitted
+        self._held_DB = np.zeros((shards, cache.slots), np.int64)  # response pages
+        self._admissions = 0
+        self._free_DP = np.ones((shards, cache.pages), bool)
+        self._free_prompt_DP = np.ones((shards, cache.prompt_pages), bool)
+        self._free_DP[:, NULL_PAGE] = self._free_prompt_DP[:, NULL_PAGE] = False
+
+    def submit(self, cursor: int, prompt_tokens: int, limits: Sequence[int]) -> None:
+        """Queues a group: one sample of at most so many tokens for each of the limits."""
+        readers = self.cache.readers
+        prefixes = []
+        for first in range(0, len(limits), readers):
+            samples = range(first, min(first + readers, len(limits)))
+            prefixes.append(Prefix(cursor, prompt_tokens, samples, limits[first : samples.stop]))
+        self._queue.extend(prefixes)
+        self._groups[cursor] = Progress(prefixes, len(limits))
+
+    def cancel(self, cursor: int) -> None:
+        """Forgets an unfinished group; what was sampled of it is discarded."""
+        group = self._groups.pop(cursor)
+        self.discarded_tokens += group.finished_tokens
+        self._queue = collections.deque(p for p in self._queue if p.cursor != cursor)
+        for prefix in group.prefixes:
+            d = prefix.shard
+            if not prefix.unfinished:
+                continue
+            for b in np.flatnonzero(self._active_DB[d]).tolist():
+                if self._occupant_DB[d, b].prefix is prefix:
+                    self.discarded_tokens += int(self._rows_DB["sampled"][d, b])
+                    self._leave(d, b)
+            self._ready[d] = collections.deque(r for r in self._ready[d] if r.prefix is not prefix)
+            self._release(prefix)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The cursors of the groups that are neither finished nor cancelled, as submitted."""
+        return list(self._groups)
+
+    @property
+    def idle_slots(self) -> int:
+        """The number of slots that no request submitted so far will fill."""
+        queued = sum(len(prefix.samples) for prefix in self._queue)
+        return max(0, int(self._wanted_D().sum()) - queued)
+
+    def next_block(self) -> Plan:
+        """Assigns prompts to shards, gives pages to growing responses and refills the slots."""
+        prefills = self._assign()
+        self._grow()
+        self._admit()
+        shard_N, slot_N = np.nonzero(self._active_DB)
+        sampled_N = self._rows_DB["sampled"][shard_N, slot_N]
+        free_D = self._free_DP.sum(axis=1)
+        return Plan(
+            prefills=prefills,
+            shard_N=shard_N,
+            slot_N=slot_N,
+            cursor_N=self._rows_DB["cursor"][shard_N, slot_N],
+            sample_N=self._rows_DB["sample"][shard_N, slot_N],
+            sampled_N=sampled_N,
+            left_N=self._rows_DB["limit"][shard_N, slot_N] - sampled_N,
+            page_N=self._rows_DB["response_pages"][
+                shard_N, slot_N, sampled_N // self.cache.page_tokens
+            ],
+            waiting=bool(self._queue) or any(self._ready),
+            cache_use=1 - int(free_D.min()) / (self.cache.pages - 1),
+        )
+
+    def table(self, sizes: Sequence[tuple[int, int]]) -> tuple[np.ndarray, ...]:
+        """(rows, page_P, row_N) of the planned block, for the smallest (rows, pages) that fits.
+
+        rows: `Cache.row_dtype`, those of each shard's occupied slots first; row_N says where.
+        page_P: the pages that `response_pages` numbers, those in use; where the whole pool is
+        attended to, as the pool does. `token` is left to whoever knows the tokens.
+        """
+        shard_N, slot_N = np.nonzero(self._active_DB)
+        count_D = np.bincount(shard_N, minlength=self.shards)
+        used_DP = ~self._free_DP
+        used_DP[:, NULL_PAGE] = False
+        most_rows, most_pages = count_D.max(), used_DP.sum(axis=1).max() + 1
+        rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
+        row_N = shard_N * rows + _ranks(shard_N, count_D)
+        table = np.zeros(self.shards * rows, self.cache.row_dtype)
+        table[row_N] = self._rows_DB[shard_N, slot_N]
+        if pages == self.cache.pages:
+            return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
+        number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # 0: NULL_PAGE, which is no one's
+        page_DP = np.full((self.shards, pages), NULL_PAGE, np.int32)
+        shard_U, page_U = np.nonzero(used_DP)
+        page_DP[shard_U, number_DP[shard_U, page_U]] = page_U
+        pool_NJ = table["response_pages"][row_N]
+        table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
+        return table, page_DP.reshape(-1), row_N
+
+    def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Finished]:
+        """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
+
+        Requests that stopped, or have reached their limit, leave their slots and are returned.
+        """
+        shard_N, slot_N = np.nonzero(self._active_DB)
+        sampled_N = self._rows_DB["sampled"][shard_N, slot_N] + used_N
+        self._rows_DB["sampled"][shard_N, slot_N] = sampled_N
+        finished = []
+        ended_N = stopped_N | (sampled_N == self._rows_DB["limit"][shard_N, slot_N])
+        for n in np.flatnonzero(ended_N).tolist():
+            d, b, tokens = int(shard_N[n]), int(slot_N[n]), int(sampled_N[n])
+            prefix, sample, _ = self._occupant_DB[d, b]
+            pages = self._leave(d, b)
+            finished.append(Finished(prefix.cursor, sample, tokens, bool(stopped_N[n]), d, pages))
+            prefix.unfinished -= 1
+            if prefix.unfinished == 0:
+                self._release(prefix)
+            group = self._groups[prefix.cursor]
+            group.unfinished -= 1
+            group.finished_tokens += tokens
+            if group.unfinished == 0:
+                del self._groups[prefix.cursor]
+        return finished
+
+    @property
+    def _active_DB(self) -> np.ndarray:
+        return self._rows_DB["active"] > 0
+
+    def _wanted_D(self) -> np.ndarray:
+        """The free slots of each shard that no ready request will take; negative: too many are."""
+        ready_D = np.fromiter(map(len, self._ready), np.int64, self.shards)
+        return (~self._active_DB).sum(axis=1) - ready_D
+
+    def _assign(self) -> list[Prefill]:
+        """Moves queued prompts, in order, to the shards with most slots to fill.
+
+        A prefill call has a row for several prompts of a bucket: rows that nobody needs yet are
+        given to the next prompts.
+        """
+        taken: dict[int, list[list[Prefix]]] = {}  # bucket -> prompts of each shard
+        wanted_D = self._wanted_D()
+        free_D = self._free_prompt_DP.sum(axis=1)
+        while self._queue:
+            prefix = self._queue[0]
+            pages = self.cache.pages_of_prompt(prefix.prompt_tokens)
+            bucket = self.cache.bucket(prefix.prompt_tokens)
+            taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
+            able_D = wanted_D > 0
+            if bucket:
+                filled_D = np.fromiter(map(len, taken_D), np.int64, self.shards)
+                rows = self.cache.prefill_rows(bucket)
+                able_D |= filled_D < -(-filled_D.max() // rows) * rows
+            able_D &= free_D >= pages
+            if not able_D.any():
+                break
+            d = int(np.where(able_D, wanted_D, np.iinfo(np.int64).min).argmax())
+            self._queue.popleft()
+            self._accept(prefix, d, pages)
+            taken_D[d].append(prefix)
+            wanted_D[d] -= len(prefix.samples)
+            free_D[d] -= pages
+        return [
+            prefill
+            for bucket, taken_D in taken.items()
+            if bucket
+            for prefill in self._prefills(bucket, taken_D)
+        ]
+
+    def _accept(self, prefix: Prefix, d: int, pages: int) -> None:
+        """Gives a prompt the lowest free pages of shard d; its samples are ready."""
+        prefix.pages = np.flatnonzero(self._free_prompt_DP[d])[:pages]
+        self._free_prompt_DP[d, prefix.pages] = False
+        prefix.shard, prefix.unfinished = d, len(prefix.samples)
+        self._ready[d].extend(
+            Request(prefix, sample, limit)
+            for sample, limit in zip(prefix.samples, prefix.limits, strict=True)
+        )
+
+    def _prefills(self, bucket: int, taken_D: list[list[Prefix]]) -> list[Prefill]:
+        """The prefill calls for the prompts of one bucket that each shard has taken."""
+        rows = self.cache.prefill_rows(bucket)
+        calls = []
+        for first in range(0, max(map(len, taken_D)), rows):
+            cursor_R = np.full(self.shards * rows, -1, np.int64)
+            page_RI = np.full((self.shards * rows, bucket), NULL_PAGE, np.int32)
+            for d, prefixes in enumerate(taken_D):
+                for r, prefix in enumerate(prefixes[first : first + rows], start=d * rows):
+                    cursor_R[r] = prefix.cursor
+                    page_RI[r, : len(prefix.pages)] = prefix.pages
+            calls.append(Prefill(bucket, cursor_R, page_RI))
+        return calls
+
+    def _grow(self) -> None:
+        """Gives a page to every response whose last one is full, the oldest request first.
+
+        Where a shard has too few, the youngest request is preempted, as often as it takes.
+        """
+        full_DB = self._rows_DB["sampled"] == self._held_DB * self.cache.page_tokens
+        full_DB &= self._active_DB
+        for d in np.flatnonzero(full_DB.sum(axis=1) > self._free_DP.sum(axis=1)).tolist():
+            for b in self._by_age(d, full_DB[d]):
+                if full_DB[d, b] and not self._free_DP[d].any():
+                    youngest = self._by_age(d, self._active_DB[d])[-1]
+                    full_DB[d, youngest] = False
+                    self._preempt(d, youngest)
+                if full_DB[d, b]:
+                    self._give_pages(np.array([d]), np.array([b]))
+                    full_DB[d, b] = False
+        shard_N, slot_N = np.nonzero(full_DB)
+        order = np.lexsort((self._age_DB[shard_N, slot_N], shard_N))
+        self._give_pages(shard_N[order], slot_N[order])
+
+    def _by_age(self, d: int, chosen_B: np.ndarray) -> list[int]:
+        """The chosen slots of a shard, the first admitted first."""
+        slots = np.flatnonzero(chosen_B)
+        return slots[np.argsort(self._age_DB[d, slots])].tolist()
+
+    def _preempt(self, d: int, b: int) -> None:
+        """Makes a request start again when there is room; its tokens will be the same."""
+        self.discarded_tokens += int(self._rows_DB["sampled"][d, b])
+        self._ready[d].appendleft(self._occupant_DB[d, b])
+        self._leave(d, b)
+
+    def _admit(self) -> None:
+        """Moves ready requests to free slots, lowest slot first, above the watermark of free pages.
+
+        The requests in slots keep free what they will take in WATERMARK_BLOCKS blocks: one that is
+        admitted too soon has to be preempted.
+        """
+        cache = self.cache
+        occupied_D = self._active_DB.sum(axis=1)
+        ready_D = np.fromiter(map(len, self._ready), np.int64, self.shards)
+        most_D = np.minimum(cache.slots - occupied_D, ready_D)
+        k_K = np.arange(most_D.max())
+        growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
+        free_DK = self._free_DP.sum(axis=1)[:, None] - k_K
+        fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
+        admitted_D = fits_DK.sum(axis=1)
+        if not admitted_D.any():
+            return
+        shard_N, slot_N = np.nonzero(~self._active_DB)
+        rank_N = _ranks(shard_N, np.bincount(shard_N, minlength=self.shards))
+        first_N = rank_N < admitted_D[shard_N]
+        shard_N, slot_N = shard_N[first_N], slot_N[first_N]
+        for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
+            request = self._ready[d].popleft()
+            self._enter(d, b, request)
+        self._give_pages(shard_N, slot_N)
+
+    def _enter(self, d: int, b: int, request: Request) -> None:
+        """Puts a request into a free slot."""
+        prefix, row = request.prefix, self._rows_DB[d, b]
+        row["active"] = 1
+        row["cursor"], row["sample"], row["limit"] = prefix.cursor, request.sample, request.limit
+        row["prompt_tokens"] = prefix.prompt_tokens - 1
+        row["reader"] = request.sample - prefix.samples.start
+        row["prompt_pages"][: len(prefix.pages)] = prefix.pages
+        self._occupant_DB[d, b] = request
+        self._age_DB[d, b] = self._admissions
+        self._admissions += 1
+
+    def _give_pages(self, shard_N: np.ndarray, slot_N: np.ndarray) -> None:
+        """Gives each of the slots, which lie in order of shards, the lowest page that is free.
+
+        So pages in use stay together at the pool's beginning.
+        """
+        shard_F, page_F = np.nonzero(self._free_DP)
+        first_D = np.searchsorted(shard_F, np.arange(self.shards))
+        rank_N = _ranks(shard_N, np.bincount(shard_N, minlength=self.shards))
+        page_N = page_F[first_D[shard_N] + rank_N]
+        self._free_DP[shard_N, page_N] = False
+        held_N = self._held_DB[shard_N, slot_N]
+        self._rows_DB["response_pages"][shard_N, slot_N, held_N] = page_N
+        self._held_DB[shard_N, slot_N] = held_N + 1
+
+    def _leave(self, d: int, b: int) -> np.ndarray:
+        """Frees a slot and its request's own pages, which are returned in order."""
+        pages = self._rows_DB["response_pages"][d, b, : self._held_DB[d, b]].copy()
+        self._free_DP[d, pages] = True
+        self._rows_DB[d, b] = 0
+        self._occupant_DB[d, b] = None
+        self._held_DB[d, b] = 0
+        return pages
+
+    def _release(self, prefix: Prefix) -> None:
+        """Frees a prompt's pages."""
+        self._free_prompt_DP[prefix.shard, prefix.pages] = True
+
+
+def _ranks(shard_N: np.ndarray, count_D: np.ndarray) -> np.ndarray:
+    """The place of each entry among those of its shard; entries lie in order of shards."""
+    first_D = np.cumsum(count_D) - count_D
+    return np.arange(len(shard_N)) - first_D[shard_N]

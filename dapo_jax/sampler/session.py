@@ -1,0 +1,203 @@
+"""One set of weights samples groups: the loop that joins the scheduler and the engine.
+
+A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
+
+    scheduler.next_block -> engine.prefill of new prompts -> engine.decode of one block
+    -> tokens to the host's pages -> scheduler.complete -> responses of ended requests -> groups
+
+A request's tokens depend on no schedule at all.
+"""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.scheduler import Finished, Plan, Prefill, Scheduler
+from dapo_jax.types import BlockRecord, Group, Prompt, Response
+from sharding import hosts, rules
+
+
+class Session:
+    """Samples groups with one set of weights until the caller has what it needs.
+
+    blocks: a record of every block so far. seconds: wall time of "prefill", "decode" and "host".
+    """
+
+    def __init__(self, engine: Engine, params, run_key, sampling: Sampling):
+        """params: the sampler's, on the mesh. Raises ValueError for an impossible limit."""
+        cache = engine.cache
+        if sampling.max_response_tokens > cache.max_response_tokens:
+            raise ValueError(
+                f"responses of {sampling.max_response_tokens} tokens were asked for, but the cache "
+                f"is planned for {cache.max_response_tokens}"
+            )
+        engine.compile(sampling)
+        self.blocks: list[BlockRecord] = []
+        self.seconds = {"prefill": 0.0, "decode": 0.0, "host": 0.0}
+        self.prefilled_prompts = 0
+        self._engine, self._params, self._sampling = engine, params, sampling
+        self._run_key = hosts.place(jax.random.key_data(run_key), rules.replicated(engine.mesh))
+        self._prompt_pages, self._pages = engine.new_pages()
+        self._scheduler = Scheduler(cache, engine.shards)
+        self._prompts: dict[int, Prompt] = {}  # of unfinished groups, by cursor
+        self._responses: dict[int, list[Response | None]] = {}
+        # Sampled tokens lie in the host's pages as their keys and values do in the device's.
+        pool = (engine.shards, cache.pages, cache.page_tokens)
+        self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
+        self._newest_DB = np.zeros((engine.shards, cache.slots), np.int32)
+
+    def submit(
+        self,
+        cursor: int,
+        prompt: Prompt,
+        *,
+        group_size: int,
+        max_tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Asks for `group_size` samples of a prompt, after all that were asked for.
+
+        max_tokens: a limit for each of them, at most the sampling's; None: the sampling's.
+        Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
+        """
+        length, longest = len(prompt.token_ids), self._engine.cache.max_prompt_tokens
+        if not 1 <= length <= longest:
+            raise ValueError(
+                f"the prompt at cursor {cursor} has {length} tokens; it needs at least 1 and "
+                f"at most rollout.max_prompt_tokens = {longest}"
+            )
+        limit = self._sampling.max_response_tokens
+        limits = [limit] * group_size if max_tokens is None else list(max_tokens)
+        if len(limits) != group_size or not all(1 <= tokens <= limit for tokens in limits):
+            raise ValueError(f"max_tokens needs {group_size} numbers from 1 to {limit}")
+        self._scheduler.submit(cursor, length, limits)
+        self._prompts[cursor] = prompt
+        self._responses[cursor] = [None] * group_size
+
+    def cancel(self, cursor: int) -> None:
+        """Forgets an unfinished group; what was sampled of it is discarded."""
+        self._scheduler.cancel(cursor)
+        del self._prompts[cursor], self._responses[cursor]
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The cursors of the groups that are neither finished nor cancelled, as submitted."""
+        return self._scheduler.unfinished
+
+    @property
+    def idle_slots(self) -> int:
+        """The number of slots that no request asked for so far will fill."""
+        return self._scheduler.idle_slots
+
+    @property
+    def discarded_tokens(self) -> int:
+        """The tokens that were sampled, but lost to cancellation or to preemption."""
+        return self._scheduler.discarded_tokens
+
+    def step(self) -> list[Group]:
+        """Decodes one block with refilled slots; returns the groups that finished, by cursor."""
+        start = time.perf_counter()
+        plan = self._scheduler.next_block()
+        prefill_start = time.perf_counter()
+        self._prefill(plan.prefills)
+        prefill_seconds = time.perf_counter() - prefill_start
+        rows, page_P, row_N = self._scheduler.table(self._engine.sizes)
+        rows["token"][row_N] = self._next_tokens(plan)
+        launched = time.perf_counter()
+        self._pages, token_SB, logp_SB = self._engine.decode(
+            self._params,
+            self._prompt_pages,
+            self._pages,
+            self._run_key,
+            rows,
+            page_P,
+            self._sampling,
+        )
+        decoded = time.perf_counter()
+        used_N, stopped_N = self._keep(plan, token_SB[:, row_N].T, logp_SB[:, row_N].T)
+        self.blocks.append(self._record(plan, used_N, launched, decoded))
+        groups = self._groups(self._scheduler.complete(used_N, stopped_N))
+        self.seconds["prefill"] += prefill_seconds
+        self.seconds["decode"] += decoded - launched
+        host_seconds = time.perf_counter() - decoded + launched - start - prefill_seconds
+        self.seconds["host"] += host_seconds
+        return groups
+
+    def _prefill(self, prefills: list[Prefill]) -> None:
+        """Runs the prefill calls of a block to their end."""
+        for bucket, cursor_R, page_RI in prefills:
+            shape = (len(cursor_R), bucket * self._engine.cache.page_tokens)
+            tokens_RT = np.zeros(shape, np.int32)
+            for row_T, cursor in zip(tokens_RT, cursor_R.tolist(), strict=True):
+                if cursor >= 0:
+                    prompt = self._prompts[cursor].token_ids[:-1]
+                    row_T[: len(prompt)] = prompt
+                    self.prefilled_prompts += 1
+            self._prompt_pages = self._engine.prefill(
+                self._params, self._prompt_pages, tokens_RT, page_RI
+            )
+        jax.block_until_ready(self._prompt_pages)
+
+    def _next_tokens(self, plan: Plan) -> np.ndarray:
+        """The token that each occupied slot feeds first: its newest, or its prompt's last."""
+        token_N = self._newest_DB[plan.shard_N, plan.slot_N]
+        for n in np.flatnonzero(plan.sampled_N == 0).tolist():
+            token_N[n] = self._prompts[int(plan.cursor_N[n])].token_ids[-1]
+        return token_N
+
+    def _keep(self, plan: Plan, token_NS, logp_NS) -> tuple[np.ndarray, np.ndarray]:
+        """Keeps what a block sampled: (tokens used, whether a stop token ended them) of each slot.
+
+        What a slot samples after its stop token or its limit means nothing.
+        """
+        N, S = token_NS.shape
+        cache = self._engine.cache
+        is_stop_NS = np.isin(token_NS, self._sampling.stop_ids)
+        stop_N = np.where(is_stop_NS.any(axis=1), is_stop_NS.argmax(axis=1), S)
+        used_N = np.minimum(stop_N + 1, np.minimum(plan.left_N, S))
+        offset_NS = (plan.sampled_N % cache.page_tokens)[:, None] + np.arange(S)
+        where = (plan.shard_N[:, None], plan.page_N[:, None], offset_NS)
+        self._token_DPC[where], self._logp_DPC[where] = token_NS, logp_NS
+        self._newest_DB[plan.shard_N, plan.slot_N] = token_NS[np.arange(N), used_N - 1]
+        return used_N, used_N == stop_N + 1
+
+    def _record(self, plan: Plan, used_N, start: float, end: float) -> BlockRecord:
+        """The block's entry in `blocks`, over the slots of all shards."""
+        slots = self._engine.cache.slots
+        where_N = plan.shard_N * slots + plan.slot_N
+        cursor_B = np.full(self._engine.shards * slots, -1, np.int64)
+        sample_B, useful_B = np.zeros((2, len(cursor_B)), np.int32)
+        cursor_B[where_N], sample_B[where_N], useful_B[where_N] = (
+            plan.cursor_N,
+            plan.sample_N,
+            used_N,
+        )
+        return BlockRecord(
+            start_seconds=start,
+            end_seconds=end,
+            steps=int(used_N.max(initial=0)),
+            cursor_B=cursor_B,
+            sample_B=sample_B,
+            useful_B=useful_B,
+            waiting=plan.waiting,
+            cache_use=plan.cache_use,
+        )
+
+    def _groups(self, ended: list[Finished]) -> list[Group]:
+        """Takes up the responses of ended requests; the groups that this finishes, by cursor."""
+        finished = []
+        for request in ended:
+            tokens_T, logp_T = (
+                pool_DPC[request.shard, request.pages].reshape(-1)[: request.tokens]
+                for pool_DPC in (self._token_DPC, self._logp_DPC)
+            )
+            responses = self._responses[request.cursor]
+            responses[request.sample] = Response(tokens_T, logp_T, request.stopped)
+            if None not in responses:
+                del self._responses[request.cursor]
+                prompt = self._prompts.pop(request.cursor)
+                finished.append(Group(request.cursor, prompt, tuple(responses)))
+        return sorted(finished, key=lambda group: group.cursor)

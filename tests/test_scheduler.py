@@ -1,0 +1,388 @@
+"""The scheduler, driven with scripted lengths and no devices: who is where, and whose pages."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler.cache import NULL_PAGE, Cache, decode_sizes, plan_cache
+from dapo_jax.sampler.scheduler import Scheduler
+
+CACHE = Cache(
+    slots=7,
+    pages=22,
+    prompt_pages=20,
+    readers=4,
+    page_tokens=8,
+    block_tokens=4,
+    max_prompt_tokens=18,
+    max_response_tokens=20,
+)
+
+
+def sizes(cache):
+    """(rows, pages) as on a CPU."""
+    return decode_sizes(cache, kernel=False, few_rows=True)
+
+
+class Script:
+    """A scheduler whose requests have scripted lengths: {(cursor, sample): tokens}.
+
+    A request whose script ends before its limit stops there. sampled: tokens of all blocks.
+    """
+
+    def __init__(self, cache=CACHE, shards=1):
+        self.scheduler = Scheduler(cache, shards)
+        self.tokens = {}
+        self.finished = {}
+        self.sampled = 0
+
+    def submit(self, cursor, tokens, *, prompt_tokens=9, limits=None):
+        """One sample for each number of tokens."""
+        self.tokens |= {(cursor, sample): n for sample, n in enumerate(tokens)}
+        limits = limits or [self.scheduler.cache.max_response_tokens] * len(tokens)
+        self.scheduler.submit(cursor, prompt_tokens, limits)
+
+    def step(self):
+        """The plan of one block, which is carried out."""
+        plan = self.scheduler.next_block()
+        self.complete(plan)
+        return plan
+
+    def complete(self, plan):
+        """Carries a plan out; nothing is lost or owned twice, and no shard waits for nobody."""
+        owned_once(self.scheduler)
+        assert all(d in plan.shard_N for d, ready in enumerate(self.scheduler._ready) if ready)
+        names = zip(plan.cursor_N.tolist(), plan.sample_N.tolist(), strict=True)
+        left_N = np.array([self.tokens[name] for name in names], int) - plan.sampled_N
+        used_N = np.minimum(left_N, np.minimum(plan.left_N, self.scheduler.cache.block_tokens))
+        self.sampled += int(used_N.sum())
+        for f in self.scheduler.complete(used_N, used_N == left_N):
+            assert (f.cursor, f.sample) not in self.finished
+            assert f.stopped == (f.tokens == self.tokens[f.cursor, f.sample])
+            self.finished[f.cursor, f.sample] = f.tokens
+        owned_once(self.scheduler)
+
+    def drain(self):
+        plans = []
+        while self.scheduler.unfinished:
+            plans.append(self.step())
+        return plans
+
+
+def owned_once(scheduler):
+    """Every page but the null page is free or has one owner; every request is in one place."""
+    rows_DB, held_DB = scheduler._rows_DB, scheduler._held_DB
+    active_DB = rows_DB["active"] > 0
+    assert not rows_DB[~active_DB].view(np.int32).any()
+    assert not held_DB[~active_DB].any()
+    prefixes = [p for group in scheduler._groups.values() for p in group.prefixes if p.unfinished]
+    for d in range(scheduler.shards):
+        pages_BJ = rows_DB["response_pages"][d]
+        assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), held_DB[d])
+        once(pages_BJ[pages_BJ != NULL_PAGE], scheduler._free_DP[d])
+        here = [p for p in prefixes if p.shard == d]
+        prompt_pages = [page for p in here for page in p.pages.tolist()]
+        once(np.array(prompt_pages, int), scheduler._free_prompt_DP[d])
+        requests = [*scheduler._occupant_DB[d][active_DB[d]], *scheduler._ready[d]]
+        assert all(request.prefix in here for request in requests)
+        names = [(request.prefix.cursor, request.sample) for request in requests]
+        assert len(set(names)) == len(names) == sum(p.unfinished for p in here)
+
+
+def once(owned, free_P):
+    assert len(set(owned.tolist())) == len(owned)
+    assert not free_P[NULL_PAGE]
+    expected = np.ones(len(free_P), bool)
+    expected[[NULL_PAGE, *owned.tolist()]] = False
+    assert np.array_equal(free_P, expected)
+
+
+def all_free(scheduler):
+    return scheduler._free_DP[:, 1:].all() and scheduler._free_prompt_DP[:, 1:].all()
+
+
+# Slots
+
+
+def test_slots_are_refilled_while_requests_wait():
+    """Of 60 requests with a long tail, no slot is left empty for a block while one waits.
+
+    Then the blocks are at most the mean load of a slot and one longest request (Graham 1969).
+    """
+    rng = np.random.default_rng(0)
+    length_C4 = np.where(rng.random((15, 4)) < 0.2, 20, rng.integers(1, 6, (15, 4)))
+    script, slots = Script(), CACHE.slots
+    assert script.scheduler.idle_slots == slots
+    for cursor, tokens in enumerate(length_C4.tolist()):
+        script.submit(cursor, tokens)
+        assert script.scheduler.idle_slots == max(0, slots - 4 * (cursor + 1))
+    blocks = 0
+    while script.scheduler.unfinished:
+        left = length_C4.size - len(script.finished)
+        plan = script.step()
+        assert len(plan.slot_N) == min(left, slots)
+        assert plan.waiting == (left > slots)
+        left = length_C4.size - len(script.finished)
+        assert script.scheduler.idle_slots == max(0, slots - left)
+        blocks += 1
+    assert script.finished == dict(np.ndenumerate(length_C4))
+    blocks_C4 = -(-length_C4 // CACHE.block_tokens)
+    assert blocks <= blocks_C4.sum() / slots + blocks_C4.max()
+    assert script.scheduler.discarded_tokens == 0
+
+
+def test_prompts_go_to_the_shard_with_most_slots_to_fill():
+    """In order of submission; the loads of shards differ by no more than one group."""
+    script = Script(dataclasses.replace(CACHE, slots=8, pages=40), shards=3)
+    for cursor in range(6):
+        script.submit(cursor, [20, 20])
+    plan = script.step()
+    taken = sorted(zip(plan.cursor_N.tolist(), plan.shard_N.tolist(), strict=True))
+    assert taken[::2] == [(cursor, cursor % 3) for cursor in range(6)]
+    script.submit(6, [20] * 4)
+    script.submit(7, [20] * 4)
+    plan = script.step()
+    assert set(plan.shard_N[plan.cursor_N == 6]) == {0}
+    assert set(plan.shard_N[plan.cursor_N == 7]) == {1}
+    script.drain()
+    assert all_free(script.scheduler)
+
+
+def test_the_lowest_free_slots_and_pages_are_taken_first():
+    script = Script()
+    script.submit(0, [4, 8, 4, 8])
+    script.submit(1, [8, 8, 8])
+    assert script.step().slot_N.tolist() == list(range(7))
+    script.submit(2, [8, 8])
+    plan = script.step()
+    new = plan.sampled_N == 0
+    assert plan.slot_N[new].tolist() == [0, 2]
+    assert plan.page_N[new].tolist() == [1, 3]
+
+
+# Pages
+
+
+def test_a_prompts_pages_are_shared_by_at_most_the_readers():
+    """Nine samples, four readers: three prefixes, each prefilled once; one token needs no page."""
+    script = Script(dataclasses.replace(CACHE, slots=12, pages=40))
+    script.submit(0, [20] * 9, prompt_tokens=17)
+    script.submit(1, [20] * 3, prompt_tokens=1)
+    plan = script.scheduler.next_block()
+    prefilled = [call.page_RI[call.cursor_R == 0] for call in plan.prefills]
+    assert sum(map(len, prefilled)) == 3
+    rows, _, row_N = script.scheduler.table(sizes(script.scheduler.cache))
+    mine = rows[row_N[plan.cursor_N == 0]]
+    assert mine["reader"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert len(np.unique(mine["prompt_pages"], axis=0)) == 3
+    assert np.unique(mine["prompt_pages"]).tolist() == [NULL_PAGE, *range(1, 7)]
+    assert np.concatenate(prefilled).tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert not rows[row_N[plan.cursor_N == 1]]["prompt_pages"].any()
+
+
+def test_admission_leaves_the_watermark_of_pages_free():
+    """Each occupant keeps what it takes in two blocks: here one page each."""
+    script = Script(dataclasses.replace(CACHE, slots=8, pages=11))
+    script.submit(0, [20] * 4)
+    script.submit(1, [20] * 4)
+    plan = script.step()
+    # With n in slots, 10 - n pages are free, and the next one needs more than n of them.
+    assert len(plan.slot_N) == 5
+    assert plan.waiting
+    assert plan.cache_use == 0.5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_page_has_one_owner_and_comes_back(seed):
+    """Requests of random lengths in a cache that may hold but one of them; all of them end.
+
+    The oldest request of a shard is never preempted.
+    """
+    rng = np.random.default_rng(seed)
+    cache = dataclasses.replace(
+        CACHE, slots=int(rng.integers(1, 7)), pages=int(rng.integers(4, 14)), prompt_pages=7
+    )
+    script = Script(cache, shards=int(rng.integers(1, 4)))
+    for cursor in range(12):
+        tokens = rng.integers(1, 25, 4).tolist()
+        script.submit(cursor, tokens, prompt_tokens=int(rng.choice([1, 8, 9, 10, 18])))
+    oldest = {}
+    while script.scheduler.unfinished:
+        plan = script.step()
+        here = set(zip(plan.cursor_N.tolist(), plan.sample_N.tolist(), strict=True))
+        assert all(name in here or name in script.finished for name in oldest.values())
+        oldest = first_in(script.scheduler)
+    ended = {name: min(tokens, 20) for name, tokens in script.tokens.items()}
+    assert script.finished == ended
+    assert script.sampled == sum(ended.values()) + script.scheduler.discarded_tokens
+    assert all_free(script.scheduler)
+
+
+def first_in(scheduler):
+    """{shard: (cursor, sample)} of the requests that were admitted first."""
+    found = {}
+    for d in range(scheduler.shards):
+        slots = np.flatnonzero(scheduler._rows_DB["active"][d])
+        if len(slots):
+            row = scheduler._rows_DB[d, slots[scheduler._age_DB[d, slots].argmin()]]
+            found[d] = (int(row["cursor"]), int(row["sample"]))
+    return found
+
+
+def test_the_youngest_is_preempted_and_recomputed_first():
+    """Three responses of three pages each in six pages: the third waits, then starts again."""
+    script = Script(dataclasses.replace(CACHE, slots=3, pages=7))
+    script.submit(0, [20, 20, 20])
+    script.submit(1, [1])
+    plans = script.drain()
+    samples = [plan.sample_N[plan.cursor_N == 0].tolist() for plan in plans]
+    assert samples[:4] == [[0, 1, 2]] * 4
+    assert samples[4] == [0, 1]  # 8 of 9 pages: the third one had 16 tokens
+    assert script.scheduler.discarded_tokens == 16
+    again = next(plan for plan in plans[5:] if 2 in plan.sample_N)
+    assert again.sampled_N[again.sample_N == 2].tolist() == [0]
+    assert script.finished == {(0, 0): 20, (0, 1): 20, (0, 2): 20, (1, 0): 1}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cancelled_groups_leave_nothing_behind(seed):
+    """Random submissions, blocks and cancellations on two shards, of groups of any size."""
+    rng = np.random.default_rng(seed)
+    script = Script(dataclasses.replace(CACHE, pages=14), shards=2)
+    cursors, lost = list(rng.permutation(40)), set()
+    while cursors or script.scheduler.unfinished:
+        for _ in range(min(len(cursors), rng.integers(0, 5))):
+            sizes = rng.integers(1, 25, rng.integers(1, 10)).tolist()
+            script.submit(int(cursors.pop()), sizes, prompt_tokens=int(rng.integers(1, 19)))
+        unfinished = script.scheduler.unfinished
+        if unfinished and rng.random() < 0.3:
+            lost.add(int(rng.choice(unfinished)))
+            script.scheduler.cancel(*lost.intersection(unfinished))
+            owned_once(script.scheduler)
+        script.step()
+    kept = {name: n for name, n in script.finished.items() if name[0] not in lost}
+    assert kept == {name: min(n, 20) for name, n in script.tokens.items() if name[0] not in lost}
+    assert len(lost) > 2
+    assert script.sampled == sum(kept.values()) + script.scheduler.discarded_tokens
+    assert all_free(script.scheduler)
+    assert script.scheduler.idle_slots == 2 * CACHE.slots
+
+
+def test_the_same_submissions_give_the_same_schedule():
+    def schedule():
+        script = Script(dataclasses.replace(CACHE, pages=9), shards=2)
+        rng = np.random.default_rng(0)
+        for cursor in rng.permutation(20).tolist():
+            script.submit(cursor, rng.integers(1, 21, 5).tolist())
+        fields = ("shard_N", "slot_N", "cursor_N", "sample_N", "page_N")
+        return [[getattr(plan, name).tolist() for name in fields] for plan in script.drain()]
+
+    assert schedule() == schedule()
+
+
+# The table
+
+
+@pytest.mark.parametrize("parts", [((1, 1),), cache_module.PARTS])
+def test_the_table_names_each_slots_pages(monkeypatch, parts):
+    """Rows of occupied slots come first on each shard; numbers lead to the pages of the pool."""
+    monkeypatch.setattr(cache_module, "PARTS", parts)
+    rng = np.random.default_rng(0)
+    script = Script(dataclasses.replace(CACHE, slots=90, pages=200, prompt_pages=200), shards=2)
+    for cursor in range(60):
+        script.submit(cursor, rng.integers(1, 21, 4).tolist(), prompt_tokens=10)
+    seen, known = set(), sizes(script.scheduler.cache)
+    while script.scheduler.unfinished:
+        plan = script.scheduler.next_block()
+        rows, page_P, row_N = script.scheduler.table(known)
+        seen.add((len(rows) // 2, len(page_P) // 2))
+        rows_D, page_DP = rows.reshape(2, -1), page_P.reshape(2, -1)
+        for d in range(2):
+            count = np.count_nonzero(plan.shard_N == d)
+            assert rows_D["active"][d].tolist() == [1] * count + [0] * (rows_D.shape[1] - count)
+            assert page_DP[d, 0] == NULL_PAGE
+        mine = rows[row_N]
+        assert np.array_equal(mine["cursor"], plan.cursor_N)
+        assert np.array_equal(mine["sampled"], plan.sampled_N)
+        assert np.array_equal(mine["limit"] - mine["sampled"], plan.left_N)
+        number_NJ = mine["response_pages"]
+        page_NJ = page_DP[plan.shard_N[:, None], number_NJ]
+        pool_NJ = script.scheduler._rows_DB["response_pages"][plan.shard_N, plan.slot_N]
+        assert np.array_equal(page_NJ, pool_NJ)
+        current_N = plan.sampled_N // CACHE.page_tokens
+        assert np.array_equal(page_NJ[np.arange(len(mine)), current_N], plan.page_N)
+        assert np.array_equal(np.count_nonzero(page_NJ, axis=1), current_N + 1)
+        script.complete(plan)
+    assert seen <= set(known)
+    assert len(seen) > len(parts) / 2
+
+
+# What a budget holds
+
+
+def settings(seed):
+    """Settings of plan_cache, any of them; token_bytes are those of real models."""
+    rng = np.random.default_rng(seed)
+    page_tokens = int(2 ** rng.integers(3, 8))
+    max_response_tokens = int(rng.integers(1, 3000))
+    return {
+        "cache_bytes": int(2 ** rng.uniform(24, 34)),
+        "token_bytes": int(rng.choice([1_024, 6_144, 12_288, 24_576, 28_672, 57_344, 114_688])),
+        "slot_tokens": int(rng.integers(1, max_response_tokens + 1)),
+        "readers": int(rng.integers(1, 17)),
+        "page_tokens": page_tokens,
+        "block_tokens": int(rng.choice([n for n in (4, 8, 16) if page_tokens % n == 0])),
+        "max_prompt_tokens": int(rng.integers(1, 700)),
+        "max_response_tokens": max_response_tokens,
+        "copies": bool(rng.random() < 0.5),
+    }
+
+
+def needed_bytes(cache, *, token_bytes, copies):
+    """Of a device: both pools, a copy of the largest part of one, and the block's own tokens."""
+    rows = -(-cache.slots // cache_module.ROWS) * cache_module.ROWS
+    copied = -(-cache.pages // 2) if copies else 0
+    in_pages = (cache.prompt_pages + cache.pages + copied) * cache.page_tokens
+    return (in_pages + rows * cache.block_tokens) * token_bytes
+
+
+def test_a_plan_keeps_to_its_budget_and_uses_it():
+    """It holds a longest request, and slot_tokens for each slot if there are several."""
+    kept = []
+    for seed in range(300):
+        given = settings(seed)
+        try:
+            cache = plan_cache(**given)
+        except ValueError:
+            continue
+        needed = needed_bytes(cache, token_bytes=given["token_bytes"], copies=given["copies"])
+        kept.append(needed / given["cache_bytes"])
+        assert needed <= given["cache_bytes"], seed
+        assert cache.pages - 1 >= cache.pages_per_response
+        assert cache.prompt_pages - 1 >= cache.pages_per_prompt
+        one = cache.slots == 1
+        assert one or (cache.pages - 1) * cache.page_tokens >= cache.slots * given["slot_tokens"]
+    assert len(kept) > 100
+    assert np.median(kept) > 0.9
+
+
+def test_a_budget_for_less_than_one_request_is_refused_and_the_needed_one_named():
+    given = settings(0) | {
+        "cache_bytes": 2**20,
+        "token_bytes": 12_288,
+        "page_tokens": 128,
+        "max_prompt_tokens": 512,
+        "max_response_tokens": 4096,
+        "slot_tokens": 1024,
+    }
+    with pytest.raises(ValueError, match=r"rollout.cache_mib = 1 .* 512 tokens .* 4096") as error:
+        plan_cache(**given)
+    needed = float(re.search(r"; (\d+) does", str(error.value))[1])
+    enough = given | {"cache_bytes": int(needed) * 2**20}
+    assert plan_cache(**enough).pages > 4096 // 128
+    short = given | {"cache_bytes": int(0.9 * needed * 2**20)}
+    with pytest.raises(ValueError, match=r"rollout.cache_mib"):
+        plan_cache(**short)
