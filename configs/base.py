@@ -5,8 +5,11 @@ on the command line applies a row of the paper's Table 1 to any recipe.
 """
 
 import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 # Table 1 of the paper: each row adds one technique to the row before.
 TABLE_1 = (
@@ -38,7 +41,7 @@ def get_config() -> ConfigDict:
     config.tokenizer.chat = "none"  # or "template": the tokenizer's chat template
 
     config.data = ConfigDict()
-    config.data.train = dataset(kind="dapo_parquet")
+    config.data.train = dataset()
     config.data.on_bad_row = "error"  # or "skip": count and go on
 
     config.verifier = ConfigDict()
@@ -94,8 +97,9 @@ def get_config() -> ConfigDict:
     config.mesh.cpu_devices = 0  # on CPU: devices that the host counts as; 0: one, as JAX has it
 
     config.eval = ConfigDict()
-    config.eval.sets = ConfigDict()  # name -> dataset(...)
+    config.eval.sets = ConfigDict()  # name -> dataset(...); --config.eval.sets.NEW.path=FILE adds
     config.eval.every_steps = 5  # and before training; 0: never
+    # What a set does not say itself:
     config.eval.samples_per_prompt = 32  # k of mean@k, pass@k, maj@k
     config.eval.max_prompts = 0  # the first so many of each set; 0: all
     config.eval.temperature = 1.0
@@ -114,24 +118,87 @@ def get_config() -> ConfigDict:
 
 def dataset(
     *,
-    kind: str,
+    task: str = "",
+    kind: str = "",
     path: str = "",
+    prompt_field: str = "",
+    answer_field: str = "",
+    template: str = "",
+    rules: str = "",
     levels: tuple[int, ...] = (1, 2, 3, 4),
     count: int = 10_000,
     seed: int = 0,
     split: str = "train",
+    args: Mapping = MappingProxyType({}),
+    max_prompts: int | None = None,
+    k: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
 ) -> ConfigDict:
-    """One data set; `dapo_jax.tasks.readers.Source` says what the fields mean."""
+    """One data set: whose task it is, where its rows are, and how an evaluation set is sampled.
+
+    task: "module:Class" (`dapo_jax.tasks.base`); "": math problems of the kind.
+    kind: the file's schema, "dapo_parquet", "gsm8k_jsonl", "jsonl", "json", "csv" ("": by the
+        path's ending), or "arithmetic", which is generated.
+    path, prompt_field, answer_field, template: `dapo_jax.tasks.readers.read` says what they mean.
+    rules: those that grade it; "": verifier.rules.
+    levels, count, seed, split: of generated problems.
+    args: more arguments of a task of one's own.
+    max_prompts: the first so many; 0: all. k, temperature, top_p: of an evaluation set alone.
+        None: what config.eval says.
+    """
     return ConfigDict(
         {
+            "task": task,
             "kind": kind,
             "path": path,
+            "prompt_field": prompt_field,
+            "answer_field": answer_field,
+            "template": template,
+            "rules": rules,
             "levels": levels,
             "count": count,
             "seed": seed,
             "split": split,
+            "args": dict(args),
+            "max_prompts": _open(max_prompts, int),
+            "k": _open(k, int),
+            "temperature": _open(temperature, float),
+            "top_p": _open(top_p, float),
         }
     )
+
+
+def _open(value, kind: type):
+    """Makes a setting that may be None, of which flags know the type nevertheless."""
+    return placeholder(kind) if value is None else value
+
+
+def train_settings(config: ConfigDict) -> dict:
+    """Returns the training set's settings with those that it leaves open filled in."""
+    return _filled(config, config.data.train, max_prompts=0)
+
+
+def eval_settings(config: ConfigDict) -> dict[str, dict]:
+    """Returns each evaluation set's settings with those that it leaves open filled in."""
+    e = config.eval
+    return {
+        name: _filled(
+            config,
+            settings,
+            max_prompts=e.max_prompts,
+            k=e.samples_per_prompt,
+            temperature=e.temperature,
+            top_p=e.top_p,
+        )
+        for name, settings in e.sets.items()
+    }
+
+
+def _filled(config: ConfigDict, settings: ConfigDict, **defaults) -> dict:
+    filled = {**settings, "args": dict(settings.args), "on_bad_row": config.data.on_bad_row}
+    filled["rules"] = settings.rules or config.verifier.rules
+    return filled | {name: value for name, value in defaults.items() if filled[name] is None}
 
 
 def apply_preset(config: ConfigDict, preset: str) -> ConfigDict:

@@ -6,8 +6,6 @@ evaluates the checkpoint after N rollout steps (default: the newest) into DIR/ev
 """
 
 import collections
-import functools
-import json
 import math
 import pathlib
 import zlib
@@ -16,11 +14,12 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from dapo_jax.rollout import collect, graded
+from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
-from dapo_jax.run.metrics import atomic_file, evaluation_line
+from dapo_jax.run.display import evaluation_line
+from dapo_jax.run.record import result_row, write_results
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
@@ -71,23 +70,22 @@ def evaluate(
     config: ConfigDict,
     programs: build.Programs,
     params,
-    sets,
-    tokenizer,
+    sets: dict[str, build.EvalSet],
     *,
     report: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
-    """Results of every set. `params` are the sampler's; the randomness is the same each time."""
-    grade = functools.partial(graded, tokenizer=tokenizer, rules=config.verifier.rules)
+    """Evaluates every set. `params` are the sampler's; the randomness is the same each time."""
     results = {}
-    for name, prompts in sets.items():
+    for name, chosen in sets.items():
+        prompts = chosen.dataset.prompts
         stream = build.key(config, build.EVAL_STREAM)
         key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
         rollouts = collect(
-            Session(programs.engine, params, key, build.eval_sampling(config, tokenizer)),
+            Session(programs.engine, params, key, chosen.sampling),
             prompts.__getitem__,
-            grade,
+            chosen.dataset.grade,
             0,
-            group_size=config.eval.samples_per_prompt,
+            group_size=chosen.k,
             num_prompts=len(prompts),
             max_prompts=len(prompts),
             expected_rate=1.0,
@@ -96,24 +94,6 @@ def evaluate(
         )
         results[name] = summarize(rollouts.sampled)
     return results
-
-
-def write_results(workdir: pathlib.Path, finished_steps: int, results) -> None:
-    """DIR/eval/<finished rollout steps>.json."""
-    if hosts.is_main_host():
-        with atomic_file(workdir / "eval" / f"{finished_steps}.json") as file:
-            document = {"step": finished_steps, "sets": results}
-            file.write((json.dumps(document, indent=1) + "\n").encode())
-
-
-def result_row(results) -> dict[str, float]:
-    """The scores as keys of a metrics row: eval/<set>/<score>."""
-    return {
-        f"eval/{name}/{key}": value
-        for name, scores in results.items()
-        for key, value in scores.items()
-        if "@" in key
-    }
 
 
 def main(_):
@@ -140,7 +120,7 @@ def main(_):
     # LoRA adapts them; the KL term, which needs them too, is training's.
     start_weights = programs.load_start_weights() if programs.learning.lora else None
     sampler_params = programs.reshard(params, start_weights)
-    results = evaluate(config, programs, sampler_params, data.eval_sets, tokenizer, report=say)
+    results = evaluate(config, programs, sampler_params, data.eval_sets, report=say)
     write_results(workdir, step, results)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
     say(f"written to {workdir / 'eval' / f'{step}.json'}")
@@ -153,11 +133,10 @@ def require_directory(workdir: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "The run's recipe.", lock_config=True)
+    CONFIG = command.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )
     DISTRIBUTED = command.define_distributed()
-    flags.mark_flag_as_required("config")
     command.run(main)

@@ -23,13 +23,14 @@ class Example:
     """One problem of a task and its ground truth.
 
     source: name of the file, or of the generator. row: line of a jsonl file counted from 1, else
-    row counted from 0.
+    row counted from 0. extra: what else the task needs to grade a response; nobody else reads it.
     """
 
     prompt: tuple[Message, ...]
     answer: str
     source: str
     row: int
+    extra: Any = None
 
     @property
     def text(self) -> str:

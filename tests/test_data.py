@@ -9,14 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
-from dapo_jax.tasks.readers import (
-    PROMPT_TEMPLATE,
-    DataError,
-    PromptStream,
-    Source,
-    load_examples,
-    load_prompts,
-)
+from configs import base
+from dapo_jax.tasks.arithmetic import Arithmetic
+from dapo_jax.tasks.datasets import PromptStream, load_dataset
+from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read
 from dapo_jax.tasks.tokenizer import load_tokenizer
 
 DAPO_TYPE = pa.schema(
@@ -25,6 +21,16 @@ DAPO_TYPE = pa.schema(
         "reward_model": pa.struct({"ground_truth": pa.string(), "style": pa.string()}),
     }
 )
+
+
+def load_prompts(path, tokenizer, *, max_prompt_tokens, kind="", on_bad_row="error"):
+    """A file's prompts and report, as a command loads them."""
+    config = base.get_config()
+    config.data.train = base.dataset(path=str(path), kind=kind)
+    config.data.on_bad_row = on_bad_row
+    settings = base.train_settings(config)
+    loaded = load_dataset("data.train", settings, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    return loaded.prompts, loaded.report
 
 
 def dapo_row(problem, answer):
@@ -36,13 +42,13 @@ def dapo_row(problem, answer):
 
 def write_dapo(path, rows, schema=DAPO_TYPE):
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
-    return Source("dapo_parquet", str(path))
+    return str(path)
 
 
-def write_lines(path, rows, kind="jsonl"):
+def write_lines(path, rows):
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"\n".join(lines) + b"\n")
-    return Source(kind, str(path))
+    return str(path)
 
 
 def rows_accounted(report):
@@ -77,7 +83,7 @@ def test_template_is_the_published_one(shared):
 def test_dapo_parquet_merges_duplicates_and_drops_conflicts(tmp_path):
     rows = [("a", "1"), ("b", "2"), ("a", "1"), ("c", "3"), ("b", "5"), ("b", "2"), ("a", " 1 ")]
     source = write_dapo(tmp_path / "d.parquet", [dapo_row(*row) for row in rows])
-    examples, report = load_examples(source, on_bad_row="error")
+    examples, report = read(source, on_bad_row="error")
     assert [(e.text, e.answer, e.source, e.row) for e in examples] == [
         ("a", "1", "d.parquet", 0),
         ("c", "3", "d.parquet", 3),
@@ -91,7 +97,7 @@ def test_duplicates_are_found_across_record_batches(tmp_path):
     source = write_dapo(
         tmp_path / "d.parquet", [dapo_row(str(i % 7), str(i % 7)) for i in range(5000)]
     )
-    examples, report = load_examples(source, on_bad_row="error")
+    examples, report = read(source, on_bad_row="error")
     assert [e.row for e in examples] == list(range(7))
     assert (report.rows, report.duplicates) == (5000, 4993)
 
@@ -99,14 +105,14 @@ def test_duplicates_are_found_across_record_batches(tmp_path):
 def test_same_content_in_another_role_is_another_prompt(tmp_path):
     messages = [{"role": "system", "content": "x"}], [{"role": "user", "content": "x"}]
     rows = [{"prompt": prompt, "answer": "1"} for prompt in messages]
-    examples, _ = load_examples(write_lines(tmp_path / "d.jsonl", rows), on_bad_row="error")
+    examples, _ = read(write_lines(tmp_path / "d.jsonl", rows), on_bad_row="error")
     assert [e.prompt[0]["role"] for e in examples] == ["system", "user"]
 
 
 def test_gsm8k_takes_the_result_without_commas_and_applies_the_template(tmp_path):
     rows = [{"question": "How {many}?", "answer": "1 #### 2\nso\n#### -12,345\n"}]
-    source = write_lines(tmp_path / "g.jsonl", rows, "gsm8k_jsonl")
-    (example,), _ = load_examples(source, on_bad_row="error")
+    source = write_lines(tmp_path / "g.jsonl", rows)
+    (example,), _ = read(source, kind="gsm8k_jsonl")
     assert example.answer == "-12345"
     assert example.text == PROMPT_TEMPLATE.replace("{problem}", "How {many}?")
     assert example.row == 1
@@ -119,16 +125,16 @@ def test_plain_jsonl_is_used_as_it_is(tmp_path):
         b"",
         {"prompt": messages, "answer": " 2 "},
     ]
-    examples, report = load_examples(write_lines(tmp_path / "d.jsonl", lines), on_bad_row="error")
+    examples, report = read(write_lines(tmp_path / "d.jsonl", lines), on_bad_row="error")
     assert [(e.text, e.answer, e.row) for e in examples] == [("p", "1", 1), ("s\n\nu", "2", 3)]
     assert [m["role"] for m in examples[1].prompt] == ["system", "user"]
     assert report.rows == 2  # a blank line is no row
 
 
 def test_arithmetic_is_templated_and_repeatable():
-    source = Source("arithmetic", levels=(1, 2), count=20, seed=3, split="test")
-    examples, report = load_examples(source, on_bad_row="error")
-    again, _ = load_examples(source, on_bad_row="error")
+    task = Arithmetic(levels=(1, 2), count=20, seed=3, split="test")
+    examples, report = task.load()
+    again, _ = task.load()
     assert examples == again
     assert report.rows == 20 == rows_accounted(report)
     head, tail = PROMPT_TEMPLATE.split("{problem}")
@@ -143,7 +149,12 @@ BAD_LINES = {
     "no object": (b"[1]", "the line is a list, not a dict"),
     "missing key": ({"prompt": "a", "solution": "1"}, "'answer' is missing; there are 'prompt', "),
     "null answer": ({"prompt": "a", "answer": None}, "answer is null"),
-    "answer of another type": ({"prompt": "a", "answer": 1}, "answer is a int, not a str"),
+    "answer of another type": (
+        {"prompt": "a", "answer": [1]},
+        "answer is a list, not a text or a n",
+    ),
+    "answer that is true": ({"prompt": "a", "answer": True}, "answer is a bool, not a text or a n"),
+    "answer that is no number": (b'{"prompt": "a", "answer": NaN}', "answer is nan"),
     "empty answer": ({"prompt": "a", "answer": ""}, "answer is empty"),
     "blank answer": ({"prompt": "a", "answer": " \n"}, "answer is empty"),
     "empty prompt": ({"prompt": "  ", "answer": "1"}, "prompt is empty"),
@@ -176,14 +187,14 @@ def test_broken_line_is_named_or_skipped(tmp_path, kind, bad, reason):
         if kind == "jsonl"
         else {"question": "q", "answer": "#### 1"}
     )
-    source = write_lines(tmp_path / "d.jsonl", [b"", good, bad], kind)
+    path = write_lines(tmp_path / "d.jsonl", [b"", good, bad])
     with pytest.raises(DataError) as caught:
-        load_examples(source, on_bad_row="error")
+        read(path, kind=kind, on_bad_row="error")
     message = str(caught.value)
-    assert message.startswith(f"{source.path}, line 3: ")
+    assert message.startswith(f"{path}, line 3: ")
     assert reason in message and "data.on_bad_row" in message
 
-    examples, report = load_examples(source, on_bad_row="skip")
+    examples, report = read(path, kind=kind, on_bad_row="skip")
     assert [e.row for e in examples] == [2]
     assert (report.rows, report.bad_rows, report.kept) == (2, 1, 1)
     assert report.bad_row_notes[0].startswith("d.jsonl, line 3: ") and reason in str(report.lines())
@@ -205,11 +216,11 @@ BAD_DAPO_ROWS = {
 def test_broken_parquet_row_is_named_or_skipped(tmp_path, bad, reason):
     source = write_dapo(tmp_path / "d.parquet", [dapo_row("ok", "1"), bad, dapo_row("c", "3")])
     with pytest.raises(DataError) as caught:
-        load_examples(source, on_bad_row="error")
-    assert str(caught.value).startswith(f"{source.path}, row 1 (from 0): {reason}")
+        read(source, on_bad_row="error")
+    assert str(caught.value).startswith(f"{source}, row 1 (from 0): {reason}")
     assert "data.on_bad_row" in str(caught.value)
 
-    examples, report = load_examples(source, on_bad_row="skip")
+    examples, report = read(source, on_bad_row="skip")
     assert [e.row for e in examples] == [0, 2]
     assert report.bad_row_notes == (f"d.parquet, row 1 (from 0): {reason}",)
 
@@ -232,20 +243,20 @@ def test_bad_utf8_in_parquet_costs_one_row_only(tmp_path, broken):
     )
     path = tmp_path / "d.parquet"
     pq.write_table(table, path)
-    source = Source("dapo_parquet", str(path))
+    source = str(path)
     with pytest.raises(DataError, match=r"row 1 \(from 0\): 'utf-8' codec can't decode byte 0xe9"):
-        load_examples(source, on_bad_row="error")
-    examples, report = load_examples(source, on_bad_row="skip")
+        read(source, on_bad_row="error")
+    examples, report = read(source, on_bad_row="skip")
     assert [(e.text, e.answer) for e in examples] == [("a", "1"), ("c", "3")]
     assert report.bad_rows == 1
 
 
 def test_parquet_values_of_another_type_are_bad_rows(tmp_path):
-    schema = DAPO_TYPE.set(1, pa.field("reward_model", pa.struct({"ground_truth": pa.int64()})))
-    row = {**dapo_row("a", None), "reward_model": {"ground_truth": 1}}
+    schema = DAPO_TYPE.set(1, pa.field("reward_model", pa.struct({"ground_truth": pa.bool_()})))
+    row = {**dapo_row("a", None), "reward_model": {"ground_truth": True}}
     source = write_dapo(tmp_path / "d.parquet", [row], schema)
-    with pytest.raises(DataError, match=r"row 0 .*ground_truth is a int, not a str"):
-        load_examples(source, on_bad_row="error")
+    with pytest.raises(DataError, match=r"row 0 .*ground_truth is a bool, not a text or a number"):
+        read(source, on_bad_row="error")
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
@@ -266,15 +277,15 @@ def test_missing_parquet_column_is_always_an_error(tmp_path, on_bad_row, columns
     path = tmp_path / "d.parquet"
     pq.write_table(pa.table(columns), path)
     with pytest.raises(DataError) as caught:
-        load_examples(Source("dapo_parquet", str(path)), on_bad_row=on_bad_row)
+        read(str(path), on_bad_row=on_bad_row)
     assert str(caught.value).startswith(f"{path} has {missing}")
 
 
 def test_file_of_another_format_is_named(tmp_path):
     path = tmp_path / "d.parquet"
     path.write_text('{"prompt": "a"}')
-    with pytest.raises(DataError, match=r"d\.parquet is not a readable parquet file.*data\.kind"):
-        load_examples(Source("dapo_parquet", str(path)), on_bad_row="skip")
+    with pytest.raises(DataError, match=r"d\.parquet is not a readable parquet file.*kind"):
+        read(str(path), on_bad_row="skip")
 
 
 def test_damaged_parquet_is_an_error_and_never_skipped(tmp_path):
@@ -286,16 +297,60 @@ def test_damaged_parquet_is_an_error_and_never_skipped(tmp_path):
     data[middle : middle + 2000] = b"\xff" * 2000
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"d\.parquet is damaged at or after row"):
-        load_examples(source, on_bad_row="skip")
+        read(source, on_bad_row="skip")
 
 
-def test_missing_file_and_wrong_settings_name_the_key(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl'.*data\.path"):
-        load_examples(Source("jsonl", str(tmp_path / "nowhere.jsonl")), on_bad_row="error")
-    with pytest.raises(DataError, match=r"data\.kind = 'csv': must be one of dapo_parquet, "):
-        load_examples(Source("csv", "x"), on_bad_row="error")
+def test_missing_file_and_wrong_settings_name_the_key(tmp_path, byte_tokenizer):
+    with pytest.raises(FileNotFoundError, match=r"data\.train: .*nowhere\.jsonl': set path"):
+        load_prompts(tmp_path / "nowhere.jsonl", byte_tokenizer, max_prompt_tokens=9)
+    with pytest.raises(
+        DataError, match=r"kind = 'xlsx': must be one of dapo_parquet, .*arithmetic"
+    ):
+        read("x", kind="xlsx")
+    with pytest.raises(DataError, match=r"kind = '': .*the ending of path = 'x\.txt'"):
+        read("x.txt")
+    with pytest.raises(DataError, match=r"template = 'chat': must be one of none, dapo"):
+        read("x.jsonl", template="chat")
     with pytest.raises(DataError, match=r"data\.on_bad_row = 'ignore'"):
-        load_examples(Source("jsonl", "x"), on_bad_row="ignore")
+        read("x.jsonl", on_bad_row="ignore")
+
+
+WILD = [
+    {"problem": "1+1?", "solution": {"value": 2.0}},
+    {"problem": "{x}", "solution": {"value": 0.5}},
+]
+
+
+def write_wild(path):
+    """The same two rows in the format of the path's ending."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(WILD), path)
+    elif path.suffix == ".csv":
+        path.write_text("\ufeffproblem,solution.value\r\n1+1?,2\r\n{x},0.5\r\n", encoding="utf-8")
+    elif path.name.startswith("list"):
+        path.write_text(json.dumps(WILD))
+    else:
+        path.write_text("\n".join(map(json.dumps, WILD)))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "list.json", "lines.json", "a.csv"])
+def test_files_in_the_wild_are_read_by_the_names_of_their_fields(tmp_path, name):
+    path = write_wild(tmp_path / name)
+    fields = {"prompt_field": "problem", "answer_field": "solution.value"}
+    examples, report = read(path, **fields)
+    assert [(e.text, e.answer) for e in examples] == [("1+1?", "2"), ("{x}", "0.5")]
+    assert rows_accounted(report) == report.rows == 2
+    examples, _ = read(path, **fields, template="dapo")
+    assert examples[1].text == PROMPT_TEMPLATE.replace("{problem}", "{x}")
+
+
+def test_a_template_takes_plain_text_alone(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": 10**30}]
+    path = write_lines(tmp_path / "d.jsonl", rows)
+    assert read(path)[0][0].answer == "1" + "0" * 30
+    with pytest.raises(DataError, match="line 1: prompt has messages, which take no template"):
+        read(path, template="dapo")
 
 
 def test_load_prompts_drops_overlong_prompts_and_counts(tmp_path, byte_tokenizer):
@@ -355,7 +410,7 @@ def test_stream_depends_on_the_seed_and_the_cursor_alone():
 
 def test_stream_is_the_same_in_another_process():
     code = (
-        "from dapo_jax.tasks.readers import PromptStream\n"
+        "from dapo_jax.tasks.datasets import PromptStream\n"
         "stream = PromptStream([str(i) for i in range(1000)], seed=1)\n"
         "print(*(stream[i] for i in range(990, 1010)))\n"
     )
@@ -367,7 +422,7 @@ def test_stream_is_the_same_in_another_process():
 
 
 def test_stream_refuses_no_data_bad_seeds_negative_cursors_and_iteration():
-    with pytest.raises(DataError, match=r"No training prompts.*data\.path"):
+    with pytest.raises(DataError, match=r"No training prompts.*data\.train"):
         PromptStream([], seed=0)
     with pytest.raises(DataError, match=r"seed is -1"):
         PromptStream([1], seed=-1)
@@ -386,8 +441,7 @@ def qwen(shared):
 
 
 def test_dapo_math_17k(shared, qwen):
-    path = shared / "data" / "dapo_math_17k" / "dapo-math-17k.parquet"
-    source = Source("dapo_parquet", str(path))
+    source = shared / "data" / "dapo_math_17k" / "dapo-math-17k.parquet"
     prompts, report = load_prompts(source, qwen, max_prompt_tokens=1539, on_bad_row="error")
     assert (report.rows, report.duplicates) == (17917, 616)
     assert (report.conflicting_prompts, report.conflicting_rows) == (11, 22)
@@ -399,7 +453,7 @@ def test_dapo_math_17k(shared, qwen):
 
 
 def test_aime_2024(shared, qwen):
-    source = Source("dapo_parquet", str(shared / "data" / "aime24" / "aime-2024.parquet"))
+    source = shared / "data" / "aime24" / "aime-2024.parquet"
     prompts, report = load_prompts(source, qwen, max_prompt_tokens=2048, on_bad_row="error")
     assert (report.rows, report.duplicates, len(prompts)) == (960, 930, 30)
     assert all(0 <= int(p.example.answer) <= 999 for p in prompts)
@@ -407,7 +461,7 @@ def test_aime_2024(shared, qwen):
 
 @pytest.mark.parametrize("name, rows", [("train", 7473), ("test", 1319)])
 def test_gsm8k(shared, name, rows):
-    source = Source("gsm8k_jsonl", str(shared / "data" / "gsm8k" / f"{name}.jsonl"))
-    examples, report = load_examples(source, on_bad_row="error")
+    path = shared / "data" / "gsm8k" / f"{name}.jsonl"
+    examples, report = read(str(path), kind="gsm8k_jsonl")
     assert report.rows == report.kept == rows
     assert all(e.answer.removeprefix("-").isdigit() for e in examples)

@@ -26,7 +26,8 @@ FLOOR_OF = {room: len(FLOORS) - i for i, rooms in enumerate(FLOORS) for room in 
 HOST_ROOMS = (
     *("dapo_jax.tasks", "dapo_jax.packing", "dapo_jax.types", "dapo_jax.verifier"),
     *("dapo_jax.sampler.cache", "dapo_jax.sampler.scheduler"),
-    *("dapo_jax.run.metrics", "dapo_jax.preflight.chips", "dapo_jax.preflight.hlo_cost"),
+    *("dapo_jax.run.metrics", "dapo_jax.run.files", "dapo_jax.run.display", "dapo_jax.report"),
+    *("dapo_jax.preflight.chips", "dapo_jax.preflight.hlo_cost"),
 )
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "models", "sharding"}
 # Host rooms may not import these either: they compute with jax arrays.

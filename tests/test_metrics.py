@@ -1,33 +1,37 @@
-"""metrics.py: rows survive kills and resumes, rollouts are reproducible, text prints as it is."""
+"""Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
 import gzip
 import io
 import json
 import math
 import os
+import pathlib
 import struct
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
-from dapo_jax.run.metrics import (
+from dapo_jax.report import plots
+from dapo_jax.report.__main__ import page
+from dapo_jax.report.runs import load_run, summary_lines
+from dapo_jax.run import metrics
+from dapo_jax.run.display import (
     Display,
-    MetricsWriter,
     Sample,
-    Stopwatch,
-    atomic_file,
     evaluation_line,
     format_duration,
     printable,
-    read_rows,
     shorten_middle,
-    write_rollouts,
 )
+from dapo_jax.run.files import MetricsWriter, atomic_file, read_rows, write_rollouts
+from dapo_jax.run.metrics import METRICS, Metric, Step, Stopwatch, described, step_row
+from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
 
 ROW = {
     "step": 12,
@@ -204,14 +208,14 @@ def test_an_atomic_file_that_fails_leaves_the_old_one(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path):
+def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):
     rows = [
         {"response": "你好 \ud800 [x]\n", "reward": np.float32(-0.5), "tokens": [1, 2]},
         {"response": "", "reward": math.inf, "tokens": np.arange(3)},
     ]
     first, second = tmp_path / "a" / "3.jsonl.gz", tmp_path / "b" / "other.gz"
     write_rollouts(first, rows)
-    time.sleep(1.1)  # the resolution of a gzip header's time
+    monkeypatch.setattr("time.time", lambda: 1.0)  # a gzip header has a time
     write_rollouts(second, iter(rows))
     assert first.read_bytes() == second.read_bytes()
     with gzip.open(first, "rt") as file:
@@ -229,12 +233,11 @@ def test_stopwatch_adds_up_phases_and_counts_what_raised():
     with pytest.raises(RuntimeError), watch("update"):
         time.sleep(0.01)
         raise RuntimeError
-    row = watch.row()
-    assert list(row) == ["seconds/rollout", "seconds/update", "seconds/total"]
-    assert row["seconds/rollout"] == watch.seconds("rollout") >= 0.02
-    assert row["seconds/update"] >= 0.01
-    assert row["seconds/total"] >= row["seconds/rollout"] + row["seconds/update"]
-    assert watch.seconds("save") == 0.0
+    seconds = watch.seconds()
+    assert list(seconds) == ["rollout", "update", "total"]
+    assert seconds["rollout"] >= 0.02
+    assert seconds["update"] >= 0.01
+    assert seconds["total"] >= seconds["rollout"] + seconds["update"]
 
 
 def test_text_helpers():
@@ -247,6 +250,160 @@ def test_text_helpers():
     row = {"step": 9, "eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/c/mean@8": 0.25}
     line = evaluation_line(row)
     assert line == "evaluation after 10 steps  a: mean@8 50.0%, maj@8 62.5%; b/c: mean@8 25.0%"
+
+
+# The table.
+
+SECONDS = {"rollout": 4.0, "update": 2.0, "total": 8.0}
+KEYS_OF_UPDATE = ("loss", "entropy", "mean_prob", "kl", "grad_norm", "ratio_gap")
+CLIPPED = ("clip_fraction/high", "clip_fraction/low", "clip_fraction/dual")
+
+
+def _group(cursor, *, lengths, correct, stopped=True):
+    """A group of graded responses of these lengths."""
+    responses = [
+        Response(np.zeros(n, np.int32), np.zeros(n, np.float32), stopped, "", Verdict(c, None, ""))
+        for n, c in zip(lengths, correct, strict=True)
+    ]
+    return Group(cursor, Prompt(np.zeros(3, np.int32), None), tuple(responses))
+
+
+def _update(value, *, taken=True):
+    """An update's metrics, all of the same value."""
+    return {key: np.float32(value) for key in (*KEYS_OF_UPDATE, *CLIPPED)} | {"taken": taken}
+
+
+def _step(updates=None):
+    """Four groups of two, one of them all right, one all wrong and cut off; one more cancelled."""
+    groups = [
+        _group(5, lengths=(2, 4), correct=(True, False)),
+        _group(6, lengths=(6, 8), correct=(True, True)),
+        _group(7, lengths=(10, 10), correct=(False, False), stopped=False),
+        _group(8, lengths=(1, 7), correct=(False, True)),
+    ]
+    stats = RolloutStats(
+        sampled_tokens=56,
+        slot_steps=100,
+        busy_slot_steps=56,
+        waiting_slot_steps=40,
+        busy_waiting_slot_steps=30,
+        requests=10,
+        prefilled_prompts=5,
+        cache_use=0.75,
+        seconds={"prefill": 1.0, "decode": 2.0, "host": 0.5, "verify": 0.25, "verify_wait": 0.125},
+        blocks=[],
+    )
+    return Step(
+        config=types.SimpleNamespace(rollout=types.SimpleNamespace(generation_prompts=3)),
+        step=12,
+        rollouts=Rollouts(groups, np.array([0, 3]), cursor=9, issued=5, stats=stats),
+        reward_PG=np.array([[1, -1], [1, 1], [-2, -2], [-1, 1]], np.float32),
+        updates=[_update(0.5), _update(0.25)] if updates is None else updates,
+        learning_rate=1e-3,
+        sampled_tokens_total=1056,
+        evaluation={"eval/a/mean@8": 0.5},
+    )
+
+
+def test_a_steps_row_by_hand():
+    assert step_row(_step(), SECONDS) == {
+        "step": 12,
+        "prompts_seen": 9,
+        "sampled_tokens_total": 1056,
+        "reward/mean": -0.25,
+        "accuracy/mean": 0.5,
+        "response_tokens/mean": 6.0,
+        "response_tokens/max": 10,
+        "response_tokens/truncated_fraction": 0.25,
+        "groups/sampled": 4,
+        "groups/informative": 2,
+        "groups/all_correct": 1,
+        "groups/all_wrong": 1,
+        "groups/discarded": 2,
+        "groups/cancelled": 1,
+        "generation_batches": 2,
+        "engine/occupancy": 0.56,
+        "engine/occupancy_while_waiting": 0.75,
+        "engine/requests": 10,
+        "engine/prefilled_prompts": 5,
+        "engine/cache_use": 0.75,
+        "engine/drawn_tokens": 56,
+        "engine/unused_tokens_fraction": 0.75,
+        "updates": 2,
+        "updates_skipped": 0,
+        **dict.fromkeys((*KEYS_OF_UPDATE, *CLIPPED), 0.375),
+        "ratio_gap": 0.5,  # the first update's
+        "lr": 1e-3,
+        "eval/a/mean@8": 0.5,
+        "seconds/rollout": 4.0,
+        "seconds/update": 2.0,
+        "seconds/total": 8.0,
+        "seconds_in_rollout/prefill": 1.0,
+        "seconds_in_rollout/decode": 2.0,
+        "seconds_in_rollout/host": 0.5,
+        "seconds_in_rollout/verify": 0.25,
+        "seconds_in_rollout/verify_wait": 0.125,
+        "tokens_per_second/rollout": 14.0,
+        "tokens_per_second/rollout_used": 3.5,
+        "tokens_per_second/update": 7.0,
+        "tokens_per_second/step": 7.0,
+    }
+
+
+def test_skipped_updates_do_not_count_in_the_means():
+    nan = _update(math.nan, taken=False)
+    row = step_row(_step([_update(0.5), nan]), SECONDS)
+    assert (row["updates"], row["updates_skipped"], row["loss"]) == (1, 1, 0.5)
+    for updates in ([nan], []):
+        row = step_row(_step(updates), SECONDS)
+        assert (row["updates"], row["updates_skipped"]) == (0, len(updates))
+        assert not {*KEYS_OF_UPDATE, *CLIPPED} & row.keys()
+
+
+def test_numbers_that_no_row_names_still_reach_the_file():
+    updates = [_update(0.5) | {"sequence_ratio": np.float32(n)} for n in (1, 2)]
+    row = step_row(_step(updates), SECONDS | {"reshard": 0.5})
+    assert (row["sequence_ratio"], row["seconds/reshard"]) == (1.5, 0.5)
+
+
+def test_keys_are_distinct_and_the_readme_lists_them():
+    """`python -m dapo_jax.run.metrics` prints the list."""
+    assert len({metric.key for metric in METRICS}) == len(METRICS)
+    readme = pathlib.Path(metrics.__file__).with_name("README.md").read_text()
+    assert "\n".join(described()) in readme
+
+
+def test_a_new_metric_is_one_row_of_the_table(tmp_path):
+    """Added from outside, it is in the file, in TensorBoard and wherever a person looks."""
+    row = Metric(
+        *("response_tokens/p90", "tokens", "Nine of ten responses are no longer."),
+        lambda step: np.quantile(step.rollouts.length_PG, 0.9),
+        form="{:5.1f}",
+        panel="long responses, tokens",
+        line="p90",
+        summary="90th percentile",
+    )
+    METRICS.append(row)
+    try:
+        with MetricsWriter(tmp_path, resume_step=None) as writer:
+            writer.write(step_row(_step(), SECONDS))
+        run = load_run(tmp_path)
+        assert run.rows[0]["response_tokens/p90"] == 10.0
+        events = _tensorboard_events(tmp_path)
+        assert "response_tokens/p90" in {v.tag for event in events for v in event.summary.value}
+        assert "  p90  10.0  " in _plain(lambda display: display.step(run.rows[0]))
+        summary = "\n".join(" ".join(line.split()) for line in summary_lines(run))
+        assert "90th percentile 10.0 -> 10.0" in summary
+        titles = [ax.get_title(loc="left") for ax in plots.curves({"run": run}).axes]
+        assert "long responses, tokens" in titles
+        html = page({"run": run}, images={"curves": b"", "accuracy_vs_tokens": b""})
+        for text in (">90th percentile<", ">response_tokens/p90<", "Nine of ten responses"):
+            assert text in html
+    finally:
+        METRICS.remove(row)
+
+
+# The display.
 
 
 def _plain(run, *, width=140):
@@ -283,7 +440,7 @@ def test_a_log_gets_one_aligned_line_a_step_and_no_control_codes():
 
 
 def test_a_silent_log_shows_phases(monkeypatch):
-    monkeypatch.setattr("dapo_jax.run.metrics.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("dapo_jax.run.display.QUIET_SECONDS", 0.0)
     text = _plain(lambda display: display.phase("rollout: 24/32 informative groups"))
     assert text == "  ... rollout: 24/32 informative groups\n"
 
@@ -295,9 +452,9 @@ def test_samples_print_model_text_literally(width):
     assert "\u202e" not in text
     assert max(map(len, text.splitlines())) <= width
     joined = "".join(text.split())
-    for piece in ("[3]", "[boldred]3[/]", r"[/x]\x1b[35m\u202e", "+1.00", "23stop"):
+    for piece in ("[3]", "[boldred]3[/]", r"[/x]\x1b[35m\u202e", "+1.00", "23tokens,stop"):
         assert piece in joined
-    for piece in ("-1.50", "256truncated", "(none)", "18"):
+    for piece in ("-1.50", "256tokens,truncated", "(none)", "18"):
         assert piece in joined
     assert "more)" in joined
     assert joined.count("x") < 500
@@ -310,7 +467,7 @@ def test_a_terminal_shows_progress_phase_and_last_numbers(width):
         display.phase("rollout: 24/32 [informative] groups, generation batch 2/10")
         display.line("above the bar")
         display.samples(12, [SAMPLE, CUT_SAMPLE])
-        time.sleep(0.6)  # two refreshes of the bar
+        time.sleep(0.35)  # a refresh of the bar
 
     text = _terminal(run, width=width)
     for piece in ("13/100", "eta 0:14:30", "-0.250", "24/32", "[informative]", "above the bar"):
@@ -321,7 +478,7 @@ def test_a_terminal_shows_progress_phase_and_last_numbers(width):
 def test_a_display_in_a_real_pipe_and_with_an_ascii_terminal(tmp_path):
     script = tmp_path / "show.py"
     script.write_text(
-        "from dapo_jax.run.metrics import Display, Sample\n"
+        "from dapo_jax.run.display import Display, Sample\n"
         "with Display(2, 0) as display:\n"
         "    display.line('你好')\n"
         "    display.step({'step': 0, 'seconds/total': 1.0})\n"

@@ -1,4 +1,4 @@
-"""report.py: numbers, figures and the page, from rows with everything and with next to nothing."""
+"""The report: numbers, figures and the page, from rows with everything and with next to nothing."""
 
 import html.parser
 import json
@@ -11,23 +11,21 @@ import sys
 import numpy as np
 import pytest
 
-from dapo_jax.report.__main__ import (
+from dapo_jax.report import plots
+from dapo_jax.report.__main__ import write_report
+from dapo_jax.report.runs import (
     Run,
     changes,
     column,
     config_differences,
     labelled,
     load_run,
-    plot_accuracy_vs_tokens,
-    plot_curves,
-    rolling_mean,
     summary_lines,
     thinned,
     tokens_before,
     totals,
-    write_report,
 )
-from dapo_jax.run.metrics import MetricsWriter
+from dapo_jax.run.files import MetricsWriter
 
 
 def _full_row(step, *, accuracy):
@@ -145,10 +143,10 @@ def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
 def test_rolling_mean_is_centred_and_leaves_out_what_is_missing():
     values = np.array([1.0, 3.0, math.nan, 5.0, 7.0])
     np.testing.assert_allclose(
-        rolling_mean(values, window=3), [2.0, 2.0, math.nan, 6.0, 6.0], equal_nan=True
+        plots.rolling_mean(values, window=3), [2.0, 2.0, math.nan, 6.0, 6.0], equal_nan=True
     )
-    np.testing.assert_array_equal(rolling_mean(values, window=1), values)
-    np.testing.assert_allclose(rolling_mean(np.array([2.0]), window=5), [2.0])
+    np.testing.assert_array_equal(plots.rolling_mean(values, window=1), values)
+    np.testing.assert_allclose(plots.rolling_mean(np.array([2.0]), window=5), [2.0])
 
 
 def test_column_and_tokens_before():
@@ -191,18 +189,30 @@ def test_totals_leave_out_what_is_unknown():
     assert totals(Run(rows=[{"step": 0}], evaluations={}, config={})) == {"rollout steps": "1"}
 
 
-def test_figures_are_1600_pixels_wide_and_change_with_the_data(tmp_path):
-    runs = {f"_run ${n}$": load_run(_make_run(tmp_path / str(n))) for n in range(2)}
-    plot_curves(runs, tmp_path / "a.png")
-    assert _png_size(tmp_path / "a.png")[0] == 1600
-    assert (tmp_path / "a.png").stat().st_size > 50_000
-    plot_accuracy_vs_tokens(runs, tmp_path / "b.png")
-    assert _png_size(tmp_path / "b.png")[0] == 1600
-    longer = {**runs, next(iter(runs)): load_run(_make_run(tmp_path / "more", gain=0.1))}
-    for name, plot in (("a.png", plot_curves), ("b.png", plot_accuracy_vs_tokens)):
-        before = (tmp_path / name).read_bytes()
-        plot(longer, tmp_path / name)
-        assert (tmp_path / name).read_bytes() != before
+def _line(figure, title, *, label=0):
+    """(x, y) of a thick line of the panel with this title."""
+    (panel,) = [ax for ax in figure.axes if ax.get_title(loc="left") == title]
+    return [line for line in panel.lines if line.get_linewidth() > 1][label].get_data()
+
+
+def test_figures_show_the_data(tmp_path):
+    """Every value is where it belongs: over steps, over tokens, smoothed where it is noisy."""
+    runs = {f"_run ${n}$": load_run(_make_run(tmp_path / str(n), gain=n)) for n in (0.4, 0.1)}
+    curves, over_tokens = plots.curves(runs), plots.accuracy_vs_tokens(runs)
+    for number, run in enumerate(runs.values()):
+        accuracy = plots.rolling_mean(column(run.rows, "accuracy/mean"), window=3)
+        x, y = _line(curves, "accuracy", label=number)
+        np.testing.assert_allclose((x, y), (range(40), accuracy))
+        x, y = _line(over_tokens, "training samples", label=number)
+        np.testing.assert_allclose((x, y), (20_000 * np.arange(40), accuracy))
+        x, y = _line(over_tokens, "held_out mean@8", label=number)
+        np.testing.assert_allclose(x, [0, 200_000, 400_000, 600_000, 800_000])
+        np.testing.assert_allclose(y, list(run.evaluations["held_out", "mean@8"].values()))
+    (legend,) = curves.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        " _run \\$0.4\\$",
+        " _run \\$0.1\\$",
+    ]
 
 
 def test_figures_of_rows_with_missing_keys(tmp_path):
@@ -211,9 +221,9 @@ def test_figures_of_rows_with_missing_keys(tmp_path):
         evaluations={("a", "mean@8"): {0: 0.5, 99: 0.75}},
         config={},
     )
-    for plot in (plot_curves, plot_accuracy_vs_tokens):
-        for runs in ({"one": sparse}, {"one": sparse, "two": sparse}):
-            plot(runs, tmp_path / "figure.png")
+    for runs in ({"one": sparse}, {"one": sparse, "two": sparse}):
+        for figure in (plots.curves(runs), plots.accuracy_vs_tokens(runs)):
+            plots.save(figure, tmp_path / "figure.png")
             assert _png_size(tmp_path / "figure.png")[0] == 1600
 
 
@@ -238,8 +248,9 @@ def test_the_page_stands_alone_and_holds_the_numbers(tmp_path):
     second = _make_run(tmp_path / "naive", gain=0.1, eps_high=0.2)
     page = write_report([first, second, first])
     assert page == first / "report.html"
-    assert _png_size(first / "curves.png")[0] == 1600
-    assert (first / "accuracy_vs_tokens.png").is_file()
+    for name in ("curves.png", "accuracy_vs_tokens.png"):
+        assert _png_size(first / name)[0] == 1600
+    assert (first / "curves.png").stat().st_size > 50_000
     text = page.read_text()
     content = _Text(text)
     assert "<b>" not in text
@@ -259,16 +270,18 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 def test_the_command_takes_folders_repeated_and_separated_by_commas(tmp_path):
     root = pathlib.Path(__file__).resolve().parent.parent
     runs = [_make_run(tmp_path / name, steps=3) for name in ("a", "b", "c")]
-    command = [sys.executable, "-m", "dapo_jax.report", f"--workdir={runs[0]},{runs[1]}"]
-    done = subprocess.run(
-        [*command, f"--workdir={runs[2]}"], cwd=root, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, str(runs[0] / "report.html"))
+
+    def start(*flags):
+        command = [sys.executable, "-m", "dapo_jax.report", *flags]
+        return subprocess.Popen(command, cwd=root, stdout=-1, stderr=-1, text=True)
+
+    made = start(f"--workdir={runs[0]},{runs[1]}", f"--workdir={runs[2]}")
+    failed = start(f"--workdir={tmp_path}")
+    out, _ = made.communicate(timeout=120)
+    assert (made.returncode, out.strip()) == (0, str(runs[0] / "report.html"))
     page = (runs[0] / "report.html").read_text()
     assert all(f">{run.name}<" in page for run in runs)
-    failed = subprocess.run(
-        [*command, f"--workdir={tmp_path}"], cwd=root, capture_output=True, text=True, timeout=120
-    )
+    _, error = failed.communicate(timeout=120)
     assert failed.returncode == 1
-    assert "metrics.jsonl does not exist" in failed.stderr
-    assert "Traceback" not in failed.stderr
+    assert "metrics.jsonl does not exist" in error
+    assert "Traceback" not in error

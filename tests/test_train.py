@@ -8,14 +8,13 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from configs import tiny
 from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
 from dapo_jax.rollout import minibatches
 from dapo_jax.run import build
-from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.files import read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Response, Verdict
 from models.hf import load_config, load_params
@@ -92,16 +91,6 @@ def rows_without_timings(workdir: pathlib.Path):
         {k: v for k, v in row.items() if not k.startswith(TIMINGS)}
         for row in read_rows(workdir / "metrics.jsonl")
     ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """The runs of this file keep their programs on disk, so that they compile them once."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +226,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     programs = build.programs(config, tokenizer.vocab_size)
     sets = build.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
-    results = evaluate.evaluate(config, programs, params, sets, tokenizer, report=print)
+    results = evaluate.evaluate(config, programs, params, sets, report=print)
     assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
     convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
     low = jax.tree.leaves(load_orbax(tmp_path / "low", dtype="float32")[0])

@@ -13,17 +13,9 @@ import time
 
 import pytest
 
-from dapo_jax.tasks.math_rules import (
-    MAX_GROUND_TRUTH_CHARS,
-    RULES,
-    STATUSES,
-    SymbolicVerifier,
-    Verdict,
-    dapo_form,
-    strict_form,
-    verify,
-    verify_many,
-)
+from dapo_jax.tasks.math_rules import MAX_GROUND_TRUTH_CHARS, dapo_form, strict_form
+from dapo_jax.tasks.symbolic import SymbolicVerifier
+from dapo_jax.verifier import RULES, STATUSES, Verdict, verify, verify_many
 
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -554,7 +546,7 @@ def test_workers_end_with_the_block_and_load_no_jax(symbolic):
 def test_workers_end_with_the_process_however_it_ends(end):
     program = (
         "import os, signal, sys\n"
-        "from dapo_jax.tasks.math_rules import SymbolicVerifier\n"
+        "from dapo_jax.tasks.symbolic import SymbolicVerifier\n"
         "verifier = SymbolicVerifier(1, 30.0)\n"
         "verifier.verify('Answer: 1', '1')\n"
         "print(*verifier.worker_pids(), flush=True)\n"

@@ -17,7 +17,6 @@ import sys
 
 import jax
 from absl import flags
-from ml_collections import config_flags
 
 from dapo_jax.preflight import examine, render
 from dapo_jax.preflight.chips import chip_of
@@ -67,12 +66,11 @@ def say(message: str) -> None:
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "The recipe.", lock_config=True)
+    CONFIG = command.define_config()
     TOPOLOGY = flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
     SLICES = flags.DEFINE_integer("slices", None, "How many of them; the recipe's mesh.slices.")
     SUGGEST = flags.DEFINE_bool("suggest", False, "Propose mesh and batch settings, and take them.")
     MEAN = flags.DEFINE_float("mean_response_tokens", None, "Of the simulated step.")
     JSON = flags.DEFINE_string("json", None, "Write the findings here.")
     PNG = flags.DEFINE_string("png", None, "Draw memory and time here.")
-    flags.mark_flag_as_required("config")
     command.run(main)

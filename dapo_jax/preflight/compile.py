@@ -105,14 +105,15 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     ids = types.SimpleNamespace(  # stands for the tokenizer, of which programs need only this
         stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
     )
-    sampling, evaluating = build.sampling(config, ids), build.eval_sampling(config, ids)
+    sampling = build.sampling(config, ids)
+    evaluating = build.eval_samplings(config, ids).values() if config.eval.every_steps else ()
     with jax.set_mesh(built.mesh):
         sampler = built.engine.lower(sampling)
         programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
-        if config.eval.every_steps and evaluating != sampling:
-            of_evaluation = built.engine.lower(evaluating)
+        for i, how in enumerate(dict.fromkeys(how for how in evaluating if how != sampling)):
+            of_evaluation = built.engine.lower(how)
             key = next(k for k in of_evaluation if k[0] == "decode")
-            programs["decode (evaluation)"] = of_evaluation[key]
+            programs[f"decode (evaluation{f' {i + 1}' if i else ''})"] = of_evaluation[key]
     programs["decode"] = next(low for key, low in sampler.items() if key[0] == "decode")
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
     mean_bucket = built.engine.cache.bucket(mean_prompt(config))

@@ -3,21 +3,23 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 from ml_collections import ConfigDict
 
+from configs.base import eval_settings, train_settings
 from dapo_jax import learner
 from dapo_jax.run import checks
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.sampler.cache import plan_cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
-from dapo_jax.tasks.readers import DataError, PromptStream, Report, Source, load_prompts
+from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
-from dapo_jax.types import Prompt
+from dapo_jax.types import Batch, Group
 from models.hf import load_config, load_params, read_config
 from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import Lora, init_adapters
@@ -58,6 +60,21 @@ class Programs:
     def compile_update(self) -> jax.stages.Compiled:
         """The update, compiled: what does not fit shows before anything is sampled."""
         return self.lower_update().compile()
+
+    def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
+        """One update's batch on the mesh: the groups' responses, packed into rows."""
+        num_micro, rows, row_tokens = batch_shape(self.config)
+        batch = learner.make_batch(
+            groups,
+            advantage_PG,
+            loss_aggregation=self.config.algo.loss_aggregation,
+            overlong_filtering=self.config.algo.overlong_filtering,
+            row_tokens=row_tokens,
+            micro_batch_rows=rows,
+            num_micro=num_micro,
+            share_prompts=self.learning.kernels.shares_prompts,
+        )
+        return learner.place_batch(batch, self.mesh)
 
     def load_weights(self, *, dtype: str) -> dict:
         """All weights of the start policy on the mesh: loaded, or random from the seed."""
@@ -140,40 +157,44 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalSet:
+    """An evaluation set, and how k responses to each of its prompts are sampled."""
+
+    dataset: Dataset
+    k: int
+    sampling: Sampling
+
+
+@dataclasses.dataclass(frozen=True)
 class Data:
-    """Prompts that a command reads, by data set, and what became of each set's rows.
+    """The data sets that a command reads; train and stream are None where it does not train."""
 
-    train is None where only evaluation sets were asked for.
-    """
+    train: Dataset | None
+    stream: PromptStream | None
+    eval_sets: dict[str, EvalSet]
 
-    train: PromptStream | None
-    eval_sets: dict[str, list[Prompt]]
-    reports: list[Report]
+    def report_lines(self) -> list[str]:
+        """Accounts for each row of each data set."""
+        train = [self.train] if self.train else []
+        sets = [*train, *(chosen.dataset for chosen in self.eval_sets.values())]
+        return [line for dataset in sets for line in dataset.report.lines()]
 
 
 def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Data:
-    """Read, clean and tokenize the evaluation sets, and the training set if `training`."""
-
-    def prompts(name: str, source: ConfigDict) -> tuple[list[Prompt], Report]:
-        try:
-            return load_prompts(
-                Source(**source),
-                tokenizer,
-                max_prompt_tokens=config.rollout.max_prompt_tokens,
-                on_bad_row=config.data.on_bad_row,
-            )
-        except (DataError, FileNotFoundError) as error:
-            raise type(error)(f"{name}: {error}") from error
-
-    sets = {name: prompts(f"eval.sets.{name}", source) for name, source in config.eval.sets.items()}
-    limit = config.eval.max_prompts
-    eval_sets = {name: kept[:limit] if limit else kept for name, (kept, _) in sets.items()}
-    reports = [report for _, report in sets.values()]
+    """Loads and tokenizes the evaluation sets, and the training set if `training`."""
+    load = functools.partial(
+        load_dataset, tokenizer=tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
+    )
+    samplings = eval_samplings(config, tokenizer)
+    eval_sets = {
+        name: EvalSet(load(f"eval.sets.{name}", settings), settings["k"], samplings[name])
+        for name, settings in eval_settings(config).items()
+    }
     if not training:
-        return Data(None, eval_sets, reports)
-    train, report = prompts("data.train", config.data.train)
-    checks.check_enough_prompts(config, len(train))
-    return Data(PromptStream(train, seed=config.seed), eval_sets, [report, *reports])
+        return Data(None, None, eval_sets)
+    train = load("data.train", train_settings(config))
+    checks.check_enough_prompts(config, len(train.prompts))
+    return Data(train, PromptStream(train.prompts, seed=config.seed), eval_sets)
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
@@ -190,14 +211,15 @@ def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
     )
 
 
-def eval_sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
-    """How evaluation samples: as training, but for temperature and top-p, and never top-k."""
-    return dataclasses.replace(
-        sampling(config, tokenizer),
-        temperature=config.eval.temperature,
-        top_p=config.eval.top_p,
-        top_k=0,
-    )
+def eval_samplings(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Sampling]:
+    """How each set is sampled: as in training, but for temperature and top-p, and never top-k."""
+    training = sampling(config, tokenizer)
+    return {
+        name: dataclasses.replace(
+            training, temperature=settings["temperature"], top_p=settings["top_p"], top_k=0
+        )
+        for name, settings in eval_settings(config).items()
+    }
 
 
 def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:

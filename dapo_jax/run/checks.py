@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import jax
 from ml_collections import ConfigDict
 
+from configs.base import eval_settings
 from dapo_jax import algorithm, learner
-from dapo_jax.tasks import math_rules
+from dapo_jax.tasks.math_problems import RULES
 from models.lora import MATRICES
 from models.qwen2 import PRESETS
 from models.transformer import REMAT, ModelConfig
@@ -21,7 +22,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "algo.loss": learner.LOSSES,
     "algo.loss_aggregation": algorithm.AGGREGATIONS,
-    "verifier.rules": math_rules.RULES,
+    "verifier.rules": RULES,
     "rollout.on_generation_cap": ("train", "stop"),
     "data.on_bad_row": ("error", "skip"),
     "tokenizer.chat": ("none", "template"),
@@ -85,6 +86,11 @@ def check(config: ConfigDict) -> None:
             _require(holds(value(name)), f"{name} = {value(name)}, but must be {bound}")
     _check_algorithm(config)
     _check_lora(config.learner)
+    for name, settings in eval_settings(config).items():
+        _check_eval_set(f"eval.sets.{name}", settings)
+    for name in ("k", "temperature", "top_p"):
+        message = f"data.train.{name} is set, but is for evaluation sets; set rollout's keys"
+        _require(config.data.train[name] is None, message)
     r = config.rollout
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
     _require(
@@ -131,6 +137,17 @@ def _check_lora(learner: ConfigDict) -> None:
         f"learner.lora_rank = {learner.lora_rank}, but learner.lora_targets is empty; name some of "
         f"{matrices}",
     )
+
+
+def _check_eval_set(key: str, settings: dict) -> None:
+    for name, holds, bound in (
+        ("k", settings["k"] >= 1, "at least 1"),
+        ("max_prompts", settings["max_prompts"] >= 0, "at least 0"),
+        ("temperature", 0 < settings["temperature"] < math.inf, "greater than 0 and finite"),
+        ("top_p", 0 < settings["top_p"] <= 1, "over 0 and at most 1"),
+        ("rules", settings["rules"] in RULES, f"one of {', '.join(RULES)}"),
+    ):
+        _require(holds, f"{key}.{name} = {settings[name]!r}, but must be {bound}")
 
 
 def check_model(config: ConfigDict, sizes: ModelConfig, positions: int | None) -> None:

@@ -5,15 +5,50 @@ the same. `--debug` shows the traceback.
 """
 
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable
 
 from absl import app, flags, logging
+from ml_collections import config_flags
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
+from configs.base import dataset
 from sharding import hosts
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^.=]+)\.")
+
+
+class RecipeParser(ConfigFileFlagParser):
+    """Loads a recipe and adds the evaluation sets that flags name and the recipe does not have.
+
+    What the flags say of such a set is then checked and set as in any other.
+    """
+
+    def parse(self, path: str):
+        """Returns the recipe's config, locked."""
+        config = super().parse(path)
+        named = [match[1] for argument in sys.argv if (match := SET_FLAG.match(argument))]
+        with config.unlocked():
+            for name in named:
+                if not name.isidentifier():
+                    message = "the name of a set has letters, digits and _ and begins with no digit"
+                    raise ValueError(f"eval.sets.{name}: {message}")
+                if name not in config.eval.sets:
+                    config.eval.sets[name] = dataset()
+        return config
+
+
+def define_config(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key."""
+    holder = config_flags.DEFINE_config_file(
+        "config", None, "The run's recipe.", flag_values=flag_values, lock_config=True
+    )
+    flag_values["config"].parser = RecipeParser("config", lock_config=True)
+    flags.mark_flag_as_required("config", flag_values=flag_values)
+    return holder
 
 
 def define_distributed() -> flags.FlagHolder:

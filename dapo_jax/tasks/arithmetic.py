@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dapo_jax.tasks.math_problems import MathTask
+from dapo_jax.tasks.readers import DataReport, Rows, templated
+from dapo_jax.types import Example
+
 MAX_VALUE = 99  # every intermediate result stays within 0..MAX_VALUE
 TEST_SHARE = 8  # one question in eight belongs to the test split
 
@@ -47,6 +51,26 @@ STORIES = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arithmetic(MathTask):
+    """Generated problems; `generate` says what the fields mean."""
+
+    levels: Sequence[int] = (1, 2, 3, 4)
+    count: int = 10_000
+    seed: int = 0
+    split: str = "train"
+
+    def load(self) -> tuple[list[Example], DataReport]:
+        """Generates the problems, each in DAPO's template."""
+        levels = ",".join(map(str, self.levels))
+        rows = Rows(f"arithmetic (levels {levels}, {self.split})", "row", self.on_bad_row)
+        problems = generate(self.levels, self.count, self.seed, split=self.split)
+        for row, problem in enumerate(problems):
+            with rows.reading(row):
+                rows.add(row, templated(problem.question, "dapo"), problem.answer)
+        return rows.result()
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One question; `steps` holds (operation, operand) after the value `start`."""
@@ -59,12 +83,12 @@ class Problem:
 
 
 def apply(value: int, operation: str, operand: int) -> int:
-    """value + operand, value - operand or value * operand."""
+    """Computes value + operand, value - operand or value * operand."""
     return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
 
 
 def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> list[Problem]:
-    """`count` distinct problems whose levels are drawn evenly from `levels`.
+    """Generates `count` distinct problems whose levels are sampled evenly from `levels`.
 
     `split` is "train" or "test". The same arguments give the same list. Raises ValueError for
     an unknown split, a level below 1, or when so many distinct questions are not found.
@@ -78,7 +102,7 @@ def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> lis
     for _ in range(50 * count + 1000):
         if len(problems) == count:
             return list(problems.values())
-        problem = _draw(int(rng.choice(levels)), rng)
+        problem = _sample(int(rng.choice(levels)), rng)
         is_test = zlib.crc32(problem.question.encode()) % TEST_SHARE == 0
         if is_test == (split == "test"):
             problems.setdefault(problem.question, problem)
@@ -91,7 +115,9 @@ def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> lis
 def worked_solution(
     problem: Problem, rng: np.random.Generator, *, wrong: float, ramble: float, unformatted: float
 ) -> str:
-    """A solution, one operation a line, ending in "Answer: n", with the flaws of a weak student.
+    """Writes a solution, one operation a line, with the flaws of a weak student.
+
+    It ends in "Answer: n".
 
     wrong: probability that a step's result is off; later steps build on it.
     ramble: probability that the student goes over a step again after each step, and again.
@@ -111,18 +137,18 @@ def worked_solution(
     return "\n".join(lines)
 
 
-def _draw(level: int, rng: np.random.Generator) -> Problem:
+def _sample(level: int, rng: np.random.Generator) -> Problem:
     value = start = int(rng.integers(2, 100))
     steps = []
     for _ in range(level):
-        operation, operand = _draw_step(value, rng)
+        operation, operand = _sample_step(value, rng)
         steps.append((operation, operand))
         value = apply(value, operation, operand)
     ask = _expression if rng.random() < 0.5 else _story
     return Problem(ask(start, steps, rng), str(value), level, start, tuple(steps))
 
 
-def _draw_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
+def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
     while True:
         operation = str(rng.choice(("+", "-", "*"), p=(0.45, 0.45, 0.1)))
         operand = int(rng.integers(2, 10 if operation == "*" else 100))
@@ -143,5 +169,5 @@ def _expression(start: int, steps, rng: np.random.Generator) -> str:
 def _story(start: int, steps, rng: np.random.Generator) -> str:
     opening, *clauses, question = STORIES[int(rng.integers(len(STORIES)))]
     by_operation = dict(zip("+-*", clauses, strict=True))
-    told = [by_operation[operation].format(operand) for operation, operand in steps]
-    return " ".join([opening.format(start), *told, question])
+    parts = [by_operation[operation].format(operand) for operation, operand in steps]
+    return " ".join([opening.format(start), *parts, question])

@@ -1,44 +1,19 @@
-r"""Grades a response against a ground truth: the reference's rules, stricter ones, symbolic ones.
+r"""Grades the answer of a response by its text: the reference's rules and two stricter ones.
 
 Nothing here raises on any response or ground truth, and nothing that is missing, empty or not text
 is ever rewarded. `Verdict.status` says why, so that every kind of failure can be counted.
-
-Rules
-* `dapo`: what the published DAPO runs were trained with, false verdicts included (`dapo_form`).
-* `strict`: the same contract ("Answer: $Answer" on a line of its own) read exactly (`strict_form`).
-* `strict_box`: the last `\boxed{...}` of the last 100 characters, compared character by character.
-* `math_verify`: symbolic equivalence by the library of that name, in worker processes
-  that are killed when they hang (`SymbolicVerifier`).
 
 Two deliberate differences from the reference: a response without an answer has the prediction
 `None` (the reference's string "[INVALID]", which it rewards where the ground truth is that very
 string), and an empty prediction never equals an empty ground truth (its box mode rewards that).
 """
 
-import atexit
-import contextlib
-import functools
-import importlib
-import importlib.util
-import json
-import logging
-import multiprocessing
-import multiprocessing.connection
 import re
-import resource
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 from dapo_jax.types import Verdict
 
-RULES = ("dapo", "strict", "strict_box", "math_verify")
 STATUSES = (
     "correct",
     "wrong",
@@ -54,60 +29,25 @@ STATUSES = (
 
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
-SYMBOLIC_TAIL_CHARS = 1000
 MAX_GROUND_TRUTH_CHARS = 1000
-SYMBOLIC_WORKERS = 2
-SYMBOLIC_TIMEOUT_SECONDS = 5.0
-WORKER_START_SECONDS = 120.0
-WORKER_MEMORY_BYTES = 4 << 30
 
 
-def verify(response: str, ground_truth: str, *, rules: str) -> Verdict:
-    """Grade one response (Eq. 7's equivalence) by one of RULES.
-
-    response: the decoded response without special tokens; only its tail is read, so its length
-    costs nothing. Raises ValueError for unknown rules, and for no response or ground truth;
-    `math_verify` raises what SymbolicVerifier raises when its workers cannot be started.
-    """
-    return verify_many([response], [ground_truth], rules=rules)[0]
-
-
-def verify_many(
-    responses: Sequence[str], ground_truths: Sequence[str], *, rules: str
-) -> list[Verdict]:
-    """`verify` for pairs, in order; under `math_verify` they share the default worker pool.
-
-    Raises ValueError where the two lengths differ, and as `verify` does.
-    """
-    if rules not in RULES:
-        raise ValueError(
-            f"verifier.rules is {rules!r}; it must be one of {', '.join(RULES)} "
-            "(config key `verifier.rules`)"
-        )
-    if rules == "math_verify":
-        return _default_symbolic_verifier().verify_many(responses, ground_truths)
-    grade = {"dapo": _grade_dapo, "strict": _grade_strict, "strict_box": _grade_box}[rules]
-    return [
-        _refuse(response, truth) or grade(response, truth)
-        for response, truth in _pairs(responses, ground_truths)
-    ]
-
-
-def _pairs(responses: Sequence[str], ground_truths: Sequence[str]) -> list[tuple[str, str]]:
+def pairs(responses: Sequence[str], ground_truths: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs each response with its ground truth; raises ValueError where the lengths differ."""
     if len(responses) != len(ground_truths):
         raise ValueError(f"{len(responses)} responses but {len(ground_truths)} ground truths")
     return list(zip(responses, ground_truths, strict=True))
 
 
-def _refuse(response: object, truth: object) -> Verdict | None:
-    """The verdict on a pair that no rules can grade; None for a pair of usable strings."""
+def refuse(response: object, truth: object) -> Verdict | None:
+    """Refuses a pair that no rules can grade; None for a pair of usable strings."""
     if not isinstance(response, str) or not isinstance(truth, str):
         return Verdict(False, None, "bad_input")
     return Verdict(False, None, "bad_input") if len(truth) > MAX_GROUND_TRUTH_CHARS else None
 
 
-def _compare(prediction: str | None, truth: str) -> Verdict:
-    """Equality of two normal forms, where nothing missing or empty equals anything."""
+def compare(prediction: str | None, truth: str) -> Verdict:
+    """Compares two normal forms; nothing missing or empty equals anything."""
     if not truth.strip():
         return Verdict(False, prediction, "empty_ground_truth")
     if prediction is None:
@@ -152,12 +92,13 @@ _MINERVA_UNWRAPPED = (  # an opening, and the reading of what is inside up to th
 
 
 def dapo_form(answer: str) -> str:
-    r"""The reference's normal form of an answer: Minerva's (Lewkowycz et al. 2022, appendix D.1).
+    r"""Returns the reference's normal form of an answer.
 
-    The part after the last "=", without articles, spaces, a list of units, quotes and LaTeX
-    wrappers, only the inside of the first "$...$", `\frac12` and `\sqrt2` with braces, a string of
-    digits without commas. Words are removed wherever they occur ("banana " loses its "a "): so does
-    the reference, and `strict_form` lists what comes of it.
+    It is Minerva's (Lewkowycz et al. 2022, appendix D.1): the part after the last "=", without
+    articles, spaces, a list of units, quotes and LaTeX wrappers, only the inside of the first
+    "$...$", `\frac12` and `\sqrt2` with braces, a string of digits without commas. Words are
+    removed wherever they occur ("banana " loses its "a "): so does the reference, and `strict_form`
+    lists what comes of it.
     """
     text = answer.rsplit("=", 1)[-1]
     for old, new in _MINERVA_REPLACED:
@@ -177,13 +118,15 @@ def _inside_dollars(line: str) -> str:
     return parts[1] if len(parts) == 3 else line
 
 
-def _grade_dapo(response: str, truth: str) -> Verdict:
+def grade_dapo(response: str, truth: str) -> Verdict:
+    """Grades by the rules "dapo": the last "Answer: ..." of the tail, in `dapo_form`."""
     answers = _ANSWER.findall(response[-TAIL_CHARS:])
-    return _compare(dapo_form(answers[-1]) if answers else None, dapo_form(truth))
+    return compare(dapo_form(answers[-1]) if answers else None, dapo_form(truth))
 
 
-def _grade_box(response: str, truth: str) -> Verdict:
-    return _compare(_last_box(response[-BOX_TAIL_CHARS:]), truth)
+def grade_box(response: str, truth: str) -> Verdict:
+    """Grades by the rules "strict_box": the last box of the tail, character by character."""
+    return compare(_last_box(response[-BOX_TAIL_CHARS:]), truth)
 
 
 def _last_box(text: str) -> str | None:
@@ -196,7 +139,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _closing_brace(text: str, opening: int) -> int | None:
-    """Index of the brace that closes the one at `opening`."""
+    """Finds the index of the brace that closes the one at `opening`."""
     depth = 0
     for index in range(opening, len(text)):
         depth += (text[index] == "{") - (text[index] == "}")
@@ -260,7 +203,7 @@ _MAX_PASSES = 100  # two or three do, except for strings made to nest
 
 
 def strict_form(answer: str) -> str:
-    r"""The normal form of an answer under the rules "strict"; a fixed point of itself.
+    r"""Returns the normal form of an answer under the rules "strict"; a fixed point of itself.
 
     Integers, decimals and fractions become the exact rational ("42", "-1/2"); anything else the
     string without what says nothing: markup, math delimiters, wrappers, spacing, a name before "=".
@@ -303,7 +246,7 @@ def _simplify(text: str) -> str:
 
 
 def _without_styles(text: str) -> str:
-    r"""Spaces for `\boxed{`, `\textbf{` and the like, and for the braces that close them."""
+    r"""Blanks out `\boxed{`, `\textbf{` and the like, and the braces that close them."""
     styles = {match.end() - 1: match.start() for match in _STYLE.finditer(text)}
     if not styles:
         return text
@@ -322,7 +265,7 @@ def _without_styles(text: str) -> str:
 
 
 def _last_side(text: str) -> str:
-    """What follows the last "=", if all before it are names (x, m+n, f(2), a_1) or that number."""
+    """Keeps what follows the last "=" if all before are names (m+n, f(2), a_1) or that number."""
     *others, last = _EQUALS.split(text)
     value = _number(last)
     for side in dict.fromkeys(others):  # each once: repetition costs no time
@@ -339,7 +282,7 @@ def _exact(text: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """The exact value of a decimal, a fraction or a mixed number, with or without a unit."""
+    """Reads the exact value of a decimal, a fraction or a mixed number, with or without a unit."""
     text = _UNIT.sub("", text)
     if match := _FRACTION.fullmatch(text):
         sign, whole, top, bottom = match.groups()
@@ -360,8 +303,8 @@ def _literal(text: str) -> Fraction | None:
     return Fraction(re.sub("[ ,']", "", text))
 
 
-def _last_answer(response: str) -> str | None:
-    """What the last line "Answer: ..." says, there or on the first line after it that says any."""
+def last_answer(response: str) -> str | None:
+    """Finds what the last line "Answer: ..." says, there or on the first line after with text."""
     lines = response[-TAIL_CHARS - 1 :].splitlines()
     if len(response) > TAIL_CHARS:
         lines = lines[1:]  # its beginning was cut off
@@ -372,250 +315,7 @@ def _last_answer(response: str) -> str | None:
     return None
 
 
-def _grade_strict(response: str, truth: str) -> Verdict:
-    answer = _last_answer(response)
-    return _compare(None if answer is None else strict_form(answer), strict_form(truth))
-
-
-# Rules "math_verify".
-
-# A fresh interpreter: forking is unsafe beside JAX's threads, and multiprocessing's own "spawn"
-# would import the main module, and JAX with it, again in every worker.
-_WORKER_PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from dapo_jax.tasks.math_rules import _serve
-_serve(int(sys.argv[2]), float(sys.argv[3]))
-"""
-_MATH_MARKUP = re.compile(r"\$|\\\(|\\\[|\\boxed")
-
-
-class SymbolicVerifier:
-    """Rules "math_verify": symbolic equivalence, in processes that cannot hang or harm this one.
-
-    It reads the last "Answer:" line as "strict" does; without one, the library looks for an answer
-    (boxed, a formula, a number) in the last SYMBOLIC_TAIL_CHARS of the response. The library is
-    lenient by design: `41=42` is 42, `3+2` is 5, `0.5` is 50%.
-
-    A worker that takes longer than `timeout_seconds` for one pair, or dies, is replaced; the answer
-    is wrong, with the status "timeout" or "crashed". Workers start at once and live until `close`,
-    the end of the `with` block or of the process, and exit on their own when this process is gone.
-    Safe to share by threads.
-
-    Raises ImportError without math-verify, ValueError for a number of workers or a time that is not
-    positive, and RuntimeError where a worker dies or hangs before it is ready.
-    """
-
-    def __init__(self, num_workers: int, timeout_seconds: float) -> None:
-        if num_workers < 1 or timeout_seconds <= 0:
-            raise ValueError(
-                f"{num_workers} workers with {timeout_seconds} seconds: both must be positive"
-            )
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError('the rules "math_verify" need the package math-verify')
-        self._timeout_seconds = timeout_seconds
-        self._lock = threading.Lock()
-        self._workers = [_Worker(timeout_seconds) for _ in range(num_workers)]
-        atexit.register(self.close)
-
-    def __enter__(self) -> "SymbolicVerifier":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the workers; safe to repeat."""
-        atexit.unregister(self.close)
-        with self._lock:
-            for worker in self._workers:
-                worker.kill()
-            self._workers = []
-
-    def worker_pids(self) -> list[int]:
-        """Process ids of the present workers; a replaced worker's is gone from the list."""
-        return [worker.process.pid for worker in self._workers]
-
-    def verify(self, response: str, ground_truth: str) -> Verdict:
-        """`verify_many` for one pair."""
-        return self.verify_many([response], [ground_truth])[0]
-
-    def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
-        """Verdicts in the order of the pairs; as many at a time as there are workers.
-
-        Raises ValueError where the lengths differ, RuntimeError after `close`.
-        """
-        pairs = _pairs(responses, ground_truths)
-        verdicts: dict[int, Verdict] = {}
-        jobs: deque[_Job] = deque()
-        for index, (response, truth) in enumerate(pairs):
-            if refused := _refuse(response, truth):
-                verdicts[index] = refused
-                continue
-            answer = _last_answer(response)
-            answers = _spellings(answer) if answer else [response[-SYMBOLIC_TAIL_CHARS:]]
-            if answer == "" or not response.strip() or not truth.strip():
-                verdicts[index] = _compare(answer, truth)
-            else:
-                jobs.append(_Job(index, answers, _spellings(truth)))
-        with self._lock:
-            self._run(jobs, verdicts)
-        return [verdicts[index] for index in range(len(pairs))]
-
-    def _run(self, jobs: "deque[_Job]", verdicts: dict[int, Verdict]) -> None:
-        if not self._workers:
-            raise RuntimeError("this SymbolicVerifier is closed")
-        try:
-            while jobs or any(worker.job for worker in self._workers):
-                for worker in list(self._workers):
-                    if jobs and worker.ready and not worker.job:
-                        self._ask(worker, jobs)
-                self._collect(verdicts)
-        finally:  # after an exception: no answer to this call may reach the next one
-            for worker in [worker for worker in self._workers if worker.job]:
-                self._replace(worker)
-
-    def _ask(self, worker: "_Worker", jobs: "deque[_Job]") -> None:
-        try:
-            worker.connection.send((jobs[0].answers, jobs[0].truths))
-        except OSError:
-            self._replace(worker)  # it died idle, which is no answer's fault
-            return
-        worker.job = jobs.popleft()
-        worker.deadline = time.monotonic() + self._timeout_seconds
-
-    def _collect(self, verdicts: dict[int, Verdict]) -> None:
-        """Wait until a busy or starting worker speaks or the first deadline passes."""
-        waited = [worker for worker in self._workers if worker.job or not worker.ready]
-        patience = min((worker.deadline for worker in waited), default=0.0) - time.monotonic()
-        readable = multiprocessing.connection.wait(
-            [worker.connection for worker in waited], max(0.0, patience)
-        )
-        for worker in waited:
-            if worker.connection in readable:
-                verdict = worker.receive()
-            elif time.monotonic() < worker.deadline:
-                continue
-            else:
-                verdict = Verdict(False, None, "timeout")
-            if not worker.ready and verdict is not None:
-                raise RuntimeError(
-                    f"a math_verify worker was not ready within {WORKER_START_SECONDS:.0f} s "
-                    f"(exit code {worker.process.poll()}); what it said is on the error output"
-                )
-            if worker.job and verdict is not None:
-                verdicts[worker.job.index] = verdict
-            worker.job, worker.ready = None, True
-            if verdict is not None and verdict.status in ("timeout", "crashed"):
-                self._replace(worker)
-
-    def _replace(self, worker: "_Worker") -> None:
-        worker.kill()
-        self._workers[self._workers.index(worker)] = _Worker(self._timeout_seconds)
-
-
-class _Job(NamedTuple):
-    index: int
-    answers: list[str]
-    truths: list[str]
-
-
-class _Worker:
-    """One interpreter that grades one pair at a time over a pipe.
-
-    `ready` once its imports are done; `deadline` (time.monotonic) is for them, then for `job`.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self.connection, far_end = multiprocessing.Pipe()
-        arguments = [
-            json.dumps([str(path) for path in sys.path]),
-            str(far_end.fileno()),
-            str(timeout_seconds),
-        ]
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-c", _WORKER_PROGRAM, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[far_end.fileno()],
-        )
-        far_end.close()
-        self.job: _Job | None = None
-        self.ready = False
-        self.deadline = time.monotonic() + WORKER_START_SECONDS
-
-    def receive(self) -> Verdict | None:
-        """Its verdict, "crashed" if it is gone, or None: it is ready."""
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            return Verdict(False, None, "crashed")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-
-
-@functools.cache
-def _default_symbolic_verifier() -> SymbolicVerifier:
-    return SymbolicVerifier(SYMBOLIC_WORKERS, SYMBOLIC_TIMEOUT_SECONDS)
-
-
-def _serve(pipe: int, timeout_seconds: float) -> None:
-    """A worker's life: grade what comes through the pipe until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, hard_limit))
-    logging.disable(logging.CRITICAL)
-    importlib.import_module("math_verify")
-    connection = multiprocessing.connection.Connection(pipe)
-    connection.send(None)
-    while True:
-        try:
-            answers, truths = connection.recv()
-        except (EOFError, OSError):
-            return
-        # The parent kills a late worker; an orphan is ended by this alarm's default action.
-        signal.setitimer(signal.ITIMER_REAL, 2 * timeout_seconds + 1)
-        try:
-            verdict = _grade_symbolic(answers, truths)
-        except Exception:
-            return  # the closed pipe says "crashed", and a fresh worker takes over
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(verdict)
-
-
-def _spellings(text: str) -> list[str]:
-    """The text as the library wants it: without math markup, as a formula first."""
-    return [text] if _MATH_MARKUP.search(text) else [f"${text}$", text]
-
-
-def _grade_symbolic(answers: list[str], truths: list[str]) -> Verdict:
-    """The library's verdict; runs inside a worker, because it may take forever."""
-    import math_verify
-
-    answer, truth = _read_symbolic(answers), _read_symbolic(truths)
-    if not answer:
-        return Verdict(False, None, "unreadable_answer")
-    prediction = next((part for part in answer if isinstance(part, str)), answers[-1])
-    prediction = prediction[:TAIL_CHARS]
-    if not truth:
-        return Verdict(False, prediction, "unreadable_ground_truth")
-    correct = math_verify.verify(truth, answer, timeout_seconds=None)
-    return Verdict(correct, prediction, "correct" if correct else "wrong")
-
-
-def _read_symbolic(spellings: list[str]) -> list:
-    """What the library reads in the first of the spellings that it can read."""
-    import math_verify
-
-    targets = [
-        math_verify.LatexExtractionConfig(boxed_match_priority=0),
-        math_verify.ExprExtractionConfig(),
-    ]
-    for text in spellings:
-        if readings := math_verify.parse(text, targets, parsing_timeout=None):
-            return readings
-    return []
+def grade_strict(response: str, truth: str) -> Verdict:
+    """Grades by the rules "strict": the last line "Answer: ...", in `strict_form`."""
+    answer = last_answer(response)
+    return compare(None if answer is None else strict_form(answer), strict_form(truth))

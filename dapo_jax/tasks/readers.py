@@ -1,27 +1,25 @@
-"""Data sets of prompts with ground-truth answers, and the endless stream that training reads.
+"""Files of problems with ground-truth answers: parquet, JSON lines, JSON and CSV.
 
 A file is read row by row; exact duplicates are merged and prompts with conflicting answers are
 dropped, with memory bounded by the distinct prompts (DAPO-Math-17k as published holds every row
-about 100 times). Nothing is dropped silently: a `Report` accounts for each row.
+about 100 times). Nothing is dropped silently: a `DataReport` accounts for each row.
 """
 
 import codecs
 import contextlib
+import csv
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-import grain
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.tokenizer import Tokenizer
-from dapo_jax.types import Example, Message, Prompt
+from dapo_jax.types import Example, Message
 
 # The prompt of DAPO, section 4.1.
 PROMPT_TEMPLATE = (
@@ -30,7 +28,7 @@ PROMPT_TEMPLATE = (
     "{problem}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
-KINDS = ("dapo_parquet", "gsm8k_jsonl", "jsonl", "arithmetic")
+TEMPLATES = {"none": "{problem}", "dapo": PROMPT_TEMPLATE}
 SHOWN_BAD_ROWS = 5
 
 T = TypeVar("T")
@@ -41,27 +39,32 @@ class DataError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a data set comes from.
+class Kind:
+    """A schema of files: the format and, where settings do not say otherwise, fields and template.
 
-    kind: "dapo_parquet" (DAPO-Math-17k's and AIME 2024's schema; prompts carry the template),
-        "gsm8k_jsonl" ({question, answer ending in "#### 42"}; we apply the template),
-        "jsonl" ({prompt: text or messages, answer: text}; used as it is) or
-        "arithmetic" (generated; we apply the template).
-    path: the file, for every kind but "arithmetic".
-    levels, count, seed, split: what `arithmetic.generate` takes.
+    answer_mark: the answer is what follows the last occurrence of it.
     """
 
-    kind: str
-    path: str = ""
-    levels: tuple[int, ...] = ()
-    count: int = 0
-    seed: int = 0
-    split: str = "train"
+    format: str
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    template: str = "none"
+    answer_mark: str = ""
+
+
+KINDS = {
+    # DAPO-Math-17k and AIME 2024 as published; their prompts carry the template.
+    "dapo_parquet": Kind("parquet", answer_field="reward_model.ground_truth"),
+    "gsm8k_jsonl": Kind("jsonl", "question", "answer", "dapo", answer_mark="####"),
+    "jsonl": Kind("jsonl"),
+    "json": Kind("json"),
+    "csv": Kind("csv"),
+}
+KIND_OF_ENDING = {".parquet": "dapo_parquet", ".jsonl": "jsonl", ".json": "json", ".csv": "csv"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class DataReport:
     """What became of every row of a data set.
 
     rows = kept + duplicates + conflicting_rows + overlong + bad_rows. A row is a duplicate when
@@ -72,18 +75,18 @@ class Report:
     name: str
     rows: int
     kept: int
-    duplicates: int
-    conflicting_prompts: int
-    conflicting_rows: int
-    bad_rows: int
-    bad_row_notes: tuple[str, ...]  # the first SHOWN_BAD_ROWS of them
+    duplicates: int = 0
+    conflicting_prompts: int = 0
+    conflicting_rows: int = 0
+    bad_rows: int = 0
+    bad_row_notes: tuple[str, ...] = ()  # the first SHOWN_BAD_ROWS of them
     overlong: int = 0
     max_prompt_tokens: int | None = None  # the limit, once prompts are tokenized
     mean_tokens: float = 0.0  # of the kept prompts
     longest_tokens: int = 0
 
     def lines(self) -> list[str]:
-        """The report for the start banner, one string a line."""
+        """Formats the report for the start banner, one string a line."""
         parts = [
             f"{self.rows:,} rows",
             f"{self.duplicates:,} duplicates merged",
@@ -105,107 +108,64 @@ class Report:
         return lines
 
 
-def load_prompts(
-    source: Source, tokenizer: Tokenizer, *, max_prompt_tokens: int, on_bad_row: str
-) -> tuple[list[Prompt], Report]:
-    """Reads, cleans and tokenizes a data set.
+def read(
+    path: str,
+    *,
+    kind: str = "",
+    prompt_field: str = "",
+    answer_field: str = "",
+    template: str = "",
+    on_bad_row: str = "error",
+) -> tuple[list[Example], DataReport]:
+    """Reads a file and merges its rows, in the order of their first occurrence.
 
-    Raises what `load_examples` raises, and DataError where no prompt is left.
-    """
-    examples, report = load_examples(source, on_bad_row=on_bad_row)
-    prompts, overlong = tokenize(examples, tokenizer, max_prompt_tokens=max_prompt_tokens)
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    report = dataclasses.replace(
-        report,
-        kept=len(prompts),
-        overlong=overlong,
-        max_prompt_tokens=max_prompt_tokens,
-        mean_tokens=float(np.mean(lengths)) if lengths else 0.0,
-        longest_tokens=max(lengths, default=0),
-    )
-    if not prompts:
-        raise DataError(
-            "No prompt is left: change data.path, data.kind or rollout.max_prompt_tokens.\n"
-            + "\n".join(report.lines())
-        )
-    return prompts, report
-
-
-def load_examples(source: Source, *, on_bad_row: str) -> tuple[list[Example], Report]:
-    """Reads a data set and merges its rows, in the order of their first occurrence.
-
+    kind: a name of KINDS; "": by the ending of the path.
+    prompt_field, answer_field: where a row has the prompt (text, or messages with role and
+        content) and the answer (text or a number); "a.b" is field b of field a. "": the kind's.
+    template: what a prompt of plain text is put into, a name of TEMPLATES. "": the kind's.
     on_bad_row: "error" raises DataError at the first row that has bad UTF-8, invalid JSON, a
         missing key, a null, a wrong type, an empty prompt or an empty answer; "skip" counts it.
 
     Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
-    for an unknown kind, a file of another format and a parquet file without a needed column.
+    for a setting that does not exist, a file of another format and a parquet file without a needed
+    column.
     """
-    if on_bad_row not in ("error", "skip"):
-        raise DataError(f'data.on_bad_row = {on_bad_row!r}: must be "error" or "skip".')
-    if source.kind not in KINDS:
-        raise DataError(f"data.kind = {source.kind!r}: must be one of {', '.join(KINDS)}.")
-    if source.kind == "arithmetic":
-        levels = ",".join(map(str, source.levels))
-        rows = _Rows(f"arithmetic (levels {levels}, {source.split})", "row", on_bad_row)
-        _read_arithmetic(source, rows)
-        return rows.result()
-    path = pathlib.Path(source.path)
-    if not path.is_file():
-        raise FileNotFoundError(f"No data file at {source.path!r}: set data.path.")
-    if source.kind == "dapo_parquet":
-        rows = _Rows(str(path), "row", on_bad_row)
-        _read_dapo_parquet(path, rows)
-    else:
-        rows = _Rows(str(path), "line", on_bad_row)
-        _read_jsonl(path, rows, _gsm8k if source.kind == "gsm8k_jsonl" else _prompt_and_answer)
+    file = pathlib.Path(path)
+    kind = kind or KIND_OF_ENDING.get(file.suffix, "")
+    if kind not in KINDS:
+        raise DataError(
+            f"kind = {kind!r}: must be one of {', '.join(KINDS)} or arithmetic"
+            + ("." if kind else f"; the ending of path = {path!r} does not say which.")
+        )
+    spec = KINDS[kind]
+    template = template or spec.template
+    if template not in TEMPLATES:
+        raise DataError(f"template = {template!r}: must be one of {', '.join(TEMPLATES)}.")
+    rows = Rows(path, "line" if spec.format == "jsonl" else "row", on_bad_row)
+    if not file.is_file():
+        raise FileNotFoundError(f"No data file at {path!r}: set path.")
+    prompt_field, answer_field = (
+        prompt_field or spec.prompt_field,
+        answer_field or spec.answer_field,
+    )
+    for row, record_of in _FORMATS[spec.format](file, [prompt_field, answer_field]):
+        with rows.reading(row):
+            record = record_of()
+            prompt = _prompt(_field(record, prompt_field), prompt_field, template)
+            answer = _answer(_field(record, answer_field), answer_field, spec.answer_mark)
+            rows.add(row, prompt, answer)
     return rows.result()
 
 
-def tokenize(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, max_prompt_tokens: int
-) -> tuple[list[Prompt], int]:
-    """The examples of at most `max_prompt_tokens` tokens, tokenized; and how many were longer."""
-    prompts = [
-        Prompt(np.asarray(token_ids, np.int32), example)
-        for example in examples
-        if len(token_ids := tokenizer.encode_chat(example.prompt)) <= max_prompt_tokens
-    ]
-    return prompts, len(examples) - len(prompts)
+class Rows:
+    """Collects the rows of one data set: merges, counts, and refuses or skips the bad ones.
 
-
-class PromptStream(Generic[T]):
-    """The endless stream of training prompts: stream[cursor] for every integer cursor >= 0.
-
-    Epoch e is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once, in an
-    order that depends on the seed and e alone. Access is random and costs the same anywhere, so
-    the cursor is all the state there is. seed: 0 to 2**32 - 1.
+    place: the file, or the generator. row_word: "line" (from 1) or "row" (from 0).
     """
 
-    def __init__(self, items: Sequence[T], *, seed: int):
-        if len(items) == 0:
-            raise DataError("No training prompts: change data.path.")
-        if not 0 <= seed < 2**32:
-            raise DataError(f"The data seed is {seed}: must be 0 to 2**32 - 1.")
-        self._epoch_items = len(items)
-        self._dataset = grain.MapDataset.source(items).shuffle(seed=seed).repeat()
-
-    def __len__(self) -> int:
-        """Number of items of one epoch."""
-        return self._epoch_items
-
-    def __getitem__(self, cursor: int) -> T:
-        if cursor < 0:
-            raise IndexError(f"The prompt cursor is {cursor}: must be 0 or more.")
-        return self._dataset[int(cursor)]
-
-    def __iter__(self) -> Iterator[T]:
-        raise TypeError("A PromptStream has no end: take stream[cursor].")
-
-
-class _Rows:
-    """Collects the rows of one data set: merges, counts, and refuses or skips the bad ones."""
-
     def __init__(self, place: str, row_word: str, on_bad_row: str):
+        if on_bad_row not in ("error", "skip"):
+            raise DataError(f'data.on_bad_row = {on_bad_row!r}: must be "error" or "skip".')
         self._place = place
         self._name = pathlib.Path(place).name
         self._row_word = row_word
@@ -244,11 +204,11 @@ class _Rows:
         elif first.answer != answer:
             self._conflicts.add(digest)
 
-    def result(self) -> tuple[list[Example], Report]:
-        """The distinct examples without conflicts, and the account of all rows."""
+    def result(self) -> tuple[list[Example], DataReport]:
+        """Returns the distinct examples without conflicts, and the account of all rows."""
         kept = [example for digest, example in self._first.items() if digest not in self._conflicts]
         conflicting_rows = sum(self._occurrences[digest] for digest in self._conflicts)
-        return kept, Report(
+        return kept, DataReport(
             name=self._name,
             rows=self._row_count,
             kept=len(kept),
@@ -260,128 +220,164 @@ class _Rows:
         )
 
 
-def _read_dapo_parquet(path: pathlib.Path, rows: _Rows) -> None:
+# Each format's reader yields a row's number and a function that returns the row as a dict, or
+# raises ValueError where this one row is bad.
+Records = Iterator[tuple[int, Callable[[], dict]]]
+
+
+def _parquet(path: pathlib.Path, fields: Sequence[str]) -> Records:
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path} is not a readable parquet file: {error} (data.path, data.kind)."
-        ) from error
+        raise DataError(f"{path} is not a readable parquet file: {error} (path, kind).") from error
     with file:
-        _check_dapo_columns(path, file.schema_arrow)
+        _check_columns(path, file.schema_arrow, fields)
         row = 0
-        for batch in _batches(path, file):
+        for batch in _batches(path, file, fields):
             try:
                 records = batch.to_pylist()
             except UnicodeDecodeError:  # one bad row: read this batch row by row to name it
                 records = None
             for offset in range(batch.num_rows):
-                with rows.reading(row):
-                    record = records[offset] if records is not None else _record(batch, offset)
-                    prompt = _messages(record["prompt"])
-                    reward_model = _typed(record["reward_model"], dict, "reward_model")
-                    answer = _text(reward_model["ground_truth"], "reward_model.ground_truth")
-                    rows.add(row, prompt, answer.strip())
+                if records is None:
+                    yield row, lambda b=batch, o=offset: b.slice(o, 1).to_pylist()[0]
+                else:
+                    yield row, lambda record=records[offset]: record
                 row += 1
 
 
-def _record(batch: pa.RecordBatch, offset: int) -> dict:
-    return batch.slice(offset, 1).to_pylist()[0]
-
-
-def _check_dapo_columns(path: pathlib.Path, schema: pa.Schema) -> None:
-    missing = [name for name in ("prompt", "reward_model") if name not in schema.names]
-    if not missing:
-        reward_type = schema.field("reward_model").type
-        fields = [f.name for f in reward_type] if pa.types.is_struct(reward_type) else []
-        if "ground_truth" not in fields:
-            missing = ["reward_model.ground_truth"]
+def _check_columns(path: pathlib.Path, schema: pa.Schema, fields: Sequence[str]) -> None:
+    missing = [name for field in fields if (name := _missing_column(schema, field))]
     if missing:
+        columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
         raise DataError(
-            f"{path} has no column {' and no column '.join(missing)}; it has "
-            f"{', '.join(str(field.name) + ': ' + str(field.type) for field in schema)}. "
-            "Change data.path or data.kind."
+            f"{path} has no column {' and no column '.join(missing)}; it has {columns}. Change "
+            "prompt_field, answer_field, path or kind."
         )
 
 
-def _batches(path: pathlib.Path, file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+def _missing_column(schema: pa.Schema, field: str) -> str | None:
+    """Returns the first part of a dotted field that the schema lacks; None where it has all."""
+    if field in schema.names:
+        return None
+    columns, found = {column.name: column.type for column in schema}, []
+    for part in field.split("."):
+        found.append(part)
+        if part not in columns:
+            return ".".join(found)
+        inside = columns[part]
+        columns = {c.name: c.type for c in inside} if pa.types.is_struct(inside) else {}
+    return None
+
+
+def _batches(
+    path: pathlib.Path, file: pq.ParquetFile, fields: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
     row = 0
     try:
-        for batch in file.iter_batches(1024, columns=["prompt", "reward_model.ground_truth"]):
+        for batch in file.iter_batches(1024, columns=list(fields)):
             yield batch
             row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{path} is damaged at or after row {row} (from 0): {error}. Fetch the file again "
-            "(data.path)."
+            f"{path} is damaged at or after row {row} (from 0): {error}. Fetch the file again."
         ) from error
 
 
-def _read_jsonl(path: pathlib.Path, rows: _Rows, parse) -> None:
+def _json_lines(path: pathlib.Path, fields: Sequence[str]) -> Records:
     with path.open("rb") as file:
         for line_number, line in enumerate(file, start=1):
             if line_number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
-                with rows.reading(line_number):
-                    rows.add(line_number, *parse(_json_object(line)))
+                yield line_number, lambda line=line: _typed(_parsed(line), dict, "the line")
 
 
-def _json_object(line: bytes) -> dict:
+def _json(path: pathlib.Path, fields: Sequence[str]) -> Records:
+    """Reads a list of objects, or, since files of that name often are, JSON lines."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        records = _parsed(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    except ValueError:
+        records = None
+    if not isinstance(records, list):
+        yield from (
+            (row, record_of) for row, (_, record_of) in enumerate(_json_lines(path, fields))
+        )
+        return
+    for row, record in enumerate(records):
+        yield row, lambda record=record: _typed(record, dict, "the row")
+
+
+def _csv(path: pathlib.Path, fields: Sequence[str]) -> Records:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for row, record in enumerate(csv.DictReader(file, strict=True)):
+                yield row, lambda record=record: record
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a readable CSV file: {error} (path, kind).") from error
+
+
+_FORMATS = {"parquet": _parquet, "jsonl": _json_lines, "json": _json, "csv": _csv}
+
+
+def _parsed(text: bytes) -> object:
+    try:
+        return json.loads(text.decode("utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"invalid JSON ({error})") from error
     except RecursionError as error:
         raise ValueError("invalid JSON (nested too deeply)") from error
-    return _typed(record, dict, "the line")
 
 
-def _prompt_and_answer(record: dict) -> tuple[tuple[Message, ...], str]:
-    prompt, answer = _get(record, "prompt"), _get(record, "answer")
-    return _messages(prompt), _text(answer, "answer").strip()
-
-
-def _gsm8k(record: dict) -> tuple[tuple[Message, ...], str]:
-    question = _text(_get(record, "question"), "question")
-    solution = _text(_get(record, "answer"), "answer")
-    _, mark, answer = solution.rpartition("####")
-    if not mark:
-        raise ValueError('answer has no "####" before its result')
-    answer = answer.replace(",", "").strip()
-    return _templated(question), _text(answer, 'answer after "####"')
-
-
-def _read_arithmetic(source: Source, rows: _Rows) -> None:
-    problems = arithmetic.generate(source.levels, source.count, source.seed, split=source.split)
-    for row, problem in enumerate(problems):
-        with rows.reading(row):
-            rows.add(row, _templated(problem.question), _text(problem.answer, "answer"))
-
-
-def _templated(problem: str) -> tuple[Message, ...]:
-    return ({"role": "user", "content": PROMPT_TEMPLATE.format(problem=problem)},)
-
-
-def _messages(prompt: object) -> tuple[Message, ...]:
-    """A prompt as messages; a plain text is one message of the user."""
-    if isinstance(prompt, str):
-        return ({"role": "user", "content": _text(prompt, "prompt")},)
+def _prompt(value: object, name: str, template: str) -> tuple[Message, ...]:
+    """Reads a prompt as messages; a plain text is one message of the user, in the template."""
+    if isinstance(value, str):
+        return templated(_text(value, name), template)
     messages = []
-    for i, message in enumerate(_typed(prompt, list, "prompt")):
-        message = _typed(message, dict, f"prompt[{i}]")
+    for i, message in enumerate(_typed(value, list, name)):
+        message = _typed(message, dict, f"{name}[{i}]")
         messages.append(
-            {key: _text(_get(message, key), f"prompt[{i}].{key}") for key in ("role", "content")}
+            {key: _text(_field(message, key), f"{name}[{i}].{key}") for key in ("role", "content")}
         )
     if not messages:
-        raise ValueError("prompt is empty")
+        raise ValueError(f"{name} is empty")
+    if template != "none":
+        raise ValueError(f"{name} has messages, which take no template: set template=none")
     return tuple(messages)
 
 
-def _get(record: dict, key: str) -> object:
-    if key not in record:
-        raise ValueError(f"{key!r} is missing; there are {', '.join(map(repr, record)) or 'none'}")
-    return record[key]
+def templated(problem: str, template: str) -> tuple[Message, ...]:
+    """Makes a user's message of a problem in plain text."""
+    return ({"role": "user", "content": TEMPLATES[template].replace("{problem}", problem)},)
+
+
+def _answer(value: object, name: str, mark: str) -> str:
+    """Reads an answer; of numbers, integral ones have no decimals: 42.0 is "42"."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+        return str(int(value)) if value == int(value) else repr(value)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} is a {type(value).__name__}, not a text or a number")
+    answer = _text(value, name)
+    if mark:
+        _, found, answer = answer.rpartition(mark)
+        if not found:
+            raise ValueError(f'{name} has no "{mark}" before its result')
+        answer, name = answer.replace(",", ""), f'{name} after "{mark}"'
+    return _text(answer, name).strip()
+
+
+def _field(record: dict, name: str) -> object:
+    """Looks up a field, or field b of field a under the name "a.b"."""
+    if name in record:
+        return record[name]
+    outer, _, inner = name.partition(".")
+    if outer not in record:
+        raise ValueError(
+            f"{outer!r} is missing; there are {', '.join(map(repr, record)) or 'none'}"
+        )
+    return _field(_typed(record[outer], dict, outer), inner)
 
 
 def _typed(value: object, kind: type[T], name: str) -> T:
@@ -393,7 +389,7 @@ def _typed(value: object, kind: type[T], name: str) -> T:
 
 
 def _text(value: object, name: str) -> str:
-    """Text that is not blank and can be encoded (JSON escapes allow half a surrogate pair)."""
+    """Checks that a text is not blank and can be encoded (JSON allows half a surrogate pair)."""
     text = _typed(value, str, name)
     if not text.strip():
         raise ValueError(f"{name} is empty")

@@ -23,7 +23,7 @@ from absl import app, flags
 
 from dapo_jax import rollout, train
 from dapo_jax.run import build
-from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.files import read_rows
 from dapo_jax.run.snapshots import Boundaries
 from dapo_jax.sampler import cache, engine
 from experiments.benchmarks import common

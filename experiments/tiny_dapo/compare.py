@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report.__main__ import Run, load_run, tokens_before
+from dapo_jax.report.runs import Run, load_run, tokens_before
 
 METRIC = ("arithmetic", "mean@8")
 

@@ -1,0 +1,199 @@
+"""Runs read from their folders, and what their numbers say: first against last, totals, configs.
+
+Row s of metrics.jsonl describes responses of the policy after s finished steps, and eval/<n>.json
+the policy after n: both share the axis "finished rollout steps".
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dapo_jax.run.display import format_duration
+from dapo_jax.run.files import read_rows
+from dapo_jax.run.metrics import METRICS, Metric
+
+AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The contents of a run's folder.
+
+    rows: metrics.jsonl, in order. evaluations: set and metric -> {finished steps: value}, for
+    instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}. config: dotted key -> value.
+    """
+
+    rows: list[dict]
+    evaluations: dict[tuple[str, str], dict[int, float]]
+    config: dict[str, object]
+
+
+def load_run(workdir: str | pathlib.Path) -> Run:
+    """Reads metrics.jsonl, eval/*.json and config.json; the last two may be absent.
+
+    Raises FileNotFoundError for a folder without metrics.jsonl, ValueError for one without rows
+    and for a broken file, with its name.
+    """
+    workdir = pathlib.Path(workdir)
+    path = workdir / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: --workdir={workdir} holds no training run")
+    rows = read_rows(path)
+    if not rows:
+        raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
+    config_path = workdir / "config.json"
+    config = _flatten(_read_json(config_path)) if config_path.is_file() else {}
+    return Run(rows=rows, evaluations=_read_evaluations(workdir / "eval"), config=config)
+
+
+def _read_json(path: pathlib.Path) -> dict:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
+    curves: dict[tuple[str, str], dict[int, float]] = {}
+    results = {path: _read_json(path) for path in folder.glob("*.json")}
+    for path, result in results.items():
+        if type(result.get("step")) is not int or not isinstance(result.get("sets"), dict):
+            raise ValueError(f"{path} is no evaluation: it needs an integer 'step' and 'sets'")
+    for result in sorted(results.values(), key=lambda result: result["step"]):
+        for name, metrics in result["sets"].items():
+            for metric, value in metrics.items():
+                if metric.startswith(("mean@", "pass@", "maj@")) and value is not None:
+                    curves.setdefault((name, metric), {})[result["step"]] = value
+    return curves
+
+
+def _flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
+    """{"algo": {"eps_low": 0.2}} -> {"algo.eps_low": 0.2}."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def labelled(workdirs: Sequence[str | pathlib.Path]) -> dict[str, pathlib.Path]:
+    """Distinct folders by name; by whole path where two share a name."""
+    folders = list(dict.fromkeys(pathlib.Path(workdir).resolve() for workdir in workdirs))
+    names = [folder.name for folder in folders]
+    return {
+        folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders
+    }
+
+
+def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
+    """The rows' values of a key, [rows] float64, NaN where missing."""
+    values = [row.get(key) for row in rows]
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
+    """Finished steps -> tokens sampled for training before: 0 -> 0, then each row's total."""
+    known = (row for row in rows if row.get("sampled_tokens_total") is not None)
+    return {0: 0.0, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
+
+
+def thinned(rows: Sequence[Mapping], *, limit: int) -> list[Mapping]:
+    """At most `limit` (2 or more) rows at even distances, the first and the last among them."""
+    if len(rows) <= limit:
+        return list(rows)
+    return [rows[index] for index in np.linspace(0, len(rows) - 1, limit).round().astype(int)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A quantity at a run's start and end; `best` and its step only where higher is better."""
+
+    first: float
+    last: float
+    best: float | None
+    best_step: int | None
+    metric: Metric
+
+    def text(self, value: float) -> str:
+        return self.metric.text(value).strip()
+
+
+def averaged_rows(rows: Sequence[Mapping]) -> int:
+    """How many rows `changes` averages at each end: a tenth of the run, 1 to AVERAGED_STEPS."""
+    return min(AVERAGED_STEPS, max(1, len(rows) // 10))
+
+
+def changes(run: Run) -> dict[str, Change]:
+    """Name -> start and end of the evaluations and of the metrics that have a summary.
+
+    Evaluations compare the first with the last file; metrics the means of `averaged_rows(rows)`
+    rows at either end.
+    """
+    result = {}
+    for (name, score), values in run.evaluations.items():
+        steps = list(values)
+        best_step = max(steps, key=values.__getitem__)
+        metric = Metric(f"eval/{name}/{score}", "share", "", form="{:.1%}")
+        ends = values[steps[0]], values[steps[-1]]
+        result[f"{name} {score}"] = Change(*ends, values[best_step], best_step, metric)
+    edge = averaged_rows(run.rows)
+    for metric in METRICS:
+        values = column(run.rows, metric.key)
+        valid = values[np.isfinite(values)]
+        if not metric.summary or not len(valid):
+            continue
+        best = best_step = None
+        if metric.higher_is_better:
+            best, best_step = float(valid.max()), run.rows[int(np.nanargmax(values))]["step"]
+        ends = float(valid[:edge].mean()), float(valid[-edge:].mean())
+        result[metric.summary] = Change(*ends, best, best_step, metric)
+    return result
+
+
+def totals(run: Run) -> dict[str, str]:
+    """Name -> formatted sums over the rows: steps, time, tokens, tokens per second, skips."""
+    result = {"rollout steps": str(len(run.rows))}
+    seconds = float(np.nansum(column(run.rows, "seconds/total")))
+    tokens = max(tokens_before(run.rows).values())
+    if seconds > 0:
+        result["wall time"] = format_duration(seconds)
+    if tokens > 0:
+        result["sampled tokens"] = f"{int(tokens):,}"
+    if tokens > 0 and seconds > 0:
+        result["sampled tokens per second"] = f"{tokens / seconds:,.0f}"
+    skipped = float(np.nansum(column(run.rows, "updates_skipped")))
+    if skipped > 0:
+        result["updates skipped"] = f"{skipped:.0f}"
+    return result
+
+
+def summary_lines(run: Run) -> list[str]:
+    """The end of a run in a few aligned lines: first -> last (best), then the totals."""
+    all_changes, all_totals = changes(run), totals(run)
+    width = max(map(len, [*all_changes, *all_totals]))
+    lines = []
+    for name, change in all_changes.items():
+        line = f"{name:<{width}}  {change.text(change.first):>8} -> {change.text(change.last):>8}"
+        if change.best is not None:
+            line += f"   best {change.text(change.best)} at step {change.best_step}"
+        lines.append(line)
+    return lines + [f"{name:<{width}}  {text:>8}" for name, text in all_totals.items()]
+
+
+def config_differences(runs: Mapping[str, Run]) -> dict[str, list[str]]:
+    """Dotted config keys on which the runs differ -> their values as JSON, '-' where absent."""
+    keys = dict.fromkeys(key for run in runs.values() for key in run.config)
+    texts = {
+        key: [json.dumps(run.config[key]) if key in run.config else "-" for run in runs.values()]
+        for key in keys
+    }
+    return {key: values for key, values in texts.items() if len(set(values)) > 1}

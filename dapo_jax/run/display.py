@@ -1,0 +1,264 @@
+"""The display of a run: live progress in a terminal, plain lines in a log, sampled responses.
+
+Text of the model, of data or of errors prints literally, whatever it holds.
+"""
+
+import collections
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from dapo_jax.run.metrics import METRICS, Metric
+
+PLAIN_WIDTH = 140  # columns of a sample in a log file, which has no width of its own
+ELAPSED_FROM = 50  # narrower terminals show only the remaining time beside the bar
+QUIET_SECONDS = 60.0  # a log that has been silent for so long also shows the phases of a step
+ETA_STEPS = 20  # the remaining time rests on the median of so many last steps
+PROMPT_CHARACTERS = 120
+RESPONSE_CHARACTERS = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A sampled response with its verdict, as shown to a person."""
+
+    prompt: str
+    response: str
+    truth: str
+    prediction: str | None
+    correct: bool
+    status: str  # the verifier's reason, for instance "no answer"
+    reward: float
+    response_tokens: int
+    truncated: bool  # ran into the length limit instead of a stop token
+
+
+def printable(text: str) -> str:
+    """Text of unknown origin on one line: nothing in it can move the cursor or change colours.
+
+    A line break becomes a return sign, every other unprintable character (control, bidirectional,
+    surrogate) its Python escape.
+    """
+    return "".join(
+        char
+        if char.isprintable()
+        else "⏎"
+        if char == "\n"
+        else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def shorten_middle(text: str, *, limit: int) -> str:
+    """At most `limit` characters from the two ends of a text, with the count of those left out."""
+    if len(text) <= limit:
+        return text
+    head, tail = (limit + 1) // 2, limit // 2
+    return f"{text[:head]} ...({len(text) - limit} more)... {text[len(text) - tail :]}"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as h:mm:ss, with days where there are some."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days} d " if days else "") + f"{hour}:{minute:02d}:{second:02d}"
+
+
+def evaluation_line(row: Mapping) -> str | None:
+    """The row's `eval/<set>/<metric>` values on one line; None where it has none."""
+    by_set: dict[str, list[str]] = {}
+    for key, value in row.items():
+        if key.startswith("eval/") and value is not None:
+            name, _, metric = key.removeprefix("eval/").rpartition("/")
+            by_set.setdefault(name, []).append(f"{metric} {float(value):.1%}")
+    if not by_set:
+        return None
+    sets = "; ".join(f"{name}: {', '.join(values)}" for name, values in by_set.items())
+    return f"evaluation after {row['step'] + 1} steps  {sets}"
+
+
+class Display:
+    """Live progress in a terminal, aligned plain lines anywhere else. Use it as a context manager.
+
+    Args:
+        num_steps: rollout steps of the whole run.
+        first_step: the first step that this process does (0, or the one after a restored step).
+        console: where to print; None means standard output.
+        quiet: print nothing.
+
+    Steps carry the number that metrics.jsonl and rollouts/ use; the count beside it (1 after
+    step 0) is that of finished steps.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        first_step: int,
+        *,
+        console: Console | None = None,
+        quiet: bool = False,
+    ):
+        if console is None:
+            console = Console(quiet=quiet)
+            if not console.is_terminal:
+                console.width = PLAIN_WIDTH
+        self._console = console
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._num_steps = num_steps
+        self._done = first_step
+        self._row: Mapping = {}
+        self._phase_text: str | None = None
+        self._step_seconds = collections.deque(maxlen=ETA_STEPS)
+        self._start_seconds = self._phase_start_seconds = time.monotonic()
+        self._last_line_seconds = self._start_seconds
+        self._spinner = Spinner("line", style="cyan")  # ASCII: any terminal's encoding has it
+        self._live = Live(
+            get_renderable=self._render,
+            console=self._console,
+            refresh_per_second=4,
+            vertical_overflow="crop",
+        )
+
+    def __enter__(self) -> "Display":
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._phase_text = None
+        if self._is_live:
+            self._live.stop()
+
+    def phase(self, text: str) -> None:
+        """Says what is going on now, for instance 'rollout: 24/32 informative groups'."""
+        text = self._safe(text)
+        now = time.monotonic()
+        if self._phase_text is None or text.split(":")[0] != self._phase_text.split(":")[0]:
+            self._phase_start_seconds = now
+        self._phase_text = text
+        if not self._is_live and now - self._last_line_seconds >= QUIET_SECONDS:
+            self.line(f"  ... {text}")
+
+    def step(self, row: Mapping) -> None:
+        """Shows a finished step's row (the keys of metrics.jsonl; missing ones show as '-')."""
+        self._row = row
+        self._phase_text = None
+        self._done = int(row["step"]) + 1
+        if row.get("seconds/total") is not None:
+            self._step_seconds.append(float(row["seconds/total"]))
+        if self._is_live:
+            self._live.refresh()
+        else:
+            self.line(self._step_line(row))
+        evaluation = evaluation_line(row)
+        if evaluation is not None:
+            self.line(evaluation)
+
+    def line(self, text: str) -> None:
+        """Prints text, which may have several lines, as it is; in a terminal above the bar."""
+        self._last_line_seconds = time.monotonic()
+        for line in text.split("\n"):
+            self._console.print(Text(self._safe(line)), soft_wrap=True, highlight=False)
+
+    def last_line(self, text: str) -> None:
+        """Prints text and leaves the terminal as it was; for a process that ends at once."""
+        self.line(text)
+        self.__exit__()
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Prints sampled responses with their verdicts, rewards and ends."""
+        self.line(f"samples of step {step}")
+        for sample in samples:
+            self._console.print(*self._sample(sample), sep="\n", highlight=False)
+
+    def _safe(self, text: str) -> str:
+        """Printable text in the console's encoding, which may be plain ASCII."""
+        encoding = self._console.encoding
+        return printable(text).encode(encoding, "backslashreplace").decode(encoding)
+
+    def _eta(self) -> str:
+        if not self._step_seconds:
+            return "-"
+        remaining_steps = max(0, self._num_steps - self._done)
+        return format_duration(statistics.median(self._step_seconds) * remaining_steps)
+
+    def _step_line(self, row: Mapping) -> str:
+        digits = len(str(self._num_steps))
+        seconds = row.get("seconds/total")
+        parts = [
+            f"step {row['step']:>{digits}} ({self._done:>{digits}}/{self._num_steps})",
+            *(f"{metric.line} {metric.text(row.get(metric.key))}" for metric in _watched()),
+            f"{'-' if seconds is None else f'{float(seconds):.1f}':>7} s",
+            f"eta {self._eta()}",
+        ]
+        return "  ".join(parts)
+
+    def _render(self) -> Group:
+        times = f"eta {self._eta()}"
+        if self._console.width >= ELAPSED_FROM:
+            times = f"{format_duration(time.monotonic() - self._start_seconds)}  {times}"
+        bar = Table.grid(expand=True, padding=(0, 1))
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        bar.add_row(
+            Text(f"step {self._done}/{self._num_steps}", style="bold", overflow="crop"),
+            ProgressBar(total=max(1, self._num_steps), completed=self._done),
+            Text(times, style="dim", overflow="crop"),
+        )
+        lines = [bar]
+        if self._row:
+            numbers = (
+                Text.assemble((m.line, "dim"), " ", (m.text(self._row.get(m.key)).strip(), "bold"))
+                for m in _watched()
+            )
+            lines.append(Columns(numbers, padding=(0, 3)))
+        if self._phase_text is not None:
+            seconds = format_duration(time.monotonic() - self._phase_start_seconds)
+            self._spinner.update(text=Text(f"{self._phase_text}  ({seconds})", overflow="fold"))
+            lines.append(self._spinner)
+        return Group(*lines)
+
+    def _sample(self, sample: Sample) -> Iterator[Table | Text]:
+        """A line with the verdict, then the ends of prompt and response."""
+
+        def text(value: str, style: str = "", *, limit: int = 60) -> Text:
+            shown = self._safe(shorten_middle(value, limit=limit))
+            return Text(shown, style=style, overflow="fold")
+
+        verdict = "correct" if sample.correct else "wrong"
+        color = "green" if sample.correct else "red"
+        if self._safe(sample.status) not in ("", verdict):
+            verdict += f": {sample.status}"
+        prediction = "(none)" if sample.prediction is None else sample.prediction
+        end = ("truncated", "yellow") if sample.truncated else ("stop", "dim")
+        numbers = f"reward {sample.reward:+.2f}, {sample.response_tokens} tokens, "
+        yield Text.assemble(
+            *(text(verdict, f"bold {color}"), ", truth ", text(sample.truth), ", prediction "),
+            *(text(prediction), ", ", numbers, end),
+            overflow="fold",
+        )
+        prompt = sample.prompt.strip()
+        if len(prompt) > PROMPT_CHARACTERS:
+            prompt = "..." + prompt[-PROMPT_CHARACTERS:]
+        texts = Table.grid(padding=(0, 1), expand=True)
+        texts.add_column(style="dim", no_wrap=True)
+        texts.add_column(ratio=1, overflow="fold")
+        texts.add_row("  prompt", text(prompt, "dim", limit=PROMPT_CHARACTERS + 3))
+        texts.add_row("  response", text(sample.response, limit=RESPONSE_CHARACTERS))
+        yield texts
+
+
+def _watched() -> list[Metric]:
+    """The metrics of the live line."""
+    return [metric for metric in METRICS if metric.line]

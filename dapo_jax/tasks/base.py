@@ -1,0 +1,120 @@
+"""A task: examples with ground truth, and the grading of responses to them.
+
+A task of one's own is one class in one file, named in the config by "module:Class":
+
+    --config.data.train.task=my_tasks.countdown:Countdown
+
+It is constructed with those settings of the data set (`configs.base.dataset`), `rules` and
+`on_bad_row` that are parameters of it, and with all of the data set's `args`. The module is
+imported from the working directory or PYTHONPATH.
+"""
+
+import difflib
+import importlib
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from dapo_jax.tasks.readers import DataError, DataReport
+from dapo_jax.tasks.tokenizer import Tokenizer
+from dapo_jax.types import Example, Group, Verdict
+
+BUILT_IN = {
+    "math": "dapo_jax.tasks.math_problems:MathProblems",
+    "arithmetic": "dapo_jax.tasks.arithmetic:Arithmetic",
+}
+
+
+class Task(Protocol):
+    """What a task has to have.
+
+    A method `grade_many(responses, example) -> list[Verdict]` is used where there is one: it
+    grades all responses to an example at once.
+    """
+
+    def load(self) -> Iterable[Example] | tuple[list[Example], DataReport]:
+        """Returns the examples, always the same and in the same order; maybe with a report."""
+
+    def grade(self, response: str, example: Example) -> Verdict:
+        """Grades one response, the same each time; may run in another thread.
+
+        Dynamic sampling looks at `Verdict.correct` alone; `Verdict.score` is the reward.
+        """
+
+
+def make_task(key: str, settings: Mapping) -> Task:
+    """Makes the task that a data set names, out of the settings that it takes.
+
+    key: the config key of the data set, for messages. settings["task"]: a name of BUILT_IN or
+    "module:Class"; "": the built-in one for settings["kind"]. Raises DataError where there is no
+    such task, or where it takes other settings.
+    """
+    name = settings["task"] or ("arithmetic" if settings["kind"] == "arithmetic" else "math")
+    task_class = _task_class(f"{key}.task = {name!r}", BUILT_IN.get(name, name))
+    signature = inspect.signature(task_class)
+    arguments = {name: settings[name] for name in signature.parameters if name in settings}
+    arguments |= settings["args"]
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise DataError(
+            f"{key}.task = {name!r}: {error} ({key}.args); it takes {signature}"
+        ) from error
+    return task_class(**arguments)
+
+
+def _task_class(setting: str, name: str) -> type:
+    """Imports "module:Class"; DataError with the setting and what there is instead."""
+    module_name, _, class_name = name.partition(":")
+    if not (module_name and class_name):
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DataError(
+            f"{setting}: there is no such task.{hint} Built in are {', '.join(BUILT_IN)}; one of "
+            'your own is named "module:Class".'
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports one that is not
+        raise DataError(
+            f"{setting}: there is no module {error.name!r} in the working directory or on "
+            f"PYTHONPATH. Built in are {', '.join(BUILT_IN)}."
+        ) from error
+    task_class = getattr(module, class_name, None)
+    if not all(callable(getattr(task_class, method, None)) for method in ("load", "grade")):
+        tasks = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isclass(value) and hasattr(value, "load") and hasattr(value, "grade")
+        ]
+        what = "no class of this name" if task_class is None else "no methods load and grade in it"
+        raise DataError(
+            f"{setting}: {module.__file__} has {what}; its tasks are {', '.join(tasks) or 'none'}."
+        )
+    return task_class
+
+
+def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[Verdict]:
+    """Grades all responses to an example; raises TypeError where the task gives no verdicts."""
+    if hasattr(task, "grade_many"):
+        verdicts = list(task.grade_many(responses, example))
+    else:
+        verdicts = [task.grade(response, example) for response in responses]
+    name = type(task).__name__
+    if len(verdicts) != len(responses):
+        raise TypeError(f"{name} gave {len(verdicts)} verdicts on {len(responses)} responses")
+    for verdict in verdicts:
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"{name} graded a response {verdict!r}, which is no Verdict")
+        if verdict.score is not None and not math.isfinite(verdict.score):
+            raise TypeError(f"{name} gave a response the score {verdict.score}")
+    return verdicts
+
+
+def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
+    """Decodes and grades the responses of a group."""
+    texts = [tokenizer.decode(response.tokens_T.tolist()) for response in group.responses]
+    return group.graded(texts, grade_many(task, texts, group.prompt.example))

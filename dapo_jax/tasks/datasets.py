@@ -1,0 +1,112 @@
+"""Data sets: a task's examples as tokenized prompts, and the endless stream that training reads."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import grain
+import numpy as np
+
+from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.readers import DataError, DataReport
+from dapo_jax.tasks.tokenizer import Tokenizer
+from dapo_jax.types import Example, Group, Prompt
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """The prompts of a task, and its grading.
+
+    grade: decodes and grades the responses of a group. report: accounts for each row of the data.
+    """
+
+    prompts: list[Prompt]
+    grade: Callable[[Group], Group]
+    report: DataReport
+
+
+def load_dataset(
+    key: str, settings: Mapping, tokenizer: Tokenizer, *, max_prompt_tokens: int
+) -> Dataset:
+    """Makes a data set's task, loads its examples and tokenizes them.
+
+    key: the config key of the data set, for messages. settings: its values (`configs.base.dataset`)
+    and those of the keys `rules` and `on_bad_row`; max_prompts of the prompts are kept (0: all).
+
+    Raises FileNotFoundError for a missing file and DataError for a task that does not exist, bad
+    rows, or where no prompt is left.
+    """
+    task = make_task(key, settings)
+    try:
+        loaded = task.load()
+        name = settings["task"] or key
+        examples, report = loaded if isinstance(loaded, tuple) else _accounted(loaded, name)
+        prompts, overlong = tokenize(examples, tokenizer, max_prompt_tokens=max_prompt_tokens)
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        report = dataclasses.replace(
+            report,
+            kept=len(prompts),
+            overlong=overlong,
+            max_prompt_tokens=max_prompt_tokens,
+            mean_tokens=float(np.mean(lengths)) if lengths else 0.0,
+            longest_tokens=max(lengths, default=0),
+        )
+        if not prompts:
+            raise DataError(
+                "No prompt is left: change path, kind or rollout.max_prompt_tokens.\n"
+                + "\n".join(report.lines())
+            )
+    except (DataError, FileNotFoundError) as error:
+        raise type(error)(f"{key}: {error}") from error
+    grade = functools.partial(graded, task=task, tokenizer=tokenizer)
+    return Dataset(prompts[: settings["max_prompts"] or None], grade, report)
+
+
+def _accounted(examples: Iterable[Example], name: str) -> tuple[list[Example], DataReport]:
+    """Adds the report of a task that gives none: all its examples are kept."""
+    examples = list(examples)
+    return examples, DataReport(name, rows=len(examples), kept=len(examples))
+
+
+def tokenize(
+    examples: Sequence[Example], tokenizer: Tokenizer, *, max_prompt_tokens: int
+) -> tuple[list[Prompt], int]:
+    """Tokenizes the examples of at most `max_prompt_tokens` tokens, and counts the longer ones."""
+    prompts = [
+        Prompt(np.asarray(token_ids, np.int32), example)
+        for example in examples
+        if len(token_ids := tokenizer.encode_chat(example.prompt)) <= max_prompt_tokens
+    ]
+    return prompts, len(examples) - len(prompts)
+
+
+class PromptStream(Generic[T]):
+    """The endless stream of training prompts: stream[cursor] for every integer cursor >= 0.
+
+    Epoch e is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once, in an
+    order that depends on the seed and e alone. Access is random and costs the same anywhere, so
+    the cursor is all the state there is. seed: 0 to 2**32 - 1.
+    """
+
+    def __init__(self, items: Sequence[T], *, seed: int):
+        if len(items) == 0:
+            raise DataError("No training prompts: change data.train.")
+        if not 0 <= seed < 2**32:
+            raise DataError(f"The data seed is {seed}: must be 0 to 2**32 - 1.")
+        self._epoch_items = len(items)
+        self._dataset = grain.MapDataset.source(items).shuffle(seed=seed).repeat()
+
+    def __len__(self) -> int:
+        """Number of items of one epoch."""
+        return self._epoch_items
+
+    def __getitem__(self, cursor: int) -> T:
+        if cursor < 0:
+            raise IndexError(f"The prompt cursor is {cursor}: must be 0 or more.")
+        return self._dataset[int(cursor)]
+
+    def __iter__(self) -> Iterator[T]:
+        raise TypeError("A PromptStream has no end: take stream[cursor].")

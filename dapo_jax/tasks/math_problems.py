@@ -1,0 +1,91 @@
+r"""Tasks of math problems with one right answer, and the rules that grade them.
+
+Rules
+* `dapo`: what the published DAPO runs were trained with, false verdicts included (`dapo_form`).
+* `strict`: the same contract ("Answer: $Answer" on a line of its own) read exactly (`strict_form`).
+* `strict_box`: the last `\boxed{...}` of the last 100 characters, compared character by character.
+* `math_verify`: symbolic equivalence by the library of that name, in worker processes
+  that are killed when they hang (`SymbolicVerifier`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from dapo_jax.tasks import readers, symbolic
+from dapo_jax.tasks.math_rules import grade_box, grade_dapo, grade_strict, pairs, refuse
+from dapo_jax.tasks.readers import DataReport
+from dapo_jax.types import Example, Verdict
+
+_GRADERS = {"dapo": grade_dapo, "strict": grade_strict, "strict_box": grade_box}
+RULES = (*_GRADERS, "math_verify")
+
+
+def verify(response: str, ground_truth: str, *, rules: str) -> Verdict:
+    """Grades one response (Eq. 7's equivalence) by one of RULES.
+
+    response: the decoded response without special tokens; only its tail is read, so its length
+    costs nothing. Raises ValueError for unknown rules, and for no response or ground truth;
+    `math_verify` raises what SymbolicVerifier raises when its workers cannot be started.
+    """
+    return verify_many([response], [ground_truth], rules=rules)[0]
+
+
+def verify_many(
+    responses: Sequence[str], ground_truths: Sequence[str], *, rules: str
+) -> list[Verdict]:
+    """Grades pairs, in order; under `math_verify` they share the default worker pool.
+
+    Raises ValueError where the two lengths differ, and as `verify` does.
+    """
+    if rules not in RULES:
+        raise ValueError(
+            f"verifier.rules is {rules!r}; it must be one of {', '.join(RULES)} "
+            "(config key `verifier.rules`)"
+        )
+    if rules == "math_verify":
+        return symbolic.default_verifier().verify_many(responses, ground_truths)
+    return [
+        refuse(response, truth) or _GRADERS[rules](response, truth)
+        for response, truth in pairs(responses, ground_truths)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathTask:
+    """Grades by rules; where the problems come from is for the tasks below this one.
+
+    rules: one of RULES. on_bad_row: "error" or "skip" (`readers.Rows`).
+    """
+
+    rules: str = "dapo"
+    on_bad_row: str = "error"
+
+    def grade(self, response: str, example: Example) -> Verdict:
+        """Grades one response."""
+        return verify(response, example.answer, rules=self.rules)
+
+    def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
+        """Grades all responses to an example at once, which keeps symbolic workers busy."""
+        return verify_many(responses, [example.answer] * len(responses), rules=self.rules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathProblems(MathTask):
+    """Problems of a file; `readers.read` says what the fields mean."""
+
+    path: str
+    kind: str = ""
+    prompt_field: str = ""
+    answer_field: str = ""
+    template: str = ""
+
+    def load(self) -> tuple[list[Example], DataReport]:
+        """Reads the file; raises what `readers.read` raises."""
+        return readers.read(
+            self.path,
+            kind=self.kind,
+            prompt_field=self.prompt_field,
+            answer_field=self.answer_field,
+            template=self.template,
+            on_bad_row=self.on_bad_row,
+        )

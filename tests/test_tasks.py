@@ -1,0 +1,249 @@
+"""Tasks and evaluation sets, also ones from outside the packages: an added file, or flags alone."""
+
+import gzip
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from absl import flags
+
+from configs import base, tiny
+from dapo_jax import train
+from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
+from dapo_jax.run import build, checks, command
+from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.math_problems import MathProblems, MathTask
+from dapo_jax.tasks.readers import DataError
+from dapo_jax.types import Example, Group, Prompt, Response, Verdict
+from experiments.preemption import config as small_run
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OUTSIDE = pathlib.Path(__file__).parent / "ext_tasks"
+COUNTDOWN = "countdown:Countdown"
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch):
+    """Tasks of one's own are found where PYTHONPATH points."""
+    monkeypatch.syspath_prepend(str(OUTSIDE))
+
+
+class Letters:
+    """A tokenizer of one id a character."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def group(texts, example):
+    responses = tuple(
+        Response(np.array(list(map(ord, text)), np.int32), np.zeros(len(text), np.float32), True)
+        for text in texts
+    )
+    return Group(3, Prompt(np.zeros(1, np.int32), example), responses)
+
+
+def made(**settings):
+    config = base.get_config()
+    config.data.train = base.dataset(**settings)
+    return make_task("data.train", base.train_settings(config))
+
+
+def test_a_task_is_made_of_the_settings_that_it_takes():
+    task = made(task=COUNTDOWN, count=7, seed=5, args={"numbers": 4})
+    assert (task.count, task.seed, task.numbers) == (7, 5, 4)
+    assert len(list(task.load())) == 7
+    assert made(path="x.jsonl", prompt_field="problem", rules="strict") == MathProblems(
+        path="x.jsonl", prompt_field="problem", rules="strict"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "arithmetik"}, "data.train.task = 'arithmetik': there is no such task. Did you "),
+        ({"task": "nowhere.x:Y"}, "no module 'nowhere' in the working .* Built in are math, arith"),
+        ({"task": "countdown:Count"}, r"no class of this name; its tasks are Countdown\."),
+        ({"task": "countdown:FORM"}, "no methods load and grade in it; its tasks are Countdown"),
+        (
+            {"task": COUNTDOWN, "args": {"number": 4}},
+            r"argument 'number' \(data.train.args\); it t",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_made_is_named_with_what_there_is(settings, message):
+    with pytest.raises(DataError, match=message):
+        made(**settings)
+
+
+def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
+    example = Example((), "5", "", 0, extra={"numbers": [2, 3]})
+    texts = ["Answer: 2+3", "Answer: 2*3", "no", "Answer: 2+("]
+    (ungraded, task) = group(texts, example), made(task=COUNTDOWN)
+    result = graded(ungraded, task=task, tokenizer=Letters())
+    assert result.score_G.tolist() == [1.0, 0.1, -1.0, -1.0]
+    assert result.correct_G.tolist() == [True, False, False, False]
+    assert [response.text for response in result.responses] == texts
+    assert result.length_G.tolist() == ungraded.length_G.tolist()
+    plain = graded(ungraded, task=MathTask(), tokenizer=Letters())
+    assert np.isnan(plain.score_G).all()
+
+    wrong = graded(group(texts[1:], example), task=task, tokenizer=Letters())
+    assert not informative_groups(wrong.correct_G[None])[0]
+    advantage_G = group_advantage(outcome_reward(wrong.correct_G[None], wrong.score_G[None]))[0]
+    assert advantage_G[0] > 0 > advantage_G[1] == advantage_G[2]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "message"),
+    [
+        (True, "graded a response True, which is no Verdict"),
+        (Verdict(True, "", "", float("nan")), "score nan"),
+    ],
+)
+def test_what_a_task_must_not_return_is_named(verdict, message):
+    class Careless:
+        def grade(self, response, example):
+            return verdict
+
+    with pytest.raises(TypeError, match=f"Careless.*{message}"):
+        graded(group(["a"], None), task=Careless(), tokenizer=Letters())
+
+
+def test_training_on_a_task_of_ones_own(tmp_path):
+    """One step without a filter: the rewards are the task's scores, and advantages follow them."""
+    config = small_run.get_config()
+    config.num_steps = 1
+    config.data.train = base.dataset(task=COUNTDOWN, count=50)
+    config.algo.dynamic_sampling = False
+    config.eval.every_steps = 0
+    train.train(config, tmp_path)
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert row["updates"] == 2
+    with gzip.open(tmp_path / "rollouts" / "0.jsonl.gz", "rt") as file:
+        responses = [json.loads(line) for line in file]
+    assert {r["source"] for r in responses} == {"countdown"}
+    score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0, "unreadable": -1.0}
+    in_time = [r for r in responses if r["tokens"] <= 24]  # the others are punished for length
+    assert in_time and all(r["reward"] == score[r["status"]] for r in in_time)
+    assert row["grad_norm"] > 0 == row["accuracy/mean"]
+
+
+# Evaluation sets
+
+
+SMALL = "--config=experiments/preemption/config.py"
+
+
+def test_evaluation_sets_by_flags_alone(tmp_path):
+    """One that the recipe lacks, with its own k, beside the recipe's changed one."""
+    file = tmp_path / "wild.jsonl"
+    rows = [{"problem": f"What is {n}+1?", "answer": n + 1} for n in range(10, 13)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "dapo_jax.evaluate",
+            SMALL,
+            f"--workdir={tmp_path}",
+            "--step=0",
+            f"--config.eval.sets.wild.path={file}",
+            "--config.eval.sets.wild.prompt_field=problem",
+            "--config.eval.sets.wild.template",
+            "dapo",
+            "--config.eval.sets.wild.k=2",
+            "--config.mesh.cpu_devices=1",
+            "--config.eval.sets.wild.max_prompts=2",
+            "--config.eval.sets.arithmetic.count=3",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    sets = json.loads((tmp_path / "eval" / "0.json").read_text())["sets"]
+    assert set(sets) == {"arithmetic", "wild"}
+    assert sets["wild"]["problems"] == 2 and "mean@2" in sets["wild"]
+    assert sets["arithmetic"]["problems"] == 3 and "mean@4" in sets["arithmetic"]
+
+
+def parsed(monkeypatch, *arguments):
+    """The config that a command gets from its flags."""
+    values = flags.FlagValues()
+    holder = command.define_config(values)
+    monkeypatch.setattr(sys, "argv", ["command", SMALL, *arguments])
+    values(sys.argv)
+    return holder.value
+
+
+def test_flags_change_known_sets_and_add_others_in_the_same_way(monkeypatch):
+    changes = ("path=a.csv", "k=3", "top_p=0.5", "levels=(5,)", "args={}", "max_prompts=0")
+    names = ("arithmetic", "new", "math_500")
+    arguments = [f"--config.eval.sets.{name}.{it}" for name in names for it in changes]
+    config = parsed(monkeypatch, *arguments, "-config.eval.sets.new.temperature", "2")
+    assert set(config.eval.sets) == set(names)
+    for name, settings in base.eval_settings(config).items():
+        assert (settings["path"], settings["k"], settings["top_p"]) == ("a.csv", 3, 0.5)
+        assert (settings["levels"], settings["max_prompts"]) == ((5,), 0)
+        assert settings["temperature"] == (2.0 if name == "new" else config.eval.temperature)
+    assert config.is_locked
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "new"])
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("promt_field=x", "promt_field.*Did you mean .*prompt_field"),
+        ("k=many", "k.*many"),
+        ("temperature=hot", "temperature.*hot"),
+    ],
+)
+def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, message):
+    with pytest.raises((flags.Error, AttributeError, KeyError)) as refused:
+        parsed(monkeypatch, f"--config.eval.sets.{name}.{setting}")
+    assert re.search(message, command.flag_error_line(refused.value))
+
+
+def test_a_sets_name_is_a_word(monkeypatch):
+    with pytest.raises(flags.Error, match=r"eval.sets.math-500: the name .* digits and _"):
+        parsed(monkeypatch, "--config.eval.sets.math-500.k=1")
+
+
+def test_each_set_is_sampled_as_it_says():
+    config = tiny.get_config()
+    config.eval.sets.new = base.dataset(kind="arithmetic", count=5, temperature=0.5, max_prompts=3)
+    data = build.load_data(config, build.tokenizer(config), training=False)
+    new, arithmetic = data.eval_sets["new"], data.eval_sets["arithmetic"]
+    assert (new.sampling.temperature, new.sampling.top_p, new.k) == (0.5, 1.0, 8)
+    assert (arithmetic.sampling.temperature, arithmetic.sampling.top_p) == (1.0, 1.0)
+    assert arithmetic.sampling == build.sampling(config, build.tokenizer(config))
+    assert (len(new.dataset.prompts), len(arithmetic.dataset.prompts)) == (3, 160)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("k", 0, "eval.sets.new.k = 0, but must be at least 1"),
+        ("max_prompts", -1, "eval.sets.new.max_prompts = -1, but must be at least 0"),
+        ("temperature", 0.0, "eval.sets.new.temperature = 0.0, but must be greater than 0"),
+        ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be over 0 and at most 1"),
+        ("rules", "dappo", "eval.sets.new.rules = 'dappo', but must be one of dapo, strict"),
+    ],
+)
+def test_an_impossible_value_of_a_set_is_refused(setting, value, message):
+    config = tiny.get_config()
+    config.eval.sets.new = base.dataset(path="a.jsonl", **{setting: value})
+    with pytest.raises(ValueError, match=message):
+        checks.check(config)
+
+
+def test_the_training_set_has_no_sampling_of_its_own():
+    config = tiny.get_config()
+    config.data.train.k = 3
+    with pytest.raises(ValueError, match=r"data\.train\.k is set, but is for evaluation sets"):
+        checks.check(config)
