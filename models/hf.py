@@ -1,6 +1,6 @@
 """Qwen2 in Hugging Face's file format: config.json and safetensors, read and written.
 
-Both directions follow the names and layouts of models.transformer.Parameter. Paths are whatever
+Both directions follow the names and layouts of models.parameters.Parameter. Paths are whatever
 etils.epath knows, gs:// among them. A host holds little beside the arrays on its devices: one
 parameter's shards while loading, one layer's parameter while saving.
 """
@@ -21,8 +21,9 @@ import numpy as np
 from etils import epath
 from flax import nnx
 
+from models.parameters import EMBED, HEAD, ModelConfig, Parameter
 from models.qwen2 import Qwen2Config
-from models.transformer import EMBED, HEAD, ModelConfig, Parameter, Transformer, abstract_params
+from models.transformer import Transformer, abstract_params
 from sharding import hosts
 
 CONFIG_FILE = "config.json"
@@ -258,12 +259,7 @@ def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, int | No
         parameters = tuple(parameters)
         for layer in range(config.num_layers) if stacked else (None,):
             for p in parameters:
-                yield p.tensor.format(layer), _file_shape(p, config), p, layer
-
-
-def _file_shape(parameter, config) -> tuple[int, ...]:
-    sizes = config.axis_sizes
-    return tuple(math.prod(sizes[a] for a in group) for group in parameter.layout.split())
+                yield p.tensor.format(layer), p.tensor_shape(config.axis_sizes), p, layer
 
 
 def _load(found, parameter, shape, config, dtype, sharding):
@@ -350,7 +346,8 @@ def _to_file(array, parameter, config, dtype):
     """A host array as the file has it: axes reordered and merged, cast, contiguous."""
     stored = parameter.layout.replace(" ", "")
     array = array.transpose([parameter.axes.index(a) for a in stored])
-    return array.astype(dtype, order="C", copy=False).reshape(_file_shape(parameter, config))
+    array = array.astype(dtype, order="C", copy=False)
+    return array.reshape(parameter.tensor_shape(config.axis_sizes))
 
 
 def _fetched(params, leaf, layer):

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.transformer import Layer, ModelConfig, abstract_params
+from models.parameters import ModelConfig
+from models.transformer import Layer, abstract_params
 
 # Which matrices of a layer can be adapted: what is summed over, and what comes out.
 MATRICES = {

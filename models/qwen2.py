@@ -1,6 +1,7 @@
 """Qwen2.5 (arXiv 2412.15115): the published sizes, and biases on queries, keys and values."""
 
-from models.transformer import Layer, ModelConfig, bias
+from models.parameters import ModelConfig, bias
+from models.transformer import Layer
 
 
 class Qwen2Layer(Layer):

@@ -1,8 +1,7 @@
 """The decoder that dense models share, in flax.nnx: one layer for the learner and the sampler.
 
 A model family (qwen2.py) is a ModelConfig with a Layer: which parameters a layer has, and what
-becomes of its queries, keys and values. A parameter is declared once, as a `Parameter`; shapes,
-shardings, random starts and files derive from that.
+becomes of its queries, keys and values.
 
 Axis letters: B rows, T tokens, S keys, D width, N query heads, K key/value heads, H head size,
 F feed-forward, V vocabulary, L layers, R rank of a low-rank factor. Activations have the
@@ -10,9 +9,7 @@ parameters' dtype; norms, rotary angles, softmax and logits are float32. Whoever
 compute casts the parameters.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -21,136 +18,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.kernels.xla import ATTENTION, attention
-
-# Logical axes; `sharding.rules` maps them to mesh axes.
-AXES = {
-    "V": "vocab",
-    "D": "width",
-    "N": "heads",
-    "K": "kv_heads",
-    "H": "head_dim",
-    "F": "mlp",
-    "R": "rank",
-}
-
-
-def axis_letters(name: str) -> str:
-    """The letters that end a parameter's name, one for each axis."""
-    return name.rpartition("_")[2]
-
-
-def logical_axes(name: str) -> tuple[str, ...]:
-    """The logical axes of a parameter, a transposed one or a low-rank factor, by its name alone.
-
-    A norm's scale, the one kind of vector with a single axis, is the same on every chip.
-    """
-    letters = axis_letters(name)
-    return ("norm",) if len(letters) == 1 else tuple(AXES[letter] for letter in letters)
-
-
-def normal(key, shape):
-    """The random start of a matrix."""
-    return 0.02 * jax.random.normal(key, shape)
-
-
-def ones(_, shape):
-    """The start of a norm's scale."""
-    return jnp.ones(shape)
-
-
-def zeros(_, shape):
-    """The start of a bias."""
-    return jnp.zeros(shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """An array of the model, or, stacked, of all its layers.
-
-    name: its last part has an axis letter for each dimension. tensor: Hugging Face's name; "{}"
-    stands for a layer's number, and there is one tensor a layer. layout: the same letters in the
-    file's order, one group for each axis of the file's tensor. init(key, shape): its start, float32
-    without the layers' axis; key is None where init is not `normal`.
-    """
-
-    name: str
-    tensor: str
-    layout: str
-    init: Callable = normal
-
-    @property
-    def axes(self) -> str:
-        """The letters that end the name."""
-        return axis_letters(self.name)
-
-    @property
-    def stacked(self) -> bool:
-        """Whether every layer has one."""
-        return "{}" in self.tensor
-
-
-def matrix(name: str, tensor: str, layout: str) -> Parameter:
-    """A matrix of every layer; tensor: its module in Hugging Face's layer."""
-    return Parameter(name, f"model.layers.{{}}.{tensor}.weight", layout)
-
-
-def bias(name: str, tensor: str) -> Parameter:
-    """A bias of every layer."""
-    letters = axis_letters(name)
-    return Parameter(name, f"model.layers.{{}}.{tensor}.bias", letters, zeros)
-
-
-def norm(name: str, tensor: str) -> Parameter:
-    """The scale of a norm of every layer."""
-    letters = axis_letters(name)
-    return Parameter(name, f"model.layers.{{}}.{tensor}.weight", letters, ones)
-
-
-EMBED = Parameter("embed_VD", "model.embed_tokens.weight", "V D")
-FINAL_NORM = Parameter("final_norm_D", "model.norm.weight", "D", ones)
-HEAD = Parameter("head_DV", "lm_head.weight", "V D")  # none where it is the embedding, transposed
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of one model. `vocab_size` counts embedding rows, padding rows included.
-
-    A family is a subclass: its layer, and what Hugging Face calls it.
-    """
-
-    vocab_size: int
-    width: int
-    mlp_width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    tie_embeddings: bool
-    rope_theta: float = 1e6
-    rms_norm_eps: float = 1e-6
-
-    layer: ClassVar[type["Layer"]]
-    model_type: ClassVar[str]
-    architecture: ClassVar[str]
-
-    @property
-    def axis_sizes(self) -> dict[str, int]:
-        """The size of every axis that a parameter may have in a layer, by letter."""
-        return {
-            "V": self.vocab_size,
-            "D": self.width,
-            "F": self.mlp_width,
-            "N": self.num_heads,
-            "K": self.num_kv_heads,
-            "H": self.head_dim,
-        }
-
-    @property
-    def parameters(self) -> dict[str, Parameter]:
-        """All parameters by name, in the order of the files."""
-        head = () if self.tie_embeddings else (HEAD,)
-        return {p.name: p for p in (EMBED, *self.layer.parameters, FINAL_NORM, *head)}
-
+from models.parameters import (
+    EMBED,
+    FINAL_NORM,
+    HEAD,
+    ModelConfig,
+    Parameter,
+    matrix,
+    norm,
+    normal,
+)
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices.
@@ -243,8 +120,8 @@ class Layer(nnx.Module):
         random = [p.name for p in self.parameters if p.init is normal]
         keys = dict(zip(random, jax.random.split(key, len(random)), strict=True))
         for p in self.parameters:
-            shape = tuple(config.axis_sizes[axis] for axis in p.axes)
-            setattr(self, p.name, nnx.Param(p.init(keys.get(p.name), shape)))
+            array = p.init(keys.get(p.name), p.shape(config.axis_sizes))
+            setattr(self, p.name, nnx.Param(array))
         self.config = config
 
     def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
@@ -290,12 +167,10 @@ class Transformer(nnx.Module):
     """The whole model. Layer parameters are stacked on a leading L axis and scanned."""
 
     def __init__(self, config: ModelConfig, *, key):
-        sizes = config.axis_sizes
         embed_key, layers_key, head_key = jax.random.split(key, 3)
 
         def array(parameter, key):
-            shape = tuple(sizes[axis] for axis in parameter.axes)
-            return nnx.Param(parameter.init(key, shape))
+            return nnx.Param(parameter.init(key, parameter.shape(config.axis_sizes)))
 
         self.embed_VD = array(EMBED, embed_key)
         self.layers = nnx.vmap(lambda k: config.layer(config, key=k))(
@@ -441,13 +316,3 @@ def transposed(layer: dict[str, Any]) -> dict[str, Any]:
         return f"{stem}_D{axes[:-1]}", jnp.moveaxis(array, -1, 0)
 
     return dict(transpose(name, array) for name, array in layer.items())
-
-
-def param_axes(params: dict[str, Any]) -> dict[str, Any]:
-    """Logical axis names of every array of a params dict; stacked ones begin with "layer"."""
-
-    def axes(path, leaf):
-        names = logical_axes(path[-1].key)
-        return ("layer",) * (leaf.ndim - len(names)) + names
-
-    return jax.tree_util.tree_map_with_path(axes, params)

@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from configs import tiny
 from dapo_jax import train
 from dapo_jax.run import build
-from dapo_jax.run.metrics import read_rows
+from dapo_jax.run.files import read_rows
 from models.kernels import KERNELS, kernels_for, paged_tpu, platform_of, splash_tpu
 from models.qwen2 import PRESETS, Qwen2Config
 from sharding.mesh import make_mesh

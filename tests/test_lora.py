@@ -17,7 +17,8 @@ from dapo_jax.run.checkpoint import Checkpoints
 from models import hf
 from models.kernels.packed import packed_attention
 from models.lora import MATRICES, Lora, adapted, factors, init_adapters
-from models.transformer import abstract_params, param_axes
+from models.parameters import param_axes
+from models.transformer import abstract_params
 from sharding.mesh import make_mesh
 from tests.test_learner import LEARNING, SMALL, batch_of, data, jit, params
 

@@ -22,15 +22,14 @@ from models.kernels.xla import (
     page_attention,
     pieces,
 )
+from models.parameters import logical_axes, param_axes
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import (
     Transformer,
     abstract_params,
     causal_mask,
     hidden_layer_by_layer,
-    logical_axes,
     logits,
-    param_axes,
     rms_norm,
     rope,
     rotation,

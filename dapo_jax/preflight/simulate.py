@@ -20,7 +20,8 @@ from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import token_bytes
 from dapo_jax.sampler.scheduler import Scheduler
-from models.transformer import ModelConfig, abstract_params
+from models.parameters import ModelConfig
+from models.transformer import abstract_params
 from sharding import rules
 
 # Shares of the published rates that programs are taken to reach, and what the host needs between

@@ -23,8 +23,9 @@ from dapo_jax.types import Batch, Group
 from models.hf import load_config, load_params, read_config
 from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import Lora, init_adapters
+from models.parameters import ModelConfig, param_axes
 from models.qwen2 import PRESETS
-from models.transformer import ModelConfig, Transformer, abstract_params, param_axes, split, unstack
+from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
 

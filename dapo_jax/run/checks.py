@@ -14,8 +14,9 @@ from configs.base import eval_settings
 from dapo_jax import algorithm, learner
 from dapo_jax.tasks.math_problems import RULES
 from models.lora import MATRICES
+from models.parameters import ModelConfig
 from models.qwen2 import PRESETS
-from models.transformer import REMAT, ModelConfig
+from models.transformer import REMAT
 from sharding import rules
 
 CHOICES = {

@@ -19,7 +19,8 @@ from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
 from models.kernels import Kernels
 from models.kernels.xla import PageTable, attention, combine, of_readers, page_attention, pieces
-from models.transformer import ModelConfig, causal_mask, hidden_layer_by_layer
+from models.parameters import ModelConfig
+from models.transformer import causal_mask, hidden_layer_by_layer
 
 
 @dataclasses.dataclass(frozen=True)

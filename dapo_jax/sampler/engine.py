@@ -16,7 +16,7 @@ from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, Slots, decode_block, prefill
 from models.kernels import Kernels
 from models.kernels.xla import PageTable
-from models.transformer import ModelConfig
+from models.parameters import ModelConfig
 from sharding import hosts, rules
 
 

@@ -17,8 +17,9 @@ from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Prompt
 from models.kernels import kernels_for, platform_of
+from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
-from models.transformer import Transformer, abstract_params, param_axes, split, unstack
+from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
 

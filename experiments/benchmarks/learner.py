@@ -25,8 +25,9 @@ from dapo_jax.sampler.session import Session
 from dapo_jax.types import Prompt
 from experiments.benchmarks import common
 from models.kernels import KERNELS
+from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
-from models.transformer import Transformer, abstract_params, param_axes, split, unstack
+from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh, split_cpu
 
