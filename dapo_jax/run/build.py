@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.types import Batch, Group
 from models.hf import load_config, load_params, read_config
 from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import Lora, adapter_axes, init_adapters
@@ -65,6 +67,21 @@ class Programs:
     def compile_update(self) -> jax.stages.Compiled:
         """The update, compiled: what does not fit shows before anything is sampled."""
         return self.lower_update().compile()
+
+    def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
+        """One update's batch on the mesh: the groups' responses, packed into rows."""
+        num_micro, rows, row_tokens = batch_shape(self.config)
+        batch = learner.make_batch(
+            groups,
+            advantage_PG,
+            loss_aggregation=self.config.algo.loss_aggregation,
+            overlong_filtering=self.config.algo.overlong_filtering,
+            row_tokens=row_tokens,
+            micro_batch_rows=rows,
+            num_micro=num_micro,
+            share_prompts=self.learning.kernels.shares_prompts,
+        )
+        return learner.place_batch(batch, self.mesh)
 
     def load_weights(self, *, dtype: str) -> dict:
         """All weights of the start policy on the mesh: loaded, or random from the seed."""
