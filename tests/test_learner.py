@@ -26,7 +26,8 @@ from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import KERNELS
-from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
+from models.qwen2 import PRESETS, Qwen2Config
+from models.transformer import abstract_params, param_axes, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
