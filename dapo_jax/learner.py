@@ -26,7 +26,7 @@ from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
 from models.lora import Lora, adapted
-from models.qwen2 import param_axes
+from models.parameters import param_axes
 from sharding import hosts, rules
 
 jax.tree_util.register_dataclass(Batch)

@@ -19,7 +19,9 @@ from dapo_jax.sampler.sampling import request_keys, uniform_at
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Prompt, Response
 from models.kernels import KERNELS
-from models.qwen2 import Qwen2Config, abstract_params, param_axes, unstack
+from models.parameters import param_axes
+from models.qwen2 import Qwen2Config
+from models.transformer import abstract_params, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
 

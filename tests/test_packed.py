@@ -11,7 +11,8 @@ from flax import nnx
 from models.kernels import packed
 from models.kernels.packed import packed_attention
 from models.kernels.xla import attention
-from models.qwen2 import REMAT, Qwen2, Qwen2Config, split
+from models.qwen2 import Qwen2Config
+from models.transformer import REMAT, Transformer, split
 
 N, K, H = 4, 2, 8
 
@@ -99,7 +100,7 @@ def gradient_through_layers(remat):
     """(compiled gradient of a model's hidden states, its parameters)."""
     rows = ROWS["shared prompts"]
     config = Qwen2Config(16, N * H, 16, 2, N, K, H, True)
-    graph, params = split(Qwen2(config, key=jax.random.key(0)))
+    graph, params = split(Transformer(config, key=jax.random.key(0)))
     tokens_BT = np.random.default_rng(0).integers(0, 16, rows[0].shape)
 
     def scalar(params):

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax.rollout import collect, rollout_rows
+from dapo_jax.rollout import collect
 from dapo_jax.run import build
+from dapo_jax.run.record import rollout_rows
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.tasks.base import graded
@@ -552,12 +553,13 @@ def test_progress_names_the_groups_found():
 
 
 def test_rollout_rows_say_what_was_trained_on():
-    groups = run(script([0, 2]), num_prompts=1).sampled
+    rollouts = run(script([0, 2]), num_prompts=1)
+    groups = rollouts.sampled
     responses = list(groups[1].responses)
     responses[3] = dataclasses.replace(responses[3], stopped=False)
     groups[1] = dataclasses.replace(groups[1], responses=tuple(responses))
     reward_PG = np.array([[-1.0] * G, [1.0, 1.0, -1.0, -1.5]], np.float32)
-    rows = list(rollout_rows(groups, reward_PG, np.array([1])))
+    rows = list(rollout_rows(rollouts, reward_PG))
     assert [(row["cursor"], row["sample"]) for row in rows] == [
         (cursor, sample) for cursor in (0, 1) for sample in range(G)
     ]

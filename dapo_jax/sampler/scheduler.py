@@ -352,9 +352,9 @@ class Scheduler:
 
         So pages in use stay together at the pool's beginning.
         """
-        free_F = np.flatnonzero(self._free_DP)  # one number over all shards' pages
-        first_D = np.searchsorted(free_F, np.arange(self.shards) * self.cache.pages)
-        page_N = free_F[first_D[shard_N] + _ranks(shard_N)] % self.cache.pages
+        count_D = np.bincount(shard_N, minlength=self.shards)
+        shards = zip(self._free_DP, count_D, strict=True)
+        page_N = np.concatenate([np.flatnonzero(free_P)[:count] for free_P, count in shards])
         self._free_DP[shard_N, page_N] = False
         held_N = self._held_DB[shard_N, slot_N]
         self._rows_DB["response_pages"][shard_N, slot_N, held_N] = page_N
