@@ -1,4 +1,4 @@
-"""Session and engine: what is sampled, and that nothing else has a say in it."""
+"""Session and engine sample what they document, and nothing else changes a bit of it."""
 
 import contextlib
 import dataclasses
@@ -87,7 +87,7 @@ TIGHT = Cache(
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A group to submit; its samples end at `max_tokens`, or a stop token before."""
+    """One group to submit; its samples end at `max_tokens`, or a stop token before."""
 
     cursor: int
     prompt: np.ndarray
@@ -111,14 +111,14 @@ GROUPS = random_groups(16, seed=0)
 
 
 def random_params(config, seed=0):
-    """(graph, params) large enough for clearly uneven token probabilities."""
+    """Makes (graph, params) large enough for clearly uneven token probabilities."""
     graph, abstract = abstract_params(config)
     rng = np.random.default_rng(seed)
     return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
 def build(config, cache, params, *, parts=((1, 1),), compiler_options=QUICK):
-    """(engine, its parameters) on one device; parts: as cache.PARTS, by default one program."""
+    """Builds (engine, its parameters) on one device; parts: cache.PARTS, here one program."""
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     params = unstack(jax.tree.map(jnp.asarray, params))
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.SAMPLER)
@@ -133,12 +133,12 @@ def build(config, cache, params, *, parts=((1, 1),), compiler_options=QUICK):
 
 
 def by_request(finished):
-    """{(cursor, sample): response} of finished groups."""
+    """Maps finished groups to {(cursor, sample): response}."""
     return {(f.cursor, i): response for f in finished for i, response in enumerate(f.responses)}
 
 
 def drain(session):
-    """{(cursor, sample): response} of all that is still to come."""
+    """Samples what is unfinished to its end: {(cursor, sample): response}."""
     responses = {}
     while session.unfinished:
         responses |= by_request(session.step())
@@ -146,7 +146,7 @@ def drain(session):
 
 
 def sample_prompts(engine, params, sampling, *, run_key=RUN_KEY, prompts=PROMPTS):
-    """{(cursor, sample): response} to all prompts, and the session."""
+    """Samples all prompts: ({(cursor, sample): response}, session)."""
     session = Session(engine, params, run_key, sampling)
     for cursor, prompt in prompts.items():
         session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
@@ -180,7 +180,7 @@ jit_uniform_at = jax.jit(uniform_at, compiler_options=QUICK)
 
 
 def teacher_forced(model, responses, *, prompts=PROMPTS):
-    """Logits [T, vocab_size] at every response's tokens, from one forward pass over them all."""
+    """Computes logits [T, vocab_size] at every response's tokens in one forward pass."""
     rows = [np.concatenate([prompts[c], r.tokens_T]) for (c, _), r in responses.items()]
     tokens_RT = np.zeros((len(PROMPTS) * GROUP_SIZE, 40), np.int32)  # one program for all calls
     for row_T, ids in zip(tokens_RT, rows, strict=False):
@@ -193,14 +193,14 @@ def teacher_forced(model, responses, *, prompts=PROMPTS):
 
 
 def chosen(logits_TV, tokens_T):
-    """log softmax(logits) at the tokens, in float64."""
+    """Computes log softmax(logits) at the tokens, in float64."""
     logits_TV = logits_TV.astype(np.float64)
     logp_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
     return np.take_along_axis(logp_TV, tokens_T[:, None], axis=-1)[:, 0]
 
 
 def expected_logp(model, responses):
-    """{request: log-probabilities under teacher forcing} of what was sampled with SAMPLING."""
+    """Computes the log-probabilities of responses to SAMPLING under teacher forcing, by request."""
     logits = teacher_forced(model, responses)
     return {
         request: chosen(logits[request] / SAMPLING.temperature, response.tokens_T)
@@ -212,7 +212,7 @@ def expected_logp(model, responses):
 
 
 def test_behavior_logp_equals_teacher_forcing_around_page_boundaries(small, sampled):
-    """Prompts of 1, C, C + 1, C + 2 and the most tokens; responses of one to three pages."""
+    """Prompts have 1, C, C + 1, C + 2 and the most tokens; responses one to three pages."""
     responses, _ = sampled
     assert len(responses) == len(PROMPTS) * GROUP_SIZE
     expected = expected_logp(small, responses)
@@ -330,7 +330,7 @@ def test_in_bfloat16_the_sampler_is_as_near_the_learner_as_the_learner_to_float3
 
 
 def scripted(is_stop_RT):
-    """Responses of a model that can say one thing only: row r's tokens, in order.
+    """Samples from a model that can say one thing only: row r's tokens, in order.
 
     The model is a real one without attention: every (row, position) is a token of its own, whose
     embedding is a unit vector that the head maps to the next position's token. The tokens of the
@@ -375,7 +375,7 @@ def scripted(is_stop_RT):
 
 
 def test_responses_end_where_the_golden_masks_do(shared):
-    """One stop id in the first half of the rows, two in the other."""
+    """The first half of the rows has one stop id, the other has two."""
     stored = golden.arrays(shared, "respmask")
     ids_RT = stored["in/ids"]
     is_stop_RT = np.concatenate([ids_RT == 3, (ids_RT == 3) | (ids_RT == 5)])
@@ -385,7 +385,7 @@ def test_responses_end_where_the_golden_masks_do(shared):
 
 
 def test_a_stop_at_the_first_at_the_last_and_at_no_position():
-    """Also at the last of a block (of 2 tokens) and of a page (of 4)."""
+    """Some stop at the last position of a block (of 2 tokens) and of a page (of 4)."""
     is_stop_RT = np.zeros((6, 6), bool)
     is_stop_RT[[0, 1, 2, 2, 4, 5], [0, 5, 1, 2, 3, 4]] = True
     responses = scripted(is_stop_RT)
@@ -397,7 +397,7 @@ def test_a_stop_at_the_first_at_the_last_and_at_no_position():
 
 
 class Used(dict):
-    """Compiled programs, and which of them were asked for."""
+    """Compiled programs that remember which of them were asked for."""
 
     def __init__(self, programs):
         super().__init__(programs)
@@ -410,7 +410,7 @@ class Used(dict):
 
 @contextlib.contextmanager
 def compilations():
-    """A list of how long each compilation by XLA took, in seconds."""
+    """Lists how long each compilation by XLA took, in seconds."""
     seconds = []
 
     def listen(name, duration, **_):
@@ -426,7 +426,7 @@ def compilations():
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The groups of GROUPS, each in a session of its own, then all in one; {request: response}.
+    """GROUPS were sampled each in a session of its own, then all in one: {request: response}.
 
     compiled: compilations in making the programs, and later.
     """
@@ -447,7 +447,7 @@ def submit(session, group):
 
 
 def sample_groups(engine, params, groups):
-    """({request: response}, session) of groups submitted at once, in order."""
+    """Samples groups that are submitted at once, in order: ({request: response}, session)."""
     session = Session(engine, params, RUN_KEY, TO_THE_LIMIT)
     for group in groups:
         submit(session, group)
@@ -456,7 +456,7 @@ def sample_groups(engine, params, groups):
 
 @pytest.fixture(scope="module")
 def runs():
-    """In a cache that holds half of what its slots may come to need; compiled as for training."""
+    """The cache holds half of what its slots may come to need; compiled as for training."""
     engine, params = build(
         WIDE,
         TIGHT,
@@ -477,7 +477,7 @@ def runs():
 
 
 def same_bits(responses, expected):
-    """Tokens and log-probabilities are equal, bit for bit; says by how much they are not."""
+    """Asserts equal tokens and log-probabilities, bit for bit; says by how much they differ."""
     tokens, logp = [], {}
     for request, response in responses.items():
         wanted = expected[request]
@@ -567,7 +567,7 @@ def test_blocks_add_up_to_what_was_finished_and_discarded(runs):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_submitted_and_cancelled_every_token_is_accounted_for(runs, seed):
-    """Random submissions, steps and cancellations, and preemptions in a tight cache.
+    """Submissions, steps and cancellations are random, and the tight cache preempts.
 
     What finishes has the bits it has alone, and every token sampled is kept or discarded.
     """

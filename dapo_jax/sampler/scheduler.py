@@ -135,12 +135,12 @@ class Scheduler:
 
     @property
     def unfinished(self) -> list[int]:
-        """The cursors of the groups that are neither finished nor cancelled, as submitted."""
+        """Lists the cursors of groups neither finished nor cancelled, in order of submission."""
         return list(self._groups)
 
     @property
     def idle_slots(self) -> int:
-        """The number of slots that no sample submitted so far will fill."""
+        """Counts the slots that no sample submitted so far will fill."""
         queued = sum(prefix.unfinished for prefix in self._queue)
         return max(0, int(self._wanted_D().sum()) - queued)
 
@@ -225,7 +225,7 @@ class Scheduler:
         return np.array(list(map(len, self._ready)))
 
     def _wanted_D(self) -> np.ndarray:
-        """The free slots of each shard that no ready sample takes, less the samples too many."""
+        """Counts each shard's free slots less its ready samples; negative where those are more."""
         return (~self._active_DB).sum(axis=1) - self._ready_D()
 
     def _assign(self) -> list[Prefill]:
