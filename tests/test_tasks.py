@@ -15,7 +15,7 @@ from configs import base, tiny
 from dapo_jax import train
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
 from dapo_jax.run import build, checks, command
-from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
@@ -66,9 +66,10 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
     ("settings", "message"),
     [
         ({"task": "arithmetik"}, "data.train.task = 'arithmetik': there is no such task. Did you "),
+        ({"task": "../nowhere:Y"}, "'../nowhere:Y': there is no such task"),
         ({"task": "nowhere.x:Y"}, "no module 'nowhere' in the working .* Built in are math, arith"),
         ({"task": "countdown:Count"}, r"no class of this name; its tasks are Countdown\."),
-        ({"task": "countdown:FORM"}, "no methods load and grade in it; its tasks are Countdown"),
+        ({"task": "countdown:ANSWER"}, "no methods load and grade in it; its tasks are Countdown"),
         (
             {"task": COUNTDOWN, "args": {"number": 4}},
             r"argument 'number' \(data.train.args\); it t",
@@ -102,16 +103,50 @@ def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
     ("verdict", "message"),
     [
         (True, "graded a response True, which is no Verdict"),
-        (Verdict(True, "", "", float("nan")), "score nan"),
+        (Verdict(True, "", "", float("nan")), "with score = nan"),
+        (Verdict(True, "", "", "1"), "with score = '1'"),
+        (Verdict(np.True_, "", ""), r"with correct = (np\.)?True"),
+        (Verdict(True, 5, ""), "with prediction = 5"),
+        (Verdict(True, None, None), "with status = None"),
     ],
 )
-def test_what_a_task_must_not_return_is_named(verdict, message):
+def test_a_verdict_that_is_none_is_named(verdict, message):
     class Careless:
         def grade(self, response, example):
             return verdict
 
-    with pytest.raises(TypeError, match=f"Careless.*{message}"):
+    with pytest.raises(DataError, match=f"Careless.*{message}"):
         graded(group(["a"], None), task=Careless(), tokenizer=Letters())
+
+
+USER = ({"role": "user", "content": "hi"},)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "message"),
+    [
+        (None, r"load\(\) gave None, but must give examples"),
+        ("hi", r"load\(\) gave 'hi', but must"),
+        (Example(USER, "1", "x", 0), r"load\(\) gave Example\(.*, but must"),
+        (([Example(USER, "1", "x", 0)], "report"), r"example 0 \(from 0\): it is \[Example"),
+        (["hi"], "it is 'hi', which is no Example"),
+        ([Example("hi", "1", "x", 0)], '\'h\' in its prompt is not {"role": text, "content'),
+        ([Example(USER[0], "1", "x", 0)], "its prompt is {.*}, not a tuple of messages"),
+        ([Example(({"content": "a"},), "1", "x", 0)], "{'content': 'a'} in its prompt is not"),
+        ([Example((), "1", "x", 0)], r"its prompt is \(\), not a tuple of messages"),
+        (
+            [Example(USER, "1", "x", 0), Example(USER, 1, "x", 0)],
+            r"example 1 .* answer is 1, no te",
+        ),
+    ],
+)
+def test_what_a_task_must_not_load_is_named(loaded, message):
+    class Careless:
+        def load(self):
+            return loaded
+
+    with pytest.raises(DataError, match=f"Careless.*{message}"):
+        load_examples(Careless(), "careless")
 
 
 def test_training_on_a_task_of_ones_own(tmp_path):
@@ -127,7 +162,7 @@ def test_training_on_a_task_of_ones_own(tmp_path):
     with gzip.open(tmp_path / "rollouts" / "0.jsonl.gz", "rt") as file:
         responses = [json.loads(line) for line in file]
     assert {r["source"] for r in responses} == {"countdown"}
-    score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0, "unreadable": -1.0}
+    score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0}
     in_time = [r for r in responses if r["tokens"] <= 24]  # the others are punished for length
     assert in_time and all(r["reward"] == score[r["status"]] for r in in_time)
     assert row["grad_norm"] > 0 == row["accuracy/mean"]
@@ -210,8 +245,16 @@ def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, m
 
 
 def test_a_sets_name_is_a_word(monkeypatch):
-    with pytest.raises(flags.Error, match=r"eval.sets.math-500: the name .* digits and _"):
-        parsed(monkeypatch, "--config.eval.sets.math-500.k=1")
+    for name in ("math-500", "math.500", "a.b", "500"):
+        message = re.escape(f"eval.sets.{name}: the name of a set has letters, digits and _")
+        with pytest.raises(flags.Error, match=message):
+            parsed(monkeypatch, f"--config.eval.sets.{name}.k=1")
+
+
+def test_a_recipes_own_set_is_left_out_by_k_0(monkeypatch):
+    config = parsed(monkeypatch, "--config.eval.sets.arithmetic.k=0")
+    assert base.eval_settings(config) == {}
+    checks.check(config)
 
 
 def test_each_set_is_sampled_as_it_says():
@@ -228,7 +271,7 @@ def test_each_set_is_sampled_as_it_says():
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("k", 0, "eval.sets.new.k = 0, but must be at least 1"),
+        ("k", -1, "eval.sets.new.k = -1, but must be at least 1, or 0 to leave the set out"),
         ("max_prompts", -1, "eval.sets.new.max_prompts = -1, but must be at least 0"),
         ("temperature", 0.0, "eval.sets.new.temperature = 0.0, but must be greater than 0"),
         ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be over 0 and at most 1"),
