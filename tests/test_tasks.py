@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -12,14 +13,12 @@ import pytest
 from absl import flags
 
 from configs import base, tiny
-from dapo_jax import train
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
 from dapo_jax.run import build, checks, command
 from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
-from experiments.preemption import config as small_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "ext_tasks"
@@ -149,17 +148,59 @@ def test_what_a_task_must_not_load_is_named(loaded, message):
         load_examples(Careless(), "careless")
 
 
-def test_training_on_a_task_of_ones_own(tmp_path):
-    """One step without a filter: the rewards are the task's scores, and advantages follow them."""
-    config = small_run.get_config()
-    config.num_steps = 1
-    config.data.train = base.dataset(task=COUNTDOWN, count=50)
-    config.algo.dynamic_sampling = False
-    config.eval.every_steps = 0
-    train.train(config, tmp_path)
-    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+# Evaluation sets
+
+
+SMALL = "--config=experiments/preemption/config.py"
+# One program for decoding; the rest is the command as it is.
+COMMAND = """
+import runpy, sys
+from dapo_jax.sampler import cache
+cache.PARTS = ((1, 1),)
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def run(command, workdir, *arguments):
+    """Runs a command on the small recipe; commands in the same directory share their programs."""
+    arguments = [f"--workdir={workdir}", "--config.mesh.cpu_devices=1", *arguments]
+    environment = {
+        "PYTHONPATH": f"{ROOT}:{OUTSIDE}",
+        "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, command, SMALL, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """The directory of a run of one step without a filter, on a task of one's own."""
+    workdir = tmp_path_factory.mktemp("run")
+    run(
+        "dapo_jax.train",
+        workdir,
+        "--config.num_steps=1",
+        "--config.algo.dynamic_sampling=False",
+        "--config.eval.every_steps=0",
+        f"--config.data.train.task={COUNTDOWN}",
+        "--config.data.train.count=50",
+    )
+    return workdir
+
+
+def test_training_on_a_task_of_ones_own(workdir):
+    """The rewards are the task's scores, and advantages follow them."""
+    (row,) = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     assert row["updates"] == 2
-    with gzip.open(tmp_path / "rollouts" / "0.jsonl.gz", "rt") as file:
+    with gzip.open(workdir / "rollouts" / "0.jsonl.gz", "rt") as file:
         responses = [json.loads(line) for line in file]
     assert {r["source"] for r in responses} == {"countdown"}
     score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0}
@@ -168,40 +209,26 @@ def test_training_on_a_task_of_ones_own(tmp_path):
     assert row["grad_norm"] > 0 == row["accuracy/mean"]
 
 
-# Evaluation sets
-
-
-SMALL = "--config=experiments/preemption/config.py"
-
-
-def test_evaluation_sets_by_flags_alone(tmp_path):
+def test_evaluation_sets_by_flags_alone(workdir):
     """One that the recipe lacks, with its own k, beside the recipe's changed one."""
-    file = tmp_path / "wild.jsonl"
+    file = workdir / "wild.jsonl"
     rows = [{"problem": f"What is {n}+1?", "answer": n + 1} for n in range(10, 13)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "dapo_jax.evaluate",
-            SMALL,
-            f"--workdir={tmp_path}",
-            "--step=0",
-            f"--config.eval.sets.wild.path={file}",
-            "--config.eval.sets.wild.prompt_field=problem",
-            "--config.eval.sets.wild.template",
-            "dapo",
-            "--config.eval.sets.wild.k=2",
-            "--config.mesh.cpu_devices=1",
-            "--config.eval.sets.wild.max_prompts=2",
-            "--config.eval.sets.arithmetic.count=3",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+    printed = run(
+        "dapo_jax.evaluate",
+        workdir,
+        f"--config.eval.sets.wild.path={file}",
+        "--config.eval.sets.wild.prompt_field=problem",
+        "--config.eval.sets.wild.template",
+        "dapo",
+        "--config.eval.sets.wild.rules=strict_box",  # in which the policy never answers
+        "--config.eval.sets.wild.k=2",
+        "--config.eval.sets.wild.max_prompts=2",
+        "--config.eval.sets.arithmetic.count=3",
     )
-    assert done.returncode == 0, done.stderr
-    sets = json.loads((tmp_path / "eval" / "0.json").read_text())["sets"]
+    assert "wild.jsonl: 3 rows, 0 duplicates" in printed
+    assert "wild: 100% of the responses have no answer that is found" in printed
+    sets = json.loads((workdir / "eval" / "1.json").read_text())["sets"]
     assert set(sets) == {"arithmetic", "wild"}
     assert sets["wild"]["problems"] == 2 and "mean@2" in sets["wild"]
     assert sets["arithmetic"]["problems"] == 3 and "mean@4" in sets["arithmetic"]
