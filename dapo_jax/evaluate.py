@@ -1,4 +1,4 @@
-"""Evaluation: mean@k, pass@k and maj@k of a policy on sets of problems.
+"""Evaluates a policy on sets of problems: mean@k, pass@k and maj@k.
 
     python -m dapo_jax.evaluate --config=configs/tiny.py --workdir=DIR [--step=N]
 
@@ -28,12 +28,12 @@ from sharding import hosts
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that k of the samples hold a correct one, unbiased (arXiv 2107.03374, Eq. 1)."""
+    """Estimates, unbiased, how likely k samples hold a correct one (arXiv 2107.03374, Eq. 1)."""
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
-    """maj@k: whether the most frequent prediction is right; the earliest wins a tie.
+    """Says whether the most frequent prediction is right (maj@k); the earliest wins a tie.
 
     Responses without a prediction have no vote.
     """
@@ -45,7 +45,7 @@ def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
 
 
 def summarize(groups: Sequence[Group]) -> dict[str, float]:
-    """One set's results from its groups of k responses: scores are means over problems."""
+    """Summarizes one set from its groups of k responses: scores are means over problems."""
     correct_PK = np.stack([group.correct_G for group in groups])
     length_PK = np.stack([group.length_G for group in groups])
     k = correct_PK.shape[1]
@@ -99,7 +99,7 @@ def evaluate(
 
 
 def write_results(workdir: pathlib.Path, finished_steps: int, results) -> None:
-    """DIR/eval/<finished rollout steps>.json."""
+    """Writes the scores of every set to DIR/eval/<finished rollout steps>.json."""
     if hosts.is_main_host():
         with atomic_file(workdir / "eval" / f"{finished_steps}.json") as file:
             document = {"step": finished_steps, "sets": results}
@@ -107,7 +107,7 @@ def write_results(workdir: pathlib.Path, finished_steps: int, results) -> None:
 
 
 def result_row(results) -> dict[str, float]:
-    """The scores as keys of a metrics row: eval/<set>/<score>."""
+    """Makes the scores keys of a metrics row: eval/<set>/<score>."""
     return {
         f"eval/{name}/{key}": value
         for name, scores in results.items()
@@ -160,7 +160,7 @@ def no_answer_line(name: str, settings: dict, fraction: float) -> str:
 
 
 def require_directory(workdir: pathlib.Path) -> None:
-    """FileNotFoundError where there is no such directory."""
+    """Raises FileNotFoundError where there is no such directory."""
     if not workdir.is_dir():
         raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
 

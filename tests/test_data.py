@@ -365,13 +365,13 @@ def test_a_number_is_written_out_as_an_answer(tmp_path, number, answer):
 
 def test_a_field_that_is_not_there_is_named_with_its_setting(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", [{"question": "q", "solution": {"value": 1}}])
-    with pytest.raises(DataError, match=r"there are 'question', 'solution' \(set prompt_field\)"):
+    with pytest.raises(DataError, match=r"there are 'question', 'solution' \(prompt_field, answer"):
         read(path)
-    with pytest.raises(DataError, match=r"there are 'value' \(set answer_field\)"):
+    with pytest.raises(DataError, match=r"there are 'value' \(prompt_field, answer_field"):
         read(path, prompt_field="question", answer_field="solution.number")
     latin = tmp_path / "latin.csv"
     latin.write_bytes("prompt,answer\ncafé,1\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.csv is not a readable CSV file in UTF-8: 'utf"):
+    with pytest.raises(DataError, match=r"latin\.csv is no readable CSV file in UTF-8: 'utf"):
         read(str(latin))
 
 

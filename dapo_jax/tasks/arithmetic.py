@@ -73,7 +73,7 @@ class Arithmetic(MathTask):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One question; `steps` holds (operation, operand) after the value `start`."""
+    """A problem is one question; `steps` holds (operation, operand) after the value `start`."""
 
     question: str
     answer: str

@@ -28,7 +28,7 @@ BUILT_IN = {
 
 
 class Task(Protocol):
-    """What a task has to have.
+    """A task loads examples and grades responses; any class with these two methods is one.
 
     A method `grade_many(responses, example) -> list[Verdict]` is used where there is one: it
     grades all responses to an example at once.

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The prompts of a task, and its grading.
+    """Holds the prompts of a task, and how it grades their responses.
 
     grade: decodes and grades the responses of a group. report: accounts for each row of the data.
     """
@@ -77,7 +77,7 @@ def tokenize(
 
 
 class PromptStream(Generic[T]):
-    """The endless stream of training prompts: stream[cursor] for every integer cursor >= 0.
+    """Orders the training prompts without end: stream[cursor] for every integer cursor >= 0.
 
     Epoch e is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once, in an
     order that depends on the seed and e alone. Access is random and costs the same anywhere, so

@@ -66,7 +66,7 @@ KIND_OF_ENDING = {".parquet": "dapo_parquet", ".jsonl": "jsonl", ".json": "json"
 
 @dataclasses.dataclass(frozen=True)
 class DataReport:
-    """What became of every row of a data set.
+    """Accounts for every row of a data set.
 
     rows = kept + duplicates + conflicting_rows + overlong + bad_rows. A row is a duplicate when
     an earlier row has the same prompt and answer; all rows of a prompt that occurs with two
@@ -145,17 +145,13 @@ def read(
     rows = Rows(path, "line" if spec.format == "jsonl" else "row", on_bad_row)
     if not file.is_file():
         raise FileNotFoundError(f"No data file at {path!r}: set path.")
-    prompt_field, answer_field = (
-        prompt_field or spec.prompt_field,
-        answer_field or spec.answer_field,
-    )
+    prompt_field = prompt_field or spec.prompt_field
+    answer_field = answer_field or spec.answer_field
     for row, record_of in _FORMATS[spec.format](file, [prompt_field, answer_field]):
         with rows.reading(row):
             record = record_of()
-            prompt = _prompt(_field(record, prompt_field, "prompt_field"), prompt_field, template)
-            answer = _answer(
-                _field(record, answer_field, "answer_field"), answer_field, spec.answer_mark
-            )
+            prompt = _prompt(_field(record, prompt_field), prompt_field, template)
+            answer = _answer(_field(record, answer_field), answer_field, spec.answer_mark)
             rows.add(row, prompt, answer)
     return rows.result()
 
@@ -318,7 +314,7 @@ def _csv(path: pathlib.Path, fields: Sequence[str]) -> Records:
                 yield row, lambda record=record: record
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path} is not a readable CSV file in UTF-8: {error} (path, kind)."
+            f"{path} is no readable CSV file in UTF-8: {error} (path, kind)."
         ) from error
 
 
@@ -373,20 +369,15 @@ def _answer(value: object, name: str, mark: str) -> str:
     return _text(answer, name).strip()
 
 
-def _field(record: dict, name: str, setting: str = "") -> object:
-    """Looks up a field, or field b of field a under the name "a.b".
-
-    setting: what names the field, for the message of the ValueError where there is none.
-    """
+def _field(record: dict, name: str) -> object:
+    """Looks up a field, or field b of field a under the name "a.b"."""
     if name in record:
         return record[name]
     outer, _, inner = name.partition(".")
     if outer not in record:
-        raise ValueError(
-            f"{outer!r} is missing; there are {', '.join(map(repr, record)) or 'none'}"
-            + (f" (set {setting})" if setting else "")
-        )
-    return _field(_typed(record[outer], dict, outer), inner, setting)
+        there = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"{outer!r} is missing; there are {there} (prompt_field, answer_field)")
+    return _field(_typed(record[outer], dict, outer), inner)
 
 
 def _typed(value: object, kind: type[T], name: str) -> T:
