@@ -16,6 +16,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
+from configs.base import eval_settings
 from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.display import evaluation_line
@@ -100,14 +101,15 @@ def main(_):
     config = CONFIG.value
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
     checks.check(config)
-    if not config.eval.sets:
-        raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
+    if not eval_settings(config):
+        raise ValueError("eval.sets has no set with k > 0: there is nothing to evaluate; add one")
     workdir = pathlib.Path(WORKDIR.value)
     hosts.on_main(lambda: require_directory(workdir))
     say = print if hosts.is_main_host() else lambda message: None
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
     data = build.load_data(config, tokenizer, training=False)
+    say("\n".join(data.report_lines()))
     checkpoints = build.checkpoints(config, workdir, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:
@@ -123,7 +125,19 @@ def main(_):
     results = evaluate(config, programs, sampler_params, data.eval_sets, report=say)
     write_results(workdir, step, results)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
+    for name, scores in results.items():
+        if scores["no_answer_fraction"] > 0.8:
+            say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
     say(f"written to {workdir / 'eval' / f'{step}.json'}")
+
+
+def no_answer_line(name: str, settings: dict, fraction: float) -> str:
+    """Says that hardly a response had an answer, and which settings it may be."""
+    return (
+        f"{name}: {fraction:.0%} of the responses have no answer that is found; does the prompt "
+        f"say where to put it? (eval.sets.{name}.template = {settings['template']!r}, rules = "
+        f'{settings["rules"]!r}; template=dapo asks for a line "Answer: ...")'
+    )
 
 
 def require_directory(workdir: pathlib.Path) -> None:
