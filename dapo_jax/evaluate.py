@@ -6,7 +6,6 @@ evaluates the checkpoint after N rollout steps (default: the newest) into DIR/ev
 """
 
 import collections
-import json
 import math
 import pathlib
 import zlib
@@ -21,7 +20,7 @@ from configs.base import eval_settings
 from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.display import evaluation_line
-from dapo_jax.run.files import atomic_file
+from dapo_jax.run.record import result_row, write_results
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
@@ -96,24 +95,6 @@ def evaluate(
         )
         results[name] = summarize(rollouts.sampled)
     return results
-
-
-def write_results(workdir: pathlib.Path, finished_steps: int, results) -> None:
-    """Writes the scores of every set to DIR/eval/<finished rollout steps>.json."""
-    if hosts.is_main_host():
-        with atomic_file(workdir / "eval" / f"{finished_steps}.json") as file:
-            document = {"step": finished_steps, "sets": results}
-            file.write((json.dumps(document, indent=1) + "\n").encode())
-
-
-def result_row(results) -> dict[str, float]:
-    """Makes the scores keys of a metrics row: eval/<set>/<score>."""
-    return {
-        f"eval/{name}/{key}": value
-        for name, scores in results.items()
-        for key, value in scores.items()
-        if "@" in key
-    }
 
 
 def main(_):
