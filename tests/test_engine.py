@@ -24,10 +24,9 @@ from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
+from tests import quick
 
 RUN_KEY = jax.random.key(11)
-# Compiled in a quarter of the time, for tests that compare no bits of two programs.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 # What is sampled, on a small model: pages of 8 tokens, prompts that fill them in every way.
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
@@ -117,7 +116,7 @@ def random_params(config, seed=0):
     return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
-def build(config, cache, params, *, parts=((1, 1),), compiler_options=QUICK):
+def build(config, cache, params, *, parts=((1, 1),), compiler_options=quick.COMPILER_OPTIONS):
     """Builds (engine, its parameters) on one device; parts: cache.PARTS, here one program."""
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     params = unstack(jax.tree.map(jnp.asarray, params))
@@ -174,9 +173,9 @@ def forward(graph, params, tokens_BT):
     return nnx.merge(graph, params)(tokens_BT)
 
 
-jit_forward = jax.jit(forward, static_argnums=0, compiler_options=QUICK)
-jit_request_keys = jax.jit(request_keys, compiler_options=QUICK)
-jit_uniform_at = jax.jit(uniform_at, compiler_options=QUICK)
+jit_forward = quick.jit(forward, static_argnums=0)
+jit_request_keys = quick.jit(request_keys)
+jit_uniform_at = quick.jit(uniform_at)
 
 
 def teacher_forced(model, responses, *, prompts=PROMPTS):

@@ -10,12 +10,10 @@ from jax.sharding import PartitionSpec
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
 from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
+from tests.quick import jit
 
 RUN_KEY = jax.random.key(11)
-# Compiled in a fraction of the time.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
-jit_request_keys, jit_uniform_at = quick_jit(request_keys), quick_jit(uniform_at)
+jit_request_keys, jit_uniform_at = jit(request_keys), jit(uniform_at)
 
 # Randomness: a request is (cursor, sample index), and nothing else matters.
 
@@ -68,7 +66,7 @@ def sorted_top_p(logits_RV, top_p):
     return np.where(logits_RV >= cut_R1, logits_RV, -np.inf)
 
 
-jit_truncate = quick_jit(truncate, static_argnames=("top_p", "top_k"))
+jit_truncate = jit(truncate, static_argnames=("top_p", "top_k"))
 
 
 def kept(logits_RV, **limits):
@@ -133,10 +131,10 @@ def awkward_logits(V, scale, seed=0):
     return logits_V
 
 
-jit_draw = quick_jit(functools.partial(draw, axis=None))
+jit_draw = jit(functools.partial(draw, axis=None))
 
 
-@quick_jit
+@jit
 def draw_many(logits_V, uniform_N):
     return jax.lax.map(
         lambda u: jax.tree.map(lambda a: a[0], draw(logits_V[None], u[None], axis=None)),
@@ -215,7 +213,7 @@ def test_a_vocabulary_split_over_devices_gives_the_same_tokens(V):
     logits_RV = np.repeat(logits_RV, 64, axis=0).astype(np.float32)
     uniform_R = rng.random(len(logits_RV), dtype=np.float32)
     uniform_R[::64], uniform_R[1::64] = 0.0, 1 - 2**-24
-    split = quick_jit(
+    split = jit(
         jax.shard_map(
             functools.partial(draw, axis="model"),
             mesh=mesh,
