@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command
 from models import hf
+from models.hf_config import load_config, read_config
 from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params
 
@@ -60,7 +61,7 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
 
     tokenizer_path = from_path
     if from_kind == "hf":
-        config, kept = hf.load_config(from_path), _kept(from_path)
+        config, kept = load_config(from_path), _kept(from_path)
         host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         params = hf.load_params(from_path, config, dtype=dtype, shardings=host)
     elif from_kind == "orbax":
@@ -144,7 +145,7 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
 
 
 def _kept(path) -> dict[str, Any]:
-    raw = hf.read_config(path)
+    raw = read_config(path)
     return {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
 
 

@@ -20,7 +20,8 @@ from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.types import Batch, Group
-from models.hf import load_config, load_params, read_config
+from models.hf import load_params
+from models.hf_config import load_config, read_config
 from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import Lora, init_adapters
 from models.parameters import ModelConfig, param_axes
