@@ -1,6 +1,6 @@
 """A model's sizes from and to Hugging Face's config.json.
 
-Whatever the model does not compute is refused.
+Its model_type picks the family; whatever the family does not compute is refused.
 """
 
 import json
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from models import families
 from models.parameters import ModelConfig
-from models.qwen2 import Qwen2Config
 
 CONFIG_FILE = "config.json"
 
@@ -50,9 +50,11 @@ def load_config(path) -> ModelConfig:
             refuse(key, value, rule)
         return value
 
-    family = Qwen2Config
-    if raw.get("model_type") != family.model_type:
-        refuse("model_type", raw.get("model_type"), f"must be {family.model_type!r}")
+    model_types = families.known()
+    if raw.get("model_type") not in tuple(model_types):
+        rule = f"must be {' or '.join(map(repr, model_types))}; model.family names others"
+        refuse("model_type", raw.get("model_type"), rule)
+    family = model_types[raw["model_type"]].config
     for key, value in family.computes.items():
         given = raw.get(key, value)
         if given != value and (given or value):  # null is false
