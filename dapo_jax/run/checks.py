@@ -142,7 +142,7 @@ def _check_lora(learner: ConfigDict) -> None:
 
 def _check_eval_set(key: str, settings: dict) -> None:
     for name, holds, bound in (
-        ("k", settings["k"] >= 1, "at least 1"),
+        ("k", settings["k"] >= 1, "at least 1, or 0 to leave the set out"),
         ("max_prompts", settings["max_prompts"] >= 0, "at least 0"),
         ("temperature", 0 < settings["temperature"] < math.inf, "greater than 0 and finite"),
         ("top_p", 0 < settings["top_p"] <= 1, "over 0 and at most 1"),
