@@ -17,7 +17,8 @@ from dapo_jax.run import build
 from dapo_jax.run.files import read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Response, Verdict
-from models.hf import load_config, load_params
+from models.hf import load_params
+from models.hf_config import load_config
 
 EXPECTED_KEYS = {
     "prompts_seen",

@@ -201,7 +201,7 @@ def split_rows(row_BX, page_P, cache: Cache) -> tuple[Slots, PageTable]:
         sample_B=columns["sample"],
         token_B=columns["token"],
         position_B=prompt_tokens_B + sampled_B,
-        drawn_B=sampled_B,
+        sampled_B=sampled_B,
         limit_B=columns["limit"],
         page_B=page_P[jnp.take_along_axis(response_BJ, current_B1, axis=1)[:, 0]],
         offset_B=sampled_B % cache.page_tokens,
@@ -211,6 +211,6 @@ def split_rows(row_BX, page_P, cache: Cache) -> tuple[Slots, PageTable]:
         response_BJ=response_BJ,
         prompt_tokens_B=prompt_tokens_B,
         response_tokens_B=sampled_B,
-        rank_B=columns["reader"],
+        reader_B=columns["reader"],
     )
     return slots, table
