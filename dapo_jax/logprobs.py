@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models.kernels.xla import MASKED
-from models.qwen2 import logits
+from models.transformer import logits
 from sharding import rules
 
 CHUNK_TOKENS = 512
@@ -104,6 +104,25 @@ def head_loss(
     loss_and_chosen.defvjp(forward, backward)
     loss, logp_BT, entropy_BT = loss_and_chosen(x_BTD, head_DV)
     return loss, jax.lax.stop_gradient(logp_BT), jax.lax.stop_gradient(entropy_BT)
+
+
+def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, **how):
+    """Does what `head_loss` does, for a loss of a token that depends on others in its row.
+
+    rows_loss(logp_BT, tokens) -> loss_BT. A first pass gives all log-probabilities, at which the
+    loss and its slopes are computed; the second has the gradient of slope * logp, token by token,
+    which is that of the loss.
+    """
+
+    def total(logp_BT):
+        return jnp.sum(rows_loss(logp_BT, tokens))
+
+    logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, **how)
+    loss, slope_BT = jax.value_and_grad(total)(logp_BT)
+    linear, logp_BT, entropy_BT = head_loss(
+        x_BTD, head_DV, target_BT, slope_BT, lambda logp_C, slope_C: slope_C * logp_C, **how
+    )
+    return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT
 
 
 class _Chosen:

@@ -189,7 +189,7 @@ def test_a_forbidden_mention_is_found(module, source, name):
 
 
 def test_allowed_imports_and_mentions_are_no_faults():
-    source = "import jax\nfrom dapo_jax import learner\nfrom models.qwen2 import split\n"
+    source = "import jax\nfrom dapo_jax import learner\nfrom models.transformer import split\n"
     assert not import_faults("dapo_jax.run.build", source)
     assert not mention_faults("dapo_jax.run.build", "from ml_collections import ConfigDict")
     assert not mention_faults("dapo_jax.learner", '"""On jax.process_index."""  # ConfigDict')

@@ -21,7 +21,9 @@ from dapo_jax.sampler.session import Session
 from dapo_jax.types import Prompt
 from models import qwen2
 from models.kernels.packed import packed_attention
-from models.qwen2 import Qwen2Config, abstract_params, param_axes
+from models.parameters import param_axes
+from models.qwen2 import Qwen2Config
+from models.transformer import abstract_params
 from sharding import hosts, rules
 from sharding.mesh import AXES, make_mesh
 
