@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from gspo import gspo
+from quick import COMPILER_OPTIONS, jit
 
 from configs import base
 from dapo_jax import learner, train
@@ -57,15 +58,6 @@ KEEPING = dataclasses.replace(LEARNING, remat="none")
 MODES = pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
 # Of the largest entry of a gradient; what is left is the rounding of float32 sums.
 TOLERANCE = 1e-5
-# The code is tiny and runs a few times: a sixth of the time to compile it is worth more than its
-# speed. Without excess precision XLA rounds to bfloat16 where the program says so, nowhere else.
-COMPILER_OPTIONS = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_allow_excess_precision": False,
-}
-jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)

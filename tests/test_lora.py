@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from quick import jit
 
 from configs import tiny
 from dapo_jax import convert, learner
@@ -19,7 +20,7 @@ from models.kernels.packed import packed_attention
 from models.lora import MATRICES, Lora, adapted, adapter_axes, factors, init_adapters
 from models.qwen2 import abstract_params
 from sharding.mesh import make_mesh
-from tests.test_learner import LEARNING, SMALL, batch_of, data, jit, params
+from tests.test_learner import LEARNING, SMALL, batch_of, data, params
 
 __all__ = ["data", "params"]  # fixtures
 LORA = Lora(rank=3, alpha=6.0, targets=tuple(MATRICES))
