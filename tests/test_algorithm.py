@@ -25,7 +25,7 @@ MODES = pytest.mark.parametrize("mode", algorithm.AGGREGATIONS)
 
 
 def assert_near(actual, expected, tolerance: float, name: str = "") -> None:
-    """Error at most `tolerance`; in arrays also relative to the largest expected value.
+    """Asserts an error of at most `tolerance`; in arrays also relative to the largest value.
 
     Scalars are sums of terms of both signs, whose rounding does not shrink with the result.
     """
@@ -37,7 +37,7 @@ PADDED_SHAPE = (32, 257)  # the longest golden case
 
 
 def padded(program):
-    """The program for arrays [R, T] of all shapes up to PADDED_SHAPE, padded with zeros to it."""
+    """Makes a program take arrays [R, T] of any shape, padded with zeros to PADDED_SHAPE."""
     jitted = jit(program)
 
     def run(*arrays_RT, clip):
@@ -53,7 +53,7 @@ def padded(program):
 
 @padded
 def policy_update(logp_RT, behavior_logp_RT, advantage_RT, mask_RT, clip):
-    """Token losses, log-ratios, clip indicators, and for each aggregation loss and gradient."""
+    """Computes token losses, log-ratios, indicators, and each aggregation's loss and gradient."""
 
     def loss(logp_RT, mode):
         loss_RT = algorithm.token_policy_loss(logp_RT, behavior_logp_RT, advantage_RT, **clip)
@@ -74,7 +74,7 @@ def loss_and_gradient(*batch, mode: str, clip: dict[str, float]):
 
 @padded
 def partial_loss_and_gradient(logp_RT, behavior_logp_RT, advantage_RT, weight_RT, clip):
-    """One micro-batch's share, with weights that were computed on the whole mini-batch."""
+    """Computes one micro-batch's share, with weights of the whole mini-batch."""
 
     def loss(logp_RT):
         loss_RT = algorithm.token_policy_loss(logp_RT, behavior_logp_RT, advantage_RT, **clip)
@@ -88,7 +88,7 @@ kl_k3 = jit(algorithm.kl_k3)
 
 
 def group_advantages(rewards: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each one's advantages, as computed in NumPy and in JAX."""
+    """Computes the advantages of each array of rewards twice: in NumPy and in JAX."""
     jitted = jit(lambda rewards: [algorithm.group_advantage(reward_PG) for reward_PG in rewards])
     numpy = [algorithm.group_advantage(reward_PG) for reward_PG in rewards]
     return list(zip(numpy, jax.device_get(jitted(rewards)), strict=True))
@@ -104,7 +104,7 @@ def case_inputs(case: golden.LossInputs, *, x64: bool):
 
 
 def random_batch(seed: int, *, responses: int = 6, tokens: int = 20):
-    """logp, behaviour logp, advantages and a ragged mask in which row 2 is empty."""
+    """Samples logp, behaviour logp, advantages and a ragged mask in which row 2 is empty."""
     rng = np.random.default_rng(seed)
     behavior_logp_RT = -rng.exponential(1.0, (responses, tokens)).astype(np.float32)
     logp_RT = behavior_logp_RT + rng.normal(0.0, 0.5, (responses, tokens)).astype(np.float32)
@@ -115,7 +115,7 @@ def random_batch(seed: int, *, responses: int = 6, tokens: int = 20):
 
 
 def token_loss_and_slope(ratio: float, advantage: float, **clip: float) -> tuple[float, float]:
-    """Loss of one token sampled with probability 1/e at this ratio, and d loss / d logp."""
+    """Computes the loss of one token, sampled with probability 1/e, and d loss / d logp."""
     logp, behavior_logp, advantage, weight = (
         np.full((1, 1), value, np.float32) for value in (math.log(ratio) - 1.0, -1.0, advantage, 1)
     )
@@ -590,7 +590,7 @@ def test_golden_group_advantages(shared, x64):
 
 
 def advantage_by_hand(reward_PG: np.ndarray) -> np.ndarray:
-    """Eq. 9 in float64: the stored advantages are float32 and cannot show 1e-10."""
+    """Computes Eq. 9 in float64: the stored advantages are float32 and cannot show 1e-10."""
     reward_PG = reward_PG.astype(np.float64)
     group_size = reward_PG.shape[1]
     if group_size == 1:
@@ -616,7 +616,7 @@ def test_golden_overlong_rewards(shared, x64, tolerance):
 
 
 def first_kept(case: golden.DynamicSamplingCase) -> tuple[np.ndarray, int]:
-    """The prompts that we keep of a script, and the generation batches that it took."""
+    """Finds the prompts that we keep of a script, and the generation batches that it took."""
     for num_batches in range(1, case.max_generation_batches + 1):
         correct_PG = np.concatenate(case.correct_NPG[:num_batches])
         kept = algorithm.first_informative(correct_PG, num_prompts=case.num_prompts)
