@@ -1,8 +1,11 @@
 # make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py)
-# make test     set-up, lint and tests
+# make test     set-up, lint and the tests that every change should pass (8 minutes on two idle cores)
+# make test-all the same, and then the slow tests (tests/README.md lists them)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up, and a recipe through the TPU's compiler
 # make preflight-all   all of them: the table of experiments/preflight
 # make clean    remove the environment and the runs
+#
+# PYTHON=python3.12 makes the environment with another Python; ARGS="-k rollout -x" goes to the command.
 
 PYTHON ?= python3
 WORKDIR ?= runs/tiny
@@ -12,7 +15,7 @@ TPU_COMPILER := .venv/tpu/libtpu/libtpu.so
 CONFIG ?= configs/qwen2_5_0_5b.py
 TOPOLOGY ?= v5e:2x4
 
-.PHONY: train test setup preflight preflight-all clean
+.PHONY: train test test-all setup preflight preflight-all clean
 
 train: setup
 	.venv/bin/python -m dapo_jax.train --config=configs/tiny.py --workdir=$(WORKDIR) $(ARGS)
@@ -21,7 +24,10 @@ test: setup
 	@$(MAKE) --no-print-directory $(TPU_COMPILER) || echo "no TPU compiler here: its tests are skipped"
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-all: test
+	.venv/bin/python -m pytest -m slow $(ARGS)
 
 setup: $(STAMP)
 

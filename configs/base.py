@@ -144,8 +144,8 @@ def dataset(
     rules: those that grade it; "": verifier.rules.
     levels, count, seed, split: of generated problems.
     args: more arguments of a task of one's own.
-    max_prompts: the first so many; 0: all. k, temperature, top_p: of an evaluation set alone.
-        None: what config.eval says.
+    max_prompts: the first so many; 0: all. k (0: the set is left out), temperature, top_p: of an
+        evaluation set alone. None: what config.eval says.
     """
     return ConfigDict(
         {
@@ -180,7 +180,7 @@ def train_settings(config: ConfigDict) -> dict:
 
 
 def eval_settings(config: ConfigDict) -> dict[str, dict]:
-    """Returns each evaluation set's settings with those that it leaves open filled in."""
+    """Returns the settings of each evaluation set with k > 0, those it leaves open filled in."""
     e = config.eval
     return {
         name: _filled(
@@ -192,6 +192,7 @@ def eval_settings(config: ConfigDict) -> dict[str, dict]:
             top_p=e.top_p,
         )
         for name, settings in e.sets.items()
+        if settings.k != 0
     }
 
 

@@ -21,7 +21,8 @@ from ml_collections import ConfigDict
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command
 from models import hf
-from models.qwen2 import Qwen2Config, abstract_params
+from models.qwen2 import Qwen2Config
+from models.transformer import abstract_params
 
 MODEL_CONFIG_FILE = "model_config.json"
 PARAMS_FOLDER = "params"

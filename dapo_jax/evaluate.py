@@ -6,7 +6,6 @@ evaluates the checkpoint after N rollout steps (default: the newest) into DIR/ev
 """
 
 import collections
-import json
 import math
 import pathlib
 import zlib
@@ -17,10 +16,11 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
+from configs.base import eval_settings
 from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.display import evaluation_line
-from dapo_jax.run.files import atomic_file
+from dapo_jax.run.record import result_row, write_results
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
@@ -97,36 +97,19 @@ def evaluate(
     return results
 
 
-def write_results(workdir: pathlib.Path, finished_steps: int, results) -> None:
-    """DIR/eval/<finished rollout steps>.json."""
-    if hosts.is_main_host():
-        with atomic_file(workdir / "eval" / f"{finished_steps}.json") as file:
-            document = {"step": finished_steps, "sets": results}
-            file.write((json.dumps(document, indent=1) + "\n").encode())
-
-
-def result_row(results) -> dict[str, float]:
-    """The scores as keys of a metrics row: eval/<set>/<score>."""
-    return {
-        f"eval/{name}/{key}": value
-        for name, scores in results.items()
-        for key, value in scores.items()
-        if "@" in key
-    }
-
-
 def main(_):
     config = CONFIG.value
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
     checks.check(config)
-    if not config.eval.sets:
-        raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
+    if not eval_settings(config):
+        raise ValueError("eval.sets has no set with k > 0: there is nothing to evaluate; add one")
     workdir = pathlib.Path(WORKDIR.value)
     hosts.on_main(lambda: require_directory(workdir))
     say = print if hosts.is_main_host() else lambda message: None
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
     data = build.load_data(config, tokenizer, training=False)
+    say("\n".join(data.report_lines()))
     checkpoints = build.checkpoints(config, workdir, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:
@@ -142,7 +125,19 @@ def main(_):
     results = evaluate(config, programs, sampler_params, data.eval_sets, report=say)
     write_results(workdir, step, results)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
+    for name, scores in results.items():
+        if scores["no_answer_fraction"] > 0.8:
+            say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
     say(f"written to {workdir / 'eval' / f'{step}.json'}")
+
+
+def no_answer_line(name: str, settings: dict, fraction: float) -> str:
+    """Says that hardly a response had an answer, and which settings it may be."""
+    return (
+        f"{name}: {fraction:.0%} of the responses have no answer that is found; does the prompt "
+        f"say where to put it? (eval.sets.{name}.template = {settings['template']!r}, rules = "
+        f'{settings["rules"]!r}; template=dapo asks for a line "Answer: ...")'
+    )
 
 
 def require_directory(workdir: pathlib.Path) -> None:

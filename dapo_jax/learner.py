@@ -28,7 +28,7 @@ from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
 from models.lora import Lora, adapted
-from models.qwen2 import param_axes
+from models.parameters import param_axes
 from sharding import hosts, rules
 
 jax.tree_util.register_dataclass(Batch)
@@ -36,7 +36,7 @@ jax.tree_util.register_dataclass(Batch)
 
 @struct.dataclass
 class TrainState:
-    """Holds the trained parameters in float32 (all weights, or LoRA's factors), and AdamW's moments."""
+    """Holds what is trained in float32, all weights or LoRA's factors, and AdamW's moments."""
 
     params: Any
     opt_state: Any

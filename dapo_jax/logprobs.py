@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models.kernels.xla import MASKED
-from models.qwen2 import logits
+from models.transformer import logits
 from sharding import rules
 
 CHUNK_TOKENS = 512

@@ -184,27 +184,3 @@ def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]
     """
     chunks = -(-len(kept) // groups_per_update)
     return np.array_split(kept, chunks) if chunks else []
-
-
-def rollout_rows(groups: Sequence[Group], reward_PG: np.ndarray, kept: np.ndarray):
-    """The step's responses for rollouts/<step>.jsonl.gz, one dict each."""
-    trained = set(kept.tolist())
-    for p, group in enumerate(groups):
-        example = group.prompt.example
-        for g, response in enumerate(group.responses):
-            yield {
-                "cursor": group.cursor,
-                "sample": g,
-                "source": example.source,
-                "row": example.row,
-                "prompt": example.text,
-                "response": response.text,
-                "ground_truth": example.answer,
-                "prediction": response.verdict.prediction,
-                "correct": response.verdict.correct,
-                "status": response.verdict.status,
-                "reward": float(reward_PG[p, g]),
-                "tokens": len(response.tokens_T),
-                "truncated": not response.stopped,
-                "trained": p in trained,
-            }

@@ -1,6 +1,6 @@
 """Qwen2 in Hugging Face's file format: config.json and safetensors, read and written.
 
-`TENSORS` is the one table of names and layouts; both directions follow it. Paths are whatever
+Both directions follow the names and layouts of models.parameters.Parameter. Paths are whatever
 etils.epath knows, gs:// among them. A host holds little beside the arrays on its devices: one
 parameter's shards while loading, one layer's parameter while saving.
 """
@@ -21,37 +21,16 @@ import numpy as np
 from etils import epath
 from flax import nnx
 
-from models.qwen2 import Qwen2, Qwen2Config, abstract_params
+from models.parameters import EMBED, HEAD, ModelConfig, Parameter
+from models.qwen2 import Qwen2Config
+from models.transformer import Transformer, abstract_params
 from sharding import hosts
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Our array -> (Hugging Face name, layout). Our axes are the letters that end our name; a layout
-# gives the same letters in the file's order, one group for each axis of the file's tensor. Arrays
-# whose name has "{}" are stacked: one tensor in the file for each layer.
-TENSORS = {
-    "embed_VD": ("model.embed_tokens.weight", "V D"),
-    "final_norm_D": ("model.norm.weight", "D"),
-    "head_DV": ("lm_head.weight", "V D"),
-    "attn_norm_D": ("model.layers.{}.input_layernorm.weight", "D"),
-    "q_DNH": ("model.layers.{}.self_attn.q_proj.weight", "NH D"),
-    "q_bias_NH": ("model.layers.{}.self_attn.q_proj.bias", "NH"),
-    "k_DKH": ("model.layers.{}.self_attn.k_proj.weight", "KH D"),
-    "k_bias_KH": ("model.layers.{}.self_attn.k_proj.bias", "KH"),
-    "v_DKH": ("model.layers.{}.self_attn.v_proj.weight", "KH D"),
-    "v_bias_KH": ("model.layers.{}.self_attn.v_proj.bias", "KH"),
-    "o_NHD": ("model.layers.{}.self_attn.o_proj.weight", "D NH"),
-    "mlp_norm_D": ("model.layers.{}.post_attention_layernorm.weight", "D"),
-    "gate_DF": ("model.layers.{}.mlp.gate_proj.weight", "F D"),
-    "up_DF": ("model.layers.{}.mlp.up_proj.weight", "F D"),
-    "down_FD": ("model.layers.{}.mlp.down_proj.weight", "D F"),
-}
-HEAD_NAME = TENSORS["head_DV"][0]
-EMBED_NAME = TENSORS["embed_VD"][0]
-
-# Field of Qwen2Config -> key of config.json.
+# Field of ModelConfig -> key of config.json.
 SIZE_KEYS = {
     "vocab_size": "vocab_size",
     "width": "hidden_size",
@@ -80,7 +59,7 @@ class Tensor:
     nbytes: int
 
 
-def load_config(path) -> Qwen2Config:
+def load_config(path) -> ModelConfig:
     """The model's sizes from the config.json of a Hugging Face directory.
 
     Raises FileNotFoundError where there is none, and ValueError, with file, key and value, for
@@ -158,7 +137,7 @@ def read_config(path) -> dict[str, Any]:
     return _read_json(file)
 
 
-def load_hf(path, *, dtype="float32") -> Qwen2:
+def load_hf(path, *, dtype="float32") -> Transformer:
     """The model of a Hugging Face directory, as `load_params` gives its parameters.
 
     Raises as `load_config` and `load_params` do.
@@ -168,8 +147,8 @@ def load_hf(path, *, dtype="float32") -> Qwen2:
     return nnx.merge(graph, load_params(path, config, dtype=dtype))
 
 
-def load_params(path, config: Qwen2Config, *, dtype, shardings=None) -> dict[str, Any]:
-    """The parameters of a Hugging Face directory as global arrays, nested as `qwen2.split` gives.
+def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str, Any]:
+    """The parameters of a Hugging Face directory as global arrays, nested as in `split`.
 
     `dtype` (float32, bfloat16 or float16) is what the arrays have; the files may hold any of the
     three. `shardings` is one sharding for all arrays, or a tree of them like the parameters (None:
@@ -183,12 +162,12 @@ def load_params(path, config: Qwen2Config, *, dtype, shardings=None) -> dict[str
     path, dtype = epath.Path(path), _dtype(dtype)
     found = _headers(path)
     expected = {name: shape for name, shape, *_ in _tensors(config)}
-    head_copy = config.tie_embeddings and HEAD_NAME in found
+    head_copy = config.tie_embeddings and HEAD.tensor in found
     if head_copy:
-        expected[HEAD_NAME] = expected[EMBED_NAME]
+        expected[HEAD.tensor] = expected[EMBED.tensor]
     _check(path, found, expected)
     if head_copy:
-        _check_tied(found[HEAD_NAME], found[EMBED_NAME])
+        _check_tied(found[HEAD.tensor], found[EMBED.tensor])
 
     _, abstract = abstract_params(config)
     if shardings is None:
@@ -197,14 +176,15 @@ def load_params(path, config: Qwen2Config, *, dtype, shardings=None) -> dict[str
         shardings = jax.tree.map(lambda _, one=shardings: one, abstract)
 
     def load(key_path, leaf, sharding):
-        return _load(found, key_path[-1].key, leaf.shape, config, dtype, sharding)
+        parameter = config.parameters[key_path[-1].key]
+        return _load(found, parameter, leaf.shape, config, dtype, sharding)
 
     return jax.tree_util.tree_map_with_path(load, abstract, shardings)
 
 
 def save_hf(
     params,
-    config: Qwen2Config,
+    config: ModelConfig,
     path,
     *,
     dtype="float32",
@@ -213,7 +193,7 @@ def save_hf(
 ):
     """Writes a directory that transformers loads as Qwen2ForCausalLM.
 
-    `params` is the nested dict of `qwen2.split`, host or global arrays, which are fetched tensor by
+    `params` is the nested dict of `split`, host or global arrays, which are fetched tensor by
     tensor; `dtype` is what the files hold. Every process of several calls it, with global arrays,
     and the main one writes. Beyond `max_shard_bytes` the weights are split into several files with
     an index. `extra_config` adds keys to config.json that the model does not compute with:
@@ -241,8 +221,8 @@ def save_hf(
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         shapes = {name: shape for name, shape, *_ in shard}
         tensors = (
-            _to_file(_fetched(params, leaf, layer), leaf, layout, config, dtype)
-            for _, _, leaf, layer, layout in shard
+            _to_file(_fetched(params, parameter.name, layer), parameter, config, dtype)
+            for _, _, parameter, layer in shard
         )
         if hosts.is_main_host():
             _write(path / file, shapes, dtype, tensors)
@@ -258,7 +238,7 @@ def save_hf(
     _write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
 
 
-def check_params(params, config: Qwen2Config):
+def check_params(params, config: ModelConfig):
     """Raises ValueError, naming every array, unless the params have the config's names and shapes.
 
     `params` may hold arrays or anything else with a shape.
@@ -272,41 +252,22 @@ def check_params(params, config: Qwen2Config):
         )
 
 
-def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], str, int | None, str]]:
-    """(file's name, file's shape, our leaf, layer or None, layout) of every tensor of a model."""
-    sizes = _axis_sizes(config)
-    per_layer = [leaf for leaf, (name, _) in TENSORS.items() if "{}" in name]
-    leaves = [("embed_VD", None)]
-    leaves += [(leaf, layer) for layer in range(config.num_layers) for leaf in per_layer]
-    leaves += [("final_norm_D", None)]
-    leaves += [] if config.tie_embeddings else [("head_DV", None)]
-    for leaf, layer in leaves:
-        name, layout = TENSORS[leaf]
-        shape = tuple(math.prod(sizes[a] for a in group) for group in layout.split())
-        yield name.format(layer), shape, leaf, layer, layout
+def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, int | None]]:
+    """(file's name, file's shape, parameter, layer or None) of every tensor of a model."""
+    runs = itertools.groupby(config.parameters.values(), lambda parameter: parameter.stacked)
+    for stacked, parameters in runs:
+        parameters = tuple(parameters)
+        for layer in range(config.num_layers) if stacked else (None,):
+            for p in parameters:
+                yield p.tensor.format(layer), p.tensor_shape(config.axis_sizes), p, layer
 
 
-def _axis_sizes(config) -> dict[str, int]:
-    return {
-        "V": config.vocab_size,
-        "D": config.width,
-        "F": config.mlp_width,
-        "N": config.num_heads,
-        "K": config.num_kv_heads,
-        "H": config.head_dim,
-    }
-
-
-def _axes(leaf: str) -> str:
-    return leaf.rsplit("_", 1)[-1]
-
-
-def _load(found, leaf, shape, config, dtype, sharding):
+def _load(found, parameter, shape, config, dtype, sharding):
     """One parameter as a global array, from its tensors in the files (one for each layer)."""
-    name, layout = TENSORS[leaf]
-    sizes, axes, stored = _axis_sizes(config), _axes(leaf), layout.replace(" ", "")
-    stacked = "{}" in name
-    tensors = [found[name.format(layer)] for layer in range(shape[0] if stacked else 1)]
+    sizes, axes = config.axis_sizes, parameter.axes
+    stored, stacked = parameter.layout.replace(" ", ""), parameter.stacked
+    layers = range(shape[0] if stacked else 1)
+    tensors = [found[parameter.tensor.format(layer)] for layer in layers]
     shards = {}  # place -> host array; several devices may share one
     for index in sharding.addressable_devices_indices_map(shape).values():
         place = _place(index, shape)
@@ -381,12 +342,12 @@ def _write(file, shapes, dtype, tensors: Iterator[np.ndarray]):
                 out.write(values[start : start + PIECE_VALUES].tobytes())
 
 
-def _to_file(array, leaf, layout, config, dtype):
+def _to_file(array, parameter, config, dtype):
     """A host array as the file has it: axes reordered and merged, cast, contiguous."""
-    sizes, stored = _axis_sizes(config), layout.replace(" ", "")
-    array = array.transpose([_axes(leaf).index(a) for a in stored])
-    shape = [math.prod(sizes[a] for a in group) for group in layout.split()]
-    return array.astype(dtype, order="C", copy=False).reshape(shape)
+    stored = parameter.layout.replace(" ", "")
+    array = array.transpose([parameter.axes.index(a) for a in stored])
+    array = array.astype(dtype, order="C", copy=False)
+    return array.reshape(parameter.tensor_shape(config.axis_sizes))
 
 
 def _fetched(params, leaf, layer):
@@ -500,7 +461,7 @@ def _check_tied(head, embed):
     )
     if len(rows):
         raise ValueError(
-            f"{head.file}: {HEAD_NAME} differs from {EMBED_NAME} in {len(rows)} of "
+            f"{head.file}: {HEAD.tensor} differs from {EMBED.tensor} in {len(rows)} of "
             f"{head.shape[0]} rows (the first is {rows[0]}), but {CONFIG_FILE} has "
             "tie_word_embeddings true; set it to false to keep both"
         )

@@ -12,17 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.qwen2 import PARAM_AXES, Qwen2Config, abstract_params
+from models.parameters import ModelConfig
+from models.transformer import Layer, abstract_params
 
-# Which matrices can be adapted: what is summed over, and what comes out.
+# Which matrices of a layer can be adapted: what is summed over, and what comes out.
 MATRICES = {
-    "q": ("D", "NH"),
-    "k": ("D", "KH"),
-    "v": ("D", "KH"),
-    "o": ("NH", "D"),
-    "gate": ("D", "F"),
-    "up": ("D", "F"),
-    "down": ("F", "D"),
+    p.name.rpartition("_")[0]: tuple(reversed(p.layout.split()))
+    for p in Layer.parameters
+    if " " in p.layout
 }
 
 
@@ -46,7 +43,7 @@ def factors(target: str) -> tuple[str, str, str]:
     return f"{target}_{summed}{out}", f"{target}_{summed}R", f"{target}_R{out}"
 
 
-def init_adapters(config: Qwen2Config, lora: Lora, *, key) -> dict[str, Any]:
+def init_adapters(config: ModelConfig, lora: Lora, *, key) -> dict[str, Any]:
     """Float32 factors of all layers, stacked: A normal with variance 1 / inputs, B zero."""
     layers = abstract_params(config)[1]["layers"]
     adapters = {}
@@ -75,13 +72,3 @@ def adapted(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) ->
             )
             new[w] = (layer[w] + scale * change).astype(layer[w].dtype)
     return new
-
-
-def adapter_axes(adapters: dict[str, Any]) -> dict[str, Any]:
-    """Logical axis names of every factor, as `models.qwen2.param_axes` has them for parameters."""
-    axes = {}
-    for target, (summed, _) in MATRICES.items():
-        w, a, b = factors(target)
-        axes[a] = ("layer", *PARAM_AXES[w][: len(summed)], "rank")
-        axes[b] = ("layer", "rank", *PARAM_AXES[w][len(summed) :])
-    return {"layers": {name: axes[name] for name in adapters["layers"]}}

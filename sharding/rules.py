@@ -52,7 +52,7 @@ def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, axes_tree, params, rules):
-    """The sharding of every parameter; `axes_tree` is models.qwen2.param_axes(params)."""
+    """The sharding of every parameter; `axes_tree` is models.parameters.param_axes(params)."""
     return jax.tree.map(
         lambda leaf, axes: named_sharding(mesh, axes, leaf.shape, rules), params, axes_tree
     )

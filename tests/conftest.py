@@ -1,7 +1,8 @@
-"""Four fake CPU devices for every test, and the optional folder of shared golden data."""
+"""Four fake CPU devices and one compilation cache for every test; the folder of golden data."""
 
 import os
 import pathlib
+import tempfile
 
 import pytest
 
@@ -9,6 +10,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
+# Tests and the processes that they start compile a program once in a session: a recipe that runs
+# several times, a run that is resumed. JAX finds a program by its code, its devices, the compiler's
+# options and version. Whoever sets a directory keeps the programs from session to session.
+_compiled = tempfile.TemporaryDirectory(prefix="dapo_jax_compiled_")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -19,11 +19,15 @@ from dapo_jax.sampler.sampling import request_keys, uniform_at
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Prompt, Response
 from models.kernels import KERNELS
-from models.qwen2 import Qwen2Config, abstract_params, param_axes, unstack
+from models.parameters import param_axes
+from models.qwen2 import Qwen2Config
+from models.transformer import abstract_params, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
 
 RUN_KEY = jax.random.key(11)
+# Compiled in a quarter of the time, for tests that compare no bits of two programs.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 # What is sampled, on a small model: pages of 8 tokens, prompts that fill them in every way.
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
@@ -113,11 +117,8 @@ def random_params(config, seed=0):
     return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
-def build(config, cache, params, *, one_program):
-    """(engine, its parameters) on one device.
-
-    one_program: for whatever pages are in use, where the test is about something else.
-    """
+def build(config, cache, params, *, parts=((1, 1),), compiler_options=QUICK):
+    """(engine, its parameters) on one device; parts: as cache.PARTS, by default one program."""
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     params = unstack(jax.tree.map(jnp.asarray, params))
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.SAMPLER)
@@ -125,10 +126,10 @@ def build(config, cache, params, *, one_program):
     abstract = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
+    kernels = dataclasses.replace(KERNELS["cpu"], compiler_options=compiler_options)
     with pytest.MonkeyPatch.context() as patch:
-        if one_program:
-            patch.setattr(cache_module, "PARTS", ((1, 1),))
-        return Engine(config, mesh, cache, params=abstract, kernels=KERNELS["cpu"]), params
+        patch.setattr(cache_module, "PARTS", parts)
+        return Engine(config, mesh, cache, params=abstract, kernels=kernels), params
 
 
 def by_request(finished):
@@ -160,7 +161,7 @@ def small():
 @pytest.fixture(scope="module")
 def roomy(small):
     """(engine, params) of the small model; every request's pages fit at once."""
-    return build(SMALL, ROOMY, small[1], one_program=True)
+    return build(SMALL, ROOMY, small[1])
 
 
 @pytest.fixture(scope="module")
@@ -173,16 +174,18 @@ def forward(graph, params, tokens_BT):
     return nnx.merge(graph, params)(tokens_BT)
 
 
-jit_forward = jax.jit(forward, static_argnums=0)
+jit_forward = jax.jit(forward, static_argnums=0, compiler_options=QUICK)
+jit_request_keys = jax.jit(request_keys, compiler_options=QUICK)
+jit_uniform_at = jax.jit(uniform_at, compiler_options=QUICK)
 
 
 def teacher_forced(model, responses, *, prompts=PROMPTS):
     """Logits [T, vocab_size] at every response's tokens, from one forward pass over them all."""
     rows = [np.concatenate([prompts[c], r.tokens_T]) for (c, _), r in responses.items()]
-    tokens_RT = np.zeros((len(rows), 40), np.int32)
-    for row_T, ids in zip(tokens_RT, rows, strict=True):
+    tokens_RT = np.zeros((len(PROMPTS) * GROUP_SIZE, 40), np.int32)  # one program for all calls
+    for row_T, ids in zip(tokens_RT, rows, strict=False):
         row_T[: len(ids)] = ids
-    logits_RTV = np.asarray(jit_forward(*model, tokens_RT))[..., : SAMPLING.vocab_size]
+    logits_RTV = np.asarray(jit_forward(*model, tokens_RT))[: len(rows), :, : SAMPLING.vocab_size]
     return {
         request: row_TV[len(prompts[request[0]]) - 1 :][: len(response.tokens_T)]
         for (request, response), row_TV in zip(responses.items(), logits_RTV, strict=True)
@@ -227,8 +230,9 @@ def test_tokens_are_the_documented_function_of_seed_cursor_sample_and_position(s
     responses, _ = sampled
     logits = teacher_forced(small, responses)
     cursor_R, sample_R = np.array(list(responses)).T
-    key_R = request_keys(RUN_KEY, cursor_R, sample_R)
-    uniform_RT = np.stack([uniform_at(key_R, np.full(len(key_R), t)) for t in range(20)], axis=1)
+    key_R = jit_request_keys(RUN_KEY, cursor_R, sample_R)
+    uniform_TR = [jit_uniform_at(key_R, np.full(len(key_R), t)) for t in range(20)]
+    uniform_RT = np.stack(uniform_TR, axis=1)
     for (request, response), uniform_T in zip(responses.items(), uniform_RT, strict=True):
         logits_TV = logits[request].astype(np.float64) / SAMPLING.temperature
         prob_TV = np.exp(logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True))
@@ -308,8 +312,10 @@ def test_in_bfloat16_the_sampler_is_as_near_the_learner_as_the_learner_to_float3
     """
     half = small[0], jax.tree.map(lambda p: p.astype(jnp.bfloat16), small[1])
     full = small[0], jax.tree.map(lambda p: p.astype(np.float32), half[1])
-    engine, params = build(SMALL, ROOMY, half[1], one_program=True)
-    responses, _ = sample_prompts(engine, params, SAMPLING)
+    cache = dataclasses.replace(ROOMY, max_prompt_tokens=9)
+    engine, params = build(SMALL, cache, half[1])
+    short = {cursor: prompt for cursor, prompt in PROMPTS.items() if len(prompt) <= 9}
+    responses, _ = sample_prompts(engine, params, SAMPLING, prompts=short)
     behavior, learner, exact = (
         np.concatenate([logp[request] for request in responses])
         for logp in (
@@ -357,7 +363,7 @@ def scripted(is_stop_RT):
         max_prompt_tokens=1,
         max_response_tokens=T,
     )
-    engine, params = build(config, cache, params, one_program=True)
+    engine, params = build(config, cache, params)
     session = Session(engine, params, RUN_KEY, sampling)
     for r in range(R):
         session.submit(r, Prompt(name_RT[r, :1]), group_size=1)
@@ -450,8 +456,14 @@ def sample_groups(engine, params, groups):
 
 @pytest.fixture(scope="module")
 def runs():
-    """In a cache that holds half of what its slots may come to need."""
-    engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], one_program=False)
+    """In a cache that holds half of what its slots may come to need; compiled as for training."""
+    engine, params = build(
+        WIDE,
+        TIGHT,
+        random_params(WIDE)[1],
+        parts=((1 / 2, 1 / 2), (1, 1)),
+        compiler_options=KERNELS["cpu"].compiler_options,
+    )
     with compilations() as first:
         engine.compile(TO_THE_LIMIT)
     engine._programs = Used(engine._programs)
@@ -612,4 +624,4 @@ def test_responses_longer_than_the_cache_is_planned_for_are_refused(roomy):
 
 def test_a_block_divides_a_page(small):
     with pytest.raises(ValueError, match=r"page_tokens = 8 .* rollout.block_tokens = 3"):
-        build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1], one_program=True)
+        build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1])

@@ -21,7 +21,9 @@ from dapo_jax.convert import convert, load_orbax
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import hf, load_hf, save_hf
 from models.hf import load_config, load_params
-from models.qwen2 import Qwen2Config, abstract_params, param_axes, split
+from models.parameters import param_axes
+from models.qwen2 import Qwen2Config
+from models.transformer import abstract_params, split
 from sharding import rules
 from sharding.mesh import make_mesh
 from tests.conftest import ROOT
@@ -179,7 +181,8 @@ TWO_PROCESSES = """
 import json, sys
 import jax
 from models import hf
-from models.qwen2 import abstract_params, param_axes
+from models.parameters import param_axes
+from models.transformer import abstract_params
 from sharding import rules
 from sharding.mesh import make_mesh
 

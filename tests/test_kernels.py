@@ -1,9 +1,19 @@
-"""The table of kernels: what each platform gets, and what is refused."""
+"""The table of kernels: what each platform gets, what is refused, and the pod's whole path."""
+
+import gzip
+import pathlib
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from models.kernels import KERNELS, kernels_for, platform_of
+from configs import tiny
+from dapo_jax import train
+from dapo_jax.run import build
+from dapo_jax.run.files import read_rows
+from models.kernels import KERNELS, kernels_for, paged_tpu, platform_of, splash_tpu
+from models.qwen2 import PRESETS, Qwen2Config
 from sharding.mesh import make_mesh
 
 
@@ -44,3 +54,101 @@ def test_a_name_is_taken_where_the_platform_can_run_it():
 def test_other_names_and_other_platforms_are_refused(name, platform, message):
     with pytest.raises(ValueError, match=message):
         kernels_for(name, platform)
+
+
+def flat(params):
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+def small_config(kernels):
+    """Two steps of a small random model, whose responses end at digits: rewards are of lengths."""
+    config = tiny.get_config()
+    config.model.kernels = kernels
+    config.tokenizer.path, config.tokenizer.stop_tokens = config.model.path, tuple("0123456789")
+    config.model.path, config.model.preset = "", "small"
+    config.num_steps, config.updates_per_step = 2, 1
+    config.data.train.count = 200
+    config.rollout.num_prompts, config.rollout.group_size = 2, 4
+    config.rollout.generation_prompts = 4
+    config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 33, 40
+    config.rollout.cache_mib = 1
+    config.algo.dynamic_sampling = False
+    config.algo.overlong_cache_tokens = 40
+    config.learner.row_tokens, config.learner.micro_batch_rows = 160, 2
+    config.mesh.data, config.mesh.model = 2, 2
+    config.eval.every_steps = 0
+    config.checkpoint.every_steps, config.checkpoint.keep = 1, 2
+    return config
+
+
+# What tells how full the cache is, of which plain XLA has less: a part is for copies of pages.
+OF_THE_CACHE = ("engine/occupancy", "engine/cache_use")
+TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
+
+
+@pytest.fixture
+def compiled_once(tmp_path):
+    """Runs keep their programs on disk, so that what they have in common is compiled once."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+def test_a_tpus_kernels_train_as_plain_xla_does(compiled_once, tmp_path, monkeypatch):
+    """Two whole steps with the pod's programs, interpreted: the same tokens, the rest to rounding.
+
+    Both kernels have several blocks, of pages and of a row's tokens.
+    """
+    traced, make_splash = set(), splash_tpu.make_splash_mha_single_device
+
+    def one_page(v_PKCH):
+        traced.add("paged")
+        return 1
+
+    def splash(*args, **options):
+        traced.add("splash")
+        return make_splash(*args, **options)
+
+    monkeypatch.setattr(paged_tpu, "pages_per_block", one_page)
+    monkeypatch.setattr(splash_tpu, "make_splash_mha_single_device", splash)
+    monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", 128)
+    monkeypatch.setitem(PRESETS, "small", Qwen2Config(384, 64, 128, 2, 4, 2, 16, True))
+    runs = {}
+    for kernels in ("gpu", "tpu_interpret"):
+        config, workdir = small_config(kernels), tmp_path / kernels
+        train.train(config, workdir)
+        assert traced == ({"paged", "splash"} if kernels == "tpu_interpret" else set())
+        programs = build.programs(config, vocab_size=384)
+        checkpoints = build.checkpoints(config, workdir, keep=None)
+        params = [checkpoints.restore(step, programs.state)[0].params for step in (1, 2)]
+        checkpoints.close()
+        change = jax.tree.map(lambda before, after: np.asarray(after) - before, *params)
+        runs[kernels] = workdir, programs, change
+    (plain, _, expected_change), (pods, programs, change) = runs.values()
+    assert len(programs.engine.sizes) == 1 and not programs.learning.kernels.shares_prompts
+    for step in range(2):
+        file = pathlib.Path("rollouts", f"{step}.jsonl.gz")
+        rows, expected = (gzip.decompress((run / file).read_bytes()) for run in (pods, plain))
+        assert rows == expected
+    for row, expected in zip(
+        *(read_rows(run / "metrics.jsonl") for run in (pods, plain)), strict=True
+    ):
+        ours, theirs = (
+            {k: v for k, v in r.items() if not k.startswith((*OF_THE_CACHE, *TIMINGS))}
+            for r in (row, expected)
+        )
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        assert row["grad_norm"] > 0.1
+    for name, delta in flat(change).items():
+        # Softmax does not see a key's bias: Adam makes its step of a gradient that is rounding.
+        rounding = 1e-2 if "k_bias" in name else 1e-4
+        np.testing.assert_array_less(
+            np.linalg.norm(delta - flat(expected_change)[name]),
+            rounding * np.linalg.norm(delta) + 1e-9,
+            err_msg=name,
+        )

@@ -18,7 +18,7 @@ from gspo import gspo
 from quick import COMPILER_OPTIONS, jit
 
 from configs import base
-from dapo_jax import learner, train
+from dapo_jax import learner
 from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_rate
 from dapo_jax.run import build, checks
 from dapo_jax.sampler import cache as cache_module
@@ -26,9 +26,11 @@ from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session
-from dapo_jax.types import Batch, Group, Prompt, Response, Rollouts
+from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import KERNELS
-from models.qwen2 import PRESETS, Qwen2Config, abstract_params, param_axes, unstack
+from models.parameters import param_axes
+from models.qwen2 import PRESETS, Qwen2Config
+from models.transformer import abstract_params, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
@@ -438,12 +440,10 @@ def mesh_config(*, data: int, model: int, slices: int = 1):
     return config
 
 
-def minibatch_of(config, programs, data: Responses, *, chosen):
+def minibatch_of(programs, data: Responses, *, chosen):
     """Makes the trainer's mini-batch of the groups `chosen`."""
-    groups = groups_of(data, group_size=4)
-    rollouts = Rollouts(groups, np.arange(2), cursor=2, issued=2, stats=None)
-    advantage_PG = data.advantage_R.reshape(2, 4)
-    return train.minibatch(config, programs, rollouts, advantage_PG, np.array(chosen))
+    groups, advantage_PG = groups_of(data, group_size=4), data.advantage_R.reshape(2, 4)
+    return programs.minibatch([groups[p] for p in chosen], advantage_PG[list(chosen)])
 
 
 def update_on_mesh(config, params, data: Responses):
@@ -454,7 +454,7 @@ def update_on_mesh(config, params, data: Responses):
     shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
     state = jax.device_put(init_state(params, programs.learning), shardings)
     update = programs.lower_update().compile(compiler_options=COMPILER_OPTIONS)
-    batch = minibatch_of(config, programs, data, chosen=[0, 1])
+    batch = minibatch_of(programs, data, chosen=[0, 1])
     state, metrics = update(state, None, batch, np.float32(0.1))
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
     return programs, state, jax.device_get(metrics)
@@ -521,7 +521,7 @@ def test_a_mini_batch_takes_the_chosen_groups_and_filters_the_overlong(monkeypat
             micro_batch_rows=4,
             num_micro=2,  # of a full mini-batch of 2 groups, so that this one compiles nothing
         )
-        batch = minibatch_of(config, programs, data, chosen=[1])
+        batch = minibatch_of(programs, data, chosen=[1])
         assert batch.tokens_BT.sharding == rules.micro_batches(programs.mesh)
         assert_bitwise_equal(hosts.fetch(batch), expected)
 

@@ -17,8 +17,9 @@ from dapo_jax.run import build
 from dapo_jax.run.checkpoint import Checkpoints
 from models import hf
 from models.kernels.packed import packed_attention
-from models.lora import MATRICES, Lora, adapted, adapter_axes, factors, init_adapters
-from models.qwen2 import abstract_params
+from models.lora import MATRICES, Lora, adapted, factors, init_adapters
+from models.parameters import param_axes
+from models.transformer import abstract_params
 from sharding.mesh import make_mesh
 from tests.test_learner import LEARNING, SMALL, batch_of, data, params
 
@@ -143,7 +144,7 @@ def test_factors_lie_on_the_mesh_like_their_matrices():
     assert specs["q_RNH"] == (None, None, "model", None)
     assert specs["down_FR"] == (None, "model", None)
     assert specs["down_RD"] == (None, None, "data")
-    axes = adapter_axes(policy.state.params)["layers"]
+    axes = param_axes(policy.state.params)["layers"]
     assert all(len(axes[name]) == leaf.ndim for name, leaf in layers.items())
     moments = policy.state.opt_state[1][0].mu["layers"]
     assert {name: m.sharding for name, m in moments.items()} == {

@@ -11,22 +11,24 @@ from flax import nnx
 from models.kernels import packed
 from models.kernels.packed import packed_attention
 from models.kernels.xla import attention
-from models.qwen2 import REMAT, Qwen2, Qwen2Config, split
+from models.qwen2 import Qwen2Config
+from models.transformer import REMAT, abstract_params
+from tests.quick import jit
 
 N, K, H = 4, 2, 8
+B, T = 3, 46  # of all rows, so that they share their programs
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """So that small rows have many, and several are computed together."""
+    """So that small rows have many, and several are computed together, at last fewer."""
     monkeypatch.setattr(packed, "BLOCK_TOKENS", 4)
-    monkeypatch.setattr(packed, "BLOCKS", 3)
+    monkeypatch.setattr(packed, "BLOCKS", 5)
 
 
 def numbered(*rows):
     """(segment_BT, branch_BT) of rows of pieces (prompt entries, [entries of each response])."""
-    entries = [sum(prompt + sum(responses) for prompt, responses in row) for row in rows]
-    segment_BT, branch_BT = np.zeros((2, len(rows), max(entries) + 3), np.int32)
+    segment_BT, branch_BT = np.zeros((2, B, T), np.int32)
     for b, row in enumerate(rows):
         end = branch = 0
         for segment, (prompt, responses) in enumerate(row, start=1):
@@ -49,11 +51,9 @@ ROWS = {
 }
 
 
-def inputs(rows, *, dtype=jnp.float32, seed=0):
-    B, T = rows[0].shape
-    rng = np.random.default_rng(seed)
-    shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H))
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+def inputs(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(B, T, heads, H)).astype(dtype) for heads in (N, K, K)]
 
 
 def definition(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
@@ -65,29 +65,32 @@ def definition(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
     return attention(q_BTNH, k_BTKH, v_BTKH, jnp.asarray(seen_BTS))
 
 
-def loss(function, rows):
-    """A scalar that depends on every entry in use, and its gradient."""
-    used_BT11 = (rows[0] > 0)[..., None, None]
+def value_and_gradient(function):
+    """A compiled function of q, k, v and the rows.
 
-    def scalar(*qkv):
-        out_BTNH = function(*qkv, *rows).astype(jnp.float32)
+    It gives a scalar that depends on every entry in use, out_BTNH, and the scalar's gradient.
+    """
+
+    def scalar(q_BTNH, k_BTKH, v_BTKH, *rows):
+        out_BTNH = function(q_BTNH, k_BTKH, v_BTKH, *rows)
+        used_BT11 = (rows[0] > 0)[..., None, None]
         wave_BTNH = jnp.cos(jnp.arange(out_BTNH.size).reshape(out_BTNH.shape))
-        return jnp.sum(jnp.sin(out_BTNH) * wave_BTNH * used_BT11)
+        return jnp.sum(jnp.sin(out_BTNH.astype(jnp.float32)) * wave_BTNH * used_BT11), out_BTNH
 
-    return jax.jit(jax.value_and_grad(scalar, argnums=(0, 1, 2)))
+    return jit(jax.value_and_grad(scalar, argnums=(0, 1, 2), has_aux=True))
+
+
+ours, defined = value_and_gradient(packed_attention), value_and_gradient(definition)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_values_and_gradients_are_the_definitions(name):
     rows = ROWS[name]
-    out_BTNH = jax.jit(packed_attention)(*inputs(rows), *rows)
+    (value, out_BTNH), gradient = jax.device_get(ours(*inputs(), *rows))
+    (expected, expected_BTNH), expected_gradient = jax.device_get(defined(*inputs(), *rows))
     used_BT = rows[0] > 0
-    np.testing.assert_allclose(
-        out_BTNH[used_BT], definition(*inputs(rows), *rows)[used_BT], atol=2e-6
-    )
+    np.testing.assert_allclose(out_BTNH[used_BT], expected_BTNH[used_BT], atol=2e-6)
     assert not out_BTNH[~used_BT].any()
-    value, gradient = loss(packed_attention, rows)(*inputs(rows))
-    expected, expected_gradient = loss(definition, rows)(*inputs(rows))
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for got, want in zip(gradient, expected_gradient, strict=True):
         assert np.abs(want).max() > 0.01
@@ -99,8 +102,10 @@ def gradient_through_layers(remat):
     """(compiled gradient of a model's hidden states, its parameters)."""
     rows = ROWS["shared prompts"]
     config = Qwen2Config(16, N * H, 16, 2, N, K, H, True)
-    graph, params = split(Qwen2(config, key=jax.random.key(0)))
-    tokens_BT = np.random.default_rng(0).integers(0, 16, rows[0].shape)
+    graph, abstract = abstract_params(config)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
+    tokens_BT = rng.integers(0, 16, (B, T))
 
     def scalar(params):
         x_BTD = nnx.merge(graph, params).hidden(
@@ -108,8 +113,7 @@ def gradient_through_layers(remat):
         )
         return jnp.sum(jnp.sin(x_BTD) * (rows[0] > 0)[..., None])
 
-    gradient = jax.jit(jax.grad(scalar), compiler_options={"xla_backend_optimization_level": 0})
-    return gradient.lower(params).compile(), params
+    return jit(jax.grad(scalar)).lower(params).compile(), params
 
 
 @pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
@@ -125,44 +129,43 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
 def test_what_padding_holds_reaches_nothing():
     rows = ROWS["shared prompts"]
     padding_BT11 = (rows[0] == 0)[..., None, None]
-    loud = [jnp.where(padding_BT11, 1e6, a) for a in inputs(rows)]
-    quiet_value, quiet = loss(packed_attention, rows)(*inputs(rows))
-    value, gradient = loss(packed_attention, rows)(*loud)
+    loud = [np.where(padding_BT11, np.float32(1e6), a) for a in inputs()]
+    (quiet_value, _), quiet = ours(*inputs(), *rows)
+    (value, _), gradient = ours(*loud, *rows)
     assert value == quiet_value
-    jax.tree.map(np.testing.assert_array_equal, gradient, quiet)
-    for array in gradient:
-        assert not array[rows[0] == 0].any()
+    for got, want in zip(*map(jax.device_get, (gradient, quiet)), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert not got[rows[0] == 0].any()
 
 
 def test_very_large_scores_stay_finite():
     rows = ROWS["many branches"]
-    value, gradient = loss(packed_attention, rows)(*(1e4 * a for a in inputs(rows)))
+    (value, _), gradient = ours(*(np.float32(1e4) * a for a in inputs()), *rows)
     assert np.isfinite(value)
-    assert all(np.isfinite(array).all() for array in gradient)
+    assert all(np.isfinite(array).all() for array in jax.device_get(gradient))
 
 
 def test_bfloat16_rounds_the_weights_and_the_result_only():
     rows = ROWS["shared prompts"]
-    halves = inputs(rows, dtype=jnp.bfloat16)
-    out_BTNH = packed_attention(*halves, *rows)
+    halves = inputs(jnp.bfloat16)
+    (_, out_BTNH), gradient = jax.device_get(ours(*halves, *rows))
     assert out_BTNH.dtype == jnp.bfloat16
     used_BT = rows[0] > 0
-    wide = definition(*(a.astype(jnp.float32) for a in halves), *rows)
-    error = np.abs(out_BTNH.astype(jnp.float32) - wide)[used_BT].max()
+    (_, wide_BTNH), _ = jax.device_get(defined(*(a.astype(np.float32) for a in halves), *rows))
+    error = np.abs(out_BTNH.astype(np.float32) - wide_BTNH)[used_BT].max()
     assert 1e-4 < error < 2e-2
-    _, gradient = loss(packed_attention, rows)(*halves)
     assert all(array.dtype == jnp.bfloat16 for array in gradient)
 
 
 def test_blocks_that_see_nothing_of_each_other_are_not_computed(monkeypatch):
     """Of a row of short sequences: pairs of blocks in proportion to the row, not to its square."""
     monkeypatch.setattr(packed, "BLOCK_TOKENS", 8)
+    counts = jit(lambda *rows: packed._pairs(*rows).count_Q)
     for length in (64, 256):
         segment_BT = np.repeat(np.arange(1, length // 8 + 1), 8)[None]
-        pairs = packed._pairs(jnp.asarray(segment_BT), jnp.zeros_like(segment_BT))
-        assert pairs.count_Q.tolist() == [1] * (length // 8)
-    one_BT = jnp.ones((1, 64), jnp.int32)
-    assert packed._pairs(one_BT, one_BT).count_Q.tolist() == list(range(1, 9))
+        assert counts(segment_BT, np.zeros_like(segment_BT)).tolist() == [1] * (length // 8)
+    one_BT = np.ones((1, 64), int)
+    assert counts(one_BT, one_BT).tolist() == list(range(1, 9))
 
 
 def test_memory_is_linear_in_the_row(monkeypatch):
@@ -180,7 +183,7 @@ def test_memory_is_linear_in_the_row(monkeypatch):
         def scalar(*arguments):
             return jnp.sum(packed_attention(*arguments))
 
-        gradient = jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))
+        gradient = jit(jax.grad(scalar, argnums=(0, 1, 2)))
         compiled = gradient.lower(*abstract, *numbers).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -19,6 +19,7 @@ from models.kernels import paged_tpu
 from models.kernels.paged_tpu import paged_attention
 from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
+from tests.quick import jit
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -26,8 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # read ahead.
 LENGTHS_IN_PAGES = (1.3, 6.2, 0.0, 7.0, 0.1, 11.6, 0.0, 1.0, 0.0, 3.4, 1.5)
 
-
-RUN = jax.jit(paged_attention, static_argnames="interpret")
+RUN = jit(paged_attention, static_argnames="interpret")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed
             live = min(C, tokens_B[b] - j * C)
             k_PKCH[page, :, :live], v_PKCH[page, :, :live] = rng.normal(size=(2, K, live, H))
     q_BNH = 3 * rng.normal(size=(B, N, H))
-    arrays = (jnp.asarray(a, dtype) for a in (q_BNH, k_PKCH.swapaxes(2, 3), v_PKCH))
+    arrays = (a.astype(dtype) for a in (q_BNH, k_PKCH.swapaxes(2, 3), v_PKCH))
     return Case(*arrays, page_BJ, tokens_B)
 
 
@@ -79,7 +79,7 @@ def live_tokens(case, b):
     live = [(case.page_BJ[b, start // C], min(C, tokens - start)) for start in range(0, tokens, C)]
     pool = (case.k_PKHC.swapaxes(2, 3), case.v_PKCH)
     return (
-        jnp.concatenate([x[page, :, :n].swapaxes(0, 1) for page, n in live]).astype(jnp.float32)
+        np.concatenate([x[page, :, :n].swapaxes(0, 1) for page, n in live]).astype(np.float32)
         for x in pool
     )
 
@@ -89,10 +89,10 @@ def reference(case, b):
     k_SKH, v_SKH = live_tokens(case, b)
     N, H = case.q_BNH.shape[1:]
     of_head_N = np.arange(N) // (N // k_SKH.shape[1])
-    x_NS = jnp.einsum("NH,SNH->NS", case.q_BNH[b].astype(jnp.float32), k_SKH[:, of_head_N])
+    x_NS = np.einsum("NH,SNH->NS", case.q_BNH[b].astype(np.float32), k_SKH[:, of_head_N])
     x_NS = x_NS / np.sqrt(H)
-    weight_NS = jnp.exp(x_NS - x_NS.max(axis=1, keepdims=True))
-    out_NH = jnp.einsum("NS,SNH->NH", weight_NS, v_SKH[:, of_head_N])
+    weight_NS = np.exp(x_NS - x_NS.max(axis=1, keepdims=True))
+    out_NH = np.einsum("NS,SNH->NH", weight_NS, v_SKH[:, of_head_N])
     return out_NH, x_NS.max(axis=1), weight_NS.sum(axis=1)
 
 
@@ -166,7 +166,7 @@ def test_a_slot_depends_on_itself_alone(shape):
     same_bits([x[5] for x in others_are_idle()], [x[5] for x in expected])
 
     others_are_nan = dataclasses.replace(
-        case, q_BNH=jnp.where(alone[:, None, None], case.q_BNH, jnp.nan)
+        case, q_BNH=np.where(alone[:, None, None], case.q_BNH, case.q_BNH.dtype.type(np.nan))
     )
     same_bits([x[5] for x in others_are_nan()], [x[5] for x in expected])
 
@@ -199,7 +199,7 @@ def test_sharded_over_slots_and_heads():
         check_vma=False,  # the interpreter does not know it; the compiler's test below has it on
     )
     ten = slice(10)  # divides by the shards
-    results = jax.jit(run)(
+    results = jit(run)(
         case.q_BNH[ten],
         case.k_PKHC,
         case.v_PKCH,

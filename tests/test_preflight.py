@@ -45,7 +45,7 @@ SMALL_SETTINGS = {
     "rollout.max_prompt_tokens": 64,
     "rollout.max_response_tokens": 64,
     "rollout.slot_tokens": 32,
-    "rollout.cache_mib": 16,
+    "rollout.cache_mib": 5,
     "algo.overlong_cache_tokens": 32,
     "learner.row_tokens": 128,
     "learner.micro_batch_rows": 8,

@@ -5,75 +5,45 @@ devices are spread over processes; sums over four are added in another order, wh
 last digits of float32.
 """
 
+import contextlib
 import gzip
 import json
-import os
-import pathlib
 import shutil
-import socket
-import subprocess
-import sys
 
 import pytest
+from processes import started
 
 from dapo_jax.run.files import read_rows
 from sharding import hosts
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-STEPS = 3
-# What hangs on the number of devices: who is drawn beside whom, and what is drawn in vain.
+STEPS = 2
+# These depend on the number of devices: who is sampled beside whom, and what is discarded.
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
-MINUTES = 8
+SECONDS = 480  # a run that takes so long hangs
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Programs of the runs with one process, some of which are the same."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-def run(workdir, cache, *, processes=1, devices, steps=STEPS):
-    """Start the processes, wait for all, and return the run's directory; output in its logs/."""
+def run(workdir, *, processes=1, devices, steps=STEPS):
+    """Starts the processes, waits for all, and returns the run's directory; output in its logs/."""
     logs = workdir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "tests/small_run.py", str(workdir), str(devices), str(steps)]
-    base = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    several = {"DAPO_COORDINATOR": f"localhost:{free_port()}", "DAPO_PROCESSES": str(processes)}
-    alone = {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    started = []
-    for i in range(processes):
-        more = alone if processes == 1 else several | {"DAPO_PROCESS": str(i)}
-        with (logs / f"{processes}_{i}.txt").open("w") as log:
-            started.append(
-                subprocess.Popen(command, cwd=ROOT, env=base | more, stdout=log, stderr=log)
-            )
-    try:
-        codes = [process.wait(timeout=60 * MINUTES) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    tails = [(logs / f"{processes}_{i}.txt").read_text()[-2_000:] for i in range(processes)]
-    assert codes == [0] * processes, "\n".join(tails)
+    names = [logs / f"{processes}_{i}.txt" for i in range(processes)]
+    arguments = ["tests/small_run.py", str(workdir), str(devices), str(steps)]
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(name.open("w")) for name in names]
+        group = stack.enter_context(started(arguments, processes=processes, outputs=outputs))
+        codes = [process.wait(timeout=SECONDS) for process in group]
+    assert codes == [0] * processes, "\n".join(name.read_text()[-2_000:] for name in names)
     return workdir
 
 
-def continued(source, workdir, cache, *, finished_steps, **how):
+def continued(source, workdir, *, finished_steps, **how):
     """A copy of a run, taken back to a checkpoint of it, goes on in another way."""
     shutil.copytree(source, workdir)
     for folder in (workdir / "checkpoints").iterdir():
         if int(folder.name) > finished_steps:
             shutil.rmtree(folder)
-    return run(workdir, cache, **how)
+    return run(workdir, **how)
 
 
 def rows(workdir):
@@ -113,86 +83,67 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_devices(runs, cache):
-    return run(runs / "two_devices", cache, devices=2)
+def two_processes(runs):
+    return run(runs / "two_processes", processes=2, devices=2)
 
 
-@pytest.fixture(scope="module")
-def two_processes(runs, cache):
-    return run(runs / "two_processes", cache, processes=2, devices=2)
-
-
-@pytest.fixture(scope="module")
-def one_device(runs, cache):
-    """The first step only."""
-    return run(runs / "one_device", cache, devices=1, steps=1)
-
-
-@pytest.fixture(scope="module")
-def four_devices(runs, cache, one_device):
-    return continued(one_device, runs / "four_devices", cache, finished_steps=1, devices=4)
-
-
-def test_two_processes_are_one_run_bitwise(two_processes, two_devices):
+def test_two_processes_are_one_run_bitwise(runs, two_processes):
     """The same prompts, samples, verdicts, decisions, updates and evaluations, written once."""
+    two_devices = run(runs / "two_devices", devices=2)
     assert_same_run(two_processes, two_devices, bitwise=True)
     there = {path.name for path in two_devices.iterdir()}
     assert {path.name for path in two_processes.iterdir()} == there
     assert (two_processes / "logs" / "2_1.txt").read_text().count("step ") == 0
 
 
-def test_four_processes_go_on_with_the_checkpoint_of_one_device(
-    runs, cache, one_device, four_devices
-):
-    """As one process with four devices does."""
-    how = {"finished_steps": 1, "processes": 4, "devices": 4}
-    four_processes = continued(one_device, runs / "four_processes", cache, **how)
-    assert_same_run(four_processes, four_devices)
-
-
-def test_one_process_goes_on_with_the_checkpoint_of_two(runs, cache, two_processes):
+def test_one_process_goes_on_with_the_checkpoint_of_two(runs, two_processes):
     """On one device: the same prompts come next; sums have another order."""
-    alone = continued(two_processes, runs / "alone", cache, finished_steps=2, devices=1)
+    alone = continued(two_processes, runs / "alone", finished_steps=1, devices=1)
     assert_same_run(alone, two_processes, except_for=SCHEDULE)
 
 
-def test_two_devices_go_on_with_the_checkpoint_of_four(runs, cache, four_devices):
-    fewer = continued(four_devices, runs / "fewer", cache, finished_steps=2, devices=2)
+@pytest.fixture(scope="module")
+def four_devices(runs):
+    """The first step on one device, the others on four."""
+    one_device = run(runs / "one_device", devices=1, steps=1)
+    return continued(one_device, runs / "four_devices", finished_steps=1, devices=4)
+
+
+@pytest.mark.slow
+def test_four_processes_go_on_with_the_checkpoint_of_one_device(runs, four_devices):
+    """As one process with four devices does."""
+    how = {"finished_steps": 1, "processes": 4, "devices": 4}
+    four_processes = continued(four_devices, runs / "four_processes", **how)
+    assert_same_run(four_processes, four_devices)
+
+
+@pytest.mark.slow
+def test_two_devices_go_on_with_the_checkpoint_of_four(runs, four_devices):
+    fewer = continued(four_devices, runs / "fewer", finished_steps=2, devices=2)
     assert_same_run(fewer, four_devices, except_for=SCHEDULE)
 
 
 FAILS = """
-import sys, time
+import os, time
 from sharding import hosts
 hosts.start(several=True, cpu_devices=2)
-values = hosts.gather({"process": int(sys.argv[1])})
+process = int(os.environ[hosts.PROCESS])
+values = hosts.gather({"process": process})
 assert values == [{"process": 0}, {"process": 1}]
 try:
     hosts.on_main(lambda: int("one"))
 except ValueError as error:
     print("all have it:", error, flush=True)
-if sys.argv[1] == "1":
+if process == 1:
     hosts.fail("error: no prompts here", code=1)
 time.sleep(60)
 """
 
 
 def test_values_are_gathered_errors_shared_and_a_failed_process_ends_the_others():
-    port = free_port()
-    base = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
-    base |= {"DAPO_COORDINATOR": f"localhost:{port}", "DAPO_PROCESSES": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", FAILS, str(i)],
-            env=base | {"DAPO_PROCESS": str(i), "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
-    assert [process.returncode for process in started] == [1, 1]
+    with started(["-c", FAILS], processes=2) as group:
+        outputs = [process.communicate(timeout=120)[0] for process in group]
+    assert [process.returncode for process in group] == [1, 1]
     assert all("all have it: invalid literal for int()" in output for output in outputs)
     assert "process 1 failed: error: no prompts here" in outputs[0]
 

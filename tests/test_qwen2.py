@@ -22,22 +22,20 @@ from models.kernels.xla import (
     page_attention,
     pieces,
 )
-from models.qwen2 import (
-    PARAM_AXES,
-    PRESETS,
-    Qwen2,
-    Qwen2Config,
-    abstract_block,
+from models.parameters import logical_axes, param_axes
+from models.qwen2 import PRESETS, Qwen2Config
+from models.transformer import (
+    Transformer,
     abstract_params,
     causal_mask,
+    hidden_layer_by_layer,
     logits,
-    param_axes,
     rms_norm,
     rope,
     rotation,
     segment_positions,
     split,
-    turned,
+    transposed,
     unstack,
 )
 
@@ -339,8 +337,8 @@ def test_unstacked_parameters_are_one_dict_a_layer_and_a_head(tie_embeddings):
     assert len(unstacked["layers"]) == config.num_layers
     for i, layer in enumerate(unstacked["layers"]):
         np.testing.assert_array_equal(layer["gate_FD"], params["layers"]["gate_DF"][i].T)
-        assert turned(layer).keys() == params["layers"].keys()
-        for name, param in turned(layer).items():
+        assert transposed(layer).keys() == params["layers"].keys()
+        for name, param in transposed(layer).items():
             np.testing.assert_array_equal(param, params["layers"][name][i])
     expected_VD = params["embed_VD"] if tie_embeddings else params["head_DV"].T
     np.testing.assert_array_equal(unstacked["head_VD"], expected_VD)
@@ -348,17 +346,19 @@ def test_unstacked_parameters_are_one_dict_a_layer_and_a_head(tie_embeddings):
 
 def test_the_samplers_parameters_have_the_axes_that_their_names_say():
     """A matrix is sharded along the same axes whichever way round it is stored."""
-    names = ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp")
-    letters = dict(zip("VDNKHF", names, strict=True))
-    checked = 0
-    for name, axes in PARAM_AXES.items():
-        if "norm" not in name:
-            assert axes == tuple(letters[letter] for letter in name.rpartition("_")[2])
-            checked += 1
-    assert checked == 19
-    _, abstract = abstract_params(SMALL)
-    axes = param_axes(jax.eval_shape(unstack, abstract))
-    assert axes["layers"][1]["q_NHD"] == PARAM_AXES["q_NHD"]
+    config = dataclasses.replace(SMALL, tie_embeddings=False)
+    _, abstract = abstract_params(config)
+    samplers = jax.eval_shape(unstack, abstract)
+    names = config.parameters.keys() | samplers["layers"][0].keys() | samplers.keys() - {"layers"}
+    axes = {name: logical_axes(name) for name in names}
+    norms = {"attn_norm_D", "mlp_norm_D", "final_norm_D"}
+    assert {name for name in names if axes[name] == ("norm",)} == norms
+    sizes = ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp")
+    letters = dict(zip("VDNKHF", sizes, strict=True))
+    for name in names - norms:
+        assert axes[name] == tuple(letters[letter] for letter in name.rpartition("_")[2])
+    assert len(names - norms) == 19
+    assert param_axes(samplers)["layers"][1]["q_NHD"] == ("heads", "head_dim", "width")
 
 
 def test_the_unstacked_layers_one_by_one_are_the_model(small):
@@ -366,15 +366,18 @@ def test_the_unstacked_layers_one_by_one_are_the_model(small):
     tokens_BT = random_tokens()
     segment_BT = np.ones_like(tokens_BT)
     mask_BTS = causal_mask(segment_BT)
-    cos_sin = rotation(segment_positions(segment_BT), SMALL)
+
+    def attend(q, k, v):
+        return attention(q, k, v, mask_BTS), k.shape
 
     @jax.jit
     def layer_by_layer(params):
-        x_BTD = params["embed_VD"][tokens_BT]
-        for layer in params["layers"]:
-            block = nnx.merge(abstract_block(SMALL), turned(layer))
-            x_BTD, _ = block(x_BTD, cos_sin, lambda q, k, v: (attention(q, k, v, mask_BTS), 0))
-        x_BTD = rms_norm(x_BTD, params["final_norm_D"], eps=SMALL.rms_norm_eps)
+        position_BT = segment_positions(segment_BT)
+        attends = [attend] * SMALL.num_layers
+        x_BTD, kept = hidden_layer_by_layer(
+            params, SMALL, tokens_BT, position_BT, attends, axis=None
+        )
+        assert kept == [(2, 6, SMALL.num_kv_heads, SMALL.head_dim)] * SMALL.num_layers
         return logits(x_BTD, params["head_VD"].T)
 
     expected_BTV = forward(graph, params, tokens_BT, segment_BT)
@@ -413,11 +416,11 @@ def test_every_parameter_has_one_logical_axis_a_dimension(preset):
     ranks = jax.tree.map(len, axes, is_leaf=is_names)
     assert ranks == jax.tree.map(lambda leaf: len(leaf.shape), params)
     assert all(names[0] == "layer" for names in axes["layers"].values())
-    assert axes["embed_VD"] == PARAM_AXES["embed_VD"]
+    assert axes["embed_VD"] == ("vocab", "width")
 
 
 def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
-    params = jax.jit(lambda key: split(Qwen2(SMALL, key=key))[1])(jax.random.key(1))
+    params = jax.jit(lambda key: split(Transformer(SMALL, key=key))[1])(jax.random.key(1))
     _, abstract = abstract_params(SMALL)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
         lambda a: (a.shape, a.dtype), abstract

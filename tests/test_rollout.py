@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax.rollout import collect, rollout_rows
+from dapo_jax.rollout import collect
 from dapo_jax.run import build
+from dapo_jax.run.record import rollout_rows
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.tasks.base import graded
@@ -217,7 +218,7 @@ def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
     """
     rng = np.random.default_rng(0)
     streamed_lengths, hasty_lengths, differing, capped = [], [], 0, 0
-    for seed in range(100):
+    for seed in range(40):
         num_prompts = int(rng.integers(4, 13))
         engine = {"slots": int(rng.integers(4, 65)), "block_tokens": int(rng.integers(1, 9))}
         script = long_tailed_script(seed, prompts=3 * num_prompts)
@@ -233,8 +234,8 @@ def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
         differing += sorted(hasty) != kept
         streamed_lengths.append(script.length_PG[kept].mean())
         hasty_lengths.append(script.length_PG[hasty].mean())
-    assert 0 < capped < 50
-    assert differing > 60
+    assert 0 < capped < 20
+    assert differing > 24
     assert np.mean(hasty_lengths) < 0.9 * np.mean(streamed_lengths)
 
 
@@ -456,7 +457,7 @@ def test_little_more_is_issued_than_needed(rate):
     mostly enough; with the further guesses where it is not, the bound is 1.5 of them and a prompt.
     """
     num_prompts, issued, sampled, blocks = 16, [], [], []
-    for seed in range(60):
+    for seed in range(30):
         scripted = script(2 * (np.random.default_rng(seed).random(400) < rate))
         rollouts = run(scripted, num_prompts=num_prompts, slots=400 * G, expected_rate=rate)
         issued.append(rollouts.issued)
@@ -552,12 +553,13 @@ def test_progress_names_the_groups_found():
 
 
 def test_rollout_rows_say_what_was_trained_on():
-    groups = run(script([0, 2]), num_prompts=1).sampled
+    rollouts = run(script([0, 2]), num_prompts=1)
+    groups = rollouts.sampled
     responses = list(groups[1].responses)
     responses[3] = dataclasses.replace(responses[3], stopped=False)
     groups[1] = dataclasses.replace(groups[1], responses=tuple(responses))
     reward_PG = np.array([[-1.0] * G, [1.0, 1.0, -1.0, -1.5]], np.float32)
-    rows = list(rollout_rows(groups, reward_PG, np.array([1])))
+    rows = list(rollout_rows(rollouts, reward_PG))
     assert [(row["cursor"], row["sample"]) for row in rows] == [
         (cursor, sample) for cursor in (0, 1) for sample in range(G)
     ]

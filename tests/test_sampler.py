@@ -12,13 +12,17 @@ from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
 
 RUN_KEY = jax.random.key(11)
+# Compiled in a fraction of the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
+jit_request_keys, jit_uniform_at = quick_jit(request_keys), quick_jit(uniform_at)
 
 # Randomness: a request is (cursor, sample index), and nothing else matters.
 
 
 def test_request_keys_are_the_documented_folds():
     requests = [(cursor, sample) for cursor in (4, 0) for sample in range(3)]
-    keys = request_keys(RUN_KEY, *np.array(requests).T)
+    keys = jit_request_keys(RUN_KEY, *np.array(requests).T)
     by_hand = [
         jax.random.fold_in(jax.random.fold_in(RUN_KEY, cursor), sample)
         for cursor, sample in requests
@@ -29,16 +33,16 @@ def test_request_keys_are_the_documented_folds():
         jax.random.uniform(jax.random.fold_in(key, position))
         for key, position in zip(by_hand, position_R, strict=True)
     ]
-    assert np.array_equal(uniform_at(keys, np.array(position_R)), expected_R)
+    assert np.array_equal(jit_uniform_at(keys, np.array(position_R)), expected_R)
 
 
 def test_seeds_cursors_samples_and_positions_all_draw_different_numbers():
     uniforms = set()
     for seed in (0, 1):
         cursor_R, sample_R = np.divmod(np.arange(30), 6)
-        key_R = request_keys(jax.random.key(seed), cursor_R, sample_R)
+        key_R = jit_request_keys(jax.random.key(seed), cursor_R, sample_R)
         for position in range(4):
-            uniforms |= set(np.asarray(uniform_at(key_R, np.full(30, position))).tolist())
+            uniforms |= set(np.asarray(jit_uniform_at(key_R, np.full(30, position))).tolist())
     assert len(uniforms) == 2 * 4 * 5 * 6
     assert min(uniforms) >= 0
     assert max(uniforms) < 1
@@ -64,7 +68,7 @@ def sorted_top_p(logits_RV, top_p):
     return np.where(logits_RV >= cut_R1, logits_RV, -np.inf)
 
 
-jit_truncate = jax.jit(truncate, static_argnames=("top_p", "top_k"))
+jit_truncate = quick_jit(truncate, static_argnames=("top_p", "top_k"))
 
 
 def kept(logits_RV, **limits):
@@ -129,10 +133,10 @@ def awkward_logits(V, scale, seed=0):
     return logits_V
 
 
-jit_draw = jax.jit(functools.partial(draw, axis=None))
+jit_draw = quick_jit(functools.partial(draw, axis=None))
 
 
-@jax.jit
+@quick_jit
 def draw_many(logits_V, uniform_N):
     return jax.lax.map(
         lambda u: jax.tree.map(lambda a: a[0], draw(logits_V[None], u[None], axis=None)),
@@ -211,7 +215,7 @@ def test_a_vocabulary_split_over_devices_gives_the_same_draw(V):
     logits_RV = np.repeat(logits_RV, 64, axis=0).astype(np.float32)
     uniform_R = rng.random(len(logits_RV), dtype=np.float32)
     uniform_R[::64], uniform_R[1::64] = 0.0, 1 - 2**-24
-    split = jax.jit(
+    split = quick_jit(
         jax.shard_map(
             functools.partial(draw, axis="model"),
             mesh=mesh,

@@ -78,7 +78,7 @@ def owned_once(scheduler):
     active_DB = rows_DB["active"] > 0
     assert not rows_DB[~active_DB].view(np.int32).any()
     assert not held_DB[~active_DB].any()
-    prefixes = [p for group in scheduler._groups.values() for p in group.prefixes if p.unfinished]
+    prefixes = [p for group in scheduler._groups.values() for p in group if p.pages is not None]
     for d in range(scheduler.shards):
         pages_BJ = rows_DB["response_pages"][d]
         assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), held_DB[d])
@@ -86,9 +86,10 @@ def owned_once(scheduler):
         here = [p for p in prefixes if p.shard == d]
         prompt_pages = [page for p in here for page in p.pages.tolist()]
         once(np.array(prompt_pages, int), scheduler._free_prompt_DP[d])
-        requests = [*scheduler._occupant_DB[d][active_DB[d]], *scheduler._ready[d]]
-        assert all(request.prefix in here for request in requests)
-        names = [(request.prefix.cursor, request.sample) for request in requests]
+        occupants = scheduler._prefix_DB[d][active_DB[d]], rows_DB["sample"][d][active_DB[d]]
+        requests = [*zip(*occupants, strict=True), *scheduler._ready[d]]
+        assert all(prefix in here for prefix, _ in requests)
+        names = [(prefix.cursor, int(sample)) for prefix, sample in requests]
         assert len(set(names)) == len(names) == sum(p.unfinished for p in here)
 
 

@@ -21,7 +21,9 @@ from dapo_jax.sampler.session import Session
 from dapo_jax.types import Prompt
 from models import qwen2
 from models.kernels.packed import packed_attention
-from models.qwen2 import Qwen2Config, abstract_params, param_axes
+from models.parameters import param_axes
+from models.qwen2 import Qwen2Config
+from models.transformer import abstract_params
 from sharding import hosts, rules
 from sharding.mesh import AXES, make_mesh
 
@@ -104,18 +106,18 @@ def test_every_mesh_samples_what_one_device_samples(policy, params, one_device_s
     assert responses.keys() == one_device_samples.keys()
     for request, expected in one_device_samples.items():
         response = responses[request]
-        assert np.array_equal(response.tokens, expected.tokens), request
+        assert np.array_equal(response.tokens_T, expected.tokens_T), request
         assert response.stopped == expected.stopped
-        assert np.abs(response.behavior_logp - expected.behavior_logp).max() <= 1e-5, request
-    assert len({len(response.tokens) for response in responses.values()}) > 5
+        assert np.abs(response.behavior_logp_T - expected.behavior_logp_T).max() <= 1e-5, request
+    assert len({len(response.tokens_T) for response in responses.values()}) > 5
     cursor_DB = session.blocks[0].cursor_B.reshape(rules.row_ways(policy.mesh), -1)
     assert (cursor_DB >= 0).any(axis=1).all()
 
     moved, again = sample(policy, params, reversed(PROMPTS.items()))
     assert not np.array_equal(again.blocks[0].cursor_B, session.blocks[0].cursor_B)
     for request, response in moved.items():
-        assert np.array_equal(response.tokens, responses[request].tokens), request
-        assert np.array_equal(response.behavior_logp, responses[request].behavior_logp), request
+        assert np.array_equal(response.tokens_T, responses[request].tokens_T), request
+        assert np.array_equal(response.behavior_logp_T, responses[request].behavior_logp_T), request
 
 
 def collectives(compiled):

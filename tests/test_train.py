@@ -8,7 +8,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from configs import tiny
 from dapo_jax import evaluate, train
@@ -92,16 +91,6 @@ def rows_without_timings(workdir: pathlib.Path):
         {k: v for k, v in row.items() if not k.startswith(TIMINGS)}
         for row in read_rows(workdir / "metrics.jsonl")
     ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """The runs of this file keep their programs on disk, so that they compile them once."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import token_bytes
 from dapo_jax.sampler.scheduler import Scheduler
-from models.qwen2 import Qwen2Config, abstract_params
+from models.parameters import ModelConfig
+from models.transformer import abstract_params
 from sharding import rules
 
 # Shares of the published rates that programs are taken to reach, and what the host needs between
@@ -253,7 +254,7 @@ def update_seconds(built: build.Programs, update: Program, chip: Chip, micro_bat
     return micro_batches * one + config.updates_per_step * seconds(update.fixed, chip).overlapped
 
 
-def attention_flops(sizes: Qwen2Config, *, row_tokens: int, remat: str) -> float:
+def attention_flops(sizes: ModelConfig, *, row_tokens: int, remat: str) -> float:
     """The FLOP of splash attention in one row, forward and backward: a kernel, not counted in HLO.
 
     It visits the blocks on and below the diagonal: T * T / 2 pairs. Forward it has two products,
@@ -265,6 +266,6 @@ def attention_flops(sizes: Qwen2Config, *, row_tokens: int, remat: str) -> float
     return products * 2 * pairs * sizes.num_heads * sizes.head_dim * sizes.num_layers
 
 
-def parameter_count(sizes: Qwen2Config) -> int:
+def parameter_count(sizes: ModelConfig) -> int:
     """The number of the whole model's parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,13 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.types import Batch, Group
 from models.hf import load_config, load_params, read_config
 from models.kernels import Kernels, kernels_for, platform_of
-from models.lora import Lora, adapter_axes, init_adapters
-from models.qwen2 import (
-    PRESETS,
-    Qwen2,
-    Qwen2Config,
-    abstract_params,
-    param_axes,
-    split,
-    unstack,
-)
+from models.lora import Lora, init_adapters
+from models.parameters import ModelConfig, param_axes
+from models.qwen2 import PRESETS
+from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
 
@@ -46,7 +42,7 @@ class Programs:
     """
 
     config: ConfigDict
-    sizes: Qwen2Config
+    sizes: ModelConfig
     mesh: jax.sharding.Mesh
     engine: Engine
     learning: learner.Learning
@@ -66,6 +62,21 @@ class Programs:
         """The update, compiled: what does not fit shows before anything is sampled."""
         return self.lower_update().compile()
 
+    def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
+        """One update's batch on the mesh: the groups' responses, packed into rows."""
+        num_micro, rows, row_tokens = batch_shape(self.config)
+        batch = learner.make_batch(
+            groups,
+            advantage_PG,
+            loss_aggregation=self.config.algo.loss_aggregation,
+            overlong_filtering=self.config.algo.overlong_filtering,
+            row_tokens=row_tokens,
+            micro_batch_rows=rows,
+            num_micro=num_micro,
+            share_prompts=self.learning.kernels.shares_prompts,
+        )
+        return learner.place_batch(batch, self.mesh)
+
     def load_weights(self, *, dtype: str) -> dict:
         """All weights of the start policy on the mesh: loaded, or random from the seed."""
         config = self.config
@@ -75,7 +86,7 @@ class Programs:
             )
 
         def init():
-            params = split(Qwen2(self.sizes, key=key(config, INIT_STREAM)))[1]
+            params = split(Transformer(self.sizes, key=key(config, INIT_STREAM)))[1]
             return learner.cast(params, dtype)
 
         return jax.jit(init, out_shardings=self.weight_shardings)()
@@ -112,7 +123,7 @@ def checkpoints(config: ConfigDict, workdir: pathlib.Path, *, keep: int | None) 
     return Checkpoints(config.checkpoint.directory or workdir / "checkpoints", keep=keep)
 
 
-def model_sizes(config: ConfigDict) -> Qwen2Config:
+def model_sizes(config: ConfigDict) -> ModelConfig:
     """The model's sizes, from its directory or the named preset; both must agree where both are."""
     path, preset = config.model.path, config.model.preset
     if not path and not preset:
@@ -284,12 +295,12 @@ def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):
     """(shapes, shardings) of the training state: of all weights, or of LoRA's factors."""
     if how.lora:
         params = jax.eval_shape(lambda: init_adapters(sizes, how.lora, key=jax.random.key(0)))
-        shardings = rules.param_shardings(mesh, adapter_axes(params), params, rules.LEARNER)
+        shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     state = jax.eval_shape(functools.partial(learner.init_state, learning=how), params)
     return state, learner.shardings_like_params(state, shardings, rules.replicated(mesh))
 
 
-def _engine(config: ConfigDict, sizes: Qwen2Config, mesh, kernels: Kernels, params) -> Engine:
+def _engine(config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, params) -> Engine:
     """The rollout engine with the slots that rollout.cache_mib holds."""
     r = config.rollout
     cache = plan_cache(

@@ -14,7 +14,9 @@ from configs.base import eval_settings
 from dapo_jax import algorithm, learner
 from dapo_jax.tasks.math_problems import RULES
 from models.lora import MATRICES
-from models.qwen2 import PRESETS, REMAT, Qwen2Config
+from models.parameters import ModelConfig
+from models.qwen2 import PRESETS
+from models.transformer import REMAT
 from sharding import rules
 
 CHOICES = {
@@ -140,7 +142,7 @@ def _check_lora(learner: ConfigDict) -> None:
 
 def _check_eval_set(key: str, settings: dict) -> None:
     for name, holds, bound in (
-        ("k", settings["k"] >= 1, "at least 1"),
+        ("k", settings["k"] >= 1, "at least 1, or 0 to leave the set out"),
         ("max_prompts", settings["max_prompts"] >= 0, "at least 0"),
         ("temperature", 0 < settings["temperature"] < math.inf, "greater than 0 and finite"),
         ("top_p", 0 < settings["top_p"] <= 1, "over 0 and at most 1"),
@@ -149,7 +151,7 @@ def _check_eval_set(key: str, settings: dict) -> None:
         _require(holds, f"{key}.{name} = {settings[name]!r}, but must be {bound}")
 
 
-def check_model(config: ConfigDict, sizes: Qwen2Config, positions: int | None) -> None:
+def check_model(config: ConfigDict, sizes: ModelConfig, positions: int | None) -> None:
     """Refuses a model directory that the recipe's lengths or its preset do not fit (ValueError).
 
     sizes: those of the directory model.path. positions: how many it was made for, where it says.
@@ -170,7 +172,7 @@ def check_model(config: ConfigDict, sizes: Qwen2Config, positions: int | None) -
         )
 
 
-def check_vocabulary(tokenizer_ids: int, sizes: Qwen2Config) -> None:
+def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
     """Refuses a tokenizer with more ids than the model has embedding rows (ValueError)."""
     _require(
         tokenizer_ids <= sizes.vocab_size,

@@ -18,7 +18,7 @@ from configs.base import dataset
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^.=]+)\.")
+SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^=]+)\.[^.=]+(?:=|$)")
 
 
 class RecipeParser(ConfigFileFlagParser):

@@ -13,20 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import struct
 
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
 from models.kernels import Kernels
 from models.kernels.xla import PageTable, attention, combine, of_readers, page_attention, pieces
-from models.qwen2 import (
-    Qwen2Config,
-    abstract_block,
-    causal_mask,
-    rms_norm,
-    rotation,
-    turned,
-)
+from models.parameters import ModelConfig
+from models.transformer import causal_mask, hidden_layer_by_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,25 +56,31 @@ class Slots:
     offset_B: Any
 
 
-def prefill(params, pages, tokens_RT, page_RI, *, config: Qwen2Config, axis: str | None):
+def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str | None):
     """The prompt pages with the keys and values of R prompts written to `page_RI`, C tokens each.
 
     pages: a (k_UKHC, v_UKCH) a layer. tokens_RT: prompts from the left, T = I * C; what follows a
     prompt's end is never read. Pages that a prompt does not fill are cache.NULL_PAGE.
     """
     R, T = tokens_RT.shape
-    cos_sin = rotation(jnp.arange(T)[None], config)
     mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
 
     def attend(q, k, v):
         return attention(q, k, v, mask_RTS), (k, v)
 
-    x_RTD, new = embed(params, tokens_RT, axis=axis), []
+    attends = [attend] * config.num_layers
+    _, kept = hidden_layer_by_layer(
+        params, config, tokens_RT, jnp.arange(T)[None], attends, axis=axis
+    )
     page_N = page_RI.reshape(-1)
-    for block in blocks(params, config):
-        x_RTD, kept = block(x_RTD, cos_sin, attend, reduce=functools.partial(over, axis=axis))
-        k_NCKH, v_NCKH = (a.reshape(len(page_N), -1, *a.shape[2:]) for a in kept)
-        new.append((k_NCKH.transpose(0, 2, 3, 1), v_NCKH.swapaxes(1, 2)))
+
+    def of_pages(array_RTKH):
+        return array_RTKH.reshape(len(page_N), -1, *array_RTKH.shape[2:])
+
+    new = [
+        (of_pages(k_RTKH).transpose(0, 2, 3, 1), of_pages(v_RTKH).swapaxes(1, 2))
+        for k_RTKH, v_RTKH in kept
+    ]
     return write(pages, new, page_N, jnp.zeros_like(page_N))
 
 
@@ -93,7 +93,7 @@ def decode_block(
     table: PageTable,
     page_P,
     *,
-    config: Qwen2Config,
+    config: ModelConfig,
     sampling: Sampling,
     block_tokens: int,
     readers: int,
@@ -147,32 +147,29 @@ def decode_block(
     def step(carry):
         i, active_B, token_B, block_kv, token_SB, logp_SB = carry
         live_B = jnp.full(B, i + 1)
-        cos_sin = rotation((slots.position_B + i)[:, None], config)
-        x_BTD, new_kv = embed(params, token_B[:, None], axis=axis), []
-        layers = blocks(params, config)  # in the loop, or XLA would turn the weights before it
-        for index, (block, (k_BKHS, v_BKSH)) in enumerate(zip(layers, block_kv, strict=True)):
 
-            def attend(q_BTNH, k_BTKH, v_BTKH, index=index, k_BKHS=k_BKHS, v_BKSH=v_BKSH):
-                k_BKH1, v_BK1H = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2)
-                k_BKHS = jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_BKH1, i, axis=3)
-                v_BKSH = jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_BK1H, i, axis=2)
-                q_BNH = q_BTNH[:, 0]
-                recent = page_attention(q_BNH[:, None], k_BKHS, v_BKSH, live_B)
-                partials = [*attend_pages(q_BNH, index), recent]
-                out_BNH = combine(partials, where.entry_BX, dtype=v_BKSH.dtype)
-                return out_BNH[:, None], (k_BKHS, v_BKSH)
+        def attend(q_BTNH, k_BTKH, v_BTKH, *, layer):
+            k_BKHS, v_BKSH = block_kv[layer]
+            k_BKH1, v_BK1H = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2)
+            k_BKHS = jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_BKH1, i, axis=3)
+            v_BKSH = jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_BK1H, i, axis=2)
+            q_BNH = q_BTNH[:, 0]
+            recent = page_attention(q_BNH[:, None], k_BKHS, v_BKSH, live_B)
+            partials = [*attend_pages(q_BNH, layer), recent]
+            out_BNH = combine(partials, where.entry_BX, dtype=v_BKSH.dtype)
+            return out_BNH[:, None], (k_BKHS, v_BKSH)
 
-            x_BTD, kept = block(
-                x_BTD,
-                cos_sin,
-                attend,
-                reduce=functools.partial(over, axis=axis),
-                project=kernels.decode_product,
-            )
-            new_kv.append(kept)
-        x_BD = rms_norm(x_BTD[:, 0], params["final_norm_D"], eps=config.rms_norm_eps)
+        x_BTD, new_kv = hidden_layer_by_layer(  # in the loop, or XLA would transpose before it
+            params,
+            config,
+            token_B[:, None],
+            (slots.position_B + i)[:, None],
+            [functools.partial(attend, layer=layer) for layer in range(config.num_layers)],
+            project=kernels.decode_product,
+            axis=axis,
+        )
         logits_BV = kernels.decode_product(
-            "BD,VD->BV", x_BD, head_VD, preferred_element_type=jnp.float32
+            "BD,VD->BV", x_BTD[:, 0], head_VD, preferred_element_type=jnp.float32
         )
         logits_BV = sampling_logits(
             logits_BV, temperature=s.temperature, vocab_size=s.vocab_size, first_id=first_id
@@ -230,24 +227,3 @@ def write(pages, new, page_N, offset_N):
         return tuple(written)
 
     return jax.lax.fori_loop(0, len(page_N), one, tuple(pages))
-
-
-def blocks(params, config: Qwen2Config):
-    """The layers one by one, from the sampler's parameters (models.qwen2.unstack)."""
-    graph = abstract_block(config)
-    return (nnx.merge(graph, turned(layer)) for layer in params["layers"])
-
-
-def embed(params, tokens_BT, *, axis: str | None):
-    """Embeddings x_BTD; where rows are split over a mesh axis, every chip adds those it has."""
-    embed_VD = params["embed_VD"]
-    if axis is None:
-        return embed_VD[tokens_BT]
-    local_BT = tokens_BT - jax.lax.axis_index(axis) * embed_VD.shape[0]
-    here_BT = (local_BT >= 0) & (local_BT < embed_VD.shape[0])
-    return over(jnp.where(here_BT[..., None], embed_VD[local_BT], 0), axis=axis)
-
-
-def over(x, *, axis: str | None):
-    """The sum over a mesh axis; None: nothing is split, so there is nothing to add."""
-    return x if axis is None else jax.lax.psum(x, axis)

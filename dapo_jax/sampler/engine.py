@@ -16,11 +16,11 @@ from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, Slots, decode_block, prefill
 from models.kernels import Kernels
 from models.kernels.xla import PageTable
-from models.qwen2 import Qwen2Config
+from models.parameters import ModelConfig
 from sharding import hosts, rules
 
 
-def token_bytes(config: Qwen2Config, *, bytes_per_value: int, model_ways: int) -> int:
+def token_bytes(config: ModelConfig, *, bytes_per_value: int, model_ways: int) -> int:
     """The bytes that one token's keys and values take on a device, over all layers.
 
     Raises ValueError where the key/value heads do not divide over the "model" axis.
@@ -38,8 +38,8 @@ def token_bytes(config: Qwen2Config, *, bytes_per_value: int, model_ways: int) -
 class Engine:
     """The compiled programs of one model on one mesh, for a session to run."""
 
-    def __init__(self, config: Qwen2Config, mesh: Mesh, cache: Cache, *, params, kernels: Kernels):
-        """params: ShapeDtypeStructs, with shardings, of models.qwen2.unstack's layout.
+    def __init__(self, config: ModelConfig, mesh: Mesh, cache: Cache, *, params, kernels: Kernels):
+        """params: ShapeDtypeStructs, with shardings, of models.transformer.unstack's layout.
 
         kernels: how the programs attend and multiply.
         """

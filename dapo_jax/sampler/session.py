@@ -128,9 +128,9 @@ class Session:
 
     def _prefill(self, prefills: list[Prefill]) -> None:
         """Runs the prefill calls of a block to their end."""
-        for bucket, cursor_R, page_RI in prefills:
-            shape = (len(cursor_R), bucket * self._engine.cache.page_tokens)
-            tokens_RT = np.zeros(shape, np.int32)
+        for cursor_R, page_RI in prefills:
+            tokens = page_RI.shape[1] * self._engine.cache.page_tokens
+            tokens_RT = np.zeros((len(cursor_R), tokens), np.int32)
             for row_T, cursor in zip(tokens_RT, cursor_R.tolist(), strict=True):
                 if cursor >= 0:
                     prompt = self._prompts[cursor].token_ids[:-1]

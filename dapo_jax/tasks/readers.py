@@ -14,6 +14,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from typing import TypeVar
 
 import pyarrow as pa
@@ -151,8 +152,10 @@ def read(
     for row, record_of in _FORMATS[spec.format](file, [prompt_field, answer_field]):
         with rows.reading(row):
             record = record_of()
-            prompt = _prompt(_field(record, prompt_field), prompt_field, template)
-            answer = _answer(_field(record, answer_field), answer_field, spec.answer_mark)
+            prompt = _prompt(_field(record, prompt_field, "prompt_field"), prompt_field, template)
+            answer = _answer(
+                _field(record, answer_field, "answer_field"), answer_field, spec.answer_mark
+            )
             rows.add(row, prompt, answer)
     return rows.result()
 
@@ -187,7 +190,7 @@ class Rows:
             counted = f"{self._row_word} {row}" + (" (from 0)" if self._row_word == "row" else "")
             if self._on_bad_row == "error":
                 raise DataError(
-                    f'{self._place}, {counted}: {error}. Mend it, or set data.on_bad_row="skip".'
+                    f"{self._place}, {counted}: {error}. Mend it, or set data.on_bad_row=skip."
                 ) from error
             self._bad_rows += 1
             if len(self._bad_row_notes) < SHOWN_BAD_ROWS:
@@ -314,7 +317,9 @@ def _csv(path: pathlib.Path, fields: Sequence[str]) -> Records:
             for row, record in enumerate(csv.DictReader(file, strict=True)):
                 yield row, lambda record=record: record
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a readable CSV file: {error} (path, kind).") from error
+        raise DataError(
+            f"{path} is not a readable CSV file in UTF-8: {error} (path, kind)."
+        ) from error
 
 
 _FORMATS = {"parquet": _parquet, "jsonl": _json_lines, "json": _json, "csv": _csv}
@@ -352,11 +357,11 @@ def templated(problem: str, template: str) -> tuple[Message, ...]:
 
 
 def _answer(value: object, name: str, mark: str) -> str:
-    """Reads an answer; of numbers, integral ones have no decimals: 42.0 is "42"."""
+    """Reads an answer; a number is written out in decimals: 42.0 is "42", 1e-7 is "0.0000001"."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
-        return str(int(value)) if value == int(value) else repr(value)
+        return f"{Decimal(str(value + 0)):f}".removesuffix(".0")  # -0.0 + 0 is 0.0
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{name} is a {type(value).__name__}, not a text or a number")
     answer = _text(value, name)
@@ -368,16 +373,20 @@ def _answer(value: object, name: str, mark: str) -> str:
     return _text(answer, name).strip()
 
 
-def _field(record: dict, name: str) -> object:
-    """Looks up a field, or field b of field a under the name "a.b"."""
+def _field(record: dict, name: str, setting: str = "") -> object:
+    """Looks up a field, or field b of field a under the name "a.b".
+
+    setting: what names the field, for the message of the ValueError where there is none.
+    """
     if name in record:
         return record[name]
     outer, _, inner = name.partition(".")
     if outer not in record:
         raise ValueError(
             f"{outer!r} is missing; there are {', '.join(map(repr, record)) or 'none'}"
+            + (f" (set {setting})" if setting else "")
         )
-    return _field(_typed(record[outer], dict, outer), inner)
+    return _field(_typed(record[outer], dict, outer), inner, setting)
 
 
 def _typed(value: object, kind: type[T], name: str) -> T:

@@ -17,7 +17,9 @@ from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Prompt
 from models.kernels import kernels_for, platform_of
-from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
+from models.parameters import param_axes
+from models.qwen2 import Qwen2Config
+from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
 
@@ -47,7 +49,7 @@ def engine_params(config: Qwen2Config, mesh, dtype):
     """(abstract parameters with shardings, a function that makes random ones on the mesh)."""
 
     def make():
-        _, params = split(Qwen2(config, key=jax.random.key(0)))
+        _, params = split(Transformer(config, key=jax.random.key(0)))
         return unstack(jax.tree.map(lambda p: p.astype(dtype), params))
 
     abstract = jax.eval_shape(

@@ -25,7 +25,9 @@ from absl import app, flags
 
 from experiments.benchmarks import common
 from models.hf import load_params, save_hf
-from models.qwen2 import PRESETS, abstract_params, param_axes
+from models.parameters import param_axes
+from models.qwen2 import PRESETS
+from models.transformer import abstract_params
 from sharding import rules
 from sharding.mesh import make_mesh
 

@@ -25,7 +25,9 @@ from dapo_jax.sampler.session import Session
 from dapo_jax.types import Prompt
 from experiments.benchmarks import common
 from models.kernels import KERNELS
-from models.qwen2 import Qwen2, Qwen2Config, abstract_params, param_axes, split, unstack
+from models.parameters import param_axes
+from models.qwen2 import Qwen2Config
+from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh, split_cpu
 
@@ -99,7 +101,7 @@ def ours(size: str, lengths: np.ndarray):
     advantage_PG = rng.normal(size=(PROMPTS, GROUP)).astype(np.float32)
     limits = lengths.reshape(PROMPTS, GROUP)
     state = jax.jit(
-        lambda: init(split(Qwen2(config, key=jax.random.key(0)))[1]), out_shardings=shardings
+        lambda: init(split(Transformer(config, key=jax.random.key(0)))[1]), out_shardings=shardings
     )()
 
     def rollout():

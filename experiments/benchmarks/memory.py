@@ -19,7 +19,7 @@ from configs import base
 from dapo_jax import learner
 from dapo_jax.run import build
 from experiments.benchmarks import common
-from models.qwen2 import REMAT
+from models.transformer import REMAT
 from sharding import rules
 
 FLAGS = flags.FLAGS

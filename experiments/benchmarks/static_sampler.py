@@ -15,7 +15,7 @@ from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.decode import blocks
 from dapo_jax.sampler.sampling import draw, request_keys, uniform_at
 from models.kernels.xla import MASKED, attention
-from models.qwen2 import causal_mask, logits, rms_norm, rotation
+from models.transformer import causal_mask, logits, rms_norm, rotation
 
 
 def cache_attention(q_BNH, k_BKHS, v_BKSH, mask_BS):

@@ -16,7 +16,8 @@ from absl import app, flags
 
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import save_hf
-from models.qwen2 import Qwen2, Qwen2Config, split
+from models.qwen2 import Qwen2Config
+from models.transformer import Transformer, split
 
 CONFIG = Qwen2Config(
     vocab_size=151_936,
@@ -43,7 +44,7 @@ def random_params(*, vocab_size: int, stop_id: int, stop_probability: float):
 
     Rows of the embedding from `vocab_size` up are padding, which is never sampled.
     """
-    _, params = split(Qwen2(CONFIG, key=jax.random.key(SEED)))
+    _, params = split(Transformer(CONFIG, key=jax.random.key(SEED)))
     # Coordinate 0 of every embedding is 1, the others about 0.02, so after the last norm it is
     # close to sqrt(width), while the other tokens' logits are near 0.
     params["embed_VD"] = params["embed_VD"].at[:, 0].set(1.0)

@@ -24,7 +24,8 @@ from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import save_hf
 from models.kernels.packed import packed_attention
-from models.qwen2 import PRESETS, Qwen2, segment_positions, split
+from models.qwen2 import PRESETS
+from models.transformer import Transformer, segment_positions, split
 from sharding.mesh import make_mesh
 
 LEVELS = (1, 2, 3, 4)
@@ -111,7 +112,7 @@ def main(_):
     config = PRESETS["tiny"]
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
-    graph, params = split(Qwen2(config, key=jax.random.key(SEED)))
+    graph, params = split(Transformer(config, key=jax.random.key(SEED)))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, 2e-3, FLAGS.num_steps // 25, FLAGS.num_steps, 1e-4
     )

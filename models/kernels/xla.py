@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-ATTENTION = "attention"  # the name of what attention over rows gives, for models.qwen2.REMAT
+ATTENTION = "attention"  # the name of what attention over rows gives, for models.transformer.REMAT
 MASKED = -1e30  # finite: a row with nothing to attend to gives a uniform softmax, never NaN
 
 

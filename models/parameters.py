@@ -1,0 +1,160 @@
+"""What is declared once of every parameter, and the sizes of a model.
+
+Names, shapes, shardings, random starts and Hugging Face's tensors all derive from a
+`Parameter`; the letters are those of models.transformer.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+# Logical axes; `sharding.rules` maps them to mesh axes.
+AXES = {
+    "V": "vocab",
+    "D": "width",
+    "N": "heads",
+    "K": "kv_heads",
+    "H": "head_dim",
+    "F": "mlp",
+    "R": "rank",
+}
+
+
+def axis_letters(name: str) -> str:
+    """The letters that end a parameter's name, one for each axis."""
+    return name.rpartition("_")[2]
+
+
+def logical_axes(name: str) -> tuple[str, ...]:
+    """The logical axes of a parameter, a transposed one or a low-rank factor, by its name alone.
+
+    A norm's scale, the one kind of vector with a single axis, is the same on every chip.
+    """
+    letters = axis_letters(name)
+    return ("norm",) if len(letters) == 1 else tuple(AXES[letter] for letter in letters)
+
+
+def normal(key, shape):
+    """The random start of a matrix."""
+    return 0.02 * jax.random.normal(key, shape)
+
+
+def ones(_, shape):
+    """The start of a norm's scale."""
+    return jnp.ones(shape)
+
+
+def zeros(_, shape):
+    """The start of a bias."""
+    return jnp.zeros(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """An array of the model, or, stacked, of all its layers.
+
+    name: its last part has an axis letter for each dimension. tensor: Hugging Face's name; "{}"
+    stands for a layer's number, and there is one tensor a layer. layout: the same letters in the
+    file's order, one group for each axis of the file's tensor. init(key, shape): its start, float32
+    without the layers' axis; key is None where init is not `normal`.
+    """
+
+    name: str
+    tensor: str
+    layout: str
+    init: Callable = normal
+
+    @property
+    def axes(self) -> str:
+        """The letters that end the name."""
+        return axis_letters(self.name)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether every layer has one."""
+        return "{}" in self.tensor
+
+    def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        """Ours, without the layers' axis; sizes: ModelConfig.axis_sizes."""
+        return tuple(sizes[axis] for axis in self.axes)
+
+    def tensor_shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        """The file's tensor's."""
+        return tuple(math.prod(sizes[a] for a in group) for group in self.layout.split())
+
+
+def matrix(name: str, tensor: str, layout: str) -> Parameter:
+    """A matrix of every layer; tensor: its module in Hugging Face's layer."""
+    return Parameter(name, f"model.layers.{{}}.{tensor}.weight", layout)
+
+
+def bias(name: str, tensor: str) -> Parameter:
+    """A bias of every layer."""
+    letters = axis_letters(name)
+    return Parameter(name, f"model.layers.{{}}.{tensor}.bias", letters, zeros)
+
+
+def norm(name: str, tensor: str) -> Parameter:
+    """The scale of a norm of every layer."""
+    letters = axis_letters(name)
+    return Parameter(name, f"model.layers.{{}}.{tensor}.weight", letters, ones)
+
+
+EMBED = Parameter("embed_VD", "model.embed_tokens.weight", "V D")
+FINAL_NORM = Parameter("final_norm_D", "model.norm.weight", "D", ones)
+HEAD = Parameter("head_DV", "lm_head.weight", "V D")  # none where it is the embedding, transposed
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of one model. `vocab_size` counts embedding rows, padding rows included.
+
+    A family is a subclass: its layer, and what Hugging Face calls it.
+    """
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_embeddings: bool
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+
+    layer: ClassVar[type]  # of models.transformer.Layer
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The size of every axis that a parameter may have in a layer, by letter."""
+        return {
+            "V": self.vocab_size,
+            "D": self.width,
+            "F": self.mlp_width,
+            "N": self.num_heads,
+            "K": self.num_kv_heads,
+            "H": self.head_dim,
+        }
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """All parameters by name, in the order of the files."""
+        head = () if self.tie_embeddings else (HEAD,)
+        return {p.name: p for p in (EMBED, *self.layer.parameters, FINAL_NORM, *head)}
+
+
+def param_axes(params: dict[str, Any]) -> dict[str, Any]:
+    """Logical axis names of every array of a params dict; stacked ones begin with "layer"."""
+
+    def axes(path, leaf):
+        names = logical_axes(path[-1].key)
+        return ("layer",) * (leaf.ndim - len(names)) + names
+
+    return jax.tree_util.tree_map_with_path(axes, params)

@@ -1,0 +1,318 @@
+"""The decoder that dense models share, in flax.nnx: one layer for the learner and the sampler.
+
+A model family (qwen2.py) is a ModelConfig with a Layer: which parameters a layer has, and what
+becomes of its queries, keys and values.
+
+Axis letters: B rows, T tokens, S keys, D width, N query heads, K key/value heads, H head size,
+F feed-forward, V vocabulary, L layers, R rank of a low-rank factor. Activations have the
+parameters' dtype; norms, rotary angles, softmax and logits are float32. Whoever wants bfloat16
+compute casts the parameters.
+"""
+
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from models.kernels.xla import ATTENTION, attention
+from models.parameters import (
+    EMBED,
+    FINAL_NORM,
+    HEAD,
+    ModelConfig,
+    Parameter,
+    matrix,
+    norm,
+    normal,
+)
+
+# What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
+# 2016, arXiv 1604.06174). The products are those with weight matrices.
+LAYER_INPUT = "layer_input"
+_policies = jax.checkpoint_policies
+REMAT = {
+    "none": lambda body: body,  # everything is kept, nothing computed again
+    "keep_products": functools.partial(
+        jax.checkpoint, policy=_policies.checkpoint_dots_with_no_batch_dims
+    ),
+    "keep_attention": functools.partial(
+        jax.checkpoint, policy=_policies.save_only_these_names(ATTENTION)
+    ),
+    "full": jax.checkpoint,
+    "offload": functools.partial(
+        jax.checkpoint,
+        policy=_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
+}
+
+
+def rms_norm(x, scale, *, eps):
+    """Root-mean-square norm of the last axis (Zhang & Sennrich 2019, arXiv 1910.07467), float32."""
+    x_f32 = x.astype(jnp.float32)
+    x_f32 = x_f32 * jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
+    return scale * x_f32.astype(x.dtype)
+
+
+def rotation(position_BT, config: ModelConfig):
+    """(cos, sin) of every angle of the rotary embedding, [B, T, 1, 2, H / 2] each, float32.
+
+    Made once for all layers and heads; the barrier keeps XLA from making them again in each.
+    """
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    cos, sin = jnp.stack([cos, cos], axis=2), jnp.stack([-sin, sin], axis=2)
+    return jax.lax.optimization_barrier((cos[:, :, None], sin[:, :, None]))
+
+
+def rope(x_BTNH, cos_sin):
+    """Rotary position embedding on halves (Su et al. 2021, arXiv 2104.09864, Eq. 34), float32."""
+    B, T, N, H = x_BTNH.shape
+    cos, sin = cos_sin
+    x = x_BTNH.astype(jnp.float32).reshape(B, T, N, 2, H // 2)
+    return (x * cos + x[..., ::-1, :] * sin).reshape(B, T, N, H).astype(x_BTNH.dtype)
+
+
+def segment_positions(segment_BT):
+    """Position of every token inside its segment: 0, 1, 2, ... from each segment's first token."""
+    index_T = jnp.arange(segment_BT.shape[1])
+    first_BT = jnp.diff(segment_BT, axis=1, prepend=-1) != 0
+    return index_T - jax.lax.cummax(jnp.where(first_BT, index_T, 0), axis=1)
+
+
+def causal_mask(segment_BT):
+    """mask_BTS: token t may look at tokens s <= t of its own segment (0 marks padding)."""
+    index_T = jnp.arange(segment_BT.shape[1])
+    same_BTS = segment_BT[:, :, None] == segment_BT[:, None, :]
+    return same_BTS & (index_T[:, None] >= index_T[None, :])
+
+
+def logits(x_BTD, head_DV):
+    """Logits in float32, whatever the parameters' dtype."""
+    return jnp.einsum("...D,DV->...V", x_BTD, head_DV, preferred_element_type=jnp.float32)
+
+
+class Layer(nnx.Module):
+    """One decoder layer: pre-norm attention, then pre-norm SwiGLU (arXiv 2002.05202)."""
+
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        norm("attn_norm_D", "input_layernorm"),
+        matrix("q_DNH", "self_attn.q_proj", "NH D"),
+        matrix("k_DKH", "self_attn.k_proj", "KH D"),
+        matrix("v_DKH", "self_attn.v_proj", "KH D"),
+        matrix("o_NHD", "self_attn.o_proj", "D NH"),
+        norm("mlp_norm_D", "post_attention_layernorm"),
+        matrix("gate_DF", "mlp.gate_proj", "F D"),
+        matrix("up_DF", "mlp.up_proj", "F D"),
+        matrix("down_FD", "mlp.down_proj", "D F"),
+    )
+
+    def __init__(self, config: ModelConfig, *, key):
+        random = [p.name for p in self.parameters if p.init is normal]
+        keys = dict(zip(random, jax.random.split(key, len(random)), strict=True))
+        for p in self.parameters:
+            array = p.init(keys.get(p.name), p.shape(config.axis_sizes))
+            setattr(self, p.name, nnx.Param(array))
+        self.config = config
+
+    def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
+        """Queries, keys and values from their products: what a family may do before rotation."""
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def __call__(
+        self,
+        x_BTD,
+        cos_sin,
+        attend,
+        *,
+        gather=lambda x_BTD: x_BTD,
+        reduce=lambda x_BTD: x_BTD,
+        project=jnp.einsum,
+    ):
+        """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept)` decides what the queries see.
+
+        cos_sin: the `rotation` of every token. The learner attends inside the rows, the sampler
+        to its cache; `kept` (the keys and values, or the new cache) is handed back beside the
+        new x_BTD. Where heads and feed-forward are split over chips, `reduce` adds up what each
+        contributes, and `gather` brings together the tokens that they all need, if these are split
+        in between. `project` multiplies by a weight matrix that `transposed` transposes.
+        """
+        eps = self.config.rms_norm_eps
+        h = gather(rms_norm(x_BTD, self.attn_norm_D[...], eps=eps))
+        q, k, v = self.of_heads(
+            project("BTD,DNH->BTNH", h, self.q_DNH[...]),
+            project("BTD,DKH->BTKH", h, self.k_DKH[...]),
+            project("BTD,DKH->BTKH", h, self.v_DKH[...]),
+        )
+        out, kept = attend(rope(q, cos_sin), rope(k, cos_sin), v)
+        # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
+        out, o = out.reshape(*x_BTD.shape[:2], -1), self.o_NHD[...].reshape(-1, x_BTD.shape[2])
+        x_BTD = x_BTD + reduce(jnp.einsum("BTZ,ZD->BTD", out, o))
+        h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps))
+        gate = jax.nn.silu(project("BTD,DF->BTF", h, self.gate_DF[...]))
+        up = project("BTD,DF->BTF", h, self.up_DF[...])
+        return x_BTD + reduce(project("BTF,FD->BTD", gate * up, self.down_FD[...])), kept
+
+
+class Transformer(nnx.Module):
+    """The whole model. Layer parameters are stacked on a leading L axis and scanned."""
+
+    def __init__(self, config: ModelConfig, *, key):
+        embed_key, layers_key, head_key = jax.random.split(key, 3)
+
+        def array(parameter, key):
+            return nnx.Param(parameter.init(key, parameter.shape(config.axis_sizes)))
+
+        self.embed_VD = array(EMBED, embed_key)
+        self.layers = nnx.vmap(lambda k: config.layer(config, key=k))(
+            jax.random.split(layers_key, config.num_layers)
+        )
+        self.final_norm_D = array(FINAL_NORM, None)
+        if not config.tie_embeddings:
+            self.head_DV = array(HEAD, head_key)
+        self.config = config
+
+    def head(self):
+        """The output matrix head_DV: the embedding's transpose where they are tied."""
+        return self.embed_VD[...].T if self.config.tie_embeddings else self.head_DV[...]
+
+    def hidden(
+        self,
+        tokens_BT,
+        position_BT,
+        attend,
+        *,
+        remat="none",
+        project=jnp.einsum,
+        unroll=1,
+        gather=lambda x_BTD: x_BTD,
+        reduce=lambda x_BTD: x_BTD,
+        adapters=(),
+        adapt=lambda layer, adapters: layer,
+    ):
+        """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
+
+        remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
+        layer's, and so are gather and reduce. unroll: how many layers the loop's body has. reduce
+        lays out what is kept between layers, too. adapt(a layer's parameters, its
+        adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
+        the layers are.
+        """
+        graph, state = nnx.split(self.layers)
+        how = {"gather": gather, "reduce": reduce, "project": project}
+
+        def through_layers(x_BTD, cos_sin):
+            def body(x_BTD, params_and_adapters):
+                x_BTD = checkpoint_name(reduce(x_BTD), LAYER_INPUT)
+                layer = nnx.merge(graph, adapt(*params_and_adapters))
+                return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), **how)
+
+            layers = (nnx.to_pure_dict(state), adapters)
+            return jax.lax.scan(REMAT[remat](body), x_BTD, layers, unroll=unroll)
+
+        top = {"embed_VD": self.embed_VD[...], "final_norm_D": self.final_norm_D[...]}
+        return _hidden(top, self.config, tokens_BT, position_BT, through_layers, axis=None)[0]
+
+    def __call__(self, tokens_BT, *, segment_BT=None):
+        """Float32 logits_BTV. `segment_BT`: sequence number of every token, 0 for padding."""
+        segment_BT = jnp.ones_like(tokens_BT) if segment_BT is None else segment_BT
+        mask_BTS = causal_mask(segment_BT)
+        x_BTD = self.hidden(
+            tokens_BT, segment_positions(segment_BT), lambda q, k, v: attention(q, k, v, mask_BTS)
+        )
+        return logits(x_BTD, self.head())
+
+
+def hidden_layer_by_layer(
+    params, config: ModelConfig, tokens_BT, position_BT, attends, *, project=jnp.einsum, axis
+):
+    """(normed last hidden states x_BTD, what each layer kept), from the sampler's parameters.
+
+    params: `unstack`'s. attends: the layers' `attend`, one each. axis: the mesh axis over which
+    heads, feed-forward and vocabulary are split, or None.
+    """
+    graph = nnx.split(nnx.eval_shape(lambda: config.layer(config, key=jax.random.key(0))))[0]
+
+    def through_layers(x_BTD, cos_sin):
+        kept = []
+        for array, attend in zip(params["layers"], attends, strict=True):
+            layer = nnx.merge(graph, transposed(array))
+            reduce = functools.partial(_over, axis=axis)
+            x_BTD, kept_of_one = layer(x_BTD, cos_sin, attend, reduce=reduce, project=project)
+            kept.append(kept_of_one)
+        return x_BTD, kept
+
+    return _hidden(params, config, tokens_BT, position_BT, through_layers, axis=axis)
+
+
+def _hidden(params, config, tokens_BT, position_BT, through_layers, *, axis):
+    """The model but for its head: through_layers(x_BTD, cos_sin) -> (x_BTD, what layers kept)."""
+    cos_sin = rotation(position_BT, config)
+    x_BTD, kept = through_layers(_embedded(params["embed_VD"], tokens_BT, axis=axis), cos_sin)
+    return rms_norm(x_BTD, params["final_norm_D"], eps=config.rms_norm_eps), kept
+
+
+def _embedded(embed_VD, tokens_BT, *, axis: str | None):
+    """Embeddings x_BTD; where rows are split over a mesh axis, every chip adds those it has."""
+    if axis is None:
+        return embed_VD[tokens_BT]
+    local_BT = tokens_BT - jax.lax.axis_index(axis) * embed_VD.shape[0]
+    here_BT = (local_BT >= 0) & (local_BT < embed_VD.shape[0])
+    return _over(jnp.where(here_BT[..., None], embed_VD[local_BT], 0), axis=axis)
+
+
+def _over(x, *, axis: str | None):
+    """The sum over a mesh axis; None: nothing is split, so there is nothing to add."""
+    return x if axis is None else jax.lax.psum(x, axis)
+
+
+def split(model: Transformer) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """The module border: (graph definition, plain nested dict of arrays); `nnx.merge` undoes it."""
+    graph, state = nnx.split(model)
+    return graph, nnx.to_pure_dict(state)
+
+
+def abstract_params(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """As `split`, with float32 ShapeDtypeStructs for arrays: nothing is allocated."""
+    return split(nnx.eval_shape(lambda: Transformer(config, key=jax.random.key(0))))
+
+
+def unstack(params: dict[str, Any]) -> dict[str, Any]:
+    """The sampler's layout of a params dict: "layers" is a tuple of `transposed` layers.
+
+    A loop over the layers of stacked arrays would copy each layer out of them first. There is
+    always a "head_VD", a copy of the embedding where they are tied.
+    """
+    num_layers = len(jax.tree.leaves(params["layers"])[0])
+    layers = tuple(
+        transposed({name: p[i] for name, p in params["layers"].items()}) for i in range(num_layers)
+    )
+    top = {name: params[name] for name in ("embed_VD", "final_norm_D")}
+    head_VD = params["head_DV"].T if "head_DV" in params else params["embed_VD"]
+    return top | {"layers": layers, "head_VD": head_VD}
+
+
+def transposed(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer's matrices stored with D, the axis that all have, at the other end: x_DF as x_FD.
+
+    Names say so too; vectors and attention's output projection stay. Twice gives the layer back.
+    """
+
+    def transpose(name, array):
+        stem, _, axes = name.rpartition("_")
+        if stem == "o" or axes == "D" or "D" not in axes:
+            return name, array
+        if axes[0] == "D":
+            return f"{stem}_{axes[1:]}D", jnp.moveaxis(array, 0, -1)
+        return f"{stem}_D{axes[:-1]}", jnp.moveaxis(array, -1, 0)
+
+    return dict(transpose(name, array) for name, array in layer.items())

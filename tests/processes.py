@@ -1,0 +1,55 @@
+"""Starts the processes of a program that runs on several hosts, here all on this one."""
+
+import contextlib
+import os
+import pathlib
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from sharding import hosts
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on, nor will by chance before the caller does."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], *, processes: int = 1, outputs=()) -> Iterator[list]:
+    """Starts `python ARGUMENTS` once, or as so many processes that join; kills what is left.
+
+    outputs: the files that the processes write to, pipes by default. Each process counts its
+    devices as the program says, not as conftest.py does.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env |= {"PYTHONPATH": str(ROOT)}
+    if processes > 1:
+        env |= {hosts.COORDINATOR: f"localhost:{free_port()}", hosts.PROCESSES: str(processes)}
+        # JAX keeps the programs of process 0 alone. It would wait for the others, which compile,
+        # and gloo allows them 30 seconds.
+        env |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    with contextlib.ExitStack() as stack:
+        group = []
+        for i, output in enumerate(outputs or [subprocess.PIPE] * processes):
+            mine = {hosts.PROCESS: str(i)} if processes > 1 else {}
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=env | mine,
+                text=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.kill)
+            group.append(process)
+        yield group
