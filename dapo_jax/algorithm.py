@@ -21,7 +21,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class ClipIndicators(NamedTuple):
-    """Which bound holds a token's loss constant (and its gradient zero): booleans [R, T]."""
+    """Says which bound holds a token's loss constant and its gradient zero: booleans [R, T]."""
 
     high: jax.Array
     low: jax.Array
@@ -29,7 +29,7 @@ class ClipIndicators(NamedTuple):
 
 
 def correctness_reward(correct_PG: ArrayLike) -> np.ndarray | jax.Array:
-    """Rule-based reward: +1 for a correct response, -1 for any other (Eq. 7).
+    """Rewards a correct response with +1 and any other with -1 (Eq. 7).
 
     `correct_PG`: bool, or a number that is positive where the answer is correct; NaN is wrong.
     Any shape; returns float32 of the same shape.
@@ -50,7 +50,7 @@ def outcome_reward(correct_PG: ArrayLike, score_PG: ArrayLike) -> np.ndarray | j
 
 
 def clamped_log_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array:
-    """`log(pi / pi_other)` of each token in nats, clamped to [-20, 20].
+    """Computes `log(pi / pi_other)` of each token in nats, clamped to [-20, 20].
 
     The clamp keeps `exp` and its gradient finite; beyond it the gradient is zero.
     """
@@ -58,9 +58,10 @@ def clamped_log_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array
 
 
 def importance_ratio(logp_RT: ArrayLike, behavior_logp_RT: ArrayLike) -> jax.Array:
-    """Importance ratio `r = pi_theta / pi_behavior` of each token (Eq. 8), in [e^-20, e^20].
+    """Computes each token's importance ratio `r = pi_theta / pi_behavior` (Eq. 8).
 
-    Both arguments are log-probabilities [R, T] in nats of the sampled tokens.
+    Both arguments are log-probabilities [R, T] in nats of the sampled tokens; r lies in
+    [e^-20, e^20].
     """
     return jnp.exp(clamped_log_ratio(logp_RT, behavior_logp_RT))
 
@@ -74,7 +75,7 @@ def token_policy_loss(
     eps_high: float,
     dual_clip: float,
 ) -> jax.Array:
-    """Clipped policy-gradient loss of each token (Eq. 8, clip-higher Eq. 10), dual-clipped.
+    """Computes each token's clipped policy loss (Eq. 8, clip-higher Eq. 10), dual-clipped.
 
     `max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A)`, and for A < 0 at most `-dual_clip A`, so
     that a huge ratio cannot dominate the batch (dual clip, arXiv 1912.09729). The gradient is
@@ -102,7 +103,7 @@ def clip_indicators(
     eps_high: float,
     dual_clip: float,
 ) -> ClipIndicators:
-    """Tokens at which `token_policy_loss` (same arguments) is held by each of its three bounds.
+    """Marks the tokens at which a bound of `token_policy_loss` (same arguments) holds the loss.
 
     high: A > 0 and r > 1 + eps_high. low: A < 0 and r < 1 - eps_low. dual: A < 0 and
     r > dual_clip. No token is in two of them. Padding is not masked out.
@@ -117,7 +118,7 @@ def clip_indicators(
 
 
 def group_advantage(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
-    """Advantage of each response inside its group (Eq. 9): `(R - mean) / (std + 1e-6)`.
+    """Computes each response's advantage in its group (Eq. 9): `(R - mean) / (std + 1e-6)`.
 
     The standard deviation is unbiased (divides by G - 1). A group of one has nothing to compare
     with: mean 0, standard deviation 1. A group of equal rewards gets exactly 0, decided by
@@ -136,7 +137,7 @@ def group_advantage(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
 
 
 def informative_groups(correct_PG: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Groups that dynamic sampling keeps (Eq. 11): 0 < number of correct responses < G.
+    """Marks the groups that dynamic sampling keeps (Eq. 11): 0 < correct responses < G.
 
     `correct_PG` [P, G] is raw correctness as in `correctness_reward`, never a shaped reward: an
     all-wrong group does not become informative because its length penalties differ. Returns
@@ -147,7 +148,7 @@ def informative_groups(correct_PG: np.ndarray | jax.Array) -> np.ndarray | jax.A
 
 
 def first_informative(correct_PG: ArrayLike, *, num_prompts: int) -> np.ndarray:
-    """Rows of the first `num_prompts` informative groups (Eq. 11), in prompt order; host only.
+    """Chooses the first `num_prompts` informative groups (Eq. 11) in prompt order; host only.
 
     `correct_PG`: [P, G] as in `informative_groups`, all prompts generated so far. Returns
     ascending row indices, fewer than `num_prompts` if there are not enough. The choice depends on
@@ -157,7 +158,7 @@ def first_informative(correct_PG: ArrayLike, *, num_prompts: int) -> np.ndarray:
 
 
 def token_weights(mask_RT: ArrayLike, *, mode: str) -> np.ndarray | jax.Array:
-    """Weight of each token's loss in one update: Eq. 12, or GRPO's (arXiv 2402.03300, Eq. 3).
+    """Weighs each token's loss in one update: Eq. 12, or GRPO's (arXiv 2402.03300, Eq. 3).
 
     token_mean: `1 / sum_i |o_i|`, every token alike (Eq. 12). sequence_mean: `1 / (R |o_i|)`, every
     response alike; a response without tokens (empty, or masked by overlong filtering) does not
@@ -184,7 +185,7 @@ def token_weights(mask_RT: ArrayLike, *, mode: str) -> np.ndarray | jax.Array:
 
 
 def aggregate(loss_RT: ArrayLike, mask_RT: ArrayLike, *, mode: str) -> jax.Array:
-    """Loss of one update: the sum of `loss_RT` [R, T] weighted by `token_weights` (Eq. 12).
+    """Sums `loss_RT` [R, T], weighted by `token_weights`, to the loss of one update (Eq. 12).
 
     `mask_RT` and `mode` as there. The loss at masked tokens is ignored, NaN included; with nothing
     but masked tokens the result is 0. Returns a scalar.
@@ -196,7 +197,7 @@ def aggregate(loss_RT: ArrayLike, mask_RT: ArrayLike, *, mode: str) -> jax.Array
 def soft_overlong_penalty(
     length_tokens: ArrayLike, *, max_tokens: int, cache_tokens: int, factor: float
 ) -> np.ndarray | jax.Array:
-    """Soft overlong punishment (Eq. 13), `factor` times 0 .. -1, to be added to the reward.
+    """Punishes length softly (Eq. 13): `factor` times 0 .. -1, to be added to the reward.
 
     0 up to `max_tokens - cache_tokens`, then linear to -1 at `max_tokens`, and -1 beyond. Without
     a cache (0): 0 up to `max_tokens`, -1 beyond.
@@ -211,7 +212,7 @@ def soft_overlong_penalty(
 
 
 def kl_k3(logp_RT: ArrayLike, reference_logp_RT: ArrayLike) -> jax.Array:
-    """Estimate of each token's KL(pi_theta || pi_ref) (GRPO, arXiv 2402.03300, Eq. 4).
+    """Estimates each token's KL(pi_theta || pi_ref) (GRPO, arXiv 2402.03300, Eq. 4).
 
     `exp(d) - d - 1` with `d = reference_logp - logp` clamped to [-20, 20]; unbiased and never
     negative. DAPO has no KL term: this is for the naive GRPO baseline. Log-probabilities [R, T] in
@@ -223,7 +224,7 @@ def kl_k3(logp_RT: ArrayLike, reference_logp_RT: ArrayLike) -> jax.Array:
 
 
 def _array(values: ArrayLike):
-    """(the module to compute with, values as its array): NumPy for NumPy arrays, else JAX."""
+    """Chooses the module to compute with, NumPy for NumPy arrays, else JAX: (module, array)."""
     if isinstance(values, np.ndarray):
         return np, values
     return jnp, jnp.asarray(values)

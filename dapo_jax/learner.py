@@ -1,4 +1,4 @@
-"""The update: gradients summed over micro-batches, clipped, and one AdamW step.
+"""Updates the policy: gradients summed over micro-batches, clipped, and one AdamW step.
 
 From `update` to Eq. 8: `micro_batch_loss` runs the model, `weighted_loss` is computed where the
 logits are, `dapo` (or another of LOSSES) in it, and in that algorithm.token_policy_loss. Axis
@@ -36,7 +36,7 @@ jax.tree_util.register_dataclass(Batch)
 
 @struct.dataclass
 class TrainState:
-    """The trained parameters in float32 (all weights, or LoRA's factors) and AdamW's moments."""
+    """Holds what is trained in float32, all weights or LoRA's factors, and AdamW's moments."""
 
     params: Any
     opt_state: Any
@@ -44,7 +44,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """The settings that fix an update; loss is a name of LOSSES, temperature the sampler's."""
+    """Fixes an update. loss is a name of LOSSES, temperature the sampler's."""
 
     loss: str
     eps_low: float

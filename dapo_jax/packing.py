@@ -1,4 +1,4 @@
-"""Groups of responses packed into rows of a fixed number of tokens, on the host.
+"""Packs groups of responses into rows of a fixed number of tokens, on the host.
 
 A row is made of pieces: a prompt once, then responses to it. Row arrays are aligned with what the
 model predicts: entry t holds what belongs to the target, the token that comes next. A prompt of p
@@ -18,7 +18,7 @@ from dapo_jax.types import Batch, Group
 
 
 class Piece(NamedTuple):
-    """One group's prompt in a row, and the sample indices of the responses behind it."""
+    """Holds a group's prompt in a row and the sample indices of the responses behind it."""
 
     group: int
     samples: list[int]
@@ -138,11 +138,11 @@ def keys_seen(batch: Batch) -> np.ndarray:
 
 
 def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
-    """Deals the rows of a [B, T] batch out to `num_micro` micro-batches: [M, rows, T].
+    """Splits the rows of a [B, T] batch into `num_micro` micro-batches: [M, rows, T].
 
-    Rows of padding fill up; the result's `num_micro` counts the micro-batches in use. Rows go by
-    attention's work, the most first: the rows of a micro-batch, which devices compute side by
-    side, are as equal as can be. Raises ValueError where there are too many rows.
+    Rows of padding fill up; the result's `num_micro` counts the micro-batches in use. Rows are
+    sorted by attention's work, the most first, so that the rows of a micro-batch, which devices
+    compute side by side, have about as much to do. Raises ValueError for too many rows.
     """
     used, row_tokens = batch.tokens_BT.shape
     if used > num_micro * rows:

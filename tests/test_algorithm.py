@@ -1,4 +1,8 @@
-"""dapo_jax.algorithm: hand-computed equations, gradients, invariances, reference vectors."""
+"""dapo_jax.algorithm: hand-computed equations, gradients, invariances, reference vectors.
+
+To compile a program takes a second and to run it none: batches of all shapes are padded to one
+(`padded`), for which the policy loss is compiled once a precision.
+"""
 
 import functools
 import math
@@ -8,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import jit
 
 from dapo_jax import algorithm
 
@@ -20,7 +25,7 @@ MODES = pytest.mark.parametrize("mode", algorithm.AGGREGATIONS)
 
 
 def assert_near(actual, expected, tolerance: float, name: str = "") -> None:
-    """Error at most `tolerance`; in arrays also relative to the largest expected value.
+    """Asserts an error of at most `tolerance`; in arrays also relative to the largest value.
 
     Scalars are sums of terms of both signs, whose rounding does not shrink with the result.
     """
@@ -28,9 +33,27 @@ def assert_near(actual, expected, tolerance: float, name: str = "") -> None:
     np.testing.assert_allclose(actual, expected, rtol=0.0, atol=tolerance * scale, err_msg=name)
 
 
-@jax.jit
+PADDED_SHAPE = (32, 257)  # the longest golden case
+
+
+def padded(program):
+    """Makes a program take arrays [R, T] of any shape, padded with zeros to PADDED_SHAPE."""
+    jitted = jit(program)
+
+    def run(*arrays_RT, clip):
+        R, T = arrays_RT[0].shape
+        full = [np.zeros(PADDED_SHAPE, np.asarray(array).dtype) for array in arrays_RT]
+        for padded_RT, array_RT in zip(full, arrays_RT, strict=True):
+            padded_RT[:R, :T] = array_RT
+        outputs = jax.device_get(jitted(*full, clip))
+        return jax.tree.map(lambda array: array[:R, :T] if np.ndim(array) else array, outputs)
+
+    return run
+
+
+@padded
 def policy_update(logp_RT, behavior_logp_RT, advantage_RT, mask_RT, clip):
-    """Token losses, clip indicators, and for each aggregation the loss and its gradient."""
+    """Computes token losses, log-ratios, indicators, and each aggregation's loss and gradient."""
 
     def loss(logp_RT, mode):
         loss_RT = algorithm.token_policy_loss(logp_RT, behavior_logp_RT, advantage_RT, **clip)
@@ -39,18 +62,19 @@ def policy_update(logp_RT, behavior_logp_RT, advantage_RT, mask_RT, clip):
     arguments = (logp_RT, behavior_logp_RT, advantage_RT)
     return (
         algorithm.token_policy_loss(*arguments, **clip),
+        algorithm.clamped_log_ratio(logp_RT, behavior_logp_RT),
         algorithm.clip_indicators(*arguments, **clip),
         {mode: jax.value_and_grad(loss)(logp_RT, mode) for mode in algorithm.AGGREGATIONS},
     )
 
 
 def loss_and_gradient(*batch, mode: str, clip: dict[str, float]):
-    return policy_update(*batch, clip)[2][mode]
+    return policy_update(*batch, clip=clip)[-1][mode]
 
 
-@jax.jit
+@padded
 def partial_loss_and_gradient(logp_RT, behavior_logp_RT, advantage_RT, weight_RT, clip):
-    """One micro-batch's share, with weights that were computed on the whole mini-batch."""
+    """Computes one micro-batch's share, with weights of the whole mini-batch."""
 
     def loss(logp_RT):
         loss_RT = algorithm.token_policy_loss(logp_RT, behavior_logp_RT, advantage_RT, **clip)
@@ -59,10 +83,15 @@ def partial_loss_and_gradient(logp_RT, behavior_logp_RT, advantage_RT, weight_RT
     return jax.value_and_grad(loss)(logp_RT)
 
 
-group_advantage = jax.jit(algorithm.group_advantage)
-token_policy_loss = jax.jit(algorithm.token_policy_loss)
-clip_indicators = jax.jit(algorithm.clip_indicators)
-clamped_log_ratio = jax.jit(algorithm.clamped_log_ratio)
+aggregate = jit(algorithm.aggregate, static_argnames="mode")
+kl_k3 = jit(algorithm.kl_k3)
+
+
+def group_advantages(rewards: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Computes the advantages of each array of rewards twice: in NumPy and in JAX."""
+    jitted = jit(lambda rewards: [algorithm.group_advantage(reward_PG) for reward_PG in rewards])
+    numpy = [algorithm.group_advantage(reward_PG) for reward_PG in rewards]
+    return list(zip(numpy, jax.device_get(jitted(rewards)), strict=True))
 
 
 def case_inputs(case: golden.LossInputs, *, x64: bool):
@@ -75,7 +104,7 @@ def case_inputs(case: golden.LossInputs, *, x64: bool):
 
 
 def random_batch(seed: int, *, responses: int = 6, tokens: int = 20):
-    """logp, behaviour logp, advantages and a ragged mask in which row 2 is empty."""
+    """Samples logp, behaviour logp, advantages and a ragged mask in which row 2 is empty."""
     rng = np.random.default_rng(seed)
     behavior_logp_RT = -rng.exponential(1.0, (responses, tokens)).astype(np.float32)
     logp_RT = behavior_logp_RT + rng.normal(0.0, 0.5, (responses, tokens)).astype(np.float32)
@@ -86,11 +115,11 @@ def random_batch(seed: int, *, responses: int = 6, tokens: int = 20):
 
 
 def token_loss_and_slope(ratio: float, advantage: float, **clip: float) -> tuple[float, float]:
-    """Loss of one token sampled with probability 1/e at this ratio, and d loss / d logp."""
+    """Computes the loss of one token, sampled with probability 1/e, and d loss / d logp."""
     logp, behavior_logp, advantage, weight = (
         np.full((1, 1), value, np.float32) for value in (math.log(ratio) - 1.0, -1.0, advantage, 1)
     )
-    loss, slope = partial_loss_and_gradient(logp, behavior_logp, advantage, weight, clip)
+    loss, slope = partial_loss_and_gradient(logp, behavior_logp, advantage, weight, clip=clip)
     return float(loss), float(slope[0, 0])
 
 
@@ -148,37 +177,34 @@ def test_soft_overlong_penalty_without_a_cache_is_a_step():
     np.testing.assert_array_equal(actual, [0.0, 0.0, -2.0, -2.0])
 
 
-def test_advantage_of_one_correct_of_sixteen():
-    reward_PG = np.full((1, 16), -1.0, np.float32)
-    reward_PG[0, 3] = 1.0
+def test_advantages_by_hand():
+    one_of_16 = np.full((1, 16), -1.0, np.float32)
+    one_of_16[0, 3] = 1.0
     expected = np.full((1, 16), -0.25)
     expected[0, 3] = 3.75
-    np.testing.assert_allclose(group_advantage(reward_PG), expected, atol=1e-5)
-
-
-def test_advantage_uses_the_unbiased_deviation_of_its_own_group():
-    # Deviations: sqrt((1.5^2 + .5^2 + .5^2 + 1.5^2) / 3) = sqrt(5/3), and ten times that.
-    reward_PG = np.array([[0.0, 1.0, 2.0, 3.0], [30.0, 20.0, 10.0, 0.0]], np.float32)
+    # The deviation is unbiased and that of the own group: sqrt((1.5^2 + .5^2 + .5^2 + 1.5^2) / 3)
+    # = sqrt(5/3), and ten times that.
+    two_groups = np.array([[0.0, 1.0, 2.0, 3.0], [30.0, 20.0, 10.0, 0.0]], np.float32)
     row = np.array([-1.5, -0.5, 0.5, 1.5]) / math.sqrt(5 / 3)
-    np.testing.assert_allclose(group_advantage(reward_PG), [row, -row], atol=2e-6)
+    groups_of_one = np.array([[1.0], [-0.25]], np.float32)  # keep their reward
+    both = group_advantages([one_of_16, two_groups, groups_of_one])
+    for i in (0, 1):
+        np.testing.assert_allclose(both[0][i], expected, atol=1e-5)
+        np.testing.assert_allclose(both[1][i], [row, -row], atol=2e-6)
+        np.testing.assert_allclose(both[2][i], [[1.0], [-0.25]], rtol=2e-6)
 
 
-@pytest.mark.parametrize("reward", [1.0, -1.0, -1.3, 0.1])
-@pytest.mark.parametrize("group_size", [2, 3, 16, 17])
-def test_equal_rewards_have_no_advantage_at_all(reward, group_size):
-    reward_PG = np.full((3, group_size), reward, np.float32)
-    np.testing.assert_array_equal(group_advantage(reward_PG), np.zeros_like(reward_PG))
-
-
-def test_a_group_of_one_keeps_its_reward():
-    advantage_PG = group_advantage(np.array([[1.0], [-0.25]], np.float32))
-    np.testing.assert_allclose(advantage_PG, [[1.0], [-0.25]], rtol=2e-6)
+def test_equal_rewards_have_no_advantage_at_all():
+    reward_P = np.array([1.0, -1.0, -1.3, 0.1], np.float32)
+    for both in group_advantages([np.repeat(reward_P[:, None], G, 1) for G in (2, 3, 16, 17)]):
+        for advantage_PG in both:
+            assert not advantage_PG.any()
 
 
 def test_an_all_wrong_group_with_length_penalties_trains_but_is_not_informative():
     correct_PG = np.zeros((1, 2), bool)
     penalty_PG = np.array([[0.0, -0.5]])
-    advantage_PG = group_advantage(algorithm.correctness_reward(correct_PG) + penalty_PG)
+    advantage_PG = algorithm.group_advantage(algorithm.correctness_reward(correct_PG) + penalty_PG)
     np.testing.assert_allclose(advantage_PG, [[0.5**0.5, -(0.5**0.5)]], rtol=1e-5)
     assert not algorithm.informative_groups(correct_PG).any()
 
@@ -256,14 +282,14 @@ def test_the_dual_clip_can_be_put_out_of_reach():
 
 @pytest.mark.parametrize("advantage", [3.0, -3.0, 0.0])
 def test_extreme_log_ratios_stay_finite(advantage):
-    logp_RT = jnp.array([[-1e4, -200.0, -21.0, -1e-6, 0.0, -jnp.inf]], jnp.float32)
-    behavior_logp_RT = jnp.array([[-1e-6, 0.0, -1e-6, -21.0, -1e4, -1.0]], jnp.float32)
+    logp_RT = np.array([[-1e4, -200.0, -21.0, -1e-6, 0.0, -np.inf]], np.float32)
+    behavior_logp_RT = np.array([[-1e-6, 0.0, -1e-6, -21.0, -1e4, -1.0]], np.float32)
     for dual_clip in (10.0, 1e9):
         loss, gradient_RT = loss_and_gradient(
             logp_RT,
             behavior_logp_RT,
             np.full((1, 1), advantage, np.float32),
-            np.ones((1, 6)),
+            np.ones((1, 6), bool),
             mode="token_mean",
             clip={**CLIP, "dual_clip": dual_clip},
         )
@@ -277,16 +303,15 @@ def test_indicators_mark_exactly_the_tokens_whose_gradient_is_held():
     behavior_logp_RT = np.full_like(log_ratio_RT, -1.0)
     advantage_R1 = rng.normal(0.0, 1.0, (8, 1)).astype(np.float32)
     arguments = (behavior_logp_RT + log_ratio_RT, behavior_logp_RT, advantage_R1)
-    _, gradient_RT = loss_and_gradient(
-        *arguments, np.ones_like(log_ratio_RT), mode="token_mean", clip=CLIP
-    )
-    high, low, dual = algorithm.clip_indicators(*arguments, **CLIP)
+    update = policy_update(*arguments, np.ones(log_ratio_RT.shape, bool), clip=CLIP)
+    _, gradient_RT = update[-1]["token_mean"]
+    high, low, dual = update[-2]
     assert high.any()
     assert low.any()
     assert dual.any()
     marks = np.stack([high, low, dual]).astype(int).sum(axis=0)
     np.testing.assert_array_equal(marks, np.asarray(gradient_RT == 0.0))
-    ratio_RT = algorithm.importance_ratio(*arguments[:2])
+    ratio_RT = np.exp(arguments[0] - arguments[1])
     np.testing.assert_array_equal(high, (advantage_R1 > 0) & (ratio_RT > 1.28))
     np.testing.assert_array_equal(low, (advantage_R1 < 0) & (ratio_RT < 0.8))
     np.testing.assert_array_equal(dual, (advantage_R1 < 0) & (ratio_RT > 10.0))
@@ -295,12 +320,20 @@ def test_indicators_mark_exactly_the_tokens_whose_gradient_is_held():
 def test_advantage_broadcasts_over_tokens():
     logp_RT, behavior_logp_RT, advantage_R1, _ = random_batch(1)
     advantage_RT = np.broadcast_to(advantage_R1, logp_RT.shape)
-    for function in (token_policy_loss, clip_indicators):
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            function(logp_RT, behavior_logp_RT, advantage_R1, **CLIP),
-            function(logp_RT, behavior_logp_RT, advantage_RT, **CLIP),
+
+    @jit
+    def loss_and_indicators(advantage):
+        arguments = (logp_RT, behavior_logp_RT, advantage)
+        return tuple(
+            function(*arguments, **CLIP)
+            for function in (algorithm.token_policy_loss, algorithm.clip_indicators)
         )
+
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        loss_and_indicators(advantage_R1),
+        loss_and_indicators(advantage_RT),
+    )
 
 
 # The KL estimate
@@ -310,12 +343,12 @@ def test_kl_k3_by_hand():
     logp_RT = np.array([[-1.0, -1.0, -2.0]], np.float32)
     reference_logp_RT = np.array([[-1.0, -2.0, -1.0]], np.float32)
     expected = [[0.0, 1 / math.e, math.e - 2.0]]
-    np.testing.assert_allclose(algorithm.kl_k3(logp_RT, reference_logp_RT), expected, rtol=1e-6)
+    np.testing.assert_allclose(kl_k3(logp_RT, reference_logp_RT), expected, rtol=1e-6)
 
 
 def test_kl_k3_is_accurate_and_never_negative_near_zero():
     d = np.concatenate([s * np.logspace(-8, 1, 2000) for s in (-1.0, 1.0)]).astype(np.float32)
-    kl = np.asarray(algorithm.kl_k3(np.zeros_like(d), d))
+    kl = np.asarray(kl_k3(np.zeros_like(d), d))
     assert kl.min() >= 0.0
     exact = np.expm1(d.astype(np.float64)) - d
     middle = np.abs(d) > 1e-3
@@ -324,15 +357,21 @@ def test_kl_k3_is_accurate_and_never_negative_near_zero():
 
 def test_kl_k3_averages_to_the_divergence():
     policy_V, reference_V = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.5, 0.3])
-    estimate_V = algorithm.kl_k3(np.log(policy_V), np.log(reference_V))
+    estimate_V = kl_k3(np.log(policy_V), np.log(reference_V))
     exact = np.sum(policy_V * np.log(policy_V / reference_V))
     assert np.sum(policy_V * estimate_V) == pytest.approx(exact, rel=1e-5)
 
 
 def test_kl_k3_and_its_gradient_are_finite_for_extreme_policies():
-    logp_T, reference_logp_T = jnp.array([-1e4, 0.0, -1.0]), jnp.array([0.0, -1e4, -2.0])
-    gradient_T = jax.grad(lambda logp: algorithm.kl_k3(logp, reference_logp_T).sum())(logp_T)
-    assert np.isfinite(algorithm.kl_k3(logp_T, reference_logp_T)).all()
+    logp_T, reference_logp_T = np.float32([[-1e4, 0.0, -1.0], [0.0, -1e4, -2.0]])
+
+    @jit
+    def value_and_gradient(logp_T):
+        value_T, pull = jax.vjp(lambda logp_T: algorithm.kl_k3(logp_T, reference_logp_T), logp_T)
+        return value_T, pull(jnp.ones_like(value_T))[0]
+
+    value_T, gradient_T = value_and_gradient(logp_T)
+    assert np.isfinite(value_T).all()
     # d/dlogp = 1 - exp(reference - logp) inside the clamp, 0 beyond it.
     np.testing.assert_allclose(gradient_T, [0.0, 0.0, 1 - 1 / math.e], rtol=1e-6)
 
@@ -362,12 +401,11 @@ def test_weights_of_a_batch_with_tokens_sum_to_one(mode):
 
 @MODES
 def test_empty_responses_change_nothing(mode):
-    logp_RT, behavior_logp_RT, advantage_R1, mask_RT = random_batch(3)
+    loss_RT, *_, mask_RT = random_batch(3)
     keep = mask_RT.any(axis=1)
     assert not keep.all()
-    loss_RT = token_policy_loss(logp_RT, behavior_logp_RT, advantage_R1, **CLIP)
-    with_empty = algorithm.aggregate(loss_RT, mask_RT, mode=mode)
-    without = algorithm.aggregate(loss_RT[keep], mask_RT[keep], mode=mode)
+    with_empty = aggregate(loss_RT, mask_RT, mode=mode)
+    without = aggregate(loss_RT[keep], mask_RT[keep], mode=mode)
     assert float(with_empty) == pytest.approx(float(without), rel=1e-6)
 
 
@@ -388,7 +426,7 @@ def test_garbage_at_masked_tokens_is_ignored(mode):
     loss_RT = np.array([[1.0, 2.0, np.nan], [3.0, np.inf, -np.inf]], np.float32)
     mask_RT = np.array([[1, 1, 0], [1, 0, 0]])
     expected = {"token_mean": 2.0, "sequence_mean": 2.25}[mode]
-    assert float(algorithm.aggregate(loss_RT, mask_RT, mode=mode)) == pytest.approx(expected)
+    assert float(aggregate(loss_RT, mask_RT, mode=mode)) == pytest.approx(expected)
 
 
 def test_an_unknown_aggregation_is_named_with_the_choices_and_the_setting():
@@ -405,7 +443,7 @@ def test_micro_batches_add_up_to_the_whole(mode, num_micro_batches):
     loss, gradient_RT = loss_and_gradient(*batch, mode=mode, clip=CLIP)
     weight_RT = np.asarray(algorithm.token_weights(batch[3], mode=mode))
     parts = [
-        partial_loss_and_gradient(*part, CLIP)
+        partial_loss_and_gradient(*part, clip=CLIP)
         for part in zip(
             *(np.split(a, num_micro_batches) for a in (*batch[:3], weight_RT)), strict=True
         )
@@ -426,13 +464,16 @@ def test_neither_padding_nor_row_order_matters(mode):
     np.testing.assert_allclose(shuffled_RT, gradient_RT[order], atol=1e-7)
 
     logp_RT, behavior_logp_RT, advantage_R1, mask_RT = batch
-    wide = [np.pad(a, ((0, 0), (0, 13))) for a in (logp_RT, behavior_logp_RT, mask_RT)]
-    padded_loss, padded_RT = loss_and_gradient(
+    wide = [
+        np.pad(a, ((0, 0), (0, 13)), constant_values=filling)
+        for a, filling in ((logp_RT, -2.0), (behavior_logp_RT, -1.0), (mask_RT, False))
+    ]
+    wide_loss, wide_RT = loss_and_gradient(
         wide[0], wide[1], advantage_R1, wide[2], mode=mode, clip=CLIP
     )
-    assert float(padded_loss) == pytest.approx(float(loss), rel=1e-5)
-    np.testing.assert_allclose(padded_RT[:, :num_tokens], gradient_RT, atol=1e-7)
-    assert not padded_RT[:, num_tokens:].any()
+    assert float(wide_loss) == pytest.approx(float(loss), rel=1e-5)
+    np.testing.assert_allclose(wide_RT[:, :num_tokens], gradient_RT, atol=1e-7)
+    assert not wide_RT[:, num_tokens:].any()
 
 
 def test_every_function_gives_the_same_under_jit():
@@ -455,10 +496,16 @@ def test_every_function_gives_the_same_under_jit():
     calls += [
         (algorithm.aggregate, (logp_RT, mask_RT), {"mode": mode}) for mode in algorithm.AGGREGATIONS
     ]
-    for function, arguments, settings in calls:
-        jitted = jax.jit(functools.partial(function, **settings))(*arguments)
-        plain = function(*arguments, **settings)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), jitted, plain)
+
+    def run(inputs):
+        return [
+            function(*arguments, **settings)
+            for (function, _, settings), arguments in zip(calls, inputs, strict=True)
+        ]
+
+    inputs = [arguments for _, arguments, _ in calls]
+    equal = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(equal, jit(run)(inputs), run(inputs))
 
 
 # The reference vectors
@@ -469,19 +516,19 @@ def test_golden_token_losses_and_clip_fractions(shared, x64, tolerance):
     with jax.enable_x64(x64):
         for case in golden.policy_loss_cases(shared):
             arrays, clip = case_inputs(case, x64=x64)
-            loss_RT, indicators, _ = policy_update(*arrays, case.mask_RT, clip)
+            loss_RT, log_ratio_RT, held, _ = policy_update(*arrays, case.mask_RT, clip=clip)
             assert loss_RT.dtype == (jnp.float64 if x64 else jnp.float32)
             assert_near(loss_RT, case.loss_RT, tolerance, case.name)
 
             measured = {
-                "clip_fraction": np.asarray(indicators.high) | np.asarray(indicators.low),
-                "dual_clip_fraction": np.asarray(indicators.dual),
-                "mean_log_ratio": clamped_log_ratio(*arrays[:2]),
+                "clip_fraction": held.high | held.low,
+                "dual_clip_fraction": held.dual,
+                "mean_log_ratio": log_ratio_RT,
             }
             # The reference divides these by the number of tokens + 1e-8.
             num_tokens = case.mask_RT.sum(dtype=np.float64) + 1e-8
             for name, value_RT in measured.items():
-                mean = np.sum(np.asarray(value_RT) * case.mask_RT, dtype=np.float64) / num_tokens
+                mean = np.sum(value_RT * case.mask_RT, dtype=np.float64) / num_tokens
                 assert_near(mean, getattr(case, name), tolerance, f"{case.name} {name}")
 
 
@@ -509,7 +556,7 @@ def test_golden_accumulation_is_the_true_mean(shared, mode, x64, tolerance):
             for rank_micro in np.unique(case.rank_micro_R2, axis=0):
                 rows = np.flatnonzero((case.rank_micro_R2 == rank_micro).all(axis=1))
                 loss, gradient_RT[rows] = partial_loss_and_gradient(
-                    *(array[rows] for array in (*arrays, weight_RT)), clip
+                    *(array[rows] for array in (*arrays, weight_RT)), clip=clip
                 )
                 total += float(loss)
             assert_near(total, case.true[mode].loss, tolerance, case.name)
@@ -526,9 +573,11 @@ def test_golden_accumulation_of_the_reference_is_not_the_token_mean(shared):
 @pytest.mark.parametrize("x64", [False, True], ids=["float32", "float64"])
 def test_golden_group_advantages(shared, x64):
     with jax.enable_x64(x64):
-        for case in golden.advantage_cases(shared):
-            dtype = np.float64 if x64 else np.float32
-            advantage_PG = group_advantage(case.reward_PG.astype(dtype))
+        cases = golden.advantage_cases(shared)
+        dtype = np.float64 if x64 else np.float32
+        both = group_advantages([case.reward_PG.astype(dtype) for case in cases])
+        computed = [(case, a) for case, pair in zip(cases, both, strict=True) for a in pair]
+        for case, advantage_PG in computed:
             assert advantage_PG.dtype == dtype
             if case.name == "grpo/zero_var_frac":
                 # Equal rewards of -1.3: the reference's float32 mean leaves 0.1 where Eq. 9 has 0.
@@ -541,7 +590,7 @@ def test_golden_group_advantages(shared, x64):
 
 
 def advantage_by_hand(reward_PG: np.ndarray) -> np.ndarray:
-    """Eq. 9 in float64: the stored advantages are float32 and cannot show 1e-10."""
+    """Computes Eq. 9 in float64: the stored advantages are float32 and cannot show 1e-10."""
     reward_PG = reward_PG.astype(np.float64)
     group_size = reward_PG.shape[1]
     if group_size == 1:
@@ -567,7 +616,7 @@ def test_golden_overlong_rewards(shared, x64, tolerance):
 
 
 def first_kept(case: golden.DynamicSamplingCase) -> tuple[np.ndarray, int]:
-    """The prompts that we keep of a script, and the generation batches that it took."""
+    """Finds the prompts that we keep of a script, and the generation batches that it took."""
     for num_batches in range(1, case.max_generation_batches + 1):
         correct_PG = np.concatenate(case.correct_NPG[:num_batches])
         kept = algorithm.first_informative(correct_PG, num_prompts=case.num_prompts)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from gspo import gspo
+from quick import COMPILER_OPTIONS, jit
 
 from configs import base
 from dapo_jax import learner
@@ -59,20 +60,11 @@ KEEPING = dataclasses.replace(LEARNING, remat="none")
 MODES = pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
 # Of the largest entry of a gradient; what is left is the rounding of float32 sums.
 TOLERANCE = 1e-5
-# The code is tiny and runs a few times: a sixth of the time to compile it is worth more than its
-# speed. Without excess precision XLA rounds to bfloat16 where the program says so, nowhere else.
-COMPILER_OPTIONS = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_allow_excess_precision": False,
-}
-jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Responses:
-    """R responses with what an update knows about them."""
+    """Holds R responses with what an update knows about them."""
 
     prompts: list[np.ndarray]
     responses: list[np.ndarray]
@@ -94,7 +86,7 @@ class Responses:
 
 
 def random_params(seed: int):
-    """Weights large enough for probabilities far from uniform."""
+    """Samples weights large enough for probabilities far from uniform."""
     rng = np.random.default_rng(seed)
     abstract = abstract_params(SMALL)[1]
     return jax.tree.map(lambda a: rng.normal(0, 0.5, a.shape).astype(a.dtype), abstract)
@@ -112,7 +104,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def data(params) -> Responses:
-    """Two groups of four with a long tail, and behaviour far enough off for every bound."""
+    """Makes two groups of four with a long tail, and behaviour far enough off for every bound."""
     rng = np.random.default_rng(1)
     lengths = [1, 2, 3, 30, 4, 28, 9, 5]
     prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 5)]
@@ -130,7 +122,7 @@ def data(params) -> Responses:
 
 
 def groups_of(data: Responses, *, group_size: int) -> list[Group]:
-    """The responses in groups, each with the prompt of its first."""
+    """Puts the responses into groups, each with the prompt of its first."""
     fields = (data.responses, data.behavior_logp, data.stopped_R)
     responses = [Response(*one) for one in zip(*fields, strict=True)]
     return [
@@ -149,7 +141,7 @@ def batch_of(
     num_micro=4,
     share_prompts=True,
 ) -> Batch:
-    """The packed mini-batch; responses that did not stop are masked."""
+    """Packs a mini-batch; responses that did not stop are masked."""
     return make_batch(
         groups_of(data, group_size=group_size),
         data.advantage_R.reshape(-1, group_size),
@@ -184,7 +176,7 @@ def first_moment(state: learner.TrainState):
 
 
 def gradient(params, batch, learning=LEARNING, *, start_weights=None):
-    """The first update's gradient, unclipped: Adam's first moment is (1 - b1) times it."""
+    """Computes the first update's gradient: Adam's first moment is (1 - b1) times it."""
     state, metrics = run_update(params, batch, learning, start_weights=start_weights)
     assert metrics["taken"]
     assert metrics["grad_norm"] < learning.max_grad_norm
@@ -193,7 +185,7 @@ def gradient(params, batch, learning=LEARNING, *, start_weights=None):
 
 @dataclasses.dataclass(frozen=True)
 class PlainRows:
-    """One response a row, as arrays; every row's response begins in column 0."""
+    """Holds one response a row, as arrays; every row's response begins in column 0."""
 
     ids_RT: np.ndarray  # prompt and response
     before_R: np.ndarray  # the column that predicts the first response token
@@ -208,12 +200,12 @@ jax.tree_util.register_dataclass(PlainRows)
 
 
 def padded(arrays, width: int) -> np.ndarray:
-    """Rows of unequal length, padded on the right with zeros."""
+    """Pads rows of unequal length on the right with zeros."""
     return np.stack([np.pad(array, (0, width - len(array))) for array in arrays])
 
 
 def plain_rows(data: Responses, *, mode="token_mean") -> PlainRows:
-    """The rows; a token's weight is one over the tokens, or over the responses and its own's."""
+    """Makes the rows; a token weighs one over all tokens, or over responses times its own's."""
     ids = [np.concatenate(pair) for pair in zip(data.prompts, data.responses, strict=True)]
     longest = max(map(len, data.responses))
     length_R1 = np.array([[len(response)] for response in data.responses])
@@ -234,7 +226,7 @@ def plain_rows(data: Responses, *, mode="token_mean") -> PlainRows:
 
 
 def row_logp(params, rows: PlainRows):
-    """(logp_RT, logp_RTV) of the responses; garbage behind their ends."""
+    """Computes the responses' (logp_RT, logp_RTV); behind their ends lies garbage."""
     logits_RTV = nnx.merge(graph(), params)(rows.ids_RT)[..., :VOCAB] / LEARNING.temperature
     logp_RTV = jax.nn.log_softmax(logits_RTV, axis=-1)
     column_RT = rows.before_R[:, None] + jnp.arange(rows.target_RT.shape[1])
@@ -257,7 +249,7 @@ def unpadded(array_RT, data: Responses) -> list[np.ndarray]:
 
 
 def plain_dapo(log_ratio_RT, rows: PlainRows):
-    """The negative of J of Eq. 8, with the dual clip for A < 0."""
+    """Computes the negative of J of Eq. 8, with the dual clip for A < 0."""
     ratio_RT, advantage_R1 = jnp.exp(log_ratio_RT), rows.advantage_R1
     clipped_RT = jnp.clip(ratio_RT, 1 - LEARNING.eps_low, 1 + LEARNING.eps_high)
     objective_RT = jnp.minimum(ratio_RT * advantage_R1, clipped_RT * advantage_R1)
@@ -266,7 +258,7 @@ def plain_dapo(log_ratio_RT, rows: PlainRows):
 
 
 def plain_gspo(log_ratio_RT, rows: PlainRows):
-    """The negative of GSPO's J: s_i = (pi(y_i) / pi_behaviour(y_i))^(1 / |y_i|), clipped."""
+    """Computes GSPO's -J: s_i = (pi(y_i) / pi_behaviour(y_i))^(1 / |y_i|), clipped."""
     is_token_RT = jnp.arange(log_ratio_RT.shape[1]) < rows.length_R1
     total_R1 = jnp.sum(jnp.where(is_token_RT, log_ratio_RT, 0.0), axis=1, keepdims=True)
     s_R1 = jnp.exp(total_R1 / rows.length_R1)
@@ -290,13 +282,13 @@ def plain_loss_and_gradient(params, rows, start_weights, kl_coef, *, token_loss)
 
 
 def plain(params, data, *, mode="token_mean", kl_coef=0.0, start=None, token_loss=plain_dapo):
-    """(loss, gradient); start: the weights that the KL term is measured against."""
+    """Computes (loss, gradient); start: the weights that the KL term is measured against."""
     arguments = (params, plain_rows(data, mode=mode), start or params, kl_coef)
     return jax.device_get(plain_loss_and_gradient(*arguments, token_loss=token_loss))
 
 
 def distance(actual, expected) -> float:
-    """The largest difference of two trees, in units of the largest entry of the second."""
+    """Measures the largest difference of two trees, in units of the second's largest entry."""
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     differences = jax.tree.map(
         lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), actual, expected
@@ -310,7 +302,7 @@ def assert_bitwise_equal(actual, expected):
 
 @pytest.fixture(scope="module")
 def expected(params, data):
-    """The plain loss and gradient of each aggregation."""
+    """Computes the plain loss and gradient of each aggregation."""
     return {mode: plain(params, data, mode=mode) for mode in ("token_mean", "sequence_mean")}
 
 
@@ -385,7 +377,7 @@ def test_the_loss_divides_by_the_whole_mini_batchs_tokens(params, data, expected
 
 @MODES
 def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected, mode):
-    """Overlong filtering: as if the masked responses had not been in the mini-batch at all."""
+    """Overlong filtering leaves the update as if the mini-batch had never had the responses."""
     stopped_R = np.array([True, True, True, False, True, True, False, True])
     data = data.replace(stopped_R=stopped_R)
     filtered = gradient(params, batch_of(data, mode=mode, group_size=4))
@@ -449,13 +441,13 @@ def mesh_config(*, data: int, model: int, slices: int = 1):
 
 
 def minibatch_of(programs, data: Responses, *, chosen):
-    """The trainer's mini-batch of the groups `chosen`."""
+    """Makes the trainer's mini-batch of the groups `chosen`."""
     groups, advantage_PG = groups_of(data, group_size=4), data.advantage_R.reshape(2, 4)
     return programs.minibatch([groups[p] for p in chosen], advantage_PG[list(chosen)])
 
 
 def update_on_mesh(config, params, data: Responses):
-    """(programs, state, metrics) of the recipe's update of both groups at a rate of 0.1."""
+    """Takes the recipe's update of both groups at a rate of 0.1: (programs, state, metrics)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "small", SMALL)
         programs = build.programs(config, VOCAB)
@@ -470,7 +462,7 @@ def update_on_mesh(config, params, data: Responses):
 
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
 def test_four_devices_take_the_update_of_one(params, data, mesh):
-    """Equal to 1e-5 of the largest entry: sums over devices round in another order."""
+    """They agree to 1e-5 of the largest entry: sums over devices round in another order."""
     slices, data_ways, model_ways = mesh
     config = mesh_config(slices=slices, data=data_ways, model=model_ways)
     programs, state, metrics = update_on_mesh(config, params, data)
@@ -489,7 +481,7 @@ def test_four_devices_take_the_update_of_one(params, data, mesh):
 
 
 def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):
-    """GSPO, added in tests/gspo.py alone, through the trainer's update on a mesh of four."""
+    """GSPO is added by tests/gspo.py alone and goes through the trainer's update on a mesh."""
     assert learner.LOSSES["gspo"].function is gspo
     shift_R = np.where(np.isin(np.arange(8), (3, 5)), -0.8, 0.3)  # ratios beyond both bounds
     behavior = [b - np.float32(s) for b, s in zip(data.behavior_logp, shift_R, strict=True)]
@@ -538,7 +530,7 @@ def test_a_mini_batch_takes_the_chosen_groups_and_filters_the_overlong(monkeypat
 
 
 def adamw_by_hand(params, gradients, learning: Learning, *, learning_rates):
-    """Kingma & Ba's Adam with decoupled decay, in float64; one gradient and rate an update."""
+    """Computes Adam with decoupled decay in float64; one gradient and rate an update."""
     s = learning
     p, (m, v) = params, (jax.tree.map(np.zeros_like, params) for _ in range(2))
     for t, (g, rate) in enumerate(zip(gradients, learning_rates, strict=True), start=1):
@@ -621,7 +613,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
 
 
 def test_an_impossible_behavior_probability_is_clipped_like_a_huge_ratio(params, data):
-    """log 0 = -inf: the ratio stops at e^20, where the clip leaves no gradient to that token."""
+    """The ratio to log 0 = -inf stops at e^20, where the clip leaves that token no gradient."""
     behavior = [logp.copy() for logp in data.behavior_logp]
     huge = [logp.copy() for logp in data.behavior_logp]
     for r, t in ((3, 7), (6, 2)):  # one with A < 0, one with A > 0
@@ -741,7 +733,7 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
 
 
 def test_updates_raise_what_was_better_and_lower_what_was_worse(params, data):
-    """The mean log-probability of responses with A > 0 and with A < 0, before and after."""
+    """Five updates raise the mean log-probability where A > 0 and lower it where A < 0."""
     start = unpadded(plain_logp(params, data)[0], data)
     data = data.replace(behavior_logp=start)
     state, batch = init_state(params, LEARNING), batch_of(data, mode="sequence_mean")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from quick import jit
 
 from configs import tiny
 from dapo_jax import convert, learner
@@ -20,7 +21,7 @@ from models.lora import MATRICES, Lora, adapted, factors, init_adapters
 from models.parameters import param_axes
 from models.transformer import abstract_params
 from sharding.mesh import make_mesh
-from tests.test_learner import LEARNING, SMALL, batch_of, data, jit, params
+from tests.test_learner import LEARNING, SMALL, batch_of, data, params
 
 __all__ = ["data", "params"]  # fixtures
 LORA = Lora(rank=3, alpha=6.0, targets=tuple(MATRICES))

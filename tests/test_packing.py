@@ -10,7 +10,7 @@ from dapo_jax.types import Batch, Group, Prompt, Response
 
 
 def group(prompt, *responses) -> Group:
-    """Responses to a prompt, with behaviour log-probabilities that tell tokens apart."""
+    """Makes responses to a prompt, whose behaviour log-probabilities tell tokens apart."""
     rng = np.random.default_rng(len(prompt))
 
     def behavior(response):
@@ -26,7 +26,7 @@ def group(prompt, *responses) -> Group:
 
 
 def random_groups(seed: int, *, count: int, size: int) -> list[Group]:
-    """Groups with prompts of their own; some prompts and responses have one token."""
+    """Makes groups with prompts of their own; some prompts and responses have one token."""
     rng = np.random.default_rng(seed)
     return [
         group(
@@ -38,7 +38,7 @@ def random_groups(seed: int, *, count: int, size: int) -> list[Group]:
 
 
 def values_of(groups):
-    """(advantage_PG, weight_PGT): the response's number from 1, and random weights."""
+    """Makes (advantage_PG, weight_PGT): the response's number from 1, and random weights."""
     P, G = len(groups), max(len(group.responses) for group in groups)
     T = max(group.length_G.max() for group in groups)
     weight_PGT = np.random.default_rng(0).uniform(0.1, 1.0, (P, G, T)).astype(np.float32)
@@ -50,7 +50,7 @@ def packed(groups, *, row_tokens: int, share_prompts: bool) -> Batch:
 
 
 def branches(batch: Batch):
-    """The arrays of each response with those of its prompt before it, as dicts."""
+    """Yields each response's arrays, with those of its prompt before it, as a dict."""
     for b in range(len(batch.tokens_BT)):
         for number in range(1, batch.branch_BT[b].max() + 1):
             member_T = batch.branch_BT[b] == number
@@ -140,7 +140,7 @@ def test_two_groups_of_the_same_prompt_are_two_pieces():
 
 
 def test_rows_of_real_lengths_are_full():
-    """Log-normal lengths like DAPO's, 32 groups of 16: at least 95 % of the entries are used."""
+    """Lengths spread like DAPO's, log-normal, 32 groups of 16, use 95 % of the entries."""
     rng = np.random.default_rng(0)
     length_PG = np.clip(np.round(rng.lognormal(7.5, 1.3, (32, 16))), 1, 20_480).astype(int)
     assert length_PG.max() > 100 * length_PG.min()
@@ -182,7 +182,7 @@ def test_a_response_that_fits_no_row_is_refused_with_the_setting():
 
 
 def three_a_row(count: int) -> Batch:
-    """Rows of three entries, one response in each."""
+    """Makes rows of three entries, one response in each."""
     return packed([group([1, 2], [3, i]) for i in range(count)], row_tokens=3, share_prompts=True)
 
 
