@@ -10,15 +10,17 @@ from jax.sharding import PartitionSpec
 from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
 from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
+from tests.quick import jit
 
 RUN_KEY = jax.random.key(11)
+keys_of, uniforms_at = jit(request_keys), jit(uniform_at)
 
 # Randomness: a request is (cursor, sample index), and nothing else matters.
 
 
 def test_request_keys_are_the_documented_folds():
     requests = [(cursor, sample) for cursor in (4, 0) for sample in range(3)]
-    keys = request_keys(RUN_KEY, *np.array(requests).T)
+    keys = keys_of(RUN_KEY, *np.array(requests).T)
     by_hand = [
         jax.random.fold_in(jax.random.fold_in(RUN_KEY, cursor), sample)
         for cursor, sample in requests
@@ -29,16 +31,16 @@ def test_request_keys_are_the_documented_folds():
         jax.random.uniform(jax.random.fold_in(key, position))
         for key, position in zip(by_hand, position_R, strict=True)
     ]
-    assert np.array_equal(uniform_at(keys, np.array(position_R)), expected_R)
+    assert np.array_equal(uniforms_at(keys, np.array(position_R)), expected_R)
 
 
 def test_seeds_cursors_samples_and_positions_all_draw_different_numbers():
     uniforms = set()
     for seed in (0, 1):
         cursor_R, sample_R = np.divmod(np.arange(30), 6)
-        key_R = request_keys(jax.random.key(seed), cursor_R, sample_R)
+        key_R = keys_of(jax.random.key(seed), cursor_R, sample_R)
         for position in range(4):
-            uniforms |= set(np.asarray(uniform_at(key_R, np.full(30, position))).tolist())
+            uniforms |= set(np.asarray(uniforms_at(key_R, np.full(30, position))).tolist())
     assert len(uniforms) == 2 * 4 * 5 * 6
     assert min(uniforms) >= 0
     assert max(uniforms) < 1
@@ -64,7 +66,7 @@ def sorted_top_p(logits_RV, top_p):
     return np.where(logits_RV >= cut_R1, logits_RV, -np.inf)
 
 
-jit_truncate = jax.jit(truncate, static_argnames=("top_p", "top_k"))
+jit_truncate = jit(truncate, static_argnames=("top_p", "top_k"))
 
 
 def kept(logits_RV, **limits):
@@ -132,7 +134,7 @@ def awkward_logits(V, scale, seed=0):
 jit_draw = jax.jit(functools.partial(draw, axis=None))
 
 
-@jax.jit
+@jit
 def draw_many(logits_V, uniform_N):
     return jax.lax.map(
         lambda u: jax.tree.map(lambda a: a[0], draw(logits_V[None], u[None], axis=None)),
