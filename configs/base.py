@@ -31,7 +31,8 @@ def get_config() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.path = ""  # Hugging Face directory of the start policy; "": random weights
-    config.model.preset = ""  # a name of models.qwen2.PRESETS: what path has, or for random weights
+    config.model.family = "qwen2"  # or a module of one's own, "my_models.qwen3" (models/README.md)
+    config.model.preset = ""  # the family's name for sizes: what path has, or for random weights
     config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
     config.model.kernels = "auto"  # by platform; or cpu, gpu, tpu, tpu_interpret (models/kernels)
 
@@ -144,8 +145,8 @@ def dataset(
     rules: those that grade it; "": verifier.rules.
     levels, count, seed, split: of generated problems.
     args: more arguments of a task of one's own.
-    max_prompts: the first so many; 0: all. k, temperature, top_p: of an evaluation set alone.
-        None: what config.eval says.
+    max_prompts: the first so many; 0: all. k (0: the set is left out), temperature, top_p: of an
+        evaluation set alone. None: what config.eval says.
     """
     return ConfigDict(
         {
@@ -180,7 +181,7 @@ def train_settings(config: ConfigDict) -> dict:
 
 
 def eval_settings(config: ConfigDict) -> dict[str, dict]:
-    """Returns each evaluation set's settings with those that it leaves open filled in."""
+    """Returns the settings of each evaluation set with k > 0, those it leaves open filled in."""
     e = config.eval
     return {
         name: _filled(
@@ -192,6 +193,7 @@ def eval_settings(config: ConfigDict) -> dict[str, dict]:
             top_p=e.top_p,
         )
         for name, settings in e.sets.items()
+        if settings.k != 0
     }
 
 

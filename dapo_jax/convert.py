@@ -3,9 +3,9 @@
     python -m dapo_jax.convert --from=hf:DIR --to=orbax:DIR [--dtype=float32|bfloat16|float16]
     python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
 
-and back; a Hugging Face directory may be in a bucket (gs://). An Orbax directory holds params/ (the
-checkpoint), model_config.json and the tokenizer's files, so that nothing is lost on the way back. A
-run is a training run's --workdir.
+and back; a Hugging Face directory may be in a bucket (gs://). --family=MODULE names a model family
+of one's own. An Orbax directory holds params/ (the checkpoint), model_config.json and the
+tokenizer's files, so that nothing is lost on the way back. A run is a training run's --workdir.
 """
 
 import dataclasses
@@ -20,8 +20,9 @@ from ml_collections import ConfigDict
 
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command
-from models import hf
-from models.qwen2 import Qwen2Config
+from models import families, hf
+from models.hf_config import load_config, read_config
+from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
 MODEL_CONFIG_FILE = "model_config.json"
@@ -49,7 +50,7 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     newest) is the checkpoint. The tokenizer's files are copied along.
 
     Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
-    and ValueError for a source that is broken or is no Qwen2 model.
+    and ValueError for a source that is broken or of an unknown family.
     """
     from_kind, from_path = _place("from", source, SOURCES)
     to_kind, to_path = _place("to", target, TARGETS)
@@ -60,7 +61,7 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
 
     tokenizer_path = from_path
     if from_kind == "hf":
-        config, kept = hf.load_config(from_path), _kept(from_path)
+        config, kept = load_config(from_path), _kept(from_path)
         host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         params = hf.load_params(from_path, config, dtype=dtype, shardings=host)
     elif from_kind == "orbax":
@@ -80,15 +81,19 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     return f"{source} -> {target}: {count:,} parameters in {dtype}; also {', '.join(files) or '-'}"
 
 
-def save_orbax(params, config: Qwen2Config, path, *, kept: Mapping[str, Any]):
+def save_orbax(params, config: ModelConfig, path, *, kept: Mapping[str, Any]):
     """Writes params/ and model_config.json; `kept` holds further keys of config.json."""
     path = epath.Path(path)
     checkpoint.save_params(path / PARAMS_FOLDER, params)
-    content = {"model": dataclasses.asdict(config), "hf": dict(kept)}
+    content = {
+        "model_type": config.model_type,
+        "model": dataclasses.asdict(config),
+        "hf": dict(kept),
+    }
     (path / MODEL_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], Qwen2Config, dict[str, Any]]:
+def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], ModelConfig, dict[str, Any]]:
     """(params as host arrays, config, kept keys of config.json) of what `save_orbax` wrote.
 
     Raises FileNotFoundError where model_config.json or params/ is absent, and ValueError for a
@@ -101,7 +106,10 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], Qwen2Config, dict[s
             raise FileNotFoundError(f"{part} is missing: {path} is no converted Orbax directory")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        config, kept = Qwen2Config(**content["model"]), content["hf"]
+        model_type, kept, model_types = content["model_type"], content["hf"], families.known()
+        if model_type not in model_types:
+            raise ValueError(f"model_type {model_type!r} is unknown; --family names its module")
+        config = model_types[model_type].config(**content["model"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} cannot be read as a model config: {error!r}") from error
     _, abstract = abstract_params(config)
@@ -144,7 +152,7 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
 
 
 def _kept(path) -> dict[str, Any]:
-    raw = hf.read_config(path)
+    raw = read_config(path)
     return {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
 
 
@@ -157,7 +165,8 @@ def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
 
 
 def main(_):
-    given = {name: flags.FLAGS[name].value for name in ("from", "to", "dtype", "step")}
+    given = {name: flags.FLAGS[name].value for name in ("from", "to", "dtype", "step", "family")}
+    families.load(given["family"])
     print(convert(given["from"], given["to"], dtype=given["dtype"], step=given["step"]))
 
 
@@ -166,4 +175,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("to", None, "What to write: hf:DIR or orbax:DIR.", required=True)
     flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
+    flags.DEFINE_string("family", "qwen2", "The model's family, as config.model.family has it.")
     command.run(main)

@@ -1,4 +1,4 @@
-"""Evaluation: mean@k, pass@k and maj@k of a policy on sets of problems.
+"""Evaluates a policy on sets of problems: mean@k, pass@k and maj@k.
 
     python -m dapo_jax.evaluate --config=configs/tiny.py --workdir=DIR [--step=N]
 
@@ -16,6 +16,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
+from configs.base import eval_settings
 from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.display import evaluation_line
@@ -26,12 +27,12 @@ from sharding import hosts
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that k of the samples hold a correct one, unbiased (arXiv 2107.03374, Eq. 1)."""
+    """Estimates, unbiased, how likely k samples hold a correct one (arXiv 2107.03374, Eq. 1)."""
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
-    """maj@k: whether the most frequent prediction is right; the earliest wins a tie.
+    """Says whether the most frequent prediction is right (maj@k); the earliest wins a tie.
 
     Responses without a prediction have no vote.
     """
@@ -43,7 +44,7 @@ def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
 
 
 def summarize(groups: Sequence[Group]) -> dict[str, float]:
-    """One set's results from its groups of k responses: scores are means over problems."""
+    """Summarizes one set from its groups of k responses: scores are means over problems."""
     correct_PK = np.stack([group.correct_G for group in groups])
     length_PK = np.stack([group.length_G for group in groups])
     k = correct_PK.shape[1]
@@ -100,14 +101,15 @@ def main(_):
     config = CONFIG.value
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
     checks.check(config)
-    if not config.eval.sets:
-        raise ValueError("eval.sets is empty: there is nothing to evaluate; add a set")
+    if not eval_settings(config):
+        raise ValueError("eval.sets has no set with k > 0: there is nothing to evaluate; add one")
     workdir = pathlib.Path(WORKDIR.value)
     hosts.on_main(lambda: require_directory(workdir))
     say = print if hosts.is_main_host() else lambda message: None
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
     data = build.load_data(config, tokenizer, training=False)
+    say("\n".join(data.report_lines()))
     checkpoints = build.checkpoints(config, workdir, keep=None)
     step = checkpoints.latest_step() if STEP.value is None else STEP.value
     if step is None:
@@ -123,11 +125,23 @@ def main(_):
     results = evaluate(config, programs, sampler_params, data.eval_sets, report=say)
     write_results(workdir, step, results)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
+    for name, scores in results.items():
+        if scores["no_answer_fraction"] > 0.8:
+            say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
     say(f"written to {workdir / 'eval' / f'{step}.json'}")
 
 
+def no_answer_line(name: str, settings: dict, fraction: float) -> str:
+    """Says that hardly a response had an answer, and which settings it may be."""
+    return (
+        f"{name}: {fraction:.0%} of the responses have no answer that is found; does the prompt "
+        f"say where to put it? (eval.sets.{name}.template = {settings['template']!r}, rules = "
+        f'{settings["rules"]!r}; template=dapo asks for a line "Answer: ...")'
+    )
+
+
 def require_directory(workdir: pathlib.Path) -> None:
-    """FileNotFoundError where there is no such directory."""
+    """Raises FileNotFoundError where there is no such directory."""
     if not workdir.is_dir():
         raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
 

@@ -1,6 +1,8 @@
 """The update: gradients summed over micro-batches, clipped, and one AdamW step.
 
-Axis letters: M micro-batches, B rows, T tokens. The rows are packed (dapo_jax.packing).
+From `update` to Eq. 8: `micro_batch_loss` runs the model, `weighted_loss` is computed where the
+logits are, `dapo` (or another of LOSSES) in it, and in that algorithm.token_policy_loss. Axis
+letters: M micro-batches, B packed rows (dapo_jax.packing), T tokens.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from dapo_jax.algorithm import (
     token_policy_loss,
     token_weights,
 )
-from dapo_jax.logprobs import chosen_logprobs, head_loss
+from dapo_jax.logprobs import chosen_logprobs, head_loss, head_loss_of_rows
 from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
@@ -34,7 +36,7 @@ jax.tree_util.register_dataclass(Batch)
 
 @struct.dataclass
 class TrainState:
-    """What is trained, in float32 (all weights, or LoRA's factors), and AdamW's moments."""
+    """The trained parameters in float32 (all weights, or LoRA's factors) and AdamW's moments."""
 
     params: Any
     opt_state: Any
@@ -42,7 +44,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """The settings that fix an update. `loss` is a name of LOSSES; `temperature` the sampler's."""
+    """The settings that fix an update; loss is a name of LOSSES, temperature the sampler's."""
 
     loss: str
     eps_low: float
@@ -63,7 +65,7 @@ class Learning:
 
 
 def optimizer(learning: Learning) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW (arXiv 1711.05101) for a learning rate of 1."""
+    """Clips by the global norm, then AdamW (arXiv 1711.05101) for a learning rate of 1."""
     s = learning
     return optax.chain(
         optax.clip_by_global_norm(s.max_grad_norm),
@@ -72,17 +74,17 @@ def optimizer(learning: Learning) -> optax.GradientTransformation:
 
 
 def warmup_learning_rate(step: int, *, learning_rate: float, warmup_steps: int) -> float:
-    """Linear warm-up over rollout steps; step 0 trains at learning_rate / warmup_steps, not 0."""
+    """Warms up linearly over rollout steps; step 0 trains at learning_rate / warmup_steps."""
     return learning_rate * min(1.0, (step + 1) / max(warmup_steps, 1))
 
 
 def init_state(params, learning: Learning) -> TrainState:
-    """The state before the first update."""
+    """Makes the state before the first update."""
     return TrainState(params, optimizer(learning).init(params))
 
 
 def shardings_like_params(state: TrainState, param_shardings, replicated) -> TrainState:
-    """Shardings of a whole (abstract) state: moments lie where their parameters do."""
+    """Gives an (abstract) state's shardings: moments lie where their parameters do."""
     structure = jax.tree.structure(state.params)
 
     def is_params(tree):
@@ -94,16 +96,15 @@ def shardings_like_params(state: TrainState, param_shardings, replicated) -> Tra
 
 
 def cast(params, dtype):
-    """The parameters in the compute dtype; gradients flow back to the float32 masters."""
+    """Casts parameters to the compute dtype; gradients flow back to the float32 masters."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
 def policy_weights(params, start_weights, learning: Learning):
-    """All weights of the policy, in the compute dtype; with LoRA the start policy's, adapted."""
+    """Makes all of the policy's weights in the compute dtype: with LoRA the start's, adapted."""
     if learning.lora is None:
         return cast(params, learning.compute_dtype)
-    adapters = params["layers"]
-    layers = adapted(start_weights["layers"], adapters, scale=learning.lora.scale)
+    layers = adapted(start_weights["layers"], params["layers"], scale=learning.lora.scale)
     return start_weights | {"layers": layers}
 
 
@@ -124,14 +125,12 @@ def make_batch(
     gives those of responses that were cut off weight 0. `num_micro` fixes the shape: responses /
     micro_batch_rows rounded up holds any.
     """
-    length_PG = np.stack([group.length_G for group in groups])
-    stopped_PG = np.stack([group.stopped_G for group in groups])
-    mask_PGT = np.arange(length_PG.max()) < length_PG[..., None]
+    length_R = np.concatenate([group.length_G for group in groups])
+    mask_RT = np.arange(length_R.max()) < length_R[:, None]
     if overlong_filtering:
-        mask_PGT &= stopped_PG[..., None]
-    P, G, T = mask_PGT.shape
-    weight_RT = token_weights(mask_PGT.reshape(P * G, T), mode=loss_aggregation)
-    weight_PGT = weight_RT.astype(np.float32).reshape(P, G, T)
+        mask_RT &= np.concatenate([group.stopped_G for group in groups])[:, None]
+    weight_RT = token_weights(mask_RT, mode=loss_aggregation).astype(np.float32)
+    weight_PGT = weight_RT.reshape(*advantage_PG.shape, -1)
     packed = pack(
         groups, advantage_PG, weight_PGT, row_tokens=row_tokens, share_prompts=share_prompts
     )
@@ -150,17 +149,17 @@ def place_batch(batch: Batch, mesh) -> Batch:
 
 
 def abstract_batch(shape: tuple[int, int, int], mesh) -> Batch:
-    """ShapeDtypeStructs of a placed batch of [M, B, T] stand for it: an update's lowering."""
+    """Stands for a placed batch of shape [M, B, T] where an update is lowered."""
     rows = {name: jax.ShapeDtypeStruct(shape, d) for name, d in Batch.row_fields().items()}
     num_micro = jax.ShapeDtypeStruct((), jnp.int32)
     return rules.abstract(Batch(**rows, num_micro=num_micro), batch_shardings(mesh))
 
 
 class Token(NamedTuple):
-    """Tokens as a loss sees them, arrays of one shape: [B, T] packed rows, or some of them [C].
+    """Holds what a loss sees of tokens, in arrays of one shape: packed rows [B, T], or a chunk [C].
 
-    Not all are response tokens. branch numbers the responses of a row from 1; 0 is everything
-    else. reference_logp: None without a KL term.
+    The fields are those of Batch; prompts and padding, branch 0, are among the tokens.
+    reference_logp: the start policy's log-probabilities; None without a KL term.
     """
 
     behavior_logp: jax.Array
@@ -173,16 +172,14 @@ class Token(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A policy loss that config.algo.loss can choose.
+    """Declares a policy loss that config.algo.loss can choose.
 
-    function(logp, token, learning) -> (loss, metrics), from log pi of the targets. loss: of each
-    token, before its weight; metrics: name -> a number for each token, whose mean over the response
-    tokens is reported, such as where a clip holds.
+    function(logp, token, learning) -> (loss, indicators), from log pi of the targets. loss: each
+    token's, before its weight; indicators: name -> a value for each token, such as whether a clip
+    holds it, of which the metrics have the mean over the response tokens.
 
-    by_token: the loss of a token is a function of its own log-probability alone, and is computed
-    with its gradient chunk by chunk, where the logits are. False: the function gets whole rows
-    [B, T], and with them whole responses, for which `response_mean` is there; log-probabilities
-    are then computed once more.
+    by_token: whether a token's loss depends on no other token. False: the function gets whole rows
+    [B, T], and so whole responses (see `response_mean`), at the price of a second pass of the head.
     """
 
     function: Callable[[jax.Array, Token, Learning], tuple[jax.Array, dict[str, jax.Array]]]
@@ -190,19 +187,19 @@ class Loss:
 
 
 def response_mean(value_BT, token: Token):
-    """The mean over each token's response of the packed rows, at all of its tokens."""
+    """Gives every token of the packed rows the mean of a value over its response."""
 
     def of_row(value_T, branch_T):
-        sums = functools.partial(
-            jax.ops.segment_sum, segment_ids=branch_T, num_segments=len(branch_T) + 1
-        )
-        return (sums(value_T) / jnp.maximum(sums(jnp.ones_like(value_T)), 1))[branch_T]
+        def total(terms_T):
+            return jax.ops.segment_sum(terms_T, branch_T, num_segments=len(branch_T) + 1)
+
+        return (total(value_T) / jnp.maximum(total(jnp.ones_like(value_T)), 1))[branch_T]
 
     return jax.vmap(of_row)(value_BT, token.branch)
 
 
 def dapo(logp, token: Token, learning: Learning):
-    """DAPO's loss of each token (Eq. 8 with the dual clip), and which bounds hold it."""
+    """Computes DAPO's loss of each token (Eq. 8 with the dual clip), and which bounds hold it."""
     s = learning
     clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
     arguments = (logp, token.behavior_logp, token.advantage)
@@ -215,50 +212,28 @@ LOSSES = {"dapo": Loss(dapo)}
 
 
 def weighted_loss(logp, token: Token, learning: Learning):
-    """(weighted loss of each token, metrics): the policy loss, and GRPO's KL term if there is one.
+    """Computes each token's share of the mini-batch's loss: the policy loss, and GRPO's KL term.
 
     The weights were normalised over the whole mini-batch, so the sums of all micro-batches and
     devices add up to the true loss (Eq. 12).
     """
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
     logp = jnp.where(token.is_response, logp, 0.0)
-    loss, metrics = LOSSES[learning.loss].function(logp, token, learning)
-    kl = jnp.zeros_like(loss)
+    loss, _ = LOSSES[learning.loss].function(logp, token, learning)
     if learning.kl_coef > 0:
-        kl = kl_k3(logp, jnp.where(token.is_response, token.reference_logp, 0.0))
-        loss += learning.kl_coef * kl
-    return loss * token.weight, metrics | {"kl": kl}
+        loss += learning.kl_coef * kl_of(logp, token)
+    return loss * token.weight
 
 
-def loss_by_token(last, token: Token, learning: Learning, head):
-    """(loss, log-probabilities, entropies), the gradient taken chunk by chunk in one pass."""
-
-    def token_loss(logp_C, token_C):
-        return weighted_loss(logp_C, token_C, learning)[0]
-
-    return head_loss(*last, token, token_loss, **head)
+def kl_of(logp, token: Token):
+    """Estimates each response token's KL term against the start policy; without one it is zero."""
+    if token.reference_logp is None:
+        return jnp.zeros_like(logp)
+    return kl_k3(logp, jnp.where(token.is_response, token.reference_logp, 0.0))
 
 
-def loss_by_response(last, token: Token, learning: Learning, head):
-    """(loss, log-probabilities, entropies) of a loss that couples the tokens of a response.
-
-    A first pass gives all log-probabilities, at which the loss and its slopes are computed. The
-    second has the gradient of slope * logp, token by token, which is that of the loss.
-    """
-
-    def total(logp_BT):
-        return jnp.sum(weighted_loss(logp_BT, token, learning)[0])
-
-    logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient(last), **head)
-    loss, slope_BT = jax.value_and_grad(total)(logp_BT)
-    linear, logp_BT, entropy_BT = head_loss(
-        *last, slope_BT, lambda logp_C, slope_C: slope_C * logp_C, **head
-    )
-    return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT
-
-
-def last_layer(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
-    """(x_BTD, head_DV, target_BT): what gives the log-probabilities of a micro-batch's targets.
+def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
+    """Runs the model on a micro-batch: (x_BTD of the last layer, head_DV), which make the logits.
 
     adapters: LoRA's, by layer, or None. They are added layer by layer: the adapted weights of all
     layers never exist at once.
@@ -283,24 +258,23 @@ def last_layer(weights, adapters, micro: Batch, *, graph, mesh, learning: Learni
         return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment_BT, micro.branch_BT)
 
     model = nnx.merge(graph, weights)
-    x_BTD = model.hidden(micro.tokens_BT, micro.position_BT, attend, **how)
-    return x_BTD, model.head(), micro.target_BT
+    return model.hidden(micro.tokens_BT, micro.position_BT, attend, **how), model.head()
 
 
 def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
-    """(loss, sums): a micro-batch's share of the mini-batch's loss, and of its metrics.
+    """Computes a micro-batch's share of the mini-batch's loss, and the sums of its metrics.
 
-    `sums` are sums over the response tokens.
+    Returns (loss, {name: sum over the response tokens}).
     """
-    layers = functools.partial(last_layer, micro=micro, graph=graph, mesh=mesh, learning=learning)
+    run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
     if learning.lora is None:
-        last = layers(cast(params, learning.compute_dtype), None)
+        x_BTD, head_DV = run(cast(params, learning.compute_dtype), None)
     else:
-        last = layers(start_weights, params["layers"])
+        x_BTD, head_DV = run(start_weights, params["layers"])
     reference_logp_BT = None
     if learning.kl_coef > 0:
-        reference_logp_BT, _ = chosen_logprobs(*layers(start_weights, None), **head)
+        reference_logp_BT, _ = chosen_logprobs(*run(start_weights, None), micro.target_BT, **head)
     token = Token(
         micro.behavior_logp_BT,
         micro.advantage_BT,
@@ -309,30 +283,30 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
         micro.branch_BT,
         reference_logp_BT,
     )
-    evaluate = loss_by_token if LOSSES[learning.loss].by_token else loss_by_response
-    loss, logp_BT, entropy_BT = evaluate(last, token, learning, head)
+    evaluate = head_loss if LOSSES[learning.loss].by_token else head_loss_of_rows
+    loss_of = functools.partial(weighted_loss, learning=learning)
+    loss, logp_BT, entropy_BT = evaluate(x_BTD, head_DV, micro.target_BT, token, loss_of, **head)
     return loss, metric_sums(logp_BT, entropy_BT, token, learning)
 
 
 def metric_sums(logp_BT, entropy_BT, token: Token, learning: Learning):
     """Sums each metric over the response tokens, those of the loss included."""
-    _, metrics = weighted_loss(logp_BT, token, learning)
-    per_token = metrics | {
+    _, indicators = LOSSES[learning.loss].function(logp_BT, token, learning)
+    per_token = indicators | {
         "tokens": jnp.ones_like(logp_BT),
         "entropy": entropy_BT,
         "mean_prob": jnp.exp(logp_BT),
         "ratio_gap": jnp.abs(importance_ratio(logp_BT, token.behavior_logp) - 1.0),
+        "kl": kl_of(logp_BT, token),
     }
-    return {
-        name: jnp.sum(jnp.where(token.is_response, value, 0.0)) for name, value in per_token.items()
-    }
+    return jax.tree.map(lambda v: jnp.sum(jnp.where(token.is_response, v, 0.0)), per_token)
 
 
 def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, graph, mesh, learning):
-    """(state, metrics) after one optimizer step on one mini-batch; pure, to be jitted.
+    """Takes one optimizer step on one mini-batch: (state, metrics); pure, to be jitted.
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
-    update whose gradient is not finite changes nothing, which metrics["taken"] tells.
+    update whose gradient is not finite changes nothing: metrics["taken"] is False.
     `start_weights`, the start policy's in the compute dtype, are what LoRA adapts and what the KL
     term is measured against; without either pass None.
     """

@@ -18,7 +18,7 @@ CHUNK_TOKENS = 512
 
 
 def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
-    """Logits of pi(. | prefix) at a sampling temperature, float32, from the model's.
+    """Makes of the model's logits those of pi(. | prefix) at a sampling temperature, float32.
 
     Embedding rows from `vocab_size` (the tokenizer's) up are padding: their probability is 0.
     `first_id`: the vocabulary id of the first column, where these are a part of all.
@@ -29,7 +29,7 @@ def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
 
 
 def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size, mesh: Mesh):
-    """log pi(target) and the entropy of pi, both float32 [B, T]; not to be differentiated."""
+    """Computes log pi(target) and the entropy of pi, float32 [B, T]; not to be differentiated."""
     how = {"temperature": temperature, "vocab_size": vocab_size, "mesh": mesh}
 
     def local(x_BTD, head_DV, target_BT):
@@ -48,7 +48,7 @@ def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size, mesh:
 def head_loss(
     x_BTD, head_DV, target_BT, tokens, token_loss, *, temperature, vocab_size, mesh: Mesh
 ):
-    """(sum of the tokens' losses, log pi(target), entropy of pi), the last two without gradient.
+    """Sums the tokens' losses: (sum, log pi(target), entropy of pi), the latter without gradient.
 
     token_loss(logp_C, tokens_C) -> loss_C, a loss of each token by itself; tokens: a tree of
     [B, T] arrays of which it gets the chunk's. A token whose entries are zero must have loss zero.
@@ -106,8 +106,27 @@ def head_loss(
     return loss, jax.lax.stop_gradient(logp_BT), jax.lax.stop_gradient(entropy_BT)
 
 
+def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, **how):
+    """Does what `head_loss` does, for a loss of a token that depends on others in its row.
+
+    rows_loss(logp_BT, tokens) -> loss_BT. A first pass gives all log-probabilities, at which the
+    loss and its slopes are computed; the second has the gradient of slope * logp, token by token,
+    which is that of the loss.
+    """
+
+    def total(logp_BT):
+        return jnp.sum(rows_loss(logp_BT, tokens))
+
+    logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, **how)
+    loss, slope_BT = jax.value_and_grad(total)(logp_BT)
+    linear, logp_BT, entropy_BT = head_loss(
+        x_BTD, head_DV, target_BT, slope_BT, lambda logp_C, slope_C: slope_C * logp_C, **how
+    )
+    return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT
+
+
 class _Chosen:
-    """What pi gives the tokens of a chunk; head_DV is this device's part of the vocabulary."""
+    """Holds what pi gives a chunk's tokens; head_DV is this device's part of the vocabulary."""
 
     def __init__(self, x_CD, target_C, head_DV, *, temperature, vocab_size, mesh):
         over = functools.partial(_over, "model", mesh=mesh)
@@ -130,13 +149,13 @@ class _Chosen:
         self.entropy_C = jnp.log(self._sum_C) - total(self._exp_CV * logits_CV) / self._sum_C
 
     def d_logits_CV(self, d_logp_C):
-        """The gradient of the model's logits: that of log pi(target) is [v = target] - pi(v)."""
+        """Computes the gradient of the model's logits: log pi(target) has [v = target] - pi(v)."""
         d_CV = self._is_target_CV - self._exp_CV / self._sum_C[:, None]
         return d_CV * d_logp_C[:, None] / self._temperature
 
 
 def _over(axis, reduce, array, mesh):
-    """An array reduced over a mesh axis; over one of size 1 XLA would copy it all the same."""
+    """Reduces an array over a mesh axis; over one of size 1 XLA would copy it all the same."""
     return array if mesh.shape[axis] == 1 else reduce(array, axis)
 
 
@@ -145,7 +164,7 @@ def _product(spec, *operands):
 
 
 def _chunks(arrays):
-    """[B, T, ...] arrays as [chunks, C, ...], zeros at the end."""
+    """Cuts [B, T, ...] arrays into [chunks, C, ...], with zeros at the end."""
 
     def one(array):
         array = array.reshape(-1, *array.shape[2:])
@@ -158,6 +177,6 @@ def _chunks(arrays):
 
 
 def _whole(arrays, shape):
-    """[chunks, C, ...] arrays as [B, T, ...]."""
+    """Puts [chunks, C, ...] arrays together as [B, T, ...]."""
     B, T = shape
     return tuple(a.reshape(-1, *a.shape[2:])[: B * T].reshape(B, T, *a.shape[2:]) for a in arrays)

@@ -1,4 +1,4 @@
-"""One step's rollouts: sample and grade, as a stream, until enough groups are informative."""
+"""Collects one step's rollouts: samples and grades a stream until enough is informative."""
 
 import bisect
 import concurrent.futures
@@ -27,7 +27,7 @@ def collect(
     dynamic_sampling: bool,
     report: Callable[[str], None],
 ) -> Rollouts:
-    """Dynamic sampling (Eq. 11) as a stream: sample until `num_prompts` groups are informative.
+    """Samples a stream of groups until `num_prompts` are informative (dynamic sampling, Eq. 11).
 
     A group is informative if some but not all of it is correct. The policy is frozen meanwhile.
     The first informative groups in prompt order are kept, as if prompts had been sampled batch
@@ -73,7 +73,7 @@ def collect(
 
 
 class _Known:
-    """The graded groups of a step, which finish in any order.
+    """Keeps the graded groups of a step, which finish in any order.
 
     groups: by cursor. informative: the cursors of those that are, ascending. end: the cursor of
     the first group that is not graded yet.
@@ -86,7 +86,7 @@ class _Known:
         self._prior_rate, self._prior_groups = prior_rate, prior_groups
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Takes up graded groups."""
+        """Adds graded groups."""
         for group in groups:
             self.groups[group.cursor] = group
             if informative_groups(group.correct_G[None])[0]:
@@ -95,7 +95,7 @@ class _Known:
             self.end += 1
 
     def expected_informative(self, issued: int) -> float:
-        """The informative groups to expect of all issued ones, less one standard deviation.
+        """Estimates the informative groups among all issued ones, less one standard deviation.
 
         The share of informative ones is that of the groups in order: those that finished early
         may be of another kind. The prior counts like a quarter of the step.
@@ -112,7 +112,7 @@ class _Known:
 class _Grading:
     """Grades finished groups behind the decoding of the next block, a share on each process.
 
-    Verdicts are taken up one block after the group finished, waiting if need be, so that what is
+    Verdicts are used one block after the group finished, waiting if need be, so that what is
     issued when does not depend on the grader's speed. seconds: of grading, and of waiting for it.
     """
 
@@ -153,7 +153,7 @@ class _Grading:
 def rollout_stats(
     session: Session, *, requests: int, grading_seconds: dict[str, float]
 ) -> RolloutStats:
-    """Totals of the session's blocks."""
+    """Adds up the session's blocks."""
     blocks = session.blocks
     waiting = [block for block in blocks if block.waiting]
 
@@ -178,7 +178,7 @@ def rollout_stats(
 
 
 def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]:
-    """Consecutive chunks of at most `groups_per_update` groups, as even as can be.
+    """Splits kept groups into consecutive chunks of at most `groups_per_update`, evenly.
 
     Adam takes a full step whatever the mini-batch's size: one left-over group must not make one.
     """

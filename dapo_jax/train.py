@@ -26,7 +26,7 @@ from dapo_jax.run import build, checks, command
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
 from dapo_jax.run.record import Record, banner, result_row, write_results
-from dapo_jax.run.snapshots import Boundaries
+from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Rollouts
@@ -45,7 +45,7 @@ class Run:
     sampling: Sampling
     key: jax.Array
     record: Record
-    snapshots: Boundaries
+    snapshots: Snapshots
     first_step: int
 
     def sampler_weights(self, state: TrainState) -> dict:
@@ -79,7 +79,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             with watch("rollout"):  # until enough groups are informative (Eq. 11)
                 rollouts = sample(run, weights, progress)
             if stopped := at_generation_cap(run, step, rollouts):
-                run.snapshots.passed(step, state, progress, force=True)
+                run.snapshots.take(step, state, progress, force=True)
                 break
 
             # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9).
@@ -107,7 +107,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
             }
             with watch("save"):
                 last = step + 1 == config.num_steps
-                run.snapshots.passed(step + 1, state, progress, force=last)
+                run.snapshots.take(step + 1, state, progress, force=last)
             run.record.step(step_row(done, watch.seconds()), rollouts, reward_PG)
         else:
             stopped = None
@@ -127,7 +127,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     checks.check(config)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     snapshots = stack.enter_context(
-        Boundaries(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
+        Snapshots(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
     )
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)

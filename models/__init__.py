@@ -1,4 +1,4 @@
-"""Model definitions: Qwen2.5 and its Hugging Face files."""
+"""Model definitions: dense decoders and their Hugging Face files."""
 
 from models.hf import load_hf, save_hf
 

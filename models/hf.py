@@ -1,14 +1,16 @@
-"""Qwen2 in Hugging Face's file format: config.json and safetensors, read and written.
+"""Models in Hugging Face's file format: safetensors, read onto devices and written.
 
 Both directions follow the names and layouts of models.parameters.Parameter. Paths are whatever
-etils.epath knows, gs:// among them. A host holds little beside the arrays on its devices: one
-parameter's shards while loading, one layer's parameter while saving.
+etils.epath knows, gs:// among them: the safetensors library reads local files, models.hf_stream
+the others. A host holds little beside the arrays on its devices: one parameter's shards while
+loading, one layer's parameter while saving. The library would write a file only from all of its
+tensors at once, so that models.hf_stream writes local files, too.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -20,125 +22,49 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import nnx
+from safetensors import SafetensorError, safe_open
 
+from models import hf_stream
+from models.hf_config import (
+    CONFIG_FILE,
+    config_json,
+    listing,
+    load_config,
+    read_json,
+    write_json,
+)
+from models.hf_stream import FILE_DTYPES, PIECE_VALUES, StreamedTensor
 from models.parameters import EMBED, HEAD, ModelConfig, Parameter
-from models.qwen2 import Qwen2Config
 from models.transformer import Transformer, abstract_params
 from sharding import hosts
 
-CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-# Field of ModelConfig -> key of config.json.
-SIZE_KEYS = {
-    "vocab_size": "vocab_size",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-}
-NO_SCALING = (None, "default")
-DTYPES = ("float32", "bfloat16", "float16")
-FILE_DTYPES = dict(zip(("F32", "BF16", "F16"), map(jnp.dtype, DTYPES), strict=True))
+DTYPES = tuple(dtype.name for dtype in FILE_DTYPES.values())
 MAX_SHARD_BYTES = 5 * 10**9
-MAX_HEADER_BYTES = 10**8  # what the safetensors library allows
-PIECE_VALUES = 2**22  # read or written at a time
 READERS = 8  # tensors read at a time: one stream from a bucket is far slower than the network
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """Where a tensor lies: `nbytes` from `start` in `file`. `dtype` is safetensors' name."""
+class LocalTensor:
+    """A tensor of a local file; `dtype` is safetensors' name."""
 
     file: epath.Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
-    start: int
-    nbytes: int
 
-
-def load_config(path) -> ModelConfig:
-    """The model's sizes from the config.json of a Hugging Face directory.
-
-    Raises FileNotFoundError where there is none, and ValueError, with file, key and value, for
-    anything that this model does not compute: another architecture or activation, scaled rotary
-    embeddings, sliding windows, quantised weights, sizes that do not fit together.
-    """
-    file, raw = epath.Path(path) / CONFIG_FILE, read_config(path)
-    # transformers 5 keeps rope_theta in rope_parameters, older versions at top level.
-    rope_key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    rope = raw.get(rope_key) or {}
-
-    def refuse(key, value, rule):
-        raise ValueError(f"{file}: {key} is {value!r}, but {rule}")
-
-    def require(key, value, is_right, rule):
-        if value is None:
-            raise ValueError(f"{file}: {key} is missing; it {rule}")
-        if not is_right(value):
-            refuse(key, value, rule)
-        return value
-
-    if raw.get("model_type") != "qwen2":
-        refuse("model_type", raw.get("model_type"), "must be 'qwen2'")
-    if raw.get("hidden_act", "silu") != "silu":
-        refuse("hidden_act", raw["hidden_act"], "only 'silu' is supported")
-    if raw.get("use_sliding_window"):
-        refuse("use_sliding_window", raw["use_sliding_window"], "only full attention is supported")
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
-        refuse("layer_types", raw["layer_types"], "only 'full_attention' is supported")
-    if raw.get("quantization_config") is not None:
-        refuse("quantization_config", raw["quantization_config"], "weights must be unquantised")
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in NO_SCALING:
-        refuse(rope_key, rope, "only rope_type 'default' (no scaling) is supported")
-
-    def size(key, value):
-        return require(key, value, _is_size, "must be a positive integer")
-
-    def number(key, value):
-        return float(require(key, value, _is_positive, "must be a positive number"))
-
-    sizes = {field: size(key, raw.get(key)) for field, key in SIZE_KEYS.items()}
-    width, heads, kv_heads = sizes["width"], sizes["num_heads"], sizes["num_kv_heads"]
-    if heads % kv_heads:
-        refuse(
-            "num_attention_heads", heads, f"must be a multiple of num_key_value_heads = {kv_heads}"
-        )
-    if raw.get("head_dim") is not None:
-        head_dim = size("head_dim", raw["head_dim"])
-    elif width % heads == 0:
-        head_dim = width // heads
-    else:
-        refuse("hidden_size", width, f"must be a multiple of num_attention_heads = {heads}")
-    if head_dim % 2:
-        refuse("head_dim", head_dim, "must be even for rotary embeddings")
-    tie = raw.get("tie_word_embeddings")
-    return Qwen2Config(
-        **sizes,
-        head_dim=head_dim,
-        tie_embeddings=require(
-            "tie_word_embeddings", tie, lambda v: isinstance(v, bool), "must be true or false"
-        ),
-        rope_theta=number("rope_theta", raw.get("rope_theta", rope.get("rope_theta"))),
-        rms_norm_eps=number("rms_norm_eps", raw.get("rms_norm_eps")),
-    )
-
-
-def read_config(path) -> dict[str, Any]:
-    """The raw config.json of a Hugging Face directory, as a dictionary."""
-    path = epath.Path(path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a directory; give a Hugging Face model directory")
-    file = path / CONFIG_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} has no {CONFIG_FILE}; it holds {_listing(path)}")
-    return _read_json(file)
+    def pieces(self, start: int, stop: int, step: int) -> Iterator[np.ndarray]:
+        """Reads rows start to stop in order, `step` at a time."""
+        for first in range(start, stop, step):
+            # Opened for each piece: what was read of a file stays in memory while it is open.
+            with _opened(self.file) as file:
+                piece = file.get_slice(self.name)[first : min(first + step, stop)]
+            yield piece
 
 
 def load_hf(path, *, dtype="float32") -> Transformer:
-    """The model of a Hugging Face directory, as `load_params` gives its parameters.
+    """Loads the model of a Hugging Face directory, as `load_params` gives its parameters.
 
     Raises as `load_config` and `load_params` do.
     """
@@ -148,7 +74,7 @@ def load_hf(path, *, dtype="float32") -> Transformer:
 
 
 def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str, Any]:
-    """The parameters of a Hugging Face directory as global arrays, nested as in `split`.
+    """Loads the parameters of a Hugging Face directory as global arrays, nested as in `split`.
 
     `dtype` (float32, bfloat16 or float16) is what the arrays have; the files may hold any of the
     three. `shardings` is one sharding for all arrays, or a tree of them like the parameters (None:
@@ -191,7 +117,7 @@ def save_hf(
     max_shard_bytes=MAX_SHARD_BYTES,
     extra_config: Mapping[str, Any] | None = None,
 ):
-    """Writes a directory that transformers loads as Qwen2ForCausalLM.
+    """Writes a directory that transformers loads as the family's `architecture`.
 
     `params` is the nested dict of `split`, host or global arrays, which are fetched tensor by
     tensor; `dtype` is what the files hold. Every process of several calls it, with global arrays,
@@ -204,7 +130,7 @@ def save_hf(
     contradict the config.
     """
     path, dtype = epath.Path(path), _dtype(dtype)
-    content = _config_json(config, dtype, extra_config or {}, path)
+    content = config_json(config, dtype, extra_config or {}, path)
     old = sorted(p.name for p in [*path.glob("*.safetensors*"), *path.glob(CONFIG_FILE)])
     if old:
         raise FileExistsError(
@@ -225,7 +151,7 @@ def save_hf(
             for _, _, parameter, layer in shard
         )
         if hosts.is_main_host():
-            _write(path / file, shapes, dtype, tensors)
+            hf_stream.write(path / file, shapes, dtype, tensors)
         else:
             collections.deque(tensors, maxlen=0)  # all processes take part in fetching
         weight_map |= dict.fromkeys(shapes, file)
@@ -234,8 +160,8 @@ def save_hf(
     if len(shards) > 1:
         size = sum(math.prod(shape) for _, shape, *_ in _tensors(config)) * dtype.itemsize
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        _write_json(path / INDEX_FILE, index)
-    _write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
+        write_json(path / INDEX_FILE, index)
+    write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
 
 
 def check_params(params, config: ModelConfig):
@@ -253,7 +179,7 @@ def check_params(params, config: ModelConfig):
 
 
 def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, int | None]]:
-    """(file's name, file's shape, parameter, layer or None) of every tensor of a model."""
+    """Lists (file's name, file's shape, parameter, layer or None) of every tensor of a model."""
     runs = itertools.groupby(config.parameters.values(), lambda parameter: parameter.stacked)
     for stacked, parameters in runs:
         parameters = tuple(parameters)
@@ -263,7 +189,7 @@ def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, int | No
 
 
 def _load(found, parameter, shape, config, dtype, sharding):
-    """One parameter as a global array, from its tensors in the files (one for each layer)."""
+    """Loads one parameter as a global array, from its tensors in the files (one a layer)."""
     sizes, axes = config.axis_sizes, parameter.axes
     stored, stacked = parameter.layout.replace(" ", ""), parameter.stacked
     layers = range(shape[0] if stacked else 1)
@@ -301,49 +227,21 @@ def _load(found, parameter, shape, config, dtype, sharding):
 
 
 def _place(index, shape) -> tuple[tuple[int, int], ...]:
-    """(start, stop) on every axis, of one of a sharding's indices."""
+    """Gives (start, stop) on every axis for one of a sharding's indices."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _pieces(tensor, shape, start, stop) -> Iterator[tuple[int, np.ndarray]]:
-    """Rows start to stop of a tensor taken as `shape`: (rows before the piece, piece), in order."""
-    dtype = FILE_DTYPES[tensor.dtype]
-    row_bytes = tensor.nbytes // shape[0]
+    """Reads rows start to stop of a tensor taken as `shape`, as (rows before a piece, piece)."""
     step = max(1, PIECE_VALUES // math.prod(shape[1:]))
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.start + start * row_bytes)
-        for first in range(start, stop, step):
-            count = min(step, stop - first)
-            data = file.read(count * row_bytes)
-            if len(data) < count * row_bytes:
-                raise ValueError(f"{tensor.file} became shorter while it was read")
-            yield first - start, np.frombuffer(data, dtype).reshape(count, *shape[1:])
-
-
-def _write(file, shapes, dtype, tensors: Iterator[np.ndarray]):
-    """A safetensors file (its header's length, the header, the data) of tensors taken one by one.
-
-    `shapes` has their names and shapes, in their order.
-    """
-    dtype_name = next(name for name, value in FILE_DTYPES.items() if value == dtype)
-    header, stop = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": [start, stop]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8, as the format asks
-    # Fetched first: no process may still be looking for old files when this one appears.
-    first = next(tensors)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in itertools.chain([first], tensors):
-            values = tensor.reshape(-1)
-            for start in range(0, len(values), PIECE_VALUES):
-                out.write(values[start : start + PIECE_VALUES].tobytes())
+    rows = tensor.shape[0] // shape[0]  # the file's, in one of ours
+    pieces = tensor.pieces(start * rows, stop * rows, step * rows)
+    for first, piece in zip(range(0, stop - start, step), pieces, strict=True):
+        yield first, piece.reshape(-1, *shape[1:])
 
 
 def _to_file(array, parameter, config, dtype):
-    """A host array as the file has it: axes reordered and merged, cast, contiguous."""
+    """Makes of a host array what the file has: axes reordered and merged, cast, contiguous."""
     stored = parameter.layout.replace(" ", "")
     array = array.transpose([parameter.axes.index(a) for a in stored])
     array = array.astype(dtype, order="C", copy=False)
@@ -351,7 +249,7 @@ def _to_file(array, parameter, config, dtype):
 
 
 def _fetched(params, leaf, layer):
-    """The host array of one tensor: a parameter, or a layer of a stacked one."""
+    """Fetches the host array of one tensor: a parameter, or a layer of a stacked one."""
     array = params[leaf] if layer is None else params["layers"][leaf]
     if isinstance(array, np.ndarray):
         return array if layer is None else array[layer]
@@ -359,14 +257,14 @@ def _fetched(params, leaf, layer):
     return hosts.fetch(jnp.copy(array) if layer is None else array[layer])
 
 
-def _headers(path) -> dict[str, Tensor]:
-    """Every tensor in the directory's weights, by name; reads headers."""
+def _headers(path) -> dict[str, LocalTensor | StreamedTensor]:
+    """Reads which tensors the directory's weights have, from the files' headers."""
     index_file = path / INDEX_FILE
     weight_map = {}
     if (path / WEIGHTS_FILE).is_file():
         files = [path / WEIGHTS_FILE]
     elif index_file.is_file():
-        weight_map = _read_json(index_file).get("weight_map")
+        weight_map = read_json(index_file).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index_file}: weight_map is {weight_map!r}, but must name files")
         files = [path / file for file in sorted(set(weight_map.values()))]
@@ -375,9 +273,9 @@ def _headers(path) -> dict[str, Tensor]:
             raise FileNotFoundError(f"{path} lacks {', '.join(absent)}, named in {INDEX_FILE}")
     else:
         raise FileNotFoundError(
-            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {_listing(path)}"
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {listing(path)}"
         )
-    found: dict[str, Tensor] = {}
+    found: dict[str, LocalTensor | StreamedTensor] = {}
     for file in files:
         for name, tensor in _header(file).items():
             if name in found:
@@ -393,40 +291,26 @@ def _headers(path) -> dict[str, Tensor]:
     return found
 
 
-def _header(file) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, which must fill it; reads its beginning."""
+def _header(file: epath.Path) -> dict[str, LocalTensor | StreamedTensor]:
+    """Reads which tensors a file has; ValueError where it is not whole."""
+    if "://" in os.fspath(file):
+        return hf_stream.header(file)
+    with _opened(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {
+            name: LocalTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+            for name, part in slices.items()
+        }
 
-    def require(holds, problem):
-        if not holds:
-            raise ValueError(problem)
 
-    with file.open("rb") as data:
-        data.seek(0, os.SEEK_END)
-        size = data.tell()
-        data.seek(0)
-        try:
-            length = int.from_bytes(data.read(8), "little")
-            require(8 + length <= size, "its header is cut off")
-            require(length <= MAX_HEADER_BYTES, f"its header has {length} bytes")
-            entries = json.loads(data.read(length))
-            entries.pop("__metadata__", None)
-            tensors, stop = {}, 0
-            for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-                shape, dtype = tuple(entry["shape"]), entry["dtype"]
-                start, end = entry["data_offsets"]
-                require(start == stop, f"{name} begins at byte {start} of the data, not {stop}")
-                if dtype in FILE_DTYPES:
-                    nbytes = math.prod(shape) * FILE_DTYPES[dtype].itemsize
-                    require(end - start == nbytes, f"{name} has {end - start} bytes, not {nbytes}")
-                tensors[name] = Tensor(file, shape, dtype, 8 + length + start, end - start)
-                stop = end
-            require(8 + length + stop == size, f"its header promises {8 + length + stop} bytes")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{file} ({size} bytes) is no whole safetensors file: {error}; "
-                "download or export it again"
-            ) from error
-    return tensors
+@contextlib.contextmanager
+def _opened(file: epath.Path):
+    """Opens a local file with the safetensors library; ValueError where that finds it broken."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise hf_stream.broken(file, file.stat().length, error) from error
 
 
 def _check(path, found, expected):
@@ -475,7 +359,7 @@ def _shapes(params) -> dict[str, tuple[int, ...]]:
 
 
 def _shards(config, item_bytes, max_shard_bytes):
-    """The model's tensors in order, cut into as few runs as fit, each below the limit."""
+    """Cuts the model's tensors, in order, into as few runs as fit, each below the limit."""
     shards, size = [[]], 0
     for tensor in _tensors(config):
         tensor_bytes = math.prod(tensor[1]) * item_bytes
@@ -492,61 +376,8 @@ def _shards(config, item_bytes, max_shard_bytes):
     return shards
 
 
-def _config_json(config, dtype, extra, path) -> dict[str, Any]:
-    fixed = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        **{key: getattr(config, field) for field, key in SIZE_KEYS.items()},
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_sliding_window": False,
-        "torch_dtype": dtype.name,
-    }
-    clash = sorted(set(fixed) & set(extra))
-    if clash:
-        raise ValueError(f"{path}: extra_config gives {', '.join(clash)}, which the model decides")
-    free = {
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 32768,
-        "use_cache": True,
-    }
-    return fixed | free | dict(extra)
-
-
-def _is_size(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_positive(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def _dtype(dtype) -> np.dtype:
     dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
         raise ValueError(f"dtype is {dtype.name}, but must be one of {', '.join(DTYPES)}")
     return dtype
-
-
-def _read_json(file) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a JSON {type(value).__name__}, but must hold an object")
-    return value
-
-
-def _write_json(file, value):
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _listing(path) -> str:
-    return ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"

@@ -25,7 +25,7 @@ MATRICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which matrices of all layers are adapted, and how; the update's scale is alpha / rank."""
+    """Says which matrices of all layers are adapted; the update's scale is alpha / rank."""
 
     rank: int
     alpha: float
@@ -33,18 +33,18 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What A B is multiplied by (section 4.1)."""
+        """Gives what A B is multiplied by (section 4.1)."""
         return self.alpha / self.rank
 
 
 def factors(target: str) -> tuple[str, str, str]:
-    """The names of (W, A, B)."""
+    """Names (W, A, B)."""
     summed, out = MATRICES[target]
     return f"{target}_{summed}{out}", f"{target}_{summed}R", f"{target}_R{out}"
 
 
 def init_adapters(config: ModelConfig, lora: Lora, *, key) -> dict[str, Any]:
-    """Float32 factors of all layers, stacked: A normal with variance 1 / inputs, B zero."""
+    """Makes float32 factors of all layers, stacked: A normal with variance 1 / inputs, B zero."""
     layers = abstract_params(config)[1]["layers"]
     adapters = {}
     for i, target in enumerate(lora.targets):
@@ -59,7 +59,7 @@ def init_adapters(config: ModelConfig, lora: Lora, *, key) -> dict[str, Any]:
 
 
 def adapted(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:
-    """A layer's parameters, or stacked ones, with W + scale * A B for every W that has factors.
+    """Replaces every W that has factors by W + scale * A B, in a layer's or stacked parameters.
 
     Computed in float32, rounded to W's dtype once.
     """

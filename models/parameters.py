@@ -1,4 +1,4 @@
-"""What is declared once of every parameter, and the sizes of a model.
+"""Parameters of a model, each declared once, and the sizes of a model.
 
 Names, shapes, shardings, random starts and Hugging Face's tensors all derive from a
 `Parameter`; the letters are those of models.transformer.
@@ -6,7 +6,7 @@ Names, shapes, shardings, random starts and Hugging Face's tensors all derive fr
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -25,12 +25,12 @@ AXES = {
 
 
 def axis_letters(name: str) -> str:
-    """The letters that end a parameter's name, one for each axis."""
+    """Gives the letters that end a parameter's name, one for each axis."""
     return name.rpartition("_")[2]
 
 
 def logical_axes(name: str) -> tuple[str, ...]:
-    """The logical axes of a parameter, a transposed one or a low-rank factor, by its name alone.
+    """Names the logical axes of a parameter, a transposed one or a low-rank factor, by its name.
 
     A norm's scale, the one kind of vector with a single axis, is the same on every chip.
     """
@@ -39,23 +39,23 @@ def logical_axes(name: str) -> tuple[str, ...]:
 
 
 def normal(key, shape):
-    """The random start of a matrix."""
+    """Makes the random start of a matrix."""
     return 0.02 * jax.random.normal(key, shape)
 
 
 def ones(_, shape):
-    """The start of a norm's scale."""
+    """Makes the start of a norm's scale."""
     return jnp.ones(shape)
 
 
 def zeros(_, shape):
-    """The start of a bias."""
+    """Makes the start of a bias."""
     return jnp.zeros(shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """An array of the model, or, stacked, of all its layers.
+    """Declares an array of the model, or, stacked, of all its layers.
 
     name: its last part has an axis letter for each dimension. tensor: Hugging Face's name; "{}"
     stands for a layer's number, and there is one tensor a layer. layout: the same letters in the
@@ -70,36 +70,36 @@ class Parameter:
 
     @property
     def axes(self) -> str:
-        """The letters that end the name."""
+        """Gives the letters that end the name."""
         return axis_letters(self.name)
 
     @property
     def stacked(self) -> bool:
-        """Whether every layer has one."""
+        """Tells whether every layer has one."""
         return "{}" in self.tensor
 
     def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        """Ours, without the layers' axis; sizes: ModelConfig.axis_sizes."""
+        """Gives our shape, without the layers' axis; sizes: ModelConfig.axis_sizes."""
         return tuple(sizes[axis] for axis in self.axes)
 
     def tensor_shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        """The file's tensor's."""
+        """Gives the shape of the file's tensor."""
         return tuple(math.prod(sizes[a] for a in group) for group in self.layout.split())
 
 
 def matrix(name: str, tensor: str, layout: str) -> Parameter:
-    """A matrix of every layer; tensor: its module in Hugging Face's layer."""
+    """Declares a matrix of every layer; tensor: its module in Hugging Face's layer."""
     return Parameter(name, f"model.layers.{{}}.{tensor}.weight", layout)
 
 
 def bias(name: str, tensor: str) -> Parameter:
-    """A bias of every layer."""
+    """Declares a bias of every layer."""
     letters = axis_letters(name)
     return Parameter(name, f"model.layers.{{}}.{tensor}.bias", letters, zeros)
 
 
 def norm(name: str, tensor: str) -> Parameter:
-    """The scale of a norm of every layer."""
+    """Declares the scale of a norm of every layer."""
     letters = axis_letters(name)
     return Parameter(name, f"model.layers.{{}}.{tensor}.weight", letters, ones)
 
@@ -111,9 +111,10 @@ HEAD = Parameter("head_DV", "lm_head.weight", "V D")  # none where it is the emb
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of one model. `vocab_size` counts embedding rows, padding rows included.
+    """Holds the sizes of one model. `vocab_size` counts embedding rows, padding rows included.
 
-    A family is a subclass: its layer, and what Hugging Face calls it.
+    A family is a subclass: its layer, what Hugging Face calls it, and which values of config.json
+    it computes; it refuses other ones.
     """
 
     vocab_size: int
@@ -130,10 +131,11 @@ class ModelConfig:
     layer: ClassVar[type]  # of models.transformer.Layer
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    computes: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """The size of every axis that a parameter may have in a layer, by letter."""
+        """Gives the size of every axis that a parameter may have in a layer, by letter."""
         return {
             "V": self.vocab_size,
             "D": self.width,
@@ -145,13 +147,13 @@ class ModelConfig:
 
     @property
     def parameters(self) -> dict[str, Parameter]:
-        """All parameters by name, in the order of the files."""
+        """Lists all parameters by name, in the order of the files."""
         head = () if self.tie_embeddings else (HEAD,)
         return {p.name: p for p in (EMBED, *self.layer.parameters, FINAL_NORM, *head)}
 
 
 def param_axes(params: dict[str, Any]) -> dict[str, Any]:
-    """Logical axis names of every array of a params dict; stacked ones begin with "layer"."""
+    """Names the logical axes of every array of a params dict; stacked ones begin with "layer"."""
 
     def axes(path, leaf):
         names = logical_axes(path[-1].key)

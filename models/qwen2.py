@@ -1,5 +1,6 @@
 """Qwen2.5 (arXiv 2412.15115): the published sizes, and biases on queries, keys and values."""
 
+from models.families import register
 from models.parameters import ModelConfig, bias
 from models.transformer import Layer
 
@@ -42,3 +43,4 @@ PRESETS = {
     "32b": Qwen2Config(152_064, 5_120, 27_648, 64, 40, 8, 128, False, rms_norm_eps=1e-5),
     "72b": Qwen2Config(152_064, 8_192, 29_568, 80, 64, 8, 128, False, rms_norm_eps=1e-5),
 }
+register(Qwen2Config, PRESETS)

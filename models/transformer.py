@@ -55,14 +55,14 @@ REMAT = {
 
 
 def rms_norm(x, scale, *, eps):
-    """Root-mean-square norm of the last axis (Zhang & Sennrich 2019, arXiv 1910.07467), float32."""
+    """Divides by the root mean square of the last axis (arXiv 1910.07467), float32, and scales."""
     x_f32 = x.astype(jnp.float32)
     x_f32 = x_f32 * jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
     return scale * x_f32.astype(x.dtype)
 
 
 def rotation(position_BT, config: ModelConfig):
-    """(cos, sin) of every angle of the rotary embedding, [B, T, 1, 2, H / 2] each, float32.
+    """Computes (cos, sin) of the rotary embedding's angles, [B, T, 1, 2, H / 2], float32.
 
     Made once for all layers and heads; the barrier keeps XLA from making them again in each.
     """
@@ -75,7 +75,7 @@ def rotation(position_BT, config: ModelConfig):
 
 
 def rope(x_BTNH, cos_sin):
-    """Rotary position embedding on halves (Su et al. 2021, arXiv 2104.09864, Eq. 34), float32."""
+    """Rotates halves by their position (Su et al. 2021, arXiv 2104.09864, Eq. 34), float32."""
     B, T, N, H = x_BTNH.shape
     cos, sin = cos_sin
     x = x_BTNH.astype(jnp.float32).reshape(B, T, N, 2, H // 2)
@@ -83,26 +83,26 @@ def rope(x_BTNH, cos_sin):
 
 
 def segment_positions(segment_BT):
-    """Position of every token inside its segment: 0, 1, 2, ... from each segment's first token."""
+    """Counts every token's position inside its segment: 0, 1, 2, ... from its first token."""
     index_T = jnp.arange(segment_BT.shape[1])
     first_BT = jnp.diff(segment_BT, axis=1, prepend=-1) != 0
     return index_T - jax.lax.cummax(jnp.where(first_BT, index_T, 0), axis=1)
 
 
 def causal_mask(segment_BT):
-    """mask_BTS: token t may look at tokens s <= t of its own segment (0 marks padding)."""
+    """Makes mask_BTS: token t may look at tokens s <= t of its own segment (0 marks padding)."""
     index_T = jnp.arange(segment_BT.shape[1])
     same_BTS = segment_BT[:, :, None] == segment_BT[:, None, :]
     return same_BTS & (index_T[:, None] >= index_T[None, :])
 
 
 def logits(x_BTD, head_DV):
-    """Logits in float32, whatever the parameters' dtype."""
+    """Computes logits in float32, whatever the parameters' dtype."""
     return jnp.einsum("...D,DV->...V", x_BTD, head_DV, preferred_element_type=jnp.float32)
 
 
 class Layer(nnx.Module):
-    """One decoder layer: pre-norm attention, then pre-norm SwiGLU (arXiv 2002.05202)."""
+    """Computes one decoder layer: pre-norm attention, then pre-norm SwiGLU (arXiv 2002.05202)."""
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
         norm("attn_norm_D", "input_layernorm"),
@@ -125,7 +125,7 @@ class Layer(nnx.Module):
         self.config = config
 
     def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
-        """Queries, keys and values from their products: what a family may do before rotation."""
+        """Returns queries, keys and values as they are rotated; a family may change them before."""
         return q_BTNH, k_BTKH, v_BTKH
 
     def __call__(
@@ -138,10 +138,11 @@ class Layer(nnx.Module):
         reduce=lambda x_BTD: x_BTD,
         project=jnp.einsum,
     ):
-        """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept)` decides what the queries see.
+        """Computes the layer: (x_BTD, what `attend` kept).
 
-        cos_sin: the `rotation` of every token. The learner attends inside the rows, the sampler
-        to its cache; `kept` (the keys and values, or the new cache) is handed back beside the
+        attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept) decides what the queries see.
+        cos_sin: the `rotation` of every token. The learner attends inside the rows, the sampler to
+        its cache; `kept` (the keys and values, or the new cache) is handed back beside the
         new x_BTD. Where heads and feed-forward are split over chips, `reduce` adds up what each
         contributes, and `gather` brings together the tokens that they all need, if these are split
         in between. `project` multiplies by a weight matrix that `transposed` transposes.
@@ -164,7 +165,7 @@ class Layer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The whole model. Layer parameters are stacked on a leading L axis and scanned."""
+    """Holds the whole model. Layer parameters are stacked on a leading L axis and scanned."""
 
     def __init__(self, config: ModelConfig, *, key):
         embed_key, layers_key, head_key = jax.random.split(key, 3)
@@ -182,7 +183,7 @@ class Transformer(nnx.Module):
         self.config = config
 
     def head(self):
-        """The output matrix head_DV: the embedding's transpose where they are tied."""
+        """Returns the output matrix head_DV: the embedding's transpose where they are tied."""
         return self.embed_VD[...].T if self.config.tie_embeddings else self.head_DV[...]
 
     def hidden(
@@ -199,7 +200,7 @@ class Transformer(nnx.Module):
         adapters=(),
         adapt=lambda layer, adapters: layer,
     ):
-        """Normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
+        """Computes normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
         remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
         layer's, and so are gather and reduce. unroll: how many layers the loop's body has. reduce
@@ -223,7 +224,7 @@ class Transformer(nnx.Module):
         return _hidden(top, self.config, tokens_BT, position_BT, through_layers, axis=None)[0]
 
     def __call__(self, tokens_BT, *, segment_BT=None):
-        """Float32 logits_BTV. `segment_BT`: sequence number of every token, 0 for padding."""
+        """Computes float32 logits_BTV. `segment_BT`: each token's sequence, 0 for padding."""
         segment_BT = jnp.ones_like(tokens_BT) if segment_BT is None else segment_BT
         mask_BTS = causal_mask(segment_BT)
         x_BTD = self.hidden(
@@ -235,7 +236,7 @@ class Transformer(nnx.Module):
 def hidden_layer_by_layer(
     params, config: ModelConfig, tokens_BT, position_BT, attends, *, project=jnp.einsum, axis
 ):
-    """(normed last hidden states x_BTD, what each layer kept), from the sampler's parameters.
+    """Runs the sampler's parameters: (normed last hidden states x_BTD, what each layer kept).
 
     params: `unstack`'s. attends: the layers' `attend`, one each. axis: the mesh axis over which
     heads, feed-forward and vocabulary are split, or None.
@@ -255,14 +256,14 @@ def hidden_layer_by_layer(
 
 
 def _hidden(params, config, tokens_BT, position_BT, through_layers, *, axis):
-    """The model but for its head: through_layers(x_BTD, cos_sin) -> (x_BTD, what layers kept)."""
+    """Runs all but the head; through_layers(x_BTD, cos_sin) gives (x_BTD, what layers kept)."""
     cos_sin = rotation(position_BT, config)
     x_BTD, kept = through_layers(_embedded(params["embed_VD"], tokens_BT, axis=axis), cos_sin)
     return rms_norm(x_BTD, params["final_norm_D"], eps=config.rms_norm_eps), kept
 
 
 def _embedded(embed_VD, tokens_BT, *, axis: str | None):
-    """Embeddings x_BTD; where rows are split over a mesh axis, every chip adds those it has."""
+    """Looks up embeddings x_BTD; where rows are split over a mesh axis, chips add up theirs."""
     if axis is None:
         return embed_VD[tokens_BT]
     local_BT = tokens_BT - jax.lax.axis_index(axis) * embed_VD.shape[0]
@@ -271,23 +272,23 @@ def _embedded(embed_VD, tokens_BT, *, axis: str | None):
 
 
 def _over(x, *, axis: str | None):
-    """The sum over a mesh axis; None: nothing is split, so there is nothing to add."""
+    """Sums over a mesh axis; None: nothing is split, so there is nothing to add."""
     return x if axis is None else jax.lax.psum(x, axis)
 
 
 def split(model: Transformer) -> tuple[nnx.GraphDef, dict[str, Any]]:
-    """The module border: (graph definition, plain nested dict of arrays); `nnx.merge` undoes it."""
+    """Splits the module: (graph definition, plain nested dict of arrays); nnx.merge undoes it."""
     graph, state = nnx.split(model)
     return graph, nnx.to_pure_dict(state)
 
 
 def abstract_params(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any]]:
-    """As `split`, with float32 ShapeDtypeStructs for arrays: nothing is allocated."""
+    """Splits a model of float32 ShapeDtypeStructs, as `split` does: nothing is allocated."""
     return split(nnx.eval_shape(lambda: Transformer(config, key=jax.random.key(0))))
 
 
 def unstack(params: dict[str, Any]) -> dict[str, Any]:
-    """The sampler's layout of a params dict: "layers" is a tuple of `transposed` layers.
+    """Lays a params dict out for the sampler: "layers" is a tuple of `transposed` layers.
 
     A loop over the layers of stacked arrays would copy each layer out of them first. There is
     always a "head_VD", a copy of the embedding where they are tied.
@@ -302,7 +303,7 @@ def unstack(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def transposed(layer: dict[str, Any]) -> dict[str, Any]:
-    """A layer's matrices stored with D, the axis that all have, at the other end: x_DF as x_FD.
+    """Stores a layer's matrices with D, the axis that all have, at the other end: x_DF as x_FD.
 
     Names say so too; vectors and attention's output projection stay. Twice gives the layer back.
     """

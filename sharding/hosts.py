@@ -1,9 +1,9 @@
 """The only place that knows about processes.
 
-A program on several hosts is the same program on each: every process keeps all the books, takes
-every decision from values that all have, and calls what is collective at the same point. What only
-one of them can know goes through `gather` or `on_main`. Notes between threads of different
-processes, which must not wait for devices, go through `tell` and `told`.
+A program on several hosts is the same program on each: every process keeps the whole scheduler
+state, takes every decision from values that all have, and calls what is collective at the same
+point. What only one of them can know goes through `gather` or `on_main`. Threads of different
+processes, which must not wait for devices, use the key-value store: `kv_put` and `kv_get`.
 """
 
 import atexit
@@ -25,19 +25,19 @@ from sharding.mesh import split_cpu
 
 COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PROCESS"
 HEARTBEAT_SECONDS = 60  # a process that has been silent for so long is taken for dead
-COME_AGAIN = 75  # exit status: no fault of the settings, the same command can go on (EX_TEMPFAIL)
-FAILED = "failed"  # the note that a process leaves when it fails
+RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
+FAILED = "failed"  # the key under which a process says that it fails
 
 
 def start(*, several: bool, cpu_devices: int) -> None:
-    """Join the other processes, if there are `several`; to be called before JAX is used.
+    """Joins the other processes, if there are `several`; to be called before JAX is used.
 
     On a TPU pod they find each other. Elsewhere the environment has DAPO_COORDINATOR (host:port of
     process 0), DAPO_PROCESSES and DAPO_PROCESS (0, 1, ...). cpu_devices: into how many the CPUs of
     all processes are split (0: as JAX does). Raises ValueError where a variable is missing.
     """
     if several:
-        # SIGTERM is handled by whoever saves; JAX would only note it.
+        # SIGTERM is handled by what saves; JAX would only record it.
         jax.config.update("jax_enable_preemption_service", False)
         try:
             jax.distributed.initialize(
@@ -45,7 +45,7 @@ def start(*, several: bool, cpu_devices: int) -> None:
             )
         except jax.errors.JaxRuntimeError as error:
             print(f"the processes did not find each other: {error}", file=sys.stderr, flush=True)
-            sys.exit(COME_AGAIN)
+            sys.exit(RETRYABLE)
     processes = distributed.global_state.num_processes if several else 1
     if cpu_devices % processes:
         raise ValueError(
@@ -78,7 +78,7 @@ def started() -> bool:
 
 
 def count() -> int:
-    """How many processes run the program."""
+    """Counts the processes that run the program."""
     return jax.process_count()
 
 
@@ -93,7 +93,7 @@ def is_mine(number: int) -> bool:
 
 
 def place(tree, shardings):
-    """Host arrays (equal on every process) as global arrays; each process keeps its own shards.
+    """Makes global arrays from host arrays, equal on every process, which keeps its own shards.
 
     `shardings` is one sharding for all arrays, or a tree of them like `tree`.
     """
@@ -108,7 +108,7 @@ def place(tree, shardings):
 
 
 def fetch(tree):
-    """Global arrays as whole numpy arrays on every process, which all call it."""
+    """Returns global arrays as whole NumPy arrays on every process; all call it."""
     if count() == 1:
         return jax.device_get(tree)
     leaves, structure = jax.tree.flatten(tree)
@@ -126,7 +126,7 @@ def _replicate(mesh):
 
 
 def gather(value) -> list:
-    """What every process gave, in their order; all call it at the same point. Picklable values."""
+    """Returns every process's picklable value, in their order; all call it at the same point."""
     if count() == 1:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -139,7 +139,7 @@ def gather(value) -> list:
 
 
 def on_main(decide: Callable[[], Any]):
-    """What `decide()` gives on the main host, on all processes; so does its error.
+    """Returns on all processes what `decide()` gives on the main host; raises its error on all.
 
     For what depends on files that only the main host has.
     """
@@ -157,14 +157,14 @@ def on_main(decide: Callable[[], Any]):
     return result
 
 
-def tell(name: str, text: str) -> None:
-    """Leave a note that every process can read; the newest of a name counts."""
+def kv_put(name: str, text: str) -> None:
+    """Puts a text into the key-value store of all processes, over an older one of that name."""
     if started():
         distributed.global_state.client.key_value_set(f"dapo/{name}", text, allow_overwrite=True)
 
 
-def told(name: str, *, wait_seconds: float) -> str | None:
-    """A note that some process left; None where there is none after so many seconds."""
+def kv_get(name: str, *, wait_seconds: float) -> str | None:
+    """Reads the key-value store; None where no process has put that name after so many seconds."""
     if not started():
         return None
     client = distributed.global_state.client
@@ -177,9 +177,9 @@ def told(name: str, *, wait_seconds: float) -> str | None:
 
 
 def fail(message: str, *, code: int) -> None:
-    """End all processes at once: the others would wait in vain for this one."""
+    """Ends all processes at once: the others would wait forever for this one."""
     print(message, file=sys.stderr, flush=True)
-    tell(FAILED, f"process {jax.process_index()} failed: {message.strip().splitlines()[-1]}")
+    kv_put(FAILED, f"process {jax.process_index()} failed: {message.strip().splitlines()[-1]}")
     os._exit(code)
 
 
@@ -197,7 +197,7 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._done.is_set():
-            message = told(FAILED, wait_seconds=1.0)
+            message = kv_get(FAILED, wait_seconds=1.0)
             if message is not None:
                 print(message, file=sys.stderr, flush=True)
                 os._exit(1)

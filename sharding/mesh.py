@@ -18,7 +18,7 @@ AXES = ("slice", "data", "model")
 
 
 def split_cpu(devices: int) -> None:
-    """Have JAX count the host's CPU as so many devices (0: as it does by itself, one).
+    """Makes JAX count the host's CPU as so many devices (0: as it does by itself, one).
 
     A device for each core decodes about twice as fast as one device with a thread for each: small
     products do not divide over threads, but rows do. Does nothing where XLA_FLAGS has a count;
@@ -31,7 +31,7 @@ def split_cpu(devices: int) -> None:
 def make_mesh(
     *, data: int, model: int, slices: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A (slice, data, model) mesh; data = -1 takes all that the other two leave.
+    """Makes a (slice, data, model) mesh; data = -1 takes all that the other two leave.
 
     It covers exactly `devices` (None: all of this program's; a compile-only topology's are taken
     too). Raises ValueError with the arithmetic, and the nearest sizes that work, where the sizes
@@ -80,7 +80,7 @@ def make_mesh(
 
 
 def check_slices(devices: Sequence[jax.Device], slices: int) -> None:
-    """ValueError where mesh.slices is not what the devices are; CPUs may stand for any number."""
+    """Raises ValueError where mesh.slices is not the devices' number; CPUs stand for any."""
     there = len(slice_indices(devices))
     if there > 1 and slices != there:
         raise ValueError(f"mesh.slices = {slices}, but the devices are {there} slices; set it so")
@@ -91,10 +91,10 @@ def check_slices(devices: Sequence[jax.Device], slices: int) -> None:
 
 
 def slice_indices(devices: Sequence[jax.Device]) -> set[int]:
-    """The numbers of the slices that the devices are of; {0} for what is no TPU."""
+    """Returns the numbers of the slices that the devices are of; {0} for what is no TPU."""
     return {getattr(device, "slice_index", 0) or 0 for device in devices}
 
 
 def nearest(value: int, choices: Sequence[int]) -> int:
-    """The choice next to `value`, the smaller one of two."""
+    """Picks the choice next to `value`, the smaller one of two."""
     return min(choices, key=lambda choice: (abs(choice - value), choice))

@@ -37,7 +37,7 @@ MAY_REPLICATE = ("kv_heads",)
 
 
 def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
-    """The sharding of one array with logical `axes`. ValueError where a size does not divide."""
+    """Shards one array with logical `axes`. Raises ValueError where a size does not divide."""
     spec = []
     for axis, size in zip(axes, shape, strict=True):
         mesh_axis = rules[axis]
@@ -52,14 +52,14 @@ def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, axes_tree, params, rules):
-    """The sharding of every parameter; `axes_tree` is models.parameters.param_axes(params)."""
+    """Shards every parameter; `axes_tree` is models.parameters.param_axes(params)."""
     return jax.tree.map(
         lambda leaf, axes: named_sharding(mesh, axes, leaf.shape, rules), params, axes_tree
     )
 
 
 def abstract(arrays, shardings):
-    """ShapeDtypeStructs that carry shardings, a tree of them like `arrays`."""
+    """Makes ShapeDtypeStructs that carry shardings, a tree of them like `arrays`."""
     return jax.tree.map(
         lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
         arrays,
@@ -68,14 +68,14 @@ def abstract(arrays, shardings):
 
 
 def row_ways(mesh: Mesh) -> int:
-    """Over how many groups of devices rows are spread: each has whole rows to itself."""
+    """Counts the groups of devices that rows are spread over: each has whole rows to itself."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def kept_sharded(params, axes_tree, mesh: Mesh):
-    """Parameters that the learner's products use: their gradients are to lie as they do.
+    """Constrains parameters that products use, so that their gradients are sharded as they are.
 
-    Else the compiler adds up whole gradients on every device, and takes each one's part after.
+    Else the compiler all-reduces whole gradients and slices them, in place of a reduce-scatter.
     """
     return jax.lax.with_sharding_constraint(
         params, param_shardings(mesh, axes_tree, params, LEARNER)
@@ -83,25 +83,25 @@ def kept_sharded(params, axes_tree, mesh: Mesh):
 
 
 def rows(mesh: Mesh) -> NamedSharding:
-    """Leading axis (prompts, responses, rows) over slices and "data", the rest replicated."""
+    """Shards the leading axis (prompts, responses, rows) over slices and "data", no other."""
     return NamedSharding(mesh, BATCH)
 
 
 def micro_batches(mesh: Mesh) -> NamedSharding:
-    """[micro-batches, rows, tokens]: the rows over slices and "data"."""
+    """Shards [micro-batches, rows, tokens]: the rows over slices and "data"."""
     return NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
 
 
 def split_tokens(x_BTD, mesh: Mesh):
-    """The learner's activations between products: tokens over "model", beside rows.
+    """Shards the learner's activations between products: tokens over "model", beside rows.
 
-    As they are where there is nothing to split, or where the tokens do not divide.
+    They stay as they are where there is nothing to split, or where the tokens do not divide.
     """
     return _tokens_over(x_BTD, mesh, "model")
 
 
 def whole_rows(x_BTD, mesh: Mesh):
-    """The learner's activations that heads and feed-forward read: all tokens of a row."""
+    """Gathers the activations that heads and feed-forward read: all tokens of a row."""
     return _tokens_over(x_BTD, mesh, None)
 
 
@@ -114,12 +114,12 @@ def _tokens_over(x_BTD, mesh: Mesh, axis: str | None):
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """Replicates an array: it is the same on every device."""
     return NamedSharding(mesh, EVERYWHERE)
 
 
 def by_heads(attend, mesh: Mesh):
-    """attend(q_BTNH, k_BTKH, v_BTKH, *rows_BT) -> out_BTNH, on every device its rows and heads."""
+    """Maps attend(q_BTNH, k_BTKH, v_BTKH, *rows_BT) -> out_BTNH over each device's rows, heads."""
     heads = PartitionSpec(ROW_AXES, None, "model")
 
     def everywhere(q_BTNH, k_BTKH, v_BTKH, *rows_BT):
@@ -133,7 +133,7 @@ def by_heads(attend, mesh: Mesh):
 
 
 def by_vocabulary(local, mesh: Mesh, *, rows: int, outputs):
-    """local(x_BTD, head_DV, *rows_BT), on every device its rows and its part of the vocabulary.
+    """Maps local(x_BTD, head_DV, *rows_BT) over each device's rows and part of the vocabulary.
 
     rows: how many arrays rows_BT there are. outputs: the PartitionSpecs of what `local` returns.
     """

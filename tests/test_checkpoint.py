@@ -41,7 +41,7 @@ LARGE = 128  # Orbax keeps arrays of this width in files of their own, small one
 
 
 def state_at(step: int, *, spec=EVERYWHERE, mesh=None) -> TrainState:
-    """A training state in which every array, the moments too, depends on the step."""
+    """Makes a training state in which every array, the moments too, depends on the step."""
     rng = np.random.default_rng(step)
     params = {
         "embed_VD": jnp.asarray(rng.normal(size=(LARGE, LARGE)), jnp.float32),
@@ -86,7 +86,7 @@ def fail(message):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with the checkpoints 1, 2 and 3, to be copied before it is damaged."""
+    """Makes a folder with the checkpoints 1, 2 and 3, to be copied before it is damaged."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     run = checkpoints(folder)
     for step in (1, 2, 3):
@@ -158,7 +158,7 @@ def test_restore_of_a_step_that_is_not_there_names_those_that_are(folder):
 
 
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
-    """The file with the arrays' values."""
+    """Finds the file with the arrays' values."""
     return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
 
 
@@ -246,7 +246,7 @@ def test_an_error_that_is_no_fault_of_the_files_is_raised_at_once(folder):
 
 
 def another_model(state: TrainState, params: dict) -> TrainState:
-    """The abstract state of a model with other parameters, the moments included."""
+    """Makes the abstract state of a model with other parameters, the moments included."""
     new = jax.eval_shape(lambda: init_state(params, LEARNING))
     sharding = jax.tree.leaves(state)[0].sharding
     return jax.tree.map(

@@ -345,6 +345,36 @@ def test_files_in_the_wild_are_read_by_the_names_of_their_fields(tmp_path, name)
     assert examples[1].text == PROMPT_TEMPLATE.replace("{problem}", "{x}")
 
 
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [
+        ("42.0", "42"),
+        ("-0.0", "0"),
+        ("0.1", "0.1"),
+        ("1e-7", "0.0000001"),
+        ("1e20", "1" + "0" * 20),
+        ("1e23", "1" + "0" * 23),
+        ("1" + "0" * 400, "1" + "0" * 400),
+    ],
+)
+def test_a_number_is_written_out_as_an_answer(tmp_path, number, answer):
+    path = tmp_path / "d.jsonl"
+    path.write_text(f'{{"prompt": "q", "answer": {number}}}')
+    assert read(str(path))[0][0].answer == answer
+
+
+def test_a_field_that_is_not_there_is_named_with_its_setting(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", [{"question": "q", "solution": {"value": 1}}])
+    with pytest.raises(DataError, match=r"there are 'question', 'solution' \(prompt_field, answer"):
+        read(path)
+    with pytest.raises(DataError, match=r"there are 'value' \(prompt_field, answer_field"):
+        read(path, prompt_field="question", answer_field="solution.number")
+    latin = tmp_path / "latin.csv"
+    latin.write_bytes("prompt,answer\ncafé,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.csv is no readable CSV file in UTF-8: 'utf"):
+        read(str(latin))
+
+
 def test_a_template_takes_plain_text_alone(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": 10**30}]
     path = write_lines(tmp_path / "d.jsonl", rows)

@@ -1,4 +1,4 @@
-"""Session and engine: what is sampled, and that nothing else has a say in it."""
+"""Session and engine sample what they document, and nothing else changes a bit of it."""
 
 import contextlib
 import dataclasses
@@ -24,6 +24,7 @@ from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
+from tests import quick
 
 RUN_KEY = jax.random.key(11)
 
@@ -85,7 +86,7 @@ TIGHT = Cache(
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A group to submit; its samples end at `max_tokens`, or a stop token before."""
+    """One group to submit; its samples end at `max_tokens`, or a stop token before."""
 
     cursor: int
     prompt: np.ndarray
@@ -109,17 +110,14 @@ GROUPS = random_groups(16, seed=0)
 
 
 def random_params(config, seed=0):
-    """(graph, params) large enough for clearly uneven token probabilities."""
+    """Makes (graph, params) large enough for clearly uneven token probabilities."""
     graph, abstract = abstract_params(config)
     rng = np.random.default_rng(seed)
     return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
-def build(config, cache, params, *, one_program):
-    """(engine, its parameters) on one device.
-
-    one_program: for whatever pages are in use, where the test is about something else.
-    """
+def build(config, cache, params, *, parts=((1, 1),), compiler_options=quick.COMPILER_OPTIONS):
+    """Builds (engine, its parameters) on one device; parts: cache.PARTS, here one program."""
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     params = unstack(jax.tree.map(jnp.asarray, params))
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.SAMPLER)
@@ -127,19 +125,19 @@ def build(config, cache, params, *, one_program):
     abstract = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
+    kernels = dataclasses.replace(KERNELS["cpu"], compiler_options=compiler_options)
     with pytest.MonkeyPatch.context() as patch:
-        if one_program:
-            patch.setattr(cache_module, "PARTS", ((1, 1),))
-        return Engine(config, mesh, cache, params=abstract, kernels=KERNELS["cpu"]), params
+        patch.setattr(cache_module, "PARTS", parts)
+        return Engine(config, mesh, cache, params=abstract, kernels=kernels), params
 
 
 def by_request(finished):
-    """{(cursor, sample): response} of finished groups."""
+    """Maps finished groups to {(cursor, sample): response}."""
     return {(f.cursor, i): response for f in finished for i, response in enumerate(f.responses)}
 
 
 def drain(session):
-    """{(cursor, sample): response} of all that is still to come."""
+    """Samples what is unfinished to its end: {(cursor, sample): response}."""
     responses = {}
     while session.unfinished:
         responses |= by_request(session.step())
@@ -147,7 +145,7 @@ def drain(session):
 
 
 def sample_prompts(engine, params, sampling, *, run_key=RUN_KEY, prompts=PROMPTS):
-    """{(cursor, sample): response} to all prompts, and the session."""
+    """Samples all prompts: ({(cursor, sample): response}, session)."""
     session = Session(engine, params, run_key, sampling)
     for cursor, prompt in prompts.items():
         session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
@@ -162,7 +160,7 @@ def small():
 @pytest.fixture(scope="module")
 def roomy(small):
     """(engine, params) of the small model; every request's pages fit at once."""
-    return build(SMALL, ROOMY, small[1], one_program=True)
+    return build(SMALL, ROOMY, small[1])
 
 
 @pytest.fixture(scope="module")
@@ -175,16 +173,18 @@ def forward(graph, params, tokens_BT):
     return nnx.merge(graph, params)(tokens_BT)
 
 
-jit_forward = jax.jit(forward, static_argnums=0)
+jit_forward = quick.jit(forward, static_argnums=0)
+jit_request_keys = quick.jit(request_keys)
+jit_uniform_at = quick.jit(uniform_at)
 
 
 def teacher_forced(model, responses, *, prompts=PROMPTS):
-    """Logits [T, vocab_size] at every response's tokens, from one forward pass over them all."""
+    """Computes logits [T, vocab_size] at every response's tokens in one forward pass."""
     rows = [np.concatenate([prompts[c], r.tokens_T]) for (c, _), r in responses.items()]
-    tokens_RT = np.zeros((len(rows), 40), np.int32)
-    for row_T, ids in zip(tokens_RT, rows, strict=True):
+    tokens_RT = np.zeros((len(PROMPTS) * GROUP_SIZE, 40), np.int32)  # one program for all calls
+    for row_T, ids in zip(tokens_RT, rows, strict=False):
         row_T[: len(ids)] = ids
-    logits_RTV = np.asarray(jit_forward(*model, tokens_RT))[..., : SAMPLING.vocab_size]
+    logits_RTV = np.asarray(jit_forward(*model, tokens_RT))[: len(rows), :, : SAMPLING.vocab_size]
     return {
         request: row_TV[len(prompts[request[0]]) - 1 :][: len(response.tokens_T)]
         for (request, response), row_TV in zip(responses.items(), logits_RTV, strict=True)
@@ -192,14 +192,14 @@ def teacher_forced(model, responses, *, prompts=PROMPTS):
 
 
 def chosen(logits_TV, tokens_T):
-    """log softmax(logits) at the tokens, in float64."""
+    """Computes log softmax(logits) at the tokens, in float64."""
     logits_TV = logits_TV.astype(np.float64)
     logp_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
     return np.take_along_axis(logp_TV, tokens_T[:, None], axis=-1)[:, 0]
 
 
 def expected_logp(model, responses):
-    """{request: log-probabilities under teacher forcing} of what was sampled with SAMPLING."""
+    """Computes the log-probabilities of responses to SAMPLING under teacher forcing, by request."""
     logits = teacher_forced(model, responses)
     return {
         request: chosen(logits[request] / SAMPLING.temperature, response.tokens_T)
@@ -211,7 +211,7 @@ def expected_logp(model, responses):
 
 
 def test_behavior_logp_equals_teacher_forcing_around_page_boundaries(small, sampled):
-    """Prompts of 1, C, C + 1, C + 2 and the most tokens; responses of one to three pages."""
+    """Prompts have 1, C, C + 1, C + 2 and the most tokens; responses one to three pages."""
     responses, _ = sampled
     assert len(responses) == len(PROMPTS) * GROUP_SIZE
     expected = expected_logp(small, responses)
@@ -229,8 +229,9 @@ def test_tokens_are_the_documented_function_of_seed_cursor_sample_and_position(s
     responses, _ = sampled
     logits = teacher_forced(small, responses)
     cursor_R, sample_R = np.array(list(responses)).T
-    key_R = request_keys(RUN_KEY, cursor_R, sample_R)
-    uniform_RT = np.stack([uniform_at(key_R, np.full(len(key_R), t)) for t in range(20)], axis=1)
+    key_R = jit_request_keys(RUN_KEY, cursor_R, sample_R)
+    uniform_TR = [jit_uniform_at(key_R, np.full(len(key_R), t)) for t in range(20)]
+    uniform_RT = np.stack(uniform_TR, axis=1)
     for (request, response), uniform_T in zip(responses.items(), uniform_RT, strict=True):
         logits_TV = logits[request].astype(np.float64) / SAMPLING.temperature
         prob_TV = np.exp(logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True))
@@ -310,8 +311,10 @@ def test_in_bfloat16_the_sampler_is_as_near_the_learner_as_the_learner_to_float3
     """
     half = small[0], jax.tree.map(lambda p: p.astype(jnp.bfloat16), small[1])
     full = small[0], jax.tree.map(lambda p: p.astype(np.float32), half[1])
-    engine, params = build(SMALL, ROOMY, half[1], one_program=True)
-    responses, _ = sample_prompts(engine, params, SAMPLING)
+    cache = dataclasses.replace(ROOMY, max_prompt_tokens=9)
+    engine, params = build(SMALL, cache, half[1])
+    short = {cursor: prompt for cursor, prompt in PROMPTS.items() if len(prompt) <= 9}
+    responses, _ = sample_prompts(engine, params, SAMPLING, prompts=short)
     behavior, learner, exact = (
         np.concatenate([logp[request] for request in responses])
         for logp in (
@@ -326,7 +329,7 @@ def test_in_bfloat16_the_sampler_is_as_near_the_learner_as_the_learner_to_float3
 
 
 def scripted(is_stop_RT):
-    """Responses of a model that can say one thing only: row r's tokens, in order.
+    """Samples from a model that can say one thing only: row r's tokens, in order.
 
     The model is a real one without attention: every (row, position) is a token of its own, whose
     embedding is a unit vector that the head maps to the next position's token. The tokens of the
@@ -359,7 +362,7 @@ def scripted(is_stop_RT):
         max_prompt_tokens=1,
         max_response_tokens=T,
     )
-    engine, params = build(config, cache, params, one_program=True)
+    engine, params = build(config, cache, params)
     session = Session(engine, params, RUN_KEY, sampling)
     for r in range(R):
         session.submit(r, Prompt(name_RT[r, :1]), group_size=1)
@@ -371,7 +374,7 @@ def scripted(is_stop_RT):
 
 
 def test_responses_end_where_the_golden_masks_do(shared):
-    """One stop id in the first half of the rows, two in the other."""
+    """The first half of the rows has one stop id, the other has two."""
     stored = golden.arrays(shared, "respmask")
     ids_RT = stored["in/ids"]
     is_stop_RT = np.concatenate([ids_RT == 3, (ids_RT == 3) | (ids_RT == 5)])
@@ -381,7 +384,7 @@ def test_responses_end_where_the_golden_masks_do(shared):
 
 
 def test_a_stop_at_the_first_at_the_last_and_at_no_position():
-    """Also at the last of a block (of 2 tokens) and of a page (of 4)."""
+    """Some stop at the last position of a block (of 2 tokens) and of a page (of 4)."""
     is_stop_RT = np.zeros((6, 6), bool)
     is_stop_RT[[0, 1, 2, 2, 4, 5], [0, 5, 1, 2, 3, 4]] = True
     responses = scripted(is_stop_RT)
@@ -393,7 +396,7 @@ def test_a_stop_at_the_first_at_the_last_and_at_no_position():
 
 
 class Used(dict):
-    """Compiled programs, and which of them were asked for."""
+    """Compiled programs that remember which of them were asked for."""
 
     def __init__(self, programs):
         super().__init__(programs)
@@ -406,7 +409,7 @@ class Used(dict):
 
 @contextlib.contextmanager
 def compilations():
-    """A list of how long each compilation by XLA took, in seconds."""
+    """Lists how long each compilation by XLA took, in seconds."""
     seconds = []
 
     def listen(name, duration, **_):
@@ -422,7 +425,7 @@ def compilations():
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The groups of GROUPS, each in a session of its own, then all in one; {request: response}.
+    """GROUPS were sampled each in a session of its own, then all in one: {request: response}.
 
     compiled: compilations in making the programs, and later.
     """
@@ -443,7 +446,7 @@ def submit(session, group):
 
 
 def sample_groups(engine, params, groups):
-    """({request: response}, session) of groups submitted at once, in order."""
+    """Samples groups that are submitted at once, in order: ({request: response}, session)."""
     session = Session(engine, params, RUN_KEY, TO_THE_LIMIT)
     for group in groups:
         submit(session, group)
@@ -452,8 +455,14 @@ def sample_groups(engine, params, groups):
 
 @pytest.fixture(scope="module")
 def runs():
-    """In a cache that holds half of what its slots may come to need."""
-    engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], one_program=False)
+    """The cache holds half of what its slots may come to need; compiled as for training."""
+    engine, params = build(
+        WIDE,
+        TIGHT,
+        random_params(WIDE)[1],
+        parts=((1 / 2, 1 / 2), (1, 1)),
+        compiler_options=KERNELS["cpu"].compiler_options,
+    )
     with compilations() as first:
         engine.compile(TO_THE_LIMIT)
     engine._programs = Used(engine._programs)
@@ -467,7 +476,7 @@ def runs():
 
 
 def same_bits(responses, expected):
-    """Tokens and log-probabilities are equal, bit for bit; says by how much they are not."""
+    """Asserts equal tokens and log-probabilities, bit for bit; says by how much they differ."""
     tokens, logp = [], {}
     for request, response in responses.items():
         wanted = expected[request]
@@ -557,7 +566,7 @@ def test_blocks_add_up_to_what_was_finished_and_discarded(runs):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_submitted_and_cancelled_every_token_is_accounted_for(runs, seed):
-    """Random submissions, steps and cancellations, and preemptions in a tight cache.
+    """Submissions, steps and cancellations are random, and the tight cache preempts.
 
     What finishes has the bits it has alone, and every token sampled is kept or discarded.
     """
@@ -614,4 +623,4 @@ def test_responses_longer_than_the_cache_is_planned_for_are_refused(roomy):
 
 def test_a_block_divides_a_page(small):
     with pytest.raises(ValueError, match=r"page_tokens = 8 .* rollout.block_tokens = 3"):
-        build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1], one_program=True)
+        build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1])

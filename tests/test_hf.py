@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 from dapo_jax.convert import convert, load_orbax
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import hf, load_hf, save_hf
-from models.hf import load_config, load_params
+from models.hf import load_params
+from models.hf_config import load_config
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params, split
@@ -91,12 +92,12 @@ def bucket(monkeypatch):
 
 @pytest.fixture
 def bytes_read(monkeypatch):
-    """{(file, byte where a tensor starts): bytes read of it}, filled as tensors are read."""
+    """{(file, tensor): bytes read of it}, filled as tensors are read."""
     read, pieces = {}, hf._pieces
 
     def counted(tensor, *rows):
         for first, piece in pieces(tensor, *rows):
-            key = tensor.file.name, tensor.start
+            key = tensor.file.name, tensor.name
             read[key] = read.get(key, 0) + piece.nbytes
             yield first, piece
 
@@ -181,6 +182,7 @@ TWO_PROCESSES = """
 import json, sys
 import jax
 from models import hf
+from models.hf_config import load_config
 from models.parameters import param_axes
 from models.transformer import abstract_params
 from sharding import rules
@@ -192,11 +194,11 @@ read, pieces = {}, hf._pieces
 
 def counted(tensor, *rows):
     for first, piece in pieces(tensor, *rows):
-        read[tensor.start] = read.get(tensor.start, 0) + piece.nbytes
+        read[tensor.name] = read.get(tensor.name, 0) + piece.nbytes
         yield first, piece
 
 hf._pieces = counted
-config = hf.load_config(start)
+config = load_config(start)
 mesh = make_mesh(data=1, model=4, devices=jax.devices())
 _, params = abstract_params(config)
 shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
@@ -233,8 +235,8 @@ def test_two_processes_read_their_own_rows_and_export_together(folder, tmp_path)
     # values do not divide by four devices. Where those are a tensor's columns, its rows are shared.
     half = ("embed_tokens", "lm_head", "q_proj", "gate_proj", "up_proj")
     expected = {
-        str(tensor.start): tensor.nbytes // (2 if any(part in name for part in half) else 1)
-        for name, tensor in hf._header(epath.Path(folder / "model.safetensors")).items()
+        name: tensor.nbytes // (2 if any(part in name for part in half) else 1)
+        for name, tensor in load_file(folder / "model.safetensors").items()
     }
     assert [json.loads(out.splitlines()[-1]) for out, _ in outputs] == [expected, expected]
 
@@ -402,11 +404,17 @@ def test_a_broken_config_file_is_named(folder, text):
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1], ids=lambda n: f"{n}_bytes")
-def test_a_truncated_weights_file_is_named(folder, keep):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model.safetensors \(\d+ bytes\) is no whole"):
-        load_hf(folder)
+def test_a_truncated_weights_file_is_named(folder, bucket, keep):
+    """The library reads the local file, the stream the same file in a bucket."""
+    remote = epath.Path(bucket) / "cut"
+    remote.mkdir(parents=True, exist_ok=True)
+    weights = (folder / "model.safetensors").read_bytes()
+    for place in (epath.Path(folder), remote):
+        (place / "config.json").write_bytes((folder / "config.json").read_bytes())
+        file = place / "model.safetensors"
+        file.write_bytes(weights[:keep])
+        with pytest.raises(ValueError, match=rf"{file} \(\d+ bytes\) is no whole"):
+            load_hf(place)
 
 
 def test_a_broken_index_is_named(tmp_path):

@@ -104,8 +104,7 @@ def mention_faults(module, source):
         "mesh_utils": module == "sharding.mesh",
         "process_index": module == "sharding.hosts",
         "process_count": module == "sharding.hosts",
-        # host_copy asks where the host's memory is the device's own.
-        "platform": module in ("models.kernels", "dapo_jax.run.snapshots"),
+        "platform": module == "models.kernels",
         "default_backend": False,
         "ConfigDict": reads_the_config(module),
         "ml_collections": reads_the_config(module),

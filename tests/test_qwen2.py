@@ -218,7 +218,7 @@ TABLE = PageTable(
     response_BJ=np.array([[4, 1, 0], [7, 0, 0], [0, 0, 0], [3, 6, 5], [2, 0, 0]]),
     prompt_tokens_B=np.array([7, 7, 0, 7, 4]),
     response_tokens_B=np.array([5, 0, 0, 12, 3]),
-    rank_B=np.array([0, 2, 0, 1, 0]),
+    reader_B=np.array([0, 2, 0, 1, 0]),
 )
 HEADS = (6, 2, 8)  # N, K, H
 RECENT = 2  # tokens of the block being decoded that live
@@ -228,7 +228,7 @@ def page_case(dtype):
     """(q_BNH, prompt pages, response pages, block) of keys and values: finite garbage is in all."""
     rng = np.random.default_rng(0)
     N, K, H = HEADS
-    B = len(TABLE.rank_B)
+    B = len(TABLE.reader_B)
 
     def pages(count, tokens):
         shapes = (count, K, H, tokens), (count, K, tokens, H)
@@ -261,7 +261,7 @@ def is_live(page_BX, tokens_B, count):
 
 def rows(prompt, response, block):
     """The live tokens of every slot, in order, in a row (k_BSKH, v_BSKH), and mask_BTS."""
-    B, (_, K, H) = len(TABLE.rank_B), HEADS
+    B, (_, K, H) = len(TABLE.reader_B), HEADS
     k_BSKH, v_BSKH = np.zeros((2, B, 24, K, H), prompt[0].dtype)
     length_B = np.zeros(B, int)
     for (k_PKHC, v_PKCH), page_BX, tokens_B in (

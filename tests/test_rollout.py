@@ -1,4 +1,4 @@
-"""Dynamic sampling (Eq. 11) as a stream, over scripted responses: what a step trains on, and when.
+"""Dynamic sampling (Eq. 11) runs as a stream over scripted responses.
 
 `ScriptedSession` stands in for the sampler's `Session`: the real scheduler, and responses of
 scripted lengths and correctness in place of a model.
@@ -28,26 +28,26 @@ G = 4
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """What the responses to the prompts will be: correct_PG, and length_PG in tokens."""
+    """A script fixes the responses to come: correct_PG, and length_PG in tokens."""
 
     correct_PG: np.ndarray
     length_PG: np.ndarray
 
     @functools.cached_property
     def informative(self) -> list[int]:
-        """Cursors of the groups of which some, but not all, are correct."""
+        """Lists the cursors of the groups of which some, but not all, are correct."""
         return [p for p, correct_G in enumerate(self.correct_PG) if len(set(correct_G)) == 2]
 
 
 def script(num_correct_P, *, length_tokens=3) -> Script:
-    """So many of each prompt's G responses are correct; all of one length, or P of them."""
+    """Scripts so many correct ones of each prompt's G responses, of one length or of P."""
     correct_PG = np.arange(G) < np.asarray(num_correct_P)[:, None]
     length_P1 = np.broadcast_to(length_tokens, len(correct_PG))[:, None]
     return Script(correct_PG, np.broadcast_to(length_P1, correct_PG.shape))
 
 
 def long_tailed_script(seed: int, *, prompts: int) -> Script:
-    """Log-normal lengths: wrong responses are longer, and those of medium prompts the longest."""
+    """Scripts log-normal lengths: wrong responses are longer, those of medium prompts longest."""
     rng = np.random.default_rng(seed)
     chance_P1 = rng.beta(0.5, 0.5, (prompts, 1))  # of a correct response
     correct_PG = rng.random((prompts, G)) < chance_P1
@@ -61,7 +61,7 @@ def prompt_at(cursor: int) -> Prompt:
 
 
 class ScriptedSession:
-    """A Session's face on a real Scheduler, with scripted lengths and room for all in the cache.
+    """A real Scheduler behind a Session's methods, with scripted lengths and a roomy cache.
 
     `calls` is all that was asked of it, in order; a step also has what each slot sampled and which
     groups it finished.
@@ -156,7 +156,7 @@ def run(
     grade=None,
     report=None,
 ) -> Rollouts:
-    """`collect` over a script; the cap, unless given, is the script's end."""
+    """Runs `collect` over a script; the cap, unless given, is the script's end."""
     session = session or ScriptedSession(script, slots=slots, block_tokens=block_tokens)
     return collect(
         session,
@@ -173,7 +173,7 @@ def run(
 
 
 def cursors(rollouts: Rollouts) -> list[int]:
-    """The sampled groups' places in the stream."""
+    """Lists the sampled groups' places in the stream."""
     return [group.cursor for group in rollouts.sampled]
 
 
@@ -189,7 +189,7 @@ def steps(session: ScriptedSession) -> list[tuple]:
 
 
 def batchwise(script: Script, *, num_prompts, generation_prompts) -> list[int]:
-    """The reference's filter: whole batches, waited for, until enough groups are mixed."""
+    """Filters as the reference does: whole batches, until enough groups are mixed."""
     kept, cursor = [], 0
     while len(kept) < num_prompts and cursor < len(script.correct_PG):
         for p in range(cursor, min(cursor + generation_prompts, len(script.correct_PG))):
@@ -200,7 +200,7 @@ def batchwise(script: Script, *, num_prompts, generation_prompts) -> list[int]:
 
 
 def first_finished(script: Script, *, num_prompts, slots, block_tokens) -> list[int]:
-    """What a filter that waits for nobody keeps: the informative groups that finish first."""
+    """Filters without waiting for anyone: keeps the informative groups that finish first."""
     session = ScriptedSession(script, slots=slots, block_tokens=block_tokens)
     for cursor in range(len(script.correct_PG)):
         session.submit(cursor, prompt_at(cursor), group_size=G)
@@ -211,14 +211,14 @@ def first_finished(script: Script, *, num_prompts, slots, block_tokens) -> list[
 
 
 def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
-    """On scripts whose informative groups are the long ones, and a cap that some run into.
+    """Informative groups are the long ones here, and some scripts run into the cap.
 
     The filter that takes what finishes first keeps others, and shorter ones: the bias that would
     teach a policy to be brief.
     """
     rng = np.random.default_rng(0)
     streamed_lengths, hasty_lengths, differing, capped = [], [], 0, 0
-    for seed in range(100):
+    for seed in range(40):
         num_prompts = int(rng.integers(4, 13))
         engine = {"slots": int(rng.integers(4, 65)), "block_tokens": int(rng.integers(1, 9))}
         script = long_tailed_script(seed, prompts=3 * num_prompts)
@@ -234,13 +234,13 @@ def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
         differing += sorted(hasty) != kept
         streamed_lengths.append(script.length_PG[kept].mean())
         hasty_lengths.append(script.length_PG[hasty].mean())
-    assert 0 < capped < 50
-    assert differing > 60
+    assert 0 < capped < 20
+    assert differing > 24
     assert np.mean(hasty_lengths) < 0.9 * np.mean(streamed_lengths)
 
 
 def test_golden_dynamic_sampling(shared):
-    """The reference's choice; where it raises at the cap, ours returns what there is."""
+    """Ours keeps the reference's choice; where that raises at the cap, ours returns the rest."""
     compared = 0
     for case in golden.dynamic_sampling_cases(shared):
         if case.filtered_by == "score":  # the shaped reward; see test_algorithm.py
@@ -266,7 +266,7 @@ def test_golden_dynamic_sampling(shared):
 
 
 def test_shaped_rewards_do_not_make_a_group_informative():
-    """All wrong, with lengths that Eq. 13 would punish differently: not informative."""
+    """A group whose wrong responses Eq. 13 would punish differently is not informative."""
     all_wrong = Script(np.zeros((1, G), bool), np.array([[1, 11, 21, 31]]))
     rollouts = run(all_wrong, num_prompts=1)
     assert rollouts.kept.tolist() == []
@@ -274,7 +274,7 @@ def test_shaped_rewards_do_not_make_a_group_informative():
 
 
 def test_a_step_ends_with_the_last_group_kept_and_the_next_begins_behind_it():
-    """Groups behind it, finished or not, are counted as issued and come again."""
+    """Groups behind it, finished or not, are counted as issued and are sampled again."""
     num_correct_P = [0, 4, 2, 0, 1, 4, 3, 3, 0, 1, 2, 2]
     rollouts = run(script(num_correct_P), num_prompts=3, slots=12 * G, expected_rate=0.1)
     assert rollouts.kept.tolist() == [2, 4, 6]
@@ -313,7 +313,7 @@ def test_the_last_prompt_before_the_cap_may_complete_the_step():
 
 
 def test_without_dynamic_sampling_the_first_prompts_are_all_kept():
-    """Whatever the rate was, nothing else is issued; and all at once: no verdict matters."""
+    """All are issued at once, and nothing else is, whatever the rate was: no verdict matters."""
     scripted = script([0, 4, 2, 0, 1], length_tokens=np.array([3, 30, 3, 9, 3]))
     session = ScriptedSession(scripted, slots=6, block_tokens=4)
     rollouts = run(
@@ -332,7 +332,7 @@ def test_without_dynamic_sampling_the_first_prompts_are_all_kept():
 
 
 def test_a_graded_group_has_a_text_and_a_verdict_for_each_response():
-    """Token ids decoded without control tokens; what was sampled is as it was."""
+    """Token ids are decoded without control tokens; what was sampled stays as it was."""
     tokenizer = build.tokenizer(tiny.get_config())
     example = Example((), "56", "test", 0)
     texts = ["23+45=68\nAnswer: 68", "Answer: 56"]
@@ -368,7 +368,7 @@ class Delays:
 
 
 def test_the_schedule_does_not_depend_on_the_graders_speed():
-    """What is issued, cancelled and sampled at which step is the same."""
+    """The same groups are issued, cancelled and sampled at every step."""
     script = long_tailed_script(3, prompts=60)
     schedules = []
     for seed, most in ((0, 0.0), (1, 0.004), (2, 0.004)):
@@ -430,7 +430,10 @@ def test_an_error_in_the_grader_surfaces_at_once(cursor):
 
 
 def test_no_slot_idles_while_more_groups_are_surely_needed():
-    """Needed even if all under way were informative. Verdicts are known a block late."""
+    """Groups are surely needed if they are even with all under way informative.
+
+    Verdicts are known a block late.
+    """
     idle_steps = 0
     for seed in range(20):
         script = long_tailed_script(seed, prompts=120)
@@ -451,13 +454,13 @@ def test_no_slot_idles_while_more_groups_are_surely_needed():
 
 @pytest.mark.parametrize("rate", [0.2, 0.45, 0.9])
 def test_little_more_is_issued_than_needed(rate):
-    """With slots for the whole step at once, where the first guess is made before any verdict.
+    """The slots hold the whole step at once, so that the first guess precedes all verdicts.
 
     The mean need is N / rate prompts. A standard deviation more is aimed at, so that the guess is
     mostly enough; with the further guesses where it is not, the bound is 1.5 of them and a prompt.
     """
     num_prompts, issued, sampled, blocks = 16, [], [], []
-    for seed in range(60):
+    for seed in range(30):
         scripted = script(2 * (np.random.default_rng(seed).random(400) < rate))
         rollouts = run(scripted, num_prompts=num_prompts, slots=400 * G, expected_rate=rate)
         issued.append(rollouts.issued)
@@ -471,7 +474,7 @@ def test_little_more_is_issued_than_needed(rate):
 
 @pytest.mark.parametrize("expected_rate", [0.1, 1.0])
 def test_a_wrong_expectation_is_soon_corrected(expected_rate):
-    """With slots for a third of what is needed, less than half as much again is issued."""
+    """Slots hold a third of what is needed, and less than half as much again is issued."""
     issued, sampled = [], []
     for seed in range(20):
         scripted = script(2 * (np.random.default_rng(seed).random(400) < 0.4))
@@ -482,7 +485,7 @@ def test_a_wrong_expectation_is_soon_corrected(expected_rate):
 
 
 def test_early_finishers_that_are_never_informative_do_not_drive_up_what_is_issued():
-    """Long-tailed, and slots for all: most groups that finish first are not informative."""
+    """Lengths are long-tailed, and most groups that finish first are not informative."""
     issued, sampled = [], []
     for seed in range(20):
         script = long_tailed_script(seed, prompts=320)
@@ -497,7 +500,7 @@ def test_early_finishers_that_are_never_informative_do_not_drive_up_what_is_issu
 
 
 def test_the_stats_add_up():
-    """Two groups on six slots, in blocks of four steps, by hand."""
+    """Two groups run on six slots, in blocks of four steps, and are counted by hand."""
     lengths = np.array([[2, 4, 6, 9], [1, 5, 5, 5]])
     scripted = Script(np.array([[True, True, False, False]] * 2), lengths)
     session = ScriptedSession(scripted, slots=6, block_tokens=4)

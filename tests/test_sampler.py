@@ -1,4 +1,4 @@
-"""Keys that name a request, truncation against sorting, and exact draws, split and whole."""
+"""Keys name a request, truncation equals sorting, and sampling is exact, split and whole."""
 
 import functools
 
@@ -13,14 +13,14 @@ from sharding.mesh import make_mesh
 from tests.quick import jit
 
 RUN_KEY = jax.random.key(11)
-keys_of, uniforms_at = jit(request_keys), jit(uniform_at)
+jit_request_keys, jit_uniform_at = jit(request_keys), jit(uniform_at)
 
 # Randomness: a request is (cursor, sample index), and nothing else matters.
 
 
 def test_request_keys_are_the_documented_folds():
     requests = [(cursor, sample) for cursor in (4, 0) for sample in range(3)]
-    keys = keys_of(RUN_KEY, *np.array(requests).T)
+    keys = jit_request_keys(RUN_KEY, *np.array(requests).T)
     by_hand = [
         jax.random.fold_in(jax.random.fold_in(RUN_KEY, cursor), sample)
         for cursor, sample in requests
@@ -31,16 +31,16 @@ def test_request_keys_are_the_documented_folds():
         jax.random.uniform(jax.random.fold_in(key, position))
         for key, position in zip(by_hand, position_R, strict=True)
     ]
-    assert np.array_equal(uniforms_at(keys, np.array(position_R)), expected_R)
+    assert np.array_equal(jit_uniform_at(keys, np.array(position_R)), expected_R)
 
 
-def test_seeds_cursors_samples_and_positions_all_draw_different_numbers():
+def test_seeds_cursors_samples_and_positions_all_give_different_numbers():
     uniforms = set()
     for seed in (0, 1):
         cursor_R, sample_R = np.divmod(np.arange(30), 6)
-        key_R = keys_of(jax.random.key(seed), cursor_R, sample_R)
+        key_R = jit_request_keys(jax.random.key(seed), cursor_R, sample_R)
         for position in range(4):
-            uniforms |= set(np.asarray(uniforms_at(key_R, np.full(30, position))).tolist())
+            uniforms |= set(np.asarray(jit_uniform_at(key_R, np.full(30, position))).tolist())
     assert len(uniforms) == 2 * 4 * 5 * 6
     assert min(uniforms) >= 0
     assert max(uniforms) < 1
@@ -50,13 +50,13 @@ def test_seeds_cursors_samples_and_positions_all_draw_different_numbers():
 
 
 def sorted_top_k(logits_RV, k):
-    """Logits with -inf below the k-th largest of each row."""
+    """Puts -inf below the k-th largest logit of each row."""
     kth_R1 = np.sort(logits_RV, axis=-1)[:, -k][:, None]
     return np.where(logits_RV >= kth_R1, logits_RV, -np.inf)
 
 
 def sorted_top_p(logits_RV, top_p):
-    """Logits with -inf outside the smallest top set, with ties, whose mass reaches `top_p`."""
+    """Puts -inf outside the smallest top set, with ties, whose mass reaches `top_p`."""
     logits = logits_RV.astype(np.float64)
     prob_RV = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
     order_RV = np.argsort(-prob_RV, axis=-1, kind="stable")
@@ -75,7 +75,7 @@ def kept(logits_RV, **limits):
 
 @pytest.mark.parametrize("top_p", [0.1, 0.7, 0.999])
 def test_top_p_keeps_what_sorting_a_whole_vocabulary_keeps(top_p):
-    """Nearly flat to peaked rows of 151,936 logits; the float32 mass decides to 2e-6."""
+    """Rows are nearly flat to peaked; the float32 mass decides to 2e-6."""
     rng = np.random.default_rng(0)
     scale_R1 = np.array([[1e-3], [1.0], [3.0], [10.0]])
     logits_RV = rng.normal(0, scale_R1, (4, 151_936)).astype(np.float32)
@@ -121,17 +121,17 @@ def test_top_p_takes_its_mass_from_what_top_k_left():
     assert kept(logits_RV, top_p=0.55, top_k=2).tolist() == [[1, 0, 0, 0]]
 
 
-# The draw.
+# Sampling.
 
 
 def awkward_logits(V, scale, seed=0):
-    """Random logits whose first 5 and last 9 tokens, and a block in between, are masked."""
+    """Makes random logits whose first 5 and last 9 tokens, and a block in between, are masked."""
     logits_V = np.random.default_rng(seed).normal(0, scale, V).astype(np.float32)
     logits_V[:5] = logits_V[-9:] = logits_V[128:256] = MASKED
     return logits_V
 
 
-jit_draw = jax.jit(functools.partial(draw, axis=None))
+jit_draw = jit(functools.partial(draw, axis=None))
 
 
 @jit
@@ -157,7 +157,7 @@ def test_a_grid_of_uniforms_reproduces_the_distribution(scale):
     np.testing.assert_allclose(logp_N, logp_V[token_N], rtol=1e-6, atol=1e-6)
 
 
-def test_a_whole_vocabulary_is_drawn_as_in_float64():
+def test_a_whole_vocabulary_is_sampled_as_in_float64():
     """A float32 running sum over 151,936 tokens would be off by more than the grid."""
     logits_V = awkward_logits(151_936, 3.0)
     N = 512
@@ -171,7 +171,7 @@ def test_a_whole_vocabulary_is_drawn_as_in_float64():
 
 @pytest.mark.parametrize("V", [300, 384, 129, 40, 151_936])
 def test_the_ends_of_the_unit_interval_give_possible_tokens(V):
-    """u = 0 and the largest float32 below 1, with masked ends, for any remainder modulo 128."""
+    """The ends are u = 0 and the largest float32 below 1; V has any remainder modulo 128."""
     last = np.float32(1 - 2**-24)
     for scale in (0.0, 1.0, 30.0):
         logits_V = awkward_logits(max(V, 300), scale)[:V]
@@ -182,7 +182,7 @@ def test_the_ends_of_the_unit_interval_give_possible_tokens(V):
         assert np.all(logp_N <= 1e-6)
 
 
-def test_a_lone_token_is_always_drawn_with_probability_one():
+def test_a_lone_token_is_always_sampled_with_probability_one():
     for V, only in ((300, 299), (300, 0), (256, 128), (256, 127)):
         logits_V = np.where(np.arange(V) == only, 5.0, MASKED).astype(np.float32)
         token_N, logp_N = draw_many(logits_V, np.linspace(0, 1 - 2**-24, 64, dtype=np.float32))
@@ -190,7 +190,7 @@ def test_a_lone_token_is_always_drawn_with_probability_one():
         assert np.all(np.asarray(logp_N) == 0)
 
 
-def test_truncation_and_draw_agree_on_the_distribution():
+def test_truncation_and_sampling_agree_on_the_distribution():
     logits_RV = np.random.default_rng(2).normal(0, 2, (64, 300)).astype(np.float32)
     uniform_R = np.linspace(0, 1 - 2**-24, 64, dtype=np.float32)
     truncated_RV = jit_truncate(logits_RV, top_p=0.6, top_k=50)
@@ -201,8 +201,8 @@ def test_truncation_and_draw_agree_on_the_distribution():
 
 
 @pytest.mark.parametrize("V", [1024, 2048, 300])
-def test_a_vocabulary_split_over_devices_gives_the_same_draw(V):
-    """Bitwise the same tokens where every part is a multiple of the block of 128.
+def test_a_vocabulary_split_over_devices_gives_the_same_tokens(V):
+    """Tokens are bitwise the same where every part is a multiple of the block of 128.
 
     Elsewhere the running sum is rounded at other places: a token may differ by one possible token.
     """
@@ -213,7 +213,7 @@ def test_a_vocabulary_split_over_devices_gives_the_same_draw(V):
     logits_RV = np.repeat(logits_RV, 64, axis=0).astype(np.float32)
     uniform_R = rng.random(len(logits_RV), dtype=np.float32)
     uniform_R[::64], uniform_R[1::64] = 0.0, 1 - 2**-24
-    split = jax.jit(
+    split = jit(
         jax.shard_map(
             functools.partial(draw, axis="model"),
             mesh=mesh,

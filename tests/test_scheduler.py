@@ -1,4 +1,4 @@
-"""The scheduler, driven with scripted lengths and no devices: who is where, and whose pages."""
+"""The scheduler assigns slots and pages, driven with scripted lengths and without devices."""
 
 import dataclasses
 import re
@@ -23,7 +23,7 @@ CACHE = Cache(
 
 
 def sizes(cache):
-    """(rows, pages) as on a CPU."""
+    """Lists (rows, pages) as on a CPU."""
     return decode_sizes(cache, kernel=False, few_rows=True)
 
 
@@ -40,13 +40,13 @@ class Script:
         self.sampled = 0
 
     def submit(self, cursor, tokens, *, prompt_tokens=9, limits=None):
-        """One sample for each number of tokens."""
+        """Submits one sample for each number of tokens."""
         self.tokens |= {(cursor, sample): n for sample, n in enumerate(tokens)}
         limits = limits or [self.scheduler.cache.max_response_tokens] * len(tokens)
         self.scheduler.submit(cursor, prompt_tokens, limits)
 
     def step(self):
-        """The plan of one block, which is carried out."""
+        """Plans a block, carries it out and returns the plan."""
         plan = self.scheduler.next_block()
         self.complete(plan)
         return plan
@@ -73,12 +73,12 @@ class Script:
 
 
 def owned_once(scheduler):
-    """Every page but the null page is free or has one owner; every request is in one place."""
+    """Asserts that every page but the null page is free or has one owner, as has every request."""
     rows_DB, held_DB = scheduler._rows_DB, scheduler._held_DB
     active_DB = rows_DB["active"] > 0
     assert not rows_DB[~active_DB].view(np.int32).any()
     assert not held_DB[~active_DB].any()
-    prefixes = [p for group in scheduler._groups.values() for p in group.prefixes if p.unfinished]
+    prefixes = [p for group in scheduler._groups.values() for p in group if p.pages is not None]
     for d in range(scheduler.shards):
         pages_BJ = rows_DB["response_pages"][d]
         assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), held_DB[d])
@@ -86,9 +86,10 @@ def owned_once(scheduler):
         here = [p for p in prefixes if p.shard == d]
         prompt_pages = [page for p in here for page in p.pages.tolist()]
         once(np.array(prompt_pages, int), scheduler._free_prompt_DP[d])
-        requests = [*scheduler._occupant_DB[d][active_DB[d]], *scheduler._ready[d]]
-        assert all(request.prefix in here for request in requests)
-        names = [(request.prefix.cursor, request.sample) for request in requests]
+        occupants = scheduler._prefix_DB[d][active_DB[d]], rows_DB["sample"][d][active_DB[d]]
+        requests = [*zip(*occupants, strict=True), *scheduler._ready[d]]
+        assert all(prefix in here for prefix, _ in requests)
+        names = [(prefix.cursor, int(sample)) for prefix, sample in requests]
         assert len(set(names)) == len(names) == sum(p.unfinished for p in here)
 
 
@@ -135,7 +136,7 @@ def test_slots_are_refilled_while_requests_wait():
 
 
 def test_prompts_go_to_the_shard_with_most_slots_to_fill():
-    """In order of submission; the loads of shards differ by no more than one group."""
+    """They go in order of submission; shards' loads differ by no more than one group."""
     script = Script(dataclasses.replace(CACHE, slots=8, pages=40), shards=3)
     for cursor in range(6):
         script.submit(cursor, [20, 20])
@@ -167,7 +168,10 @@ def test_the_lowest_free_slots_and_pages_are_taken_first():
 
 
 def test_a_prompts_pages_are_shared_by_at_most_the_readers():
-    """Nine samples, four readers: three prefixes, each prefilled once; one token needs no page."""
+    """Nine samples of four readers a prefix have three, each prefilled once.
+
+    A prompt of one token needs no page.
+    """
     script = Script(dataclasses.replace(CACHE, slots=12, pages=40))
     script.submit(0, [20] * 9, prompt_tokens=17)
     script.submit(1, [20] * 3, prompt_tokens=1)
@@ -197,7 +201,7 @@ def test_admission_leaves_the_watermark_of_pages_free():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_page_has_one_owner_and_comes_back(seed):
-    """Requests of random lengths in a cache that may hold but one of them; all of them end.
+    """All requests end, of random lengths and in a cache that may hold but one of them.
 
     The oldest request of a shard is never preempted.
     """
@@ -222,7 +226,7 @@ def test_every_page_has_one_owner_and_comes_back(seed):
 
 
 def first_in(scheduler):
-    """{shard: (cursor, sample)} of the requests that were admitted first."""
+    """Finds the request of each shard that was admitted first: {shard: (cursor, sample)}."""
     found = {}
     for d in range(scheduler.shards):
         slots = np.flatnonzero(scheduler._rows_DB["active"][d])
@@ -233,7 +237,7 @@ def first_in(scheduler):
 
 
 def test_the_youngest_is_preempted_and_recomputed_first():
-    """Three responses of three pages each in six pages: the third waits, then starts again."""
+    """Of three responses of three pages each in six pages, the third starts again."""
     script = Script(dataclasses.replace(CACHE, slots=3, pages=7))
     script.submit(0, [20, 20, 20])
     script.submit(1, [1])
@@ -249,7 +253,7 @@ def test_the_youngest_is_preempted_and_recomputed_first():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_cancelled_groups_leave_nothing_behind(seed):
-    """Random submissions, blocks and cancellations on two shards, of groups of any size."""
+    """Submissions, blocks and cancellations are random, on two shards, of groups of any size."""
     rng = np.random.default_rng(seed)
     script = Script(dataclasses.replace(CACHE, pages=14), shards=2)
     cursors, lost = list(rng.permutation(40)), set()
@@ -324,7 +328,7 @@ def test_the_table_names_each_slots_pages(monkeypatch, parts):
 
 
 def settings(seed):
-    """Settings of plan_cache, any of them; token_bytes are those of real models."""
+    """Chooses any settings of plan_cache; token_bytes are those of real models."""
     rng = np.random.default_rng(seed)
     page_tokens = int(2 ** rng.integers(3, 8))
     max_response_tokens = int(rng.integers(1, 3000))
@@ -342,7 +346,7 @@ def settings(seed):
 
 
 def needed_bytes(cache, *, token_bytes, copies):
-    """Of a device: both pools, a copy of the largest part of one, and the block's own tokens."""
+    """Adds up both pools, a copy of the largest part of one, and the block's own tokens."""
     rows = -(-cache.slots // cache_module.ROWS) * cache_module.ROWS
     copied = -(-cache.pages // 2) if copies else 0
     in_pages = (cache.prompt_pages + cache.pages + copied) * cache.page_tokens
@@ -350,7 +354,7 @@ def needed_bytes(cache, *, token_bytes, copies):
 
 
 def test_a_plan_keeps_to_its_budget_and_uses_it():
-    """It holds a longest request, and slot_tokens for each slot if there are several."""
+    """A plan holds a longest request, and slot_tokens for each slot if there are several."""
     kept = []
     for seed in range(300):
         given = settings(seed)

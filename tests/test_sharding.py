@@ -54,14 +54,14 @@ def compiled_quickly():
 
 @pytest.fixture(scope="module")
 def params():
-    """Host arrays, large enough for clearly uneven token probabilities."""
+    """Makes host arrays, large enough for clearly uneven token probabilities."""
     _, abstract = abstract_params(SMALL)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
 def build_policy(slices, data, model):
-    """What the commands build, for the small model on the first devices as such a mesh.
+    """Builds what the commands build, for the small model on the first devices as such a mesh.
 
     Its engine has one decode program, for whatever there is to do.
     """
@@ -84,7 +84,7 @@ def build_policy(slices, data, model):
 
 
 def sample(policy, params, prompts):
-    """{(cursor, sample): response} of groups submitted in this order, and the session."""
+    """Samples groups in this order: {(cursor, sample): response}, and the session."""
     params = policy.reshard(jax.device_put(params, policy.weight_shardings), None)
     session = Session(policy.engine, params, RUN_KEY, SAMPLING)
     for cursor, prompt in prompts:
@@ -98,18 +98,18 @@ def sample(policy, params, prompts):
 
 @pytest.fixture(scope="module")
 def one_device_samples(params):
-    """The reference, from a mesh of one device."""
+    """Samples the reference on a mesh of one device."""
     return sample(build_policy(1, 1, 1), params, PROMPTS.items())[0]
 
 
 @pytest.fixture(scope="module", params=MESHES[:3], ids=str)
 def policy(request):
-    """On four devices."""
+    """Samples on four devices."""
     return build_policy(*request.param)
 
 
 def test_every_mesh_samples_what_one_device_samples(policy, params, one_device_samples):
-    """And every shard of the data takes part, and in which one a group lands changes no bit."""
+    """Every shard of the data takes part, and in which one a group lands changes no bit."""
     responses, session = sample(policy, params, PROMPTS.items())
     assert responses.keys() == one_device_samples.keys()
     for request, expected in one_device_samples.items():
@@ -129,7 +129,7 @@ def test_every_mesh_samples_what_one_device_samples(policy, params, one_device_s
 
 
 def collectives(compiled):
-    """Names and result shapes of the collective operations of a compiled program."""
+    """Finds names and result shapes of the collective operations of a compiled program."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     return re.findall(rf"= (\S+?)(?:\{{\S*)? ({names})(?:-start)?\(", compiled.as_text())
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -12,14 +13,12 @@ import pytest
 from absl import flags
 
 from configs import base, tiny
-from dapo_jax import train
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
 from dapo_jax.run import build, checks, command
-from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
-from experiments.preemption import config as small_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "ext_tasks"
@@ -66,9 +65,10 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
     ("settings", "message"),
     [
         ({"task": "arithmetik"}, "data.train.task = 'arithmetik': there is no such task. Did you "),
+        ({"task": "../nowhere:Y"}, "'../nowhere:Y': there is no such task"),
         ({"task": "nowhere.x:Y"}, "no module 'nowhere' in the working .* Built in are math, arith"),
         ({"task": "countdown:Count"}, r"no class of this name; its tasks are Countdown\."),
-        ({"task": "countdown:FORM"}, "no methods load and grade in it; its tasks are Countdown"),
+        ({"task": "countdown:ANSWER"}, "no methods load and grade in it; its tasks are Countdown"),
         (
             {"task": COUNTDOWN, "args": {"number": 4}},
             r"argument 'number' \(data.train.args\); it t",
@@ -102,71 +102,133 @@ def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
     ("verdict", "message"),
     [
         (True, "graded a response True, which is no Verdict"),
-        (Verdict(True, "", "", float("nan")), "score nan"),
+        (Verdict(True, "", "", float("nan")), "with score = nan"),
+        (Verdict(True, "", "", "1"), "with score = '1'"),
+        (Verdict(np.True_, "", ""), r"with correct = (np\.)?True"),
+        (Verdict(True, 5, ""), "with prediction = 5"),
+        (Verdict(True, None, None), "with status = None"),
     ],
 )
-def test_what_a_task_must_not_return_is_named(verdict, message):
+def test_a_verdict_that_is_none_is_named(verdict, message):
     class Careless:
         def grade(self, response, example):
             return verdict
 
-    with pytest.raises(TypeError, match=f"Careless.*{message}"):
+    with pytest.raises(DataError, match=f"Careless.*{message}"):
         graded(group(["a"], None), task=Careless(), tokenizer=Letters())
 
 
-def test_training_on_a_task_of_ones_own(tmp_path):
-    """One step without a filter: the rewards are the task's scores, and advantages follow them."""
-    config = small_run.get_config()
-    config.num_steps = 1
-    config.data.train = base.dataset(task=COUNTDOWN, count=50)
-    config.algo.dynamic_sampling = False
-    config.eval.every_steps = 0
-    train.train(config, tmp_path)
-    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert row["updates"] == 2
-    with gzip.open(tmp_path / "rollouts" / "0.jsonl.gz", "rt") as file:
-        responses = [json.loads(line) for line in file]
-    assert {r["source"] for r in responses} == {"countdown"}
-    score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0, "unreadable": -1.0}
-    in_time = [r for r in responses if r["tokens"] <= 24]  # the others are punished for length
-    assert in_time and all(r["reward"] == score[r["status"]] for r in in_time)
-    assert row["grad_norm"] > 0 == row["accuracy/mean"]
+USER = ({"role": "user", "content": "hi"},)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "message"),
+    [
+        (None, r"load\(\) gave None, but must give examples"),
+        ("hi", r"load\(\) gave 'hi', but must"),
+        (Example(USER, "1", "x", 0), r"load\(\) gave Example\(.*, but must"),
+        (([Example(USER, "1", "x", 0)], "report"), r"example 0 \(from 0\): it is \[Example"),
+        (["hi"], "it is 'hi', which is no Example"),
+        ([Example("hi", "1", "x", 0)], '\'h\' in its prompt is not {"role": text, "content'),
+        ([Example(USER[0], "1", "x", 0)], "its prompt is {.*}, not a tuple of messages"),
+        ([Example(({"content": "a"},), "1", "x", 0)], "{'content': 'a'} in its prompt is not"),
+        ([Example((), "1", "x", 0)], r"its prompt is \(\), not a tuple of messages"),
+        (
+            [Example(USER, "1", "x", 0), Example(USER, 1, "x", 0)],
+            r"example 1 .* answer is 1, no te",
+        ),
+    ],
+)
+def test_what_a_task_must_not_load_is_named(loaded, message):
+    class Careless:
+        def load(self):
+            return loaded
+
+    with pytest.raises(DataError, match=f"Careless.*{message}"):
+        load_examples(Careless(), "careless")
 
 
 # Evaluation sets
 
 
 SMALL = "--config=experiments/preemption/config.py"
+# One program for decoding; the rest is the command as it is.
+COMMAND = """
+import runpy, sys
+from dapo_jax.sampler import cache
+cache.PARTS = ((1, 1),)
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
 
 
-def test_evaluation_sets_by_flags_alone(tmp_path):
-    """One that the recipe lacks, with its own k, beside the recipe's changed one."""
-    file = tmp_path / "wild.jsonl"
-    rows = [{"problem": f"What is {n}+1?", "answer": n + 1} for n in range(10, 13)]
-    file.write_text("\n".join(map(json.dumps, rows)))
+def run(command, workdir, *arguments):
+    """Runs a command on the small recipe; commands in the same directory share their programs."""
+    arguments = [f"--workdir={workdir}", "--config.mesh.cpu_devices=1", *arguments]
+    environment = {
+        "PYTHONPATH": f"{ROOT}:{OUTSIDE}",
+        "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "dapo_jax.evaluate",
-            SMALL,
-            f"--workdir={tmp_path}",
-            "--step=0",
-            f"--config.eval.sets.wild.path={file}",
-            "--config.eval.sets.wild.prompt_field=problem",
-            "--config.eval.sets.wild.template",
-            "dapo",
-            "--config.eval.sets.wild.k=2",
-            "--config.mesh.cpu_devices=1",
-            "--config.eval.sets.wild.max_prompts=2",
-            "--config.eval.sets.arithmetic.count=3",
-        ],
+        [sys.executable, "-c", COMMAND, command, SMALL, *arguments],
         cwd=ROOT,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    sets = json.loads((tmp_path / "eval" / "0.json").read_text())["sets"]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """The directory of a run of one step without a filter, on a task of one's own."""
+    workdir = tmp_path_factory.mktemp("run")
+    run(
+        "dapo_jax.train",
+        workdir,
+        "--config.num_steps=1",
+        "--config.algo.dynamic_sampling=False",
+        "--config.eval.every_steps=0",
+        f"--config.data.train.task={COUNTDOWN}",
+        "--config.data.train.count=50",
+    )
+    return workdir
+
+
+def test_training_on_a_task_of_ones_own(workdir):
+    """The rewards are the task's scores, and advantages follow them."""
+    (row,) = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    assert row["updates"] == 2
+    with gzip.open(workdir / "rollouts" / "0.jsonl.gz", "rt") as file:
+        responses = [json.loads(line) for line in file]
+    assert {r["source"] for r in responses} == {"countdown"}
+    score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0}
+    in_time = [r for r in responses if r["tokens"] <= 24]  # the others are punished for length
+    assert in_time and all(r["reward"] == score[r["status"]] for r in in_time)
+    assert row["grad_norm"] > 0 == row["accuracy/mean"]
+
+
+def test_evaluation_sets_by_flags_alone(workdir):
+    """One that the recipe lacks, with its own k, beside the recipe's changed one."""
+    file = workdir / "wild.jsonl"
+    rows = [{"problem": f"What is {n}+1?", "answer": n + 1} for n in range(10, 13)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    printed = run(
+        "dapo_jax.evaluate",
+        workdir,
+        f"--config.eval.sets.wild.path={file}",
+        "--config.eval.sets.wild.prompt_field=problem",
+        "--config.eval.sets.wild.template",
+        "dapo",
+        "--config.eval.sets.wild.rules=strict_box",  # in which the policy never answers
+        "--config.eval.sets.wild.k=2",
+        "--config.eval.sets.wild.max_prompts=2",
+        "--config.eval.sets.arithmetic.count=3",
+    )
+    assert "wild.jsonl: 3 rows, 0 duplicates" in printed
+    assert "wild: 100% of the responses have no answer that is found" in printed
+    sets = json.loads((workdir / "eval" / "1.json").read_text())["sets"]
     assert set(sets) == {"arithmetic", "wild"}
     assert sets["wild"]["problems"] == 2 and "mean@2" in sets["wild"]
     assert sets["arithmetic"]["problems"] == 3 and "mean@4" in sets["arithmetic"]
@@ -210,8 +272,16 @@ def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, m
 
 
 def test_a_sets_name_is_a_word(monkeypatch):
-    with pytest.raises(flags.Error, match=r"eval.sets.math-500: the name .* digits and _"):
-        parsed(monkeypatch, "--config.eval.sets.math-500.k=1")
+    for name in ("math-500", "math.500", "a.b", "500"):
+        message = re.escape(f"eval.sets.{name}: the name of a set has letters, digits and _")
+        with pytest.raises(flags.Error, match=message):
+            parsed(monkeypatch, f"--config.eval.sets.{name}.k=1")
+
+
+def test_a_recipes_own_set_is_left_out_by_k_0(monkeypatch):
+    config = parsed(monkeypatch, "--config.eval.sets.arithmetic.k=0")
+    assert base.eval_settings(config) == {}
+    checks.check(config)
 
 
 def test_each_set_is_sampled_as_it_says():
@@ -228,7 +298,7 @@ def test_each_set_is_sampled_as_it_says():
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("k", 0, "eval.sets.new.k = 0, but must be at least 1"),
+        ("k", -1, "eval.sets.new.k = -1, but must be at least 1, or 0 to leave the set out"),
         ("max_prompts", -1, "eval.sets.new.max_prompts = -1, but must be at least 0"),
         ("temperature", 0.0, "eval.sets.new.temperature = 0.0, but must be greater than 0"),
         ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be over 0 and at most 1"),

@@ -1,5 +1,6 @@
 """The loop as a user runs it: learning signal, resume, the generation cap, what is written."""
 
+import dataclasses
 import gzip
 import json
 import pathlib
@@ -15,69 +16,61 @@ from dapo_jax.convert import convert, load_orbax
 from dapo_jax.rollout import minibatches
 from dapo_jax.run import build
 from dapo_jax.run.files import read_rows
+from dapo_jax.run.metrics import METRICS
+from dapo_jax.sampler import cache
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Response, Verdict
-from models.hf import load_config, load_params
+from models.hf import load_params
+from models.hf_config import load_config
 
-EXPECTED_KEYS = {
-    "prompts_seen",
-    "sampled_tokens_total",
-    "reward/mean",
-    "accuracy/mean",
-    "response_tokens/mean",
-    "response_tokens/max",
-    "response_tokens/truncated_fraction",
-    "entropy",
-    "mean_prob",
-    "clip_fraction/high",
-    "clip_fraction/low",
-    "clip_fraction/dual",
-    "ratio_gap",
-    "grad_norm",
-    "lr",
-    "groups/sampled",
-    "groups/informative",
-    "groups/all_correct",
-    "groups/all_wrong",
-    "groups/discarded",
-    "groups/cancelled",
-    "generation_batches",
-    "engine/occupancy",
-    "engine/occupancy_while_waiting",
-    "engine/requests",
-    "engine/prefilled_prompts",
-    "engine/cache_use",
-    "engine/drawn_tokens",
-    "engine/unused_tokens_fraction",
-    "seconds_in_rollout/prefill",
-    "seconds_in_rollout/decode",
-    "seconds_in_rollout/host",
-    "seconds_in_rollout/verify",
-    "seconds_in_rollout/verify_wait",
-    "seconds/rollout",
-    "seconds/update",
-    "seconds/save",
-    "seconds/total",
-    "tokens_per_second/rollout",
-    "tokens_per_second/rollout_used",
-    "tokens_per_second/update",
-    "tokens_per_second/step",
-}
+# Of every row; where nothing is evaluated, its seconds are missing.
+EXPECTED_KEYS = {metric.key for metric in METRICS} - {"seconds/evaluate"}
+STEPS = 3
 TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 
 
-def small_config(preset: str = ""):
-    """configs/tiny.py with a handful of prompts: the shipped base, so some answers are right.
+@pytest.fixture(scope="module", autouse=True)
+def programs_compiled_once():
+    """Runs of one recipe share their programs; decoding has one, for all slots.
 
-    The cache has slots for a part of the step only, so that slots are refilled.
+    test_engine.py compares the programs for fewer slots; in test_processes.py another process
+    resumes, with programs of its own.
+    """
+    made, make, updates = {}, build.programs, {}
+
+    def programs(config, vocab_size):
+        new = make(config, vocab_size)
+        shapes = (new.sizes, new.learning, new.engine.cache, build.batch_shape(config))
+        return dataclasses.replace(made.setdefault(shapes, new), config=config)
+
+    def compile_update(self):
+        if self.update not in updates:
+            updates[self.update] = self.lower_update().compile()
+        return updates[self.update]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "PARTS", ((1, 1),))
+        patch.setattr(build, "programs", programs)
+        patch.setattr(build.Programs, "compile_update", compile_update)
+        yield
+
+
+def small_config(preset: str = ""):
+    """Makes configs/tiny.py small: a handful of prompts, the shipped base, so some answers right.
+
+    All runs here have its shapes, so that its programs are compiled once. The cache has slots for
+    a part of the step only, so that slots are refilled.
     """
     config = tiny.get_config(preset)
-    config.num_steps = 4
+    config.num_steps = STEPS
     config.data.train.count = 200
-    config.rollout.num_prompts = 8
+    config.rollout.num_prompts = 4
     config.rollout.generation_prompts = 8
     config.rollout.max_response_tokens = 48
+    config.rollout.page_tokens = 48
     config.rollout.cache_mib = 3
+    config.learner.row_tokens = 192
+    config.learner.remat = "full"
     config.eval.sets.arithmetic.count = 8
     config.eval.samples_per_prompt = 4
     config.eval.every_steps = 2
@@ -95,7 +88,7 @@ def rows_without_timings(workdir: pathlib.Path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """An uninterrupted run of four steps."""
+    """An uninterrupted run."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     workdir.mkdir()
     train.train(small_config(), workdir)
@@ -104,7 +97,7 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_what_it_promises(finished):
     rows = read_rows(finished / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows] == [*range(STEPS)]
     for row in rows:
         assert set(row) >= EXPECTED_KEYS
         assert row["ratio_gap"] < 1e-4
@@ -112,7 +105,7 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["grad_norm"] > 0
         assert row["updates_skipped"] == 0
         assert row["engine/requests"] == 8 * (row["groups/sampled"] + row["groups/cancelled"])
-        assert row["groups/informative"] == 8  # a step ends with the last one that it needs
+        assert row["groups/informative"] == 4  # a step ends with the last one that it needs
         assert 0 < row["engine/occupancy"] <= 1
         assert 0 <= row["engine/unused_tokens_fraction"] < 1  # 0: all that was drawn was needed
     assert any(row["engine/unused_tokens_fraction"] > 0 for row in rows)
@@ -121,12 +114,12 @@ def test_a_run_writes_what_it_promises(finished):
     assert 0 < rows[-1]["accuracy/mean"] < 1
     assert "eval/arithmetic/mean@4" in rows[1]
     images = ("curves.png", "timeline.png")
-    for name in ("config.json", *images, "eval/0.json", "eval/2.json", "eval/4.json"):
+    for name in ("config.json", *images, "eval/0.json", "eval/2.json", "eval/3.json"):
         assert (finished / name).stat().st_size > 0
-    with gzip.open(finished / "rollouts" / "3.jsonl.gz", "rt") as file:
+    with gzip.open(finished / "rollouts" / "2.jsonl.gz", "rt") as file:
         responses = [json.loads(line) for line in file]
-    assert len(responses) == 8 * rows[3]["groups/sampled"]
-    assert sum(r["trained"] for r in responses) == 8 * 8
+    assert len(responses) == 8 * rows[2]["groups/sampled"]
+    assert sum(r["trained"] for r in responses) == 8 * 4
     assert {r["correct"] for r in responses} == {True, False}
 
 
@@ -139,22 +132,20 @@ def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
         file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')  # killed while writing
     train.train(small_config(), tmp_path)
     assert rows_without_timings(tmp_path) == rows_without_timings(finished)
-    for step in range(4):
+    for step in range(STEPS):
         ours, theirs = (d / "rollouts" / f"{step}.jsonl.gz" for d in (tmp_path, finished))
         assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
     """Killed after the checkpoint, before its row: the checkpoint carries the row."""
-    config = small_config()
-    config.num_steps = 2
-    train.train(config, tmp_path)
-    first, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "metrics.jsonl").write_text(first + "\n")
-    config.num_steps = 3
-    train.train(config, tmp_path)
-    assert rows_without_timings(tmp_path)[:2] == rows_without_timings(finished)[:2]
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints" / "3")
+    first, *_ = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(first + "\n")
+    train.train(small_config(), run)
+    assert rows_without_timings(run) == rows_without_timings(finished)
 
 
 def test_another_recipe_in_the_same_directory_is_refused(finished):
@@ -182,27 +173,29 @@ def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
     config.num_steps = 1
     config.eval.every_steps = 0
     config.verifier.rules = "strict_box"  # the tiny policy never writes a box
+    config.rollout.generation_prompts = 4
     config.rollout.max_generation_batches = 2
     config.rollout.on_generation_cap = "stop"
     with pytest.raises(SystemExit, match=r"2 generation batches.*0 informative.*0\.0%"):
-        train.train(config, tmp_path / "stop")
+        train.train(config, tmp_path)
+    assert read_rows(tmp_path / "metrics.jsonl") == []
     config.rollout.on_generation_cap = "train"
-    train.train(config, tmp_path / "train")
-    (row,) = read_rows(tmp_path / "train" / "metrics.jsonl")
+    train.train(config, tmp_path)
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
     assert row["updates"] == 0
     assert row["groups/informative"] == 0
-    assert row["prompts_seen"] == 16
+    assert row["prompts_seen"] == 8
 
 
 def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
-    """The baseline: no filter, no prompt sampled in vain, a KL term that starts at zero."""
+    """The baseline: no filter, no group discarded, a KL term that starts at zero."""
     config = small_config("naive_grpo")
     config.algo.kl_coef = 0.01
     config.num_steps = 2
     config.eval.every_steps = 0
     train.train(config, tmp_path)
     rows = read_rows(tmp_path / "metrics.jsonl")
-    assert all(row["groups/sampled"] == row["generation_batches"] * 8 == 8 for row in rows)
+    assert all(row["groups/sampled"] == 4 and row["generation_batches"] == 1 for row in rows)
     assert all(row["groups/discarded"] == row["groups/cancelled"] == 0 for row in rows)
     assert rows[0]["kl"] < rows[1]["kl"]
 
@@ -227,7 +220,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     sets = build.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
     results = evaluate.evaluate(config, programs, params, sets, report=print)
-    assert results == json.loads((finished / "eval" / "4.json").read_text())["sets"]
+    assert results == json.loads((finished / "eval" / "3.json").read_text())["sets"]
     convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
     low = jax.tree.leaves(load_orbax(tmp_path / "low", dtype="float32")[0])
     assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in zip(low, after, strict=True))

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from dapo_jax.tasks.math_rules import MAX_GROUND_TRUTH_CHARS, dapo_form, strict_form
-from dapo_jax.tasks.symbolic import SymbolicVerifier
+from dapo_jax.tasks.symbolic import SymbolicVerifier, default_verifier
 from dapo_jax.verifier import RULES, STATUSES, Verdict, verify, verify_many
 
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
@@ -411,7 +411,19 @@ HANGS = "Answer: $9^{9^{9^{9}}}$"
 
 @pytest.fixture(scope="module")
 def symbolic():
-    with SymbolicVerifier(num_workers=2, timeout_seconds=30.0) as verifier:
+    """The default pool, with patience for a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dapo_jax.tasks.symbolic.DEFAULT_TIMEOUT_SECONDS", 30.0)
+        default_verifier.cache_clear()
+        with default_verifier() as verifier:
+            yield verifier
+    default_verifier.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def lone():
+    """A worker alone, which the tests that harm it share; each leaves one that works."""
+    with SymbolicVerifier(num_workers=1, timeout_seconds=1.5) as verifier:
         yield verifier
 
 
@@ -483,7 +495,7 @@ def test_math_verify_survives_soup(symbolic):
     assert {verdict.status for verdict in verdicts} <= set(STATUSES)
 
 
-def test_the_default_pool_serves_verify_from_any_thread():
+def test_the_default_pool_serves_verify_from_any_thread(symbolic):
     verdicts = []
     thread = threading.Thread(
         target=lambda: verdicts.append(verify("Answer: $84/2$", "42", rules="math_verify"))
@@ -492,40 +504,38 @@ def test_the_default_pool_serves_verify_from_any_thread():
     thread.join()
     assert verdicts == [Verdict(True, r"\frac{84}{2}", "correct")]
     assert verify_many(["Answer: 1"], ["2"], rules="math_verify")[0].status == "wrong"
+    assert default_verifier() is symbolic
 
 
-def test_a_hanging_worker_is_replaced_and_the_others_go_on():
+def test_a_hanging_worker_is_replaced_and_the_others_go_on(lone):
     alarm = signal.getsignal(signal.SIGALRM)
-    with SymbolicVerifier(num_workers=1, timeout_seconds=1.5) as verifier:
-        (before,) = verifier.worker_pids()
-        verdicts = verifier.verify_many(["Answer: 1", HANGS, "Answer: 2"], ["1", "42", "2"])
-        assert [verdict.status for verdict in verdicts] == ["correct", "timeout", "correct"]
-        assert not verdicts[1].correct
-        (after,) = verifier.worker_pids()
-        assert after != before
-        assert not _alive(before)
+    (before,) = lone.worker_pids()
+    verdicts = lone.verify_many(["Answer: 1", HANGS, "Answer: 2"], ["1", "42", "2"])
+    assert [verdict.status for verdict in verdicts] == ["correct", "timeout", "correct"]
+    assert not verdicts[1].correct
+    (after,) = lone.worker_pids()
+    assert after != before
+    assert not _alive(before)
     assert signal.getsignal(signal.SIGALRM) == alarm
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_worker_that_is_killed_at_work_is_replaced():
-    with SymbolicVerifier(num_workers=1, timeout_seconds=30.0) as verifier:
-        assert verifier.verify("Answer: 1", "1").correct
-        killer = threading.Timer(0.5, os.kill, (verifier.worker_pids()[0], signal.SIGKILL))
-        killer.start()
-        verdicts = verifier.verify_many([HANGS, "Answer: 2"], ["42", "2"])
-        assert [verdict.status for verdict in verdicts] == ["crashed", "correct"]
-        assert not verdicts[0].correct
+def test_a_worker_that_is_killed_at_work_is_replaced(lone):
+    assert lone.verify("Answer: 1", "1").correct
+    killer = threading.Timer(0.3, os.kill, (lone.worker_pids()[0], signal.SIGKILL))
+    killer.start()
+    verdicts = lone.verify_many([HANGS, "Answer: 2"], ["42", "2"])
+    assert [verdict.status for verdict in verdicts] == ["crashed", "correct"]
+    assert not verdicts[0].correct
 
 
 @needs_proc
-def test_a_worker_that_is_killed_idle_costs_no_answer():
-    with SymbolicVerifier(num_workers=1, timeout_seconds=30.0) as verifier:
-        assert verifier.verify("Answer: 1", "1").correct
-        (pid,) = verifier.worker_pids()
-        os.kill(pid, signal.SIGKILL)
-        _wait_for_the_end_of(pid)
-        assert verifier.verify("Answer: 1", "1").correct
+def test_a_worker_that_is_killed_idle_costs_no_answer(lone):
+    assert lone.verify("Answer: 1", "1").correct
+    (pid,) = lone.worker_pids()
+    os.kill(pid, signal.SIGKILL)
+    _wait_for_the_end_of(pid)
+    assert lone.verify("Answer: 1", "1").correct
 
 
 @needs_proc
@@ -542,17 +552,19 @@ def test_workers_end_with_the_block_and_load_no_jax(symbolic):
 
 
 @needs_proc
-@pytest.mark.parametrize("end", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_workers_end_with_the_process_however_it_ends(end):
+def test_workers_end_with_the_process_however_it_ends():
     program = (
         "import os, signal, sys\n"
         "from dapo_jax.tasks.symbolic import SymbolicVerifier\n"
         "verifier = SymbolicVerifier(1, 30.0)\n"
         "verifier.verify('Answer: 1', '1')\n"
         "print(*verifier.worker_pids(), flush=True)\n"
-        f"{end}\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
-    pids = [int(pid) for pid in result.stdout.split()]
-    assert len(pids) == 1
-    _wait_for_the_end_of(pids[0])
+    ends = ("sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)")
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program + end], cwd=ROOT, stdout=subprocess.PIPE)
+        for end in ends
+    ]
+    for process in processes:
+        (pid,) = map(int, process.communicate()[0].split())
+        _wait_for_the_end_of(pid)

@@ -20,11 +20,12 @@ from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.types import Batch, Group
-from models.hf import load_config, load_params, read_config
+from models import families
+from models.hf import load_params
+from models.hf_config import load_config, read_config
 from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import Lora, init_adapters
 from models.parameters import ModelConfig, param_axes
-from models.qwen2 import PRESETS
 from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
@@ -131,13 +132,15 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
             "model.path and model.preset are empty: set the first to a Hugging Face directory, or "
             "the second for random weights"
         )
-    if preset and preset not in PRESETS:
-        raise ValueError(f"model.preset = {preset!r} is unknown; there are {', '.join(PRESETS)}")
+    family = families.load(config.model.family)
+    if preset and preset not in family.presets:
+        known = ", ".join(family.presets) or "none"
+        raise ValueError(f"model.preset = {preset!r} is unknown; {config.model.family} has {known}")
     if not path:
-        return PRESETS[preset]
+        return family.presets[preset]
     positions = read_config(path).get("max_position_embeddings")
     sizes = load_config(path)
-    checks.check_model(config, sizes, positions)
+    checks.check_model(config, family, sizes, positions)
     return sizes
 
 

@@ -36,8 +36,8 @@ class Checkpoints:
             max_to_keep=keep,
             create=False,
             enable_async_checkpointing=False,
-            # Named processes meet by notes. Else they would meet on the devices, and a save would
-            # have to wait for what those are doing.
+            # Named processes wait for each other in the key-value store. Else they would on the
+            # devices, and a save would have to wait for what those are doing.
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 active_processes=set(range(hosts.count())) if several else None
             ),
@@ -58,7 +58,7 @@ class Checkpoints:
         self._broken: set[int] = set()
 
     def save(self, step: int, state: Any, progress: dict) -> bool:
-        """Save, if there is no checkpoint of this step yet. Returns whether it was needed."""
+        """Saves, if there is no checkpoint of this step yet. Returns whether it was needed."""
         # Orbax saves no step at or below the newest, so what a resumed run could not read must go.
         while self._broken:
             self._manager.delete(self._broken.pop())
@@ -73,7 +73,7 @@ class Checkpoints:
         )
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
-        """(step, state, progress) of the newest checkpoint that can be read; None without any.
+        """Reads (step, state, progress) of the newest readable checkpoint; None without any.
 
         abstract_state: ShapeDtypeStructs with shardings, the mesh's of this run. A broken newest
         checkpoint is reported, and the one before is taken; the next `save` deletes the broken
@@ -103,7 +103,7 @@ class Checkpoints:
         return None
 
     def restore(self, step: int, abstract_state: Any):
-        """(state, progress) of one checkpoint.
+        """Reads (state, progress) of one checkpoint.
 
         Raises FileNotFoundError, which names those there are, for a step without a checkpoint and
         WrongStateError, which names the arrays that differ, for another model's.
@@ -121,7 +121,7 @@ class Checkpoints:
         return restored["state"], restored["progress"]
 
     def _check_structure(self, step: int, abstract_state: Any) -> None:
-        """Compare names, shapes and dtypes: Orbax would cast, or fail as if a file were broken."""
+        """Compares names, shapes and dtypes: Orbax would cast, or fail as if a file were broken."""
         metadata = self._manager.metadata(step).item_metadata["state"]
         if metadata is None:
             raise FileNotFoundError(f"checkpoint {step} has no description of its arrays")
@@ -142,7 +142,7 @@ class Checkpoints:
 
     @property
     def directory(self) -> epath.Path:
-        """Where they are."""
+        """The directory that holds the checkpoints."""
         return self._manager.directory
 
     def latest_step(self) -> int | None:
@@ -150,18 +150,18 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def close(self) -> None:
-        """Nothing is saved or restored after this."""
+        """Closes the manager; nothing is saved or restored after this."""
         self._manager.close()
 
 
 def save_params(path, params) -> None:
-    """Write parameters alone, as an Orbax checkpoint without steps."""
+    """Writes parameters alone, as an Orbax checkpoint without steps."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(_absolute(path), params)
 
 
 def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], None]):
-    """What `save_params` wrote, as numpy arrays; `check` sees the stored shapes before."""
+    """Reads what `save_params` wrote, as NumPy arrays; `check` sees the stored shapes before."""
     path = _absolute(path)
     with ocp.PyTreeCheckpointer() as checkpointer:
         check(checkpointer.metadata(path).item_metadata.tree)
@@ -174,13 +174,13 @@ def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], 
 
 
 def _absolute(path) -> epath.Path:
-    """A path as Orbax wants it; one with a scheme (gs://) is absolute as it is."""
+    """Makes a path absolute, as Orbax wants it; one with a scheme (gs://) is so already."""
     path = epath.Path(path)
     return path if "://" in str(path) else path.absolute()
 
 
 def _arrays(tree) -> dict[str, str]:
-    """The dtype and shape of every array, by its dotted name."""
+    """Lists the dtype and shape of every array, by its dotted name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): (
@@ -191,7 +191,7 @@ def _arrays(tree) -> dict[str, str]:
 
 
 def _is_unreadable(error: Exception) -> bool:
-    """Whether it is what Orbax raises for files that are missing, cut short or malformed.
+    """Tells whether it is what Orbax raises for files that are missing, cut short or malformed.
 
     A truncated array raises a bare Exception, malformed JSON a ValueError, a missing file an
     OSError and a missing folder a KeyError. Anything else is no fault of the checkpoint.
@@ -200,5 +200,5 @@ def _is_unreadable(error: Exception) -> bool:
 
 
 def _brief(error: Exception) -> str:
-    """An error's kind and the beginning of its message, which may be pages long."""
+    """Shortens an error to its kind and the beginning of its message, which may be pages long."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 from configs.base import eval_settings
 from dapo_jax import algorithm, learner
 from dapo_jax.tasks.math_problems import RULES
+from models.families import Family
 from models.lora import MATRICES
 from models.parameters import ModelConfig
-from models.qwen2 import PRESETS
 from models.transformer import REMAT
 from sharding import rules
 
@@ -142,7 +142,7 @@ def _check_lora(learner: ConfigDict) -> None:
 
 def _check_eval_set(key: str, settings: dict) -> None:
     for name, holds, bound in (
-        ("k", settings["k"] >= 1, "at least 1"),
+        ("k", settings["k"] >= 1, "at least 1, or 0 to leave the set out"),
         ("max_prompts", settings["max_prompts"] >= 0, "at least 0"),
         ("temperature", 0 < settings["temperature"] < math.inf, "greater than 0 and finite"),
         ("top_p", 0 < settings["top_p"] <= 1, "over 0 and at most 1"),
@@ -151,10 +151,13 @@ def _check_eval_set(key: str, settings: dict) -> None:
         _require(holds, f"{key}.{name} = {settings[name]!r}, but must be {bound}")
 
 
-def check_model(config: ConfigDict, sizes: ModelConfig, positions: int | None) -> None:
-    """Refuses a model directory that the recipe's lengths or its preset do not fit (ValueError).
+def check_model(
+    config: ConfigDict, family: Family, sizes: ModelConfig, positions: int | None
+) -> None:
+    """Refuses a model directory that the family, preset or lengths do not fit (ValueError).
 
-    sizes: those of the directory model.path. positions: how many it was made for, where it says.
+    family: that of model.family. sizes: those of the directory model.path.
+    positions: how many it was made for, where it says.
     """
     path, preset = config.model.path, config.model.preset
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -163,8 +166,13 @@ def check_model(config: ConfigDict, sizes: ModelConfig, positions: int | None) -
         f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the "
         f"{positions} positions of {path} (max_position_embeddings in its config.json)",
     )
-    if preset and sizes != PRESETS[preset]:
-        ours, theirs = (dataclasses.asdict(c) for c in (PRESETS[preset], sizes))
+    _require(
+        type(sizes) is family.config,
+        f"model.family = {config.model.family!r} computes model_type {family.config.model_type!r}, "
+        f"but {path} has {sizes.model_type!r} (in its config.json)",
+    )
+    if preset and sizes != family.presets[preset]:
+        ours, theirs = (dataclasses.asdict(c) for c in (family.presets[preset], sizes))
         differing = [f"{k} is {theirs[k]}, not {v}" for k, v in ours.items() if theirs[k] != v]
         raise ValueError(
             f"{path} is no model of the sizes model.preset = {preset!r}: {'; '.join(differing)}; "

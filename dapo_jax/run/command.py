@@ -1,4 +1,4 @@
-"""How a command starts: flags are parsed, and a wrong setting ends it with one line.
+"""Starts a command: flags are parsed, and a wrong setting ends it with one line.
 
 absl and ml_collections would show their own traceback for a misspelt key or preset; the line says
 the same. `--debug` shows the traceback.
@@ -18,7 +18,7 @@ from configs.base import dataset
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^.=]+)\.")
+SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^=]+)\.[^.=]+(?:=|$)")
 
 
 class RecipeParser(ConfigFileFlagParser):
@@ -52,7 +52,7 @@ def define_config(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHold
 
 
 def define_distributed() -> flags.FlagHolder:
-    """The flag of the commands that run on several hosts."""
+    """Defines the flag of the commands that run on several hosts."""
     return flags.DEFINE_bool(
         "distributed",
         False,
@@ -62,11 +62,11 @@ def define_distributed() -> flags.FlagHolder:
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Parse the command line and run `main`; errors in settings or files exit with one line."""
+    """Parses the command line and runs `main`; errors in settings or files exit with one line."""
     flags.DEFINE_bool("debug", False, "Show the traceback of an error in the settings.")
 
     def guarded(argv):
-        logging.set_verbosity(logging.WARNING)  # Orbax tells each save in dozens of lines
+        logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
         try:
             main(argv)
         except (ValueError, OSError) as error:
@@ -83,13 +83,13 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def end_all(message: str) -> None:
-    """Of several processes: end them all with this one, which the others would wait for."""
+    """Ends all processes of a run with this one, which the others would wait for."""
     if hosts.started() and hosts.count() > 1:
         hosts.fail(message, code=1)
 
 
 def raised_by_us(error: Exception) -> bool:
-    """Whether our own check refused something: a library's error needs its traceback."""
+    """Says whether our own check refused something: a library's error needs its traceback."""
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     return pathlib.Path(innermost.filename).is_relative_to(ROOT)
 
@@ -105,7 +105,7 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def flag_error_line(error: Exception) -> str:
-    """What went wrong, from an exception of the libraries."""
+    """Says in one line what went wrong, from an exception of the libraries."""
     if isinstance(error, AttributeError | KeyError):  # "'key'\nDid you mean ...", maybe nested
         while isinstance(error.args[0], Exception):
             error = error.args[0]

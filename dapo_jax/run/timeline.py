@@ -1,4 +1,4 @@
-"""A picture of one step's slots over time: where the device worked, and where it waited."""
+"""Plots one step's slots over time: where the device worked, and where it waited."""
 
 import pathlib
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ COLORS = matplotlib.colormaps["tab20"].colors
 
 
 def spans(blocks: Sequence[BlockRecord]) -> list[tuple[int, float, float, int]]:
-    """(slot, start, end, cursor) of every stay of a request in a slot, seconds from the first.
+    """Lists (slot, start, end, cursor) of every stay of a request in a slot, in seconds.
 
     A stay ends inside its last block where the response did: a share of the block's steps.
     """
@@ -40,12 +40,12 @@ def spans(blocks: Sequence[BlockRecord]) -> list[tuple[int, float, float, int]]:
 
 
 def plot_timeline(blocks: Sequence[BlockRecord], path: str | pathlib.Path) -> None:
-    """Draw the slots of one step as a PNG: a bar a response, coloured by prompt; white is idle.
+    """Plots the slots of one step as a PNG: a bar a response, coloured by prompt; white is idle.
 
     Below it, the share of slots that sample useful tokens, and of cache pages that are taken.
     """
     if not blocks:
-        raise ValueError("there is no block of decode steps to draw")
+        raise ValueError("there is no block of decode steps to plot")
     num_slots = min(len(blocks[0].cursor_B), SHOWN_SLOTS)
     bars, colors = [], []
     for slot, start, stop, cursor in spans(blocks):

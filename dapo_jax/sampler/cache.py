@@ -24,7 +24,7 @@ SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fil
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """The sizes of one data shard's cache, in pages of `page_tokens` tokens each.
+    """One data shard's cache consists of pages of `page_tokens` tokens; these are its sizes.
 
     Page 0 of either pool is NULL_PAGE. Prompts have a pool of their own, and at most `readers`
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
@@ -42,37 +42,37 @@ class Cache:
 
     @property
     def pages_per_prompt(self) -> int:
-        """The pages of the longest prompt (I)."""
+        """Counts the pages of the longest prompt (I)."""
         return self.pages_of_prompt(self.max_prompt_tokens)
 
     @property
     def pages_per_response(self) -> int:
-        """The pages of the longest response (J)."""
+        """Counts the pages of the longest response (J)."""
         return -(-self.max_response_tokens // self.page_tokens)
 
     def pages_of_prompt(self, prompt_tokens: int) -> int:
-        """The pages of a prompt; its last token is fed when decoding begins and needs none here."""
+        """Counts a prompt's pages; its last token needs none: it is fed when decoding begins."""
         return -(-(prompt_tokens - 1) // self.page_tokens)
 
     @property
     def prompt_buckets(self) -> list[int]:
-        """The padded prompt lengths that prefill is compiled for, in pages: powers of two."""
+        """Lists the padded prompt lengths that prefill is compiled for, in pages: powers of two."""
         longest = self.pages_per_prompt
         powers = [2**i for i in range(longest.bit_length()) if 2**i < longest]
         return [*powers, longest] if longest else []
 
     def bucket(self, prompt_tokens: int) -> int:
-        """The bucket of a prompt, by its own length alone; 0 where nothing is prefilled."""
+        """Finds a prompt's bucket, by its own length alone; 0 where nothing is prefilled."""
         pages = self.pages_of_prompt(prompt_tokens)
         return next(b for b in (0, *self.prompt_buckets) if b >= pages)
 
     def prefill_rows(self, bucket: int) -> int:
-        """The prompts of one prefill call on each shard: as many tokens in every bucket."""
+        """Counts the prompts of one prefill call on each shard: as many tokens in every bucket."""
         return max(1, self.pages_per_prompt // bucket)
 
     @property
     def row_dtype(self) -> np.dtype:
-        """One decoding slot's row as it travels to the device: the one list of its columns.
+        """Declares a slot's row as it travels to the device; the columns are listed nowhere else.
 
         All int32. The next token to feed is `token`; `sampled` of at most `limit` tokens of sample
         `sample` for the prompt at `cursor` have been sampled. The prompt but for its last token,
@@ -150,7 +150,7 @@ def plan_cache(
 
 
 def decode_sizes(cache: Cache, *, kernel: bool, few_rows: bool) -> list[tuple[int, int]]:
-    """The (rows, pages) of a shard that decoding is compiled for, the smallest first."""
+    """Lists the (rows, pages) of a shard that decoding is compiled for, the smallest first."""
     return sorted(
         {
             (padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
@@ -161,5 +161,5 @@ def decode_sizes(cache: Cache, *, kernel: bool, few_rows: bool) -> list[tuple[in
 
 
 def padded(slots: int) -> int:
-    """The rows of a batch for so many slots."""
+    """Rounds slots up to the rows of a batch."""
     return -(-slots // ROWS) * ROWS

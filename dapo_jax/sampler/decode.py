@@ -1,4 +1,4 @@
-"""What the engine runs on the device: prefill of prompts into pages, and blocks of decode steps.
+"""Device programs of the engine: prefill of prompts into pages, and blocks of decode steps.
 
 Both run under shard_map on a (data, model) mesh. A data shard has its own pages and slots and
 exchanges nothing with the others, so that each may leave its loop when its own slots are done;
@@ -25,7 +25,7 @@ from models.transformer import causal_mask, hidden_layer_by_layer
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a response is drawn and when it ends. `vocab_size` and the ids are the tokenizer's."""
+    """Says how responses are sampled and when they end. `vocab_size` and ids: the tokenizer's."""
 
     max_response_tokens: int
     temperature: float
@@ -38,10 +38,10 @@ class Sampling:
 
 @struct.dataclass
 class Slots:
-    """What each of B slots is about to do: int32 [B], and `active_B` bool.
+    """Says what each of B slots is about to do: int32 [B], and `active_B` bool.
 
-    The next token to feed is `token_B` at `position_B`; the token drawn then is number
-    `drawn_B`, of `limit_B` at most, of sample `sample_B` of the prompt at `cursor_B`. Tokens of
+    The next token to feed is `token_B` at `position_B`; the token sampled then is number
+    `sampled_B`, of `limit_B` at most, of sample `sample_B` of the prompt at `cursor_B`. Tokens of
     this block go to `page_B` from `offset_B` on.
     """
 
@@ -50,14 +50,14 @@ class Slots:
     sample_B: Any
     token_B: Any
     position_B: Any
-    drawn_B: Any
+    sampled_B: Any
     limit_B: Any
     page_B: Any
     offset_B: Any
 
 
 def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str | None):
-    """The prompt pages with the keys and values of R prompts written to `page_RI`, C tokens each.
+    """Writes the keys and values of R prompts to `page_RI`, C tokens each; returns the pages.
 
     pages: a (k_UKHC, v_UKCH) a layer. tokens_RT: prompts from the left, T = I * C; what follows a
     prompt's end is never read. Pages that a prompt does not fill are cache.NULL_PAGE.
@@ -100,10 +100,10 @@ def decode_block(
     kernels: Kernels,
     axis: str | None,
 ):
-    """(pages, token_SB, logp_SB): up to `block_tokens` more tokens for every active slot.
+    """Samples up to `block_tokens` more tokens for every active slot: (pages, token_SB, logp_SB).
 
-    A slot that stops, or reaches its limit, is idle for the rest of the block: what it draws then
-    means nothing. The loop ends early when all have.
+    A slot that stops, or reaches its limit, is idle for the rest of the block: what it samples
+    then means nothing. The loop ends early when all have.
 
     prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC, v_PKCH) a layer; tokens of this block
     are kept apart and written to `pages` at the end, once a block. page_P: the pages that the
@@ -117,7 +117,7 @@ def decode_block(
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
     key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
-    uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.drawn_B + i))(jnp.arange(S))
+    uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.sampled_B + i))(jnp.arange(S))
     stop_ids = jnp.asarray(s.stop_ids, jnp.int32)
     where = pieces(
         table,
@@ -175,7 +175,7 @@ def decode_block(
             logits_BV, temperature=s.temperature, vocab_size=s.vocab_size, first_id=first_id
         )
         if s.top_p < 1.0 or s.top_k > 0:
-            # Every chip looks at the whole row, then draws in its own part of it.
+            # Every chip looks at the whole row, then samples in its own part of it.
             whole_BV = (
                 logits_BV
                 if axis is None
@@ -184,7 +184,7 @@ def decode_block(
             whole_BV = truncate(whole_BV, top_p=s.top_p, top_k=s.top_k)
             logits_BV = jax.lax.dynamic_slice_in_dim(whole_BV, first_id, logits_BV.shape[1], 1)
         token_B, logp_B = draw(logits_BV, uniform_SB[i], axis=axis)
-        ended_B = jnp.isin(token_B, stop_ids) | (slots.drawn_B + i + 1 >= slots.limit_B)
+        ended_B = jnp.isin(token_B, stop_ids) | (slots.sampled_B + i + 1 >= slots.limit_B)
         return (
             i + 1,
             active_B & ~ended_B,
@@ -208,7 +208,7 @@ def decode_block(
 
 
 def write(pages, new, page_N, offset_N):
-    """The pages of all layers with S tokens (k_NKHS, v_NKSH) in each from its offset on.
+    """Writes S tokens (k_NKHS, v_NKSH) into pages of all layers, each from its offset on.
 
     A loop of slice updates works in place; a scatter makes XLA lay the whole pool out anew.
     """

@@ -1,6 +1,6 @@
-"""The compiled programs of the sampler: prefill of prompts, blocks of decode steps, the page pools.
+"""An engine compiles the sampler's programs: prefill of prompts, and blocks of decode steps.
 
-Nothing here decides who is where: `scheduler` does, and `session` joins the two.
+Nothing here decides which request is in which slot: `scheduler` does, and `session` joins the two.
 """
 
 import concurrent.futures
@@ -21,7 +21,7 @@ from sharding import hosts, rules
 
 
 def token_bytes(config: ModelConfig, *, bytes_per_value: int, model_ways: int) -> int:
-    """The bytes that one token's keys and values take on a device, over all layers.
+    """Counts the bytes of one token's keys and values on a device, over all layers.
 
     Raises ValueError where the key/value heads do not divide over the "model" axis.
     """
@@ -69,7 +69,7 @@ class Engine:
 
     @property
     def pages(self):
-        """ShapeDtypeStructs, with shardings, of a session's pages."""
+        """Describes a session's pages: ShapeDtypeStructs with shardings."""
         return self._prompt_pages, self._pages
 
     def lower(self, sampling: Sampling) -> dict[tuple, jax.stages.Lowered]:
@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def program_names(self) -> list[str]:
-        """The names of what has been compiled: prefill[pages of a prompt], decode[rows, pages]."""
+        """Names what has been compiled: prefill[pages of a prompt], decode[rows, pages]."""
         return [f"{name}{sizes}" for name, _, *sizes in self._programs]
 
     def new_pages(self):
@@ -104,7 +104,7 @@ class Engine:
         return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
 
     def decode(self, params, prompt_pages, pages, run_key, rows, page_P, sampling):
-        """Runs a block: (pages, token_SB, logp_SB), the latter two as NumPy arrays.
+        """Decodes a block: returns (pages, token_SB, logp_SB), the latter two as NumPy arrays.
 
         rows: `Cache.row_dtype`, of all shards. page_P: the pages that its tables number.
         """
@@ -116,7 +116,7 @@ class Engine:
         return pages, *hosts.fetch(sampled)
 
     def _pool(self, pages: int):
-        """ShapeDtypeStructs of a (k_PKHC, v_PKCH) a layer, of so many pages a shard."""
+        """Describes a pool of so many pages a shard: a (k_PKHC, v_PKCH) a layer."""
         C, H = self.cache.page_tokens, self.config.head_dim
         dtype = jax.tree.leaves(self.params)[0].dtype
 
@@ -186,7 +186,7 @@ class Engine:
 
 
 def split_rows(row_BX, page_P, cache: Cache) -> tuple[Slots, PageTable]:
-    """Slots and PageTable from the array of rows (`Cache.row_dtype`) that travels to the device."""
+    """Makes Slots and PageTable from the rows (`Cache.row_dtype`) that travel to the device."""
     columns = {}
     for name, (dtype, offset) in cache.row_dtype.fields.items():
         first = offset // row_BX.dtype.itemsize
@@ -201,7 +201,7 @@ def split_rows(row_BX, page_P, cache: Cache) -> tuple[Slots, PageTable]:
         sample_B=columns["sample"],
         token_B=columns["token"],
         position_B=prompt_tokens_B + sampled_B,
-        drawn_B=sampled_B,
+        sampled_B=sampled_B,
         limit_B=columns["limit"],
         page_B=page_P[jnp.take_along_axis(response_BJ, current_B1, axis=1)[:, 0]],
         offset_B=sampled_B % cache.page_tokens,
@@ -211,6 +211,6 @@ def split_rows(row_BX, page_P, cache: Cache) -> tuple[Slots, PageTable]:
         response_BJ=response_BJ,
         prompt_tokens_B=prompt_tokens_B,
         response_tokens_B=sampled_B,
-        rank_B=columns["reader"],
+        reader_B=columns["reader"],
     )
     return slots, table

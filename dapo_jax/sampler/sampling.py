@@ -1,4 +1,4 @@
-"""Drawing one token a row: truncation, an inverse-CDF draw, and keys that name the request."""
+"""Samples one token a row: truncation, the inverse CDF, and random keys that name the request."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ CDF_BLOCK = 128
 
 
 def request_keys(run_key, cursor_B, sample_B):
-    """key_B of every (prompt cursor, sample index) request.
+    """Makes the random key of every (prompt cursor, sample index) request.
 
     A sample's randomness is fold_in(fold_in(fold_in(run_key, cursor), sample), position): it
     depends on nothing else, neither the slot, nor the device, nor a restart.
@@ -24,13 +24,13 @@ def request_keys(run_key, cursor_B, sample_B):
 
 
 def uniform_at(key_B, position_B):
-    """One uniform number in [0, 1) a request at a response position."""
+    """Samples one uniform number in [0, 1) a request, for a position of its response."""
     key_B = jax.vmap(jax.random.fold_in)(key_B, position_B)
     return jax.vmap(jax.random.uniform)(key_B)
 
 
 def truncate(logits_RV, *, top_p: float, top_k: int):
-    """Mask what top-k (0: off), then top-p (1.0: off), leave out (Holtzman et al. 2020).
+    """Masks what top-k (0: off), then top-p (1.0: off), leave out (Holtzman et al. 2020).
 
     Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; tokens that tie
     with the last one kept stay too. The threshold is bisected, since sorting a 152k vocabulary
@@ -61,14 +61,14 @@ def truncate(logits_RV, *, top_p: float, top_k: int):
 
 
 def draw(logits_RV, uniform_R, *, axis: str | None):
-    """(token_R, logp_R): one draw from softmax(logits) by the inverse of its distribution function.
+    """Samples (token_R, logp_R) from softmax(logits) by inverting its distribution function.
 
     One uniform number a row. The running sum is taken over blocks first, then inside the block
     that is hit: a 152k-long float32 sum would lose the tail. `logp_R` is the log-probability
     under exactly this (temperature-scaled, truncated) distribution.
 
     axis: the mesh axis over which the vocabulary is split in equal parts, None where it is whole.
-    Chips exchange their block sums and the drawn token's logit, never the logits.
+    Chips exchange their block sums and the sampled token's logit, never the logits.
     """
     R, V = logits_RV.shape
     max_R = jnp.max(logits_RV, axis=-1)

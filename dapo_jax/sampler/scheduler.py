@@ -1,12 +1,12 @@
-"""Continuous batching: which request is in which slot, and which pages of the cache it has.
+"""Continuous batching: decides which request is in which slot, and which cache pages it has.
 
 Host only, no jax and no token values: the session drives a `Scheduler` between blocks of decode
 steps, and so do preflight's simulation and the tests, with scripted lengths:
 
     scheduler.submit(cursor, prompt_tokens, limits)    a group waits in the queue
-    plan = scheduler.next_block()                      queue -> a shard's ready requests -> slots
-    rows, page_P, row_N = scheduler.table(sizes)       what the device has to know of the block
-    finished = scheduler.complete(used_N, stopped_N)   ended requests leave their slots
+    plan = scheduler.next_block()                      queue -> a shard's ready samples -> slots
+    rows, page_P, row_N = scheduler.table(sizes)       the block's rows, as the device reads them
+    finished = scheduler.complete(used_N, stopped_N)   ended samples leave their slots
 
 The same submissions and lengths give the same schedule. State is kept in NumPy tables over all
 slots. Axis letters: D data shards, B slots of a shard, N occupied slots of all shards in order of
@@ -27,40 +27,24 @@ WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """A prompt in pages of a shard and the samples that share them, at most `Cache.readers`.
+    """A prompt in pages of one shard, and the samples that share them, at most `Cache.readers`.
 
-    limits: the greatest number of tokens of each sample. unfinished: samples that are ready or in
-    a slot; 0 while the prompt waits in the queue, and when its pages are free again.
+    limits: the greatest number of tokens of every sample of the group. pages: None while the prompt
+    waits in the queue, and once all of its samples have ended. finished_tokens: of ended samples.
     """
 
     cursor: int
     prompt_tokens: int
-    samples: range
     limits: Sequence[int]
-    shard: int = -1
-    pages: np.ndarray | None = None
-    unfinished: int = 0
-
-
-@dataclasses.dataclass
-class Progress:
-    """All samples of one prompt: how many are unfinished, and the tokens of the others."""
-
-    prefixes: list[Prefix]
+    samples: range
     unfinished: int
     finished_tokens: int = 0
-
-
-class Request(NamedTuple):
-    """One sample of a prompt that is ready for a slot, or in one."""
-
-    prefix: Prefix
-    sample: int
-    limit: int
+    shard: int = -1
+    pages: np.ndarray | None = None
 
 
 class Finished(NamedTuple):
-    """One request that ended: its place, and the pages that held its tokens, in order.
+    """A sample that ended, and the pages that held its tokens, in order.
 
     stopped: False where it reached its limit.
     """
@@ -74,25 +58,24 @@ class Finished(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """One prefill call, of R rows on all shards together, each as many.
+    """One prefill call, of R rows on all shards together, equally many on each.
 
-    cursor_R: whose prompt a row is, -1 where it is unused. page_RI: the pages it is written to;
-    I = bucket.
+    cursor_R: the group whose prompt is in a row, -1 where the row is unused. page_RI: the pages
+    that the row is written to; I is the prompts' bucket.
     """
 
-    bucket: int
     cursor_R: np.ndarray
     page_RI: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one block of decode steps is about to do, an entry for every occupied slot.
+    """The work of one block of decode steps, with an entry for every occupied slot.
 
-    sampled_N: tokens sampled before the block, 0 for requests that were just admitted. left_N:
-    tokens until the limit. page_N: the page of the slot's own that the block fills. waiting:
-    whether requests are left to fill slots with. cache_use: the share of response pages that are
-    taken, on the fullest shard.
+    sampled_N: tokens sampled before the block, 0 for samples that were just admitted. left_N:
+    tokens until the limit. page_N: the slot's own page that the block writes to. waiting: whether
+    samples are left to refill slots with. cache_use: the share of response pages that are taken, on
+    the fullest shard.
     """
 
     prefills: list[Prefill]
@@ -108,17 +91,20 @@ class Plan:
 
 
 class Scheduler:
-    """The queue, slots and pages of all data shards."""
+    """The queue, slots and pages of all data shards.
+
+    discarded_tokens: those that were sampled, but lost to cancellation or to preemption.
+    """
 
     def __init__(self, cache: Cache, shards: int):
         self.cache, self.shards = cache, shards
-        self.discarded_tokens = 0  # sampled, but lost to cancellation or to preemption
+        self.discarded_tokens = 0
+        self._groups: dict[int, list[Prefix]] = {}  # the unfinished ones, by cursor
         self._queue: collections.deque[Prefix] = collections.deque()
-        self._ready = [collections.deque[Request]() for _ in range(shards)]
-        self._groups: dict[int, Progress] = {}  # the unfinished ones, by cursor
+        self._ready = [collections.deque[tuple[Prefix, int]]() for _ in range(shards)]  # samples
         self._rows_DB = np.zeros((shards, cache.slots), cache.row_dtype)
-        self._occupant_DB = np.full((shards, cache.slots), None, object)
-        self._age_DB = np.zeros((shards, cache.slots), np.int64)  # when it was admitted
+        self._prefix_DB = np.full((shards, cache.slots), None, object)
+        self._age_DB = np.zeros((shards, cache.slots), np.int64)  # admissions before the slot's
         self._held_DB = np.zeros((shards, cache.slots), np.int64)  # response pages
         self._admissions = 0
         self._free_DP = np.ones((shards, cache.pages), bool)
@@ -127,39 +113,35 @@ class Scheduler:
 
     def submit(self, cursor: int, prompt_tokens: int, limits: Sequence[int]) -> None:
         """Queues a group: one sample of at most so many tokens for each of the limits."""
-        readers = self.cache.readers
-        prefixes = []
-        for first in range(0, len(limits), readers):
-            samples = range(first, min(first + readers, len(limits)))
-            prefixes.append(Prefix(cursor, prompt_tokens, samples, limits[first : samples.stop]))
+        readers, size = self.cache.readers, len(limits)
+        parts = [range(i, min(i + readers, size)) for i in range(0, size, readers)]
+        prefixes = [Prefix(cursor, prompt_tokens, limits, part, len(part)) for part in parts]
         self._queue.extend(prefixes)
-        self._groups[cursor] = Progress(prefixes, len(limits))
+        self._groups[cursor] = prefixes
 
     def cancel(self, cursor: int) -> None:
-        """Forgets an unfinished group; what was sampled of it is discarded."""
-        group = self._groups.pop(cursor)
-        self.discarded_tokens += group.finished_tokens
-        self._queue = collections.deque(p for p in self._queue if p.cursor != cursor)
-        for prefix in group.prefixes:
-            d = prefix.shard
-            if not prefix.unfinished:
+        """Forgets an unfinished group; the tokens sampled for it are discarded."""
+        for d, b in np.argwhere(self._active_DB & (self._rows_DB["cursor"] == cursor)):
+            self.discarded_tokens += int(self._rows_DB["sampled"][d, b])
+            self._leave(d, b)
+        for prefix in self._groups.pop(cursor):
+            self.discarded_tokens += prefix.finished_tokens
+            if prefix.pages is None:
                 continue
-            for b in np.flatnonzero(self._active_DB[d]).tolist():
-                if self._occupant_DB[d, b].prefix is prefix:
-                    self.discarded_tokens += int(self._rows_DB["sampled"][d, b])
-                    self._leave(d, b)
-            self._ready[d] = collections.deque(r for r in self._ready[d] if r.prefix is not prefix)
+            ready = self._ready[prefix.shard]
+            self._ready[prefix.shard] = collections.deque(r for r in ready if r[0] is not prefix)
             self._release(prefix)
+        self._queue = collections.deque(p for p in self._queue if p.cursor != cursor)
 
     @property
     def unfinished(self) -> list[int]:
-        """The cursors of the groups that are neither finished nor cancelled, as submitted."""
+        """Lists the cursors of groups neither finished nor cancelled, in order of submission."""
         return list(self._groups)
 
     @property
     def idle_slots(self) -> int:
-        """The number of slots that no request submitted so far will fill."""
-        queued = sum(len(prefix.samples) for prefix in self._queue)
+        """Counts the slots that no sample submitted so far will fill."""
+        queued = sum(prefix.unfinished for prefix in self._queue)
         return max(0, int(self._wanted_D().sum()) - queued)
 
     def next_block(self) -> Plan:
@@ -168,29 +150,29 @@ class Scheduler:
         self._grow()
         self._admit()
         shard_N, slot_N = np.nonzero(self._active_DB)
-        sampled_N = self._rows_DB["sampled"][shard_N, slot_N]
-        free_D = self._free_DP.sum(axis=1)
+        rows_DB = self._rows_DB
+        sampled_N = rows_DB["sampled"][shard_N, slot_N]
+        page = sampled_N // self.cache.page_tokens
         return Plan(
             prefills=prefills,
             shard_N=shard_N,
             slot_N=slot_N,
-            cursor_N=self._rows_DB["cursor"][shard_N, slot_N],
-            sample_N=self._rows_DB["sample"][shard_N, slot_N],
+            cursor_N=rows_DB["cursor"][shard_N, slot_N],
+            sample_N=rows_DB["sample"][shard_N, slot_N],
             sampled_N=sampled_N,
-            left_N=self._rows_DB["limit"][shard_N, slot_N] - sampled_N,
-            page_N=self._rows_DB["response_pages"][
-                shard_N, slot_N, sampled_N // self.cache.page_tokens
-            ],
+            left_N=rows_DB["limit"][shard_N, slot_N] - sampled_N,
+            page_N=rows_DB["response_pages"][shard_N, slot_N, page],
             waiting=bool(self._queue) or any(self._ready),
-            cache_use=1 - int(free_D.min()) / (self.cache.pages - 1),
+            cache_use=1 - int(self._free_DP.sum(axis=1).min()) / (self.cache.pages - 1),
         )
 
     def table(self, sizes: Sequence[tuple[int, int]]) -> tuple[np.ndarray, ...]:
-        """(rows, page_P, row_N) of the planned block, for the smallest (rows, pages) that fits.
+        """Returns (rows, page_P, row_N) of the planned block, in the smallest of the sizes.
 
-        rows: `Cache.row_dtype`, those of each shard's occupied slots first; row_N says where.
-        page_P: the pages that `response_pages` numbers, those in use; where the whole pool is
-        attended to, as the pool does. `token` is left to whoever knows the tokens.
+        sizes: the (rows, pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`,
+        on each shard those of its occupied slots first; row_N is the place of each. `token` is for
+        the caller to fill in. page_P: the pages that `response_pages` numbers, those in use; where
+        the size has the whole pool, as the pool does.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
         count_D = np.bincount(shard_N, minlength=self.shards)
@@ -198,12 +180,12 @@ class Scheduler:
         used_DP[:, NULL_PAGE] = False
         most_rows, most_pages = count_D.max(), used_DP.sum(axis=1).max() + 1
         rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
-        row_N = shard_N * rows + _ranks(shard_N, count_D)
+        row_N = shard_N * rows + _ranks(shard_N)
         table = np.zeros(self.shards * rows, self.cache.row_dtype)
         table[row_N] = self._rows_DB[shard_N, slot_N]
         if pages == self.cache.pages:
             return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
-        number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # 0: NULL_PAGE, which is no one's
+        number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
         page_DP = np.full((self.shards, pages), NULL_PAGE, np.int32)
         shard_U, page_U = np.nonzero(used_DP)
         page_DP[shard_U, number_DP[shard_U, page_U]] = page_U
@@ -214,7 +196,7 @@ class Scheduler:
     def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Finished]:
         """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
 
-        Requests that stopped, or have reached their limit, leave their slots and are returned.
+        Samples that stopped, or have reached their limit, leave their slots and are returned.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
         sampled_N = self._rows_DB["sampled"][shard_N, slot_N] + used_N
@@ -223,33 +205,34 @@ class Scheduler:
         ended_N = stopped_N | (sampled_N == self._rows_DB["limit"][shard_N, slot_N])
         for n in np.flatnonzero(ended_N).tolist():
             d, b, tokens = int(shard_N[n]), int(slot_N[n]), int(sampled_N[n])
-            prefix, sample, _ = self._occupant_DB[d, b]
+            prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
             pages = self._leave(d, b)
             finished.append(Finished(prefix.cursor, sample, tokens, bool(stopped_N[n]), d, pages))
             prefix.unfinished -= 1
+            prefix.finished_tokens += tokens
             if prefix.unfinished == 0:
                 self._release(prefix)
-            group = self._groups[prefix.cursor]
-            group.unfinished -= 1
-            group.finished_tokens += tokens
-            if group.unfinished == 0:
-                del self._groups[prefix.cursor]
+                if not any(other.unfinished for other in self._groups[prefix.cursor]):
+                    del self._groups[prefix.cursor]
         return finished
 
     @property
     def _active_DB(self) -> np.ndarray:
         return self._rows_DB["active"] > 0
 
+    def _ready_D(self) -> np.ndarray:
+        """Counts the samples of each shard that are ready."""
+        return np.array(list(map(len, self._ready)))
+
     def _wanted_D(self) -> np.ndarray:
-        """The free slots of each shard that no ready request will take; negative: too many are."""
-        ready_D = np.fromiter(map(len, self._ready), np.int64, self.shards)
-        return (~self._active_DB).sum(axis=1) - ready_D
+        """Counts each shard's free slots less its ready samples; negative where those are more."""
+        return (~self._active_DB).sum(axis=1) - self._ready_D()
 
     def _assign(self) -> list[Prefill]:
         """Moves queued prompts, in order, to the shards with most slots to fill.
 
-        A prefill call has a row for several prompts of a bucket: rows that nobody needs yet are
-        given to the next prompts.
+        A prefill call has a row for several prompts of a bucket: prompts whose samples find no slot
+        yet take the rows that would stay empty.
         """
         taken: dict[int, list[list[Prefix]]] = {}  # bucket -> prompts of each shard
         wanted_D = self._wanted_D()
@@ -261,7 +244,7 @@ class Scheduler:
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
             able_D = wanted_D > 0
             if bucket:
-                filled_D = np.fromiter(map(len, taken_D), np.int64, self.shards)
+                filled_D = np.array(list(map(len, taken_D)))
                 rows = self.cache.prefill_rows(bucket)
                 able_D |= filled_D < -(-filled_D.max() // rows) * rows
             able_D &= free_D >= pages
@@ -282,16 +265,12 @@ class Scheduler:
 
     def _accept(self, prefix: Prefix, d: int, pages: int) -> None:
         """Gives a prompt the lowest free pages of shard d; its samples are ready."""
-        prefix.pages = np.flatnonzero(self._free_prompt_DP[d])[:pages]
+        prefix.shard, prefix.pages = d, np.flatnonzero(self._free_prompt_DP[d])[:pages]
         self._free_prompt_DP[d, prefix.pages] = False
-        prefix.shard, prefix.unfinished = d, len(prefix.samples)
-        self._ready[d].extend(
-            Request(prefix, sample, limit)
-            for sample, limit in zip(prefix.samples, prefix.limits, strict=True)
-        )
+        self._ready[d].extend((prefix, sample) for sample in prefix.samples)
 
     def _prefills(self, bucket: int, taken_D: list[list[Prefix]]) -> list[Prefill]:
-        """The prefill calls for the prompts of one bucket that each shard has taken."""
+        """Makes the prefill calls for the prompts of one bucket that each shard has taken."""
         rows = self.cache.prefill_rows(bucket)
         calls = []
         for first in range(0, max(map(len, taken_D)), rows):
@@ -301,13 +280,13 @@ class Scheduler:
                 for r, prefix in enumerate(prefixes[first : first + rows], start=d * rows):
                     cursor_R[r] = prefix.cursor
                     page_RI[r, : len(prefix.pages)] = prefix.pages
-            calls.append(Prefill(bucket, cursor_R, page_RI))
+            calls.append(Prefill(cursor_R, page_RI))
         return calls
 
     def _grow(self) -> None:
-        """Gives a page to every response whose last one is full, the oldest request first.
+        """Gives a page to every response whose last one is full, the oldest sample first.
 
-        Where a shard has too few, the youngest request is preempted, as often as it takes.
+        Where a shard has too few, the youngest sample is preempted, as often as needed.
         """
         full_DB = self._rows_DB["sampled"] == self._held_DB * self.cache.page_tokens
         full_DB &= self._active_DB
@@ -325,51 +304,46 @@ class Scheduler:
         self._give_pages(shard_N[order], slot_N[order])
 
     def _by_age(self, d: int, chosen_B: np.ndarray) -> list[int]:
-        """The chosen slots of a shard, the first admitted first."""
+        """Lists the chosen slots of a shard, the first admitted first."""
         slots = np.flatnonzero(chosen_B)
         return slots[np.argsort(self._age_DB[d, slots])].tolist()
 
     def _preempt(self, d: int, b: int) -> None:
-        """Makes a request start again when there is room; its tokens will be the same."""
+        """Makes a sample start again when there is room; its tokens will be the same."""
         self.discarded_tokens += int(self._rows_DB["sampled"][d, b])
-        self._ready[d].appendleft(self._occupant_DB[d, b])
+        self._ready[d].appendleft((self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])))
         self._leave(d, b)
 
     def _admit(self) -> None:
-        """Moves ready requests to free slots, lowest slot first, above the watermark of free pages.
+        """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.
 
-        The requests in slots keep free what they will take in WATERMARK_BLOCKS blocks: one that is
+        The pages that occupied slots fill in WATERMARK_BLOCKS blocks stay free: a sample that is
         admitted too soon has to be preempted.
         """
         cache = self.cache
         occupied_D = self._active_DB.sum(axis=1)
-        ready_D = np.fromiter(map(len, self._ready), np.int64, self.shards)
-        most_D = np.minimum(cache.slots - occupied_D, ready_D)
+        most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
         k_K = np.arange(most_D.max())
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
         free_DK = self._free_DP.sum(axis=1)[:, None] - k_K
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = fits_DK.sum(axis=1)
-        if not admitted_D.any():
-            return
         shard_N, slot_N = np.nonzero(~self._active_DB)
-        rank_N = _ranks(shard_N, np.bincount(shard_N, minlength=self.shards))
-        first_N = rank_N < admitted_D[shard_N]
+        first_N = _ranks(shard_N) < admitted_D[shard_N]
         shard_N, slot_N = shard_N[first_N], slot_N[first_N]
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
-            request = self._ready[d].popleft()
-            self._enter(d, b, request)
+            self._enter(d, b, *self._ready[d].popleft())
         self._give_pages(shard_N, slot_N)
 
-    def _enter(self, d: int, b: int, request: Request) -> None:
-        """Puts a request into a free slot."""
-        prefix, row = request.prefix, self._rows_DB[d, b]
+    def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
+        """Puts a sample into a free slot."""
+        row = self._rows_DB[d, b]
         row["active"] = 1
-        row["cursor"], row["sample"], row["limit"] = prefix.cursor, request.sample, request.limit
+        row["cursor"], row["sample"], row["limit"] = prefix.cursor, sample, prefix.limits[sample]
         row["prompt_tokens"] = prefix.prompt_tokens - 1
-        row["reader"] = request.sample - prefix.samples.start
+        row["reader"] = sample - prefix.samples.start
         row["prompt_pages"][: len(prefix.pages)] = prefix.pages
-        self._occupant_DB[d, b] = request
+        self._prefix_DB[d, b] = prefix
         self._age_DB[d, b] = self._admissions
         self._admissions += 1
 
@@ -387,20 +361,20 @@ class Scheduler:
         self._held_DB[shard_N, slot_N] = held_N + 1
 
     def _leave(self, d: int, b: int) -> np.ndarray:
-        """Frees a slot and its request's own pages, which are returned in order."""
+        """Frees a slot and its sample's own pages, which are returned in order."""
         pages = self._rows_DB["response_pages"][d, b, : self._held_DB[d, b]].copy()
         self._free_DP[d, pages] = True
         self._rows_DB[d, b] = 0
-        self._occupant_DB[d, b] = None
+        self._prefix_DB[d, b] = None
         self._held_DB[d, b] = 0
         return pages
 
     def _release(self, prefix: Prefix) -> None:
         """Frees a prompt's pages."""
         self._free_prompt_DP[prefix.shard, prefix.pages] = True
+        prefix.pages = None
 
 
-def _ranks(shard_N: np.ndarray, count_D: np.ndarray) -> np.ndarray:
-    """The place of each entry among those of its shard; entries lie in order of shards."""
-    first_D = np.cumsum(count_D) - count_D
-    return np.arange(len(shard_N)) - first_D[shard_N]
+def _ranks(shard_N: np.ndarray) -> np.ndarray:
+    """Counts each entry's place among those of its shard; entries lie in order of shards."""
+    return np.arange(len(shard_N)) - np.searchsorted(shard_N, shard_N)

@@ -1,4 +1,4 @@
-"""One set of weights samples groups: the loop that joins the scheduler and the engine.
+"""A session samples groups with one set of weights: it joins the scheduler and the engine.
 
 A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
 
@@ -28,7 +28,11 @@ class Session:
     """
 
     def __init__(self, engine: Engine, params, run_key, sampling: Sampling):
-        """params: the sampler's, on the mesh. Raises ValueError for an impossible limit."""
+        """Compiles what is missing and makes empty pages.
+
+        params: the sampler's, on the mesh. Raises ValueError where the sampling's limit is more
+        than the cache is planned for.
+        """
         cache = engine.cache
         if sampling.max_response_tokens > cache.max_response_tokens:
             raise ValueError(
@@ -78,23 +82,23 @@ class Session:
         self._responses[cursor] = [None] * group_size
 
     def cancel(self, cursor: int) -> None:
-        """Forgets an unfinished group; what was sampled of it is discarded."""
+        """Forgets an unfinished group; the tokens sampled for it are discarded."""
         self._scheduler.cancel(cursor)
         del self._prompts[cursor], self._responses[cursor]
 
     @property
     def unfinished(self) -> list[int]:
-        """The cursors of the groups that are neither finished nor cancelled, as submitted."""
+        """Lists the cursors of groups neither finished nor cancelled, in order of submission."""
         return self._scheduler.unfinished
 
     @property
     def idle_slots(self) -> int:
-        """The number of slots that no request asked for so far will fill."""
+        """Counts the slots that no sample submitted so far will fill."""
         return self._scheduler.idle_slots
 
     @property
     def discarded_tokens(self) -> int:
-        """The tokens that were sampled, but lost to cancellation or to preemption."""
+        """Counts the tokens that were sampled, but lost to cancellation or to preemption."""
         return self._scheduler.discarded_tokens
 
     def step(self) -> list[Group]:
@@ -119,7 +123,7 @@ class Session:
         decoded = time.perf_counter()
         used_N, stopped_N = self._keep(plan, token_SB[:, row_N].T, logp_SB[:, row_N].T)
         self.blocks.append(self._record(plan, used_N, launched, decoded))
-        groups = self._groups(self._scheduler.complete(used_N, stopped_N))
+        groups = self._finish(self._scheduler.complete(used_N, stopped_N))
         self.seconds["prefill"] += prefill_seconds
         self.seconds["decode"] += decoded - launched
         host_seconds = time.perf_counter() - decoded + launched - start - prefill_seconds
@@ -128,9 +132,9 @@ class Session:
 
     def _prefill(self, prefills: list[Prefill]) -> None:
         """Runs the prefill calls of a block to their end."""
-        for bucket, cursor_R, page_RI in prefills:
-            shape = (len(cursor_R), bucket * self._engine.cache.page_tokens)
-            tokens_RT = np.zeros(shape, np.int32)
+        for cursor_R, page_RI in prefills:
+            tokens = page_RI.shape[1] * self._engine.cache.page_tokens
+            tokens_RT = np.zeros((len(cursor_R), tokens), np.int32)
             for row_T, cursor in zip(tokens_RT, cursor_R.tolist(), strict=True):
                 if cursor >= 0:
                     prompt = self._prompts[cursor].token_ids[:-1]
@@ -142,16 +146,16 @@ class Session:
         jax.block_until_ready(self._prompt_pages)
 
     def _next_tokens(self, plan: Plan) -> np.ndarray:
-        """The token that each occupied slot feeds first: its newest, or its prompt's last."""
+        """Finds the token that each occupied slot feeds first: its newest, or its prompt's last."""
         token_N = self._newest_DB[plan.shard_N, plan.slot_N]
         for n in np.flatnonzero(plan.sampled_N == 0).tolist():
             token_N[n] = self._prompts[int(plan.cursor_N[n])].token_ids[-1]
         return token_N
 
     def _keep(self, plan: Plan, token_NS, logp_NS) -> tuple[np.ndarray, np.ndarray]:
-        """Keeps what a block sampled: (tokens used, whether a stop token ended them) of each slot.
+        """Keeps a block's tokens; returns how many each slot uses, and whether they end in a stop.
 
-        What a slot samples after its stop token or its limit means nothing.
+        The tokens that a slot samples after its stop token or its limit are not used.
         """
         N, S = token_NS.shape
         cache = self._engine.cache
@@ -165,7 +169,7 @@ class Session:
         return used_N, used_N == stop_N + 1
 
     def _record(self, plan: Plan, used_N, start: float, end: float) -> BlockRecord:
-        """The block's entry in `blocks`, over the slots of all shards."""
+        """Makes the block's entry in `blocks`, over the slots of all shards."""
         slots = self._engine.cache.slots
         where_N = plan.shard_N * slots + plan.slot_N
         cursor_B = np.full(self._engine.shards * slots, -1, np.int64)
@@ -186,8 +190,8 @@ class Session:
             cache_use=plan.cache_use,
         )
 
-    def _groups(self, ended: list[Finished]) -> list[Group]:
-        """Takes up the responses of ended requests; the groups that this finishes, by cursor."""
+    def _finish(self, ended: list[Finished]) -> list[Group]:
+        """Stores the responses of ended samples; returns the groups they finish, by cursor."""
         finished = []
         for request in ended:
             tokens_T, logp_T = (

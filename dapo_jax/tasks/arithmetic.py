@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapo_jax.tasks.math_problems import MathTask
-from dapo_jax.tasks.readers import DataReport, Rows, templated
+from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
 from dapo_jax.types import Example
 
 MAX_VALUE = 99  # every intermediate result stays within 0..MAX_VALUE
@@ -73,7 +73,7 @@ class Arithmetic(MathTask):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One question; `steps` holds (operation, operand) after the value `start`."""
+    """A problem is one question; `steps` holds (operation, operand) after the value `start`."""
 
     question: str
     answer: str
@@ -90,13 +90,16 @@ def apply(value: int, operation: str, operand: int) -> int:
 def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> list[Problem]:
     """Generates `count` distinct problems whose levels are sampled evenly from `levels`.
 
-    `split` is "train" or "test". The same arguments give the same list. Raises ValueError for
-    an unknown split, a level below 1, or when so many distinct questions are not found.
+    `split` is "train" or "test". The same arguments give the same list. Raises DataError for
+    an unknown split, a level below 1, a negative seed, or when so many distinct questions are not
+    found.
     """
     if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}, but must be 'train' or 'test'")
-    if not levels or min(levels) < 1:
-        raise ValueError(f"levels are {tuple(levels)}, but must be integers of at least 1")
+        raise DataError(f"split is {split!r}, but must be 'train' or 'test'")
+    if not levels or not all(isinstance(level, int) and level >= 1 for level in levels):
+        raise DataError(f"levels are {tuple(levels)}, but must be integers of at least 1")
+    if seed < 0:
+        raise DataError(f"seed is {seed}, but must be at least 0")
     rng = np.random.default_rng(seed)
     problems: dict[str, Problem] = {}
     for _ in range(50 * count + 1000):
@@ -106,7 +109,7 @@ def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> lis
         is_test = zlib.crc32(problem.question.encode()) % TEST_SHARE == 0
         if is_test == (split == "test"):
             problems.setdefault(problem.question, problem)
-    raise ValueError(
+    raise DataError(
         f"levels {tuple(levels)} gave only {len(problems)} distinct problems of the {count} asked "
         "for; ask for fewer or add levels"
     )

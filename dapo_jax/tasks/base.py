@@ -14,6 +14,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Protocol
 
 from dapo_jax.tasks.readers import DataError, DataReport
@@ -27,7 +28,7 @@ BUILT_IN = {
 
 
 class Task(Protocol):
-    """What a task has to have.
+    """A task loads examples and grades responses; any class with these two methods is one.
 
     A method `grade_many(responses, example) -> list[Verdict]` is used where there is one: it
     grades all responses to an example at once.
@@ -67,7 +68,7 @@ def make_task(key: str, settings: Mapping) -> Task:
 def _task_class(setting: str, name: str) -> type:
     """Imports "module:Class"; DataError with the setting and what there is instead."""
     module_name, _, class_name = name.partition(":")
-    if not (module_name and class_name):
+    if not (class_name and all(part.isidentifier() for part in module_name.split("."))):
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise DataError(
@@ -97,20 +98,60 @@ def _task_class(setting: str, name: str) -> type:
     return task_class
 
 
+def load_examples(task: Task, name: str) -> tuple[list[Example], DataReport]:
+    """Loads a task's examples and their report; all are kept where the task gives no report.
+
+    Raises DataError for what is no example.
+    """
+    loaded, report = task.load(), None
+    if isinstance(loaded, tuple) and len(loaded) == 2 and isinstance(loaded[1], DataReport):
+        loaded, report = loaded
+    if not isinstance(loaded, Iterable) or isinstance(loaded, str | bytes):
+        raise DataError(f"{type(task).__name__}.load() gave {loaded!r:.80}, but must give examples")
+    examples = list(loaded)
+    for row, example in enumerate(examples):
+        if wrong := _wrong_example(example):
+            raise DataError(f"{type(task).__name__}.load(), example {row} (from 0): {wrong}")
+    return examples, report or DataReport(name, rows=len(examples), kept=len(examples))
+
+
+def _wrong_example(example: object) -> str | None:
+    """Finds the reason why this cannot be an example, if there is one."""
+    if not isinstance(example, Example):
+        return f"it is {example!r:.80}, which is no Example"
+    messages = example.prompt
+    if not isinstance(messages, Sequence) or not messages:
+        return f"its prompt is {messages!r:.80}, not a tuple of messages"
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            return f'{message!r:.80} in its prompt is not {{"role": text, "content": text}}'
+    return None if isinstance(example.answer, str) else f"its answer is {example.answer!r}, no text"
+
+
 def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[Verdict]:
-    """Grades all responses to an example; raises TypeError where the task gives no verdicts."""
+    """Grades all responses to an example; raises DataError where the task gives no verdicts."""
     if hasattr(task, "grade_many"):
         verdicts = list(task.grade_many(responses, example))
     else:
         verdicts = [task.grade(response, example) for response in responses]
     name = type(task).__name__
     if len(verdicts) != len(responses):
-        raise TypeError(f"{name} gave {len(verdicts)} verdicts on {len(responses)} responses")
+        raise DataError(f"{name} gave {len(verdicts)} verdicts on {len(responses)} responses")
     for verdict in verdicts:
         if not isinstance(verdict, Verdict):
-            raise TypeError(f"{name} graded a response {verdict!r}, which is no Verdict")
-        if verdict.score is not None and not math.isfinite(verdict.score):
-            raise TypeError(f"{name} gave a response the score {verdict.score}")
+            raise DataError(f"{name} graded a response {verdict!r:.80}, which is no Verdict")
+        correct, prediction, status, score = verdict
+        for field, holds in (
+            ("correct", isinstance(correct, bool)),
+            ("prediction", prediction is None or isinstance(prediction, str)),
+            ("status", isinstance(status, str)),
+            ("score", score is None or (isinstance(score, Real) and math.isfinite(score))),
+        ):
+            if not holds:
+                value = getattr(verdict, field)
+                raise DataError(f"{name} graded a response with {field} = {value!r:.80}")
     return verdicts
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import grain
 import numpy as np
 
-from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Prompt
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The prompts of a task, and its grading.
+    """Holds the prompts of a task, and how it grades their responses.
 
     grade: decodes and grades the responses of a group. report: accounts for each row of the data.
     """
@@ -37,13 +37,11 @@ def load_dataset(
     and those of the keys `rules` and `on_bad_row`; max_prompts of the prompts are kept (0: all).
 
     Raises FileNotFoundError for a missing file and DataError for a task that does not exist, bad
-    rows, or where no prompt is left.
+    rows, what is no example, or where no prompt is left.
     """
     task = make_task(key, settings)
     try:
-        loaded = task.load()
-        name = settings["task"] or key
-        examples, report = loaded if isinstance(loaded, tuple) else _accounted(loaded, name)
+        examples, report = load_examples(task, settings["task"] or key)
         prompts, overlong = tokenize(examples, tokenizer, max_prompt_tokens=max_prompt_tokens)
         lengths = [len(prompt.token_ids) for prompt in prompts]
         report = dataclasses.replace(
@@ -55,20 +53,15 @@ def load_dataset(
             longest_tokens=max(lengths, default=0),
         )
         if not prompts:
+            change = "the task" if settings["task"] else "path, kind"
             raise DataError(
-                "No prompt is left: change path, kind or rollout.max_prompt_tokens.\n"
+                f"No prompt is left: change {change} or rollout.max_prompt_tokens.\n"
                 + "\n".join(report.lines())
             )
     except (DataError, FileNotFoundError) as error:
         raise type(error)(f"{key}: {error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
     return Dataset(prompts[: settings["max_prompts"] or None], grade, report)
-
-
-def _accounted(examples: Iterable[Example], name: str) -> tuple[list[Example], DataReport]:
-    """Adds the report of a task that gives none: all its examples are kept."""
-    examples = list(examples)
-    return examples, DataReport(name, rows=len(examples), kept=len(examples))
 
 
 def tokenize(
@@ -84,7 +77,7 @@ def tokenize(
 
 
 class PromptStream(Generic[T]):
-    """The endless stream of training prompts: stream[cursor] for every integer cursor >= 0.
+    """Orders the training prompts without end: stream[cursor] for every integer cursor >= 0.
 
     Epoch e is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once, in an
     order that depends on the seed and e alone. Access is random and costs the same anywhere, so

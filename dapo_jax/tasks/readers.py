@@ -14,6 +14,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from typing import TypeVar
 
 import pyarrow as pa
@@ -65,7 +66,7 @@ KIND_OF_ENDING = {".parquet": "dapo_parquet", ".jsonl": "jsonl", ".json": "json"
 
 @dataclasses.dataclass(frozen=True)
 class DataReport:
-    """What became of every row of a data set.
+    """Accounts for every row of a data set.
 
     rows = kept + duplicates + conflicting_rows + overlong + bad_rows. A row is a duplicate when
     an earlier row has the same prompt and answer; all rows of a prompt that occurs with two
@@ -144,10 +145,8 @@ def read(
     rows = Rows(path, "line" if spec.format == "jsonl" else "row", on_bad_row)
     if not file.is_file():
         raise FileNotFoundError(f"No data file at {path!r}: set path.")
-    prompt_field, answer_field = (
-        prompt_field or spec.prompt_field,
-        answer_field or spec.answer_field,
-    )
+    prompt_field = prompt_field or spec.prompt_field
+    answer_field = answer_field or spec.answer_field
     for row, record_of in _FORMATS[spec.format](file, [prompt_field, answer_field]):
         with rows.reading(row):
             record = record_of()
@@ -187,7 +186,7 @@ class Rows:
             counted = f"{self._row_word} {row}" + (" (from 0)" if self._row_word == "row" else "")
             if self._on_bad_row == "error":
                 raise DataError(
-                    f'{self._place}, {counted}: {error}. Mend it, or set data.on_bad_row="skip".'
+                    f"{self._place}, {counted}: {error}. Mend it, or set data.on_bad_row=skip."
                 ) from error
             self._bad_rows += 1
             if len(self._bad_row_notes) < SHOWN_BAD_ROWS:
@@ -314,7 +313,9 @@ def _csv(path: pathlib.Path, fields: Sequence[str]) -> Records:
             for row, record in enumerate(csv.DictReader(file, strict=True)):
                 yield row, lambda record=record: record
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a readable CSV file: {error} (path, kind).") from error
+        raise DataError(
+            f"{path} is no readable CSV file in UTF-8: {error} (path, kind)."
+        ) from error
 
 
 _FORMATS = {"parquet": _parquet, "jsonl": _json_lines, "json": _json, "csv": _csv}
@@ -352,11 +353,11 @@ def templated(problem: str, template: str) -> tuple[Message, ...]:
 
 
 def _answer(value: object, name: str, mark: str) -> str:
-    """Reads an answer; of numbers, integral ones have no decimals: 42.0 is "42"."""
+    """Reads an answer; a number is written out in decimals: 42.0 is "42", 1e-7 is "0.0000001"."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
-        return str(int(value)) if value == int(value) else repr(value)
+        return f"{Decimal(str(value + 0)):f}".removesuffix(".0")  # -0.0 + 0 is 0.0
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{name} is a {type(value).__name__}, not a text or a number")
     answer = _text(value, name)
@@ -374,9 +375,8 @@ def _field(record: dict, name: str) -> object:
         return record[name]
     outer, _, inner = name.partition(".")
     if outer not in record:
-        raise ValueError(
-            f"{outer!r} is missing; there are {', '.join(map(repr, record)) or 'none'}"
-        )
+        there = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"{outer!r} is missing; there are {there} (prompt_field, answer_field)")
     return _field(_typed(record[outer], dict, outer), inner)
 
 

@@ -174,7 +174,7 @@ class _Job(NamedTuple):
 
 
 class _Worker:
-    """One interpreter that grades one pair at a time over a pipe.
+    """A worker is an interpreter that grades one pair at a time over a pipe.
 
     `ready` once its imports are done; `deadline` (time.monotonic) is for them, then for `job`.
     """

@@ -28,7 +28,7 @@ _SHIELD_OPEN, _SHIELD_CLOSE = "\udc00", "\udc01"
 
 
 class Tokenizer(Protocol):
-    """What the rest of the system knows of a tokenizer.
+    """A tokenizer turns text and messages into ids, and ids into text.
 
     vocab_size: 1 + the largest id that exists; a model's padded vocabulary may be larger.
     stop_ids: ids that end a response, at least one.
@@ -40,13 +40,13 @@ class Tokenizer(Protocol):
     pad_id: int
 
     def encode(self, text: str) -> list[int]:
-        """The ids of plain text. Nothing is added, and no text becomes a control token."""
+        """Encodes plain text. Nothing is added, and no text becomes a control token."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens stripped. ValueError for an id that does not exist."""
+        """Decodes ids, control tokens stripped; raises ValueError for one that does not exist."""
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a prompt of messages ({"role", "content"}), ready for the model's answer."""
+        """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
 
 
 def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str) -> Tokenizer:
@@ -245,7 +245,7 @@ def _token_text(token: str | dict | None) -> str | None:
 
 
 def _chat_template(folder: epath.Path, config: dict) -> jinja2.Template:
-    """The chat template in the environment that transformers documents for templates."""
+    """Compiles the chat template in the environment that transformers documents for templates."""
     own_file = folder / "chat_template.jinja"
     source = (
         own_file.read_text(encoding="utf-8") if own_file.is_file() else config.get("chat_template")

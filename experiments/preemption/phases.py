@@ -21,11 +21,12 @@ import time
 
 from absl import app, flags
 
-from dapo_jax import rollout, train
+from dapo_jax import train
 from dapo_jax.run import build
 from dapo_jax.run.files import read_rows
-from dapo_jax.run.snapshots import Boundaries
+from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler import cache, engine
+from dapo_jax.tasks import math_problems
 from experiments.benchmarks import common
 from experiments.preemption.config import get_config
 from sharding import hosts
@@ -44,13 +45,13 @@ TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 
 
 def last_a_minute() -> None:
-    """What a long phase looks like from outside: nothing returns."""
+    """Lasts as a long phase does: nothing returns."""
     print(READY, flush=True)
     time.sleep(LASTS_SECONDS)
 
 
 def prolong(phase: str) -> None:
-    """Make a phase of this process's run last, in the step after STEP finished ones."""
+    """Makes a phase of this process's run last, in the step after STEP finished ones."""
     finished = {"steps": 0}
 
     def lasting(function, *, after=False):
@@ -66,19 +67,19 @@ def prolong(phase: str) -> None:
 
         return prolonged
 
-    passed, compile_update = Boundaries.passed, build.Programs.compile_update
+    take, compile_update = Snapshots.take, build.Programs.compile_update
 
     def counted(self, step, *args, **kwargs):
         finished["steps"] = step
-        return passed(self, step, *args, **kwargs)
+        return take(self, step, *args, **kwargs)
 
-    Boundaries.passed = counted
+    Snapshots.take = counted
     if phase == "compile":
         build.Programs.compile_update = lasting(compile_update)
     elif phase in ("prefill", "decode"):
         setattr(engine.Engine, phase, lasting(getattr(engine.Engine, phase)))
     elif phase == "verify":
-        rollout.verify_many = lasting(rollout.verify_many)
+        math_problems.verify_many = lasting(math_problems.verify_many)
     elif phase == "update":  # the state before it is gone then, its memory reused
         build.Programs.compile_update = lambda *args: lasting(compile_update(*args), after=True)
     elif phase == "evaluate":
@@ -86,7 +87,7 @@ def prolong(phase: str) -> None:
 
 
 def run_here() -> None:
-    """One process of a run."""
+    """Runs one process of a run."""
     cache.PARTS = ((1, 1),)  # one program for decoding
     config = get_config()
     if FLAGS.phase:
@@ -96,7 +97,7 @@ def run_here() -> None:
 
 
 def start(workdir: pathlib.Path, *, processes: int, phase: str) -> list[subprocess.Popen]:
-    """The processes of a run."""
+    """Starts the processes of a run."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -120,7 +121,7 @@ def start(workdir: pathlib.Path, *, processes: int, phase: str) -> list[subproce
 
 
 def finish(run: list[subprocess.Popen]) -> list[str]:
-    """The outputs of processes that must end well."""
+    """Waits for processes that must end well, and returns their outputs."""
     outputs = [process.communicate()[0] for process in run]
     if any(process.returncode for process in run):
         raise RuntimeError("\n".join(outputs))
@@ -128,16 +129,16 @@ def finish(run: list[subprocess.Popen]) -> list[str]:
 
 
 def stop_in(phase: str, workdir: pathlib.Path, *, processes: int) -> list[str]:
-    """A line of the table: a run stopped in the phase, and then finished."""
+    """Stops a run in the phase, finishes it, and returns the line of the table."""
     run = start(workdir, processes=processes, phase=phase)
     for line in run[0].stdout:
         if line.strip() == READY:
             break
-    told = time.monotonic()
+    signalled = time.monotonic()
     for process in run:
         process.send_signal(signal.SIGTERM)
     outputs = [process.communicate()[0] for process in run]
-    seconds = time.monotonic() - told
+    seconds = time.monotonic() - signalled
     codes = ", ".join(str(process.returncode) for process in run)
     said = re.findall(r"SIGTERM: .*", outputs[0])
     finish(start(workdir, processes=processes, phase=""))
@@ -145,7 +146,7 @@ def stop_in(phase: str, workdir: pathlib.Path, *, processes: int) -> list[str]:
 
 
 def contents(workdir: pathlib.Path) -> list:
-    """All of a run that no clock decides."""
+    """Reads all of a run that no clock decides."""
     rows = [
         {k: v for k, v in row.items() if not k.startswith(TIMINGS)}
         for row in read_rows(workdir / "metrics.jsonl")

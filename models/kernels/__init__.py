@@ -1,4 +1,4 @@
-"""Which kernels run on which hardware: one table, and the only place that asks for the platform."""
+"""The table of which kernels run on which hardware: the only place that asks for the platform."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from models.kernels import cpu, packed, paged_tpu, splash_tpu
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernels:
-    """What differs between kinds of hardware in how a model is computed.
+    """Holds what differs between kinds of hardware in how a model is computed.
 
     attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT) -> out_BTNH attends inside packed
     rows; shares_prompts says whether several responses may stand there behind one prompt.
@@ -50,7 +50,7 @@ KERNELS = {
         attend_rows=packed.packed_attention,
         shares_prompts=True,
         attend_pages=None,
-        learn_product=cpu.small_side_turned,
+        learn_product=cpu.small_side_transposed,
         unrolled_layers=cpu.UNROLLED_LAYERS,
         fewer_rows=True,
         compiler_options=cpu.DECODE_OPTIONS,
@@ -68,7 +68,7 @@ KERNELS = {
 
 
 def kernels_for(name: str, platform: str) -> Kernels:
-    """The kernels that `model.kernels = name` chooses on a platform; "auto": the platform's own.
+    """Gives the kernels that `model.kernels = name` chooses; "auto": the platform's own.
 
     A platform that the table does not have gets plain XLA. Raises ValueError for an unknown name,
     and for kernels that the platform cannot run.
@@ -90,5 +90,5 @@ def kernels_for(name: str, platform: str) -> Kernels:
 
 
 def platform_of(mesh: jax.sharding.Mesh) -> str:
-    """The platform of a mesh's devices: "cpu", "gpu", "tpu", or what else there may be."""
+    """Names the platform of a mesh's devices: "cpu", "gpu", "tpu", or what else there may be."""
     return mesh.devices.flat[0].platform

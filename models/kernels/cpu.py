@@ -1,7 +1,7 @@
-"""What makes XLA's compiler for CPUs fast: products with weight matrices, and unrolled layers.
+"""Products with weight matrices, and unrolled layers, that XLA's compiler for CPUs makes fast.
 
 Each product is jnp.einsum(spec, x, w) with one axis, or adjacent ones, summed over. The barriers
-keep XLA from turning a product around again.
+keep XLA from transposing a product back.
 """
 
 import functools
@@ -19,7 +19,7 @@ DECODE_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_I
 
 
 def weights_first(spec, x, w, **options):
-    """For decoding: the transpose of the product of the transposes.
+    """Multiplies for decoding: the transpose of the product of the transposes.
 
     The weights are on the left then, which is faster for few rows of x, and a row has the same
     bits in every batch of a multiple of the engine's ROWS.
@@ -32,10 +32,10 @@ def weights_first(spec, x, w, **options):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def small_side_turned(spec, x, w):
-    """For learning: the gradient of w turns the narrower one of the two activations.
+def small_side_transposed(spec, x, w):
+    """Multiplies for learning: the gradient of w transposes the narrower of the two activations.
 
-    XLA turns the first of them, whatever it is, and what made it is computed in that order.
+    XLA transposes the first of them, whatever it is, and what made it is computed in that order.
     """
     return jnp.einsum(spec, x, w)
 
@@ -50,9 +50,9 @@ def _backward(spec, residuals, d_out):
     rows = sum(axis in out_axes for axis in x_axes)
     d_x = jnp.einsum(f"{out_axes},{w_axes}->{x_axes}", d_out, w)
     x, d_out = (a.reshape(math.prod(a.shape[:rows]), -1) for a in (x, d_out))
-    turn = jax.lax.optimization_barrier
-    d_w = turn(x.T) @ d_out if x.shape[1] <= d_out.shape[1] else (turn(d_out.T) @ x).T
+    barrier = jax.lax.optimization_barrier
+    d_w = barrier(x.T) @ d_out if x.shape[1] <= d_out.shape[1] else (barrier(d_out.T) @ x).T
     return d_x, d_w.reshape(w.shape)
 
 
-small_side_turned.defvjp(_forward, _backward)
+small_side_transposed.defvjp(_forward, _backward)

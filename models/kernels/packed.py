@@ -24,7 +24,7 @@ BLOCKS = 16  # query blocks computed together (W)
 
 
 def packed_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
-    """Attention of whole rows: out_BTNH in the values' dtype, zero for padding.
+    """Attends inside whole rows: out_BTNH in the values' dtype, zero for padding.
 
     Token t looks at the tokens s <= t of its segment that are of its branch or of branch 0, the
     prompt that the branches have in common. Numbers rise along a row; segment 0 is padding.
@@ -41,7 +41,7 @@ def packed_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
 
 @struct.dataclass
 class _Pairs:
-    """Which key blocks every query block visits, and in which order query blocks are taken.
+    """Says which key blocks every query block visits, and in which order those are taken.
 
     segment_QC, branch_QC, index_QC: of each token, the last its place in the row. key_QS: the key
     blocks, those with something to see first, `count_Q` of them. order_IW: the query blocks, those
@@ -56,7 +56,7 @@ class _Pairs:
     order_IW: Any
 
     def seen(self, query_W, key_W, real_W):
-        """seen_WCS: what the tokens of query blocks see of one key block each."""
+        """Says what the tokens of query blocks see of one key block each: seen_WCS."""
 
         def both(array_QC):
             return array_QC[query_W][:, :, None], array_QC[key_W][:, None, :]
@@ -102,18 +102,18 @@ def _pairs(segment_BT, branch_BT) -> _Pairs:
 
 
 def _queries(array_BTNH, K):
-    """[B, T, N, H] as [Q, K, G, C, H]."""
+    """Cuts [B, T, N, H] into query blocks [Q, K, G, C, H]."""
     N, H = array_BTNH.shape[2:]
     return array_BTNH.reshape(-1, BLOCK_TOKENS, K, N // K, H).transpose(0, 2, 3, 1, 4)
 
 
 def _keys(array_BTKH):
-    """[B, T, K, H] as [S, K, C, H], C being the tokens of a key block."""
+    """Cuts [B, T, K, H] into key blocks [S, K, C, H] of C tokens."""
     return array_BTKH.reshape(-1, BLOCK_TOKENS, *array_BTKH.shape[2:]).swapaxes(1, 2)
 
 
 def _in_order(array_IW, pairs):
-    """What was computed for order_IW, by query block."""
+    """Sorts what was computed for order_IW by query block."""
     place_Q = jnp.argsort(pairs.order_IW.reshape(-1))[: len(pairs.count_Q)]
     return array_IW.reshape(-1, *array_IW.shape[2:])[place_Q]
 
@@ -168,7 +168,7 @@ def _forward(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
 
 
 def _backward(residuals, d_out_BTNH):
-    """Weights and scores stand the other way round, keys first: what is large is never turned."""
+    """Has weights and scores with keys first: what is large is never transposed."""
     q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, out_BTNH, norm_QKGC = residuals
     K, H = k_BTKH.shape[2:]
     pairs = _pairs(segment_BT, branch_BT)

@@ -28,7 +28,7 @@ SLOTS = 32  # of a grid step; reads start afresh in each, so it has to be long
 
 
 def paged_attention(q_BNH, k_PKHC, v_PKCH, page_BJ, tokens_B, *, interpret: bool):
-    """Unnormalised attention of one token a slot over the slot's closed pages.
+    """Attends with one token a slot to the slot's closed pages, without normalising.
 
     q_BNH, k_PKHC, v_PKCH: one dtype, bfloat16 or float32; query head n reads key/value head
     n // (N / K).
@@ -114,7 +114,7 @@ def paged_attention(q_BNH, k_PKHC, v_PKCH, page_BJ, tokens_B, *, interpret: bool
 
 
 def pages_per_block(v_PKCH):
-    """How many pages are read and computed together; depends on the size of a page alone."""
+    """Counts the pages read and computed together; depends on the size of a page alone."""
     _, K, C, H = v_PKCH.shape
     return max(1, BLOCK_BYTES // (K * C * H * v_PKCH.dtype.itemsize))
 
@@ -135,7 +135,7 @@ def _kernel(
     k_token_axis: int,
     v_token_axis: int,
 ):
-    """One grid step: the slots [first, end). An item (slot, block, buffer) is a block to read."""
+    """Computes the slots [first, end). An item (slot, block, buffer) is a block to read."""
     S, K, G, H = q_ref.shape
     M, C = v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
@@ -154,7 +154,7 @@ def _kernel(
         return slot, jnp.where(is_last, 0, block + 1), lax.rem(buffer + 1, BUFFERS)
 
     def for_copies(item, act):
-        """`act` on the copy of every live page of an item; there are none from slot `end` on."""
+        """Calls `act` on the copy of each live page of an item; slots from `end` on have none."""
         slot, block, buffer = item
         count = jnp.where(slot < end, jnp.minimum(pages_left(slot, block), M), 0)
 
@@ -179,7 +179,7 @@ def _kernel(
 
     def attend_slot(slot, carry):
         def live_tokens(page):
-            """How many of the tokens of the slot's page live: the first ones."""
+            """Counts the tokens of the slot's page that live: the first ones."""
             return jnp.clip(tokens_ref[slot] - page * C, 0, C)
 
         def attend_block(block, carry):
@@ -234,7 +234,7 @@ def _kernel(
 
 
 def _accumulate(state, x_GT, v, *, token_axis: int):
-    """The running softmax's state (max_G1, sum_G1, out_GH) after T more scores and values."""
+    """Adds T more scores and values to the running softmax (max_G1, sum_G1, out_GH)."""
     max_G1, sum_G1, out_GH = state
     new_max_G1 = jnp.maximum(max_G1, x_GT.max(axis=1, keepdims=True))
     p_GT = jnp.exp(x_GT - new_max_G1)
@@ -244,5 +244,5 @@ def _accumulate(state, x_GT, v, *, token_axis: int):
 
 
 def _dot(a, b, *, axis: int):
-    """Matrix product in float32 over the columns of `a` and the given axis of `b`."""
+    """Multiplies matrices in float32, summing over the columns of `a` and the given axis of `b`."""
     return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)

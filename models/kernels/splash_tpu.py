@@ -20,7 +20,7 @@ BLOCK_TOKENS = 512
 
 
 def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret: bool = False):
-    """Attention of whole rows: out_BTNH in the queries' dtype.
+    """Attends inside whole rows: out_BTNH in the queries' dtype.
 
     Token t looks at the tokens s <= t of its segment. `branch_BT` is not read: no segment may have
     more than one branch beside its prompt. What padding (segment 0) gives means nothing.

@@ -17,7 +17,7 @@ MASKED = -1e30  # finite: a row with nothing to attend to gives a uniform softma
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
-    """Scaled dot-product attention of whole sequences (Vaswani et al. 2017, Eq. 1).
+    """Computes scaled dot-product attention of whole sequences (Vaswani et al. 2017, Eq. 1).
 
     Query head n reads key/value head n // (N / K) (Ainslie et al. 2023, arXiv 2305.13245).
     `mask_BTS` is True where query t may look at key s. Returns out_BTNH in the values' dtype.
@@ -35,22 +35,22 @@ def attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
 
 @struct.dataclass
 class PageTable:
-    """Which pages each of B decoding slots reads, in order. int32; nothing else is ever read.
+    """Lists the pages that each of B decoding slots reads, in order. int32; no others are read.
 
     prompt_BI: pages of its prompt, which up to R slots of the group read, this one as reader
-    `rank_B`; response_BJ: pages of its own. prompt_tokens_B, response_tokens_B: tokens in them.
+    `reader_B`; response_BJ: pages of its own. prompt_tokens_B, response_tokens_B: tokens in them.
     """
 
     prompt_BI: Any
     response_BJ: Any
     prompt_tokens_B: Any
     response_tokens_B: Any
-    rank_B: Any
+    reader_B: Any
 
 
 @struct.dataclass
 class Pieces:
-    """What plain XLA needs of a PageTable: the slots that read each page, and its live tokens.
+    """Holds what XLA needs of a PageTable: the slots that read each page, and its live tokens.
 
     Attention is computed page by page, for all readers of a page at once, and the pieces of each
     slot are put together: entry_BX says where they are. E, the number of pieces, means none.
@@ -68,7 +68,7 @@ class Pieces:
 def pieces(
     table: PageTable, *, prompt_pages: int, readers: int, pages: int | None, page_tokens: int
 ) -> Pieces:
-    """The Pieces of U = prompt_pages pages of R = readers slots and P = pages of one slot each.
+    """Makes Pieces of U = prompt_pages pages of R = readers slots and P = pages of one slot each.
 
     The pieces are numbered in the order of `combine`: U * R of prompts, P of responses, and one
     a slot for the block being decoded. pages None: a kernel gives one piece a slot for all of the
@@ -85,12 +85,12 @@ def pieces(
     prompt_BI = jnp.where(live_BI > 0, table.prompt_BI, U)
     response_BJ = jnp.where(live_BJ > 0, table.response_BJ, P)
     none = U * R + P + B
-    of_prompt_BI = jnp.where(live_BI > 0, prompt_BI * R + table.rank_B[:, None], none)
+    of_prompt_BI = jnp.where(live_BI > 0, prompt_BI * R + table.reader_B[:, None], none)
     of_response_BJ = jnp.where(live_BJ > 0, U * R + response_BJ, none)
     if pages is None:
         of_response_BJ = U * R + slot_B1
     return Pieces(
-        reader_URB=jnp.zeros((U, R, B)).at[prompt_BI, table.rank_B[:, None], slot_B1].set(1),
+        reader_URB=jnp.zeros((U, R, B)).at[prompt_BI, table.reader_B[:, None], slot_B1].set(1),
         live_U=jnp.zeros(U, jnp.int32).at[prompt_BI].set(live_BI),
         reader_P1B=jnp.zeros((P, 1, B)).at[response_BJ, 0, slot_B1].set(1),
         live_P=jnp.zeros(P, jnp.int32).at[response_BJ].set(live_BJ),
@@ -99,13 +99,13 @@ def pieces(
 
 
 def of_readers(q_BNH, reader_PRB):
-    """The queries q_PRNH of each page's readers."""
+    """Gathers the queries q_PRNH of each page's readers."""
     reader_PRB = reader_PRB.astype(q_BNH.dtype)
     return jnp.einsum("PRB,BNH->PRNH", reader_PRB, q_BNH, precision=jax.lax.Precision.HIGHEST)
 
 
 def page_attention(q_PRNH, k_PKHC, v_PKCH, live_P):
-    """Partial attention of the R readers of every page: (out, max, sum) of P * R pieces.
+    """Attends to every page for its R readers: (out, max, sum) of P * R pieces.
 
     Every page is attended to by itself, so a piece has the same bits whatever is in other pages.
     out_EKGH, max_EKG, sum_EKG: float32, not yet divided by the sum.
@@ -135,7 +135,7 @@ def page_attention(q_PRNH, k_PKHC, v_PKCH, live_P):
 
 
 def combine(partials, entry_BX, *, dtype):
-    """Attention over disjoint sets of keys from what each set gave (arXiv 2205.14135, 3.1).
+    """Combines attention over disjoint sets of keys from what each gave (arXiv 2205.14135, 3.1).
 
     partials: (out_EKGH, max_EKG, sum_EKG) triples, one after the other. entry_BX: the pieces of
     each slot in the order in which they are added up; E, the number of all, means none.

@@ -1,0 +1,66 @@
+"""Milliseconds that the scheduler alone needs a block, at a pod's size and without devices.
+
+    python -m experiments.benchmarks.scheduler
+
+32 data shards of 284 slots, as 256 chips hold for configs/qwen2_5_32b.py. 512 groups of 16
+responses, whose lengths are log-normal as measured on models of Qwen2.5's family, are sampled to
+their end. A block's time is that of `next_block`, `table` and `complete`.
+"""
+
+import os
+import time
+
+import numpy as np
+from absl import app, flags
+
+from dapo_jax.preflight.simulate import response_lengths
+from dapo_jax.sampler.cache import Cache, decode_sizes
+from dapo_jax.sampler.scheduler import Scheduler
+from experiments.benchmarks import common
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("mean", 4_000, "Mean tokens of a response.")
+SHARDS, GROUPS, GROUP, PROMPT, RESPONSE = 32, 512, 16, 150, 20_480
+SLOTS, SLOT_TOKENS, PAGE = 284, 4_608, 128
+
+
+def main(_):
+    cache = Cache(
+        slots=SLOTS,
+        pages=SLOTS * SLOT_TOKENS // PAGE + 1,
+        prompt_pages=125,
+        readers=GROUP,
+        page_tokens=PAGE,
+        block_tokens=16,
+        max_prompt_tokens=2_048,
+        max_response_tokens=RESPONSE,
+    )
+    sizes = decode_sizes(cache, kernel=True, few_rows=False)
+    length_PG = response_lengths(
+        FLAGS.mean, groups=GROUPS, group_size=GROUP, longest=RESPONSE, seed=0
+    )
+    scheduler = Scheduler(cache, SHARDS)
+    for cursor, limits in enumerate(length_PG.tolist()):
+        scheduler.submit(cursor, PROMPT, limits)
+    seconds = []
+    while scheduler.unfinished:
+        start = time.perf_counter()
+        plan = scheduler.next_block()
+        planned = time.perf_counter()
+        used_N = np.minimum(plan.left_N, cache.block_tokens)  # what the devices would report
+        stopped_N = np.zeros(len(used_N), bool)
+        resumed = time.perf_counter()
+        scheduler.table(sizes)
+        scheduler.complete(used_N, stopped_N)
+        seconds.append(time.perf_counter() - resumed + planned - start)
+    median, high = 1e3 * np.percentile(seconds, [50, 95])
+    print(
+        f"{SHARDS} shards x {cache.slots} slots, {length_PG.size:,} requests of {FLAGS.mean:,} "
+        f"tokens on average, {len(seconds):,} blocks: {median:.1f} ms a block, 95th percentile "
+        f"{high:.1f}; {scheduler.discarded_tokens:,} tokens discarded; load "
+        f"{os.getloadavg()[0]:.1f}; commit {common.commit()}"
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,75 @@
+"""The registry of model families: a module each, which registers its family when it is imported.
+
+config.json's model_type finds a family here, and model.family names the module to import.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+
+from models.parameters import ModelConfig
+
+BUILT_IN = {"qwen2": "models.qwen2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family: the class of its configs, its published sizes by name, where it is from."""
+
+    config: type[ModelConfig]
+    presets: Mapping[str, ModelConfig]
+    module: str
+
+
+_FAMILIES: dict[str, Family] = {}  # by model_type
+
+
+def register(config: type[ModelConfig], presets: Mapping[str, ModelConfig]) -> None:
+    """Makes a family known by its config's model_type.
+
+    Raises ValueError where another module has registered that model_type.
+    """
+    family = Family(config, presets, config.__module__)
+    first = _FAMILIES.setdefault(config.model_type, family)
+    if first.module != family.module:
+        raise ValueError(
+            f"{family.module} registers model_type {config.model_type!r}, which {first.module} has "
+            "registered; give the family another model_type"
+        )
+    _FAMILIES[config.model_type] = family
+
+
+def load(name: str) -> Family:
+    """Imports the family that model.family names: a built-in one, or a module "package.module".
+
+    Raises ValueError where there is no such module, or where it does not register one family.
+    """
+    setting, module_name = f"model.family = {name!r}", BUILT_IN.get(name, name)
+    there_are = (
+        f'built in are {", ".join(BUILT_IN)}; one of your own is named by its module, "my_models.x"'
+    )
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ValueError(f"{setting} is no module's name; {there_are}")
+    try:
+        importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports one that is not
+        raise ValueError(
+            f"{setting}: there is no module {error.name!r} in the working directory or on "
+            f"PYTHONPATH; {there_are}"
+        ) from error
+    found = [family for family in _FAMILIES.values() if family.module == module_name]
+    if len(found) != 1:
+        raise ValueError(
+            f"{setting}: the module registers {len(found)} families (models.families.register), "
+            f"but must register one; {there_are}"
+        )
+    return found[0]
+
+
+def known() -> dict[str, Family]:
+    """The families by model_type: built-in ones, and those whose modules were imported."""
+    for name in BUILT_IN:
+        load(name)
+    return dict(_FAMILIES)

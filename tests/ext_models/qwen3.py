@@ -1,0 +1,45 @@
+"""A model family of one's own, from outside the packages: Qwen3, dense (arXiv 2505.09388).
+
+    PYTHONPATH=tests/ext_models python -m dapo_jax.train --config=FILE --workdir=DIR \
+        --config.model.family=qwen3 --config.model.path=Qwen3-0.6B-Base
+"""
+
+from models.families import register
+from models.parameters import ModelConfig, norm
+from models.transformer import Layer, rms_norm
+
+
+class Qwen3Layer(Layer):
+    """The shared layer with norms of each head's query and key; no biases."""
+
+    parameters = (
+        *Layer.parameters,
+        norm("q_norm_H", "self_attn.q_norm"),
+        norm("k_norm_H", "self_attn.k_norm"),
+    )
+
+    def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
+        """Divides each head's query and key by its root mean square, and scales them."""
+        eps = self.config.rms_norm_eps
+        q_BTNH = rms_norm(q_BTNH, self.q_norm_H[...], eps=eps)
+        return q_BTNH, rms_norm(k_BTKH, self.k_norm_H[...], eps=eps), v_BTKH
+
+
+class Qwen3Config(ModelConfig):
+    """Holds the sizes of one dense Qwen3 model."""
+
+    layer = Qwen3Layer
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    computes = ModelConfig.computes | {"attention_bias": False}
+
+
+PRESETS = {
+    "0.6b": Qwen3Config(151_936, 1_024, 3_072, 28, 16, 8, 128, True),
+    "1.7b": Qwen3Config(151_936, 2_048, 6_144, 28, 16, 8, 128, True),
+    "4b": Qwen3Config(151_936, 2_560, 9_728, 36, 32, 8, 128, True),
+    "8b": Qwen3Config(151_936, 4_096, 12_288, 36, 32, 8, 128, False),
+    "14b": Qwen3Config(151_936, 5_120, 17_408, 40, 40, 8, 128, False),
+    "32b": Qwen3Config(151_936, 5_120, 25_600, 64, 64, 8, 128, False),
+}
+register(Qwen3Config, PRESETS)
