@@ -15,6 +15,7 @@ from dapo_jax.run.files import read_rows
 from models.kernels import KERNELS, kernels_for, paged_tpu, platform_of, splash_tpu
 from models.qwen2 import PRESETS, Qwen2Config
 from sharding.mesh import make_mesh
+from tests.quick import jit
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,7 @@ def test_a_tpus_kernels_train_as_plain_xla_does(compiled_once, tmp_path, monkeyp
     monkeypatch.setattr(splash_tpu, "make_splash_mha_single_device", splash)
     monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", 128)
     monkeypatch.setitem(PRESETS, "small", Qwen2Config(384, 64, 128, 2, 4, 2, 16, True))
+    monkeypatch.setattr(jax, "jit", jit)
     runs = {}
     for kernels in ("gpu", "tpu_interpret"):
         config, workdir = small_config(kernels), tmp_path / kernels

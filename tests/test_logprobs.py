@@ -9,6 +9,7 @@ import pytest
 
 from dapo_jax.logprobs import CHUNK_TOKENS, chosen_logprobs, head_loss, sampling_logits
 from sharding.mesh import make_mesh
+from tests.quick import jit
 
 B, D, V = 4, 8, 50
 SETTINGS = {"temperature": 0.7, "vocab_size": 45}
@@ -38,7 +39,7 @@ def whole(x_BTD, head_DV, target_BT):
     return logp_BT, -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
 
 
-chunked = jax.jit(functools.partial(chosen_logprobs, **SETTINGS, mesh=mesh_of(1, 1, 1)))
+chunked = jit(functools.partial(chosen_logprobs, **SETTINGS, mesh=mesh_of(1, 1, 1)))
 
 
 def token_loss(logp, tokens):
@@ -61,10 +62,10 @@ def chunked_gradient(slices, data, model, *, scale=1.0):
         loss, *chosen = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
         return scale * loss, tuple(chosen)
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    return jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
-whole_gradient = jax.jit(jax.value_and_grad(whole_loss, argnums=(0, 1), has_aux=True))
+whole_gradient = jit(jax.value_and_grad(whole_loss, argnums=(0, 1), has_aux=True))
 
 
 def weights(T):
@@ -77,7 +78,7 @@ def test_values_equal_the_whole_softmax_around_chunk_boundaries(T):
     logp_BT, entropy_BT = chunked(*arrays)
     assert logp_BT.shape == entropy_BT.shape == (B, T)
     assert logp_BT.dtype == entropy_BT.dtype == jnp.float32
-    expected_logp_BT, expected_entropy_BT = whole(*arrays)
+    expected_logp_BT, expected_entropy_BT = jit(whole)(*arrays)
     np.testing.assert_allclose(logp_BT, expected_logp_BT, atol=1e-5)
     np.testing.assert_allclose(entropy_BT, expected_entropy_BT, atol=1e-5)
 
@@ -109,7 +110,7 @@ def test_log_probability_and_entropy_carry_no_gradient():
         _, logp_BT, entropy_BT = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
         return jnp.sum(logp_BT + entropy_BT)
 
-    for gradient in jax.grad(others, argnums=(0, 1))(*inputs(4)):
+    for gradient in jit(jax.grad(others, argnums=(0, 1)))(*inputs(4)):
         assert not np.any(gradient)
 
 
@@ -213,5 +214,5 @@ def largest_logits(jaxpr):
 def test_only_a_chunks_logits_exist_in_the_backward_pass_too(function, tokens):
     """Of a sequence of four chunks, one chunk's logits; the plain function holds all four."""
     T = 4 * CHUNK
-    jaxpr = jax.make_jaxpr(function)(*inputs(T), weights(T))
+    jaxpr = jax.make_jaxpr(function.__wrapped__)(*inputs(T), weights(T))
     assert largest_logits(jaxpr.jaxpr) == tokens * V

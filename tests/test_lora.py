@@ -25,12 +25,19 @@ from tests.test_learner import LEARNING, SMALL, batch_of, data, params
 
 __all__ = ["data", "params"]  # fixtures
 LORA = Lora(rank=3, alpha=6.0, targets=tuple(MATRICES))
+add = jit(adapted, static_argnames="scale")
+
+
+@functools.cache
+def fresh_adapters(lora=LORA, config=SMALL):
+    init = jit(functools.partial(init_adapters, config, lora, key=jax.random.key(0)))
+    return jax.device_get(init())
 
 
 def random_adapters(lora=LORA, *, seed=0, config=SMALL):
     """Both factors away from zero."""
     rng = np.random.default_rng(seed)
-    fresh = init_adapters(config, lora, key=jax.random.key(0))
+    fresh = fresh_adapters(lora, config)
     return jax.tree.map(lambda a: rng.normal(0, 0.2, a.shape).astype(np.float32), fresh)
 
 
@@ -41,13 +48,13 @@ def by_hand(w, a, b, scale):
     return w + scale * (A @ B).reshape(w.shape)
 
 
-def loss_of(adapters, weights, micro, *, lora):
-    """A micro-batch's loss as a function of LoRA's factors, or with lora None of all weights."""
+@functools.cache
+def jitted_gradient(lora, *, data=1, model=1):
+    """Of a micro-batch's loss: with LoRA by its factors, with None by all weights."""
+    mesh = make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
     learning = dataclasses.replace(LEARNING, lora=lora)
-    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     how = {"graph": abstract_params(SMALL)[0], "mesh": mesh, "learning": learning}
-    trained = weights if lora is None else adapters
-    return learner.micro_batch_loss(trained, weights, micro, **how)[0]
+    return jit(jax.grad(functools.partial(learner.micro_batch_loss, **how), has_aux=True))
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +64,8 @@ def micro(data):
 
 
 def test_fresh_adapters_change_nothing(params):
-    fresh = init_adapters(SMALL, LORA, key=jax.random.key(0))
-    new = adapted(params["layers"], fresh["layers"], scale=LORA.scale)
+    fresh = fresh_adapters()
+    new = jax.device_get(add(params["layers"], fresh["layers"], scale=LORA.scale))
     assert new.keys() == params["layers"].keys()
     for name, array in new.items():
         np.testing.assert_array_equal(array, params["layers"][name])
@@ -71,7 +78,7 @@ def test_fresh_adapters_change_nothing(params):
 def test_the_targets_are_adapted_as_defined_and_nothing_else(params, targets):
     lora = Lora(rank=3, alpha=6.0, targets=targets)
     adapters = random_adapters(lora)["layers"]
-    new = jax.device_get(adapted(params["layers"], adapters, scale=2.0))
+    new = jax.device_get(add(params["layers"], adapters, scale=2.0))
     of_w = {factors(target)[0]: factors(target)[1:] for target in targets}
     for name, w in params["layers"].items():
         if name in of_w:
@@ -84,10 +91,10 @@ def test_the_targets_are_adapted_as_defined_and_nothing_else(params, targets):
 def test_gradients_are_the_weights_gradients_through_the_chain_rule(params, micro):
     """dA = scale * dW B^T and dB = scale * A^T dW, with dW that of training all weights."""
     adapters = random_adapters()
-    layers = jax.device_get(adapted(params["layers"], adapters["layers"], scale=LORA.scale))
-    gradient = jit(jax.grad(functools.partial(loss_of, lora=LORA)))(adapters, params, micro)
-    full = jit(jax.grad(functools.partial(loss_of, lora=None), argnums=1))
-    d_layers = full(adapters, params | {"layers": layers}, micro)["layers"]
+    layers = jax.device_get(add(params["layers"], adapters["layers"], scale=LORA.scale))
+    gradient, _ = jitted_gradient(LORA)(adapters, params, micro)
+    weights = params | {"layers": layers}
+    d_layers = jitted_gradient(None)(weights, weights, micro)[0]["layers"]
     L = SMALL.num_layers
     for target in MATRICES:
         w, a, b = factors(target)
@@ -96,7 +103,7 @@ def test_gradients_are_the_weights_gradients_through_the_chain_rule(params, micr
         dW = np.asarray(d_layers[w]).reshape(L, A.shape[1], B.shape[2])
         for name, expected in ((a, dW @ B.swapaxes(1, 2)), (b, A.swapaxes(1, 2) @ dW)):
             expected = LORA.scale * expected.reshape(adapters["layers"][name].shape)
-            got = gradient["layers"][name]
+            got = np.asarray(gradient["layers"][name])
             np.testing.assert_allclose(got, expected, atol=2e-5 * np.abs(expected).max())
 
 
@@ -153,18 +160,12 @@ def test_factors_lie_on_the_mesh_like_their_matrices():
 
 
 def test_four_devices_take_the_update_of_one(params, micro):
-    four = make_mesh(data=2, model=2)
-    learning = dataclasses.replace(LEARNING, lora=LORA)
     adapters = random_adapters()
-
-    def gradient(mesh):
-        loss = functools.partial(
-            learner.micro_batch_loss, graph=abstract_params(SMALL)[0], mesh=mesh, learning=learning
-        )
-        return jit(jax.grad(loss, has_aux=True))(adapters, params, micro)[0]["layers"]
-
-    one = gradient(make_mesh(data=1, model=1, devices=jax.devices()[:1]))
-    for name, got in gradient(four).items():
+    one, four = (
+        jax.device_get(run(adapters, params, micro)[0]["layers"])
+        for run in (jitted_gradient(LORA), jitted_gradient(LORA, data=2, model=2))
+    )
+    for name, got in four.items():
         np.testing.assert_allclose(got, one[name], atol=1e-5 * np.abs(one[name]).max())
 
 

@@ -26,6 +26,7 @@ from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params
 from sharding import hosts, rules
 from sharding.mesh import AXES, make_mesh
+from tests.quick import jit
 
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
 # (slices, data, model); the last exceeds the 2 key/value heads
@@ -42,6 +43,13 @@ SAMPLING = Sampling(
 PROMPTS = {7: np.array([5, 6, 7]), 100: np.arange(10, 27), 0: np.array([60]), 12: np.arange(20, 27)}
 GROUP_SIZE = 8
 RUN_KEY = jax.random.key(11)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", jit)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +173,9 @@ def test_every_mesh_gives_one_devices_logprobs(params, slices, data, model):
     mesh = make_mesh(data=data, model=model, slices=slices)
     rng = np.random.default_rng(1)
     tokens_BT, target_BT = rng.integers(0, 61, (2, 8, 10))
-    function = jax.jit(functools.partial(logprobs_of, graph, mesh))
+    function = jit(functools.partial(logprobs_of, graph, mesh))
     one_device = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    expected = jax.jit(functools.partial(logprobs_of, graph, one_device))(
-        params, tokens_BT, target_BT
-    )
+    expected = jit(functools.partial(logprobs_of, graph, one_device))(params, tokens_BT, target_BT)
     sharded = jax.device_put(params, learner_shardings(mesh))
     rows = hosts.place((tokens_BT, target_BT), rules.rows(mesh))
     for got, want in zip(function(sharded, *rows), expected, strict=True):
@@ -188,7 +194,7 @@ def test_the_chunked_head_leaves_rows_on_their_devices():
         jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=by_rows),
     )
     function = functools.partial(chosen_logprobs, temperature=1.0, vocab_size=V, mesh=mesh)
-    compiled = jax.jit(function, out_shardings=by_rows).lower(*arguments).compile()
+    compiled = jit(function, out_shardings=by_rows).lower(*arguments).compile()
     assert collectives(compiled) == [(f"f32[{D},{V}]", "all-gather")]
 
 
