@@ -106,7 +106,8 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], ModelConfig, dict[s
             raise FileNotFoundError(f"{part} is missing: {path} is no converted Orbax directory")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        model_type, kept, model_types = content["model_type"], content["hf"], families.known()
+        model_type = content.get("model_type", "qwen2")
+        kept, model_types = content["hf"], families.known()
         if model_type not in model_types:
             raise ValueError(f"model_type {model_type!r} is unknown; --family names its module")
         config = model_types[model_type].config(**content["model"])
@@ -133,7 +134,9 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
     recipe = ConfigDict(json.loads(file.read_text(encoding="utf-8")))
-    recipe.mesh.data, recipe.mesh.model = -1, 1  # here, not on the machine that trained
+    # Here, not on the machine that trained.
+    recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
+    recipe.model.kernels = "auto"
     programs = build.programs(recipe, vocab_size=0)
     checkpoints = build.checkpoints(recipe, workdir, keep=None)
     step = checkpoints.latest_step() if step is None else step

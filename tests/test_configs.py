@@ -101,6 +101,8 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"learner.lora_rank": 8, "learner.lora_targets": ("q", "qq")}, "lora_targets has 'qq'"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ()}, "lora_targets is empty"),
         ({"learner.remat": "ful"}, "learner.remat = 'ful'; choose one of none, keep_products"),
+        ({"data.train.rules": "foo"}, "data.train.rules = 'foo', but must be one of dapo"),
+        ({"data.train.max_prompts": -3}, "data.train.max_prompts = -3, but must be at least 0"),
         ({"learner.learning_rate": float("inf")}, "learning_rate = inf"),
     ],
 )

@@ -6,7 +6,6 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from configs import tiny
 from dapo_jax import train
@@ -90,17 +89,7 @@ OF_THE_CACHE = ("engine/occupancy", "engine/cache_use")
 TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 
 
-@pytest.fixture
-def compiled_once(tmp_path):
-    """Runs keep their programs on disk, so that what they have in common is compiled once."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
-def test_a_tpus_kernels_train_as_plain_xla_does(compiled_once, tmp_path, monkeypatch):
+def test_a_tpus_kernels_train_as_plain_xla_does(tmp_path, monkeypatch):
     """Two whole steps with the pod's programs, interpreted: the same tokens, the rest to rounding.
 
     Both kernels have several blocks, of pages and of a row's tokens.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
+from dapo_jax.sampler.sampling import request_keys, sample_token, truncate, uniform_at
 from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
 from tests.quick import jit
@@ -131,13 +131,13 @@ def awkward_logits(V, scale, seed=0):
     return logits_V
 
 
-jit_draw = jit(functools.partial(draw, axis=None))
+jit_sample_token = jit(functools.partial(sample_token, axis=None))
 
 
 @jit
 def draw_many(logits_V, uniform_N):
     return jax.lax.map(
-        lambda u: jax.tree.map(lambda a: a[0], draw(logits_V[None], u[None], axis=None)),
+        lambda u: jax.tree.map(lambda a: a[0], sample_token(logits_V[None], u[None], axis=None)),
         uniform_N,
         batch_size=512,
     )
@@ -194,7 +194,7 @@ def test_truncation_and_sampling_agree_on_the_distribution():
     logits_RV = np.random.default_rng(2).normal(0, 2, (64, 300)).astype(np.float32)
     uniform_R = np.linspace(0, 1 - 2**-24, 64, dtype=np.float32)
     truncated_RV = jit_truncate(logits_RV, top_p=0.6, top_k=50)
-    token_R, logp_R = jit_draw(truncated_RV, uniform_R)
+    token_R, logp_R = jit_sample_token(truncated_RV, uniform_R)
     expected_RV = sorted_top_p(sorted_top_k(logits_RV, 50), 0.6).astype(np.float64)
     expected_RV -= np.logaddexp.reduce(expected_RV, axis=-1, keepdims=True)
     np.testing.assert_allclose(logp_R, expected_RV[np.arange(64), token_R], atol=1e-5)
@@ -215,7 +215,7 @@ def test_a_vocabulary_split_over_devices_gives_the_same_tokens(V):
     uniform_R[::64], uniform_R[1::64] = 0.0, 1 - 2**-24
     split = jit(
         jax.shard_map(
-            functools.partial(draw, axis="model"),
+            functools.partial(sample_token, axis="model"),
             mesh=mesh,
             in_specs=(PartitionSpec(None, "model"), PartitionSpec()),
             out_specs=PartitionSpec(),
@@ -223,7 +223,7 @@ def test_a_vocabulary_split_over_devices_gives_the_same_tokens(V):
         )
     )
     token_R, logp_R = map(np.asarray, split(logits_RV, uniform_R))
-    whole_token_R, whole_logp_R = map(np.asarray, jit_draw(logits_RV, uniform_R))
+    whole_token_R, whole_logp_R = map(np.asarray, jit_sample_token(logits_RV, uniform_R))
     if V % (4 * 128) == 0:
         np.testing.assert_array_equal(token_R, whole_token_R)
         np.testing.assert_allclose(logp_R, whole_logp_R, rtol=1e-6, atol=1e-6)

@@ -267,7 +267,8 @@ def test_flags_change_known_sets_and_add_others_in_the_same_way(monkeypatch):
 )
 def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, message):
     with pytest.raises((flags.Error, AttributeError, KeyError)) as refused:
-        parsed(monkeypatch, f"--config.eval.sets.{name}.{setting}")
+        of_set = f"--config.eval.sets.{name}."
+        parsed(monkeypatch, f"{of_set}path=a.csv", of_set + setting)
     assert re.search(message, command.flag_error_line(refused.value))
 
 
@@ -276,6 +277,23 @@ def test_a_sets_name_is_a_word(monkeypatch):
         message = re.escape(f"eval.sets.{name}: the name of a set has letters, digits and _")
         with pytest.raises(flags.Error, match=message):
             parsed(monkeypatch, f"--config.eval.sets.{name}.k=1")
+
+
+def test_a_misspelt_set_is_refused_with_the_nearest_name(monkeypatch):
+    """A flag for `arithmatic` made a set of that name, which failed later for another reason."""
+    message = r"eval.sets.arithmatic: the recipe has no such set \(did you mean 'arithmetic'\?\)"
+    with pytest.raises(flags.Error, match=message):
+        parsed(monkeypatch, "--config.eval.sets.arithmatic.count=3")
+
+
+def test_what_a_set_gives_its_own_task_is_changed_by_flags(monkeypatch):
+    """The name of the set was read up to the last dot: `new.args`."""
+    config = parsed(
+        monkeypatch,
+        "--config.eval.sets.new.task=countdown:Countdown",
+        "--config.eval.sets.new.args={'numbers': 4}",
+    )
+    assert config.eval.sets.new.args.numbers == 4
 
 
 def test_a_recipes_own_set_is_left_out_by_k_0(monkeypatch):

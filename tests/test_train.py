@@ -107,7 +107,7 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["engine/requests"] == 8 * (row["groups/sampled"] + row["groups/cancelled"])
         assert row["groups/informative"] == 4  # a step ends with the last one that it needs
         assert 0 < row["engine/occupancy"] <= 1
-        assert 0 <= row["engine/unused_tokens_fraction"] < 1  # 0: all that was drawn was needed
+        assert 0 <= row["engine/unused_tokens_fraction"] < 1  # 0: all that was sampled was needed
     assert any(row["engine/unused_tokens_fraction"] > 0 for row in rows)
     assert np.sum([row["groups/sampled"] for row in rows]) == rows[-1]["prompts_seen"]
     assert np.sum([row["engine/drawn_tokens"] for row in rows]) == rows[-1]["sampled_tokens_total"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings
+from configs.base import eval_settings, train_settings
 from dapo_jax import algorithm, learner
 from dapo_jax.tasks.math_problems import RULES
 from models.families import Family
@@ -70,6 +70,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "log.",
     "mesh.",
+    "model.kernels",
 )
 
 
@@ -88,7 +89,8 @@ def check(config: ConfigDict) -> None:
     _check_algorithm(config)
     _check_lora(config.learner)
     for name, settings in eval_settings(config).items():
-        _check_eval_set(f"eval.sets.{name}", settings)
+        _check_data_set(f"eval.sets.{name}", settings)
+    _check_data_set("data.train", train_settings(config))
     for name in ("k", "temperature", "top_p"):
         message = f"data.train.{name} is set, but is for evaluation sets; set rollout's keys"
         _require(config.data.train[name] is None, message)
@@ -140,15 +142,16 @@ def _check_lora(learner: ConfigDict) -> None:
     )
 
 
-def _check_eval_set(key: str, settings: dict) -> None:
+def _check_data_set(key: str, settings: dict) -> None:
     for name, holds, bound in (
-        ("k", settings["k"] >= 1, "at least 1, or 0 to leave the set out"),
-        ("max_prompts", settings["max_prompts"] >= 0, "at least 0"),
-        ("temperature", 0 < settings["temperature"] < math.inf, "greater than 0 and finite"),
-        ("top_p", 0 < settings["top_p"] <= 1, "over 0 and at most 1"),
-        ("rules", settings["rules"] in RULES, f"one of {', '.join(RULES)}"),
+        ("k", lambda k: k >= 1, "at least 1, or 0 to leave the set out"),
+        ("max_prompts", lambda prompts: prompts >= 0, "at least 0"),
+        ("temperature", lambda value: 0 < value < math.inf, "greater than 0 and finite"),
+        ("top_p", lambda value: 0 < value <= 1, "over 0 and at most 1"),
+        ("rules", lambda rules: rules in RULES, f"one of {', '.join(RULES)}"),
     ):
-        _require(holds, f"{key}.{name} = {settings[name]!r}, but must be {bound}")
+        value = settings[name]  # None: left open, as sampling is of the training set
+        _require(value is None or holds(value), f"{key}.{name} = {value!r}, but must be {bound}")
 
 
 def check_model(

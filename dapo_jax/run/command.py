@@ -4,6 +4,7 @@ absl and ml_collections would show their own traceback for a misspelt key or pre
 the same. `--debug` shows the traceback.
 """
 
+import difflib
 import pathlib
 import re
 import sys
@@ -18,7 +19,8 @@ from configs.base import dataset
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^=]+)\.[^.=]+(?:=|$)")
+SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^=]+)")
+NEEDED = ("path", "kind", "task")  # what a new set has one of
 
 
 class RecipeParser(ConfigFileFlagParser):
@@ -30,15 +32,30 @@ class RecipeParser(ConfigFileFlagParser):
     def parse(self, path: str):
         """Returns the recipe's config, locked."""
         config = super().parse(path)
-        named = [match[1] for argument in sys.argv if (match := SET_FLAG.match(argument))]
+        keys: dict[str, set[str]] = {}
+        for argument in sys.argv:
+            if (match := SET_FLAG.match(argument)) and "." in match[1]:
+                name, key = _name_and_key(match[1].split("."))
+                keys.setdefault(name, set()).add(key)
         with config.unlocked():
-            for name in named:
+            for name in keys.keys() - config.eval.sets.keys():
                 if not name.isidentifier():
                     message = "the name of a set has letters, digits and _ and begins with no digit"
                     raise ValueError(f"eval.sets.{name}: {message}")
-                if name not in config.eval.sets:
-                    config.eval.sets[name] = dataset()
+                if keys[name].isdisjoint(NEEDED):
+                    near = difflib.get_close_matches(name, config.eval.sets, n=1)
+                    hint = f" (did you mean {near[0]!r}?)" if near else ""
+                    message = f"the recipe has no such set{hint}; a new one needs a path or a task"
+                    raise ValueError(f"eval.sets.{name}: {message}")
+                config.eval.sets[name] = dataset()
         return config
+
+
+def _name_and_key(parts: list[str]) -> tuple[str, str]:
+    """Splits what a flag says after eval.sets: NAME.KEY, or NAME.args.KEY."""
+    if len(parts) > 2 and parts[1] in dataset():
+        return parts[0], parts[1]
+    return ".".join(parts[:-1]), parts[-1]
 
 
 def define_config(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
@@ -90,8 +107,8 @@ def end_all(message: str) -> None:
 
 def raised_by_us(error: Exception) -> bool:
     """Says whether our own check refused something: a library's error needs its traceback."""
-    innermost = traceback.extract_tb(error.__traceback__)[-1]
-    return pathlib.Path(innermost.filename).is_relative_to(ROOT)
+    innermost = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return innermost.is_relative_to(ROOT) and "site-packages" not in innermost.parts
 
 
 def parse_flags(argv: list[str]) -> list[str]:

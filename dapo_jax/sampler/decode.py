@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dapo_jax.logprobs import sampling_logits
-from dapo_jax.sampler.sampling import draw, request_keys, truncate, uniform_at
+from dapo_jax.sampler.sampling import request_keys, sample_token, truncate, uniform_at
 from models.kernels import Kernels
 from models.kernels.xla import PageTable, attention, combine, of_readers, page_attention, pieces
 from models.parameters import ModelConfig
@@ -183,7 +183,7 @@ def decode_block(
             )
             whole_BV = truncate(whole_BV, top_p=s.top_p, top_k=s.top_k)
             logits_BV = jax.lax.dynamic_slice_in_dim(whole_BV, first_id, logits_BV.shape[1], 1)
-        token_B, logp_B = draw(logits_BV, uniform_SB[i], axis=axis)
+        token_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
         ended_B = jnp.isin(token_B, stop_ids) | (slots.sampled_B + i + 1 >= slots.limit_B)
         return (
             i + 1,

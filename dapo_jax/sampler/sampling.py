@@ -60,7 +60,7 @@ def truncate(logits_RV, *, top_p: float, top_k: int):
     return logits_RV
 
 
-def draw(logits_RV, uniform_R, *, axis: str | None):
+def sample_token(logits_RV, uniform_R, *, axis: str | None):
     """Samples (token_R, logp_R) from softmax(logits) by inverting its distribution function.
 
     One uniform number a row. The running sum is taken over blocks first, then inside the block

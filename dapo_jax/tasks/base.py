@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Protocol
 
+import numpy as np
+
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Verdict
@@ -144,7 +146,7 @@ def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[V
             raise DataError(f"{name} graded a response {verdict!r:.80}, which is no Verdict")
         correct, prediction, status, score = verdict
         for field, holds in (
-            ("correct", isinstance(correct, bool)),
+            ("correct", isinstance(correct, bool | np.bool_)),
             ("prediction", prediction is None or isinstance(prediction, str)),
             ("status", isinstance(status, str)),
             ("score", score is None or (isinstance(score, Real) and math.isfinite(score))),

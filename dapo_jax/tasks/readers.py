@@ -131,6 +131,8 @@ def read(
     for a setting that does not exist, a file of another format and a parquet file without a needed
     column.
     """
+    if not path:
+        raise DataError("path is empty: set it to the data set's file.")
     file = pathlib.Path(path)
     kind = kind or KIND_OF_ENDING.get(file.suffix, "")
     if kind not in KINDS:

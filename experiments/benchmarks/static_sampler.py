@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.logprobs import sampling_logits
-from dapo_jax.sampler.decode import blocks
-from dapo_jax.sampler.sampling import draw, request_keys, uniform_at
+from dapo_jax.sampler.sampling import request_keys, sample_token, uniform_at
 from models.kernels.xla import MASKED, attention
-from models.transformer import causal_mask, logits, rms_norm, rotation
+from models.transformer import causal_mask, hidden_layer_by_layer, logits
 
 
 def cache_attention(q_BNH, k_BKHS, v_BKSH, mask_BS):
@@ -33,20 +32,24 @@ def cache_attention(q_BNH, k_BKHS, v_BKSH, mask_BS):
 def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_tokens: int):
     """(tokens_TR, logp_TR) of one batch of prompts of equal length; row r has limit_R[r] tokens."""
     R, T = prompt_RT.shape
-    layers = list(blocks(params, config))
     mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
-    x_RTD, cache = params["embed_VD"][prompt_RT], []
-    for block in layers:
-        x_RTD, (k_RTKH, v_RTKH) = block(
-            x_RTD,
-            rotation(jnp.arange(T)[None], config),
-            lambda q, k, v: (attention(q, k, v, mask_RTS), (k, v)),
+
+    def attend_prompt(q, k, v):
+        return attention(q, k, v, mask_RTS), (k, v)
+
+    layers = config.num_layers
+    x_RTD, kept = hidden_layer_by_layer(
+        params, config, prompt_RT, jnp.arange(T)[None], [attend_prompt] * layers, axis=None
+    )
+    room = ((0, 0), (0, 0), (0, 0), (0, max_tokens))
+    cache = [
+        (
+            jnp.pad(k_RTKH.transpose(0, 2, 3, 1), room),
+            jnp.pad(v_RTKH.transpose(0, 2, 1, 3), (*room[:2], room[3], room[2])),
         )
-        room = ((0, 0), (0, 0), (0, 0), (0, max_tokens))
-        k_RKHS = jnp.pad(k_RTKH.transpose(0, 2, 3, 1), room)
-        v_RKSH = jnp.pad(v_RTKH.transpose(0, 2, 1, 3), (*room[:2], room[3], room[2]))
-        cache.append((k_RKHS, v_RKSH))
-    x_RD = rms_norm(x_RTD[:, -1], params["final_norm_D"], eps=config.rms_norm_eps)
+        for k_RTKH, v_RTKH in kept
+    ]
+    x_RD = x_RTD[:, -1]
     key_R = request_keys(run_key, cursor_R, jnp.zeros_like(cursor_R))
     slot_S = jnp.arange(T + max_tokens)
 
@@ -58,24 +61,22 @@ def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_token
             vocab_size=config.vocab_size,
             first_id=0,
         )
-        token_R, logp_R = draw(logits_RV, uniform_at(key_R, jnp.full(R, t)), axis=None)
-        x_RTD, new_cache = params["embed_VD"][token_R[:, None]], []
-        cos_sin = rotation(jnp.full((1, 1), T + t), config)
+        token_R, logp_R = sample_token(logits_RV, uniform_at(key_R, jnp.full(R, t)), axis=None)
         mask_RS = jnp.broadcast_to(slot_S <= T + t, (R, len(slot_S)))
-        for block, (k_RKHS, v_RKSH) in zip(layers, cache, strict=True):
 
-            def attend(q, k, v, k_RKHS=k_RKHS, v_RKSH=v_RKSH):
-                k_RKHS = jax.lax.dynamic_update_slice_in_dim(
-                    k_RKHS, k.transpose(0, 2, 3, 1), T + t, axis=3
-                )
-                v_RKSH = jax.lax.dynamic_update_slice_in_dim(
-                    v_RKSH, v.swapaxes(1, 2), T + t, axis=2
-                )
-                return cache_attention(q[:, 0], k_RKHS, v_RKSH, mask_RS)[:, None], (k_RKHS, v_RKSH)
+        def attend(q, k, v, *, layer):
+            k_RKHS, v_RKSH = cache[layer]
+            k_RKH1, v_RK1H = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+            k_RKHS = jax.lax.dynamic_update_slice_in_dim(k_RKHS, k_RKH1, T + t, axis=3)
+            v_RKSH = jax.lax.dynamic_update_slice_in_dim(v_RKSH, v_RK1H, T + t, axis=2)
+            return cache_attention(q[:, 0], k_RKHS, v_RKSH, mask_RS)[:, None], (k_RKHS, v_RKSH)
 
-            x_RTD, kept = block(x_RTD, cos_sin, attend)
-            new_cache.append(kept)
-        x_RD = rms_norm(x_RTD[:, 0], params["final_norm_D"], eps=config.rms_norm_eps)
+        attends = [functools.partial(attend, layer=layer) for layer in range(layers)]
+        position_11 = jnp.full((1, 1), T + t)
+        x_RTD, new_cache = hidden_layer_by_layer(
+            params, config, token_R[:, None], position_11, attends, axis=None
+        )
+        x_RD = x_RTD[:, 0]
         return t + 1, x_RD, new_cache, tokens_TR.at[t].set(token_R), logp_TR.at[t].set(logp_R)
 
     buffer = (max_tokens, R)
