@@ -311,17 +311,18 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     term is measured against; without either pass None.
     """
 
-    def micro_batch_gradient(i):
+    def share(params, i):
         micro = jax.tree.map(lambda rows: rows[i], dataclasses.replace(batch, num_micro=None))
-        gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
-        return gradient(
-            state.params, start_weights, micro, graph=graph, mesh=mesh, learning=learning
+        return micro_batch_loss(
+            params, start_weights, micro, graph=graph, mesh=mesh, learning=learning
         )
 
     def accumulate(i, total):
-        return jax.tree.map(jnp.add, total, micro_batch_gradient(i))
+        share_and_gradient = jax.value_and_grad(share, has_aux=True)
+        return jax.tree.map(jnp.add, total, share_and_gradient(state.params, i))
 
-    zero = jax.tree.map(jnp.zeros_like, jax.eval_shape(micro_batch_gradient, 0))
+    shapes = (jax.eval_shape(share, state.params, 0), state.params)
+    zero = jax.tree.map(jnp.zeros_like, shapes)
     (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
     grad_norm = optax.tree.norm(grads)
     steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)

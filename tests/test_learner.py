@@ -344,14 +344,15 @@ def test_the_order_of_the_responses_changes_nothing(params, data, expected):
 def test_recomputing_activations_saves_memory():
     """Unrolled layers once kept, on CPU, all that was to be computed again."""
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    deep = abstract_params(dataclasses.replace(SMALL, num_layers=3))
+    graph, params = abstract_params(dataclasses.replace(SMALL, num_layers=3))
+    batch = learner.abstract_batch((1, 2048), mesh)
 
     def temporary_bytes(remat):
         learning = dataclasses.replace(LEARNING, remat=remat)
-        update = functools.partial(learner.update, graph=deep[0], mesh=mesh, learning=learning)
-        state = jax.eval_shape(lambda params: init_state(params, learning), deep[1])
-        batch = learner.abstract_batch((2, 1, 2048), mesh)
-        compiled = jit(update).lower(state, None, batch, 1.0).compile()
+        loss = functools.partial(
+            learner.micro_batch_loss, graph=graph, mesh=mesh, learning=learning
+        )
+        compiled = jit(jax.grad(loss, has_aux=True)).lower(params, None, batch).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes("full") < 0.6 * temporary_bytes("none")
