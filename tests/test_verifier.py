@@ -428,12 +428,17 @@ def lone():
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead but not yet collected does not."""
+    """Whether a process runs; one that is dead but not yet collected does not.
+
+    The first thread may be dead before the others, which still hold the process's files open.
+    """
+    process = pathlib.Path(f"/proc/{pid}")
     try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        status = (process / "stat").read_text()
+        threads = len(list((process / "task").iterdir()))
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
+    return status.rsplit(")", 1)[1].split()[0] != "Z" or threads > 1
 
 
 def _wait_for_the_end_of(pid: int) -> None:
