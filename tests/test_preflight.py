@@ -50,7 +50,7 @@ SMALL_SETTINGS = {
     "learner.row_tokens": 128,
     "learner.micro_batch_rows": 8,
 }
-# The compiler is told not to try hard: a third of the seconds.
+# The compiler does not try hard: a third of the seconds.
 QUICKLY = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1"}
 
 

@@ -126,7 +126,7 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
 def compiled_programs(built: build.Programs, *, say: Callable[[str], None]) -> dict[str, Program]:
     """Compiles the recipe's programs side by side. Raises DoesNotFit for the first that does not.
 
-    say: is told of each that is ready.
+    say: reports each that is ready.
     """
     lowered, programs = lowered_programs(built), {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

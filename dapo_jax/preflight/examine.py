@@ -91,7 +91,7 @@ def examine(
 ) -> Findings:
     """Compiles everything for these devices and simulates steps.
 
-    mean: response length of the simulated step, tokens. say: is told of what is ready. Raises
+    mean: response length of the simulated step, tokens. say: reports what is ready. Raises
     ValueError for settings that cannot work, DoesNotFit where a program does not.
     """
     start = time.perf_counter()

@@ -4,7 +4,7 @@
         --lengths=response_lengths.csv
 
 8 prompts of 64 tokens x 8 responses, float32, random weights: all responses of 128 tokens, and
-lengths drawn from the CSV, a quarter of each, cut at 1,024, to which the peers pad. Tokens are
+lengths sampled from the CSV, a quarter of each, cut at 1,024, to which the peers pad. Tokens are
 those of the responses. A step is sampling, the peers' log-probabilities of what they sampled (ours
 come with the samples), and one update of all 64 responses. Best of --repeats.
 """

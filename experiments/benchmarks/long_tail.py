@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.long_tail --lengths=response_lengths.csv
 
-512 requests whose lengths are drawn from the CSV (column length_tokens): a quarter of each, cut
+512 requests whose lengths are sampled from the CSV (column length_tokens): a quarter of each, cut
 at 1,024 as a length limit cuts. The engine's equal lengths have the same mean. The static batch
 has as many rows as the engine has slots. --out: a folder for timeline.png.
 """
