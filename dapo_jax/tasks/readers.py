@@ -123,13 +123,12 @@ def read(
     kind: a name of KINDS; "": by the ending of the path.
     prompt_field, answer_field: where a row has the prompt (text, or messages with role and
         content) and the answer (text or a number); "a.b" is field b of field a. "": the kind's.
-    template: what a prompt of plain text is put into, a name of TEMPLATES. "": the kind's.
+    template: a name of TEMPLATES, for prompts of plain text. "": the kind's.
     on_bad_row: "error" raises DataError at the first row that has bad UTF-8, invalid JSON, a
         missing key, a null, a wrong type, an empty prompt or an empty answer; "skip" counts it.
 
     Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
-    for a setting that does not exist, a file of another format and a parquet file without a needed
-    column.
+    for a wrong setting, a file of another format and a parquet file without a needed column.
     """
     if not path:
         raise DataError("path is empty: set it to the data set's file.")
@@ -301,9 +300,7 @@ def _json(path: pathlib.Path, fields: Sequence[str]) -> Records:
     except ValueError:
         records = None
     if not isinstance(records, list):
-        yield from (
-            (row, record_of) for row, (_, record_of) in enumerate(_json_lines(path, fields))
-        )
+        yield from enumerate(record_of for _, record_of in _json_lines(path, fields))
         return
     for row, record in enumerate(records):
         yield row, lambda record=record: _typed(record, dict, "the row")
