@@ -9,9 +9,10 @@ COMPILER_OPTIONS = {
     "xla_allow_excess_precision": False,
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_cpu_use_fusion_emitters": False,
     "xla_llvm_disable_expensive_passes": True,
 }
+if jax.__version_info__ < (0, 12):  # gone from its compiler
+    COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = False
 _jit = jax.jit
 
 
