@@ -460,7 +460,7 @@ def runs():
         WIDE,
         TIGHT,
         random_params(WIDE)[1],
-        parts=((1 / 2, 1 / 2), (1, 1)),
+        parts=cache_module.PARTS,
         compiler_options=KERNELS["cpu"].compiler_options,
     )
     with compilations() as first:

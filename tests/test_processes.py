@@ -16,7 +16,7 @@ from processes import started
 from dapo_jax.run.files import read_rows
 from sharding import hosts
 
-STEPS = 2
+STEPS = 3
 # These depend on the number of devices: who is sampled beside whom, and what is discarded.
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")

@@ -218,7 +218,7 @@ def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
     """
     rng = np.random.default_rng(0)
     streamed_lengths, hasty_lengths, differing, capped = [], [], 0, 0
-    for seed in range(40):
+    for seed in range(100):
         num_prompts = int(rng.integers(4, 13))
         engine = {"slots": int(rng.integers(4, 65)), "block_tokens": int(rng.integers(1, 9))}
         script = long_tailed_script(seed, prompts=3 * num_prompts)
@@ -234,8 +234,8 @@ def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
         differing += sorted(hasty) != kept
         streamed_lengths.append(script.length_PG[kept].mean())
         hasty_lengths.append(script.length_PG[hasty].mean())
-    assert 0 < capped < 20
-    assert differing > 24
+    assert 0 < capped < 50
+    assert differing > 60
     assert np.mean(hasty_lengths) < 0.9 * np.mean(streamed_lengths)
 
 
@@ -460,7 +460,7 @@ def test_little_more_is_issued_than_needed(rate):
     mostly enough; with the further guesses where it is not, the bound is 1.5 of them and a prompt.
     """
     num_prompts, issued, sampled, blocks = 16, [], [], []
-    for seed in range(30):
+    for seed in range(60):
         scripted = script(2 * (np.random.default_rng(seed).random(400) < rate))
         rollouts = run(scripted, num_prompts=num_prompts, slots=400 * G, expected_rate=rate)
         issued.append(rollouts.issued)
