@@ -134,6 +134,7 @@ try:
     hosts.on_main(lambda: int("one"))
 except ValueError as error:
     print("all have it:", error, flush=True)
+hosts.gather("said")  # the first to fail would end the other before it has printed
 if process == 1:
     hosts.fail("error: no prompts here", code=1)
 time.sleep(60)
