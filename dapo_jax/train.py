@@ -67,6 +67,7 @@ class Run:
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Runs, or resumes, the recipe in `workdir` until config.num_steps rollout steps are done."""
+    stopped = None
     with contextlib.ExitStack() as stack:
         run, state, progress = start(config, workdir, stack)
         weights = run.sampler_weights(state)
@@ -109,8 +110,6 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 last = step + 1 == config.num_steps
                 run.snapshots.take(step + 1, state, progress, force=last)
             run.record.step(step_row(done, watch.seconds()), rollouts, reward_PG)
-        else:
-            stopped = None
     if stopped:
         raise SystemExit(stopped)
     if hosts.is_main_host():
