@@ -3,6 +3,7 @@
 # make test-all the same, and then the slow tests (tests/README.md lists them)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up, and a recipe through the TPU's compiler
 # make preflight-all   all of them: the table of experiments/preflight
+# make faults   set-up, and all kinds of faults injected: the table of experiments/faults (about an hour)
 # make clean    remove the environment and the runs
 #
 # PYTHON=python3.12 makes the environment with another Python; ARGS="-k rollout -x" goes to the command.
@@ -15,7 +16,7 @@ TPU_COMPILER := .venv/tpu/libtpu/libtpu.so
 CONFIG ?= configs/qwen2_5_0_5b.py
 TOPOLOGY ?= v5e:2x4
 
-.PHONY: train test test-all setup preflight preflight-all clean
+.PHONY: train test test-all setup preflight preflight-all faults clean
 
 train: setup
 	.venv/bin/python -m dapo_jax.train --config=configs/tiny.py --workdir=$(WORKDIR) $(ARGS)
@@ -36,6 +37,9 @@ preflight: setup $(TPU_COMPILER)
 
 preflight-all: setup $(TPU_COMPILER)
 	.venv/bin/python -m experiments.preflight.all $(ARGS)
+
+faults: setup
+	.venv/bin/python -m experiments.faults $(ARGS)
 
 $(TPU_COMPILER): $(STAMP)
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/tpu \

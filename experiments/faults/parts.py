@@ -1,0 +1,45 @@
+"""What a part of the fault test is: a kind of fault, injected many times, and what became of each."""
+
+import dataclasses
+import importlib
+import pathlib
+from collections.abc import Callable, Iterator
+
+# A module of this package each, in the order of the table; every one has its Part as PART.
+NAMES = ("kills", "flips", "inputs", "numbers", "answers", "models", "disks", "processes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one injected fault.
+
+    fault: what was injected, in a few words. survived: whether the result is bitwise that of an
+    undisturbed run, or the program stopped before it computed or saved anything wrong, with all
+    that was saved before still there. said: whether a message names the fault; None where there is
+    nothing to say. lost: what was lost or went on wrong, "" where nothing was.
+    """
+
+    fault: str
+    survived: bool
+    said: bool | None = None
+    lost: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One kind of fault.
+
+    title: its row's name in the table. full, short: how many `make faults` injects, and how many
+    tests/test_faults.py does. inject(count, seed, folder): injects so many, the same ones for the
+    same seed, with `folder` (empty) for its files, and yields an Outcome for each.
+    """
+
+    title: str
+    full: int
+    short: int
+    inject: Callable[[int, int, pathlib.Path], Iterator[Outcome]]
+
+
+def load(name: str) -> Part:
+    """Returns the part of the module of this package with that name."""
+    return importlib.import_module(f"experiments.faults.{name}").PART

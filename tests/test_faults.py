@@ -1,0 +1,14 @@
+"""A short run of each part of experiments/faults: nothing is lost, and what is wrong is said."""
+
+import pytest
+
+from experiments.faults import parts
+
+
+@pytest.mark.parametrize("name", parts.NAMES)
+def test_every_fault_is_survived_and_said(name, tmp_path):
+    part = parts.load(name)
+    outcomes = list(part.inject(part.short, 0, tmp_path))
+    assert len(outcomes) == part.short
+    bad = [o for o in outcomes if not o.survived or o.lost or o.said is False]
+    assert not bad, bad
