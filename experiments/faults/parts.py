@@ -1,4 +1,4 @@
-"""What a part of the fault test is: a kind of fault, injected many times, and what became of each."""
+"""What a part of the fault test is: one kind of fault, injected many times."""
 
 import dataclasses
 import importlib
