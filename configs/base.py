@@ -114,6 +114,7 @@ def get_config() -> ConfigDict:
     config.log = ConfigDict()
     config.log.samples_every_steps = 10  # a table of completions; 0: never
     config.log.rollouts_every_steps = 1  # rollouts/<step>.jsonl.gz; 0: never
+    config.log.eval_responses = True  # eval/<finished steps>.<set>.jsonl.gz
     return config
 
 

@@ -9,6 +9,7 @@ given again; anything else is an error. `train` holds one RL step, top to bottom
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 
@@ -17,15 +18,16 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from dapo_jax.algorithm import group_advantage, outcome_reward, soft_overlong_penalty
-from dapo_jax.evaluate import evaluate
+from dapo_jax.evaluate import evaluate, settings_of
 from dapo_jax.learner import TrainState, warmup_learning_rate
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import collect, minibatches
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.display import evaluation_line
+from dapo_jax.run.failures import telling_saved_steps
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
-from dapo_jax.run.record import Record, banner, result_row, write_results
+from dapo_jax.run.record import Record, banner, claim, result_row, write_results
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session
@@ -60,8 +62,10 @@ class Run:
             weights,
             self.data.eval_sets,
             report=self.record.display.phase,
+            keep=functools.partial(self.record.responses, finished_steps),
         )
-        write_results(self.record.workdir, finished_steps, results)
+        settings = settings_of(self.config)
+        write_results(self.record.workdir, finished_steps, results, settings)
         return result_row(results)
 
 
@@ -124,7 +128,9 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     Everything is refused, loaded and compiled here. What has to be closed goes onto the stack.
     """
     checks.check(config)
+    claim(config, workdir, stack)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
+    stack.enter_context(telling_saved_steps(checkpoints.latest_step, checkpoints.directory))
     snapshots = stack.enter_context(
         Snapshots(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
     )

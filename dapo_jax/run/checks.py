@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings, train_settings
 from dapo_jax import algorithm, learner
+from dapo_jax.run.files import read_json
 from dapo_jax.tasks.math_problems import RULES
 from models.families import Family
 from models.lora import MATRICES
@@ -218,10 +219,10 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
     file = workdir / "config.json"
     if not file.exists():
         return
-    ours, theirs = json.loads(config.to_json_best_effort()), json.loads(file.read_text())
+    ours, theirs = json.loads(config.to_json_best_effort()), read_json(file)
     differing = [
         f"{name} is {new!r}, but was {old!r}"
-        for name, old, new in _differences(theirs, ours)
+        for name, old, new in differences(theirs, ours)
         if not name.startswith(MAY_CHANGE)
     ]
     _require(
@@ -231,12 +232,12 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
     )
 
 
-def _differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
+def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yields (dotted name, old value, new value) where leaves differ; None where one is missing."""
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{name}.")
+            yield from differences(a, b, f"{prefix}{name}.")
         elif a != b:
             yield prefix + name, a, b
 
