@@ -6,6 +6,7 @@ the same. `--debug` shows the traceback.
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -88,7 +89,11 @@ def parse_flags(argv: list[str]) -> list[str]:
     except (flags.Error, AttributeError, KeyError, OSError) as error:
         if "--debug" in argv:
             raise
-        sys.exit(f"error: {flag_error_line(error)}")
+        message = flag_error_line(error)
+        # One of these may be the flag that is missing.
+        if bare := [text for text in argv[1:] if re.match(r"[a-z_.]+=", text)]:
+            message += f" ({leftover(bare, flags.FLAGS, None)})"
+        sys.exit(f"error: {message}")
     if left[1:]:
         config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
         sys.exit(f"error: {leftover(left[1:], flags.FLAGS, config)}")

@@ -32,13 +32,13 @@ class Cause:
     transient: bool = False
 
 
-AGAIN = "the same command goes on from there"
+AGAIN = "give the same command again"
 LATER = Cause("the storage does not answer for the moment", AGAIN, transient=True)
 DENIED = Cause("this user may not do that", "give the right to read and write it, or another path")
 CAUSES = {
-    errno.ENOSPC: Cause("no space is left on the disk", f"make room; {AGAIN}"),
-    errno.EDQUOT: Cause("the disk quota is used up", f"make room or raise the quota; {AGAIN}"),
-    errno.EFBIG: Cause("the file would exceed the limit on sizes", f"raise ulimit -f; {AGAIN}"),
+    errno.ENOSPC: Cause("no space is left on the disk", f"make room and {AGAIN}"),
+    errno.EDQUOT: Cause("the disk quota is used up", f"make room or raise the quota, and {AGAIN}"),
+    errno.EFBIG: Cause("the file would exceed the limit on sizes", f"raise ulimit -f and {AGAIN}"),
     errno.EROFS: Cause("the file system is read-only", "mount it to be written, or give another"),
     errno.EACCES: DENIED,
     errno.EPERM: DENIED,
@@ -47,7 +47,7 @@ CAUSES = {
     errno.EISDIR: Cause("it is a folder, not a file", "give another path"),
     errno.EEXIST: Cause("something of that name is in the way", "move it, or give another path"),
     errno.ENAMETOOLONG: Cause("the name is too long", "give a shorter path"),
-    errno.EMFILE: Cause("too many files are open", f"raise ulimit -n; {AGAIN}"),
+    errno.EMFILE: Cause("too many files are open", f"raise ulimit -n and {AGAIN}"),
     errno.EIO: Cause("the disk failed to read or write", AGAIN, transient=True),
     **dict.fromkeys(
         (
@@ -157,10 +157,10 @@ def quiet_threads() -> None:
     def new(record: logging.LogRecord) -> bool:
         return not (record.exc_info and "orbax" in record.pathname)
 
-    def in_thread(kind, error, trace):
-        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if threading.current_thread() is threading.main_thread() or not closed:
-            sys.__excepthook__(kind, error, trace)
+    def unraisable(args):
+        error = args.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            sys.__unraisablehook__(args)
 
     def of_thread(args):
         if args.exc_value is not None and cause_of(args.exc_value):
@@ -170,7 +170,7 @@ def quiet_threads() -> None:
 
     for handler in logging.getLogger("absl").handlers + logging.getLogger().handlers:
         handler.addFilter(new)
-    sys.excepthook, threading.excepthook = in_thread, of_thread
+    sys.unraisablehook, threading.excepthook = unraisable, of_thread
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

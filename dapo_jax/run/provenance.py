@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import platform
 import shlex
 import socket
 import subprocess
@@ -41,7 +40,7 @@ def this_start(config: ConfigDict) -> dict:
         "command": shlex.join(sys.orig_argv),
         "folder": str(pathlib.Path.cwd()),
         **code_version(ROOT),
-        "versions": {"python": platform.python_version(), **package_versions()},
+        "versions": {"python": sys.version.partition(" ")[0], **package_versions()},
         "devices": {
             "kind": device.device_kind,
             "count": jax.device_count(),
