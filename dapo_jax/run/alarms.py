@@ -49,8 +49,8 @@ def require_finite(
     if not bad_N.any():
         return
     i = int(np.argmax(bad_N > 0))
-    index, value = _first_bad(leaves[i])
-    place = _place(leaf_names(tree)[i], index, sizes)
+    index, value = hosts.fetch(_first_bad(leaves[i]))
+    place = _place(leaf_names(tree)[i], [int(at) for at in index], sizes)
     more = np.count_nonzero(bad_N) - 1
     raise ValueError(
         f"{where}: {place} is {value}; {bad_N[i]:,.0f} of its {leaves[i].size:,} values are not "
@@ -69,14 +69,15 @@ def _count_bad(leaves):
     return jnp.stack([bad(leaf) for leaf in leaves])
 
 
-def _first_bad(leaf) -> tuple[list[int], float]:
-    """Finds the index and the value of an array's first value that is not finite."""
+@jax.jit
+def _first_bad(leaf):
+    """Finds (index, value) of an array's first value that is not finite."""
     index = []
     for _ in range(leaf.ndim):
         bad = ~jnp.isfinite(leaf)
-        index.append(int(hosts.fetch(jnp.argmax(bad.any(axis=range(1, leaf.ndim))))))
+        index.append(jnp.argmax(bad.any(axis=range(1, leaf.ndim))))
         leaf = leaf[index[-1]]
-    return index, float(hosts.fetch(leaf))
+    return index, leaf
 
 
 def _place(name: str, index: list[int], sizes: ModelConfig | None) -> str:

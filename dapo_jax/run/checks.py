@@ -20,7 +20,8 @@ from models.parameters import ModelConfig
 from models.transformer import REMAT
 from sharding import rules
 
-FLOAT32 = np.finfo(np.float32)  # in which the devices have every number of a recipe
+# What devices have numbers in: the least normal one, and the greatest.
+TINY32, MAX32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "algo.loss": learner.LOSSES,
@@ -46,12 +47,12 @@ BOUNDS = {
         algo.overlong_cache_tokens learner.warmup_steps learner.weight_decay learner.lora_rank
         alarms.min_entropy alarms.max_ratio_gap eval.every_steps eval.max_prompts mesh.cpu_devices
         log.samples_every_steps log.rollouts_every_steps""",
-        lambda value: 0 <= value <= FLOAT32.max,
+        lambda value: 0 <= value <= MAX32,
     ),
     "greater than 0 and finite in float32": (
         """rollout.temperature learner.adam_eps learner.max_grad_norm learner.lora_alpha
         eval.temperature""",
-        lambda value: FLOAT32.tiny <= value <= FLOAT32.max,
+        lambda value: TINY32 <= value <= MAX32,
     ),
     "over 0 and at most 1": (
         "rollout.top_p learner.learning_rate eval.top_p",
