@@ -24,6 +24,12 @@ from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import collect, minibatches
 from dapo_jax.run import build, checks, command
+from dapo_jax.run.alarms import (
+    Alarms,
+    cap_advice,
+    require_finite_start,
+    require_finite_to_save,
+)
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.failures import telling_saved_steps
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
@@ -47,6 +53,7 @@ class Run:
     sampling: Sampling
     key: jax.Array
     record: Record
+    alarms: Alarms
     snapshots: Snapshots
     first_step: int
 
@@ -104,6 +111,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
 
             sampled_tokens = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
             done = Step(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores)
+            done, stopped = run.alarms.look(done, progress["row"])
             run.record.rollouts(step, rollouts, reward_PG)
             progress = {
                 "cursor": rollouts.cursor,
@@ -111,9 +119,12 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 "row": step_row(done, watch.seconds()),
             }
             with watch("save"):
-                last = step + 1 == config.num_steps
+                require_finite_to_save(state, updates, step)
+                last = step + 1 == config.num_steps or bool(stopped)
                 run.snapshots.take(step + 1, state, progress, force=last)
             run.record.step(step_row(done, watch.seconds()), rollouts, reward_PG)
+            if stopped:
+                break
     if stopped:
         raise SystemExit(stopped)
     if hosts.is_main_host():
@@ -144,6 +155,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         programs.state, report=logging.warning
     ) or (0, programs.start_state(), progress)
     start_weights = programs.load_start_weights()
+    require_finite_start(programs, checkpoints.directory, first_step, state, start_weights)
 
     record = stack.enter_context(
         Record(config, workdir, first_step=first_step, last_row=progress["row"])
@@ -166,6 +178,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         sampling=sampling,
         key=build.key(config, build.ROLLOUT_STREAM),
         record=record,
+        alarms=Alarms(programs, record.display.line),
         snapshots=snapshots,
         first_step=first_step,
     )
@@ -201,8 +214,7 @@ def at_generation_cap(run: Run, step: int, rollouts: Rollouts) -> str | None:
         f"step {step}: {r.max_generation_batches} generation batches of {r.generation_prompts} "
         f"prompts gave {kept} informative groups of the {r.num_prompts} wanted, at an accuracy of "
         f"{rollouts.correct_PG.mean():.1%} (rollout.on_generation_cap = {r.on_generation_cap!r}). "
-        "Raise rollout.max_generation_batches and give the command again, or start anew with "
-        "other data"
+        f"{cap_advice(run.config, rollouts)}"
     )
     if r.on_generation_cap == "stop":
         return message

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, train_settings
@@ -20,6 +21,8 @@ from models.parameters import ModelConfig
 from models.transformer import REMAT
 from sharding import rules
 
+# What devices have numbers in: the least normal one, and the greatest.
+TINY32, MAX32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "algo.loss": learner.LOSSES,
@@ -36,23 +39,26 @@ BOUNDS = {
         """num_steps updates_per_step rollout.num_prompts rollout.max_prompt_tokens
         rollout.max_response_tokens rollout.generation_prompts rollout.max_generation_batches
         rollout.cache_mib rollout.slot_tokens rollout.page_tokens rollout.block_tokens
-        learner.micro_batch_rows eval.samples_per_prompt checkpoint.every_steps checkpoint.keep
-        mesh.slices""",
+        learner.micro_batch_rows learner.max_skipped_updates eval.samples_per_prompt
+        checkpoint.every_steps checkpoint.keep mesh.slices""",
         lambda value: value >= 1,
     ),
-    "at least 0": (
+    "at least 0, and finite in float32": (
         """rollout.top_k algo.eps_low algo.eps_high algo.kl_coef algo.overlong_factor
         algo.overlong_cache_tokens learner.warmup_steps learner.weight_decay learner.lora_rank
-        eval.every_steps eval.max_prompts mesh.cpu_devices log.samples_every_steps
-        log.rollouts_every_steps""",
-        lambda value: value >= 0,
+        alarms.min_entropy alarms.max_ratio_gap eval.every_steps eval.max_prompts mesh.cpu_devices
+        log.samples_every_steps log.rollouts_every_steps""",
+        lambda value: 0 <= value <= MAX32,
     ),
-    "greater than 0 and finite": (
-        """rollout.temperature learner.learning_rate learner.adam_eps learner.max_grad_norm
-        learner.lora_alpha eval.temperature""",
-        lambda value: 0 < value < math.inf,
+    "greater than 0 and finite in float32": (
+        """rollout.temperature learner.adam_eps learner.max_grad_norm learner.lora_alpha
+        eval.temperature""",
+        lambda value: TINY32 <= value <= MAX32,
     ),
-    "over 0 and at most 1": ("rollout.top_p eval.top_p", lambda value: 0 < value <= 1),
+    "over 0 and at most 1": (
+        "rollout.top_p learner.learning_rate eval.top_p",
+        lambda value: 0 < value <= 1,
+    ),
     "from 0 to below 1": ("learner.adam_b1 learner.adam_b2", lambda value: 0 <= value < 1),
     "from 0 to 4294967295": ("seed", lambda value: 0 <= value < 2**32),
 }
@@ -67,6 +73,8 @@ MAY_CHANGE = (
     "learner.micro_batch_rows",
     "learner.row_tokens",
     "learner.remat",
+    "learner.max_skipped_updates",
+    "alarms.",
     "eval.",
     "checkpoint.",
     "log.",
