@@ -214,14 +214,19 @@ def check_enough_prompts(config: ConfigDict, prompts: int) -> None:
 
 
 def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Refuses a directory whose config.json is another recipe's (ValueError)."""
+    """Refuses a directory whose config.json is another recipe's, or cut short (ValueError)."""
     file = workdir / "config.json"
     if not file.exists():
         return
-    ours, theirs = json.loads(config.to_json_best_effort()), json.loads(file.read_text())
+    try:
+        theirs = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is no whole JSON file ({error}); remove it: checkpoints have the recipe too"
+        ) from error
     differing = [
         f"{name} is {new!r}, but was {old!r}"
-        for name, old, new in _differences(theirs, ours)
+        for name, old, new in differences(theirs, json.loads(config.to_json_best_effort()))
         if not name.startswith(MAY_CHANGE)
     ]
     _require(
@@ -231,12 +236,21 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
     )
 
 
-def _differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None:
+    """Refuses fewer steps than the run has done (ValueError)."""
+    _require(
+        finished_steps <= config.num_steps,
+        f"num_steps = {config.num_steps}, but the run in {directory} has finished "
+        f"{finished_steps} steps; give num_steps = {finished_steps} or more",
+    )
+
+
+def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
     """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{name}.")
+            yield from differences(a, b, f"{prefix}{name}.")
         elif a != b:
             yield prefix + name, a, b
 
