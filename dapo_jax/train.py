@@ -23,7 +23,7 @@ from dapo_jax.learner import TrainState, warmup_learning_rate
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import collect, minibatches
-from dapo_jax.run import build, checks, command
+from dapo_jax.run import build, checks, command, identity
 from dapo_jax.run.alarms import (
     Alarms,
     cap_advice,
@@ -151,9 +151,13 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
     data = build.load_data(config, tokenizer, training=True)
     progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
-    first_step, state, progress = checkpoints.restore_latest(
-        programs.state, report=logging.warning
-    ) or (0, programs.start_state(), progress)
+    checkpoints.identity = identity.of_run(config, data)
+    restored = checkpoints.restore_latest(programs.state, report=logging.warning)
+    if restored is None:
+        place = checkpoints.directory
+        hosts.on_main(lambda: identity.check_checkpoint_is_there(config, workdir, place))
+    first_step, state, progress = restored or (0, programs.start_state(), progress)
+    checks.check_steps_left(config, first_step, checkpoints.directory)
     start_weights = programs.load_start_weights()
     require_finite_start(programs, checkpoints.directory, first_step, state, start_weights)
 

@@ -162,6 +162,12 @@ def largest_file(folder: pathlib.Path) -> pathlib.Path:
     return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
 
 
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """Reads all files under a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def truncate(file: pathlib.Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
@@ -177,6 +183,8 @@ DAMAGE = {
     "progress truncated": lambda folder: truncate(folder / "progress" / "metadata"),
     "progress empty": lambda folder: (folder / "progress" / "metadata").write_bytes(b""),
     "progress deleted": lambda folder: shutil.rmtree(folder / "progress"),
+    "manifest truncated": lambda folder: truncate(folder / "manifest" / "metadata"),
+    "manifest deleted": lambda folder: shutil.rmtree(folder / "manifest"),
     "state deleted": lambda folder: shutil.rmtree(folder / "state"),
     "everything deleted": lambda folder: [shutil.rmtree(path) for path in folder.glob("*/")],
 }
@@ -209,11 +217,16 @@ def test_two_broken_checkpoints_are_both_reported(folder):
 
 
 def test_after_a_fallback_the_run_saves_the_lost_steps_again(folder):
-    """Orbax itself saves nothing at or below the newest step, which is the broken one."""
+    """Orbax itself saves nothing at or below the newest step, which is the broken one.
+
+    It was deleted by the next save; now it is kept, as it was, beside the others.
+    """
     truncate(largest_file(folder / "3"))
+    broken = contents(folder / "3")
     run = checkpoints(folder)
     run.restore_latest(abstract(state_at(0)), report=lambda message: None)
-    assert saved_steps(folder) == [1, 2, 3]  # reading deletes nothing
+    assert saved_steps(folder) == [1, 2]
+    assert contents(folder / "damaged" / "3.0") == broken
     assert run.save(3, state_at(33), {"cursor": 99})
     run.close()
     step, state, progress = checkpoints(folder).restore_latest(abstract(state_at(0)), report=fail)
@@ -286,7 +299,7 @@ def test_another_models_checkpoint_is_refused_and_the_difference_named(folder, c
 
 
 def test_another_model_is_refused_also_behind_a_broken_checkpoint(folder):
-    truncate(folder / "3" / "state" / "_METADATA")
+    truncate(folder / "3" / "manifest" / "metadata")
     reports = []
     with pytest.raises(WrongStateError, match=r"checkpoint 2 in .* and 6 more"):
         checkpoints(folder).restore_latest(

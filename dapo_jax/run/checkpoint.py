@@ -1,6 +1,14 @@
-"""The only module that knows Orbax: a run's checkpoints, and parameters alone."""
+"""The only module that knows Orbax: a run's checkpoints, and parameters alone.
 
-from collections.abc import Callable
+A checkpoint has a manifest: the digest of each array and of the progress, which every restore
+compares, and whose run it is (`identity`). What is damaged is set aside, never deleted; a storage
+that answers with an error for a while is asked again, and damages nothing.
+"""
+
+import errno
+import json
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,13 +16,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from dapo_jax.run import digests, identity, storage
+from dapo_jax.run.storage import brief, is_damage, is_transient, patiently
 from sharding import hosts
 
 SHOWN_DIFFERENCES = 3
+DAMAGED = "damaged"  # the folder beside the checkpoints for those set aside
+PARAMS_MANIFEST = "manifest.json"  # of parameters alone, in their folder
 
 
 class WrongStateError(ValueError):
     """A checkpoint holds other arrays than this run's state, another model's for example."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint's files are missing, cut short or not what was saved."""
 
 
 class Checkpoints:
@@ -25,10 +41,14 @@ class Checkpoints:
 
     state: the pytree of arrays, sharded as they are. progress: a JSON-able dict with the host's
     side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept.
+    identity: what `identity.of_run` says of this run, saved with each checkpoint; where it is set,
+    `restore_latest` refuses a checkpoint of another run.
     """
 
     def __init__(self, directory, *, keep: int | None):
         directory = _absolute(directory)
+        self.identity: dict | None = None
+        self._saves = 0
         if hosts.is_main_host():
             directory.mkdir(parents=True, exist_ok=True)
         several = hosts.count() > 1
@@ -45,102 +65,83 @@ class Checkpoints:
             ),
         )
         hosts.on_main(lambda: None)  # the directory is there for all
-        self._manager = ocp.CheckpointManager(
-            directory,
-            options=options,
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(
-                    multiprocessing_options=options.multiprocessing_options
-                ),
-                "progress": ocp.JsonCheckpointHandler(
-                    multiprocessing_options=options.multiprocessing_options
-                ),
-            },
+
+        def of_item(handler):
+            return handler(multiprocessing_options=options.multiprocessing_options)
+
+        self._state_handler = of_item(ocp.StandardCheckpointHandler)
+        handlers = {
+            "state": self._state_handler,
+            "progress": of_item(ocp.JsonCheckpointHandler),
+            "manifest": of_item(ocp.JsonCheckpointHandler),
+        }
+        self._manager = patiently(
+            lambda: ocp.CheckpointManager(directory, options=options, item_handlers=handlers),
+            f"{directory} cannot be read for now",
         )
-        self._broken: set[int] = set()
 
     def save(self, step: int, state: Any, progress: dict) -> bool:
         """Saves, if there is no checkpoint of this step yet. Returns whether it was needed."""
-        # Orbax saves no step at or below the newest, so what a resumed run could not read must go.
-        while self._broken:
-            self._manager.delete(self._broken.pop())
         if step in self._manager.all_steps():
             return False
+        manifest = {
+            "arrays": self._described(state),
+            "progress": digests.of_json(progress),
+            "identity": self.identity,
+        }
         return self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
+                state=ocp.args.StandardSave(state),
+                progress=ocp.args.JsonSave(progress),
+                manifest=ocp.args.JsonSave({**manifest, "digest": digests.of_json(manifest)}),
             ),
             force=True,
         )
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
-        """Reads (step, state, progress) of the newest readable checkpoint; None without any.
+        """Reads (step, state, progress) of the newest undamaged checkpoint; None without any.
 
-        abstract_state: ShapeDtypeStructs with shardings, the mesh's of this run. A broken newest
-        checkpoint is reported, and the one before is taken; the next `save` deletes the broken
-        one. Raises ValueError if all are broken, since starting anew would overwrite the run, and
-        WrongStateError where the newest readable one is another model's.
+        abstract_state: ShapeDtypeStructs with shardings, the mesh's of this run. All processes
+        take the same: one that any of them finds damaged is reported, the one before is taken, and
+        the damaged one is set aside, in the folder `damaged`. Raises ValueError if all are damaged
+        (they stay), since starting anew would overwrite the run, or if the newest undamaged one is
+        another run's; OSError if they cannot be read for now.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        steps = self._agreed_steps()
+        damaged: dict[int, epath.Path] = {}
         errors = []
         for step in steps:
             try:
-                state, progress = self.restore(step, abstract_state)
-            except WrongStateError:
-                raise
-            except Exception as error:
-                if not _is_unreadable(error):
-                    raise
-                report(f"checkpoint {step} cannot be read ({_brief(error)}); trying the one before")
-                self._broken.add(step)
+                state, progress = self._read(step, abstract_state, self.identity, report)
+            except DamagedError as error:
+                damaged[step] = self._place_for_damaged(step)
+                report(f"{error}; trying the one before, and it is set aside in {damaged[step]}")
                 errors.append(error)
             else:
+                self._set_aside(damaged)
                 return step, state, progress
         if steps:
             raise ValueError(
-                f"none of the checkpoints {steps} in {self._manager.directory} can be read; give "
-                "another --workdir to start anew"
+                f"none of the checkpoints {steps} in {self.directory} can be read; give another "
+                "--workdir to start anew"
             ) from errors[0]
         return None
 
     def restore(self, step: int, abstract_state: Any):
         """Reads (state, progress) of one checkpoint.
 
-        Raises FileNotFoundError, which names those there are, for a step without a checkpoint and
-        WrongStateError, which names the arrays that differ, for another model's.
+        Raises FileNotFoundError, which names those there are, for a step without a checkpoint,
+        DamagedError, and WrongStateError, which names the arrays that differ, for another model's.
         """
-        steps = sorted(self._manager.all_steps())
+        steps = self._agreed_steps()
         if step not in steps:
-            raise FileNotFoundError(f"there is no checkpoint {step}, only {steps}")
-        self._check_structure(step, abstract_state)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract_state), progress=ocp.args.JsonRestore()
-            ),
-        )
-        return restored["state"], restored["progress"]
+            raise FileNotFoundError(f"there is no checkpoint {step}, only {sorted(steps)}")
+        return self._read(step, abstract_state, None, lambda message: None)
 
-    def _check_structure(self, step: int, abstract_state: Any) -> None:
-        """Compares names, shapes and dtypes: Orbax would cast, or fail as if a file were broken."""
-        metadata = self._manager.metadata(step).item_metadata["state"]
-        if metadata is None:
-            raise FileNotFoundError(f"checkpoint {step} has no description of its arrays")
-        there, here = _arrays(metadata.tree), _arrays(abstract_state)
-        differing = [
-            f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
-            for name in sorted(there.keys() | here.keys(), key=lambda name: (name.count("."), name))
-            if there.get(name) != here.get(name)
-        ]
-        if differing:
-            more = len(differing) - SHOWN_DIFFERENCES
-            raise WrongStateError(
-                f"checkpoint {step} in {self._manager.directory} is of another model: "
-                + "; ".join(differing[:SHOWN_DIFFERENCES])
-                + (f"; and {more} more" if more > 0 else "")
-                + ". Give the model that it was trained from, or another --workdir"
-            )
+    def identity_of(self, step: int) -> dict | None:
+        """Reads whose run a checkpoint is; None where it was saved without."""
+        return _read_manifest(self.directory / str(step) / "manifest" / "metadata")["identity"]
 
     @property
     def directory(self) -> epath.Path:
@@ -149,30 +150,232 @@ class Checkpoints:
 
     def latest_step(self) -> int | None:
         """The newest checkpoint's step."""
-        return self._manager.latest_step()
+        return max(self._agreed_steps(), default=None)
 
     def close(self) -> None:
         """Closes the manager; nothing is saved or restored after this."""
         self._manager.close()
 
+    def _agreed_steps(self) -> list[int]:
+        """Lists the steps that the main process sees, newest first."""
+
+        message = f"{self.directory} cannot be read for now"
+        patiently(self._manager.reload, message)
+        return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))
+
+    def _read(self, step: int, abstract_state: Any, ours: dict | None, report):
+        """Reads (state, progress) and compares digests; all processes return, or raise, alike.
+
+        What is damaged is read twice: it may have been the reading. What fails for a while, or is
+        not there for all yet, is read again after some seconds, by all.
+        """
+        where, doubted = f"checkpoint {step} in {self.directory}", False
+        for seconds in (*storage.RETRY_SECONDS, None):
+            content, outcome, why = self._read_once(step, abstract_state, ours, report)
+            if outcome == DAMAGED and not doubted:
+                doubted = True
+                content, outcome, why = self._read_once(step, abstract_state, ours, report)
+            if outcome == "read":
+                return content
+            if outcome == DAMAGED:
+                raise DamagedError(f"checkpoint {step} cannot be read ({why})")
+            if outcome == "refused":
+                raise content or ValueError(f"{where}: {why}")
+            if seconds is not None:
+                report(f"{where} cannot be read for now ({why}); trying again in {seconds} s")
+                time.sleep(seconds)
+        if outcome == "absent":
+            raise FileNotFoundError(
+                f"{where} is not the same for all processes ({why}); checkpoint.directory must be "
+                "one that all of them see"
+            )
+        raise OSError(errno.ETIMEDOUT, f"{where} cannot be read for now ({why}); all is as it was")
+
+    def _read_once(self, step: int, abstract_state: Any, ours: dict | None, report):
+        """Returns (content, outcome, why): on every process the worst that one of them met.
+
+        content: (state, progress), or this process's own error where it was refused.
+        """
+        content, outcome, why, parts, digest = None, "read", "", {}, None
+        try:
+            folder = self.directory / str(step)
+            manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
+            digest, described = manifest["digest"], manifest["arrays"]
+            self._require_same(step, abstract_state, manifest, ours, report)
+            content = _reading(lambda: self._restored(folder, abstract_state))
+            parts = {
+                name: digests.of_shards(leaf, replicas=True)
+                for name, leaf in _named(content[0]).items()
+            }
+            if digests.of_json(content[1]) != manifest["progress"]:
+                outcome, why = DAMAGED, "its progress is not what was saved"
+        except DamagedError as error:
+            outcome, why = (DAMAGED if folder.is_dir() else "absent"), str(error)
+        except Exception as error:
+            content, outcome = error, "transient" if is_transient(error) else "refused"
+            why = brief(error)
+        everyone = hosts.gather((outcome, why, digest, parts))
+        for worst in ("refused", "absent", "transient", DAMAGED):
+            those = [i for i, (theirs, *_) in enumerate(everyone) if theirs == worst]
+            if those:
+                who = f"process {those[0]}: " if len(everyone) > 1 else ""
+                own = content if outcome == worst == "refused" else None
+                return own, worst, who + everyone[those[0]][1]
+        if len({theirs for *_, theirs, _ in everyone}) > 1:
+            return None, "absent", "the processes read different ones"
+        wrong = _differing(described, [theirs for *_, theirs in everyone])
+        return (None, DAMAGED, wrong) if wrong else (content, "read", "")
+
+    def _restored(self, folder: epath.Path, abstract_state: Any):
+        progress = json.loads((folder / "progress" / "metadata").read_text())
+        restore = ocp.args.StandardRestore(abstract_state)
+        return self._state_handler.restore(folder / "state", args=restore), progress
+
+    def _require_same(self, step, abstract_state, manifest, ours, report) -> None:
+        """Compares whose run it is, and names, shapes and dtypes: Orbax would cast, or fail."""
+        theirs = manifest["identity"]
+        if ours is not None and theirs is not None:
+            identity.require_same(theirs, ours, f"checkpoint {step} in {self.directory}", report)
+        there = {name: shape for name, (shape, _) in manifest["arrays"].items()}
+        here = {name: _shape(leaf) for name, leaf in _named(abstract_state).items()}
+        differing = [
+            f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+            for name in sorted(there.keys() | here.keys(), key=lambda name: (name.count("."), name))
+            if there.get(name) != here.get(name)
+        ]
+        if differing:
+            more = len(differing) - SHOWN_DIFFERENCES
+            raise WrongStateError(
+                f"checkpoint {step} in {self.directory} is of another model: "
+                + "; ".join(differing[:SHOWN_DIFFERENCES])
+                + (f"; and {more} more" if more > 0 else "")
+                + ". Give the model that it was trained from, or another --workdir"
+            )
+
+    def _described(self, state: Any) -> dict[str, tuple[str, str]]:
+        """(dtype and shape, digest) of every array, by name; whole on the main process alone.
+
+        The others tell it their parts in the key-value store: nothing waits for devices.
+        """
+        leaves = _named(state)
+        sums = [
+            sum(part for _, part in digests.of_shards(leaf, replicas=False))
+            for leaf in leaves.values()
+        ]
+        self._saves += 1
+        processes = range(hosts.count())
+        if hosts.is_main_host():
+            for process in processes[1:]:
+                name = f"digests/{self._saves}/{process}"
+                while (told := hosts.kv_get(name, wait_seconds=60)) is None:
+                    pass
+                sums = [a + b for a, b in zip(sums, json.loads(told), strict=True)]
+        else:
+            mine = next(filter(hosts.is_mine, processes))
+            hosts.kv_put(f"digests/{self._saves}/{mine}", json.dumps(sums))
+        return {
+            name: (_shape(leaf), digests.text(total))
+            for (name, leaf), total in zip(leaves.items(), sums, strict=True)
+        }
+
+    def _place_for_damaged(self, step: int) -> epath.Path:
+        """Finds a name that no damaged checkpoint has yet."""
+
+        def free():
+            places = (self.directory / DAMAGED / f"{step}.{n}" for n in range(10**6))
+            return str(next(place for place in places if not place.exists()))
+
+        return epath.Path(hosts.on_main(free))
+
+    def _set_aside(self, damaged: dict[int, epath.Path]) -> None:
+        """Moves damaged checkpoints away: Orbax saves no step at or below the newest there is."""
+
+        def move():
+            for step, place in damaged.items():
+                place.parent.mkdir(exist_ok=True)
+                (self.directory / str(step)).rename(place)
+
+        if damaged:
+            hosts.on_main(move)
+            self._manager.reload()
+
 
 def save_params(path, params) -> None:
     """Writes parameters alone, as an Orbax checkpoint without steps."""
+    path = _absolute(path)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(_absolute(path), params)
+        checkpointer.save(path, params)
+    described = {
+        name: (_shape(leaf), digests.text(_whole(np.asarray(leaf))[1]))
+        for name, leaf in _named(params).items()
+    }
+    manifest = {"arrays": described}
+    manifest["digest"] = digests.of_json(manifest)
+    (path / PARAMS_MANIFEST).write_text(json.dumps(manifest) + "\n")
 
 
 def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], None]):
-    """Reads what `save_params` wrote, as NumPy arrays; `check` sees the stored shapes before."""
+    """Reads what `save_params` wrote, as NumPy arrays; `check` sees the stored shapes before.
+
+    Raises DamagedError where something else is there than what was written.
+    """
     path = _absolute(path)
+    as_stored = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), abstract_params)
+    restore = ocp.args.PyTreeRestore(item=abstract_params, restore_args=as_stored)
+
+    def read(function):
+        try:
+            return patiently(lambda: _reading(function), f"{path} cannot be read for now")
+        except DamagedError as error:
+            raise DamagedError(f"{path} cannot be read: {error}") from error
+
     with ocp.PyTreeCheckpointer() as checkpointer:
-        check(checkpointer.metadata(path).item_metadata.tree)
-        as_host = jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(dtype)),
-            abstract_params,
-        )
-        restore = ocp.args.PyTreeRestore(item=abstract_params, restore_args=as_host)
-        return checkpointer.restore(path, args=restore)
+        manifest = read(lambda: _read_manifest(path / PARAMS_MANIFEST))
+        check(read(lambda: checkpointer.metadata(path).item_metadata.tree))
+        params = read(lambda: checkpointer.restore(path, args=restore))
+    parts = {name: [_whole(leaf)] for name, leaf in _named(params).items()}
+    if wrong := _differing(manifest["arrays"], [parts]):
+        raise DamagedError(f"{path} cannot be read: {wrong}")
+    return jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), params)
+
+
+def _reading(read: Callable[[], Any]) -> Any:
+    """Calls `read`; raises DamagedError for what is a fault of the files."""
+    try:
+        return read()
+    except Exception as error:
+        if is_damage(error):
+            raise DamagedError(brief(error)) from error
+        raise
+
+
+def _read_manifest(file: epath.Path) -> dict:
+    manifest = json.loads(file.read_text())
+    digest = manifest.pop("digest")
+    if digests.of_json(manifest) != digest:
+        raise ValueError(f"{file} is not what was saved")
+    return manifest | {"digest": digest}
+
+
+def _whole(array: np.ndarray) -> tuple[tuple[int, ...], int]:
+    """Returns a host array's digest as its only part."""
+    starts = (0,) * array.ndim
+    return starts, digests.of_block(array, starts)
+
+
+def _differing(described: dict, processes: Sequence[dict]) -> str:
+    """Names the arrays whose digest, summed over all shards, is not the described one."""
+    wrong = []
+    for name, (_, digest) in described.items():
+        shards: dict[tuple[int, ...], int] = {}
+        parts = [part for theirs in processes for part in theirs.get(name, ())]
+        same = all(shards.setdefault(starts, part) == part for starts, part in parts)
+        if not same or digests.text(sum(shards.values())) != digest:
+            wrong.append(name)
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{more} is not what was saved"
 
 
 def _absolute(path) -> epath.Path:
@@ -181,26 +384,11 @@ def _absolute(path) -> epath.Path:
     return path if "://" in str(path) else path.absolute()
 
 
-def _arrays(tree) -> dict[str, str]:
-    """Lists the dtype and shape of every array, by its dotted name."""
+def _named(tree) -> dict[str, Any]:
+    """Lists the leaves by their dotted names."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): (
-            f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
-        )
-        for path, leaf in leaves
-    }
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _is_unreadable(error: Exception) -> bool:
-    """Tells whether it is what Orbax raises for files that are missing, cut short or malformed.
-
-    A truncated array raises a bare Exception, malformed JSON a ValueError, a missing file an
-    OSError and a missing folder a KeyError. Anything else is no fault of the checkpoint.
-    """
-    return type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)
-
-
-def _brief(error: Exception) -> str:
-    """Shortens an error to its kind and the beginning of its message, which may be pages long."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def _shape(array) -> str:
+    return f"{np.dtype(array.dtype).name}{list(array.shape)}"

@@ -223,7 +223,7 @@ def check_enough_prompts(config: ConfigDict, prompts: int) -> None:
 
 
 def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Refuses a directory whose config.json is another recipe's (ValueError)."""
+    """Refuses a directory whose config.json is another recipe's, or cut short (ValueError)."""
     file = workdir / "config.json"
     if not file.exists():
         return
@@ -237,6 +237,15 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
         not differing,
         f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "
         "values to resume it, or another --workdir to start a new run",
+    )
+
+
+def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None:
+    """Refuses fewer steps than the run has done (ValueError)."""
+    _require(
+        finished_steps <= config.num_steps,
+        f"num_steps = {config.num_steps}, but the run in {directory} has finished "
+        f"{finished_steps} steps; give num_steps = {finished_steps} or more",
     )
 
 

@@ -1,0 +1,176 @@
+"""Whose run a checkpoint is: its recipe, and digests of what it was given.
+
+The identity is saved with every checkpoint. A resumed run whose recipe, training data, tokenizer or
+start model is another is refused by the names of the keys, and so are processes that differ.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from dapo_jax.run import checks
+from dapo_jax.run.files import read_rows
+from dapo_jax.types import Prompt
+from sharding import hosts
+
+BLOCKS = 1_024  # digests kept of a data set at most: a changed prompt is named by its block
+SHOWN_DIFFERENCES = 5
+READ_BYTES = 2**24
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"),
+)
+# Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
+# it is killed: one is being saved, one is pending, and the step of the next waits for the first.
+UNSAVED = 3
+
+
+class OtherRunError(ValueError):
+    """A checkpoint is of a run with another recipe, other data or another model."""
+
+
+def of_run(config: ConfigDict, data) -> dict:
+    """Returns this run's identity, JSON-able; ValueError where the processes' differ.
+
+    data: a `build.Data`. All processes call it. Weight files, which are large, are divided among
+    the processes, each of which compares their sizes alone with the others'.
+    """
+    tokenizer = epath.Path(config.tokenizer.path or config.model.path)
+    files = [tokenizer / name for name in TOKENIZER_FILES] if tokenizer.is_dir() else [tokenizer]
+    digests = {file.name: of_file(file) for file in files if file.is_file()}
+    own = {
+        "recipe": json.loads(config.to_json_best_effort()),
+        "data": {_key("data.train", config.data.train): of_prompts(data.train.prompts)},
+        "eval": {
+            _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(chosen.dataset.prompts)
+            for name, chosen in data.eval_sets.items()
+        },
+        "files": {"tokenizer.path" if config.tokenizer.path else "model.path": digests},
+    }
+    weights = []
+    if config.model.path:
+        model = epath.Path(config.model.path)
+        weights = sorted(model.glob("*.safetensors"))
+        own["files"].setdefault("model.path", {})["config.json"] = of_file(model / "config.json")
+        own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}
+    mine = {file.name: of_file(file) for i, file in enumerate(weights) if hosts.is_mine(i)}
+    everyone = hosts.gather((own, mine))
+    for process, (theirs, of_weights) in enumerate(everyone):
+        first = everyone[0][0]
+        found = list(differences(first, theirs, before="{} on process 0", may_change=()))
+        found += _data_differences(first["eval"], theirs["eval"])
+        if found:
+            raise ValueError(f"process {process} differs from process 0: {_listed(found)}")
+        if weights:
+            own["files"]["model.path"] |= of_weights
+    return own
+
+
+def of_prompts(prompts: Sequence[Prompt]) -> dict:
+    """Digests a data set's texts and answers in their order, in blocks.
+
+    Token ids are left out: the tokenizer's and the recipe's digests cover them.
+    """
+    size = 1
+    while len(prompts) > BLOCKS * size:
+        size *= 2
+    blocks = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    return {
+        "prompts": len(prompts),
+        "block": size,
+        "rows": [block[0].example.row for block in blocks],
+        "digests": [_of_block(block) for block in blocks],
+    }
+
+
+def of_file(file: epath.Path) -> str:
+    """Returns the digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while content := opened.read(READ_BYTES):
+            digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], None]) -> None:
+    """Refuses to go on with a checkpoint of another run (OtherRunError), by the keys that differ.
+
+    theirs: the checkpoint's identity. Evaluation sets may change: that is reported.
+    """
+    found = list(differences(theirs, ours, before="was {}", may_change=checks.MAY_CHANGE))
+    if found:
+        raise OtherRunError(
+            f"{where} is of another run: {_listed(found)}. Give what it had to resume it, or "
+            "another --workdir (and checkpoint.directory) to start a new run"
+        )
+    if changed := list(_data_differences(theirs["eval"], ours["eval"])):
+        report(f"{_listed(changed)}: scores from here on are not comparable with those before")
+
+
+def differences(old: dict, new: dict, *, before: str, may_change: tuple) -> Iterator[str]:
+    """Says, key by key, in what two identities differ, evaluation sets aside.
+
+    before: how an old value is told of, "was {}". may_change: the beginnings of keys left out.
+    """
+    for name, a, b in checks.differences(old["recipe"], new["recipe"]):
+        if not name.startswith(may_change):
+            yield f"{name} is {b!r}, but {before.format(repr(a))}"
+    yield from _data_differences(old["data"], new["data"])
+    for key in old["files"].keys() & new["files"].keys():
+        a, b = old["files"][key], new["files"][key]
+        for name in sorted(a.keys() | b.keys()):
+            if a.get(name) != b.get(name):
+                what = "is gone" if name not in b else "differs" if name in a else "is new"
+                yield f"{key}: {name} {what}"
+
+
+def check_checkpoint_is_there(config: ConfigDict, workdir: pathlib.Path, directory) -> None:
+    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError)."""
+    file = workdir / "metrics.jsonl"
+    finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
+    every = config.checkpoint.every_steps
+    if finished >= UNSAVED * every:
+        raise ValueError(
+            f"{file} has {finished} finished steps, but {directory} has no checkpoint, though "
+            f"checkpoint.every_steps = {every}; give the run's checkpoint.directory, or another "
+            "--workdir to start a new run"
+        )
+
+
+def _key(name: str, settings: ConfigDict) -> str:
+    return f"{name}.path" if settings.path else name
+
+
+def _of_block(block: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in block:
+        example = prompt.example
+        content = [[dict(message) for message in example.prompt], example.answer, example.extra]
+        digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
+    return digest.hexdigest()[:8]
+
+
+def _plain(value) -> object:
+    """Stands for what JSON does not have: arrays' values, the type of anything else."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+def _data_differences(old: dict, new: dict) -> Iterator[str]:
+    for key in sorted(old.keys() & new.keys()):
+        a, b = old[key], new[key]
+        if a["prompts"] != b["prompts"]:
+            yield f"{key} has {b['prompts']} prompts, not {a['prompts']}"
+            continue
+        pairs = zip(a["digests"], b["digests"], strict=True)
+        if blocks := [i for i, (x, y) in enumerate(pairs) if x != y]:
+            what = "prompts" if b["block"] == 1 else f"blocks of {b['block']} prompts"
+            first = f"the first at row {b['rows'][blocks[0]]}"
+            yield f"{key}: {len(blocks)} of {len(b['digests'])} {what} differ, {first}"
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = len(found) - SHOWN_DIFFERENCES
+    return "; ".join(found[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
