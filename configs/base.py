@@ -110,6 +110,9 @@ def get_config() -> ConfigDict:
     config.checkpoint.directory = ""  # one that all hosts see, gs://...; "": WORKDIR/checkpoints
     config.checkpoint.every_steps = 5
     config.checkpoint.keep = 2  # newest checkpoints kept
+    # "stop": a failed save ends the run. "continue": it is said, and a run of one process goes on;
+    # of several, which wait for each other in a save, it ends all.
+    config.checkpoint.on_failed_save = "stop"
 
     config.log = ConfigDict()
     config.log.samples_every_steps = 10  # a table of completions; 0: never

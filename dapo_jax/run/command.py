@@ -16,6 +16,7 @@ from ml_collections import config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs.base import dataset
+from dapo_jax.run import stops
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -85,7 +86,8 @@ def run(main: Callable[[list[str]], None]) -> None:
     def guarded(argv):
         logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
         try:
-            main(argv)
+            with stops.Stops(stops.end_command), hosts.ending_when_a_peer_is_lost():
+                main(argv)
         except (ValueError, OSError) as error:
             if flags.FLAGS.debug or not raised_by_us(error):
                 end_all(traceback.format_exc())
