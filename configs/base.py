@@ -111,6 +111,9 @@ def get_config() -> ConfigDict:
     config.checkpoint.directory = ""  # one that all hosts see, gs://...; "": WORKDIR/checkpoints
     config.checkpoint.every_steps = 5
     config.checkpoint.keep = 2  # newest checkpoints kept
+    # "stop": a failed save ends the run. "continue": it is said, and a run of one process goes on;
+    # of several, which wait for each other in a save, it ends all.
+    config.checkpoint.on_failed_save = "stop"
 
     config.alarms = ConfigDict()  # the table of them is in dapo_jax/run/README.md
     config.alarms.min_entropy = 1e-3  # nats

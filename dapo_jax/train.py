@@ -143,7 +143,12 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     stack.enter_context(telling_saved_steps(checkpoints.latest_step, checkpoints.directory))
     snapshots = stack.enter_context(
-        Snapshots(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
+        Snapshots(
+            checkpoints,
+            every_steps=config.checkpoint.every_steps,
+            say=print,
+            on_failed_save=config.checkpoint.on_failed_save,
+        )
     )
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)

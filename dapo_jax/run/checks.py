@@ -32,6 +32,7 @@ CHOICES = {
     "data.on_bad_row": ("error", "skip"),
     "tokenizer.chat": ("none", "template"),
     "learner.remat": tuple(REMAT),
+    "checkpoint.on_failed_save": ("stop", "continue"),
 }
 # What a number must be -> (the keys, the test).
 BOUNDS = {

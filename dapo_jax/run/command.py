@@ -14,7 +14,7 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from dapo_jax.run import failures
+from dapo_jax.run import failures, stops
 from dapo_jax.run.arguments import RecipeParser, leftover
 from sharding import hosts
 
@@ -47,7 +47,8 @@ def run(main: Callable[[list[str]], None]) -> None:
         logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
         failures.quiet_threads()
         try:
-            main(argv)
+            with stops.Stops(stops.end_command), hosts.ending_when_a_peer_is_lost():
+                main(argv)
         except Exception as error:
             if flags.FLAGS.debug or not failures.is_explained(error):
                 end_all(traceback.format_exc())
