@@ -241,6 +241,7 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     kernels = learning.kernels
     attention = rules.by_heads(kernels.attend_rows, mesh)
     how = {
+        "dtype": jnp.dtype(learning.compute_dtype),
         "remat": learning.remat,
         "project": kernels.learn_product,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
@@ -269,7 +270,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
     if learning.lora is None:
-        x_BTD, head_DV = run(cast(params, learning.compute_dtype), None)
+        x_BTD, head_DV = run(params, None)
     else:
         x_BTD, head_DV = run(start_weights, params["layers"])
     reference_logp_BT = None
