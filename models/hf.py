@@ -83,12 +83,8 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     """
     path, dtype = epath.Path(path), _dtype(dtype)
     found = _headers(path)
-    expected = {name: shape for name, shape, *_ in _tensors(config)}
-    head_copy = config.tie_embeddings and HEAD.tensor in found
-    if head_copy:
-        expected[HEAD.tensor] = expected[EMBED.tensor]
-    _check(path, found, expected)
-    if head_copy:
+    _check(path, found, config)
+    if config.tie_embeddings and HEAD.tensor in found:
         _check_tied(found[HEAD.tensor], found[EMBED.tensor])
 
     _, abstract = abstract_params(config)
@@ -102,6 +98,16 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
         return _load(found, parameter, leaf.shape, config, dtype, sharding)
 
     return jax.tree_util.tree_map_with_path(load, abstract, shardings)
+
+
+def check_files(path, config: ModelConfig) -> None:
+    """Checks the tensors of a directory by their files' headers, before anything is made of sizes.
+
+    A directory without weights will do for a simulation. Raises as `load_params` does.
+    """
+    path = epath.Path(path)
+    if present(path / WEIGHTS_FILE) or present(path / INDEX_FILE):
+        _check(path, _headers(path), config)
 
 
 def save_hf(
@@ -306,7 +312,10 @@ def _listed(texts: list[str], separator: str) -> str:
     return separator.join(texts[:MAX_LISTED]) + more
 
 
-def _check(path, found, expected):
+def _check(path, found, config):
+    expected = {name: shape for name, shape, *_ in _tensors(config)}
+    if config.tie_embeddings and HEAD.tensor in found:
+        expected[HEAD.tensor] = expected[EMBED.tensor]
     problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in found]
     for name, tensor in found.items():
         shape, file = tensor.shape, shown(tensor.file.name)

@@ -4,14 +4,13 @@ Its model_type picks the family; whatever the family does not compute is refused
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from dapo_jax.untrusted import is_local, listing, present, quoted, read_json
+from dapo_jax.untrusted import listing, present, quoted, read_json
 from models import families
 from models.parameters import ModelConfig
 
@@ -26,7 +25,7 @@ SIZE_KEYS = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
 }
-# Sizes beyond any model's: they would take the memory before the weights are looked at.
+# Beyond any model's: such sizes would take all memory before the weights are looked at.
 MAX_SIZES = {
     "vocab_size": 2**24,
     "hidden_size": 2**18,
@@ -38,7 +37,6 @@ MAX_SIZES = {
 }
 SIZE_RULE = "must be a positive integer"
 MAX_NUMBER = 1e30  # that float32 still holds
-MIN_VALUE_BYTES = 2  # of a weight in a file
 # Rotary embeddings without scaling, and keys that have no effect on them.
 PLAIN_ROPE = {
     "rope_type": ("default",),
@@ -77,16 +75,13 @@ def load_config(path) -> ModelConfig:
 
     Raises FileNotFoundError where there is none, and ValueError, with file, key and value, for
     anything that the family does not compute: another architecture or activation, scaled rotary
-    embeddings, sliding windows, quantised weights, sizes that do not fit together, and more
-    parameters than the directory's weights have bytes for.
+    embeddings, sliding windows, quantised weights, sizes that do not fit together.
     """
-    raw, path = read_config(path), epath.Path(path)
+    raw = read_config(path)
     try:
-        config = _config(raw)
-        _check_stored(config, path)
+        return _config(raw)
     except ValueError as error:
-        raise ValueError(f"{path / CONFIG_FILE}: {error}") from error
-    return config
+        raise ValueError(f"{epath.Path(path) / CONFIG_FILE}: {error}") from error
 
 
 def read_config(path) -> dict[str, Any]:
@@ -188,25 +183,6 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
         if value != theta:
             _refuse(key, value, f"must be {first}, which is {theta}")
     return theta
-
-
-def _check_stored(config: ModelConfig, path: epath.Path) -> None:
-    """Refuses sizes that the directory's weights cannot have, before anything is made of them.
-
-    A directory without weights is for a simulation; in a bucket the tensors' shapes, which are
-    compared before any is read, must do.
-    """
-    files = path.glob("*.safetensors") if is_local(path) else ()
-    stored = sum(file.stat().length for file in files if file.is_file())
-    parameters = sum(
-        math.prod(p.shape(config.axis_sizes)) * (config.num_layers if p.stacked else 1)
-        for p in config.parameters.values()
-    )
-    if stored and parameters * MIN_VALUE_BYTES > stored:
-        raise ValueError(
-            f"its sizes make {parameters:,} parameters, but the weights have {stored:,} bytes: "
-            "they are of another model, or files are missing"
-        )
 
 
 def config_json(
