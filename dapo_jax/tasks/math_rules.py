@@ -252,7 +252,7 @@ def read_answer(text: str) -> Answer:
     name = unit = ""
     for _ in range(_MAX_PASSES):
         its_name, side = _last_side(_plain(text))
-        value = _number(side)
+        value = exact_number(side)
         if value is not None and (match := _UNIT.search(side)):
             unit = unit or unit_of(match[0])
         name = name or its_name
@@ -299,17 +299,17 @@ def _without_styles(text: str) -> str:
 def _last_side(text: str) -> tuple[str, str]:
     """Splits off what is before the last "=" if it is names (m+n, f(2), a_1) or that number."""
     *others, last = _EQUALS.split(text)
-    value, found = _number(last), ""
+    value, found = exact_number(last), ""
     for side in dict.fromkeys(others):  # each once: repetition costs no time
         name = _SUBSCRIPT_OR_ARGUMENT.sub("", side)
         if not any(character.isdigit() or character == "," for character in name):
             found = found or name_of(side)
-        elif value is None or _number(side) != value:
+        elif value is None or exact_number(side) != value:
             return "", text
     return found, last
 
 
-def _number(text: str) -> Fraction | None:
+def exact_number(text: str) -> Fraction | None:
     """Reads the exact value of a decimal, a fraction or a mixed number, with or without a unit."""
     text = _UNIT.sub("", text)
     if match := _FRACTION.fullmatch(text):

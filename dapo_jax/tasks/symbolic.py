@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import pathlib
 import pickle
 import queue
 import resource
@@ -212,7 +213,7 @@ class _Worker:
 
 @functools.cache
 def default_verifier() -> SymbolicVerifier:
-    """Starts the pool that all callers of this process share, a worker a core, at the first call."""
+    """Starts the pool that all callers of this process share, one worker a core, at the first call."""
     return SymbolicVerifier(min(_cores(), MAX_WORKERS))
 
 
@@ -250,7 +251,7 @@ def _grade_in_child(answer: str, truth: str, cpu_seconds: float) -> Verdict | No
         finally:
             os._exit(status)
     os.close(writer)
-    with open(reader, "rb") as pipe:
+    with os.fdopen(reader, "rb") as pipe:
         sent = pipe.read()
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended == 0:
@@ -266,7 +267,7 @@ def _limit(cpu_seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # not every system has what follows
-        with open("/proc/self/statm") as sizes:
-            used = int(sizes.read().split()[0]) * resource.getpagesize()
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        used = pages * resource.getpagesize()
         _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (used + ANSWER_MEMORY_BYTES, hard_limit))

@@ -13,6 +13,7 @@ from dapo_jax.tasks.math_rules import (
     Answer,
     compare_answers,
     differ,
+    exact_number,
     last_answer,
     read_answer,
     retracts,
@@ -31,7 +32,9 @@ MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matri
 _BOX = re.compile(r"\\f?boxed\{")
 _BETWEEN_BOXES = re.compile(r"(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad|\\text\{|and)*")
 _CONNECTS = re.compile(r",|and")
-_DENIED = re.compile(r"(?:\b(?:not|never|cannot|doubt)\b|n['’]t\b)[^,.;\n]{0,20}$", re.IGNORECASE)
+_DENIED = re.compile(
+    r"(?:\b(?:not|never|cannot|doubt)\b|n['\u2019]t\b)[^,.;\n]{0,20}$", re.IGNORECASE
+)
 _PHRASE = re.compile(
     r"(?:^|[.!?:\n])\W*(?:(?:so|thus|hence|therefore|then|and|finally)\W+){0,2}"
     r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
@@ -88,12 +91,13 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
 
 # What needs no algebra.
 
-_RATIONAL = re.compile(r"-?\d+(?:/\d+)?")
 _LETTERS = re.compile(r"[A-Za-z]{3,}|\b(?:or|no|to|if|is|in|at|of|by)\b", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:operatorname|mathbb)\{\w+\}|\\[A-Za-z]+")
 _FUNCTIONS = re.compile(r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|gcd|lcm|max|min|mod")
 _AND = re.compile(r",?(?:\\text\{)?,? ?\b(?:and|or)\b ?\}?,?")
-_ORDER = re.compile(r"[<>≤≥≠≈~|]|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])")
+_ORDER = re.compile(
+    r"[<>≤≥≠≈~|]|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])"
+)
 _CLIPPED = re.compile(r"\.\.|…|\\[a-z]?dots|\\overline|\\overset")
 _BASE = re.compile(r"(?<=[\d)])_(?:\{?(\w+)\}?)")
 _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
@@ -120,7 +124,7 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     ):
         if is_so:
             return verdict._replace(status=status)
-    numbers = [Fraction(a.form) if _RATIONAL.fullmatch(a.form) else None for a in (mine, right)]
+    numbers = exact_number(mine.form), exact_number(right.form)
     if None not in numbers:
         if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
             return verdict
@@ -177,7 +181,7 @@ def _hopeless(mine: Answer, right: Answer) -> bool:
         return True
     if _OPENS_LIST.match(mine.form) and _OPENS_SET.match(right.form):
         return True
-    return bool(_RATIONAL.fullmatch(right.form) and _ORDER.search(mine.form))
+    return exact_number(right.form) is not None and bool(_ORDER.search(mine.form))
 
 
 def _words(form: str) -> set[str]:
@@ -190,7 +194,6 @@ def _words(form: str) -> set[str]:
 
 _POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
 _TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{( ]*[^{}^]{0,9}\d[) }]*\^")
-_FACTORIAL = re.compile(r"(\d+|[^\s\d])[\s}]*!|\\(?:binom|choose)|\b[CP]\(")
 _BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
 _NUMBER = re.compile(r"\d+")
 

@@ -5,10 +5,10 @@ An answer without a unit or a name says nothing against one that has it: 7 is ri
 
 import re
 
-_COUNTED = (
+_COUNTED_WORDS = (
     "unit point way integer digit student edge meal multiple solution pair people child children "
     "ticket 个 個 种 種 人"
-).split()
+)
 _SYMBOLS = {
     "millimeter": "mm",
     "centimeter": "cm",
@@ -56,7 +56,7 @@ def unit_of(text: str) -> str:
     words = _TEXT.sub(r" \1 ", _POWER.sub("", text)).lower().replace("tre", "ter")
     words = [_singular(word) for word in re.split(r"[\s{}\\^.,]+", words) if word]
     power = "".join(_POWERS.get(word, "") for word in words) or power
-    words = [word for word in words if word not in _POWERS and word not in _COUNTED]
+    words = [word for word in words if word not in _POWERS and word not in _COUNTED_WORDS.split()]
     joined = "".join(_SYMBOLS.get(word, word) for word in words).replace("per", "/")
     joined = _SYMBOLS.get(joined, joined)
     return joined and joined + power
