@@ -529,10 +529,8 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
         for row in rows
     ]
     verdicts = symbolic.verify_many(responses, [row["gold"] for row in rows])
-    agreeing = [v.correct == row["expected"] for v, row in zip(verdicts, rows, strict=True)]
-    rewarded = [
-        row["pred"] for v, row in zip(verdicts, rows, strict=True) if v.correct > row["expected"]
-    ]
+    graded = list(zip(rows, verdicts, strict=True))
+    rewarded = [row["pred"] for row, verdict in graded if verdict.correct > row["expected"]]
     assert len(rows) == 188
     assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 155
     assert rewarded == ["10, 4, -2"]

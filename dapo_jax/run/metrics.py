@@ -5,6 +5,7 @@ summary, the curves and the page follow. `python -m dapo_jax.run.metrics` prints
 Host only: no jax.
 """
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.tasks.math_rules import GAVE_UP
 from dapo_jax.types import Rollouts, RolloutStats
 
 
@@ -44,6 +46,13 @@ class Step:
     def taken(self) -> list[Mapping[str, Any]]:
         """The updates that changed the weights: those with a finite gradient."""
         return [update for update in self.updates if update["taken"]]
+
+    @property
+    def gave_up(self) -> dict[str, int]:
+        """Responses whose grade nobody knows, by the status that says why; see `GAVE_UP`."""
+        responses = [it for group in self.rollouts.sampled for it in group.responses]
+        found = collections.Counter(it.verdict.status for it in responses)
+        return {status: found[status] for status in GAVE_UP if found[status]}
 
     def per_second(self, tokens: int, phase: str) -> float:
         """Tokens a second of a phase's wall time."""
@@ -111,6 +120,9 @@ METRICS: list[Metric] = [
     Metric("response_tokens/truncated_fraction", "share", "Responses that ran into the limit.",
            lambda s: 1 - s.rollouts.stopped_PG.mean(), form="{:6.1%}",
            panel="truncated responses", line="truncated", summary="truncated"),
+    Metric("verdicts/gave_up", "responses",
+           "Those that the grader gave up on; `verdicts/<status>` counts each kind there is.",
+           lambda s: sum(s.gave_up.values())),
     Metric("groups/sampled", "groups", "Groups up to the last one kept; the rows above are theirs.",
            lambda s: len(s.rollouts.sampled)),
     Metric("groups/informative", "groups", "Those with right and wrong responses (Eq. 11).",
@@ -197,6 +209,7 @@ def step_row(step: Step, seconds: Mapping[str, float]) -> dict[str, float]:
         **{key: np.mean([update[key] for update in step.taken]) for key in averaged},
         **{f"seconds/{phase}": seconds for phase, seconds in step.seconds.items()},
         **{f"seconds_in_rollout/{part}": spent for part, spent in step.stats.seconds.items()},
+        **{f"verdicts/{status}": count for status, count in step.gave_up.items()},
         **step.evaluation,
     }
     row = {

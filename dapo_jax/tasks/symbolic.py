@@ -213,7 +213,7 @@ class _Worker:
 
 @functools.cache
 def default_verifier() -> SymbolicVerifier:
-    """Starts the pool that all callers of this process share, one worker a core, at the first call."""
+    """Starts the pool that this process shares, one worker a core, at the first call."""
     return SymbolicVerifier(min(_cores(), MAX_WORKERS))
 
 
