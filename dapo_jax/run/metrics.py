@@ -5,6 +5,7 @@ summary, the curves and the page follow. `python -m dapo_jax.run.metrics` prints
 Host only: no jax.
 """
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.tasks.math_rules import GAVE_UP
 from dapo_jax.types import Response, Rollouts, RolloutStats
 
 
@@ -52,6 +54,12 @@ class Step:
     def taken(self) -> list[Mapping[str, Any]]:
         """The updates that changed the weights: those in which all was finite."""
         return [update for update in self.updates if update["taken"]]
+
+    @property
+    def gave_up(self) -> dict[str, int]:
+        """Responses whose grade nobody knows, by the status that says why; see `GAVE_UP`."""
+        found = collections.Counter(it.verdict.status for it in self.responses)
+        return {status: found[status] for status in GAVE_UP if found[status]}
 
     def per_second(self, tokens: int, phase: str) -> float:
         """Tokens a second of a phase's wall time."""
@@ -124,6 +132,9 @@ METRICS: list[Metric] = [
            lambda s: np.mean([r.verdict.prediction is None for r in s.responses])),
     Metric("responses_not_finite", "responses", "Those with a log-probability that is not finite.",
            lambda s: sum(not math.isfinite(r.behavior_logp_T.sum()) for r in s.responses)),
+    Metric("verdicts/gave_up", "responses",
+           "Those that the grader gave up on; `verdicts/<status>` counts each kind there is.",
+           lambda s: sum(s.gave_up.values())),
     Metric("groups/sampled", "groups", "Groups up to the last one kept; the rows above are theirs.",
            lambda s: len(s.rollouts.sampled)),
     Metric("groups/informative", "groups", "Those with right and wrong responses (Eq. 11).",
@@ -217,6 +228,7 @@ def step_row(step: Step, seconds: Mapping[str, float]) -> dict[str, float]:
         **{key: np.mean([update[key] for update in step.taken]) for key in averaged},
         **{f"seconds/{phase}": seconds for phase, seconds in step.seconds.items()},
         **{f"seconds_in_rollout/{part}": spent for part, spent in step.stats.seconds.items()},
+        **{f"verdicts/{status}": count for status, count in step.gave_up.items()},
         **step.evaluation,
         **step.alarms,
     }

@@ -108,6 +108,7 @@ def read(
     answer_field: str = "",
     template: str = "",
     on_bad_row: str = "error",
+    check_answer: Callable[[str], None] = lambda answer: None,
 ) -> tuple[list[Example], DataReport]:
     """Reads a file and merges its rows, in the order of their first occurrence.
 
@@ -117,6 +118,7 @@ def read(
     template: a name of TEMPLATES, for prompts of plain text. "": the kind's.
     on_bad_row: "error" raises DataError at the first row that has bad UTF-8, invalid JSON, a
         missing key, a null, a wrong type, an empty prompt or an empty answer; "skip" counts it.
+    check_answer: raises ValueError for an answer that makes its row a bad one.
 
     Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
     for a wrong setting, a file of another format and a parquet file without a needed column.
@@ -144,6 +146,7 @@ def read(
             record = record_of()
             prompt = _prompt(_field(record, prompt_field), prompt_field, template)
             answer = _answer(_field(record, answer_field), answer_field, spec.answer_mark)
+            check_answer(answer)
             rows.add(row, prompt, answer)
     return rows.result()
 
