@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 
 from dapo_jax.tasks.formats import FORMATS, DataError, cut, typed
