@@ -59,7 +59,7 @@ def _parquet(path: pathlib.Path, fields: Sequence[str]) -> Records:
 def _check_columns(path: pathlib.Path, schema: pa.Schema, fields: Sequence[str]) -> None:
     missing = [name for field in fields if (name := _missing_column(schema, field))]
     if missing:
-        columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
+        columns = cut(", ".join(f"{column.name}: {column.type}" for column in schema))
         raise DataError(
             f"{path} has no column {' and no column '.join(missing)}; it has {columns}. Change "
             "prompt_field, answer_field, path or kind."
