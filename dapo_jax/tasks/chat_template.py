@@ -2,6 +2,7 @@
 
 Jinja's sandbox keeps a template from the machine, but not from its time and memory: loops in loops
 take forever, and `'a' * 10**10` takes all there is. The process of a template is limited in both.
+Its process imports this module: a light one.
 """
 
 import contextlib
@@ -15,8 +16,6 @@ from collections.abc import Mapping, Sequence
 
 import jinja2
 import jinja2.sandbox
-
-from dapo_jax.types import Message
 
 MEMORY_BYTES = 1 << 30
 # Of the processor, and so not of the clock: a busy or suspended machine ends no template.
@@ -58,7 +57,7 @@ class ChatTemplate:
         weakref.finalize(self, _end, self._process)
         self._ask({"source": source}, "is broken")
 
-    def render(self, messages: Sequence[Message], tokens: Mapping[str, str]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str:
         """Renders a prompt for the model's answer; tokens: texts of control tokens, by name."""
         roles = [message["role"] for message in messages]
         request = {"messages": [dict(message) for message in messages], **tokens}
