@@ -93,8 +93,9 @@ def _end(process: subprocess.Popen) -> None:
     """Ends a worker, which may be in the middle of a template."""
     process.kill()
     process.wait()
-    process.stdin.close()
     process.stdout.close()
+    with contextlib.suppress(BrokenPipeError):  # of a request that it did not take
+        process.stdin.close()
 
 
 def _serve(start_seconds: int) -> None:
