@@ -379,10 +379,11 @@ def test_a_config_that_the_model_does_not_compute_is_refused(folder, key, value)
     ],
 )
 def test_what_is_not_understood_is_refused_in_one_line(folder, changes, named):
-    """Four of these RoPE configs were read as unscaled ones, and trained at wrong angles.
+    """Nine of the first eleven were read as plain RoPE, and trained at wrong angles.
 
     A rope_scaling without a type passed, as did any rope_scaling beside a rope_parameters, and of
-    two values of rope_theta the one at top level won in silence. 2**62 layers took all memory while
+    two values of rope_theta the one at top level won in silence; so did all of the seven keys that
+    follow. 2**62 layers took all memory while
     their tensors' names were listed, 10**400 raised OverflowError and layer_types of objects
     TypeError.
     """
@@ -507,10 +508,11 @@ def first_entry(entries):
     ],
 )
 def test_a_header_is_checked_before_it_is_used(folder, bucket, change, problem):
-    """The same of a local file and of one in a bucket: of these, seven raised other errors there.
+    """A local file's header was the library's to check, and one in a bucket hardly was.
 
-    A local file's header was the library's to check, which names neither the tensor nor its value,
-    and takes the second of two equal names.
+    The library names neither the tensor nor its value, and takes the second of two equal names. In
+    a bucket negative shapes, true for 1 and a number for a dtype passed, and brackets raised
+    RecursionError.
     """
     file, remote = folder / "model.safetensors", epath.Path(bucket) / "bad"
     data = file.read_bytes()
@@ -722,6 +724,14 @@ def test_convert_goes_to_orbax_and_back_without_loss(tmp_path):
     ]
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         assert (end / name).read_bytes() == (start / name).read_bytes()
+
+
+def test_convert_copies_no_file_that_a_directory_only_links_to(folder, tmp_path):
+    """tokenizer.json as a link to any file of the machine was copied into the new directory."""
+    (folder / "tokenizer.json").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match="tokenizer.json is a link to /etc/hostname, outside"):
+        convert(f"hf:{folder}", f"orbax:{tmp_path / 'out'}", dtype="float32")
+    assert not (tmp_path / "out").exists()
 
 
 def test_convert_rounds_to_the_asked_dtype(folder, tmp_path):

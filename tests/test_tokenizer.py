@@ -339,9 +339,9 @@ def test_what_a_tokenizers_library_dies_of_is_a_value_error(bpe_folder, tmp_path
     ids=["pipe", "device", "link", "directory", "deep", "bytes"],
 )
 def test_a_tokenizers_files_are_regular_ones(bpe_folder, tmp_path, name, make, problem):
-    """A pipe and a device were passed over as absent, a link was read, deep JSON had a traceback.
+    """A pipe hung the command, a device took all memory and a link was read, wherever it led.
 
-    A template of brackets alone is text, and so harmless.
+    Deep JSON had a traceback. A template of brackets alone is text, and so harmless.
     """
     copy_of(bpe_folder, tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
