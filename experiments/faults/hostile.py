@@ -213,7 +213,7 @@ KINDS_OF_FILE = {
     "a directory": (pathlib.Path.mkdir, "is a directory"),
     "a link to itself": (lambda file: file.symlink_to(file.name), "cannot be read"),
     "a link to nothing": (link("nowhere"), "cannot be read"),
-    "a link to /etc/hostname": (link("/etc/hostname"), "is a link to /etc/hostname"),
+    "a link to /etc/passwd": (link("/etc/passwd"), "is a link to /etc/passwd"),
     "a terabyte": (sparse, r"bytes"),
 }
 FILES = {
@@ -277,7 +277,7 @@ CONFIGS = (
 )
 INDEXES = (
     ("a path upwards", index("../outside.safetensors"), "of its own directory"),
-    ("an absolute path", index("/etc/hostname"), "of its own directory"),
+    ("an absolute path", index("/etc/passwd"), "of its own directory"),
     ("a path into a folder", index("sub/a.safetensors"), "of its own directory"),
     ("its parent", index(".."), "no file's name"),
     ("a number", index(5), "no file's name"),
@@ -355,7 +355,7 @@ TEMPLATES = (
     ("doubles a text", GROWING + "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
         "{{ n.s }}", "needs more than|ended its process"),
     ("replaces in turn", "{{ ('a' * 100000).replace('a', 'a' * 100000) }}", "needs more|ended"),
-    ("includes a file", "{% include '/etc/hostname' %}", "refuses a prompt"),
+    ("includes a file", "{% include '/etc/passwd' %}", "refuses a prompt"),
     ("imports", "{% import 'os' as os %}", "refuses a prompt"),
     ("looks at a class", "{{ messages.__class__.__mro__ }}", "unsafe"),
     ("looks at globals", "{{ raise_exception.__globals__.x }}", "unsafe"),
