@@ -314,7 +314,7 @@ def test_each_byte_of_a_parquet_file_may_be_damaged(tmp_path):
     fields = {"answer_field": "answer"}
     data, (expected, _) = good.read_bytes(), read(str(good), **fields)
     path, outcomes = tmp_path / "bad.parquet", []
-    for place in range(len(data)):
+    for place in range(0, len(data), 2):
         damaged = bytearray(data)
         damaged[place] ^= 1 << place * 5 % 8
         path.write_bytes(damaged)
