@@ -134,6 +134,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     snapshots = stack.enter_context(
         Snapshots(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
     )
+    stack.push(snapshots.save_newest_after)
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
     checks.check_divides(config, programs.mesh)
