@@ -150,6 +150,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
             on_failed_save=config.checkpoint.on_failed_save,
         )
     )
+    stack.push(snapshots.save_newest_after)
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
     checks.check_divides(config, programs.mesh)
