@@ -26,6 +26,7 @@ from dapo_jax.tasks.arithmetic import Arithmetic
 from dapo_jax.types import Group, Prompt, Response
 from experiments.faults.parts import Outcome, Part
 from experiments.preemption.config import get_config
+from sharding import hosts
 from sharding.mesh import make_mesh
 
 NOT_FINITE = (np.nan, np.inf, -np.inf)
@@ -155,15 +156,14 @@ def checkpoint(rng, number: int, folder: pathlib.Path) -> Outcome:
     """Saves a checkpoint with one number that is not finite, whole otherwise."""
     config, value = small_config(), NOT_FINITE[number % 3]
     programs = build.programs(config, build.tokenizer(config).vocab_size)
-    leaves, structure = jax.tree.flatten(programs.start_state())
-    names = learner.leaf_names(programs.state)
+    leaves, structure = jax.tree.flatten(programs.state)
+    names, arrays = learner.leaf_names(programs.state), [np.ones(a.shape, a.dtype) for a in leaves]
     i = int(rng.choice([i for i, leaf in enumerate(leaves) if leaf.ndim > 0]))
-    array = np.array(leaves[i])
-    array.reshape(-1)[rng.integers(array.size)] = value
-    leaves[i] = jax.device_put(array, leaves[i].sharding)
+    arrays[i].reshape(-1)[rng.integers(arrays[i].size)] = value
+    placed = hosts.place(arrays, [leaf.sharding for leaf in leaves])
     progress = {"cursor": 8, "sampled_tokens_total": 1, "row": {"step": 0}}
     checkpoints = build.checkpoints(config, folder / "run", keep=None)
-    checkpoints.save(1, jax.tree.unflatten(structure, leaves), progress)
+    checkpoints.save(1, jax.tree.unflatten(structure, placed), progress)
     checkpoints.close()
     return refused(
         f"{value} in {names[i]} of a checkpoint", config, folder / "run", names[i], but=1
