@@ -84,6 +84,7 @@ def get_config() -> ConfigDict:
     config.learner.adam_eps = 1e-8
     config.learner.weight_decay = 0.1
     config.learner.max_grad_norm = 1.0
+    config.learner.max_skipped_updates = 3  # in a row, not being finite: then the run stops
     config.learner.row_tokens = 22_528  # a packed row; holds the longest prompt and response
     config.learner.micro_batch_rows = 32  # rows of one gradient-accumulation step, all devices
     config.learner.remat = "full"  # recomputed: all; none, keep_products, keep_attention, offload
@@ -110,10 +111,18 @@ def get_config() -> ConfigDict:
     config.checkpoint.directory = ""  # one that all hosts see, gs://...; "": WORKDIR/checkpoints
     config.checkpoint.every_steps = 5
     config.checkpoint.keep = 2  # newest checkpoints kept
+    # "stop": a failed save ends the run. "continue": it is said, and a run of one process goes on;
+    # of several, which wait for each other in a save, it ends all.
+    config.checkpoint.on_failed_save = "stop"
+
+    config.alarms = ConfigDict()  # the table of them is in dapo_jax/run/README.md
+    config.alarms.min_entropy = 1e-3  # nats
+    config.alarms.max_ratio_gap = 0.0  # 0: by the compute dtype
 
     config.log = ConfigDict()
     config.log.samples_every_steps = 10  # a table of completions; 0: never
     config.log.rollouts_every_steps = 1  # rollouts/<step>.jsonl.gz; 0: never
+    config.log.eval_responses = True  # eval/<finished steps>.<set>.jsonl.gz
     return config
 
 

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command
+from dapo_jax.run.files import read_json
 from models import families, hf
 from models.hf_config import load_config, read_config
 from models.parameters import ModelConfig
@@ -133,7 +134,7 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
     file = workdir / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
-    recipe = ConfigDict(json.loads(file.read_text(encoding="utf-8")))
+    recipe = ConfigDict(read_json(file))
     # Here, not on the machine that trained.
     recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
     recipe.model.kernels = "auto"

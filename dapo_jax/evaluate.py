@@ -2,10 +2,13 @@
 
     python -m dapo_jax.evaluate --config=configs/tiny.py --workdir=DIR [--step=N]
 
-evaluates the checkpoint after N rollout steps (default: the newest) into DIR/eval/N.json.
+evaluates the checkpoint after N rollout steps (default: the newest) into
+DIR/eval/N.<set>.<settings>.json, and the responses beside it. The run in DIR may be going on. The
+config has to be the run's in all that makes the policy; how it is evaluated may differ.
 """
 
 import collections
+import json
 import math
 import pathlib
 import zlib
@@ -19,11 +22,22 @@ from ml_collections import ConfigDict
 from configs.base import eval_settings
 from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
+from dapo_jax.run.checks import differences
 from dapo_jax.run.display import evaluation_line
-from dapo_jax.run.record import result_row, write_results
+from dapo_jax.run.files import read_json
+from dapo_jax.run.record import (
+    result_row,
+    settings_label,
+    write_own_results,
+    write_responses,
+)
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
+
+# What makes the policy. Where and how it is computed, and what only training uses, may differ.
+POLICY_KEYS = ("model.", "tokenizer.", "learner.lora_")
+FREE_KEYS = ("model.kernels",)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -74,8 +88,12 @@ def evaluate(
     sets: dict[str, build.EvalSet],
     *,
     report: Callable[[str], None],
+    keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
 ) -> dict[str, dict[str, float]]:
-    """Evaluates every set. `params` are the sampler's; the randomness is the same each time."""
+    """Evaluates every set. `params` are the sampler's; the randomness is the same each time.
+
+    keep: is given each set's name and groups of responses.
+    """
     results = {}
     for name, chosen in sets.items():
         prompts = chosen.dataset.prompts
@@ -94,7 +112,50 @@ def evaluate(
             report=lambda message, name=name: report(f"evaluate {name}: {message}"),
         )
         results[name] = summarize(rollouts.sampled)
+        keep(name, rollouts.sampled)
     return results
+
+
+def settings_of(config: ConfigDict) -> dict[str, dict]:
+    """Returns all that an evaluation's numbers depend on beside the policy, by set; JSON-able."""
+    common = {
+        "seed": config.seed,
+        "max_prompt_tokens": config.rollout.max_prompt_tokens,
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "compute_dtype": config.model.compute_dtype,
+    }
+    filled = {name: settings | common for name, settings in eval_settings(config).items()}
+    return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
+
+
+def check_same_policy(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses a config that makes another policy than the run's in `workdir` (ValueError).
+
+    Those are the model, its tokenizer and LoRA's shape, and the seed where it makes the weights. A
+    path may be written in another way. Without a config.json there is nothing to compare.
+    """
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    theirs, ours = read_json(file), json.loads(config.to_json_best_effort())
+    compared = POLICY_KEYS + (() if config.model.path else ("seed",))
+    differing = [
+        f"{name} is {new!r}, but was {old!r}"
+        for name, old, new in differences(theirs, ours)
+        if name.startswith(compared) and name not in FREE_KEYS and not _same_place(name, old, new)
+    ]
+    if differing:
+        raise ValueError(
+            f"{workdir} holds the run of another policy: {'; '.join(differing)}. Give the run's "
+            f"recipe and values ({file}), or its own --workdir"
+        )
+
+
+def _same_place(key: str, one, other) -> bool:
+    """Whether two values of a path mean the same folder."""
+    if not key.endswith(".path") or not one or not other or "://" in f"{one}{other}":
+        return False
+    return pathlib.Path(one).resolve() == pathlib.Path(other).resolve()
 
 
 def main(_):
@@ -105,6 +166,7 @@ def main(_):
         raise ValueError("eval.sets has no set with k > 0: there is nothing to evaluate; add one")
     workdir = pathlib.Path(WORKDIR.value)
     hosts.on_main(lambda: require_directory(workdir))
+    hosts.on_main(lambda: check_same_policy(config, workdir))
     say = print if hosts.is_main_host() else lambda message: None
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
@@ -122,13 +184,20 @@ def main(_):
     # LoRA adapts them; the KL term, which needs them too, is training's.
     start_weights = programs.load_start_weights() if programs.learning.lora else None
     sampler_params = programs.reshard(params, start_weights)
-    results = evaluate(config, programs, sampler_params, data.eval_sets, report=say)
-    write_results(workdir, step, results)
+    settings = settings_of(config)
+
+    def keep(name, groups):
+        if hosts.is_main_host():
+            label = settings_label(settings[name])
+            write_responses(workdir, f"{step}.{name}.{label}", groups)
+
+    results = evaluate(config, programs, sampler_params, data.eval_sets, report=say, keep=keep)
+    paths = write_own_results(workdir, step, results, settings)
     say(evaluation_line({"step": step - 1, **result_row(results)}))
     for name, scores in results.items():
         if scores["no_answer_fraction"] > 0.8:
             say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
-    say(f"written to {workdir / 'eval' / f'{step}.json'}")
+    say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
 
 
 def no_answer_line(name: str, settings: dict, fraction: float) -> str:

@@ -241,6 +241,7 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     kernels = learning.kernels
     attention = rules.by_heads(kernels.attend_rows, mesh)
     how = {
+        "dtype": jnp.dtype(learning.compute_dtype),
         "remat": learning.remat,
         "project": kernels.learn_product,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
@@ -269,7 +270,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
     if learning.lora is None:
-        x_BTD, head_DV = run(cast(params, learning.compute_dtype), None)
+        x_BTD, head_DV = run(params, None)
     else:
         x_BTD, head_DV = run(start_weights, params["layers"])
     reference_logp_BT = None
@@ -306,7 +307,9 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     """Takes one optimizer step on one mini-batch: (state, metrics); pure, to be jitted.
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
-    update whose gradient is not finite changes nothing: metrics["taken"] is False.
+    update of which the loss, the gradient or the new state is not finite changes nothing:
+    metrics["taken"] is False, and metrics["bad"] is the place in `checked_names` of what is first
+    not finite (-1: nothing). metrics["empty"]: no token has any weight.
     `start_weights`, the start policy's in the compute dtype, are what LoRA adapts and what the KL
     term is measured against; without either pass None.
     """
@@ -327,7 +330,15 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     grad_norm = optax.tree.norm(grads)
     steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    finite_N = jnp.stack(
+        [
+            jnp.isfinite(loss) & all_finite(sums),
+            *map(all_finite, jax.tree.leaves(grads)),
+            jnp.isfinite(grad_norm),
+            *map(all_finite, jax.tree.leaves((params, opt_state))),
+        ]
+    )
+    finite = jnp.all(finite_N)
 
     def taken(new, old):
         return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
@@ -335,4 +346,32 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     state = TrainState(taken(params, state.params), taken(opt_state, state.opt_state))
     tokens = sums.pop("tokens")
     metrics = {key: value / jnp.maximum(tokens, 1) for key, value in sums.items()}
-    return state, metrics | {"loss": loss, "grad_norm": grad_norm, "taken": finite}
+    return state, metrics | {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "taken": finite,
+        "bad": jnp.where(finite, -1, jnp.argmin(finite_N)),
+        "empty": ~jnp.any(batch.weight_BT != 0),
+    }
+
+
+def all_finite(tree) -> jax.Array:
+    """Tells whether every value of every array is finite."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
+
+
+def checked_names(state: TrainState) -> list[str]:
+    """Names what an update has to find finite, in the order in which it looks."""
+    params = leaf_names(state.params)
+    return [
+        "the loss or a metric of it",
+        *(f"the gradient of {name}" for name in params),
+        "the gradient's norm",
+        *(f"the new {name}" for name in leaf_names(state)),
+    ]
+
+
+def leaf_names(tree) -> list[str]:
+    """Gives every array's dotted name."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]

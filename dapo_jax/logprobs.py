@@ -42,7 +42,7 @@ def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size, mesh:
 
     rows = rules.BATCH
     split = rules.by_vocabulary(local, mesh, rows=1, outputs=(rows, rows))
-    return split(x_BTD, head_DV, target_BT)
+    return split(x_BTD, head_DV.astype(x_BTD.dtype), target_BT)
 
 
 def head_loss(
@@ -80,7 +80,7 @@ def head_loss(
         d_head_DV = _over("data", scatter, d_head_DV, mesh)
         d_head_DV = _over("slice", jax.lax.psum, d_head_DV, mesh)
         # The TPU's compiler fails where it tries to move this sum out of a loop over micro-batches.
-        d_head_DV = jax.lax.optimization_barrier(d_head_DV).astype(head_DV.dtype)
+        d_head_DV = jax.lax.optimization_barrier(d_head_DV)
         for axis in rules.ROW_AXES:
             loss = _over(axis, jax.lax.psum, loss, mesh)
         return loss, d_head_DV, *_whole(outputs, target_BT.shape)
@@ -95,8 +95,9 @@ def head_loss(
         return forward(x_BTD, head_DV)[0]
 
     def forward(x_BTD, head_DV):
-        loss, d_head_DV, d_x_BTD, *chosen = split(x_BTD, head_DV, target_BT, *leaves)
-        return (loss, *chosen), (d_x_BTD, d_head_DV)
+        rounded_DV = head_DV.astype(x_BTD.dtype)
+        loss, d_head_DV, d_x_BTD, *chosen = split(x_BTD, rounded_DV, target_BT, *leaves)
+        return (loss, *chosen), (d_x_BTD, d_head_DV.astype(head_DV.dtype))
 
     def backward(gradients, cotangents):
         return jax.tree.map(lambda d: (cotangents[0] * d).astype(d.dtype), gradients)

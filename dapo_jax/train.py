@@ -9,6 +9,7 @@ given again; anything else is an error. `train` holds one RL step, top to bottom
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 
@@ -17,15 +18,22 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from dapo_jax.algorithm import group_advantage, outcome_reward, soft_overlong_penalty
-from dapo_jax.evaluate import evaluate
+from dapo_jax.evaluate import evaluate, settings_of
 from dapo_jax.learner import TrainState, warmup_learning_rate
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import collect, minibatches
 from dapo_jax.run import build, checks, command, identity
+from dapo_jax.run.alarms import (
+    Alarms,
+    cap_advice,
+    require_finite_start,
+    require_finite_to_save,
+)
 from dapo_jax.run.display import evaluation_line
+from dapo_jax.run.failures import telling_saved_steps
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
-from dapo_jax.run.record import Record, banner, result_row, write_results
+from dapo_jax.run.record import Record, banner, claim, result_row, write_results
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session
@@ -45,6 +53,7 @@ class Run:
     sampling: Sampling
     key: jax.Array
     record: Record
+    alarms: Alarms
     snapshots: Snapshots
     first_step: int
 
@@ -60,8 +69,10 @@ class Run:
             weights,
             self.data.eval_sets,
             report=self.record.display.phase,
+            keep=functools.partial(self.record.responses, finished_steps),
         )
-        write_results(self.record.workdir, finished_steps, results)
+        settings = settings_of(self.config)
+        write_results(self.record.workdir, finished_steps, results, settings)
         return result_row(results)
 
 
@@ -100,6 +111,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
 
             sampled_tokens = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
             done = Step(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores)
+            done, stopped = run.alarms.look(done, progress["row"])
             run.record.rollouts(step, rollouts, reward_PG)
             progress = {
                 "cursor": rollouts.cursor,
@@ -107,9 +119,12 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 "row": step_row(done, watch.seconds()),
             }
             with watch("save"):
-                last = step + 1 == config.num_steps
+                require_finite_to_save(state, updates, step)
+                last = step + 1 == config.num_steps or bool(stopped)
                 run.snapshots.take(step + 1, state, progress, force=last)
             run.record.step(step_row(done, watch.seconds()), rollouts, reward_PG)
+            if stopped:
+                break
     if stopped:
         raise SystemExit(stopped)
     if hosts.is_main_host():
@@ -124,9 +139,16 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     Everything is refused, loaded and compiled here. What has to be closed goes onto the stack.
     """
     checks.check(config)
+    claim(config, workdir, stack)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
+    stack.enter_context(telling_saved_steps(checkpoints.latest_step, checkpoints.directory))
     snapshots = stack.enter_context(
-        Snapshots(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
+        Snapshots(
+            checkpoints,
+            every_steps=config.checkpoint.every_steps,
+            say=print,
+            on_failed_save=config.checkpoint.on_failed_save,
+        )
     )
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
@@ -142,6 +164,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     first_step, state, progress = restored or (0, programs.start_state(), progress)
     checks.check_steps_left(config, first_step, checkpoints.directory)
     start_weights = programs.load_start_weights()
+    require_finite_start(programs, checkpoints.directory, first_step, state, start_weights)
 
     record = stack.enter_context(
         Record(config, workdir, first_step=first_step, last_row=progress["row"])
@@ -164,6 +187,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         sampling=sampling,
         key=build.key(config, build.ROLLOUT_STREAM),
         record=record,
+        alarms=Alarms(programs, record.display.line),
         snapshots=snapshots,
         first_step=first_step,
     )
@@ -199,8 +223,7 @@ def at_generation_cap(run: Run, step: int, rollouts: Rollouts) -> str | None:
         f"step {step}: {r.max_generation_batches} generation batches of {r.generation_prompts} "
         f"prompts gave {kept} informative groups of the {r.num_prompts} wanted, at an accuracy of "
         f"{rollouts.correct_PG.mean():.1%} (rollout.on_generation_cap = {r.on_generation_cap!r}). "
-        "Raise rollout.max_generation_batches and give the command again, or start anew with "
-        "other data"
+        f"{cap_advice(run.config, rollouts)}"
     )
     if r.on_generation_cap == "stop":
         return message

@@ -8,11 +8,9 @@ tensors at once, so that models.hf_stream writes local files, too.
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,15 +22,9 @@ from etils import epath
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
+from dapo_jax.untrusted import check_name, is_local, listing, present, quoted, read_json, shown
 from models import hf_stream
-from models.hf_config import (
-    CONFIG_FILE,
-    config_json,
-    listing,
-    load_config,
-    read_json,
-    write_json,
-)
+from models.hf_config import CONFIG_FILE, config_json, load_config, write_json
 from models.hf_stream import FILE_DTYPES, PIECE_VALUES, StreamedTensor
 from models.parameters import EMBED, HEAD, ModelConfig, Parameter
 from models.transformer import Transformer, abstract_params
@@ -42,6 +34,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = tuple(dtype.name for dtype in FILE_DTYPES.values())
 MAX_SHARD_BYTES = 5 * 10**9
+MAX_LISTED = 8  # of what is wrong, in one message
 READERS = 8  # tensors read at a time: one stream from a bucket is far slower than the network
 
 
@@ -58,8 +51,11 @@ class LocalTensor:
         """Reads rows start to stop in order, `step` at a time."""
         for first in range(start, stop, step):
             # Opened for each piece: what was read of a file stays in memory while it is open.
-            with _opened(self.file) as file:
-                piece = file.get_slice(self.name)[first : min(first + step, stop)]
+            try:
+                with safe_open(self.file, framework="numpy") as file:
+                    piece = file.get_slice(self.name)[first : min(first + step, stop)]
+            except SafetensorError as error:
+                raise hf_stream.broken(self.file, self.file.stat().length, error) from error
             yield piece
 
 
@@ -82,17 +78,13 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     makes one array after the other. Every tensor of the files is checked before any is read.
 
     Raises FileNotFoundError for missing files, and ValueError for a broken file, for tensors that
-    are missing, unexpected, mis-shaped or not floats (all of them named), and for an lm_head that
-    differs from the embedding though config.json ties the two.
+    are missing, unexpected, mis-shaped or not floats (counted, the first few named), and for an
+    lm_head that differs from the embedding though config.json ties the two.
     """
     path, dtype = epath.Path(path), _dtype(dtype)
     found = _headers(path)
-    expected = {name: shape for name, shape, *_ in _tensors(config)}
-    head_copy = config.tie_embeddings and HEAD.tensor in found
-    if head_copy:
-        expected[HEAD.tensor] = expected[EMBED.tensor]
-    _check(path, found, expected)
-    if head_copy:
+    _check(path, found, config)
+    if config.tie_embeddings and HEAD.tensor in found:
         _check_tied(found[HEAD.tensor], found[EMBED.tensor])
 
     _, abstract = abstract_params(config)
@@ -106,6 +98,16 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
         return _load(found, parameter, leaf.shape, config, dtype, sharding)
 
     return jax.tree_util.tree_map_with_path(load, abstract, shardings)
+
+
+def check_files(path, config: ModelConfig) -> None:
+    """Checks the tensors of a directory by their files' headers, before anything is made of sizes.
+
+    A directory without weights will do for a simulation. Raises as `load_params` does.
+    """
+    path = epath.Path(path)
+    if present(path / WEIGHTS_FILE) or present(path / INDEX_FILE):
+        _check(path, _headers(path), config)
 
 
 def save_hf(
@@ -261,16 +263,19 @@ def _headers(path) -> dict[str, LocalTensor | StreamedTensor]:
     """Reads which tensors the directory's weights have, from the files' headers."""
     index_file = path / INDEX_FILE
     weight_map = {}
-    if (path / WEIGHTS_FILE).is_file():
+    if present(path / WEIGHTS_FILE):
         files = [path / WEIGHTS_FILE]
-    elif index_file.is_file():
+    elif present(index_file):
         weight_map = read_json(index_file).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index_file}: weight_map is {weight_map!r}, but must name files")
-        files = [path / file for file in sorted(set(weight_map.values()))]
-        absent = [file.name for file in files if not file.is_file()]
+            raise ValueError(
+                f"{index_file}: weight_map is {quoted(weight_map)}, but must name files"
+            )
+        names = {check_name(name, f"{index_file}: weight_map") for name in weight_map.values()}
+        files = [path / name for name in sorted(names)]
+        absent = [file.name for file in files if not present(file)]
         if absent:
-            raise FileNotFoundError(f"{path} lacks {', '.join(absent)}, named in {INDEX_FILE}")
+            raise FileNotFoundError(f"{path} lacks {_listed(absent, ', ')}, named in {INDEX_FILE}")
     else:
         raise FileNotFoundError(
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {listing(path)}"
@@ -279,59 +284,56 @@ def _headers(path) -> dict[str, LocalTensor | StreamedTensor]:
     for file in files:
         for name, tensor in _header(file).items():
             if name in found:
-                raise ValueError(f"{name} is both in {found[name].file} and in {file}")
+                raise ValueError(f"{shown(name)} is both in {found[name].file} and in {file}")
             found[name] = tensor
     misplaced = [
-        f"{name} ({file})"
+        f"{shown(name)} ({file})"
         for name, file in weight_map.items()
         if name not in found or found[name].file.name != file
     ]
     if misplaced:
-        raise ValueError(f"{index_file} names tensors not in their files: {', '.join(misplaced)}")
+        raise ValueError(
+            f"{index_file} names tensors not in their files: {_listed(misplaced, ', ')}"
+        )
     return found
 
 
 def _header(file: epath.Path) -> dict[str, LocalTensor | StreamedTensor]:
     """Reads which tensors a file has; ValueError where it is not whole."""
-    if "://" in os.fspath(file):
-        return hf_stream.header(file)
-    with _opened(file) as opened:
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        return {
-            name: LocalTensor(file, name, tuple(part.get_shape()), part.get_dtype())
-            for name, part in slices.items()
-        }
+    tensors = hf_stream.header(file)
+    if not is_local(file):
+        return tensors
+    return {name: LocalTensor(file, name, t.shape, t.dtype) for name, t in tensors.items()}
 
 
-@contextlib.contextmanager
-def _opened(file: epath.Path):
-    """Opens a local file with the safetensors library; ValueError where that finds it broken."""
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            yield opened
-    except SafetensorError as error:
-        raise hf_stream.broken(file, file.stat().length, error) from error
+def _listed(texts: list[str], separator: str) -> str:
+    """Joins texts for a message, the first MAX_LISTED of them."""
+    more = f" and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
+    return separator.join(texts[:MAX_LISTED]) + more
 
 
-def _check(path, found, expected):
+def _check(path, found, config):
+    expected = {name: shape for name, shape, *_ in _tensors(config)}
+    if config.tie_embeddings and HEAD.tensor in found:
+        expected[HEAD.tensor] = expected[EMBED.tensor]
     problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in found]
     for name, tensor in found.items():
-        shape, file = tensor.shape, tensor.file.name
+        shape, file = tensor.shape, shown(tensor.file.name)
         if name not in expected:
-            problems.append(f"unexpected: {name} {shape} in {file}")
+            problems.append(f"unexpected: {shown(name)} {shape} in {file}")
         elif shape != expected[name]:
             problems.append(
                 f"mis-shaped: {name} is {shape} in {file}, but must be {expected[name]}"
             )
         if name in expected and tensor.dtype not in FILE_DTYPES:
             problems.append(
-                f"wrong dtype: {name} is {tensor.dtype} in {file}, but must be "
+                f"wrong dtype: {name} is {shown(tensor.dtype)} in {file}, but must be "
                 f"one of {', '.join(FILE_DTYPES)}"
             )
     if problems:
         raise ValueError(
-            f"{path}: {len(problems)} tensors do not fit the {CONFIG_FILE}:\n  "
-            + "\n  ".join(problems)
+            f"{path}: {len(problems)} tensors do not fit the {CONFIG_FILE}: "
+            f"{_listed(problems, '; ')}"
         )
 
 

@@ -4,13 +4,13 @@ Its model_type picks the family; whatever the family does not compute is refused
 """
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
+from dapo_jax.untrusted import listing, present, quoted, read_json
 from models import families
 from models.parameters import ModelConfig
 
@@ -25,7 +25,49 @@ SIZE_KEYS = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
 }
-NO_SCALING = (None, "default")
+# Beyond any model's: such sizes would take all memory before the weights are looked at.
+MAX_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**14,
+}
+SIZE_RULE = "must be a positive integer"
+MAX_NUMBER = 1e30  # that float32 still holds
+# Rotary embeddings without scaling, and keys that have no effect on them.
+PLAIN_ROPE = {
+    "rope_type": ("default",),
+    "type": ("default",),
+    "factor": (1,),
+    "partial_rotary_factor": (1,),
+}
+# Keys that change what transformers computes, and the values with which they do not; null never
+# does. What a family computes beside that is in its `computes`.
+NEUTRAL = {
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "mlp_bias": (False,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "clip_qkv": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "no_rope_layers": ([],),
+    "pruned_heads": ({},),
+    "quantization_config": (),
+    "compression_config": (),
+}
 
 
 def load_config(path) -> ModelConfig:
@@ -35,67 +77,11 @@ def load_config(path) -> ModelConfig:
     anything that the family does not compute: another architecture or activation, scaled rotary
     embeddings, sliding windows, quantised weights, sizes that do not fit together.
     """
-    file, raw = epath.Path(path) / CONFIG_FILE, read_config(path)
-    # transformers 5 keeps rope_theta in rope_parameters, older versions at top level.
-    rope_key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    rope = raw.get(rope_key) or {}
-
-    def refuse(key, value, rule):
-        raise ValueError(f"{file}: {key} is {value!r}, but {rule}")
-
-    def require(key, value, is_right, rule):
-        if value is None:
-            raise ValueError(f"{file}: {key} is missing; it {rule}")
-        if not is_right(value):
-            refuse(key, value, rule)
-        return value
-
-    model_types = families.known()
-    if raw.get("model_type") not in tuple(model_types):
-        rule = f"must be {' or '.join(map(repr, model_types))}; model.family names others"
-        refuse("model_type", raw.get("model_type"), rule)
-    family = model_types[raw["model_type"]].config
-    for key, value in family.computes.items():
-        given = raw.get(key, value)
-        if given != value and (given or value):  # null is false
-            refuse(key, given, f"only {value!r} is supported")
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
-        refuse("layer_types", raw["layer_types"], "only 'full_attention' is supported")
-    if raw.get("quantization_config") is not None:
-        refuse("quantization_config", raw["quantization_config"], "weights must be unquantised")
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in NO_SCALING:
-        refuse(rope_key, rope, "only rope_type 'default' (no scaling) is supported")
-
-    def size(key, value):
-        return require(key, value, _is_size, "must be a positive integer")
-
-    def number(key, value):
-        return float(require(key, value, _is_positive, "must be a positive number"))
-
-    sizes = {field: size(key, raw.get(key)) for field, key in SIZE_KEYS.items()}
-    width, heads, kv_heads = sizes["width"], sizes["num_heads"], sizes["num_kv_heads"]
-    if heads % kv_heads:
-        refuse(
-            "num_attention_heads", heads, f"must be a multiple of num_key_value_heads = {kv_heads}"
-        )
-    if raw.get("head_dim") is not None:
-        head_dim = size("head_dim", raw["head_dim"])
-    elif width % heads == 0:
-        head_dim = width // heads
-    else:
-        refuse("hidden_size", width, f"must be a multiple of num_attention_heads = {heads}")
-    if head_dim % 2:
-        refuse("head_dim", head_dim, "must be even for rotary embeddings")
-    tie = raw.get("tie_word_embeddings")
-    return family(
-        **sizes,
-        head_dim=head_dim,
-        tie_embeddings=require(
-            "tie_word_embeddings", tie, lambda v: isinstance(v, bool), "must be true or false"
-        ),
-        rope_theta=number("rope_theta", raw.get("rope_theta", rope.get("rope_theta"))),
-        rms_norm_eps=number("rms_norm_eps", raw.get("rms_norm_eps")),
-    )
+    raw = read_config(path)
+    try:
+        return _config(raw)
+    except ValueError as error:
+        raise ValueError(f"{epath.Path(path) / CONFIG_FILE}: {error}") from error
 
 
 def read_config(path) -> dict[str, Any]:
@@ -104,9 +90,99 @@ def read_config(path) -> dict[str, Any]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; give a Hugging Face model directory")
     file = path / CONFIG_FILE
-    if not file.is_file():
+    if not present(file):
         raise FileNotFoundError(f"{path} has no {CONFIG_FILE}; it holds {listing(path)}")
     return read_json(file)
+
+
+def _config(raw: Mapping[str, Any]) -> ModelConfig:
+    family = _family(raw)
+    _check_computed(raw, family)
+    sizes = {field: _size(key, raw.get(key)) for field, key in SIZE_KEYS.items()}
+    width, heads, kv_heads = sizes["width"], sizes["num_heads"], sizes["num_kv_heads"]
+    if heads % kv_heads:
+        _refuse(
+            "num_attention_heads", heads, f"must be a multiple of num_key_value_heads = {kv_heads}"
+        )
+    if raw.get("head_dim") is not None:
+        head_dim = _size("head_dim", raw["head_dim"])
+    elif width % heads == 0:
+        head_dim = width // heads
+    else:
+        _refuse("hidden_size", width, f"must be a multiple of num_attention_heads = {heads}")
+    if head_dim % 2:
+        _refuse("head_dim", head_dim, "must be even for rotary embeddings")
+    if raw.get("max_position_embeddings") is not None:
+        _require("max_position_embeddings", raw["max_position_embeddings"], _is_size, SIZE_RULE)
+    tie = raw.get("tie_word_embeddings")
+    return family(
+        **sizes,
+        head_dim=head_dim,
+        tie_embeddings=_require(
+            "tie_word_embeddings", tie, lambda v: isinstance(v, bool), "must be true or false"
+        ),
+        rope_theta=_rope_theta(raw),
+        rms_norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps")),
+    )
+
+
+def _family(raw: Mapping[str, Any]) -> type[ModelConfig]:
+    model_types = families.known()
+    if raw.get("model_type") not in tuple(model_types):
+        rule = f"must be {' or '.join(map(repr, model_types))}; model.family names others"
+        _refuse("model_type", raw.get("model_type"), rule)
+    return model_types[raw["model_type"]].config
+
+
+def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
+    """Refuses the keys with which transformers computes something else than the family."""
+    for key, value in family.computes.items():
+        given = raw.get(key, value)
+        if given != value and (given or value):  # null is false
+            _refuse(key, given, f"only {value!r} is supported")
+    for key, values in NEUTRAL.items():
+        if raw.get(key) is not None and raw[key] not in values:
+            _refuse(key, raw[key], f"only {' or '.join(map(repr, values)) or 'null'} is supported")
+    biases = any(parameter.tensor.endswith("q_proj.bias") for parameter in family.layer.parameters)
+    if raw.get("attention_bias") and not biases:
+        _refuse("attention_bias", raw["attention_bias"], "only False is supported")
+    layers = raw.get("layer_types") or []
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+        _refuse("layer_types", layers, "only 'full_attention' is supported")
+    architectures = raw.get("architectures") or [family.architecture]
+    if not isinstance(architectures, list) or family.architecture not in architectures:
+        _refuse("architectures", architectures, f"only {family.architecture!r} is supported")
+    code = raw.get("auto_map") or {}
+    if not isinstance(code, dict) or not {"AutoModel", "AutoModelForCausalLM"}.isdisjoint(code):
+        _refuse("auto_map", code, "a model of the directory's own code is not supported")
+
+
+def _rope_theta(raw: Mapping[str, Any]) -> float:
+    """Reads the base of the rotary angles; refuses scaled ones and places that disagree.
+
+    Older versions of transformers have rope_theta at top level beside rope_scaling, transformers 5
+    has it in rope_parameters, and files that both have touched have all three.
+    """
+    found = {"rope_theta": raw.get("rope_theta")}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key)
+        if rope is None or rope == {}:
+            continue
+        if not isinstance(rope, dict):
+            _refuse(key, rope, "must be null or an object")
+        rope = {name: value for name, value in rope.items() if value is not None}
+        found[f"{key}.rope_theta"] = rope.pop("rope_theta", None)
+        for name, value in rope.items():
+            if isinstance(value, bool) or value not in PLAIN_ROPE.get(name, ()):
+                _refuse(key, raw[key], "only rope_type 'default' (no scaling) is supported")
+    given = {key: _number(key, value) for key, value in found.items() if value is not None}
+    if not given:
+        _number("rope_theta", None)
+    (first, theta), *others = given.items()
+    for key, value in others:
+        if value != theta:
+            _refuse(key, value, f"must be {first}, which is {theta}")
+    return theta
 
 
 def config_json(
@@ -141,25 +217,30 @@ def config_json(
     return fixed | free | dict(extra)
 
 
-def read_json(file) -> dict[str, Any]:
-    """Reads a JSON object; raises ValueError, with the file, for anything else."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a JSON {type(value).__name__}, but must hold an object")
-    return value
-
-
 def write_json(file, value):
     """Writes a JSON file, indented, with a newline at its end."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def listing(path) -> str:
-    """Names a directory's files, for messages."""
-    return ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
+def _refuse(key: str, value: object, rule: str):
+    raise ValueError(f"{key} is {quoted(value)}, but {rule}")
+
+
+def _require(key: str, value: Any, is_right: Callable[[Any], bool], rule: str) -> Any:
+    if value is None:
+        raise ValueError(f"{key} is missing; it {rule}")
+    if not is_right(value):
+        _refuse(key, value, rule)
+    return value
+
+
+def _size(key: str, value: Any) -> int:
+    size, most = _require(key, value, _is_size, SIZE_RULE), MAX_SIZES[key]
+    return size if size <= most else _refuse(key, size, f"no model has more than {most}")
+
+
+def _number(key: str, value: Any) -> float:
+    return float(_require(key, value, _is_positive, "must be a positive number"))
 
 
 def _is_size(value) -> bool:
@@ -167,4 +248,5 @@ def _is_size(value) -> bool:
 
 
 def _is_positive(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < MAX_NUMBER

@@ -4,9 +4,9 @@ A model family (qwen2.py) is a ModelConfig with a Layer: which parameters a laye
 becomes of its queries, keys and values.
 
 Axis letters: B rows, T tokens, S keys, D width, N query heads, K key/value heads, H head size,
-F feed-forward, V vocabulary, L layers, R rank of a low-rank factor. Activations have the
-parameters' dtype; norms, rotary angles, softmax and logits are float32. Whoever wants bfloat16
-compute casts the parameters.
+F feed-forward, V vocabulary, L layers, R rank of a low-rank factor. Activations have the compute
+dtype, to which parameters are rounded where they are used (models.precision); norms, rotary
+angles, softmax and logits are float32.
 """
 
 import functools
@@ -28,6 +28,7 @@ from models.parameters import (
     norm,
     normal,
 )
+from models.precision import lookup, product, spread
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices.
@@ -58,7 +59,8 @@ def rms_norm(x, scale, *, eps):
     """Divides by the root mean square of the last axis (arXiv 1910.07467), float32, and scales."""
     x_f32 = x.astype(jnp.float32)
     x_f32 = x_f32 * jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
-    return scale * x_f32.astype(x.dtype)
+    x = x_f32.astype(x.dtype)
+    return spread(scale, x) * x
 
 
 def rotation(position_BT, config: ModelConfig):
@@ -150,18 +152,18 @@ class Layer(nnx.Module):
         eps = self.config.rms_norm_eps
         h = gather(rms_norm(x_BTD, self.attn_norm_D[...], eps=eps))
         q, k, v = self.of_heads(
-            project("BTD,DNH->BTNH", h, self.q_DNH[...]),
-            project("BTD,DKH->BTKH", h, self.k_DKH[...]),
-            project("BTD,DKH->BTKH", h, self.v_DKH[...]),
+            product(project, "BTD,DNH->BTNH", h, self.q_DNH[...]),
+            product(project, "BTD,DKH->BTKH", h, self.k_DKH[...]),
+            product(project, "BTD,DKH->BTKH", h, self.v_DKH[...]),
         )
         out, kept = attend(rope(q, cos_sin), rope(k, cos_sin), v)
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
         out, o = out.reshape(*x_BTD.shape[:2], -1), self.o_NHD[...].reshape(-1, x_BTD.shape[2])
-        x_BTD = x_BTD + reduce(jnp.einsum("BTZ,ZD->BTD", out, o))
+        x_BTD = x_BTD + reduce(product(jnp.einsum, "BTZ,ZD->BTD", out, o))
         h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps))
-        gate = jax.nn.silu(project("BTD,DF->BTF", h, self.gate_DF[...]))
-        up = project("BTD,DF->BTF", h, self.up_DF[...])
-        return x_BTD + reduce(project("BTF,FD->BTD", gate * up, self.down_FD[...])), kept
+        gate = jax.nn.silu(product(project, "BTD,DF->BTF", h, self.gate_DF[...]))
+        up = product(project, "BTD,DF->BTF", h, self.up_DF[...])
+        return x_BTD + reduce(product(project, "BTF,FD->BTD", gate * up, self.down_FD[...])), kept
 
 
 class Transformer(nnx.Module):
@@ -192,6 +194,7 @@ class Transformer(nnx.Module):
         position_BT,
         attend,
         *,
+        dtype=None,
         remat="none",
         project=jnp.einsum,
         unroll=1,
@@ -202,7 +205,8 @@ class Transformer(nnx.Module):
     ):
         """Computes normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
-        remat: a name of REMAT, what of a layer is kept for the backward pass. project: as the
+        dtype: the activations'; None: that of the parameters, one for all. remat: a name of REMAT,
+        what of a layer is kept for the backward pass. project: as the
         layer's, and so are gather and reduce. unroll: how many layers the loop's body has. reduce
         lays out what is kept between layers, too. adapt(a layer's parameters, its
         adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
@@ -221,7 +225,8 @@ class Transformer(nnx.Module):
             return jax.lax.scan(REMAT[remat](body), x_BTD, layers, unroll=unroll)
 
         top = {"embed_VD": self.embed_VD[...], "final_norm_D": self.final_norm_D[...]}
-        return _hidden(top, self.config, tokens_BT, position_BT, through_layers, axis=None)[0]
+        tokens = (tokens_BT, position_BT)
+        return _hidden(top, self.config, *tokens, through_layers, axis=None, dtype=dtype)[0]
 
     def __call__(self, tokens_BT, *, segment_BT=None):
         """Computes float32 logits_BTV. `segment_BT`: each token's sequence, 0 for padding."""
@@ -255,17 +260,18 @@ def hidden_layer_by_layer(
     return _hidden(params, config, tokens_BT, position_BT, through_layers, axis=axis)
 
 
-def _hidden(params, config, tokens_BT, position_BT, through_layers, *, axis):
+def _hidden(params, config, tokens_BT, position_BT, through_layers, *, axis, dtype=None):
     """Runs all but the head; through_layers(x_BTD, cos_sin) gives (x_BTD, what layers kept)."""
     cos_sin = rotation(position_BT, config)
-    x_BTD, kept = through_layers(_embedded(params["embed_VD"], tokens_BT, axis=axis), cos_sin)
+    x_BTD = _embedded(params["embed_VD"], tokens_BT, axis=axis, dtype=dtype)
+    x_BTD, kept = through_layers(x_BTD, cos_sin)
     return rms_norm(x_BTD, params["final_norm_D"], eps=config.rms_norm_eps), kept
 
 
-def _embedded(embed_VD, tokens_BT, *, axis: str | None):
+def _embedded(embed_VD, tokens_BT, *, axis: str | None, dtype):
     """Looks up embeddings x_BTD; where rows are split over a mesh axis, chips add up theirs."""
     if axis is None:
-        return embed_VD[tokens_BT]
+        return lookup(embed_VD, tokens_BT, dtype or embed_VD.dtype)
     local_BT = tokens_BT - jax.lax.axis_index(axis) * embed_VD.shape[0]
     here_BT = (local_BT >= 0) & (local_BT < embed_VD.shape[0])
     return _over(jnp.where(here_BT[..., None], embed_VD[local_BT], 0), axis=axis)

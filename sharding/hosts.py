@@ -4,15 +4,21 @@ A program on several hosts is the same program on each: every process keeps the 
 state, takes every decision from values that all have, and calls what is collective at the same
 point. What only one of them can know goes through `gather` or `on_main`. Threads of different
 processes, which must not wait for devices, use the key-value store: `kv_put` and `kv_get`.
+
+All end together: the first one that ends says with which line and status (`end`), and the others
+follow. One that dies or falls silent cannot say it: the others notice, and leave with RETRYABLE.
 """
 
 import atexit
+import contextlib
 import functools
 import os
 import pickle
+import re
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,12 +27,27 @@ from jax._src import distributed  # its key-value store has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding import aborts
 from sharding.mesh import split_cpu
 
 COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PROCESS"
-HEARTBEAT_SECONDS = 60  # a process that has been silent for so long is taken for dead
+# A process that has been silent for so long is taken for dead. JAX sends and counts heartbeats in
+# threads of C++, which neither a compilation nor a long hold of the interpreter's lock stops.
+HEARTBEAT_SECONDS = 12
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
-FAILED = "failed"  # the key under which a process says that it fails
+END, GONE = "end", "gone"  # keys: how all processes end, and how many have read it
+PARTING_SECONDS = (
+    3.0  # the longest that the main process, whose end ends the store, waits for others
+)
+SHOWN_ERROR = 200
+# How a collective, the key-value store or a TPU says that another process is not there any more.
+LOST = re.compile(
+    r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |[A-Z_]+: .*([Gg]loo|[Cc]oordination service"
+    r"|heartbeat|[Bb]arrier|[Cc]onnection (reset|closed|refused)|[Bb]roken pipe|Socket closed"
+    r"|halted unexpectedly)",
+    re.DOTALL,
+)
+_ending = threading.Lock()  # taken once: one thread ends the process, and says why
 
 
 def start(*, several: bool, cpu_devices: int) -> None:
@@ -40,12 +61,12 @@ def start(*, several: bool, cpu_devices: int) -> None:
         # SIGTERM is handled by what saves; JAX would only record it.
         jax.config.update("jax_enable_preemption_service", False)
         try:
-            jax.distributed.initialize(
-                **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-            )
+            with aborts.replaced_by(_lost_by_silence):
+                jax.distributed.initialize(
+                    **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+                )
         except jax.errors.JaxRuntimeError as error:
-            print(f"the processes did not find each other: {error}", file=sys.stderr, flush=True)
-            sys.exit(RETRYABLE)
+            leave(f"the processes did not find each other: {_brief(error)}", RETRYABLE)
     processes = distributed.global_state.num_processes if several else 1
     if cpu_devices % processes:
         raise ValueError(
@@ -178,13 +199,113 @@ def kv_get(name: str, *, wait_seconds: float) -> str | None:
 
 def fail(message: str, *, code: int) -> None:
     """Ends all processes at once: the others would wait forever for this one."""
-    print(message, file=sys.stderr, flush=True)
-    kv_put(FAILED, f"process {jax.process_index()} failed: {message.strip().splitlines()[-1]}")
-    os._exit(code)
+    *before, line = message.strip().splitlines()
+    if before:
+        _print("\n".join(before))
+    end(line, code)
+
+
+def end(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
+    """Ends all processes with the line and the status, or as the first one that ended has said.
+
+    say: what prints the line here, standard error by default.
+    """
+    if not started():
+        leave(line, status, say=say)
+    me = distributed.global_state.process_id
+    failed = " failed" if status == 1 else ""
+    theirs = _quickly(lambda: _first_end(f"{status} process {me}{failed}: {line}"))
+    if theirs is None:
+        leave(line, status, say=say)
+    _follow(theirs)
+
+
+def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
+    """Ends this process, which says the line. The main one lets the others read the store first."""
+    if not _ending.acquire(blocking=False):
+        threading.Event().wait()  # another thread is at it
+    with contextlib.suppress(Exception, SystemExit):  # nobody may be there to read it any more
+        (say or _print)(line)
+        sys.stdout.flush()
+    if started():
+        _quickly(_part)
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def ending_when_a_peer_is_lost() -> Iterator[None]:
+    """Ends all processes, to be started again, where what fails inside says that one is gone."""
+    try:
+        yield
+    except Exception as error:
+        if started() and is_lost(error):
+            end(f"another process is gone ({_brief(error)}); give the command again", RETRYABLE)
+        raise
+
+
+def is_lost(error: BaseException) -> bool:
+    """Tells whether JAX raised it because another process is gone: not all are JaxRuntimeError."""
+    kinds = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)
+    if isinstance(error, kinds) and LOST.match(str(error)):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_lost(before)
+
+
+def _lost_by_silence() -> None:
+    line = f"another process has ended, or has been silent for {HEARTBEAT_SECONDS} s"
+    leave(f"{line}; give the command again", RETRYABLE)
+
+
+def _first_end(text: str) -> str | None:
+    """Puts how all end into the store; returns what another process has put there before, if so."""
+    try:
+        distributed.global_state.client.key_value_set(f"dapo/{END}", text)
+    except jax.errors.JaxRuntimeError as error:
+        return kv_get(END, wait_seconds=1.0) if "ALREADY_EXISTS" in str(error) else None
+    return None
+
+
+def _follow(text: str) -> None:
+    """Ends this process as another one has said."""
+    status, _, line = text.partition(" ")
+    leave(line, int(status))
+
+
+def _part() -> None:
+    """Counts this process as gone; the main one waits until all others are."""
+    client, others = distributed.global_state.client, distributed.global_state.num_processes - 1
+    if distributed.global_state.process_id:
+        client.key_value_increment(f"dapo/{GONE}", 1)
+        return
+    while client.key_value_increment(f"dapo/{GONE}", 0) < others:
+        time.sleep(0.02)
+
+
+def _quickly(call: Callable[[], Any]) -> Any:
+    """Returns what a call of the store does; None where it fails, or lasts: it may be gone."""
+    results = []
+
+    def attempt():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            results.append(call())
+
+    thread = threading.Thread(target=attempt, name="store", daemon=True)
+    thread.start()
+    thread.join(PARTING_SECONDS)
+    return results[0] if results else None
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:SHOWN_ERROR]
 
 
 class _Watch:
-    """Ends this process when another one has failed."""
+    """Ends this process when another one has said that all end, or cannot be reached."""
 
     def __init__(self):
         self._done = threading.Event()
@@ -196,8 +317,7 @@ class _Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._done.is_set():
-            message = kv_get(FAILED, wait_seconds=1.0)
-            if message is not None:
-                print(message, file=sys.stderr, flush=True)
-                os._exit(1)
+        with ending_when_a_peer_is_lost():
+            while not self._done.is_set():
+                if (text := kv_get(END, wait_seconds=1.0)) is not None:
+                    _follow(text)

@@ -28,7 +28,8 @@ def main(workdir: str, devices: str, steps: str) -> None:
     config.checkpoint.keep = 9
     hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=int(devices))
     try:
-        train.train(config, pathlib.Path(workdir))
+        with hosts.ending_when_a_peer_is_lost():
+            train.train(config, pathlib.Path(workdir))
     except Exception as error:
         command.end_all(repr(error))
         raise

@@ -1,14 +1,16 @@
 """Recipes: every key in one place, Table 1 as presets, impossible combinations refused."""
 
+import ast
 import importlib
 import math
+import pathlib
 import re
 
 import jax
 import pytest
 
 from configs import base
-from dapo_jax.run import build, checks
+from dapo_jax.run import arguments, build, checks
 from sharding.mesh import make_mesh
 
 SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
@@ -25,6 +27,68 @@ def keys(config, prefix=""):
             yield prefix + name
         else:
             yield from keys(value, f"{prefix}{name}.")
+
+
+SECTIONS = "|".join(name for name, value in base.get_config().items() if hasattr(value, "items"))
+NAMED = re.compile(rf"(?<![\w./:])(?:--config\.)?((?:{SECTIONS})(?:\.[a-zA-Z_0-9]+)+)(?![\w/(])")
+FILES = ("json", "jsonl", "safetensors", "model", "py", "md", "png")  # tokenizer.json, say
+TENSORS = ("model.layers", "model.embed_tokens", "model.norm")  # Hugging Face's names
+
+
+def named_keys(source: str) -> set[str]:
+    """The names like keys in a source's texts; docstrings speak of modules as well."""
+    tree = ast.parse(source)
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [getattr(part, "value", None) for part in node.values]
+            texts.append("".join(part if isinstance(part, str) else "NAME" for part in parts))
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        ):
+            texts.append(node.value)
+    return {name for text in texts for name in NAMED.findall(text)}
+
+
+def is_key(name: str) -> bool:
+    """Whether the recipe has the key; a set's name, and what a message fills in, may be any."""
+    config = base.get_config()
+    config.eval.sets.NAME = base.dataset()
+    known = set(arguments.keys(config))
+    parts = name.split(".")
+    if parts[:2] == ["eval", "sets"] and len(parts) > 2:
+        parts[2] = "NAME"
+    name = ".".join(parts).removesuffix(".NAME")  # what an f-string fills in
+    begun = name if name.endswith("_") else f"{name}."  # a prefix of keys, a section
+    return any(key == name or key.startswith(begun) for key in known)
+
+
+def test_messages_name_keys_that_exist():
+    """Told of a key that no recipe has (data.path), one makes a flag of it, which is refused."""
+    assert named_keys('f"{x}: set data.train.path or data.path"') == {
+        "data.train.path",
+        "data.path",
+    }
+    assert is_key("data.train.path") and is_key("eval.sets.mine.k") and not is_key("data.path")
+    root = pathlib.Path(__file__).resolve().parent.parent
+    folders = ("configs", "dapo_jax", "experiments", "models", "sharding")
+    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
+    assert len(files) > 60
+    wrong = [
+        f"{file.relative_to(root)} says {name}"
+        for file in files
+        for name in sorted(named_keys(file.read_text()))
+        if name.rpartition(".")[2] not in FILES and not name.startswith(TENSORS)
+        if not is_key(name)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", RECIPES)

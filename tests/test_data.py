@@ -12,6 +12,7 @@ import tokenizers
 from configs import base
 from dapo_jax.tasks.arithmetic import Arithmetic
 from dapo_jax.tasks.datasets import PromptStream, load_dataset
+from dapo_jax.tasks.math_problems import RULES, MathProblems, check_ground_truth
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read
 from dapo_jax.tasks.tokenizer import load_tokenizer
 
@@ -300,6 +301,36 @@ def test_damaged_parquet_is_an_error_and_never_skipped(tmp_path):
         read(source, on_bad_row="skip")
 
 
+@pytest.mark.parametrize(
+    ("rules", "answer"),
+    [
+        ("dapo", "$"),
+        ("dapo", "cm"),
+        ("dapo", "7" * 400),
+        ("dapo", "6\nor 7"),
+        ("strict", "$"),
+        ("strict", "7" * 400),
+        ("strict_box", "7" * 101),
+        ("strict_box", "{7"),
+        ("math_verify", r"\(\)"),
+        *((rules, "\u200b") for rules in RULES),
+    ],
+)
+def test_an_answer_that_nothing_can_match_is_named_or_skipped(tmp_path, rules, answer):
+    """Such rows were trained on: all responses to them are wrong, whatever they say."""
+    rows = [{"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": answer}]
+    path = write_lines(tmp_path / "d.jsonl", rows)
+    with pytest.raises(
+        DataError, match=rf"line 2: the answer .*{rules}.*verifier\.rules"
+    ) as caught:
+        MathProblems(path=path, rules=rules).load()
+    assert repr(answer)[:60] in str(caught.value) and "data.on_bad_row" in str(caught.value)
+    examples, report = MathProblems(path=path, rules=rules, on_bad_row="skip").load()
+    assert [example.answer for example in examples] == ["7"]
+    assert (report.rows, report.kept, report.bad_rows) == (2, 1, 1)
+    assert "no response can match" in report.lines()[1]
+
+
 def test_missing_file_and_wrong_settings_name_the_key(tmp_path, byte_tokenizer):
     with pytest.raises(FileNotFoundError, match=r"data\.train: .*nowhere\.jsonl': set path"):
         load_prompts(tmp_path / "nowhere.jsonl", byte_tokenizer, max_prompt_tokens=9)
@@ -480,6 +511,9 @@ def test_dapo_math_17k(shared, qwen):
     assert 144 < report.mean_tokens < 147
     head, tail = PROMPT_TEMPLATE.split("{problem}")
     assert all(p.example.text.startswith(head) and p.example.text.endswith(tail) for p in prompts)
+    for answer in {prompt.example.answer for prompt in prompts}:
+        for rules in RULES:
+            check_ground_truth(answer, rules=rules)
 
 
 def test_aime_2024(shared, qwen):

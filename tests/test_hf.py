@@ -405,7 +405,7 @@ def test_a_broken_config_file_is_named(folder, text):
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1], ids=lambda n: f"{n}_bytes")
 def test_a_truncated_weights_file_is_named(folder, bucket, keep):
-    """The library reads the local file, the stream the same file in a bucket."""
+    """The same header is read of a local file and of one in a bucket."""
     remote = epath.Path(bucket) / "cut"
     remote.mkdir(parents=True, exist_ok=True)
     weights = (folder / "model.safetensors").read_bytes()

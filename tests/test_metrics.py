@@ -1,5 +1,6 @@
 """Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -315,6 +316,7 @@ def test_a_steps_row_by_hand():
         "response_tokens/mean": 6.0,
         "response_tokens/max": 10,
         "response_tokens/truncated_fraction": 0.25,
+        "verdicts/gave_up": 0,
         "groups/sampled": 4,
         "groups/informative": 2,
         "groups/all_correct": 1,
@@ -364,6 +366,21 @@ def test_numbers_that_no_row_names_still_reach_the_file():
     updates = [_update(0.5) | {"sequence_ratio": np.float32(n)} for n in (1, 2)]
     row = step_row(_step(updates), SECONDS | {"reshard": 0.5})
     assert (row["sequence_ratio"], row["seconds/reshard"]) == (1.5, 0.5)
+
+
+def test_answers_that_the_grader_gave_up_on_are_counted_by_kind():
+    """A bomb that ran out of its time looked like a wrong answer in all metrics."""
+    step = _step()
+    responses = [
+        dataclasses.replace(response, verdict=Verdict(False, None, status))
+        for status in ("timeout", "timeout", "memory", "wrong")
+        for response in step.rollouts.sampled[0].responses[:1]
+    ]
+    groups = [dataclasses.replace(step.rollouts.sampled[0], responses=tuple(responses))]
+    rollouts = dataclasses.replace(step.rollouts, sampled=groups, kept=np.array([0]))
+    row = step_row(dataclasses.replace(step, rollouts=rollouts), SECONDS)
+    found = {key: value for key, value in row.items() if key.startswith("verdicts/")}
+    assert found == {"verdicts/gave_up": 3, "verdicts/timeout": 2, "verdicts/memory": 1}
 
 
 def test_keys_are_distinct_and_the_readme_lists_them():

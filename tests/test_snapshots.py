@@ -84,8 +84,8 @@ def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_s
     for step in range(1, 4):
         run.take(step, {"a": jnp.ones(1)}, {})
     assert run._order() == "save 2"
-    run._stop()
-    assert run._order() == "stop 3"
+    run._stop("SIGTERM")
+    assert run._order() == "stop SIGTERM 3"
 
 
 # Both programs say that they are ready when the save of the last due snapshot has begun.

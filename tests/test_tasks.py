@@ -228,8 +228,13 @@ def test_evaluation_sets_by_flags_alone(workdir):
     )
     assert "wild.jsonl: 3 rows, 0 duplicates" in printed
     assert "wild: 100% of the responses have no answer that is found" in printed
-    sets = json.loads((workdir / "eval" / "1.json").read_text())["sets"]
+    (wild,) = (workdir / "eval").glob("1.wild.t1_p1_k2_n2_strict_box_s0.*.json")
+    results = [json.loads(path.read_text()) for path in (workdir / "eval").glob("*.json")]
+    sets = {name: scores for result in results for name, scores in result["sets"].items()}
     assert set(sets) == {"arithmetic", "wild"}
+    assert json.loads(wild.read_text())["settings"]["wild"]["prompt_field"] == "problem"
+    with gzip.open(wild.with_suffix(".jsonl.gz"), "rt") as lines:
+        assert [json.loads(line)["ground_truth"] for line in lines] == ["11", "11", "12", "12"]
     assert sets["wild"]["problems"] == 2 and "mean@2" in sets["wild"]
     assert sets["arithmetic"]["problems"] == 3 and "mean@4" in sets["arithmetic"]
 

@@ -232,7 +232,7 @@ def test_broken_file_is_named(tmp_path, name, content, message):
 def test_broken_config_is_named(bpe_folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
         load(tmp_path)
 
 

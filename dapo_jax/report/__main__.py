@@ -15,6 +15,7 @@ from absl import app, flags
 
 from dapo_jax.report import plots, runs
 from dapo_jax.report.runs import Run
+from dapo_jax.run.arguments import leftover
 from dapo_jax.run.files import atomic_file
 from dapo_jax.run.metrics import METRICS, Metric
 
@@ -69,9 +70,9 @@ def write_report(workdirs: Sequence[str | pathlib.Path]) -> pathlib.Path:
 
 
 def main(argv: Sequence[str]) -> None:
-    workdirs = [
-        part for value in [*flags.FLAGS.workdir, *argv[1:]] for part in value.split(",") if part
-    ]
+    if argv[1:]:
+        sys.exit(f"dapo_jax.report: {leftover(argv[1:], flags.FLAGS, None)}")
+    workdirs = [part for value in flags.FLAGS.workdir for part in value.split(",") if part]
     try:
         print(write_report(workdirs))
     except (FileNotFoundError, ValueError) as error:

@@ -4,6 +4,7 @@ Row s of metrics.jsonl describes responses of the policy after s finished steps,
 the policy after n: both share the axis "finished rollout steps".
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dapo_jax.run.display import format_duration
-from dapo_jax.run.files import read_rows
+from dapo_jax.run.files import read_json, read_rows
 from dapo_jax.run.metrics import METRICS, Metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
@@ -24,16 +25,18 @@ class Run:
     """The contents of a run's folder.
 
     rows: metrics.jsonl, in order. evaluations: set and metric -> {finished steps: value}, for
-    instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}. config: dotted key -> value.
+    instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
+    settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
     """
 
     rows: list[dict]
     evaluations: dict[tuple[str, str], dict[int, float]]
     config: dict[str, object]
+    starts: list[dict] = dataclasses.field(default_factory=list)
 
 
 def load_run(workdir: str | pathlib.Path) -> Run:
-    """Reads metrics.jsonl, eval/*.json and config.json; the last two may be absent.
+    """Reads metrics.jsonl, eval/*.json, config.json and starts.jsonl; all but the first may lack.
 
     Raises FileNotFoundError for a folder without metrics.jsonl, ValueError for one without rows
     and for a broken file, with its name.
@@ -46,28 +49,31 @@ def load_run(workdir: str | pathlib.Path) -> Run:
     if not rows:
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config_path = workdir / "config.json"
-    config = _flatten(_read_json(config_path)) if config_path.is_file() else {}
-    return Run(rows=rows, evaluations=_read_evaluations(workdir / "eval"), config=config)
+    config = _flatten(read_json(config_path)) if config_path.is_file() else {}
+    evaluations = _read_evaluations(workdir / "eval")
+    starts = _read_starts(workdir / "starts.jsonl")
+    return Run(rows=rows, evaluations=evaluations, config=config, starts=starts)
 
 
-def _read_json(path: pathlib.Path) -> dict:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return value
+def _read_starts(path: pathlib.Path) -> list[dict]:
+    """The starts that were written whole; a kill in the middle of a line leaves a part of one."""
+    starts = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            starts.append(json.loads(line))
+    return [start for start in starts if isinstance(start, dict)]
 
 
 def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
     curves: dict[tuple[str, str], dict[int, float]] = {}
-    results = {path: _read_json(path) for path in folder.glob("*.json")}
+    results = {path: read_json(path) for path in folder.glob("*.json")}
     for path, result in results.items():
         if type(result.get("step")) is not int or not isinstance(result.get("sets"), dict):
             raise ValueError(f"{path} is no evaluation: it needs an integer 'step' and 'sets'")
     for result in sorted(results.values(), key=lambda result: result["step"]):
+        label = result.get("label")  # training's own have none
         for name, metrics in result["sets"].items():
+            name = f"{name} {label}" if label else name
             for metric, value in metrics.items():
                 if metric.startswith(("mean@", "pass@", "maj@")) and value is not None:
                     curves.setdefault((name, metric), {})[result["step"]] = value
@@ -173,6 +179,11 @@ def totals(run: Run) -> dict[str, str]:
     skipped = float(np.nansum(column(run.rows, "updates_skipped")))
     if skipped > 0:
         result["updates skipped"] = f"{skipped:.0f}"
+    if len(run.starts) > 1:
+        result["starts"] = str(len(run.starts))
+    if run.starts and run.starts[-1].get("commit"):
+        changed = " and changes" if run.starts[-1].get("changed") else ""
+        result["commit"] = run.starts[-1]["commit"][:9] + changed
     return result
 
 

@@ -21,7 +21,7 @@ from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.types import Batch, Group
 from models import families
-from models.hf import load_params
+from models.hf import check_files, load_params
 from models.hf_config import load_config, read_config
 from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import Lora, init_adapters
@@ -141,6 +141,7 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
     positions = read_config(path).get("max_position_embeddings")
     sizes = load_config(path)
     checks.check_model(config, family, sizes, positions)
+    check_files(path, sizes)
     return sizes
 
 

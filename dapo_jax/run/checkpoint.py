@@ -56,6 +56,8 @@ class Checkpoints:
             max_to_keep=keep,
             create=False,
             enable_async_checkpointing=False,
+            # A run has its folder to itself; what only reads may see one being written.
+            cleanup_tmp_directories=keep is not None,
             # Named processes wait for each other in the key-value store. Else they would on the
             # devices, and a save would have to wait for what those are doing.
             multiprocessing_options=ocp.options.MultiprocessingOptions(

@@ -8,10 +8,12 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, train_settings
 from dapo_jax import algorithm, learner
+from dapo_jax.run.files import read_json
 from dapo_jax.tasks.math_problems import RULES
 from models.families import Family
 from models.lora import MATRICES
@@ -19,6 +21,8 @@ from models.parameters import ModelConfig
 from models.transformer import REMAT
 from sharding import rules
 
+# What devices have numbers in: the least normal one, and the greatest.
+TINY32, MAX32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "algo.loss": learner.LOSSES,
@@ -28,6 +32,7 @@ CHOICES = {
     "data.on_bad_row": ("error", "skip"),
     "tokenizer.chat": ("none", "template"),
     "learner.remat": tuple(REMAT),
+    "checkpoint.on_failed_save": ("stop", "continue"),
 }
 # What a number must be -> (the keys, the test).
 BOUNDS = {
@@ -35,23 +40,26 @@ BOUNDS = {
         """num_steps updates_per_step rollout.num_prompts rollout.max_prompt_tokens
         rollout.max_response_tokens rollout.generation_prompts rollout.max_generation_batches
         rollout.cache_mib rollout.slot_tokens rollout.page_tokens rollout.block_tokens
-        learner.micro_batch_rows eval.samples_per_prompt checkpoint.every_steps checkpoint.keep
-        mesh.slices""",
+        learner.micro_batch_rows learner.max_skipped_updates eval.samples_per_prompt
+        checkpoint.every_steps checkpoint.keep mesh.slices""",
         lambda value: value >= 1,
     ),
-    "at least 0": (
+    "at least 0, and finite in float32": (
         """rollout.top_k algo.eps_low algo.eps_high algo.kl_coef algo.overlong_factor
         algo.overlong_cache_tokens learner.warmup_steps learner.weight_decay learner.lora_rank
-        eval.every_steps eval.max_prompts mesh.cpu_devices log.samples_every_steps
-        log.rollouts_every_steps""",
-        lambda value: value >= 0,
+        alarms.min_entropy alarms.max_ratio_gap eval.every_steps eval.max_prompts mesh.cpu_devices
+        log.samples_every_steps log.rollouts_every_steps""",
+        lambda value: 0 <= value <= MAX32,
     ),
-    "greater than 0 and finite": (
-        """rollout.temperature learner.learning_rate learner.adam_eps learner.max_grad_norm
-        learner.lora_alpha eval.temperature""",
-        lambda value: 0 < value < math.inf,
+    "greater than 0 and finite in float32": (
+        """rollout.temperature learner.adam_eps learner.max_grad_norm learner.lora_alpha
+        eval.temperature""",
+        lambda value: TINY32 <= value <= MAX32,
     ),
-    "over 0 and at most 1": ("rollout.top_p eval.top_p", lambda value: 0 < value <= 1),
+    "over 0 and at most 1": (
+        "rollout.top_p learner.learning_rate eval.top_p",
+        lambda value: 0 < value <= 1,
+    ),
     "from 0 to below 1": ("learner.adam_b1 learner.adam_b2", lambda value: 0 <= value < 1),
     "from 0 to 4294967295": ("seed", lambda value: 0 <= value < 2**32),
 }
@@ -66,6 +74,8 @@ MAY_CHANGE = (
     "learner.micro_batch_rows",
     "learner.row_tokens",
     "learner.remat",
+    "learner.max_skipped_updates",
+    "alarms.",
     "eval.",
     "checkpoint.",
     "log.",
@@ -218,15 +228,10 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
     file = workdir / "config.json"
     if not file.exists():
         return
-    try:
-        theirs = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is no whole JSON file ({error}); remove it: checkpoints have the recipe too"
-        ) from error
+    ours, theirs = json.loads(config.to_json_best_effort()), read_json(file)
     differing = [
         f"{name} is {new!r}, but was {old!r}"
-        for name, old, new in differences(theirs, json.loads(config.to_json_best_effort()))
+        for name, old, new in differences(theirs, ours)
         if not name.startswith(MAY_CHANGE)
     ]
     _require(
@@ -246,7 +251,7 @@ def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
+    """Yields (dotted name, old value, new value) where leaves differ; None where one is missing."""
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):

@@ -4,8 +4,8 @@ absl and ml_collections would show their own traceback for a misspelt key or pre
 the same. `--debug` shows the traceback.
 """
 
-import difflib
-import pathlib
+import contextlib
+import os
 import re
 import sys
 import traceback
@@ -13,49 +13,10 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 from ml_collections import config_flags
-from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from configs.base import dataset
+from dapo_jax.run import failures, stops
+from dapo_jax.run.arguments import RecipeParser, leftover
 from sharding import hosts
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^=]+)")
-NEEDED = ("path", "kind", "task")  # what a new set has one of
-
-
-class RecipeParser(ConfigFileFlagParser):
-    """Loads a recipe and adds the evaluation sets that flags name and the recipe does not have.
-
-    What the flags say of such a set is then checked and set as in any other.
-    """
-
-    def parse(self, path: str):
-        """Returns the recipe's config, locked."""
-        config = super().parse(path)
-        keys: dict[str, set[str]] = {}
-        for argument in sys.argv:
-            if (match := SET_FLAG.match(argument)) and "." in match[1]:
-                name, key = _name_and_key(match[1].split("."))
-                keys.setdefault(name, set()).add(key)
-        with config.unlocked():
-            for name in keys.keys() - config.eval.sets.keys():
-                if not name.isidentifier():
-                    message = "the name of a set has letters, digits and _ and begins with no digit"
-                    raise ValueError(f"eval.sets.{name}: {message}")
-                if keys[name].isdisjoint(NEEDED):
-                    near = difflib.get_close_matches(name, config.eval.sets, n=1)
-                    hint = f" (did you mean {near[0]!r}?)" if near else ""
-                    message = f"the recipe has no such set{hint}; a new one needs a path or a task"
-                    raise ValueError(f"eval.sets.{name}: {message}")
-                config.eval.sets[name] = dataset()
-        return config
-
-
-def _name_and_key(parts: list[str]) -> tuple[str, str]:
-    """Splits what a flag says after eval.sets: NAME.KEY, or NAME.args.KEY."""
-    if len(parts) > 2 and parts[1] in dataset():
-        return parts[0], parts[1]
-    return ".".join(parts[:-1]), parts[-1]
 
 
 def define_config(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
@@ -84,41 +45,60 @@ def run(main: Callable[[list[str]], None]) -> None:
 
     def guarded(argv):
         logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
+        failures.quiet_threads()
         try:
-            main(argv)
-        except (ValueError, OSError) as error:
-            if flags.FLAGS.debug or not raised_by_us(error):
+            with stops.Stops(stops.end_command), hosts.ending_when_a_peer_is_lost():
+                main(argv)
+        except Exception as error:
+            if flags.FLAGS.debug or not failures.is_explained(error):
                 end_all(traceback.format_exc())
                 raise
-            end_all(f"error: {error}")
-            sys.exit(f"error: {error}\n(--debug shows where)")
-        except Exception:
-            end_all(traceback.format_exc())
-            raise
+            line, status = failures.explain(error)
+            end_all(f"error: {line}", code=status)
+            print(f"error: {line}\n(--debug shows where)", file=sys.stderr)
+            if failures.is_refusal(error):
+                sys.exit(status)
+            leave(status)
 
     app.run(guarded, flags_parser=parse_flags)
 
 
-def end_all(message: str) -> None:
+def leave(status: int) -> None:
+    """Ends the process at once: what it could not write would fail again at its regular end.
+
+    Libraries' own writers, and Python's of open files, would print a traceback each.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def end_all(message: str, *, code: int = 1) -> None:
     """Ends all processes of a run with this one, which the others would wait for."""
     if hosts.started() and hosts.count() > 1:
-        hosts.fail(message, code=1)
-
-
-def raised_by_us(error: Exception) -> bool:
-    """Says whether our own check refused something: a library's error needs its traceback."""
-    innermost = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return innermost.is_relative_to(ROOT) and "site-packages" not in innermost.parts
+        hosts.fail(message, code=code)
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """absl's flags parser, with one line for a bad flag, key, value, preset or recipe file."""
+    """absl's flags parser, with one line for a bad flag, key, value, preset or recipe file.
+
+    Arguments that no flag takes are refused: absl would leave them to the command.
+    """
     try:
-        return flags.FLAGS(argv)
+        left = flags.FLAGS(argv)
     except (flags.Error, AttributeError, KeyError, OSError) as error:
         if "--debug" in argv:
             raise
-        sys.exit(f"error: {flag_error_line(error)}")
+        message = flag_error_line(error)
+        # One of these may be the flag that is missing.
+        if bare := [text for text in argv[1:] if re.match(r"[a-z_.]+=", text)]:
+            message += f" ({leftover(bare, flags.FLAGS, None)})"
+        sys.exit(f"error: {message}")
+    if left[1:]:
+        config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
+        sys.exit(f"error: {leftover(left[1:], flags.FLAGS, config)}")
+    return left
 
 
 def flag_error_line(error: Exception) -> str:

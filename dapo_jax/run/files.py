@@ -5,11 +5,16 @@ Host only. Numbers arrive as Python or 0-d array scalars; everything on disk is 
 
 import contextlib
 import gzip
+import itertools
 import json
 import math
 import os
 import pathlib
+import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
+
+FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
 
 
 @contextlib.contextmanager
@@ -17,20 +22,99 @@ def atomic_file(path: str | os.PathLike) -> Iterator:
     """Opens a binary file that appears under `path` complete or not at all.
 
     The bytes go to a temporary neighbour, which is synced and renamed when the block ends, and
-    removed when the block raises. Parent folders are made.
+    removed when the block raises; one that a killed process left is `remove_leftovers`'. Parent
+    folders are made. The system's errors name `path`.
     """
     path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the folder may be gone: the first error counts
+                temporary.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Names the file in the system's errors: those of a write say nothing, others a neighbour."""
     try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = str(path), None
         raise
+
+
+def remove_leftovers(folder: str | os.PathLike) -> list[pathlib.Path]:
+    """Removes the temporary files that dead processes left in a run's folder; returns them.
+
+    Those of another machine's process, which cannot be asked for, when they are an hour old.
+    """
+    removed = []
+    for path in (
+        p for part in ("", "eval", "rollouts") for p in pathlib.Path(folder, part).glob("*.tmp")
+    ):
+        with contextlib.suppress(OSError):  # another process may remove it, or finish it
+            if _is_left_over(path):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _is_left_over(path: pathlib.Path) -> bool:
+    place, _, pid = path.name.removesuffix(".tmp").rpartition(".")
+    if not pid.isdigit() or not place.endswith(f".{socket.gethostname()}"):
+        return time.time() - path.stat().st_mtime > FOREIGN_SECONDS
+    if int(pid) == os.getpid():  # this process writes nothing yet: an earlier one had its number
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    return False
+
+
+def append_line(path: str | os.PathLike, row: Mapping) -> None:
+    """Appends a row to a file of JSON lines and syncs it; a write that fails leaves no part of it.
+
+    The file is made if absent, its folder is not: a run whose folder is gone has to stop.
+    """
+    path = pathlib.Path(path)
+    with _naming(path), path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        line = _json_line(row)
+        try:
+            while line:
+                line = line[file.write(line) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def read_json(path: str | os.PathLike) -> dict:
+    """Reads a JSON object; ValueError, in one line with its path, where the file is cut or none."""
+    path = path if hasattr(path, "read_bytes") else pathlib.Path(path)
+    data = path.read_bytes()
+    if not data.strip():
+        raise ValueError(f"{path} is empty: put back a copy of it")
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON, it may be cut short: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
 
 
 def _plain_value(value):
@@ -98,41 +182,53 @@ class MetricsWriter:
     Args:
         workdir: the run's folder; made if absent.
         resume_step: the last step that the restored state contains; None at the start of a run.
-            Rows after it (all rows for None) belong to work that will be done again: they are cut
-            off, and a purge mark hides them from TensorBoard. A torn last line goes too. Kept
-            lines keep their bytes. `cut_rows` counts the rows cut.
+            Rows after it (all rows for None) belong to work that will be done again: they go to
+            metrics.cut-<n>.jsonl, and a purge mark hides them from TensorBoard. A torn last line
+            goes too. Kept lines keep their bytes. `cut_rows` counts the rows cut.
 
     NaN and infinities are written as null, which keeps the file strict JSON (rows read back as
-    None), and are left out of TensorBoard.
+    None), and are left out of TensorBoard. notes: what a person should know of the rows found.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None):
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self.path = workdir / "metrics.jsonl"
+        self.notes: list[str] = []
         first_step = 0 if resume_step is None else resume_step + 1
         old_bytes = self.path.read_bytes() if self.path.exists() else b""
         pairs = _read_lines(self.path) if old_bytes else []
         kept = [(line, row) for line, row in pairs if row["step"] < first_step]
         kept_bytes = b"".join(line for line, _ in kept)
-        if kept_bytes != old_bytes:
+        self.cut_rows = len(pairs) - len(kept)
+        if self.cut_rows:
+            self._keep_cut_rows(
+                pairs[len(kept)][1]["step"], [pair[0] for pair in pairs[len(kept) :]]
+            )
+        if kept_bytes != old_bytes or not self.path.exists():
             with atomic_file(self.path) as file:
                 file.write(kept_bytes)
-        self.cut_rows = len(pairs) - len(kept)
         self._steps = {row["step"] for _, row in kept}
-        self._file = self.path.open("ab")
-        # Here and not above: it imports a cloud's clients, a second that readers need not wait.
-        import tensorboardX
+        # The row of resume_step itself comes back from the checkpoint.
+        if lost := len(set(range(first_step - 1)) - self._steps):
+            self.notes.append(
+                f"{self.path} lacks {lost} of the {first_step} rows before step {first_step}: it "
+                "was deleted or cut short; the run itself goes on from its checkpoint"
+            )
+        self._events = EventFile(workdir / "tensorboard", purge_step=max(0, first_step - 1))
+        # The last row may not have reached TensorBoard before the stop; the mark hides it if so.
+        rows = [row for _, row in kept]
+        last = [row for row in rows[-1:] if row["step"] == resume_step]
+        for row in rows if self._events.is_first else last:
+            self._events.write(row)
 
-        # Event files are named by the second: the suffix keeps a quick restart from overwriting one
-        # and keeps the files in order.
-        events = workdir / "tensorboard"
-        earlier = len(list(events.glob("events.*"))) if events.exists() else 0
-        self._tensorboard = tensorboardX.SummaryWriter(
-            logdir=str(events),
-            purge_step=first_step,
-            flush_secs=10,
-            filename_suffix=f".{earlier:05d}",
+    def _keep_cut_rows(self, first: int, lines: list[bytes]) -> None:
+        names = (self.path.with_name(f"metrics.cut-{n}.jsonl") for n in itertools.count(1))
+        path = next(name for name in names if not name.exists())
+        with atomic_file(path) as file:
+            file.write(b"".join(lines))
+        self.notes.append(
+            f"{len(lines)} rows from step {first} on are of work that is done again; kept in {path}"
         )
 
     def has_row(self, step: int) -> bool:
@@ -140,7 +236,7 @@ class MetricsWriter:
         return step in self._steps
 
     def write(self, row: Mapping) -> None:
-        """Appends a row and syncs it to disk.
+        """Appends a row and syncs it to disk, TensorBoard's as well.
 
         Raises TypeError for a value that is not a number, ValueError for a step that does not come
         after the last one.
@@ -154,20 +250,62 @@ class MetricsWriter:
         for key, value in row.items():
             if value is not None and not isinstance(value, (bool, int, float)):
                 raise TypeError(f"metric {key!r} of step {step} is not a number: {value!r}")
-        self._file.write(_json_line(row))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append_line(self.path, row)
         self._steps.add(step)
-        for key, value in row.items():
-            if key != "step" and value is not None:
-                self._tensorboard.add_scalar(key, value, step)
+        self._events.write(row)
 
     def close(self) -> None:
-        self._file.close()
-        self._tensorboard.close()
+        self._events.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+
+class EventFile:
+    """Appends rows to a new file of TensorBoard's; each is on disk when `write` returns.
+
+    tensorboardX's own writer has a thread and a queue: what they hold is lost when the process is
+    ended, and on a full disk the thread dies and the queue, once full, never returns.
+
+    purge_step: TensorBoard hides earlier files' rows from this step on. is_first: whether the
+    folder had no such file.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, purge_step: int):
+        # Here and not above: it imports a cloud's clients, a second that readers need not wait.
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto import event_pb2
+
+        self._scalar, self._event, self._folder = summary.scalar, event_pb2.Event, folder
+        with _naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            earlier = len(list(folder.glob("events.*")))
+            self.is_first = earlier == 0
+            # Event files are named by the second: the suffix keeps a quick restart from overwriting
+            # one and keeps the files in order.
+            self._writer = event_file_writer.EventsWriter(
+                str(folder / "events"), filename_suffix=f".{earlier:05d}"
+            )
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(self._event(session_log=start), purge_step)
+
+    def write(self, row: Mapping) -> None:
+        """Appends the numbers of a row."""
+        event = self._event()
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                event.summary.value.extend(self._scalar(key, value).value)
+        with _naming(self._folder):
+            self._add(event, row["step"])
+
+    def _add(self, event, step: int) -> None:
+        event.step, event.wall_time = step, time.time()
+        self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written has been said
+            self._writer.close()

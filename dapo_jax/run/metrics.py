@@ -5,15 +5,18 @@ summary, the curves and the page follow. `python -m dapo_jax.run.metrics` prints
 Host only: no jax.
 """
 
+import collections
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.types import Rollouts, RolloutStats
+from dapo_jax.tasks.math_rules import GAVE_UP
+from dapo_jax.types import Response, Rollouts, RolloutStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Step:
 
     config: the recipe. updates: what the learner's `update` returned, a dict a mini-batch.
     sampled_tokens_total: of the whole run so far. evaluation: `eval/<set>/<score>`, where one
-    followed the step. seconds: wall time of each phase and in "total"; `step_row` fills it in.
+    followed the step. alarms: what dapo_jax.run.alarms adds. seconds: wall time of each phase and
+    in "total"; `step_row` fills it in.
     """
 
     config: Any
@@ -33,6 +37,7 @@ class Step:
     learning_rate: float
     sampled_tokens_total: int
     evaluation: Mapping[str, float]
+    alarms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -41,9 +46,20 @@ class Step:
         return self.rollouts.stats
 
     @property
+    def responses(self) -> list[Response]:
+        """All sampled responses."""
+        return [response for group in self.rollouts.sampled for response in group.responses]
+
+    @property
     def taken(self) -> list[Mapping[str, Any]]:
-        """The updates that changed the weights: those with a finite gradient."""
+        """The updates that changed the weights: those in which all was finite."""
         return [update for update in self.updates if update["taken"]]
+
+    @property
+    def gave_up(self) -> dict[str, int]:
+        """Responses whose grade nobody knows, by the status that says why; see `GAVE_UP`."""
+        found = collections.Counter(it.verdict.status for it in self.responses)
+        return {status: found[status] for status in GAVE_UP if found[status]}
 
     def per_second(self, tokens: int, phase: str) -> float:
         """Tokens a second of a phase's wall time."""
@@ -88,6 +104,7 @@ class Metric:
         return str(value) if whole else self.form.format(value)
 
 
+NOT_AVERAGED = ("taken", "bad", "empty")  # of what an update returns
 SECONDS = "seconds a step"  # the panel whose metrics are stacked, as parts of seconds/total
 
 # fmt: off
@@ -111,6 +128,13 @@ METRICS: list[Metric] = [
     Metric("response_tokens/truncated_fraction", "share", "Responses that ran into the limit.",
            lambda s: 1 - s.rollouts.stopped_PG.mean(), form="{:6.1%}",
            panel="truncated responses", line="truncated", summary="truncated"),
+    Metric("no_answer_fraction", "share", "Responses in which no answer is found.",
+           lambda s: np.mean([r.verdict.prediction is None for r in s.responses])),
+    Metric("responses_not_finite", "responses", "Those with a log-probability that is not finite.",
+           lambda s: sum(not math.isfinite(r.behavior_logp_T.sum()) for r in s.responses)),
+    Metric("verdicts/gave_up", "responses",
+           "Those that the grader gave up on; `verdicts/<status>` counts each kind there is.",
+           lambda s: sum(s.gave_up.values())),
     Metric("groups/sampled", "groups", "Groups up to the last one kept; the rows above are theirs.",
            lambda s: len(s.rollouts.sampled)),
     Metric("groups/informative", "groups", "Those with right and wrong responses (Eq. 11).",
@@ -142,11 +166,18 @@ METRICS: list[Metric] = [
            lambda s: 1 - s.rollouts.kept_tokens / s.stats.sampled_tokens),
     Metric("updates", "updates", "Updates taken; the metrics below are means over them.",
            lambda s: len(s.taken)),
-    Metric("updates_skipped", "updates", "Updates left out, their gradient not being finite.",
+    Metric("updates_skipped", "updates", "Updates left out, since not all of them was finite.",
            lambda s: len(s.updates) - len(s.taken)),
+    Metric("updates_skipped_in_a_row", "updates", "Those at the end of the step, and before it."),
+    Metric("updates_empty", "updates", "Updates in which no token has any weight.",
+           lambda s: sum(bool(update.get("empty")) for update in s.updates)),
+    Metric("updates_zero_gradient", "updates", "Updates taken whose gradient is exactly zero.",
+           lambda s: sum(update["grad_norm"] == 0 for update in s.taken)),
+    Metric("alarms", "", "Alarms that are on; `alarm/<name>` counts the steps in a row of each."),
     Metric("loss", "loss", "The loss (Eq. 8)."),
     Metric("entropy", "nats", "Entropy of the policy at the trained tokens.", form="{:5.3f}",
            panel="policy entropy, nats", line="entropy", summary="entropy"),
+    Metric("entropy_first", "nats", "That of the run's first step with an update."),
     Metric("mean_prob", "probability", "Probability of the trained tokens.", form="{:.3f}",
            panel="mean probability of sampled tokens", summary="mean token probability"),
     Metric("kl", "nats", "KL divergence from the start policy; 0 where its coefficient is."),
@@ -192,12 +223,14 @@ def step_row(step: Step, seconds: Mapping[str, float]) -> dict[str, float]:
     of the phases so far, as a Stopwatch gives them.
     """
     step = dataclasses.replace(step, seconds=seconds)
-    averaged = [key for key in (step.taken or [{}])[0] if key != "taken"]
+    averaged = [key for key in (step.taken or [{}])[0] if key not in NOT_AVERAGED]
     given = {
         **{key: np.mean([update[key] for update in step.taken]) for key in averaged},
         **{f"seconds/{phase}": seconds for phase, seconds in step.seconds.items()},
         **{f"seconds_in_rollout/{part}": spent for part, spent in step.stats.seconds.items()},
+        **{f"verdicts/{status}": count for status, count in step.gave_up.items()},
         **step.evaluation,
+        **step.alarms,
     }
     row = {
         metric.key: given.get(metric.key) if metric.value is None else metric.value(step)

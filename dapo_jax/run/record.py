@@ -1,8 +1,10 @@
 """What a run writes and shows: config, rows, responses, evaluations, samples, the live display."""
 
+import contextlib
+import hashlib
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from clu import parameter_overview
@@ -10,13 +12,33 @@ from ml_collections import ConfigDict
 
 from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample
-from dapo_jax.run.files import MetricsWriter, atomic_file, write_rollouts
+from dapo_jax.run.files import MetricsWriter, atomic_file, remove_leftovers, write_rollouts
+from dapo_jax.run.lock import locked
+from dapo_jax.run.provenance import add_start
 from dapo_jax.run.timeline import plot_timeline
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
-from dapo_jax.types import Rollouts
+from dapo_jax.types import Group, Rollouts
 from sharding import hosts
 
 SHOWN_SAMPLES = 4
+
+
+def claim(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
+    """Makes the folders this run's until the stack is closed, before anything is written to them.
+
+    They are locked, what dead processes left half-written is removed, and the start is recorded.
+    Raises ValueError on all processes where a live run has them.
+    """
+
+    def take():
+        stack.enter_context(locked(workdir))
+        elsewhere = config.checkpoint.directory
+        if elsewhere and "://" not in elsewhere and not _is_same(elsewhere, workdir):
+            stack.enter_context(locked(elsewhere))
+        remove_leftovers(workdir)
+        add_start(workdir, config)
+
+    hosts.on_main(take)
 
 
 class Record:
@@ -45,6 +67,8 @@ class Record:
             if self._first_step and not self._writer.has_row(resume_step):
                 self._writer.write(self._last_row)
         self.display.__enter__()
+        for note in self._writer.notes if self._writer else ():
+            self.display.line(note)
         return self
 
     def __exit__(self, *exception) -> None:
@@ -57,6 +81,11 @@ class Record:
         if hosts.is_main_host() and _every(self._config.log.rollouts_every_steps, step):
             rows = rollout_rows(rollouts, reward_PG)
             write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows)
+
+    def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
+        """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
+        if hosts.is_main_host() and self._config.log.eval_responses:
+            write_responses(self.workdir, f"{finished_steps}.{name}", groups)
 
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row; every so many steps samples and the timeline."""
@@ -91,11 +120,50 @@ def banner(
     return "\n".join(lines)
 
 
-def write_results(workdir: pathlib.Path, finished_steps: int, results: dict) -> None:
-    """Writes the scores of every evaluation set to eval/<finished rollout steps>.json."""
+def write_results(
+    workdir: pathlib.Path, finished_steps: int, results: dict, settings: Mapping[str, dict]
+) -> None:
+    """Writes training's scores of every evaluation set to eval/<finished rollout steps>.json.
+
+    settings: how each set was sampled and graded.
+    """
     if hosts.is_main_host():
-        document = {"step": finished_steps, "sets": results}
+        document = {"step": finished_steps, "sets": results, "settings": settings}
         _write_json(workdir / "eval" / f"{finished_steps}.json", document)
+
+
+def write_own_results(
+    workdir: pathlib.Path, finished_steps: int, results: dict, settings: Mapping[str, dict]
+) -> list[pathlib.Path]:
+    """Writes what `evaluate` found, a file a set: eval/<finished steps>.<set>.<settings>.json.
+
+    Neither training's result nor another setting's is overwritten. Returns the paths.
+    """
+    paths = []
+    for name, scores in results.items() if hosts.is_main_host() else ():
+        label = settings_label(settings[name])
+        paths.append(workdir / "eval" / f"{finished_steps}.{name}.{label}.json")
+        document = {"step": finished_steps, "sets": {name: scores}}
+        _write_json(paths[-1], document | {"settings": {name: settings[name]}, "label": label})
+    return paths
+
+
+def settings_label(settings: Mapping) -> str:
+    """Names a set's settings: those that people change, then six digits of the digest of all."""
+    plain = json.dumps(settings, sort_keys=True, default=str)
+    few = f"t{settings['temperature']:g}_p{settings['top_p']:g}_k{settings['k']}"
+    if settings["max_prompts"]:
+        few += f"_n{settings['max_prompts']}"
+    digest = hashlib.sha256(plain.encode()).hexdigest()[:6]
+    return f"{few}_{settings['rules']}_s{settings['seed']}.{digest}"
+
+
+def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
+    """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line."""
+    rows = (
+        response_row(group, sample) for group in groups for sample in range(len(group.responses))
+    )
+    write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows)
 
 
 def result_row(results: dict) -> dict[str, float]:
@@ -112,24 +180,29 @@ def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
     """The step's responses for rollouts/<step>.jsonl.gz, one dict each."""
     trained = set(rollouts.kept.tolist())
     for p, group in enumerate(rollouts.sampled):
-        example = group.prompt.example
-        for g, response in enumerate(group.responses):
-            yield {
-                "cursor": group.cursor,
-                "sample": g,
-                "source": example.source,
-                "row": example.row,
-                "prompt": example.text,
-                "response": response.text,
-                "ground_truth": example.answer,
-                "prediction": response.verdict.prediction,
-                "correct": response.verdict.correct,
-                "status": response.verdict.status,
-                "reward": float(reward_PG[p, g]),
-                "tokens": len(response.tokens_T),
-                "truncated": not response.stopped,
-                "trained": p in trained,
-            }
+        for g in range(len(group.responses)):
+            row = response_row(group, g, reward=float(reward_PG[p, g]))
+            yield row | {"trained": p in trained}
+
+
+def response_row(group: Group, sample: int, **scores: float) -> dict:
+    """One sampled response with its prompt, verdict and scores, ready for JSON."""
+    example, response = group.prompt.example, group.responses[sample]
+    return {
+        "cursor": group.cursor,
+        "sample": sample,
+        "source": example.source,
+        "row": example.row,
+        "prompt": example.text,
+        "response": response.text,
+        "ground_truth": example.answer,
+        "prediction": response.verdict.prediction,
+        "correct": response.verdict.correct,
+        "status": response.verdict.status,
+        **scores,
+        "tokens": len(response.tokens_T),
+        "truncated": not response.stopped,
+    }
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
@@ -152,6 +225,10 @@ def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
             )
         )
     return shown
+
+
+def _is_same(one, other) -> bool:
+    return pathlib.Path(one).resolve() == pathlib.Path(other).resolve()
 
 
 def _every(steps: int, step: int) -> bool:

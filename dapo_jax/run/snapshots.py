@@ -1,22 +1,21 @@
-"""Snapshots of a run after each step: saved when due, and the newest one when SIGTERM comes.
+"""Snapshots of a run after each step: saved when due, and the newest one when a signal stops it.
 
-SIGTERM may come at any time, while a program compiles or an update runs for a minute. A thread of
-its own listens for it, has the newest snapshot saved and ends the process (status 75). Checkpoints
-are written from copies in the host's memory: a save neither waits for the devices nor delays them.
-On SIGTERM a save under way is finished first; a pending checkpoint that is older than the newest
-snapshot is left out, since the seconds until the machine is gone are few.
+SIGTERM, Ctrl-C or SIGHUP (run/stops.py) may come at any time, while a program compiles or an update
+runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the process
+(status 75). Checkpoints are written from copies in the host's memory: a save neither waits for the
+devices nor delays them. On a stop a save under way is finished first; a pending checkpoint that is
+older than the newest snapshot is left out, since the seconds until the machine is gone are few.
 
 Of several processes the main one leads: it puts the step to save next into the key-value store,
 and all save that snapshot. A process is ahead of another by one snapshot at most, since a step
 begins with what all compute together: whoever keeps two has the one that is named, or soon will.
+Once a stop is under way it alone ends the process: the main thread, whose collectives fail when
+the first of the others is gone, waits for it.
 """
 
 import collections
 import dataclasses
 import functools
-import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,11 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.run import stops
 from dapo_jax.run.checkpoint import Checkpoints
 from sharding import hosts
 
 PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while there are so many
 POLL_SECONDS = 0.5
+SHOWN_ERROR = 300
 HOST_MEMORY = "pinned_host"  # JAX's kind of the host's memory that devices copy to directly
 
 
@@ -43,46 +44,51 @@ class Snapshot:
 
 
 class Snapshots:
-    """Saves snapshots to `checkpoints`: every so many steps, forced ones, the newest on SIGTERM.
+    """Saves snapshots to `checkpoints`: every so many steps, forced ones, the newest on a stop.
 
     Use it as a context manager: leaving it waits for pending checkpoints. say: is called with the
-    message before SIGTERM ends the process. The next `take`, or leaving, raises what a save raised.
+    message before a stop ends the process. A failed save is raised by the next `take`, or leaving;
+    with on_failed_save "continue" it is said instead, and the run goes on with the next one due.
     """
 
-    def __init__(self, checkpoints: Checkpoints, *, every_steps: int, say: Callable[[str], None]):
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        every_steps: int,
+        say: Callable[[str], None],
+        on_failed_save: str = "stop",
+    ):
         self.say = say
         self._checkpoints, self._every_steps = checkpoints, every_steps
+        self._goes_on = on_failed_save == "continue"
         self._pending: collections.deque[Snapshot] = collections.deque()
         self._newest: collections.deque[Snapshot] = collections.deque(maxlen=2)
         self._changed = threading.Condition()
         self._closing = False
-        self._stopped_at: float | None = None  # when SIGTERM came
+        self._stop_name = ""  # the signal that stops the run
+        self._stopped_at: float | None = None  # when it came
         self._error: BaseException | None = None
         self._orders = 0
 
     def __enter__(self) -> "Snapshots":
         self._saver = threading.Thread(target=self._run, name="saver", daemon=True)
         self._saver.start()
-        self._signals, self._wakeup = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        # A handler in Python waits until the interpreter runs again; the pipe is written at once.
-        self._former_fd = signal.set_wakeup_fd(self._wakeup)
-        self._former_handler = signal.signal(signal.SIGTERM, lambda *_: None)
-        self._listener = threading.Thread(target=self._listen, name="listener", daemon=True)
-        self._listener.start()
+        self._stops = stops.Stops(self._stop)
+        self._stops.__enter__()
         return self
 
-    def __exit__(self, kind, *error) -> None:
-        signal.set_wakeup_fd(self._former_fd)
-        signal.signal(signal.SIGTERM, self._former_handler)
-        os.close(self._wakeup)  # which ends the listener
-        self._listener.join()
-        os.close(self._signals)
+    def __exit__(self, kind, error, _) -> None:
+        if stops.is_of_dead_streams(error):
+            self._stop("SIGHUP")  # the terminal is gone, whether that was signalled or not
+        self._stops.settle()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if kind is None or hosts.count() == 1:  # else the leader may be gone
+        # With an error of one of several processes the leader may be gone.
+        if kind is None or hosts.count() == 1 or self._stopped_at is not None:
             self._saver.join()
+        self._stops.__exit__()
         if kind is None:
             self._raise_error()
 
@@ -101,66 +107,81 @@ class Snapshots:
         if self._error is not None:
             raise self._error
 
-    def _listen(self) -> None:
-        while signals := os.read(self._signals, 64):
-            if signal.SIGTERM in signals:
-                self._stop()
-
-    def _stop(self) -> None:
-        hosts.kv_put("stop", "SIGTERM")
+    def _stop(self, name: str) -> None:
         with self._changed:
-            self._stopped_at = self._stopped_at or time.monotonic()
+            if self._stopped_at is None:
+                self._stop_name, self._stopped_at = name, time.monotonic()
             self._changed.notify_all()
+        if not hosts.is_main_host():  # the store may not answer, and a signal's listener not wait
+            threading.Thread(target=hosts.kv_put, args=("stop", name), daemon=True).start()
 
     def _run(self) -> None:
         """Runs the saver: it follows one order after the other, the same on every process."""
         try:
             while (order := self._next_order()) != "close":
-                what, _, step = order.partition(" ")
-                if what == "stop":
-                    self._stopped_at = self._stopped_at or time.monotonic()
-                saved = bool(step) and self._save(self._snapshot(int(step)))
-                if what == "stop":
-                    self._end(step, saved)
-        except BaseException as error:
-            if self._stopped_at is not None:
-                self._exit(f"SIGTERM: the last finished step could not be saved: {error!r}")
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+                what, *arguments = order.split()
+                if what == "save":
+                    self._save(self._snapshot(int(arguments[0])))
+                else:
+                    self._end(*arguments)
+        except Exception as error:
+            self._fail(error)
 
-    def _save(self, snapshot: Snapshot) -> bool:
-        saved = self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
+    def _save(self, snapshot: Snapshot) -> None:
+        try:
+            self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
+        except Exception as error:
+            if hosts.count() > 1:
+                raise
+            self._take_note(f"checkpoint {snapshot.step} could not be saved", error)
         with self._changed:
             if snapshot in self._pending:
                 self._pending.remove(snapshot)
             self._changed.notify_all()
-        return saved
 
-    def _end(self, step: str, saved: bool) -> None:
+    def _take_note(self, what: str, error: Exception) -> None:
+        """Has the run end with the error, or says it; a stop tries again with the newest one."""
+        if self._goes_on:
+            how = 'with the next one due (checkpoint.on_failed_save = "continue")'
+            self.say(f"{what}: {_explain(error)[0]}. The run goes on {how}")
+        else:
+            self._error = error
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all processes: they wait for each other in a save, so none can go on without one."""
+        line, status = _explain(error)
+        if self._stopped_at is not None:
+            line = f"{self._stop_name}: the last finished step could not be saved: {line}"
+            hosts.end(line, hosts.RETRYABLE, say=self.say)
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        if hosts.count() > 1:
+            hosts.end(f"error: {line}", hosts.RETRYABLE if hosts.is_lost(error) else status)
+
+    def _end(self, name: str, step: str = "") -> None:
+        with self._changed:
+            self._stop_name, self._stopped_at = name, self._stopped_at or time.monotonic()
         if not step:
-            self._exit("SIGTERM: no step was finished since the start: there is nothing to save")
+            self._exit("no step was finished since the start: there is nothing to save")
+        snapshot = self._snapshot(int(step))
+        saved = self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
         when = f"after {time.monotonic() - self._stopped_at:.1f} s" if saved else "they were before"
-        self._exit(f"SIGTERM: {step} finished steps are saved ({when}); give the command again")
+        self._exit(f"{step} finished steps are saved ({when}); give the command again")
 
     def _exit(self, message: str) -> None:
-        if hosts.is_main_host():
-            self.say(message)
-            sys.stdout.flush()
-            time.sleep(
-                1.0 if hosts.count() > 1 else 0.0
-            )  # the store ends with it: the others go first
-        os._exit(hosts.RETRYABLE)
+        hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=self.say)
 
     def _next_order(self) -> str:
         return self._order() if hosts.is_main_host() else self._received_order()
 
     def _order(self) -> str:
-        """Gives the main host's next order: `save STEP`, `stop STEP`, `stop` or `close`."""
+        """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
         while True:
             with self._changed:
                 if self._stopped_at is not None:
-                    order = f"stop {self._newest[-1].step}" if self._newest else "stop"
+                    step = self._newest[-1].step if self._newest else ""
+                    order = f"stop {self._stop_name} {step}".strip()
                 elif self._pending:
                     order = f"save {self._pending[0].step}"
                 elif self._closing:
@@ -172,8 +193,8 @@ class Snapshots:
                 hosts.kv_put(f"order/{self._orders}", order)
                 self._orders += 1
                 return order
-            if hosts.kv_get("stop", wait_seconds=0) is not None:
-                self._stop()
+            if (name := hosts.kv_get("stop", wait_seconds=0)) is not None:
+                self._stop(name)
 
     def _received_order(self) -> str:
         """Waits for the main host's next order."""
@@ -215,3 +236,8 @@ def _copy(structure, shardings):
         return jax.tree.map(jnp.copy, state)
 
     return jax.jit(copy, out_shardings=jax.tree.unflatten(structure, shardings))
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """Returns a line for a person and the exit status of a failed save."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN_ERROR]}", 1

@@ -59,7 +59,9 @@ def load_dataset(
                 + "\n".join(report.lines())
             )
     except (DataError, FileNotFoundError) as error:
-        raise type(error)(f"{key}: {error}") from error
+        # A message that begins with the name of a setting becomes one with the whole key.
+        named = str(error).partition(" ")[0] in settings
+        raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
     return Dataset(prompts[: settings["max_prompts"] or None], grade, report)
 

@@ -4,11 +4,12 @@ Rules
 * `dapo`: what the published DAPO runs were trained with, false verdicts included (`dapo_form`).
 * `strict`: the same contract ("Answer: $Answer" on a line of its own) read exactly (`strict_form`).
 * `strict_box`: the last `\boxed{...}` of the last 100 characters, compared character by character.
-* `math_verify`: symbolic equivalence by the library of that name, in worker processes
-  that are killed when they hang (`SymbolicVerifier`).
+* `math_verify`: symbolic equivalence (`symbolic_rules`), by the library of that name where it
+  takes algebra, in processes with limits (`SymbolicVerifier`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from dapo_jax.tasks import readers, symbolic
@@ -50,6 +51,31 @@ def verify_many(
     ]
 
 
+def check_ground_truth(truth: str, *, rules: str) -> None:
+    r"""Raises ValueError for a ground truth that no response can match by one of RULES.
+
+    Such as "$" under `dapo`, whose normal form is empty, or one longer than what the rules read:
+    "Answer: <truth>" (`\boxed{<truth>}`, where the rules read boxes) must be right. No algebra is
+    needed for it, and each truth is tried once.
+    """
+    if not _matches_itself(truth, rules):
+        raise ValueError(
+            f"the answer {truth!r:.80} is one that no response can match by the rules {rules!r} "
+            "(verifier.rules, or `rules` of the data set)"
+        )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _matches_itself(truth: str, rules: str) -> bool:
+    if not any(character.isprintable() and not character.isspace() for character in truth):
+        return False  # a zero-width space equals itself, but nobody means it
+    line, box = f"Answer: {truth}", rf"\boxed{{{truth}}}"
+    if rules == "math_verify":
+        verdicts = [symbolic.decide_locally(response, truth) for response in (line, box)]
+        return any(isinstance(it, Verdict) and it.correct for it in verdicts)
+    return verify(box if rules == "strict_box" else line, truth, rules=rules).correct
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MathTask:
     """Grades by rules; where the problems come from is for the tasks below this one.
@@ -88,4 +114,5 @@ class MathProblems(MathTask):
             answer_field=self.answer_field,
             template=self.template,
             on_bad_row=self.on_bad_row,
+            check_answer=functools.partial(check_ground_truth, rules=self.rules),
         )

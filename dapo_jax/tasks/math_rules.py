@@ -11,7 +11,9 @@ string), and an empty prediction never equals an empty ground truth (its box mod
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
+from dapo_jax.tasks.units import differ, name_of, unit_of
 from dapo_jax.types import Verdict
 
 STATUSES = (
@@ -21,11 +23,17 @@ STATUSES = (
     "empty_answer",  # it has one, with nothing in it
     "empty_ground_truth",
     "bad_input",  # not a string, or a ground truth longer than MAX_GROUND_TRUTH_CHARS
+    "other_unit",  # strict and math_verify: the right number of something else
+    "other_name",  # the right value of another unknown
+    "retracted",  # the right answer, taken back by what follows it
     "unreadable_answer",  # math_verify only, as are all below
     "unreadable_ground_truth",
+    "too_large",
     "timeout",
+    "memory",
     "crashed",
 )
+GAVE_UP = ("too_large", "timeout", "memory", "crashed")  # nobody knows whether these are right
 
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
@@ -168,7 +176,7 @@ _PLAIN_CHARACTERS = str.maketrans(
 _STRICT_REPLACED = (
     (re.compile(r"\\!"), ""),
     (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\(?:[()\[\],;: ]|q?quad(?![a-zA-Z])|displaystyle(?![a-zA-Z]))|\*\*"), " "),
+    (re.compile(r"(?<!\\)\\(?:[()\[\],;: ]|(?:q?quad|displaystyle|large)(?![a-zA-Z]))|\*\*"), " "),
     (re.compile(r"\s+"), " "),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(r"\\%"), "%"),
@@ -189,15 +197,21 @@ _FRACTION = re.compile(r"([+-]?)([0-9]*)\\frac\{([^{}]*)\}\{([^{}]*)\}")
 _UNIT_WORDS = (
     "units? points? ways? integers? digits? students? edges? meals? multiples? solutions? pairs? "
     "dollars? cents? pounds? degrees? people children tickets? "
-    "seconds? minutes? hours? days? weeks? months? years? "
-    "mm cm km km/h mph inch(?:es)? ft feet met(?:er|re)s? kilomet(?:er|re)s? miles? "
+    "seconds? minutes? hours? days? weeks? months? years? radians? pct percent "
+    "mm cm km km/h mph inch(?:es)? ft feet (?:milli|centi|kilo)?met(?:er|re)s? miles? yards? "
     "gm kg grams? kilograms? lit(?:er|re)s? 个 個 元 度 种 種 人"
 )
 _UNIT = re.compile(
     r" ?(?:%|°|\^\\circ|\^\{\\circ\}"
     r"|(?:\\(?:text|textrm|mathrm|mbox)\{(?![^{}]*\b(?:or|not)\b)[^{}0-9]*\}"
-    rf"|(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())}))"
+    rf"|(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})|(?<= )[msgh])"
     r"(?:\^[23]|\^\{[23]\}|[²³])?)$"
+)
+_RETRACTION = re.compile(
+    r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract"
+    r"|second thought|i meant|scratch that|not (?:right|correct|the answer)|should(?: have)? be)\b"
+    r"|(?:^|[.!?\n])\W*no(?:pe)?\b(?! (?:other|more|further))|不对|错了|更正|等等",
+    re.IGNORECASE,
 )
 _MAX_PASSES = 100  # two or three do, except for strings made to nest
 
@@ -219,19 +233,37 @@ def strict_form(answer: str) -> str:
       `$42$ or $43$` (it reads the first)  `square 42`, `a 42`, `ways42` (words cut out anywhere)
       `5\dots`, `\overline{5}` for 5, and `... my Answer: 42` inside a sentence.
     What stays wrong: a sum or product not carried out, also before "=" (`40+2=42`); words for
-    numbers; powers of ten; two answers, also as a list with "and". Units and "%" are dropped, not
-    converted.
+    numbers; powers of ten; two answers, also as a list with "and". Units, "%" and names before "="
+    are no part of the form; `compare_answers` refuses two that differ, and converts nothing.
     """
-    text = answer
+    return read_answer(answer).form
+
+
+class Answer(NamedTuple):
+    """An answer in the form of "strict", and what the form leaves out: its name and unit."""
+
+    form: str
+    name: str
+    unit: str
+
+
+def read_answer(text: str) -> Answer:
+    """Reads an answer; name and unit are "" where there is none, each in one spelling."""
+    name = unit = ""
     for _ in range(_MAX_PASSES):
-        simpler = _simplify(text)
+        its_name, side = _last_side(_plain(text))
+        value = exact_number(side)
+        if value is not None and (match := _UNIT.search(side)):
+            unit = unit or unit_of(match[0])
+        name = name or its_name
+        simpler = side if value is None else str(value)
         if simpler == text:
             break
         text = simpler
-    return text
+    return Answer(text, name, unit)
 
 
-def _simplify(text: str) -> str:
+def _plain(text: str) -> str:
     text = _without_styles(text.translate(_PLAIN_CHARACTERS))
     for pattern, new in _STRICT_REPLACED:
         text = pattern.sub(new, text)
@@ -242,7 +274,7 @@ def _simplify(text: str) -> str:
         len(text) - 1
     ):
         text = text[wrapper.end() : -1]
-    return _exact(_last_side(text))
+    return text
 
 
 def _without_styles(text: str) -> str:
@@ -264,24 +296,20 @@ def _without_styles(text: str) -> str:
     return "".join(characters)
 
 
-def _last_side(text: str) -> str:
-    """Keeps what follows the last "=" if all before are names (m+n, f(2), a_1) or that number."""
+def _last_side(text: str) -> tuple[str, str]:
+    """Splits off what is before the last "=" if it is names (m+n, f(2), a_1) or that number."""
     *others, last = _EQUALS.split(text)
-    value = _number(last)
+    value, found = exact_number(last), ""
     for side in dict.fromkeys(others):  # each once: repetition costs no time
         name = _SUBSCRIPT_OR_ARGUMENT.sub("", side)
-        is_name = not any(character.isdigit() or character == "," for character in name)
-        if not is_name and (value is None or _number(side) != value):
-            return text
-    return last
+        if not any(character.isdigit() or character == "," for character in name):
+            found = found or name_of(side)
+        elif value is None or exact_number(side) != value:
+            return "", text
+    return found, last
 
 
-def _exact(text: str) -> str:
-    value = _number(text)
-    return text if value is None else str(value)
-
-
-def _number(text: str) -> Fraction | None:
+def exact_number(text: str) -> Fraction | None:
     """Reads the exact value of a decimal, a fraction or a mixed number, with or without a unit."""
     text = _UNIT.sub("", text)
     if match := _FRACTION.fullmatch(text):
@@ -303,19 +331,45 @@ def _literal(text: str) -> Fraction | None:
     return Fraction(re.sub("[ ,']", "", text))
 
 
-def last_answer(response: str) -> str | None:
-    """Finds what the last line "Answer: ..." says, there or on the first line after with text."""
+def last_answer(response: str) -> tuple[str | None, str]:
+    """Finds what the last line "Answer: ..." says, there or on the first line after with text.
+
+    Returns it, None where there is no such line, and the text that follows.
+    """
     lines = response[-TAIL_CHARS - 1 :].splitlines()
     if len(response) > TAIL_CHARS:
         lines = lines[1:]  # its beginning was cut off
     for index in reversed(range(len(lines))):
         if match := _ANSWER_LINE.match(lines[index]):
             candidates = [match[1], *lines[index + 1 :]]
-            return next((line for line in candidates if line.strip() and strict_form(line)), "")
-    return None
+            for used, line in enumerate(candidates, start=1):
+                if line.strip() and strict_form(line):
+                    return line, "\n".join(candidates[used:])
+            return "", ""
+    return None, ""
+
+
+def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
+    """Compares two answers as "strict" does; rest: what follows the answer in the response."""
+    verdict = compare(None if answer is None else answer.form, truth.form)
+    if not verdict.correct:
+        return verdict
+    for status, is_so in (
+        ("other_unit", differ(answer.unit, truth.unit)),
+        ("other_name", differ(answer.name, truth.name)),
+        ("retracted", retracts(rest)),
+    ):
+        if is_so:
+            return Verdict(False, verdict.prediction, status)
+    return verdict
+
+
+def retracts(rest: str) -> bool:
+    """Tells whether the text after an answer takes it back, by the words of `_RETRACTION`."""
+    return bool(_RETRACTION.search(rest))
 
 
 def grade_strict(response: str, truth: str) -> Verdict:
     """Grades by the rules "strict": the last line "Answer: ...", in `strict_form`."""
-    answer = last_answer(response)
-    return compare(None if answer is None else strict_form(answer), strict_form(truth))
+    text, rest = last_answer(response)
+    return compare_answers(None if text is None else read_answer(text), read_answer(truth), rest)

@@ -5,21 +5,17 @@ dropped, with memory bounded by the distinct prompts (DAPO-Math-17k as published
 about 100 times). Nothing is dropped silently: a `DataReport` accounts for each row.
 """
 
-import codecs
 import contextlib
-import csv
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from decimal import Decimal
-from typing import TypeVar
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from dapo_jax.tasks.formats import FORMATS, DataError, cut, typed
 from dapo_jax.types import Example, Message
 
 # The prompt of DAPO, section 4.1.
@@ -31,12 +27,7 @@ PROMPT_TEMPLATE = (
 )
 TEMPLATES = {"none": "{problem}", "dapo": PROMPT_TEMPLATE}
 SHOWN_BAD_ROWS = 5
-
-T = TypeVar("T")
-
-
-class DataError(ValueError):
-    """Data that cannot be used: the message names the file, the row and the setting to change."""
+SHOWN_KEYS = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +108,7 @@ def read(
     answer_field: str = "",
     template: str = "",
     on_bad_row: str = "error",
+    check_answer: Callable[[str], None] = lambda answer: None,
 ) -> tuple[list[Example], DataReport]:
     """Reads a file and merges its rows, in the order of their first occurrence.
 
@@ -126,6 +118,7 @@ def read(
     template: a name of TEMPLATES, for prompts of plain text. "": the kind's.
     on_bad_row: "error" raises DataError at the first row that has bad UTF-8, invalid JSON, a
         missing key, a null, a wrong type, an empty prompt or an empty answer; "skip" counts it.
+    check_answer: raises ValueError for an answer that makes its row a bad one.
 
     Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
     for a wrong setting, a file of another format and a parquet file without a needed column.
@@ -148,11 +141,12 @@ def read(
         raise FileNotFoundError(f"No data file at {path!r}: set path.")
     prompt_field = prompt_field or spec.prompt_field
     answer_field = answer_field or spec.answer_field
-    for row, record_of in _FORMATS[spec.format](file, [prompt_field, answer_field]):
+    for row, record_of in FORMATS[spec.format](file, [prompt_field, answer_field]):
         with rows.reading(row):
             record = record_of()
             prompt = _prompt(_field(record, prompt_field), prompt_field, template)
             answer = _answer(_field(record, answer_field), answer_field, spec.answer_mark)
+            check_answer(answer)
             rows.add(row, prompt, answer)
     return rows.result()
 
@@ -220,122 +214,13 @@ class Rows:
         )
 
 
-# Each format's reader yields a row's number and a function that returns the row as a dict, or
-# raises ValueError where this one row is bad.
-Records = Iterator[tuple[int, Callable[[], dict]]]
-
-
-def _parquet(path: pathlib.Path, fields: Sequence[str]) -> Records:
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {error} (path, kind).") from error
-    with file:
-        _check_columns(path, file.schema_arrow, fields)
-        row = 0
-        for batch in _batches(path, file, fields):
-            try:
-                records = batch.to_pylist()
-            except UnicodeDecodeError:  # one bad row: read this batch row by row to name it
-                records = None
-            for offset in range(batch.num_rows):
-                if records is None:
-                    yield row, lambda b=batch, o=offset: b.slice(o, 1).to_pylist()[0]
-                else:
-                    yield row, lambda record=records[offset]: record
-                row += 1
-
-
-def _check_columns(path: pathlib.Path, schema: pa.Schema, fields: Sequence[str]) -> None:
-    missing = [name for field in fields if (name := _missing_column(schema, field))]
-    if missing:
-        columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
-        raise DataError(
-            f"{path} has no column {' and no column '.join(missing)}; it has {columns}. Change "
-            "prompt_field, answer_field, path or kind."
-        )
-
-
-def _missing_column(schema: pa.Schema, field: str) -> str | None:
-    """Returns the first part of a dotted field that the schema lacks; None where it has all."""
-    if field in schema.names:
-        return None
-    columns, found = {column.name: column.type for column in schema}, []
-    for part in field.split("."):
-        found.append(part)
-        if part not in columns:
-            return ".".join(found)
-        inside = columns[part]
-        columns = {c.name: c.type for c in inside} if pa.types.is_struct(inside) else {}
-    return None
-
-
-def _batches(
-    path: pathlib.Path, file: pq.ParquetFile, fields: Sequence[str]
-) -> Iterator[pa.RecordBatch]:
-    row = 0
-    try:
-        for batch in file.iter_batches(1024, columns=list(fields)):
-            yield batch
-            row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path} is damaged at or after row {row} (from 0): {error}. Fetch the file again."
-        ) from error
-
-
-def _json_lines(path: pathlib.Path, fields: Sequence[str]) -> Records:
-    with path.open("rb") as file:
-        for line_number, line in enumerate(file, start=1):
-            if line_number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield line_number, lambda line=line: _typed(_parsed(line), dict, "the line")
-
-
-def _json(path: pathlib.Path, fields: Sequence[str]) -> Records:
-    """Reads a list of objects, or, since files of that name often are, JSON lines."""
-    try:
-        records = _parsed(path.read_bytes().removeprefix(codecs.BOM_UTF8))
-    except ValueError:
-        records = None
-    if not isinstance(records, list):
-        yield from enumerate(record_of for _, record_of in _json_lines(path, fields))
-        return
-    for row, record in enumerate(records):
-        yield row, lambda record=record: _typed(record, dict, "the row")
-
-
-def _csv(path: pathlib.Path, fields: Sequence[str]) -> Records:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for row, record in enumerate(csv.DictReader(file, strict=True)):
-                yield row, lambda record=record: record
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path} is no readable CSV file in UTF-8: {error} (path, kind)."
-        ) from error
-
-
-_FORMATS = {"parquet": _parquet, "jsonl": _json_lines, "json": _json, "csv": _csv}
-
-
-def _parsed(text: bytes) -> object:
-    try:
-        return json.loads(text.decode("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"invalid JSON ({error})") from error
-    except RecursionError as error:
-        raise ValueError("invalid JSON (nested too deeply)") from error
-
-
 def _prompt(value: object, name: str, template: str) -> tuple[Message, ...]:
     """Reads a prompt as messages; a plain text is one message of the user, in the template."""
     if isinstance(value, str):
         return templated(_text(value, name), template)
     messages = []
-    for i, message in enumerate(_typed(value, list, name)):
-        message = _typed(message, dict, f"{name}[{i}]")
+    for i, message in enumerate(typed(value, list, name)):
+        message = typed(message, dict, f"{name}[{i}]")
         messages.append(
             {key: _text(_field(message, key), f"{name}[{i}].{key}") for key in ("role", "content")}
         )
@@ -374,22 +259,14 @@ def _field(record: dict, name: str) -> object:
         return record[name]
     outer, _, inner = name.partition(".")
     if outer not in record:
-        there = ", ".join(map(repr, record)) or "none"
+        there = cut(", ".join(map(repr, itertools.islice(record, SHOWN_KEYS))) or "none")
         raise ValueError(f"{outer!r} is missing; there are {there} (prompt_field, answer_field)")
-    return _field(_typed(record[outer], dict, outer), inner)
-
-
-def _typed(value: object, kind: type[T], name: str) -> T:
-    if value is None:
-        raise ValueError(f"{name} is null")
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is a {type(value).__name__}, not a {kind.__name__}")
-    return value
+    return _field(typed(record[outer], dict, outer), inner)
 
 
 def _text(value: object, name: str) -> str:
     """Checks that a text is not blank and can be encoded (JSON allows half a surrogate pair)."""
-    text = _typed(value, str, name)
+    text = typed(value, str, name)
     if not text.strip():
         raise ValueError(f"{name} is empty")
     try:

@@ -1,37 +1,44 @@
-"""Grades by symbolic equivalence (the library math-verify), in processes that cannot hang this one.
+"""Runs the library math-verify in processes that cannot hang, harm or end this one.
 
-The library may take forever on an answer, or all memory: each worker grades one pair at a time
-over a pipe, and one that is late or gone is replaced.
+The library may take forever on an answer, or all memory. A worker is an interpreter that has
+imported it and forks itself for each answer: the child has a limit of CPU time and of memory, and
+what it does ends with it, so that no verdict depends on the answers before.
 """
 
 import atexit
 import contextlib
 import functools
-import importlib
+import gc
 import importlib.util
 import json
 import logging
 import multiprocessing
 import multiprocessing.connection
-import re
+import os
+import pathlib
+import pickle
+import queue
 import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
 
-from dapo_jax.tasks.math_rules import TAIL_CHARS, compare, last_answer, pairs, refuse
+from dapo_jax.tasks.math_rules import pairs, refuse
+from dapo_jax.tasks.symbolic_rules import WARM_UP, decide, find_answer, grade_symbolic
 from dapo_jax.types import Verdict
 
-SYMBOLIC_TAIL_CHARS = 1000
-DEFAULT_WORKERS = 2
-DEFAULT_TIMEOUT_SECONDS = 5.0
-WORKER_START_SECONDS = 120.0
-WORKER_MEMORY_BYTES = 4 << 30
+MAX_WORKERS = 32
+ANSWER_CPU_SECONDS = 1.0
+ANSWER_MEMORY_BYTES = 1 << 30  # beyond what a worker has when it is ready
+# So many answers may use up their time before the next ones get less; a hundred others earn one.
+PATIENCE = 100
+IMPATIENT_CPU_SECONDS = 0.1
+TRIES = 3
+SILENCE_SECONDS = 120.0  # of a worker that starts, or grades: no verdict hangs on this clock
+_MEMORY_STATUS = 3
 
 # A fresh interpreter: forking is unsafe beside JAX's threads, and multiprocessing's own "spawn"
 # would import the main module, and JAX with it, again in every worker.
@@ -39,37 +46,43 @@ _WORKER_PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from dapo_jax.tasks.symbolic import _serve
-_serve(int(sys.argv[2]), float(sys.argv[3]))
+_serve(int(sys.argv[2]))
 """
-_MATH_MARKUP = re.compile(r"\$|\\\(|\\\[|\\boxed")
 
 
 class SymbolicVerifier:
-    """Grades by the rules "math_verify", in processes that cannot hang or harm this one.
+    """Grades by the rules "math_verify" (`symbolic_rules`), the algebra in processes of its own.
 
-    It reads the last "Answer:" line as "strict" does; without one, the library looks for an answer
-    (boxed, a formula, a number) in the last SYMBOLIC_TAIL_CHARS of the response. The library is
-    lenient by design: `41=42` is 42, `3+2` is 5, `0.5` is 50%.
+    Equal pairs of a call are graded once. An answer that takes longer than `cpu_seconds` of a
+    core's time (not of the wall's: a busy host changes no verdict) is a "timeout", one that wants
+    over ANSWER_MEMORY_BYTES is "memory", one that ends its process is "crashed". A process that was
+    killed from outside is no answer's fault: its answer is graded again, up to TRIES times. After
+    PATIENCE timeouts that less than one answer in a hundred explains, answers get
+    IMPATIENT_CPU_SECONDS each; only then do verdicts depend on the answers before.
 
-    A worker that takes longer than `timeout_seconds` for one pair, or dies, is replaced; the answer
-    is wrong, with the status "timeout" or "crashed". Workers start at once and live until `close`,
-    the end of the `with` block or of the process, and exit on their own when this process is gone.
-    Safe to share by threads.
+    Workers start at once and live until `close`, the end of the `with` block or of the process,
+    and exit on their own when this process is gone. Safe to share by threads.
 
     Raises ImportError without math-verify, ValueError for a number of workers or a time that is not
-    positive, and RuntimeError where a worker dies or hangs before it is ready.
+    positive, and RuntimeError where workers cannot be started.
     """
 
-    def __init__(self, num_workers: int, timeout_seconds: float) -> None:
-        if num_workers < 1 or timeout_seconds <= 0:
+    def __init__(self, num_workers: int, cpu_seconds: float = ANSWER_CPU_SECONDS) -> None:
+        if num_workers < 1 or cpu_seconds <= 0:
             raise ValueError(
-                f"{num_workers} workers with {timeout_seconds} seconds: both must be positive"
+                f"{num_workers} workers with {cpu_seconds} seconds: both must be positive"
             )
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError('the rules "math_verify" need the package math-verify')
-        self._timeout_seconds = timeout_seconds
+        self._cpu_seconds = cpu_seconds
+        self._patience = float(PATIENCE)
         self._lock = threading.Lock()
-        self._workers = [_Worker(timeout_seconds) for _ in range(num_workers)]
+        self._closed = False
+        self._workers = [_Worker() for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="math_verify")
         atexit.register(self.close)
 
     def __enter__(self) -> "SymbolicVerifier":
@@ -82,9 +95,11 @@ class SymbolicVerifier:
         """Kills the workers; safe to repeat."""
         atexit.unregister(self.close)
         with self._lock:
+            self._closed = True
             for worker in self._workers:
                 worker.kill()
             self._workers = []
+        self._threads.shutdown(cancel_futures=True)
 
     def worker_pids(self) -> list[int]:
         """Lists the process ids of the present workers, without those of replaced ones."""
@@ -99,177 +114,160 @@ class SymbolicVerifier:
 
         Raises ValueError where the lengths differ, RuntimeError after `close`.
         """
-        verdicts: dict[int, Verdict] = {}
-        jobs: deque[_Job] = deque()
-        for index, (response, truth) in enumerate(pairs(responses, ground_truths)):
-            if refused := refuse(response, truth):
-                verdicts[index] = refused
-                continue
-            answer = last_answer(response)
-            answers = _spellings(answer) if answer else [response[-SYMBOLIC_TAIL_CHARS:]]
-            if answer == "" or not response.strip() or not truth.strip():
-                verdicts[index] = compare(answer, truth)
-            else:
-                jobs.append(_Job(index, answers, _spellings(truth)))
-        with self._lock:
-            self._run(jobs, verdicts)
-        return [verdicts[index] for index in range(len(responses))]
-
-    def _run(self, jobs: "deque[_Job]", verdicts: dict[int, Verdict]) -> None:
-        if not self._workers:
+        if self._closed:
             raise RuntimeError("this SymbolicVerifier is closed")
-        try:
-            while jobs or any(worker.job for worker in self._workers):
-                for worker in list(self._workers):
-                    if jobs and worker.ready and not worker.job:
-                        self._ask(worker, jobs)
-                self._collect(verdicts)
-        finally:  # after an exception: no answer to this call may reach the next one
-            for worker in [worker for worker in self._workers if worker.job]:
-                self._replace(worker)
+        decided = [
+            refuse(response, truth) or decide_locally(response, truth)
+            for response, truth in pairs(responses, ground_truths)
+        ]
+        questions = dict.fromkeys(it for it in decided if not isinstance(it, Verdict))
+        answers = dict(zip(questions, self._threads.map(self._grade, questions), strict=True))
+        return [it if isinstance(it, Verdict) else answers[it] for it in decided]
 
-    def _ask(self, worker: "_Worker", jobs: "deque[_Job]") -> None:
-        try:
-            worker.connection.send((jobs[0].answers, jobs[0].truths))
-        except OSError:
-            self._replace(worker)  # it died idle, which is no answer's fault
-            return
-        worker.job = jobs.popleft()
-        worker.deadline = time.monotonic() + self._timeout_seconds
+    def _grade(self, question: tuple[str, str]) -> Verdict:
+        """Has a worker grade two formulas; runs in a thread of its own for each worker."""
+        with self._lock:
+            patient = self._patience >= 1
+        seconds = self._cpu_seconds if patient else min(IMPATIENT_CPU_SECONDS, self._cpu_seconds)
+        for _ in range(TRIES):
+            worker = self._idle.get()
+            verdict = None
+            try:
+                verdict = worker.ask(*question, seconds)
+            finally:
+                self._idle.put(worker if worker.alive else self._replaced(worker))
+            if verdict is not None:
+                break
+        verdict = verdict or Verdict(False, question[0], "crashed")
+        late = verdict.status in ("timeout", "memory")
+        with self._lock:
+            self._patience = min(PATIENCE, self._patience + 1 / 100) - late
+        return verdict
 
-    def _collect(self, verdicts: dict[int, Verdict]) -> None:
-        """Waits until a busy or starting worker answers or the first deadline passes."""
-        waited = [worker for worker in self._workers if worker.job or not worker.ready]
-        patience = min((worker.deadline for worker in waited), default=0.0) - time.monotonic()
-        readable = multiprocessing.connection.wait(
-            [worker.connection for worker in waited], max(0.0, patience)
+    def _replaced(self, worker: "_Worker") -> "_Worker":
+        """Starts a worker in the place of one that is gone; raises where none can be started."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this SymbolicVerifier is closed")
+            worker.kill()
+            fresh = _Worker(worker.failed_starts)
+            self._workers[self._workers.index(worker)] = fresh
+        if fresh.failed_starts < TRIES:
+            return fresh
+        raise RuntimeError(
+            f"{TRIES} math_verify workers in a row ended before they were ready (exit status "
+            f"{worker.process.returncode}); their messages are on the error output"
         )
-        for worker in waited:
-            if worker.connection in readable:
-                verdict = worker.receive()
-            elif time.monotonic() < worker.deadline:
-                continue
-            else:
-                verdict = Verdict(False, None, "timeout")
-            if not worker.ready and verdict is not None:
-                raise RuntimeError(
-                    f"a math_verify worker was not ready within {WORKER_START_SECONDS:.0f} s "
-                    f"(exit code {worker.process.poll()}); its messages are on the error output"
-                )
-            if worker.job and verdict is not None:
-                verdicts[worker.job.index] = verdict
-            worker.job, worker.ready = None, True
-            if verdict is not None and verdict.status in ("timeout", "crashed"):
-                self._replace(worker)
-
-    def _replace(self, worker: "_Worker") -> None:
-        worker.kill()
-        self._workers[self._workers.index(worker)] = _Worker(self._timeout_seconds)
 
 
-class _Job(NamedTuple):
-    index: int
-    answers: list[str]
-    truths: list[str]
+def decide_locally(response: str, truth: str) -> Verdict | tuple[str, str]:
+    """Returns the verdict on a response where no worker is needed, else what to ask one."""
+    answer, rest = find_answer(response)
+    return decide(answer, truth, rest)
 
 
 class _Worker:
-    """A worker is an interpreter that grades one pair at a time over a pipe.
+    """A worker is an interpreter that grades one pair at a time, in a child each, over a pipe.
 
-    `ready` once its imports are done; `deadline` (time.monotonic) is for them, then for `job`.
+    failed_starts: how many in its place, one after the other, ended before they were ready.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, failed_starts: int = 0) -> None:
         self.connection, far_end = multiprocessing.Pipe()
-        arguments = [
-            json.dumps([str(path) for path in sys.path]),
-            str(far_end.fileno()),
-            str(timeout_seconds),
-        ]
+        arguments = [json.dumps([str(path) for path in sys.path]), str(far_end.fileno())]
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-c", _WORKER_PROGRAM, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[far_end.fileno()],
+            process_group=0,  # to be killed with its child; Ctrl-C is the parent's to handle
+            env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of sets reaches verdicts
         )
         far_end.close()
-        self.job: _Job | None = None
-        self.ready = False
-        self.deadline = time.monotonic() + WORKER_START_SECONDS
+        self.alive, self.failed_starts, self._ready = True, failed_starts, False
 
-    def receive(self) -> Verdict | None:
-        """Returns its verdict, "crashed" if it is gone, or None: it is ready."""
+    def ask(self, answer: str, truth: str, cpu_seconds: float) -> Verdict | None:
+        """Returns its verdict; None where it, or its child, was killed, or where it is silent."""
         try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            return Verdict(False, None, "crashed")
+            if not self._ready:
+                self.failed_starts += 1  # until it says that it is ready
+                self._receive()
+                self._ready, self.failed_starts = True, 0
+            self.connection.send((answer, truth, cpu_seconds))
+            return self._receive()
+        except (EOFError, OSError):  # a TimeoutError is one
+            self.alive = False
+            return None
+
+    def _receive(self) -> Verdict | None:
+        if not self.connection.poll(SILENCE_SECONDS):
+            raise TimeoutError
+        return self.connection.recv()
 
     def kill(self) -> None:
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
 
 
 @functools.cache
 def default_verifier() -> SymbolicVerifier:
-    """Starts the pool that all callers of this process share, at the first call."""
-    return SymbolicVerifier(DEFAULT_WORKERS, DEFAULT_TIMEOUT_SECONDS)
+    """Starts the pool that this process shares, one worker a core, at the first call."""
+    return SymbolicVerifier(min(_cores(), MAX_WORKERS))
 
 
-def _serve(pipe: int, timeout_seconds: float) -> None:
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # not every system has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _serve(pipe: int) -> None:
     """Grades, inside a worker, what comes through the pipe until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, hard_limit))
     logging.disable(logging.CRITICAL)
-    importlib.import_module("math_verify")
+    for answer, truth in WARM_UP:
+        grade_symbolic(answer, truth)
+    gc.collect()
+    gc.freeze()  # a child's collector need not touch, and so copy, all that was imported
     connection = multiprocessing.connection.Connection(pipe)
-    connection.send(None)
-    while True:
+    with contextlib.suppress(EOFError, OSError):
+        connection.send(None)
+        while True:
+            connection.send(_grade_in_child(*connection.recv()))
+
+
+def _grade_in_child(answer: str, truth: str, cpu_seconds: float) -> Verdict | None:
+    """Grades in a forked process with limits; None where something outside killed it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
         try:
-            answers, truths = connection.recv()
-        except (EOFError, OSError):
-            return
-        # The parent kills a late worker; an orphan is ended by this alarm's default action.
-        signal.setitimer(signal.ITIMER_REAL, 2 * timeout_seconds + 1)
-        try:
-            verdict = _grade_symbolic(answers, truths)
-        except Exception:
-            return  # the closed pipe says "crashed", and a fresh worker takes over
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(verdict)
+            _limit(cpu_seconds)
+            os.write(writer, pickle.dumps(grade_symbolic(answer, truth)))
+            status = 0
+        except MemoryError:
+            status = _MEMORY_STATUS
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        sent = pipe.read()
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended == 0:
+        return pickle.loads(sent)
+    if ended == -signal.SIGKILL:
+        return None
+    late, full = ended == -signal.SIGPROF, ended == _MEMORY_STATUS
+    return Verdict(False, answer, "timeout" if late else "memory" if full else "crashed")
 
 
-def _spellings(text: str) -> list[str]:
-    """Spells the text as the library wants it: without math markup, as a formula first."""
-    return [text] if _MATH_MARKUP.search(text) else [f"${text}$", text]
-
-
-def _grade_symbolic(answers: list[str], truths: list[str]) -> Verdict:
-    """Asks the library, inside a worker, because it may take forever."""
-    import math_verify
-
-    answer, truth = _read_symbolic(answers), _read_symbolic(truths)
-    if not answer:
-        return Verdict(False, None, "unreadable_answer")
-    prediction = next((part for part in answer if isinstance(part, str)), answers[-1])
-    prediction = prediction[:TAIL_CHARS]
-    if not truth:
-        return Verdict(False, prediction, "unreadable_ground_truth")
-    correct = math_verify.verify(truth, answer, timeout_seconds=None)
-    return Verdict(correct, prediction, "correct" if correct else "wrong")
-
-
-def _read_symbolic(spellings: list[str]) -> list:
-    """Returns what the library reads in the first of the spellings that it can read."""
-    import math_verify
-
-    targets = [
-        math_verify.LatexExtractionConfig(boxed_match_priority=0),
-        math_verify.ExprExtractionConfig(),
-    ]
-    for text in spellings:
-        if readings := math_verify.parse(text, targets, parsing_timeout=None):
-            return readings
-    return []
+def _limit(cpu_seconds: float) -> None:
+    """Limits this process: the kernel ends it by SIGPROF after so much CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # not every system has what follows
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        used = pages * resource.getpagesize()
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + ANSWER_MEMORY_BYTES, hard_limit))

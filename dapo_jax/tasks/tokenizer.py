@@ -8,20 +8,28 @@ files mark as special; `decode` strips exactly those. Otherwise decode(encode(te
 to the tokenizer's own normalisation (NFC for Qwen2.5).
 """
 
+import base64
+import contextlib
 import difflib
 import json
+import logging
+import pathlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-import jinja2
-import jinja2.sandbox
 import sentencepiece
 import tokenizers
 from etils import epath
 from etils.epath import PathLike
 
+from dapo_jax.tasks.chat_template import ChatTemplate
 from dapo_jax.types import Message, plain_text
+from dapo_jax.untrusted import is_local, present, quoted, read_bytes, read_json, read_text
+
+MAX_TOKENIZER_BYTES = 64 * 2**20  # Gemma 3's, of 262,144 tokens, has 33 MB
+MAX_TEMPLATE_BYTES = 2**20
+MAX_ERROR_CHARS = 200
 
 # Lone surrogates cannot occur in valid text, so these marks cannot collide with any content.
 _SHIELD_OPEN, _SHIELD_CLOSE = "\udc00", "\udc01"
@@ -55,8 +63,9 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
     path: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja where
         there are any), else with tokenizer.model; or a sentencepiece `.model` file.
     stop_tokens: the texts of the tokens that end a response. None takes the base model's:
-        <|endoftext|> where it exists, else the end-of-sequence token that the files name.
-        An instruct model needs its end of turn (<|im_end|> for Qwen2.5) named here.
+        <|endoftext|> where it exists, else the end-of-sequence token that the files name. With the
+        chat template those that the files name come first (<|im_end|> for Qwen2.5-Instruct), as
+        the model ends its turn with one; where given texts lack them all, a warning says so.
     chat: "none" (the contents of the messages as plain text) or "template" (the chat template of
         tokenizer_config.json, with the prompt for the assistant's turn added).
 
@@ -72,10 +81,12 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
         )
     if not path.exists():
         raise FileNotFoundError(f"No tokenizer at {path}: set tokenizer.path.")
-    if (path / "tokenizer.json").is_file():
+    if path.is_dir() and present(path / "tokenizer.json"):
         return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat)
     model_file = path / "tokenizer.model" if path.is_dir() else path
-    if not model_file.is_file() or model_file.suffix != ".model":
+    if model_file == path and is_local(path):
+        model_file = epath.Path(pathlib.Path(path).resolve())  # a link that the user gave
+    if not present(model_file) or model_file.suffix != ".model":
         raise FileNotFoundError(
             f"{path} is neither a directory with tokenizer.json or tokenizer.model nor a "
             "sentencepiece .model file: set tokenizer.path."
@@ -92,11 +103,11 @@ class HuggingFaceTokenizer:
     """A tokenizer.json, with the chat template and special tokens of its tokenizer_config.json."""
 
     def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
-        file = folder / "tokenizer.json"
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{file} is not a tokenizer: {error} (tokenizer.path).") from error
+        self._file = file = folder / "tokenizer.json"
+        content = read_bytes(file, limit=MAX_TOKENIZER_BYTES)
+        with _of_library(file, "is not a tokenizer"):
+            _check_char_maps(content)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # Some published files carry the truncation of their last user.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -108,34 +119,50 @@ class HuggingFaceTokenizer:
         longest_first = sorted(self._control_id, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-        config = _read_json(folder / "tokenizer_config.json")
+        config_file = folder / "tokenizer_config.json"
+        config = read_json(config_file) if present(config_file) else {}
+        special = {
+            name: text
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (text := _token_text(config.get(name), name, config_file))
+        }
+        ends = _ends(folder, special.get("eos_token"), self._text_of) if chat == "template" else []
         if stop_tokens is None:
-            if "<|endoftext|>" in self._control_id:
-                stop_tokens = ["<|endoftext|>"]
-            elif eos_token := _token_text(config.get("eos_token")):
-                stop_tokens = [eos_token]
-            else:
+            stop_tokens = [*ends, *(text for text in ["<|endoftext|>"] if text in self._control_id)]
+            if not stop_tokens and "eos_token" in special:
+                stop_tokens = [special["eos_token"]]
+            if not stop_tokens:
                 raise ValueError(
                     f"{folder} names no end-of-sequence token: set tokenizer.stop_tokens."
                 )
+        elif ends and set(ends).isdisjoint(stop_tokens):
+            logging.warning(
+                "tokenizer.stop_tokens = %s has none of the tokens with which the model of %s ends "
+                "its turn (%s): its responses may go on until they are cut",
+                list(stop_tokens),
+                folder,
+                ", ".join(ends),
+            )
         names = [token.content for token in added.values()]
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.stop_ids = _stop_ids(stop_tokens, self._tokenizer.token_to_id, names, file)
-        pad_token = _token_text(config.get("pad_token"))
-        pad_id = self._tokenizer.token_to_id(pad_token) if pad_token else None
+        pad_id = self._tokenizer.token_to_id(special.get("pad_token", ""))
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
         self._template = _chat_template(folder, config) if chat == "template" else None
-        self._template_tokens = {
-            name: text
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (text := _token_text(config.get(name)))
-        }
+        self._template_tokens = special
+
+    def _text_of(self, id: int) -> str | None:
+        with _of_library(self._file, f"has no token {id}"):
+            return self._tokenizer.id_to_token(id)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _of_library(self._file, "cannot encode a text"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(_existing(ids, self.vocab_size), skip_special_tokens=True)
+        ids = _existing(ids, self.vocab_size)
+        with _of_library(self._file, "cannot decode a response"):
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if self._template is None:
@@ -143,15 +170,7 @@ class HuggingFaceTokenizer:
         shielded = [
             {key: self._shield(value) for key, value in message.items()} for message in messages
         ]
-        try:
-            rendered = self._template.render(
-                messages=shielded, add_generation_prompt=True, **self._template_tokens
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(
-                f"The chat template refuses a prompt of roles {[m['role'] for m in messages]}: "
-                f"{error} (tokenizer.chat)."
-            ) from error
+        rendered = self._template.render(shielded, self._template_tokens)
         ids, start = [], 0
         for control in self._control_pattern.finditer(rendered):
             ids += self.encode(self._unshield(rendered[start : control.start()]))
@@ -176,13 +195,10 @@ class SentencePieceTokenizer:
     """A sentencepiece model; a prompt of messages is plain text."""
 
     def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor()
-            self._processor.LoadFromSerializedProto(file.read_bytes())
-        except (OSError, RuntimeError) as error:
-            raise ValueError(
-                f"{file} is not a sentencepiece model: {error} (tokenizer.path)."
-            ) from error
+        content = read_bytes(file, limit=MAX_TOKENIZER_BYTES)
+        self._processor = sentencepiece.SentencePieceProcessor()
+        with _of_library(file, "is not a sentencepiece model"):
+            self._processor.LoadFromSerializedProto(content)
         self.vocab_size = self._processor.vocab_size()
         pieces = [self._processor.id_to_piece(id) for id in range(self.vocab_size)]
         if stop_tokens is None:
@@ -231,39 +247,72 @@ def _stop_ids(stop_tokens, id_of, names: Collection[str], file: epath.Path) -> t
     return tuple(ids)
 
 
-def _read_json(file: epath.Path) -> dict:
-    if not file.is_file():
-        return {}
+@contextlib.contextmanager
+def _of_library(file: epath.Path, problem: str) -> Iterator[None]:
+    """Makes a ValueError, with the file, of all that a tokenizer's library raises."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error} (tokenizer.path).") from error
+        yield
+    except BaseException as error:  # a panic of the library's Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+        raise ValueError(f"{file} {problem}: {text} (tokenizer.path).") from error
 
 
-def _token_text(token: str | dict | None) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
+def _check_char_maps(content: bytes) -> None:
+    """Raises ValueError for a map of characters that claims more bytes than it has.
+
+    The library allocates what the map's first four bytes say, up to 16 GiB, and where it gets
+    less it aborts the process.
+    """
+
+    def check(pairs: list[tuple[str, object]]) -> None:
+        for name, value in pairs:
+            if name == "precompiled_charsmap" and isinstance(value, str):
+                data = base64.b64decode(value)
+                if int.from_bytes(data[:4], "little") > len(data):
+                    raise ValueError("its precompiled_charsmap is cut off")
+
+    try:
+        json.loads(content.decode("utf-8"), object_pairs_hook=check)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
-def _chat_template(folder: epath.Path, config: dict) -> jinja2.Template:
-    """Compiles the chat template in the environment that transformers documents for templates."""
+def _token_text(token: object, name: str, file: epath.Path) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{file}: {name} is {quoted(token)}, but must be a token's text")
+    return text
+
+
+def _ends(folder: epath.Path, eos_token: str | None, text_of) -> list[str]:
+    """Lists the tokens with which a directory says that its model ends a turn.
+
+    tokenizer_config.json names one, `eos_token`; generation_config.json may have more, by id.
+    """
+    file, ends = folder / "generation_config.json", [eos_token] if eos_token else []
+    given = read_json(file).get("eos_token_id") if present(file) else None
+    for id in given if isinstance(given, list) else [given]:
+        if id is None:
+            continue
+        text = text_of(id) if type(id) is int and 0 <= id < 2**31 else None
+        if text is None:
+            raise ValueError(
+                f"{file}: eos_token_id is {quoted(given)}, but the tokenizer has no such id"
+            )
+        ends.append(text)
+    return list(dict.fromkeys(ends))
+
+
+def _chat_template(folder: epath.Path, config: dict) -> ChatTemplate:
     own_file = folder / "chat_template.jinja"
-    source = (
-        own_file.read_text(encoding="utf-8") if own_file.is_file() else config.get("chat_template")
-    )
+    source = config.get("chat_template")
+    if present(own_file):
+        source = read_text(own_file, limit=MAX_TEMPLATE_BYTES)
     if not isinstance(source, str):
         raise ValueError(
             f"{folder} has no chat template (the text chat_template of tokenizer_config.json, or "
             'chat_template.jinja): add it or set tokenizer.chat="none".'
         )
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
-
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"The chat template of {folder} is broken: {error}.") from error
+    return ChatTemplate(source, str(folder))

@@ -93,7 +93,8 @@ def run_here() -> None:
     if FLAGS.phase:
         prolong(FLAGS.phase)
     hosts.start(several=FLAGS.several, cpu_devices=config.mesh.cpu_devices)
-    train.train(config, pathlib.Path(FLAGS.workdir))
+    with hosts.ending_when_a_peer_is_lost():
+        train.train(config, pathlib.Path(FLAGS.workdir))
 
 
 def start(workdir: pathlib.Path, *, processes: int, phase: str) -> list[subprocess.Popen]:

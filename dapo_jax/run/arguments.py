@@ -1,0 +1,118 @@
+"""The command line: a recipe's flags, and what it has that no flag or key is called.
+
+absl ignores arguments without dashes, and names a wrong key without its section: a sweep that says
+`config.num_steps=3` would run the recipe as it is. Here both are refused, with the nearest name.
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from ml_collections import ConfigDict
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
+
+from configs.base import dataset
+
+SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^=]+)")
+KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
+NEEDED = ("path", "kind", "task")  # what a new set has one of
+
+
+class RecipeParser(ConfigFileFlagParser):
+    """Loads a recipe and adds the evaluation sets that flags name and the recipe does not have.
+
+    What the flags say of such a set is then checked and set as in any other. A flag of a key that
+    the recipe lacks is refused here, where the keys of all sections are known.
+    """
+
+    def parse(self, path: str):
+        """Returns the recipe's config, locked."""
+        config = super().parse(path)
+        keys: dict[str, set[str]] = {}
+        for argument in sys.argv:
+            if (match := SET_FLAG.match(argument)) and "." in match[1]:
+                name, key = _name_and_key(match[1].split("."))
+                keys.setdefault(name, set()).add(key)
+        with config.unlocked():
+            for name in keys.keys() - config.eval.sets.keys():
+                if not name.isidentifier():
+                    message = "the name of a set has letters, digits and _ and begins with no digit"
+                    raise ValueError(f"eval.sets.{name}: {message}")
+                if keys[name].isdisjoint(NEEDED):
+                    near = difflib.get_close_matches(name, config.eval.sets, n=1)
+                    hint = f" (did you mean {near[0]!r}?)" if near else ""
+                    message = f"the recipe has no such set{hint}; a new one needs a path or a task"
+                    raise ValueError(f"eval.sets.{name}: {message}")
+                config.eval.sets[name] = dataset()
+        if message := unknown_key(config, sys.argv[1:]):
+            raise ValueError(message)
+        return config
+
+
+def _name_and_key(parts: list[str]) -> tuple[str, str]:
+    """Splits what a flag says after eval.sets: NAME.KEY, or NAME.args.KEY."""
+    if len(parts) > 2 and parts[1] in dataset():
+        return parts[0], parts[1]
+    return ".".join(parts[:-1]), parts[-1]
+
+
+def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted name of every key of a recipe, sections included."""
+    for name in config:
+        yield prefix + name
+        if isinstance(config[name], ConfigDict):
+            yield from keys(config[name], f"{prefix}{name}.")
+
+
+def nearest_key(name: str, known: Sequence[str]) -> str | None:
+    """Returns the key that a wrong one is likely to mean, of any section; None if none is near.
+
+    First those that have its parts in order (`data.path` is data.train.path, `eps_high` is
+    algo.eps_high), then those spelt alike as a whole or in their last part.
+    """
+    parts = name.split(".")
+
+    def holds(key: str) -> bool:
+        rest = iter(key.split("."))
+        return key.endswith(parts[-1]) and all(part in rest for part in parts)
+
+    if held := [key for key in known if holds(key)]:
+        return min(held, key=len)
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+        return near[0]
+    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near = difflib.get_close_matches(parts[-1], by_last, n=1, cutoff=0.7)
+    return by_last[near[0]] if near else None
+
+
+def unknown_key(config: ConfigDict, arguments: Sequence[str]) -> str | None:
+    """Says which of the arguments names a key that the recipe lacks; None where none does."""
+    known = list(keys(config))
+    for argument in arguments:
+        match = KEY_FLAG.match(argument)
+        if match and match[1] not in known and ".args." not in match[1]:
+            near = nearest_key(match[1], known)
+            hint = f". Did you mean --config.{near}?" if near else ""
+            return f"the recipe has no key {match[1]!r} ({argument}){hint}"
+    return None
+
+
+def leftover(arguments: Sequence[str], known_flags: Mapping, config: ConfigDict | None) -> str:
+    """Says of arguments that no flag took what the first may have been meant to be."""
+    first = arguments[0]
+    name, equals, value = first.lstrip("-").partition("=")
+    known = [] if config is None else list(keys(config))
+    key = name.removeprefix("config.")
+    if key not in known and name not in known_flags:
+        key = nearest_key(key, known) or key
+    if name in known_flags:
+        meant = f"--{name}{equals}{value}"
+    elif key in known:
+        meant = f"--config.{key}{equals or '='}{value if equals else 'VALUE'}"
+    elif near := difflib.get_close_matches(name, known_flags, n=1):
+        meant = f"--{near[0]}{equals}{value}"
+    else:
+        meant = None
+    hint = f"did you mean {meant}?" if meant else "flags begin with -- and have their value after ="
+    return f"{first!r} is no flag and would be ignored; {hint}"

@@ -1,0 +1,221 @@
+"""Says in one line what a failed read or write means, and whether the same command can go on.
+
+Host only. Libraries hide the system's error in their own: tensorstore's is a ValueError with the
+system's words in its text, a bucket's a status of HTTP. Both are looked for in the whole chain.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import pathlib
+import re
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+from sharding import hosts
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIMIT = 300  # characters of a library's message; tensorstore's are pages long
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a read or write failed: in words, what a person does, and whether coming back helps."""
+
+    words: str
+    advice: str
+    transient: bool = False
+
+
+AGAIN = "give the same command again"
+LATER = Cause("the storage does not answer for the moment", AGAIN, transient=True)
+DENIED = Cause("this user may not do that", "give the right to read and write it, or another path")
+CAUSES = {
+    errno.ENOSPC: Cause("no space is left on the disk", f"make room and {AGAIN}"),
+    errno.EDQUOT: Cause("the disk quota is used up", f"make room or raise the quota, and {AGAIN}"),
+    errno.EFBIG: Cause("the file would exceed the limit on sizes", f"raise ulimit -f and {AGAIN}"),
+    errno.EROFS: Cause("the file system is read-only", "mount it to be written, or give another"),
+    errno.EACCES: DENIED,
+    errno.EPERM: DENIED,
+    errno.ENOENT: Cause("it, or its folder, is not there", "put it back, or give another path"),
+    errno.ENOTDIR: Cause("a part of the path is no folder", "give another path"),
+    errno.EISDIR: Cause("it is a folder, not a file", "give another path"),
+    errno.EEXIST: Cause("something of that name is in the way", "move it, or give another path"),
+    errno.ENAMETOOLONG: Cause("the name is too long", "give a shorter path"),
+    errno.EMFILE: Cause("too many files are open", f"raise ulimit -n and {AGAIN}"),
+    errno.EIO: Cause("the disk failed to read or write", AGAIN, transient=True),
+    **dict.fromkeys(
+        (
+            *(errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH),
+            *(errno.EHOSTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED),
+            *(errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO),
+        ),
+        LATER,
+    ),
+}
+# What libraries write of the same: the system's own words, and what buckets answer.
+TEXTS = {
+    **{
+        re.escape(os.strerror(number)): number
+        for number in (
+            *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE),
+            *(errno.EACCES, errno.ENOENT, errno.ENETDOWN, errno.ECONNRESET, errno.ECONNREFUSED),
+        )
+    },
+    r"too many requests|service unavailable|bad gateway|gateway time-?out|internal server error"
+    r"|(rateLimitExceeded|backendError)|max retries exceeded|temporary failure in name resolution"
+    r"|http (status|response|error)?( code)?:? ?(429|50[0234])": errno.EAGAIN,
+}
+RETRIED_STATUS = (408, 429, 500, 502, 503, 504)  # of HTTP
+PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']")
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """Returns (a line for a person, the exit status) of an error.
+
+    The line has the path, the cause, the last saved step where `telling_saved_steps` knew it, and
+    what to do. Status 75: the same command can go on as it is. Any other error is its own text.
+    """
+    found = cause_of(error)
+    path, cause, name = found or (None, None, None)
+    status = hosts.RETRYABLE if found and cause.transient else 1
+    if found is None or is_refusal(error):
+        return _brief(error), status
+    saved = next((e.saved_steps for e in _chain(error) if hasattr(e, "saved_steps")), None)
+    parts = [f"{path or 'the storage'}: {cause.words} ({name}{_free(path, name)})", saved]
+    line = f"{'. '.join(part for part in parts if part)}; {cause.advice}"
+    return line, status
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Says whether it is a check of ours, whose message is made for a person."""
+    ours = isinstance(error, ValueError | OSError) and raised_by_us(error)
+    return ours and getattr(error, "errno", None) is None
+
+
+def is_explained(error: BaseException) -> bool:
+    """Says whether `explain` has more to say of an error than its traceback has."""
+    return is_refusal(error) or cause_of(error) is not None
+
+
+def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
+    """Returns (path, cause, its short name) of a failed read or write; None for other errors."""
+    for link in _chain(error):
+        number, path = getattr(link, "errno", None), None
+        if isinstance(link, OSError) and number is not None:
+            path = link.filename2 or link.filename
+        if isinstance(link, OSError) and number in CAUSES:
+            return _text(path), CAUSES[number], errno.errorcode[number]
+        status = _http_status(link)
+        if status in RETRIED_STATUS:
+            return _text(path), LATER, f"HTTP {status}"
+        text = str(link)
+        for pattern, number in () if raised_by_us(link) else TEXTS.items():
+            if match := re.search(pattern, text, re.IGNORECASE):
+                quoted = PATH.search(text)
+                name = errno.errorcode[number] if number != errno.EAGAIN else match[0]
+                return quoted and _whole(quoted[1]), CAUSES[number], name
+        if isinstance(link, TimeoutError | ConnectionError):
+            return _text(path), LATER, type(link).__name__
+    return None
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Says whether our own check refused something: a library's error needs its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return False
+    innermost = pathlib.Path(frames[-1].filename)
+    return innermost.is_relative_to(ROOT) and "site-packages" not in innermost.parts
+
+
+@contextlib.contextmanager
+def telling_saved_steps(latest_step: Callable[[], int | None], directory) -> Iterator[None]:
+    """Lets `explain` say of an error that passes through how many steps are saved, and where."""
+    try:
+        yield
+    except Exception as error:
+        step = latest_step()
+        error.saved_steps = (
+            f"{step} finished steps are saved in {directory}" if step else "no step is saved yet"
+        )
+        raise
+
+
+def quiet_threads() -> None:
+    """Keeps threads of libraries from printing tracebacks of what the main thread is told as well.
+
+    When a save fails, Orbax logs it in two threads before it raises it, and tensorstore's threads
+    find Orbax's event loop closed. A thread of ours that fails to read or write says so in a line.
+    """
+
+    def new(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "orbax" in record.pathname)
+
+    def unraisable(args):
+        error = args.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            sys.__unraisablehook__(args)
+
+    def of_thread(args):
+        if args.exc_value is not None and cause_of(args.exc_value):
+            print(f"{args.thread.name}: {explain(args.exc_value)[0]}", file=sys.stderr, flush=True)
+        else:
+            threading.__excepthook__(args)
+
+    for handler in logging.getLogger("absl").handlers + logging.getLogger().handlers:
+        handler.addFilter(new)
+    sys.unraisablehook, threading.excepthook = unraisable, of_thread
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, then what caused it, each once; what was handled before it is no cause."""
+    seen, waiting = set(), [error]
+    while waiting:
+        link = waiting.pop(0)
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        waiting += [*getattr(link, "exceptions", ()), link.__cause__]
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status of a bucket's answer: gcsfs, aiohttp, requests and google.api_core name it."""
+    response = getattr(error, "response", None)
+    for holder, name in ((response, "status_code"), (error, "status"), (error, "code")):
+        status = getattr(holder, name, None)
+        if isinstance(status, str) and status.isdigit():
+            status = int(status)
+        if isinstance(status, int) and not isinstance(error, SystemExit):
+            return status
+    return None
+
+
+def _free(path: str | None, name: str) -> str:
+    """How much is free, where there is too little."""
+    if path is None or name not in ("ENOSPC", "EDQUOT") or "://" in path:
+        return ""
+    with contextlib.suppress(OSError):
+        there = next(p for p in (pathlib.Path(path), *pathlib.Path(path).parents) if p.exists())
+        return f", {shutil.disk_usage(there).free / 2**20:.1f} MiB free"
+    return ""
+
+
+def _whole(path: str) -> str:
+    """A path without what Orbax adds to it until it is complete."""
+    return path.partition(".orbax-checkpoint-tmp")[0]
+
+
+def _text(path) -> str | None:
+    return None if path is None else os.fsdecode(path) if isinstance(path, bytes) else str(path)
+
+
+def _brief(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LIMIT or raised_by_us(error) else f"{text[:LIMIT]} ..."

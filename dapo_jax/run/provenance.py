@@ -1,0 +1,79 @@
+"""What a run was started with: one JSON line a start in starts.jsonl.
+
+The recipe says what was meant to run; this says which code, on what, by which command, and when.
+"""
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import shlex
+import socket
+import subprocess
+import sys
+
+import jax
+from ml_collections import ConfigDict
+
+from dapo_jax.run.files import append_line
+from sharding import hosts
+
+NAME = "starts.jsonl"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def add_start(workdir: pathlib.Path, config: ConfigDict) -> None:
+    """Appends this start to the run's starts.jsonl; to be called by the main process alone."""
+    append_line(workdir / NAME, this_start(config))
+
+
+def this_start(config: ConfigDict) -> dict:
+    """Describes this start: time, place, command, code, versions, devices, the recipe's digest."""
+    device = jax.devices()[0]
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "command": shlex.join(sys.orig_argv),
+        "folder": str(pathlib.Path.cwd()),
+        **code_version(ROOT),
+        "versions": {"python": sys.version.partition(" ")[0], **package_versions()},
+        "devices": {
+            "kind": device.device_kind,
+            "count": jax.device_count(),
+            "processes": hosts.count(),
+        },
+        "config_sha256": config_digest(config),
+    }
+
+
+def config_digest(config: ConfigDict) -> str:
+    """SHA-256 of the recipe: equal recipes have equal ones, in whatever order of the keys."""
+    plain = json.dumps(json.loads(config.to_json_best_effort()), sort_keys=True)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """The installed versions of what computes."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def code_version(root: pathlib.Path) -> dict:
+    """The commit of the code, and whether files differ from it; None each without git's say."""
+    if not (root / ".git").exists():
+        return {"commit": None, "changed": None}
+    commit = _git(root, "rev-parse", "HEAD")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "changed": None if changed is None else bool(changed)}
+
+
+def _git(root: pathlib.Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, another user's files, a slow disk
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,112 @@
+"""Signals that stop a command: SIGTERM, Ctrl-C (SIGINT) and a closed terminal (SIGHUP).
+
+The first one stops it in order, which ends with status 75: the same command can go on. A second
+Ctrl-C ends it at once, with status 130. A signal that the process was started to ignore (nohup, or
+a shell's background job) stays ignored.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from sharding import hosts
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+AGAIN_SECONDS = 1.0  # a terminal and a launcher may both send what was one Ctrl-C
+SETTLE = 0  # no signal has this number
+AT_ONCE = 128 + signal.SIGINT
+
+
+class Stops:
+    """Calls `stop`, which may not wait, with the first signal's name; the main thread enters it.
+
+    A thread of its own listens: the main one may be in a compiler or wait for devices for minutes.
+    Inside another one, this one has the signals until it is left.
+    """
+
+    def __init__(self, stop: Callable[[str], None]):
+        self._stop = stop
+        self._first_at: float | None = None
+        self._settled = threading.Event()
+
+    def __enter__(self) -> "Stops":
+        self._signals, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        # A handler in Python waits until the interpreter runs again; the pipe is written at once.
+        self._former_fd = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._former = {
+            number: signal.signal(number, lambda *_: None)
+            for number in SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        self._listener = threading.Thread(target=self._listen, name="listener", daemon=True)
+        self._listener.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.set_wakeup_fd(self._former_fd)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        os.close(self._wakeup)  # which ends the listener
+        self._listener.join()
+        os.close(self._signals)
+
+    def settle(self) -> None:
+        """Returns when the signals that have come are taken."""
+        os.write(self._wakeup, bytes([SETTLE]))
+        self._settled.wait()
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._signals, 64):
+            for number in numbers:
+                self._take(number)
+
+    def _take(self, number: int) -> None:
+        now = time.monotonic()
+        if self._first_at is None and number in SIGNALS:
+            self._first_at = now
+            leave_dead_streams()
+            self._stop(signal.Signals(number).name)
+        elif number == SETTLE:
+            self._settled.set()
+        elif number == signal.SIGINT and now - self._first_at > AGAIN_SECONDS:
+            os.write(2, b"SIGINT again: ended at once, without a save\n")
+            os._exit(AT_ONCE)
+
+
+def end_command(name: str) -> None:
+    """Ends a command that has nothing to save, and the processes it runs with, in one line."""
+    hosts.end(f"{name}: stopped, with nothing to save; give the command again", hosts.RETRYABLE)
+
+
+def leave_dead_streams() -> bool:
+    """Has output that nobody can read any more go nowhere: writing it would be an error.
+
+    Returns whether there is such: a terminal that was closed, or a pipe whose reader is gone.
+    """
+    found = False
+    for stream in (1, 2):
+        poll = select.poll()
+        poll.register(stream, select.POLLOUT)
+        events = poll.poll(0)
+        if events and events[0][1] & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
+            found = True
+    return found
+
+
+def is_of_dead_streams(error: BaseException | None) -> bool:
+    """Whether an error came from printing to what nobody reads any more, which is then left.
+
+    rich makes a SystemExit of a broken pipe.
+    """
+    if isinstance(error, SystemExit):
+        error = error.__context__
+    return isinstance(error, BrokenPipeError) or (
+        isinstance(error, OSError) and leave_dead_streams()
+    )

@@ -1,0 +1,290 @@
+r"""Reads and compares answers by the rules "math_verify"; the library has the last word only.
+
+`decide` settles all that needs no algebra: equal texts, numbers, what is no formula, what is too
+large. `grade_symbolic` asks the library about the rest, in a process that may be killed
+(`symbolic.py`): whole formulas only, and each side of a chain of "=" must be equal to the last.
+"""
+
+import functools
+import re
+from fractions import Fraction
+
+from dapo_jax.tasks.math_rules import (
+    Answer,
+    compare_answers,
+    differ,
+    exact_number,
+    last_answer,
+    read_answer,
+    retracts,
+)
+from dapo_jax.types import Verdict
+
+SYMBOLIC_TAIL_CHARS = 1000
+MAX_FORMULA_CHARS = 500
+MAX_NESTING = 25
+MAX_DIGITS = 60  # of one number in a formula
+MAX_EXPONENT = 10_000
+MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matrices
+
+# Where the answer is.
+
+_BOX = re.compile(r"\\f?boxed\{")
+_BETWEEN_BOXES = re.compile(r"(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad|\\text\{|and)*")
+_CONNECTS = re.compile(r",|and")
+_DENIED = re.compile(
+    r"(?:\b(?:not|never|cannot|doubt)\b|n['\u2019]t\b)[^,.;\n]{0,20}$", re.IGNORECASE
+)
+_PHRASE = re.compile(
+    r"(?:^|[.!?:\n])\W*(?:(?:so|thus|hence|therefore|then|and|finally)\W+){0,2}"
+    r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
+    r"(?:\s+is\b\s*:?|(?=\s*(?:\$|\\[(\[])))\s*([^\n]+?)(?=\.(?:\s|$)|\n|$)",
+    re.IGNORECASE,
+)
+
+
+def find_answer(response: str) -> tuple[str | None, str]:
+    r"""Finds the answer and the text that follows it; None where there is none.
+
+    It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
+    by "," or "and", or what a later sentence "The answer is ..." says. No other number counts.
+    """
+    answer, rest = last_answer(response)
+    if answer is not None:
+        phrase = _PHRASE.match(answer)
+        return (phrase[1] if phrase else answer), rest
+    tail = response[-SYMBOLIC_TAIL_CHARS:]
+    boxes, phrases = _boxes(tail), list(_PHRASE.finditer(tail))
+    if phrases and not (boxes and phrases[-1].start() < boxes[-1][2]):
+        return phrases[-1][1], tail[phrases[-1].end() :]
+    return _last_boxes(tail, boxes) if boxes else (None, "")
+
+
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """Finds the outermost boxes: start, start of the inside, end of the inside."""
+    boxes, end = [], 0
+    for match in _BOX.finditer(text):
+        if match.start() < end:
+            continue
+        depth = 1
+        for index in range(match.end(), len(text)):
+            depth += (text[index] == "{") - (text[index] == "}")
+            if depth == 0:
+                boxes.append((match.start(), match.end(), index))
+                end = index
+                break
+    return boxes
+
+
+def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | None, str]:
+    rest = text[boxes[-1][2] + 1 :]
+    joined = [boxes.pop()]
+    while boxes:
+        between = text[boxes[-1][2] + 1 : joined[0][0]]
+        if not (_BETWEEN_BOXES.fullmatch(between) and _CONNECTS.search(between)):
+            break
+        joined.insert(0, boxes.pop())
+    if _DENIED.search(text[max(0, joined[0][0] - 60) : joined[0][0]].rstrip("$ ")):
+        return None, rest
+    return ", ".join(text[start:end] for _, start, end in joined), rest
+
+
+# What needs no algebra.
+
+_LETTERS = re.compile(r"[A-Za-z]{3,}|\b(?:or|no|to|if|is|in|at|of|by)\b", re.IGNORECASE)
+_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:operatorname|mathbb)\{\w+\}|\\[A-Za-z]+")
+_FUNCTIONS = re.compile(r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|gcd|lcm|max|min|mod")
+_AND = re.compile(r",?(?:\\text\{)?,? ?\b(?:and|or)\b ?\}?,?")
+_ORDER = re.compile(
+    r"[<>≤≥≠≈~|]|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])"
+)
+_CLIPPED = re.compile(r"\.\.|…|\\[a-z]?dots|\\overline|\\overset")
+_BASE = re.compile(r"(?<=[\d)])_(?:\{?(\w+)\}?)")
+_DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
+_OPENS_SET = re.compile(r"(?:\\left)?\\\{")
+_OPENS_LIST = re.compile(r"(?:\\left)?[(\[]")
+_DANGLES = re.compile(r"[-+*/^=,]$|^[*/^=,]|->|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]")
+
+
+def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[str, str]:
+    """Returns the verdict where no algebra is needed, else what to ask the library: two formulas.
+
+    rest: what follows the answer in the response.
+    """
+    mine = None if answer is None else read_answer(answer)
+    right = _read_truth(truth)
+    verdict = compare_answers(mine, right, rest)
+    if verdict.status != "wrong":
+        return verdict
+    if mine.form.casefold() == right.form.casefold() and len(right.form) > 2:
+        return verdict._replace(correct=True, status="correct")
+    for status, is_so in (
+        ("other_unit", differ(mine.unit, right.unit)),
+        ("other_name", differ(mine.name, right.name)),
+    ):
+        if is_so:
+            return verdict._replace(status=status)
+    numbers = exact_number(mine.form), exact_number(right.form)
+    if None not in numbers:
+        if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
+            return verdict
+        status = "retracted" if retracts(rest) else "correct"
+        return verdict._replace(correct=status == "correct", status=status)
+    if _hopeless(mine, right):
+        return verdict
+    if too_large(mine.form) or too_large(right.form):
+        return verdict._replace(status="too_large")
+    if retracts(rest):
+        return verdict._replace(status="retracted")
+    has_name = "=" in right.form and mine.name
+    return (f"{mine.name}={mine.form}" if has_name else mine.form), right.form
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_truth(truth: str) -> Answer:
+    """Reads a ground truth; of a worked solution what is in its last box."""
+    boxes = _boxes(truth)
+    return read_answer((_last_boxes(truth, boxes)[0] or truth) if boxes else truth)
+
+
+def _same_number(
+    one: Fraction, other: Fraction, is_percent: bool, other_percent: bool, *texts: str
+) -> bool:
+    """Compares two different numbers: as percent, or one rounded to six or more decimals."""
+    if is_percent != other_percent:
+        one, other = one * (1 if is_percent else 100), other * (1 if other_percent else 100)
+        return one == other
+    for (value, text), exact in zip(
+        ((one, texts[0]), (other, texts[1])), (other, one), strict=True
+    ):
+        decimals = re.search(r"\.(\d{6,30})", text)
+        if decimals and value and value == round(exact, len(decimals[1])):
+            return True
+    return False
+
+
+def _hopeless(mine: Answer, right: Answer) -> bool:
+    """Tells whether the answer is no formula, or one of another kind than the ground truth.
+
+    The library reads a number even in "42 steps", drops a base and "...", and turns a date into a
+    difference.
+    """
+    if _words(mine.form) - _words(right.form) or _words(right.form) - _words(mine.form):
+        return True
+    if _DATE_OR_TIME.search(mine.form) or _DATE_OR_TIME.search(right.form):
+        return True
+    if _DANGLES.search(mine.form) or _BASE.findall(mine.form) != _BASE.findall(right.form):
+        return True
+    if bool(_CLIPPED.search(mine.form)) != bool(_CLIPPED.search(right.form)):
+        return True
+    if _OPENS_SET.match(mine.form) and _OPENS_LIST.match(right.form):
+        return True
+    if _OPENS_LIST.match(mine.form) and _OPENS_SET.match(right.form):
+        return True
+    return exact_number(right.form) is not None and bool(_ORDER.search(mine.form))
+
+
+def _words(form: str) -> set[str]:
+    """Lists the words of a text that are no commands, functions, "and" or "or" of a list."""
+    text = _COMMAND.sub(" ", _AND.sub(", ", form))
+    return {word.lower() for word in _LETTERS.findall(_FUNCTIONS.sub(" ", text))}
+
+
+# What would take forever.
+
+_POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
+_TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{( ]*[^{}^]{0,9}\d[) }]*\^")
+_BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
+_NUMBER = re.compile(r"\d+")
+
+
+def too_large(form: str) -> bool:
+    """Tells whether a formula is one that algebra may never finish, by its text alone.
+
+    Towers of powers, exponents over MAX_EXPONENT (over 100 on a bracket), factorials, binomials,
+    sums and products beyond MAX_RANGE, large matrices, deep nesting, long numbers. What it lets
+    through is bounded by the limits of its process.
+    """
+    if len(form) > MAX_FORMULA_CHARS or _nesting(form) > MAX_NESTING or "!!" in form:
+        return True
+    if any(len(digits) > MAX_DIGITS for digits in _NUMBER.findall(form)):
+        return True
+    if _TOWER.search(form) or form.count("&") + form.count(r"\\") > 100:
+        return True
+    for base, exponent in _POWER.findall(form):
+        bound = 100 if base in ")}]" else MAX_EXPONENT
+        if exponent and int(exponent) > bound:
+            return True
+    if _BIG_OPERATOR.search(form):
+        sizes = map(int, _NUMBER.findall(form))
+        return max(sizes, default=0) > MAX_RANGE or len(_BIG_OPERATOR.findall(form)) > 3
+    return False
+
+
+def _nesting(form: str) -> int:
+    depth = deepest = 0
+    for character in form:
+        depth += (character in "{([") - (character in "})]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+# What the library decides, in a process of its own.
+
+_EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
+
+
+def grade_symbolic(answer: str, truth: str) -> Verdict:
+    """Grades a formula by the library: only inside a worker, because it may take forever."""
+    sides = _EQUALS.split(answer) if not _EQUALS.search(truth) else [answer]
+    readings = [_read(side) for side in sides]
+    gold = _read(truth)
+    if not all(readings):
+        return Verdict(False, answer, "unreadable_answer")
+    if not gold:
+        return Verdict(False, answer, "unreadable_ground_truth")
+    pairs = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
+    correct = all(_equal(one, other) for one, other in pairs)
+    return Verdict(correct, answer, "correct" if correct else "wrong")
+
+
+def _read(formula: str) -> list:
+    """Returns what the library reads in the whole of the formula; empty where it cannot."""
+    import math_verify
+
+    targets = [math_verify.LatexExtractionConfig(boxed_match_priority=-1)]
+    return math_verify.parse(
+        f"${_AND.sub(', ', formula)}$",
+        targets,
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=None,
+    )
+
+
+def _equal(one: list, other: list) -> bool:
+    import math_verify
+
+    return math_verify.verify(one, other, timeout_seconds=None)
+
+
+# Kinds of formulas that the library reads and compares once before it is forked, so that its
+# parser's tables are filled: a first formula costs 0.4 s, a later one 0.01 s.
+WARM_UP = (
+    ("(x+1)^2", "x^2+2x+1"),
+    (r"\sqrt{12}", r"2\sqrt{3}"),
+    ("2^{10}", "1025"),
+    (r"\frac{\pi}{4}", r"\pi/4"),
+    ("(1,2)", "(2,1)"),
+    ("[1,2)", "[1,3)"),
+    (r"\{1,2,3\}", r"\{3,2,1\}"),
+    (r"(-\infty,3]\cup[4,\infty)", r"(-\infty,3)"),
+    (r"x\leq5", r"x<5"),
+    (r"1\pm\sqrt{2}", r"1\pm\sqrt{3}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+    (r"\sin(x)+\log_{2}(3)\cdot e^{i\pi}", r"\cos{x}\times\ln3"),
+    (r"5!+\binom{4}{2}", "126"),
+    (r"x^{2}+y^{2}=1", "y=x"),
+    (r"-\frac{a+b}{2c}", r"\frac{1}{2}a-b"),
+    (r"|x-1|", "3*4/5"),
+)
