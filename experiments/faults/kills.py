@@ -75,7 +75,7 @@ def finish(arguments: list[str], log: pathlib.Path) -> None:
 
 def names(folder: pathlib.Path) -> set[str]:
     """Lists what is in a folder, half-written checkpoints too."""
-    return set(os.listdir(folder)) if folder.is_dir() else set()
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def kill(arguments: list[str], log: pathlib.Path, checkpoints: pathlib.Path, wait) -> bool:
