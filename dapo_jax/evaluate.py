@@ -173,7 +173,7 @@ def main(_):
     data = build.load_data(config, tokenizer, training=False)
     say("\n".join(data.report_lines()))
     checkpoints = build.checkpoints(config, workdir, keep=None)
-    step = checkpoints.latest_step() if STEP.value is None else STEP.value
+    step = hosts.on_main(checkpoints.latest_step) if STEP.value is None else STEP.value
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is nothing to evaluate")
     if step == 0:

@@ -77,7 +77,7 @@ class Checkpoints:
         }
         self._manager = patiently(
             lambda: ocp.CheckpointManager(directory, options=options, item_handlers=handlers),
-            f"{directory} cannot be read for now",
+            directory,
         )
 
     def save(self, step: int, state: Any, progress: dict) -> bool:
@@ -149,8 +149,8 @@ class Checkpoints:
         return self._manager.directory
 
     def latest_step(self) -> int | None:
-        """The newest checkpoint's step."""
-        return max(self._agreed_steps(), default=None)
+        """The newest checkpoint's step, as this process sees it."""
+        return self._manager.latest_step()
 
     def close(self) -> None:
         """Closes the manager; nothing is saved or restored after this."""
@@ -159,8 +159,7 @@ class Checkpoints:
     def _agreed_steps(self) -> list[int]:
         """Lists the steps that the main process sees, newest first."""
 
-        message = f"{self.directory} cannot be read for now"
-        patiently(self._manager.reload, message)
+        patiently(self._manager.reload, self.directory)
         return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))
 
     def _read(self, step: int, abstract_state: Any, ours: dict | None, report):
@@ -189,7 +188,7 @@ class Checkpoints:
                 f"{where} is not the same for all processes ({why}); checkpoint.directory must be "
                 "one that all of them see"
             )
-        raise OSError(errno.ETIMEDOUT, f"{where} cannot be read for now ({why}); all is as it was")
+        raise OSError(errno.ETIMEDOUT, why, str(self.directory / str(step)))
 
     def _read_once(self, step: int, abstract_state: Any, ours: dict | None, report):
         """Returns (content, outcome, why): on every process the worst that one of them met.
@@ -325,7 +324,7 @@ def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], 
 
     def read(function):
         try:
-            return patiently(lambda: _reading(function), f"{path} cannot be read for now")
+            return patiently(lambda: _reading(function), path)
         except DamagedError as error:
             raise DamagedError(f"{path} cannot be read: {error}") from error
 

@@ -1,4 +1,4 @@
-"""What an error of storage means: to be read again, a fault of what was read, or another's."""
+"""What an error of reading means: to be read again, a fault of what was read, or neither."""
 
 import errno
 import re
@@ -8,34 +8,23 @@ from typing import Any
 
 import jax
 
+from dapo_jax.run.failures import CAUSES, cause_of
+
 RETRY_SECONDS = (1, 2, 4, 8, 15)  # between readings of a storage that fails for a while
-# What can be read again: this system's errors, and a bucket's, of which tensorstore and fsspec give
-# the text alone.
-TRANSIENT_ERRNOS = tuple(
-    getattr(errno, name)
-    for name in (
-        *("EIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "EINTR", "EBUSY", "EREMOTEIO", "EPIPE"),
-        *("ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "EHOSTUNREACH", "ENETUNREACH"),
-    )
-    if hasattr(errno, name)
-)
-TRANSIENT_TEXT = re.compile(
-    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|Input/output error|Stale file handle|[Tt]imed out|"
-    r"Connection (reset|refused|aborted)|Too Many Requests|Service Unavailable)\b"
-    r"|(HTTP|[Ss]tatus|[Cc]ode|[Rr]esponse)\D{0,20}\b(408|429|500|502|503|504)\b"
-)
+MISSING = [CAUSES[number] for number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)]
+MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # Orbax's have no errno
+# tensorstore's words, where they are not the system's.
+TRANSIENT_TEXT = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED)\b|[Tt]imed out")
 REFUSED_TEXT = re.compile(
-    r"PERMISSION_DENIED|UNAUTHENTICATED|Permission denied|Too many open files|"
-    r"Cannot allocate memory|Out of memory|out of memory"
+    r"PERMISSION_DENIED|UNAUTHENTICATED|Too many open files|Cannot allocate|[Oo]ut of memory"
 )
-MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def is_transient(error: BaseException) -> bool:
     """Says whether reading again, some time later, may well succeed."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in TRANSIENT_ERRNOS
-    return bool(TRANSIENT_TEXT.search(str(error))) and not isinstance(error, MISSING)
+    if found := cause_of(error):
+        return found[1].transient
+    return bool(TRANSIENT_TEXT.search(str(error))) and not REFUSED_TEXT.search(str(error))
 
 
 def is_damage(error: BaseException) -> bool:
@@ -44,15 +33,17 @@ def is_damage(error: BaseException) -> bool:
     What Orbax and tensorstore raise for cut or malformed files has any type; no fault of them are a
     denied access, a lack of memory and what may pass.
     """
-    if isinstance(error, MISSING):
+    if isinstance(error, MISSING_ERRORS):
         return True
+    if found := cause_of(error):
+        return found[1] in MISSING
     if isinstance(error, OSError | MemoryError | jax.errors.JaxRuntimeError):
         return False
-    return not (is_transient(error) or REFUSED_TEXT.search(str(error)))
+    return not (TRANSIENT_TEXT.search(str(error)) or REFUSED_TEXT.search(str(error)))
 
 
-def patiently(read: Callable[[], Any], message: str) -> Any:
-    """Calls `read` again after each passing error; in the end raises OSError with the message."""
+def patiently(read: Callable[[], Any], path) -> Any:
+    """Calls `read` again after each passing error; in the end raises OSError with the path."""
     waits = iter(RETRY_SECONDS)
     while True:
         try:
@@ -61,7 +52,7 @@ def patiently(read: Callable[[], Any], message: str) -> Any:
             if not is_transient(error):
                 raise
             if (seconds := next(waits, None)) is None:
-                raise OSError(errno.ETIMEDOUT, f"{message} ({brief(error)})") from error
+                raise OSError(errno.ETIMEDOUT, brief(error), str(path)) from error
         time.sleep(seconds)
 
 
