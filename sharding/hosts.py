@@ -59,7 +59,7 @@ def start(*, several: bool, cpu_devices: int) -> None:
     all processes are split (0: as JAX does). Raises ValueError where a variable is missing.
     """
     if several:
-        # SIGTERM is handled by what saves; JAX would only record it.
+        # Signals are handled by what saves; JAX would only record it.
         jax.config.update("jax_enable_preemption_service", False)
         try:
             with aborts.replaced_by(_lost_by_silence):
