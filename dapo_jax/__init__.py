@@ -7,7 +7,7 @@ import sys
 
 def _end_at_once(number: int, _) -> None:
     name = signal.Signals(number).name
-    os.write(2, f"{name}: stopped while starting, with nothing to save\n".encode())
+    os.write(2, f"{name}: stopped, with nothing to save\n".encode())
     os._exit(75)
 
 

@@ -240,7 +240,7 @@ def test_a_command_that_is_still_importing_stops_in_one_line():
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == RETRYABLE and "Traceback" not in output
-    assert output.splitlines()[-1] == "SIGINT: stopped while starting, with nothing to save"
+    assert output.splitlines()[-1] == "SIGINT: stopped, with nothing to save"
 
 
 def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
