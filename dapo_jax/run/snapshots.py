@@ -93,7 +93,7 @@ class Snapshots:
             self._raise_error()
 
     def take(self, step: int, state: Any, progress: dict, *, force: bool = False) -> None:
-        """Copies the state after `step` finished steps; saved if due, forced, or on SIGTERM."""
+        """Copies the state after `step` finished steps; saved if due, forced, or on a stop."""
         snapshot = Snapshot(step, host_copy(state), progress)
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS or self._error)
