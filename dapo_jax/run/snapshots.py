@@ -26,11 +26,11 @@ import jax.numpy as jnp
 
 from dapo_jax.run import stops
 from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.failures import explain
 from sharding import hosts
 
 PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while there are so many
 POLL_SECONDS = 0.5
-SHOWN_ERROR = 300
 HOST_MEMORY = "pinned_host"  # JAX's kind of the host's memory that devices copy to directly
 
 
@@ -154,13 +154,13 @@ class Snapshots:
         """Has the run end with the error, or says it; a stop tries again with the newest one."""
         if self._goes_on:
             how = 'with the next one due (checkpoint.on_failed_save = "continue")'
-            self.say(f"{what}: {_explain(error)[0]}. The run goes on {how}")
+            self.say(f"{what}: {explain(error)[0]}. The run goes on {how}")
         else:
             self._error = error
 
     def _fail(self, error: Exception) -> None:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""
-        line, status = _explain(error)
+        line, status = explain(error)
         if self._stopped_at is not None:
             line = f"{self._stop_name}: the last finished step could not be saved: {line}"
             hosts.end(line, hosts.RETRYABLE, say=self.say)
@@ -247,8 +247,3 @@ def _copy(structure, shardings):
         return jax.tree.map(jnp.copy, state)
 
     return jax.jit(copy, out_shardings=jax.tree.unflatten(structure, shardings))
-
-
-def _explain(error: BaseException) -> tuple[str, int]:
-    """Returns a line for a person and the exit status of a failed save."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN_ERROR]}", 1
