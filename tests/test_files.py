@@ -1,5 +1,6 @@
 """A run's files under damage: what is said, what is kept, who may write, where it came from."""
 
+import contextlib
 import errno
 import gzip
 import json
@@ -24,6 +25,7 @@ from dapo_jax.report.runs import load_run, totals
 from dapo_jax.run import arguments, build, failures, lock, provenance, record
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.files import MetricsWriter, append_line, read_rows
+from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 from experiments.faults.disks import small_files
 from models.hf import load_params
@@ -113,6 +115,27 @@ def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
     again = Checkpoints(tmp_path / "checkpoints", keep=2)
     again.save(2, state, {"cursor": 1})
     assert not list((tmp_path / "checkpoints").glob("*-tmp*"))
+
+
+def test_the_newest_step_is_saved_before_a_failed_write_ends_the_run(tmp_path):
+    """The disk of the rows may be full while that of the checkpoints is not: steps were lost."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+
+    def fails_after_three_steps():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(telling(checkpoints.latest_step, checkpoints.directory))
+            snapshots = Snapshots(checkpoints, every_steps=100, say=print)
+            stack.enter_context(snapshots)
+            stack.push(snapshots.save_newest_after)
+            for step in range(1, 4):
+                snapshots.take(step, {"a": jnp.full(3, step)}, {"cursor": step})
+            pathlib.Path("/dev/full").write_bytes(b"x" * 100_000)
+
+    telling = failures.telling_saved_steps
+    with pytest.raises(OSError, match="No space") as failed:
+        fails_after_three_steps()
+    assert "3 finished steps are saved in" in failures.explain(failed.value)[0]
+    assert checkpoints.latest_step() == 3
 
 
 COMMAND = """
