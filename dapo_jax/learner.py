@@ -328,22 +328,25 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     zero = jax.tree.map(jnp.zeros_like, shapes)
     (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
     grad_norm = optax.tree.norm(grads)
-    steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)
+
+    def stepped(state, grads):
+        steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)
+        return TrainState(params, opt_state)
+
+    # Behind the barrier the new state is computed for the check alone, and again to be kept: one
+    # that served both would lie in memory beside the old one.
+    tried = stepped(*jax.lax.optimization_barrier((state, grads)))
     finite_N = jnp.stack(
         [
             jnp.isfinite(loss) & all_finite(sums),
             *map(all_finite, jax.tree.leaves(grads)),
             jnp.isfinite(grad_norm),
-            *map(all_finite, jax.tree.leaves((params, opt_state))),
+            *map(all_finite, jax.tree.leaves(tried)),
         ]
     )
     finite = jnp.all(finite_N)
-
-    def taken(new, old):
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-    state = TrainState(taken(params, state.params), taken(opt_state, state.opt_state))
+    state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), stepped(state, grads), state)
     tokens = sums.pop("tokens")
     metrics = {key: value / jnp.maximum(tokens, 1) for key, value in sums.items()}
     return state, metrics | {

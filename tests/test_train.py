@@ -187,6 +187,47 @@ def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
     assert row["prompts_seen"] == 8
 
 
+def test_an_alarm_is_said_once_and_a_resumed_run_counts_on(tmp_path, capsys):
+    """Rules that find no answer: accuracy 0 to the end, and the advice was to sample more.
+
+    The line comes with the second such step, which a resumed run takes, and names the rules.
+    """
+    for steps in (1, 2):
+        config = small_config()
+        config.num_steps = steps
+        config.verifier.rules = "strict_box"
+        config.rollout.max_generation_batches = 1
+        config.eval.every_steps = 0
+        train.train(config, tmp_path)
+        lines = [s for s in capsys.readouterr().out.splitlines() if s.startswith("alarm")]
+        assert len(lines) == steps - 1
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["alarm/no_answers"] for row in rows] == [1, 2]
+    assert [row["alarms"] for row in rows] == [0, 1]
+    assert [row["updates"] for row in rows] == [0, 0]
+    assert lines[0].startswith("alarm at step 1 (2 steps in a row): 100% of the responses have no")
+    assert "rules = 'strict_box'" in lines[0]
+    assert "generation" not in lines[0]
+
+
+def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path, monkeypatch):
+    """Every gradient NaN: the run went on to its end at status 0 and with the start's weights."""
+    advantage = train.group_advantage
+    monkeypatch.setattr(train, "group_advantage", lambda reward_PG: advantage(reward_PG) * np.nan)
+    config = small_config()
+    config.eval.every_steps = 0
+    with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out") as stopped:
+        train.train(config, tmp_path)
+    for text in ("the loss or a metric of it was not finite", "learner.learning_rate = 5e-05"):
+        assert text in str(stopped.value)
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["updates_skipped_in_a_row"] for row in rows] == [2, 4]
+    programs = build.programs(config, build.tokenizer(config).vocab_size)
+    state, _ = build.checkpoints(config, tmp_path, keep=3).restore(2, programs.state)
+    same = jax.tree.map(np.array_equal, state.params, programs.start_params())
+    assert all(jax.tree.leaves(same))
+
+
 def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
     """The baseline: no filter, no group discarded, a KL term that starts at zero."""
     config = small_config("naive_grpo")

@@ -161,7 +161,8 @@ def checkpoint(rng, number: int, folder: pathlib.Path) -> Outcome:
     i = int(rng.choice([i for i, leaf in enumerate(leaves) if leaf.ndim > 0]))
     arrays[i].reshape(-1)[rng.integers(arrays[i].size)] = value
     placed = hosts.place(arrays, [leaf.sharding for leaf in leaves])
-    progress = {"cursor": 8, "sampled_tokens_total": 1, "row": {"step": 0}}
+    row = {"step": 0, "groups/informative": 4, "groups/sampled": 8}
+    progress = {"cursor": 8, "sampled_tokens_total": 1, "row": row}
     checkpoints = build.checkpoints(config, folder / "run", keep=None)
     checkpoints.save(1, jax.tree.unflatten(structure, placed), progress)
     checkpoints.close()
