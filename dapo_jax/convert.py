@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command
 from dapo_jax.run.files import read_json
+from dapo_jax.untrusted import present
 from models import families, hf
 from models.hf_config import load_config, read_config
 from models.parameters import ModelConfig
@@ -70,8 +71,8 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     else:
         params, config, kept, tokenizer_path = load_run(from_path, step, dtype=dtype)
 
+    files = [name for name in TOKENIZER_FILES if present(tokenizer_path / name)]
     to_path.mkdir(parents=True, exist_ok=True)
-    files = [name for name in TOKENIZER_FILES if (tokenizer_path / name).is_file()]
     for name in files:
         (tokenizer_path / name).copy(to_path / name)
     if to_kind == "hf":

@@ -96,7 +96,7 @@ def shardings_like_params(state: TrainState, param_shardings, replicated) -> Tra
 
 
 def cast(params, dtype):
-    """Casts parameters to the compute dtype; gradients flow back to the float32 masters."""
+    """Casts parameters to the compute dtype."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
@@ -105,7 +105,7 @@ def policy_weights(params, start_weights, learning: Learning):
     if learning.lora is None:
         return cast(params, learning.compute_dtype)
     layers = adapted(start_weights["layers"], params["layers"], scale=learning.lora.scale)
-    return start_weights | {"layers": layers}
+    return start_weights | {"layers": cast(layers, learning.compute_dtype)}
 
 
 def make_batch(

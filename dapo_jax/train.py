@@ -3,7 +3,7 @@
     python -m dapo_jax.train --config=configs/tiny.py --workdir=DIR [--config.algo.eps_high=0.24]
 
 The same command resumes a run that was stopped. On several hosts it is given on each of them, with
---distributed. Exit status: 0 done; 75 stopped by SIGTERM with the last finished step saved, to be
+--distributed. Exit status: 0 done; 75 stopped by a signal with the last finished step saved, to be
 given again; anything else is an error. `train` holds one RL step, top to bottom.
 """
 
@@ -150,6 +150,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
             on_failed_save=config.checkpoint.on_failed_save,
         )
     )
+    stack.push(snapshots.save_newest_after)
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
     checks.check_divides(config, programs.mesh)

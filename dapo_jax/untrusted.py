@@ -86,7 +86,7 @@ def check_file(file: epath.Path) -> None:
     folder, target = local.parent.resolve(), local.resolve()
     places = [folder]
     if folder.parent.name == "snapshots":
-        places.append(folder.parent.parent / "blobs")
+        places.append((folder.parent.parent / "blobs").resolve())
     if not any(target.is_relative_to(place) for place in places):
         raise ValueError(
             f"{file} is a link to {shown(str(target))}, outside its directory; copy that file in, "

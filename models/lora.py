@@ -61,7 +61,7 @@ def init_adapters(config: ModelConfig, lora: Lora, *, key) -> dict[str, Any]:
 def adapted(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:
     """Replaces every W that has factors by W + scale * A B, in a layer's or stacked parameters.
 
-    Computed in float32, rounded to W's dtype once.
+    The sum is float32; who multiplies by it rounds it once, and its gradient is float32.
     """
     new = dict(layer)
     for target, (summed, out) in MATRICES.items():
@@ -70,5 +70,5 @@ def adapted(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) ->
             change = jnp.einsum(
                 f"...{summed}R,...R{out}->...{summed}{out}", adapters[a], adapters[b]
             )
-            new[w] = (layer[w] + scale * change).astype(layer[w].dtype)
+            new[w] = layer[w] + scale * change
     return new

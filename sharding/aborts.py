@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 
 from jax._src import distributed  # the client's callback has no public name
 
-CURRENT_TYPE = "__cxa_current_exception_type"
-GET, SET = "_ZSt13get_terminatev", "_ZSt13set_terminatePFvvE"
 _kept = []  # what C++ calls must not be collected
 
 
@@ -25,7 +23,8 @@ def replaced_by(ended: Callable[[], None]) -> Iterator[None]:
     distributed._jax.get_distributed_runtime_client = functools.partial(
         made, missed_heartbeat_callback=lambda *_: ended()
     )
-    _handle_terminate(ended)
+    with contextlib.suppress(OSError):  # another C++ library than GNU's: its abort stays
+        _handle_terminate(ended)
     try:
         yield
     finally:
@@ -34,18 +33,20 @@ def replaced_by(ended: Callable[[], None]) -> Iterator[None]:
 
 def _handle_terminate(ended: Callable[[], None]) -> None:
     library = ctypes.CDLL("libstdc++.so.6")
-    library[CURRENT_TYPE].restype = library[GET].restype = ctypes.c_void_p
-    library[SET].argtypes = [ctypes.c_void_p]
-    former = ctypes.CFUNCTYPE(None)(library[GET]())
+    type_of_current = library.__cxa_current_exception_type
+    get, replace = library._ZSt13get_terminatev, library._ZSt13set_terminatePFvvE
+    type_of_current.restype = get.restype = ctypes.c_void_p
+    replace.argtypes = [ctypes.c_void_p]
+    former = ctypes.CFUNCTYPE(None)(get())
 
     @ctypes.CFUNCTYPE(None)
     def terminate():
         # A std::type_info is its table of functions and the mangled name of the type.
-        info = library[CURRENT_TYPE]()
+        info = type_of_current()
         name = ctypes.cast(info, ctypes.POINTER(ctypes.c_char_p))[1] if info else b""
         if name == b"St8bad_cast":
             ended()
         former()
 
     _kept.append(terminate)
-    library[SET](terminate)
+    replace(terminate)

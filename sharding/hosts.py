@@ -39,6 +39,7 @@ END, GONE = "end", "gone"  # keys: how all processes end, and how many have read
 PARTING_SECONDS = (
     3.0  # the longest that the main process, whose end ends the store, waits for others
 )
+STORE_SECONDS = 1.0  # the longest that a process that ends waits for the store, which may be gone
 SHOWN_ERROR = 200
 # How a collective, the key-value store or a TPU says that another process is not there any more.
 LOST = re.compile(
@@ -58,7 +59,7 @@ def start(*, several: bool, cpu_devices: int) -> None:
     all processes are split (0: as JAX does). Raises ValueError where a variable is missing.
     """
     if several:
-        # SIGTERM is handled by what saves; JAX would only record it.
+        # Signals are handled by what saves; JAX would only record it.
         jax.config.update("jax_enable_preemption_service", False)
         try:
             with aborts.replaced_by(_lost_by_silence):
@@ -214,7 +215,7 @@ def end(line: str, status: int, *, say: Callable[[str], None] | None = None) -> 
         leave(line, status, say=say)
     me = distributed.global_state.process_id
     failed = " failed" if status == 1 else ""
-    theirs = _quickly(lambda: _first_end(f"{status} process {me}{failed}: {line}"))
+    theirs = _quickly(lambda: _first_end(f"{status} process {me}{failed}: {line}"), PARTING_SECONDS)
     if theirs is None:
         leave(line, status, say=say)
     _follow(theirs)
@@ -228,7 +229,8 @@ def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -
         (say or _print)(line)
         sys.stdout.flush()
     if started():
-        _quickly(_part)
+        main = distributed.global_state.process_id == 0
+        _quickly(_part, PARTING_SECONDS if main else STORE_SECONDS)
     os._exit(status)
 
 
@@ -282,7 +284,7 @@ def _part() -> None:
         time.sleep(0.02)
 
 
-def _quickly(call: Callable[[], Any]) -> Any:
+def _quickly(call: Callable[[], Any], seconds: float) -> Any:
     """Returns what a call of the store does; None where it fails, or lasts: it may be gone."""
     results = []
 
@@ -292,7 +294,7 @@ def _quickly(call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=attempt, name="store", daemon=True)
     thread.start()
-    thread.join(PARTING_SECONDS)
+    thread.join(seconds)
     return results[0] if results else None
 
 

@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], *, processes: int = 1, outputs=()) -> Iterator[list]:
+def started(arguments: list[str], *, processes: int = 1, outputs=(), stdin=None) -> Iterator[list]:
     """Starts `python ARGUMENTS` once, or as so many processes that join; kills what is left.
 
     outputs: the files that the processes write to, pipes by default. Each process counts its
@@ -47,6 +47,7 @@ def started(arguments: list[str], *, processes: int = 1, outputs=()) -> Iterator
                 cwd=ROOT,
                 env=env | mine,
                 text=True,
+                stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

@@ -237,7 +237,7 @@ def test_after_a_fallback_the_run_saves_the_lost_steps_again(folder):
     run = checkpoints(folder)
     run.restore_latest(abstract(state_at(0)), report=lambda message: None)
     assert saved_steps(folder) == [1, 2]
-    assert contents(folder / "damaged" / "3.0") == broken
+    assert contents(folder / "damaged.3.0") == broken
     assert run.save(3, state_at(33), {"cursor": 99})
     run.close()
     step, state, progress = checkpoints(folder).restore_latest(abstract(state_at(0)), report=fail)
@@ -343,7 +343,8 @@ def test_a_flipped_bit_in_the_values_or_in_the_progress_is_seen(folder):
     assert (step, progress) == (1, {"cursor": 48})
     assert_bitwise_equal(state, state_at(1))
     assert "progress is not what was saved" in reports[1]
-    assert sorted(path.name for path in (folder / "damaged").iterdir()) == ["2.0", "3.0"]
+    there = sorted(path.name for path in folder.iterdir())
+    assert there == ["1", "damaged.2.0", "damaged.3.0"]
 
 
 def test_a_damaged_checkpoint_that_is_only_read_stays_where_it_is(folder):
@@ -521,7 +522,7 @@ def test_all_processes_restore_the_same_checkpoint_and_differences_are_refused(t
         outputs = [process.communicate(timeout=240)[0] for process in group]
     for output in outputs:
         assert "alone: [True, False]" in output, output
-        assert "restored: 1 {'cursor': 1} True ['1', 'damaged']" in output
+        assert "restored: 1 {'cursor': 1} True ['1', 'damaged.2.0']" in output
         assert "checkpoint 2 cannot be read (process 1: " in output
         assert "saved: True" in output
         assert "same: nothing" in output

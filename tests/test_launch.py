@@ -432,6 +432,23 @@ def test_loop_backs_off_exponentially(tmp_path):
     assert loop.lines("sleeps") == ["10", "20", "40", "80", "100"]
 
 
+def test_loop_backs_off_when_75_comes_again_and_again(tmp_path):
+    """A worker whose peer is lost in each start-up went on at once, for ever.
+
+    The first 75 is followed at once. Then the loop waits, and in the end says 75, for which
+    `babysit` sets up all workers again and deletes nothing: one of their loops may have ended.
+    """
+    loop = Loop(tmp_path, "exit 75")
+    fake(tmp_path / "bin" / "sleep", f'echo "$1" >>{tmp_path}/sleeps')
+    code, output = loop.run(LOST_LIMIT="6", BACKOFF_SECONDS="10", BACKOFF_MAX_SECONDS="50")
+    assert code == 75
+    assert len(loop.lines("starts")) == 6
+    assert loop.lines("sleeps") == ["10", "20", "40", "50"]
+    assert "6 times 75 in a row, without 1800 s of training: giving up" in output
+    crashes = Loop(tmp_path, NTH + "((n % 2)) && exit 75 || exit 137").run(CRASH_LIMIT="3")
+    assert crashes[0] == 137  # each has its row
+
+
 def test_loop_forgets_crashes_after_a_healthy_attempt(tmp_path):
     loop = Loop(tmp_path, NTH + "((n == 5)) || exit 137")
     assert loop.run(CRASH_LIMIT="2", HEALTHY_SECONDS="0")[0] == 0
@@ -457,16 +474,29 @@ echo ready >>readies
 while true; do sleep 0.05; done"""
 
 
-def test_sigterm_reaches_the_training_and_ends_the_loop(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_reaches_the_training_and_ends_the_loop(tmp_path, number):
+    """SIGHUP (a closed terminal) once ended the loop and left the training alone."""
     loop = Loop(tmp_path, SAVES)
     process = loop.start(RUN_URL="gs://bucket/run")
     loop.wait_for("readies")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 75, output
     assert loop.lines("saves") == ["saved"] and len(loop.lines("starts")) == 1
     assert "exited 75" in output  # the fake gcloud shows what it writes
     assert loop.lines("calls")[-1] == "storage cp - gs://bucket/run/state"
+
+
+def test_the_last_words_are_logged_where_nobody_reads_the_loop_any_more(tmp_path):
+    """With the reader of its output gone, the first `echo` ended the loop with status 1."""
+    loop = Loop(tmp_path, SAVES.replace("exit 75' TERM", "echo last words; exit 75' TERM HUP"))
+    process = loop.start()
+    loop.wait_for("readies")
+    process.stdout.close()
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(timeout=20) == 75
+    assert "last words" in (tmp_path / "work.logs" / "current").read_text()
 
 
 def test_sigterm_ends_the_back_off(tmp_path):

@@ -316,6 +316,8 @@ def test_a_steps_row_by_hand():
         "response_tokens/mean": 6.0,
         "response_tokens/max": 10,
         "response_tokens/truncated_fraction": 0.25,
+        "no_answer_fraction": 1.0,
+        "responses_not_finite": 0,
         "verdicts/gave_up": 0,
         "groups/sampled": 4,
         "groups/informative": 2,
@@ -333,6 +335,8 @@ def test_a_steps_row_by_hand():
         "engine/unused_tokens_fraction": 0.75,
         "updates": 2,
         "updates_skipped": 0,
+        "updates_empty": 0,
+        "updates_zero_gradient": 0,
         **dict.fromkeys((*KEYS_OF_UPDATE, *CLIPPED), 0.375),
         "ratio_gap": 0.5,  # the first update's
         "lr": 1e-3,

@@ -8,10 +8,16 @@ last digits of float32.
 import contextlib
 import gzip
 import json
+import os
+import pathlib
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from processes import started
+from processes import ROOT, free_port, started
 
 from dapo_jax.run.files import read_rows
 from sharding import hosts
@@ -121,6 +127,117 @@ def test_four_processes_go_on_with_the_checkpoint_of_one_device(runs, four_devic
 def test_two_devices_go_on_with_the_checkpoint_of_four(runs, four_devices):
     fewer = continued(four_devices, runs / "fewer", finished_steps=2, devices=2)
     assert_same_run(fewer, four_devices, except_for=SCHEDULE)
+
+
+def loops(workdir, *, processes):
+    """Starts the restart loop of each worker, as experiments/launch does; returns them."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env |= {hosts.COORDINATOR: f"localhost:{free_port()}", hosts.PROCESSES: str(processes)}
+    env |= {
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "BACKOFF_SECONDS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    env |= {"TRAIN": f"{sys.executable} tests/small_run.py {workdir} {processes} {STEPS}"}
+    return [
+        subprocess.Popen(
+            [ROOT / "experiments" / "launch" / "run_worker.sh"],
+            cwd=ROOT,
+            env=env | {hosts.PROCESS: str(i), "WORKDIR": f"{workdir}_{i}"},
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for i in range(processes)
+    ]
+
+
+def training_of(loop) -> int:
+    """The process that a loop has started, by its ID."""
+    children = pathlib.Path(f"/proc/{loop.pid}/task/{loop.pid}/children").read_text().split()
+    return next(
+        int(child)
+        for child in children
+        if b"small_run" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[1]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "victim"), [("SIGTERM", 0), ("SIGHUP", 1), ("SIGKILL", 1), ("SIGSTOP", 1)]
+)
+def test_two_restart_loops_go_on_after_one_worker_is_lost(runs, two_processes, name, victim):
+    """Bitwise as if nothing had been.
+
+    After each of these the other worker left with status 1, "an error in the settings": its loop
+    ended, and `babysit` deleted the slice. SIGTERM did that in 11 of 11: process 0's collective
+    failed while it waited for the process that had gone.
+    """
+    workdir = runs / f"loops_{name}"
+    group = loops(workdir, processes=2)
+    try:
+        until = time.monotonic() + SECONDS
+        while not (workdir / "metrics.jsonl").exists() or not rows(workdir):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        lost = training_of(group[victim])
+        os.kill(lost, getattr(signal, name))
+        if name == "SIGSTOP":
+            other = training_of(group[1 - victim])
+            while pathlib.Path(f"/proc/{other}").exists():
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            os.kill(lost, signal.SIGCONT)
+        assert [loop.wait(timeout=SECONDS) for loop in group] == [0, 0]
+    finally:
+        for loop in group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(loop.pid, signal.SIGKILL)
+    logs = [sorted(pathlib.Path(f"{workdir}_{i}.logs").glob("attempt-*")) for i in range(2)]
+    assert [len(files) for files in logs] == [2, 2]
+    assert_same_run(workdir, two_processes, bitwise=True)
+
+
+BUSY = """
+import ctypes, os, sys, time
+from sharding import hosts
+hosts.start(several=True, cpu_devices=2)
+hosts.gather("started")
+if int(os.environ[hosts.PROCESS]) == int(sys.argv[1]):
+    ctypes.PyDLL(None).sleep(hosts.HEARTBEAT_SECONDS + 8)  # holds the interpreter's lock
+print(hosts.gather("done"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_process_that_holds_the_interpreters_lock_for_long_is_not_taken_for_dead(busy):
+    """Heartbeats from a thread in Python would stop while a library loads a large file."""
+    with started(["-c", BUSY, str(busy)], processes=2) as group:
+        outputs = [process.communicate(timeout=120)[0] for process in group]
+    assert [process.returncode for process in group] == [0, 0], outputs
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        (
+            "UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]",
+            True,
+        ),
+        ("UNAVAILABLE: failed to connect to all addresses", True),
+        ("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:global_topology", True),
+        ("INTERNAL: Barrier failed because a task has died", True),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes", False),
+        ("INVALID_ARGUMENT: Executable expected shape (4,) but got (5,)", False),
+        ("checkpoint.keep = 0, but must be at least 1", False),
+    ],
+)
+def test_what_jax_raises_where_another_process_is_gone(text, lost):
+    """Gloo's is a ValueError: with several processes it was taken for an error in the settings."""
+    assert hosts.is_lost(ValueError(text)) is lost
+    chained = KeyError("row")
+    chained.__cause__ = ValueError(text)
+    assert hosts.is_lost(chained) is lost
 
 
 FAILS = """

@@ -1,8 +1,9 @@
-"""Snapshots are saved behind the run's back when due; SIGTERM saves the newest from any phase."""
+"""Snapshots are saved behind the run's back when due; a stop saves the newest from any phase."""
 
 import pathlib
 import re
 import signal
+import subprocess
 import time
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from processes import started
 
+from dapo_jax.run import stops
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.snapshots import HOST_MEMORY, Snapshots, host_copy
 from sharding.hosts import RETRYABLE
@@ -92,6 +94,7 @@ def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_s
 WATCHED = """
 import ctypes, sys, threading, jax.numpy as jnp, numpy as np
 from dapo_jax.run.snapshots import Snapshots
+from dapo_jax.run import stops
 from dapo_jax.run.checkpoint import Checkpoints
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
@@ -125,8 +128,10 @@ with Snapshots(Watched(folder, keep=None), every_steps=2, say=print) as run:
 """
 
 
-def terminated(program: str, folder, *, steps: int, signalled=(0,), processes=1) -> str:
-    """Starts processes, sends some of them SIGTERM when all are ready; the main one's output."""
+def terminated(
+    program: str, folder, *, steps: int, signalled=(0,), processes=1, number=signal.SIGTERM
+) -> str:
+    """Starts processes, sends some of them a signal when all are ready; the main one's output."""
     arguments = ["-c", WATCHED + program, str(folder), str(steps)]
     with started(arguments, processes=processes) as group:
         for process in group:
@@ -134,7 +139,7 @@ def terminated(program: str, folder, *, steps: int, signalled=(0,), processes=1)
                 assert line, "the process ended before it was ready"
         start = time.monotonic()
         for i in signalled:
-            group[i].send_signal(signal.SIGTERM)
+            group[i].send_signal(number)
         outputs = [process.communicate(timeout=120)[0] for process in group]
     assert [process.returncode for process in group] == [RETRYABLE] * processes == [75] * processes
     assert time.monotonic() - start < SECONDS
@@ -167,6 +172,95 @@ def test_sigterm_saves_the_newest_snapshot_while_the_main_thread_is_deep_in_c(
         state, progress = restored(folder, steps, (3,))
         assert state["a"].tolist() == [steps] * 3
         assert progress == {"cursor": 10 * steps}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_closed_terminal_stop_as_sigterm_does(tmp_path, number):
+    """Ctrl-C lost the steps since the last due checkpoint, in 60 lines; SIGHUP lost them too."""
+    folder = tmp_path / "checkpoints"
+    output = terminated(ALONE, folder, steps=3, number=number)
+    assert re.fullmatch(rf"{number.name}: 3 finished steps are saved .*\n", output)
+    assert saved_steps(folder) == [2, 3]
+
+
+NEVER_SAVED = """
+import sys, time
+from dapo_jax.run.snapshots import Snapshots
+class Slow:
+    def save(self, *content):
+        print("ready", flush=True)
+        time.sleep(60)
+with Snapshots(Slow(), every_steps=1, say=print) as run:
+    run.take(1, {}, {})
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    """In one line; a second one that comes right after the first is a launcher's copy of it."""
+    with started(["-c", NEVER_SAVED]) as (process,):
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        time.sleep(stops.AGAIN_SECONDS)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=5)
+    assert (process.returncode, output) == (130, "SIGINT again: ended at once, without a save\n")
+
+
+def test_a_stop_goes_on_where_nobody_reads_the_output_any_more(tmp_path):
+    """`python -m dapo_jax.train | tee`, and Ctrl-C ends tee first: printing is an error then."""
+    broken = ALONE.replace("ctypes.CDLL(None).sleep(60)", "sys.stdin.read(); print('to nobody')")
+    arguments = ["-c", WATCHED + broken, str(tmp_path / "checkpoints"), "3"]
+    with started(arguments, stdin=subprocess.PIPE) as (process,):
+        while process.stdout.readline() != "ready\n":
+            pass
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait(timeout=SECONDS) == RETRYABLE
+    assert saved_steps(tmp_path / "checkpoints") == [2, 3]
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """Of nohup, or of a shell's background job."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stops.Stops(print):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_command_that_is_still_importing_stops_in_one_line():
+    """A KeyboardInterrupt from deep inside JAX's imports was 60 lines."""
+    with started(["-X", "importtime", "-m", "dapo_jax.report", "absent"]) as (process,):
+        while "numpy" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == RETRYABLE and "Traceback" not in output
+    assert output.splitlines()[-1] == "SIGINT: stopped, with nothing to save"
+
+
+def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
+    """With checkpoint.on_failed_save = "continue"; the next save that can be done is done."""
+    folder, away, said = tmp_path / "checkpoints", tmp_path / "away", []
+    checkpoints = Checkpoints(folder, keep=None)
+    with Snapshots(checkpoints, every_steps=1, say=said.append, on_failed_save="continue") as run:
+        run.take(1, {"a": jnp.ones(1)}, {})
+        with run._changed:
+            run._changed.wait_for(lambda: not run._pending)
+        folder.rename(away)
+        folder.write_text("in the way")
+        run.take(2, {"a": jnp.ones(1)}, {})
+        with run._changed:
+            run._changed.wait_for(lambda: not run._pending)
+        folder.unlink()
+        away.rename(folder)
+        run.take(3, {"a": jnp.ones(1)}, {})
+    assert len(said) == 1 and said[0].startswith("checkpoint 2 could not be saved: ")
+    assert saved_steps(folder) == [1, 3]
 
 
 @pytest.mark.parametrize("signalled", [[0], [1], [0, 1]])

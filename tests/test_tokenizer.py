@@ -1,11 +1,14 @@
 """Tokenizers: ids, round trips, stop tokens, chat templates and what is refused."""
 
 import json
+import os
+import time
 
 import pytest
 import sentencepiece
 import tokenizers
 
+from dapo_jax.tasks.chat_template import ChatTemplate
 from dapo_jax.tasks.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -201,6 +204,163 @@ def test_template_missing_or_broken(bpe_folder, tmp_path):
         load(tmp_path, chat="template")
 
 
+def copy_of(folder, to, **config):
+    """A copy of a tokenizer's directory, with other values in its tokenizer_config.json."""
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    content = json.loads((folder / "tokenizer_config.json").read_text()) | config
+    (to / "tokenizer_config.json").write_text(json.dumps(content))
+    return to
+
+
+def test_with_the_chat_template_the_models_end_of_turn_stops(bpe_folder, tmp_path, caplog):
+    """An instruct model was sampled past its end of turn.
+
+    By default only <|endoftext|> stopped, which such a model does not write: each response went on
+    with turns of its own until it was cut at max_response_tokens.
+    """
+    folder = copy_of(bpe_folder, tmp_path)
+    assert load(folder, chat="template").stop_ids == (258, 256)
+    assert load(folder).stop_ids == (256,)  # a base model: plain text ends with the text
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 258]}')
+    assert load(folder, chat="template").stop_ids == (258, 257, 256)
+    copy_of(bpe_folder, folder, eos_token="<|endoftext|>")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 256}')
+    assert load(folder, chat="template").stop_ids == (256,)
+    assert not caplog.records
+
+
+def test_stop_tokens_without_the_models_end_of_turn_are_warned_of(bpe_folder, caplog):
+    assert load(bpe_folder, stop_tokens=["<|endoftext|>"], chat="template").stop_ids == (256,)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    message = record.getMessage()
+    assert message.startswith("tokenizer.stop_tokens = ['<|endoftext|>'] has none of the tokens")
+    assert "(<|im_end|>)" in message
+    load(bpe_folder, stop_tokens=["<|im_end|>"], chat="template")
+    load(bpe_folder, stop_tokens=["<|endoftext|>"])
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("ids", ['"x"', "[true]", "1000000000", "99999999999999999999", "{}"])
+def test_an_end_of_turn_that_is_no_id_is_refused(bpe_folder, tmp_path, ids):
+    copy_of(bpe_folder, tmp_path)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
+    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id is .*no such id"):
+        load(tmp_path, chat="template")
+
+
+LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_takes_too_long_is_stopped():
+    """The sandbox bounds a range, not loops in loops: 10**10 rounds took an hour at the start."""
+    template = ChatTemplate(LOOPS, "here", seconds=1)
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="template of here takes more than 1 s: mend it"):
+            template.render(user("x"), {})
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{{ 'a' * 10**10 }}", "it needs more than 1024 MiB"),
+        ("{% for i in range(100) %}{{ 'a' * 100000 }}{% endfor %}", "writes 10,000,000 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
+        ("{{ messages[5].content.x }}", "no element 5"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{% include 'x' %}", "no loader"),
+    ],
+)
+def test_what_a_template_takes_and_raises_is_bounded(bpe_folder, tmp_path, source, problem):
+    """10**10 letters took 10 GB; a division by zero or an include ended with a traceback."""
+    folder = copy_of(bpe_folder, tmp_path, chat_template=source)
+    message = rf"^The chat template of {folder} (refuses|is broken).*{problem}"
+    with pytest.raises(ValueError, match=message):
+        load(folder, chat="template").encode_chat(user("x"))
+
+
+def test_a_templates_process_ends_with_it(bpe_folder):
+    tokenizer = load(bpe_folder, chat="template")
+    process = tokenizer._template._process
+    assert process.poll() is None
+    del tokenizer
+    assert process.poll() is not None
+
+
+def test_a_long_prompt_fits_through_the_pipes(bpe_folder):
+    text = "0123456789abcdef" * 2**13  # twice what a pipe holds
+    tokenizer = load(bpe_folder, chat="template")
+    ids = tokenizer.encode_chat(user(text))
+    assert tokenizer.decode(ids) == f"user\n{text}\nassistant\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA/w=="}},
+            "is not a tokenizer: its precompiled_charsmap is cut off",
+        ),
+        (
+            {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+            "cannot encode a text: index out of bounds",
+        ),
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}},
+            "cannot encode a text: WordLevel error",
+        ),
+    ],
+)
+def test_what_a_tokenizers_library_dies_of_is_a_value_error(bpe_folder, tmp_path, change, problem):
+    """Eight bytes asked for 4 GiB, and where there were less the library aborted the process.
+
+    A panic of its Rust is no Exception, and passed all handlers; others had a traceback.
+    """
+    spec = json.loads((bpe_folder / "tokenizer.json").read_text()) | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ValueError, match=rf"tokenizer.json {problem}"):
+        load(tmp_path).encode("what")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (os.mkfifo, "is a pipe"),
+        (lambda file: file.symlink_to("/dev/zero"), "is a device"),
+        (lambda file: file.symlink_to("/etc/passwd"), "is a link to /etc/passwd, outside"),
+        (lambda file: file.mkdir(), "is a directory"),
+        (lambda file: file.write_bytes(b"[" * 100_000), ".*nested too deeply"),
+        (lambda file: file.write_bytes(b"\xff\xfe"), "is not|UTF-8"),
+    ],
+    ids=["pipe", "device", "link", "directory", "deep", "bytes"],
+)
+def test_a_tokenizers_files_are_regular_ones(bpe_folder, tmp_path, name, make, problem):
+    """A pipe hung the command, a device took all memory and a link was read, wherever it led.
+
+    Deep JSON had a traceback. A template of brackets alone is text, and so harmless.
+    """
+    copy_of(bpe_folder, tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    if name.endswith("jinja") and "deep" in problem:
+        assert load(tmp_path, chat="template").encode_chat(user("x"))
+        return
+    with pytest.raises(ValueError, match=rf"{name}:? ({problem})"):
+        load(tmp_path, chat="template")
+
+
+def test_a_sentencepiece_file_may_be_a_link_of_the_users_own(piece_file, tmp_path):
+    (tmp_path / "mine.model").symlink_to(piece_file)
+    assert load(tmp_path / "mine.model").encode("12") == load(piece_file).encode("12")
+    (tmp_path / "tokenizer.model").symlink_to(piece_file)
+    with pytest.raises(ValueError, match=r"tokenizer.model is a link to .* outside its directory"):
+        load(tmp_path)
+
+
 def test_unknown_chat_mode(bpe_folder):
     with pytest.raises(ValueError, match=r"tokenizer\.chat = 'chatml'"):
         load(bpe_folder, chat="chatml")
@@ -296,7 +456,9 @@ def test_qwen_round_trips(qwen):
     assert qwen.decode(qwen.encode("e\u0301")) == "\u00e9"  # NFC, as Qwen2.5 was trained
 
 
-def test_qwen_ids(qwen, qwen_chat):
+def test_qwen_ids(qwen, qwen_chat, qwen_folder):
+    # The instruct model's files name <|im_end|>.
+    assert load(qwen_folder, chat="template").stop_ids == (151645, 151643)
     assert qwen.vocab_size == 151665
     assert qwen.stop_ids == (151643,)
     assert qwen.pad_id == 151643

@@ -252,11 +252,11 @@ ALARMS: tuple[Alarm, ...] = (
 
 
 def skipped_in_a_row(updates: Sequence[Mapping], before: int) -> tuple[int, int]:
-    """Counts the updates in a row that were left out: (at the end, at most).
+    """Counts the updates in a row that were left out: (at the end, at most in this step).
 
     before: those with which the step before ended.
     """
-    row = most = before
+    row, most = before, 0
     for update in updates:
         row = 0 if update["taken"] else row + 1
         most = max(most, row)
@@ -295,7 +295,7 @@ def reason_to_stop(row: Mapping, before: Mapping, updates: Sequence[Mapping], fa
     step, limit = row["step"], facts.config.learner.max_skipped_updates
     _, most = skipped_in_a_row(updates, before.get("updates_skipped_in_a_row", 0))
     share = row["responses_not_finite"] / (row["groups/sampled"] * facts.config.rollout.group_size)
-    if updates and most >= limit:
+    if most >= limit:
         what = f"{most} updates in a row were left out: {facts.bad} was not finite"
     elif share >= BROKEN:
         what = f"{share:.0%} of the responses have log-probabilities that are not finite"

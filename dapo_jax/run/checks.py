@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings, train_settings
 from dapo_jax import algorithm, learner
-from dapo_jax.run.files import read_json
 from dapo_jax.tasks.math_problems import RULES
 from models.families import Family
 from models.lora import MATRICES
@@ -228,10 +227,15 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
     file = workdir / "config.json"
     if not file.exists():
         return
-    ours, theirs = json.loads(config.to_json_best_effort()), read_json(file)
+    try:
+        theirs = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is no whole JSON file ({error}); remove it: checkpoints have the recipe too"
+        ) from error
     differing = [
         f"{name} is {new!r}, but was {old!r}"
-        for name, old, new in differences(theirs, ours)
+        for name, old, new in differences(theirs, json.loads(config.to_json_best_effort()))
         if not name.startswith(MAY_CHANGE)
     ]
     _require(
@@ -251,7 +255,7 @@ def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yields (dotted name, old value, new value) where leaves differ; None where one is missing."""
+    """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):

@@ -39,7 +39,9 @@ CAUSES = {
     errno.ENOSPC: Cause("no space is left on the disk", f"make room and {AGAIN}"),
     errno.EDQUOT: Cause("the disk quota is used up", f"make room or raise the quota, and {AGAIN}"),
     errno.EFBIG: Cause("the file would exceed the limit on sizes", f"raise ulimit -f and {AGAIN}"),
-    errno.EROFS: Cause("the file system is read-only", "mount it to be written, or give another"),
+    errno.EROFS: Cause(
+        "the file system is read-only", "mount it to be written, or give another path"
+    ),
     errno.EACCES: DENIED,
     errno.EPERM: DENIED,
     errno.ENOENT: Cause("it, or its folder, is not there", "put it back, or give another path"),
@@ -86,6 +88,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     status = hosts.RETRYABLE if found and cause.transient else 1
     if found is None or is_refusal(error):
         return _brief(error), status
+    if _own_text(error):
+        return f"{_own_text(error)}; {cause.advice}", status
     saved = next((e.saved_steps for e in _chain(error) if hasattr(e, "saved_steps")), None)
     parts = [f"{path or 'the storage'}: {cause.words} ({name}{_free(path, name)})", saved]
     line = f"{'. '.join(part for part in parts if part)}; {cause.advice}"
@@ -119,7 +123,7 @@ def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
             if match := re.search(pattern, text, re.IGNORECASE):
                 quoted = PATH.search(text)
                 name = errno.errorcode[number] if number != errno.EAGAIN else match[0]
-                return quoted and _whole(quoted[1]), CAUSES[number], name
+                return quoted and _text(quoted[1]), CAUSES[number], name
         if isinstance(link, TimeoutError | ConnectionError):
             return _text(path), LATER, type(link).__name__
     return None
@@ -136,10 +140,15 @@ def raised_by_us(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def telling_saved_steps(latest_step: Callable[[], int | None], directory) -> Iterator[None]:
-    """Lets `explain` say of an error that passes through how many steps are saved, and where."""
+    """Lets `explain` say of an error that passes through how many steps are saved, and where.
+
+    directory: the checkpoints', of which Orbax's errors often do not say that they are.
+    """
     try:
         yield
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(directory)  # what we write ourselves has its name
         step = latest_step()
         error.saved_steps = (
             f"{step} finished steps are saved in {directory}" if step else "no step is saved yet"
@@ -197,9 +206,15 @@ def _http_status(error: BaseException) -> int | None:
     return None
 
 
+def _own_text(error: BaseException) -> str | None:
+    """What the raiser of a system's error says in place of the system's words."""
+    text = error.strerror if isinstance(error, OSError) and error.errno is not None else None
+    return text if text and text != os.strerror(error.errno) else None
+
+
 def _free(path: str | None, name: str) -> str:
     """How much is free, where there is too little."""
-    if path is None or name not in ("ENOSPC", "EDQUOT") or "://" in path:
+    if path is None or name != "ENOSPC" or "://" in path:
         return ""
     with contextlib.suppress(OSError):
         there = next(p for p in (pathlib.Path(path), *pathlib.Path(path).parents) if p.exists())
@@ -207,13 +222,9 @@ def _free(path: str | None, name: str) -> str:
     return ""
 
 
-def _whole(path: str) -> str:
-    """A path without what Orbax adds to it until it is complete."""
-    return path.partition(".orbax-checkpoint-tmp")[0]
-
-
 def _text(path) -> str | None:
-    return None if path is None else os.fsdecode(path) if isinstance(path, bytes) else str(path)
+    """A path as text, without what Orbax adds to a checkpoint's until it is complete."""
+    return None if path is None else os.fsdecode(path).partition(".orbax-checkpoint-tmp")[0]
 
 
 def _brief(error: BaseException) -> str:

@@ -22,13 +22,14 @@ def atomic_file(path: str | os.PathLike) -> Iterator:
     """Opens a binary file that appears under `path` complete or not at all.
 
     The bytes go to a temporary neighbour, which is synced and renamed when the block ends, and
-    removed when the block raises; one that a killed process left is `remove_leftovers`'. Parent
-    folders are made. The system's errors name `path`.
+    removed when the block raises; one that a killed process left is `remove_leftovers`'. Its folder
+    is made, the one around it is not: a run whose folder was moved shall not begin another there.
+    The system's errors name `path`.
     """
     path = pathlib.Path(path)
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     with _naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         try:
             with temporary.open("wb") as file:
                 yield file
@@ -86,12 +87,13 @@ def _is_left_over(path: pathlib.Path) -> bool:
 def append_line(path: str | os.PathLike, row: Mapping) -> None:
     """Appends a row to a file of JSON lines and syncs it; a write that fails leaves no part of it.
 
-    The file is made if absent, its folder is not: a run whose folder is gone has to stop.
+    The file has to be there: a run whose rows, or whose folder, somebody moved has to stop.
     """
     path = pathlib.Path(path)
-    with _naming(path), path.open("ab", buffering=0) as file:
+    with _naming(path), path.open("r+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        line = _json_line(row)
+        torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a kill in a line
+        line = b"\n" * torn + _json_line(row)
         try:
             while line:
                 line = line[file.write(line) :]

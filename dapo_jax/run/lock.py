@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 
 NAME = "run.lock"
-HEARTBEAT_SECONDS = 10.0
-WATCHED_SECONDS = 45.0  # a heartbeat that has not moved for so long is a dead one's
+HEARTBEAT_SECONDS = 5.0
+WATCHED_SECONDS = 20.0  # a heartbeat that has not moved for so long is a dead one's
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -55,10 +55,10 @@ def _take(path: pathlib.Path, say: Callable[[str], None]) -> int:
         try:
             if not _lock(descriptor):
                 raise _refusal(path, _patient_owner(descriptor))
+            owner = _owner(descriptor)
+            if owner and _lives(owner, path, say):
+                raise _refusal(path, owner)
             if _is_at(descriptor, path):
-                owner = _owner(descriptor)
-                if owner and _lives(owner, descriptor, say):
-                    raise _refusal(path, owner)
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(_myself()).encode() + b"\n", 0)
                 os.fsync(descriptor)
@@ -89,7 +89,7 @@ def _beat(descriptor: int, stopped: threading.Event) -> None:
             os.utime(descriptor)
 
 
-def _lives(owner: dict, descriptor: int, say: Callable[[str], None]) -> bool:
+def _lives(owner: dict, path: pathlib.Path, say: Callable[[str], None]) -> bool:
     """Says whether the process that a lock file names still runs, the kernel's lock being free."""
     if (owner.get("host"), owner.get("boot")) == (socket.gethostname(), _boot()):
         if owner.get("pid") == os.getpid():  # an earlier run of this process
@@ -98,12 +98,21 @@ def _lives(owner: dict, descriptor: int, say: Callable[[str], None]) -> bool:
     if owner.get("host") == socket.gethostname():
         return False  # the machine was started again
     say(f"watching for {WATCHED_SECONDS:.0f} s whether the run on {owner.get('host')} still lives")
-    before, until = os.fstat(descriptor).st_mtime_ns, time.monotonic() + WATCHED_SECONDS
-    while time.monotonic() < until:
+    before, until = _touched(path), time.monotonic() + WATCHED_SECONDS
+    while before and time.monotonic() < until:
         time.sleep(min(1.0, WATCHED_SECONDS / 10))
-        if os.fstat(descriptor).st_mtime_ns != before:
-            return True
+        if (now := _touched(path)) != before:
+            return now is not None
     return False
+
+
+def _touched(path: pathlib.Path) -> int | None:
+    """When the file was touched last; opened for it, since NFS remembers times from the opening."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _patient_owner(descriptor: int) -> dict:

@@ -27,6 +27,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 def add_start(workdir: pathlib.Path, config: ConfigDict) -> None:
     """Appends this start to the run's starts.jsonl; to be called by the main process alone."""
+    (workdir / NAME).touch()
     append_line(workdir / NAME, this_start(config))
 
 

@@ -93,7 +93,7 @@ class Snapshots:
             self._raise_error()
 
     def take(self, step: int, state: Any, progress: dict, *, force: bool = False) -> None:
-        """Copies the state after `step` finished steps; saved if due, forced, or on SIGTERM."""
+        """Copies the state after `step` finished steps; saved if due, forced, or on a stop."""
         snapshot = Snapshot(step, host_copy(state), progress)
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS or self._error)
@@ -102,6 +102,17 @@ class Snapshots:
             if force or step % self._every_steps == 0:
                 self._pending.append(snapshot)
             self._changed.notify_all()
+
+    def save_newest_after(self, kind, error, trace) -> None:
+        """Has the newest snapshot saved, due or not, where a failed write of a file ends the run.
+
+        To be pushed onto the stack that leaves these snapshots. With several processes the others
+        are ended and cannot save with this one.
+        """
+        if isinstance(error, OSError) and hosts.count() == 1:
+            with self._changed:
+                if self._newest and self._newest[-1] not in self._pending:
+                    self._pending.append(self._newest[-1])
 
     def _raise_error(self) -> None:
         if self._error is not None:

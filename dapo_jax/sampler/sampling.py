@@ -8,6 +8,8 @@ from models.kernels.xla import MASKED
 RANGE_NATS = 32.0  # tokens this far below the best one have no mass that any top-p looks at
 BISECTIONS = 26  # finds the threshold to 5e-7 nats or better
 CDF_BLOCK = 128
+UNIFORM_GRID = 2.0**-23  # uniform numbers are multiples of it
+WHOLE = 2.0**31  # what a row's weights add up to as integers
 
 
 def request_keys(run_key, cursor_B, sample_B):
@@ -63,8 +65,8 @@ def truncate(logits_RV, *, top_p: float, top_k: int):
 def sample_token(logits_RV, uniform_R, *, axis: str | None):
     """Samples (token_R, logp_R) from softmax(logits) by inverting its distribution function.
 
-    One uniform number a row. The running sum is taken over blocks first, then inside the block
-    that is hit: a 152k-long float32 sum would lose the tail. `logp_R` is the log-probability
+    One uniform number in [0, 1) a row. It picks a block of the vocabulary, and what is left of it a
+    token inside: a 152k-long float32 sum would lose the tail. `logp_R` is the log-probability
     under exactly this (temperature-scaled, truncated) distribution.
 
     axis: the mesh axis over which the vocabulary is split in equal parts, None where it is whole.
@@ -79,28 +81,37 @@ def sample_token(logits_RV, uniform_R, *, axis: str | None):
     N = sum_RN.shape[1]
     rank = 0 if axis is None else jax.lax.axis_index(axis)
     sum_RN = sum_RN if axis is None else jax.lax.all_gather(sum_RN, axis, axis=1, tiled=True)
-    cdf_RN = jnp.cumsum(sum_RN, axis=-1)
-    total_R = cdf_RN[:, -1]
-    target_R = uniform_R * total_R
-    # The first block past the target; where rounding leaves none, the last one with any weight.
-    block_R = jnp.minimum(
-        jnp.sum(cdf_RN <= target_R[:, None], axis=-1),
-        jnp.sum(cdf_RN < total_R[:, None], axis=-1),
-    )
-    before_R = jnp.where(
-        block_R > 0, jnp.take_along_axis(cdf_RN, block_R[:, None] - 1, axis=1)[:, 0], 0.0
-    )
+    # The middle of the numbers that a uniform one stands for: 0 would be the first token's always.
+    block_R, rest_R = pick(sum_RN, uniform_R + UNIFORM_GRID / 2)
     here_R = block_R // N == rank
     local_R = block_R % N
     inner_RC = jnp.take_along_axis(weight_RNC, local_R[:, None, None], axis=1)[:, 0]
-    inner_cdf_RC = before_R[:, None] + jnp.cumsum(inner_RC, axis=-1)
-    # Rounding between the two sums may point past the block's last likely token.
-    last_R = CDF_BLOCK - 1 - jnp.argmax(inner_RC[:, ::-1] > 0, axis=-1)
-    inner_R = jnp.minimum(jnp.sum(inner_cdf_RC <= target_R[:, None], axis=-1), last_R)
+    inner_R, _ = pick(inner_RC, rest_R)
     local_R = local_R * CDF_BLOCK + inner_R
     logit_R = jnp.take_along_axis(logits_RV, local_R[:, None], axis=1)[:, 0]
     token_R = (local_R + rank * V).astype(jnp.int32)
     if axis is not None:
         token_R = jax.lax.psum(jnp.where(here_R, token_R, 0), axis)
         logit_R = jax.lax.psum(jnp.where(here_R, logit_R, 0.0), axis)
-    return token_R, logit_R - max_R - jnp.log(total_R)
+    return token_R, logit_R - max_R - jnp.log(jnp.sum(sum_RN, axis=-1))
+
+
+def pick(weight_RN, uniform_R):
+    """Picks one of N entries a row with a probability in proportion to its weight.
+
+    Returns (index_R, rest_R): where in its entry the uniform number lies, as one in (0, 1).
+    Running sums are integers. They are exact in whatever order they are added, so they never fall
+    and an entry of weight 0 is never picked; those of float32 rise and fall by their rounding, and
+    entries behind the last one with any weight were picked.
+    """
+    scale_R1 = WHOLE / jnp.sum(weight_RN, axis=-1, keepdims=True)
+    cdf_RN = jnp.cumsum(jnp.round(weight_RN * scale_R1).astype(jnp.uint32), axis=-1)
+    total_R = cdf_RN[:, -1]
+    target_R = (uniform_R * total_R.astype(jnp.float32)).astype(jnp.uint32)
+    target_R = jnp.minimum(target_R, total_R - 1)  # the product may be rounded up
+    index_R = jnp.argmax(cdf_RN > target_R[:, None], axis=-1)
+    end_R = jnp.take_along_axis(cdf_RN, index_R[:, None], axis=1)[:, 0]
+    before_R = jnp.take_along_axis(cdf_RN, jnp.maximum(index_R - 1, 0)[:, None], axis=1)[:, 0]
+    before_R = jnp.where(index_R > 0, before_R, 0)
+    rest_R = ((target_R - before_R).astype(jnp.float32) + 0.5) / (end_R - before_R)
+    return index_R, rest_R

@@ -2,6 +2,7 @@
 
 Jinja's sandbox keeps a template from the machine, but not from its time and memory: loops in loops
 take forever, and `'a' * 10**10` takes all there is. The process of a template is limited in both.
+Its process imports this module: a light one.
 """
 
 import contextlib
@@ -16,11 +17,9 @@ from collections.abc import Mapping, Sequence
 import jinja2
 import jinja2.sandbox
 
-from dapo_jax.types import Message
-
 MEMORY_BYTES = 1 << 30
 # Of the processor, and so not of the clock: a busy or suspended machine ends no template.
-START_SECONDS = 10
+START_SECONDS = 5
 PROMPTS_PER_SECOND = 100
 # What a template may add to a prompt, and how many times it may repeat it.
 MAX_ADDED_CHARS, MAX_REPEATS = 2**20, 8
@@ -31,7 +30,7 @@ _WORKER_PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from dapo_jax.tasks.chat_template import _serve
-_serve()
+_serve(int(sys.argv[2]))
 """
 
 
@@ -42,14 +41,14 @@ class ChatTemplate:
     object or this process.
 
     Raises ValueError for a template that is broken, that refuses a prompt, that needs more than
-    START_SECONDS and another second for each PROMPTS_PER_SECOND prompts, or MEMORY_BYTES, or that
-    writes more than MAX_ADDED_CHARS beside MAX_REPEATS times the prompt.
+    `seconds` and another one for each PROMPTS_PER_SECOND prompts, or MEMORY_BYTES, or that writes
+    more than MAX_ADDED_CHARS beside MAX_REPEATS times the prompt.
     """
 
-    def __init__(self, source: str, place: str):
-        self._place = place
+    def __init__(self, source: str, place: str, *, seconds: int = START_SECONDS):
+        self._place, self._seconds = place, seconds
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER_PROGRAM, json.dumps(sys.path)],
+            [sys.executable, "-c", _WORKER_PROGRAM, json.dumps(sys.path), str(seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -58,7 +57,7 @@ class ChatTemplate:
         weakref.finalize(self, _end, self._process)
         self._ask({"source": source}, "is broken")
 
-    def render(self, messages: Sequence[Message], tokens: Mapping[str, str]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str:
         """Renders a prompt for the model's answer; tokens: texts of control tokens, by name."""
         roles = [message["role"] for message in messages]
         request = {"messages": [dict(message) for message in messages], **tokens}
@@ -86,7 +85,7 @@ class ChatTemplate:
     def _how_it_ended(self) -> str:
         status = self._process.wait()
         if status == -signal.SIGXCPU:
-            return f"takes more than {START_SECONDS} s"
+            return f"takes more than {self._seconds} s"
         return f"ended its process (status {status}; it may have {MEMORY_BYTES >> 20} MiB)"
 
 
@@ -94,11 +93,12 @@ def _end(process: subprocess.Popen) -> None:
     """Ends a worker, which may be in the middle of a template."""
     process.kill()
     process.wait()
-    process.stdin.close()
     process.stdout.close()
+    with contextlib.suppress(BrokenPipeError):  # of a request that it did not take
+        process.stdin.close()
 
 
-def _serve() -> None:
+def _serve(start_seconds: int) -> None:
     """Runs in the worker: compiles the template of the first line, renders each one after it."""
     with contextlib.suppress(ValueError, OSError):  # not every system limits memory
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -107,7 +107,7 @@ def _serve() -> None:
     given = () if hard == resource.RLIM_INFINITY else (hard,)
     template = None
     for rendered, line in enumerate(sys.stdin.buffer):
-        seconds = START_SECONDS + rendered // PROMPTS_PER_SECOND
+        seconds = start_seconds + rendered // PROMPTS_PER_SECOND
         resource.setrlimit(resource.RLIMIT_CPU, (min([seconds, *given]), hard))
         request = json.loads(line)
         try:

@@ -59,7 +59,7 @@ def _parquet(path: pathlib.Path, fields: Sequence[str]) -> Records:
 def _check_columns(path: pathlib.Path, schema: pa.Schema, fields: Sequence[str]) -> None:
     missing = [name for field in fields if (name := _missing_column(schema, field))]
     if missing:
-        columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
+        columns = cut(", ".join(f"{column.name}: {column.type}" for column in schema))
         raise DataError(
             f"{path} has no column {' and no column '.join(missing)}; it has {columns}. Change "
             "prompt_field, answer_field, path or kind."
@@ -83,7 +83,7 @@ def _missing_column(schema: pa.Schema, field: str) -> str | None:
 def _batches(
     path: pathlib.Path, file: pq.ParquetFile, fields: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    row = 0
+    row, promised = 0, file.metadata.num_rows
     try:
         for batch in file.iter_batches(1024, columns=list(fields)):
             yield batch
@@ -93,6 +93,10 @@ def _batches(
             f"{path} is damaged at or after row {row} (from 0): {_one_line(error)}. Fetch the file "
             "again."
         ) from error
+    if row != promised:  # a damaged count of values ends a column early, and no error with it
+        raise DataError(
+            f"{path} is damaged: it has {row} of {promised} rows. Fetch the file again."
+        )
 
 
 def _record(batch: pa.RecordBatch, row: int) -> dict:

@@ -131,11 +131,13 @@ class SymbolicVerifier:
         seconds = self._cpu_seconds if patient else min(IMPATIENT_CPU_SECONDS, self._cpu_seconds)
         for _ in range(TRIES):
             worker = self._idle.get()
-            verdict = None
-            try:
-                verdict = worker.ask(*question, seconds)
-            finally:
-                self._idle.put(worker if worker.alive else self._replaced(worker))
+            verdict = worker.ask(*question, seconds)
+            self._idle.put(worker if worker.alive else self._replaced(worker))
+            if worker.failed_starts >= TRIES:
+                raise RuntimeError(
+                    f"{TRIES} math_verify workers in a row were never ready; the last one "
+                    f"{worker.failure}, and what it said is on the error output"
+                )
             if verdict is not None:
                 break
         verdict = verdict or Verdict(False, question[0], "crashed")
@@ -145,19 +147,14 @@ class SymbolicVerifier:
         return verdict
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
-        """Starts a worker in the place of one that is gone; raises where none can be started."""
+        """Starts a worker in the place of one that is gone."""
         with self._lock:
             if self._closed:
-                raise RuntimeError("this SymbolicVerifier is closed")
+                return worker
             worker.kill()
             fresh = _Worker(worker.failed_starts)
             self._workers[self._workers.index(worker)] = fresh
-        if fresh.failed_starts < TRIES:
             return fresh
-        raise RuntimeError(
-            f"{TRIES} math_verify workers in a row ended before they were ready (exit status "
-            f"{worker.process.returncode}); their messages are on the error output"
-        )
 
 
 def decide_locally(response: str, truth: str) -> Verdict | tuple[str, str]:
@@ -169,7 +166,8 @@ def decide_locally(response: str, truth: str) -> Verdict | tuple[str, str]:
 class _Worker:
     """A worker is an interpreter that grades one pair at a time, in a child each, over a pipe.
 
-    failed_starts: how many in its place, one after the other, ended before they were ready.
+    failed_starts: how many in its place, one after the other, were never ready. failure: what
+    became of this one, once it is no longer alive.
     """
 
     def __init__(self, failed_starts: int = 0) -> None:
@@ -184,7 +182,8 @@ class _Worker:
             env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of sets reaches verdicts
         )
         far_end.close()
-        self.alive, self.failed_starts, self._ready = True, failed_starts, False
+        self.alive, self.failure = True, ""
+        self.failed_starts, self._ready = failed_starts, False
 
     def ask(self, answer: str, truth: str, cpu_seconds: float) -> Verdict | None:
         """Returns its verdict; None where it, or its child, was killed, or where it is silent."""
@@ -195,9 +194,12 @@ class _Worker:
                 self._ready, self.failed_starts = True, 0
             self.connection.send((answer, truth, cpu_seconds))
             return self._receive()
-        except (EOFError, OSError):  # a TimeoutError is one
-            self.alive = False
-            return None
+        except TimeoutError:
+            self.failure = f"was silent for {SILENCE_SECONDS:.0f} s"
+        except (EOFError, OSError):
+            self.failure = "ended"
+        self.alive = False
+        return None
 
     def _receive(self) -> Verdict | None:
         if not self.connection.poll(SILENCE_SECONDS):
@@ -207,7 +209,9 @@ class _Worker:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        status = self.process.wait()
+        if self.failure == "ended":
+            self.failure = f"ended with status {status}"
         self.connection.close()
 
 

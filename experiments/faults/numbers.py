@@ -26,6 +26,7 @@ from dapo_jax.tasks.arithmetic import Arithmetic
 from dapo_jax.types import Group, Prompt, Response
 from experiments.faults.parts import Outcome, Part
 from experiments.preemption.config import get_config
+from sharding import hosts
 from sharding.mesh import make_mesh
 
 NOT_FINITE = (np.nan, np.inf, -np.inf)
@@ -54,6 +55,7 @@ ABSURD = (
     {"algo.overlong_factor": 3e38, "rollout.max_response_tokens": 24},
     {"algo.kl_coef": 1e38},
 )
+SCORES = (1e300, np.inf, np.nan, 2e38)  # the first is infinite in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +133,14 @@ def refused(fault: str, config, workdir: pathlib.Path, name: str, *, but: int = 
     return Outcome(fault, survived, said=name in end.text, lost=lost)
 
 
-def frozen_model(rng, folder: pathlib.Path) -> Outcome:
+def frozen_model(rng, number: int, folder: pathlib.Path) -> Outcome:
     """Puts one into a start model that LoRA adapts."""
-    return model_directory(rng, folder, lora_rank=4)
+    return model_directory(rng, number, folder, lora_rank=4)
 
 
-def model_directory(rng, folder: pathlib.Path, *, lora_rank: int = 0) -> Outcome:
+def model_directory(rng, number: int, folder: pathlib.Path, *, lora_rank: int = 0) -> Outcome:
     """Puts one number that is not finite into a start model."""
-    config, value = small_config(), rng.choice(NOT_FINITE)
+    config, value = small_config(), NOT_FINITE[number % 3]
     model = folder / "model"
     shutil.copytree(config.model.path, model)
     tensors = load_file(model / WEIGHTS)
@@ -150,41 +152,40 @@ def model_directory(rng, folder: pathlib.Path, *, lora_rank: int = 0) -> Outcome
     return refused(f"{value} in {name} of the start model", config, folder / "run", name)
 
 
-def checkpoint(rng, folder: pathlib.Path) -> Outcome:
+def checkpoint(rng, number: int, folder: pathlib.Path) -> Outcome:
     """Saves a checkpoint with one number that is not finite, whole otherwise."""
-    config, value = small_config(), rng.choice(NOT_FINITE)
+    config, value = small_config(), NOT_FINITE[number % 3]
     programs = build.programs(config, build.tokenizer(config).vocab_size)
-    leaves, structure = jax.tree.flatten(programs.start_state())
-    names = learner.leaf_names(programs.state)
+    leaves, structure = jax.tree.flatten(programs.state)
+    names, arrays = learner.leaf_names(programs.state), [np.ones(a.shape, a.dtype) for a in leaves]
     i = int(rng.choice([i for i, leaf in enumerate(leaves) if leaf.ndim > 0]))
-    array = np.array(leaves[i])
-    array.reshape(-1)[rng.integers(array.size)] = value
-    leaves[i] = jax.device_put(array, leaves[i].sharding)
+    arrays[i].reshape(-1)[rng.integers(arrays[i].size)] = value
+    placed = hosts.place(arrays, [leaf.sharding for leaf in leaves])
     progress = {"cursor": 8, "sampled_tokens_total": 1, "row": {"step": 0}}
     checkpoints = build.checkpoints(config, folder / "run", keep=None)
-    checkpoints.save(1, jax.tree.unflatten(structure, leaves), progress)
+    checkpoints.save(1, jax.tree.unflatten(structure, placed), progress)
     checkpoints.close()
     return refused(
         f"{value} in {names[i]} of a checkpoint", config, folder / "run", names[i], but=1
     )
 
 
-def setting(rng, folder: pathlib.Path) -> Outcome:
+def setting(rng, number: int, folder: pathlib.Path) -> Outcome:
     """Gives a setting that is not finite in float32, or a learning rate over 1."""
-    name, value = REFUSED[rng.integers(len(REFUSED))]
+    name, value = REFUSED[number % len(REFUSED)]
     config = small_config()
     config.update_from_flattened_dict({name: value})
     return refused(f"{name} = {value}", config, folder, name)
 
 
-def in_memory(rng, _) -> Outcome:
+def in_memory(rng, number: int, _) -> Outcome:
     """Puts a number that is not finite into weights that lie split over all devices."""
     dtype = rng.choice([np.float32, ml_dtypes.bfloat16])
     mesh = make_mesh(data=-1, model=1)
     shape = (3, 8 * mesh.size, 5)
     tree = {"layers": {name: rng.normal(size=shape).astype(dtype) for name in "abc"}}
     name, index = str(rng.choice(list("abc"))), tuple(int(rng.integers(n)) for n in shape)
-    value = rng.choice(NOT_FINITE)
+    value = NOT_FINITE[number % 3]
     tree["layers"][name][index] = value
     tree = jax.device_put(tree, NamedSharding(mesh, PartitionSpec(None, "data")))
     place = f"layers.{name}{list(index)} is {value}"
@@ -195,7 +196,7 @@ def in_memory(rng, _) -> Outcome:
     return Outcome(f"{value} in memory", False, said=False, lost="it was not found")
 
 
-def one_update(rng, _) -> Outcome:
+def one_update(rng, number: int, _) -> Outcome:
     """Puts a number that is not finite into what one update computes from."""
     config = small_config()
     programs, update = compiled_update()
@@ -217,7 +218,7 @@ def one_update(rng, _) -> Outcome:
         for i in range(2)
     ]
     advantage_PG, rate = rng.normal(size=(2, 8)).astype(np.float32), config.learner.learning_rate
-    where = str(rng.choice(["advantage", "log-probability", "learning rate", "weights"]))
+    where = ("advantage", "log-probability", "learning rate", "weights")[number % 4]
     if where == "advantage":
         advantage_PG[rng.integers(2), rng.integers(8)] = value
     elif where == "log-probability":  # log 0 is one that the clip handles
@@ -264,41 +265,41 @@ def whole_run(fault: str, config, folder: pathlib.Path) -> Outcome:
     return Outcome(fault, True, said=said, lost="" if said else "it went on in silence")
 
 
-def absurd(rng, folder: pathlib.Path) -> Outcome:
+def absurd(rng, number: int, folder: pathlib.Path) -> Outcome:
     """Runs with settings that are allowed and absurd."""
-    settings, config = ABSURD[rng.integers(len(ABSURD))], small_config()
+    settings, config = ABSURD[number % len(ABSURD)], small_config()
     config.update_from_flattened_dict(settings)
     return whole_run(", ".join(f"{k} = {v}" for k, v in settings.items()), config, folder)
 
 
-def reward(rng, folder: pathlib.Path) -> Outcome:
+def reward(rng, number: int, folder: pathlib.Path) -> Outcome:
     """Runs with a grader whose scores are not finite, as they are or in float32."""
-    config, score = small_config(), float(rng.choice([np.nan, np.inf, 1e300, 2e38]))
+    config, score = small_config(), SCORES[number % len(SCORES)]
     config.data.train = base.dataset(task=f"{__name__}:Scored", count=200, args={"score": score})
     return whole_run(f"a score of {score}", config, folder)
 
 
 KINDS: dict[Callable, int] = {
-    model_directory: 12,
+    model_directory: 10,
     checkpoint: 10,
     setting: 8,
     in_memory: 6,
     frozen_model: 4,
     one_update: 8,
     absurd: 10,
-    reward: 2,
+    reward: 4,
 }
 
 
 def inject(count: int, seed: int, folder: pathlib.Path) -> Iterator[Outcome]:
     """Injects `count` faults: one of each kind by turns, as many as KINDS says."""
-    turns = [(i / times, kind) for kind, times in KINDS.items() for i in range(times)]
-    order = sorted(range(len(turns)), key=lambda i: turns[i][0])
-    for number in range(count):
-        _, kind = turns[order[number % len(turns)]]
-        own = folder / str(number)
+    turns = [(i / times, i, kind) for kind, times in KINDS.items() for i in range(times)]
+    turns.sort(key=lambda turn: turn[0])
+    for at in range(count):
+        _, number, kind = turns[at % len(turns)]
+        own = folder / str(at)
         own.mkdir()
-        yield kind(np.random.default_rng([seed, number]), own)
+        yield kind(np.random.default_rng([seed, at]), number, own)
         shutil.rmtree(own)
 
 

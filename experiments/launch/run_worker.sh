@@ -3,11 +3,13 @@
 #
 #   exit code     what the loop does
 #   0             ends with 0
-#   75            stopped by SIGTERM, saved: starts again at once
-#   128 and more  killed, or aborted because a peer went away: starts again, waiting longer each time
+#   75            stopped by a signal and saved, or another process is gone: starts again at once, but
+#                 waits longer each time when that happens again and again
+#   128 and more  killed or aborted: starts again, waiting longer each time
 #   others        an error in settings or a bug: ends with that code
 #
-# SIGTERM to the loop goes to the training, whose exit code is then the loop's: the VM is going away.
+# SIGTERM to the loop (or Ctrl-C, or a closed terminal) goes to the training as SIGTERM. The training's
+# exit code is then the loop's: the VM is going away.
 set -euo pipefail
 
 WORKDIR=${WORKDIR:-runs/worker}            # mirrored to RUN_URL by the main worker
@@ -20,7 +22,8 @@ STOPPED_CODE=${STOPPED_CODE:-75}           # what the loop says for 75 (xpk rest
 BACKOFF_SECONDS=${BACKOFF_SECONDS:-10}     # after the first crash, doubled with each one after it
 BACKOFF_MAX_SECONDS=${BACKOFF_MAX_SECONDS:-240}  # below the 300 s that JAX waits for its peers
 CRASH_LIMIT=${CRASH_LIMIT:-6}              # crashes in a row that end the loop
-HEALTHY_SECONDS=${HEALTHY_SECONDS:-1800}   # an attempt that ran this long ends the row
+LOST_LIMIT=${LOST_LIMIT:-10}               # so many 75 in a row do: another worker's loop may have ended
+HEALTHY_SECONDS=${HEALTHY_SECONDS:-1800}   # an attempt that ran this long ends the rows
 PUSH_SECONDS=${PUSH_SECONDS:-60}
 python=.venv/bin/python
 [[ -x $python ]] || python=python
@@ -30,30 +33,34 @@ stopping=
 child=
 
 main() {
-  trap forward_stop TERM INT
+  trap forward_stop TERM INT HUP
+  trap : PIPE # the terminal may be gone; `say` goes on
   worker=$(worker_id)
   mkdir -p "$WORKDIR" "$LOGS"
   report running
   pull || { say "the data or the mirror could not be read" && finish 1; }
 
-  local crashes=0 code started
+  local crashes=0 lost=0 code started
   while true; do
     started=$SECONDS
     code=0
     [[ -n $stopping ]] && finish 75
     attempt "$@" || code=$?
-    ((SECONDS - started < HEALTHY_SECONDS)) || crashes=0
+    ((SECONDS - started < HEALTHY_SECONDS)) || crashes=0 lost=0
     say "attempt ended with code $code after $((SECONDS - started)) s"
 
     if [[ -n $stopping || $RESTART == 0 ]]; then finish "$code"; fi
-    if ((code == 75)); then continue; fi
-    if ((code < 128)); then finish "$code"; fi
-    crashes=$((crashes + 1))
-    if ((crashes >= CRASH_LIMIT)); then
-      say "$crashes crashes in a row: giving up"
+    if ((code == 75)); then
+      lost=$((lost + 1))
+      ((lost < LOST_LIMIT)) || give_up "$code" "$lost times $code in a row, without $HEALTHY_SECONDS s of training"
+      ((lost == 1)) || back_off $((lost - 1)) "code 75, $lost of $LOST_LIMIT"
+    elif ((code >= 128)); then
+      crashes=$((crashes + 1))
+      ((crashes < CRASH_LIMIT)) || give_up "$code" "$crashes crashes in a row"
+      back_off "$crashes" "crash $crashes of $CRASH_LIMIT"
+    else
       finish "$code"
     fi
-    back_off "$crashes"
     if [[ -n $stopping ]]; then finish "$code"; fi
   done
 }
@@ -62,8 +69,9 @@ main() {
 attempt() {
   local log interrupted code=127 pusher
   log=$(new_log)
-  say "$(date '+%F %T') ${train[*]} $*" | tee -a "$log"
-  "${train[@]}" "$@" > >(tee -a "$log") 2>&1 &
+  say "$(date '+%F %T') ${train[*]} $*" | tee -a "$log" || true
+  # What is said while it stops reaches the log, whether or not a terminal is there to show it.
+  "${train[@]}" "$@" > >(trap '' HUP INT TERM PIPE && exec tee -a "$log") 2>&1 &
   child=$!
   [[ -z $stopping ]] || kill -TERM "$child"
   push_until_killed &
@@ -85,15 +93,22 @@ forward_stop() {
   if [[ -n $child ]]; then kill -TERM "$child" 2>/dev/null || true; fi
 }
 
+# back_off NUMBER-IN-THE-ROW WHAT
 back_off() {
-  local seconds=$((BACKOFF_SECONDS * 2 ** ($1 - 1)))
+  local doublings=$(($1 <= 10 ? $1 - 1 : 9)) seconds
+  seconds=$((BACKOFF_SECONDS * 2 ** doublings))
   ((seconds <= BACKOFF_MAX_SECONDS)) || seconds=$BACKOFF_MAX_SECONDS
-  say "crash $1 of $CRASH_LIMIT: again in $seconds s"
+  say "$2: again in $seconds s"
   sleep "$seconds" &
   child=$!
   [[ -z $stopping ]] || kill "$child"
   wait "$child" || true
   child=
+}
+
+give_up() {
+  say "$2: giving up"
+  finish "$1"
 }
 
 finish() {
@@ -177,7 +192,7 @@ metadata() {
 }
 
 say() {
-  echo "run_worker $worker: $*"
+  echo "run_worker $worker: $*" || true
 }
 
 main "$@"

@@ -1,0 +1,240 @@
+"""What is not finite is refused by name; an alarm is said once, and the same after a resume."""
+
+import json
+import math
+import pathlib
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs import tiny
+from dapo_jax.run import alarms
+from dapo_jax.run.alarms import (
+    ALARMS,
+    REPEAT_STEPS,
+    Facts,
+    alarm_keys,
+    alarm_lines,
+    cap_advice,
+    reason_to_stop,
+    require_finite,
+    require_finite_to_save,
+)
+from dapo_jax.types import Group, Prompt, Response, Rollouts, Verdict
+from models.qwen2 import Qwen2Config
+from sharding.mesh import make_mesh
+
+SIZES = Qwen2Config(64, 32, 64, 2, 4, 2, 8, True)
+# A step of the main job.
+HEALTHY = {
+    "accuracy/mean": 0.27,
+    "no_answer_fraction": 0.06,
+    "responses_not_finite": 0,
+    "groups/sampled": 48,
+    "groups/informative": 32,
+    "updates": 2,
+    "updates_skipped": 0,
+    "updates_empty": 0,
+    "updates_zero_gradient": 0,
+    "entropy": 0.136,
+    "ratio_gap": 2e-7,
+}
+TAKEN, LEFT_OUT = {"taken": True}, {"taken": False}
+
+
+def facts(**settings):
+    config = tiny.get_config()
+    config.update_from_flattened_dict(settings)
+    return Facts(config, uniform_nats=math.log(384), bad="the gradient of embed_VD")
+
+
+def run_of(rows, given=None, updates=None):
+    """The rows of a run with the alarms' keys, and the lines; each row is read from JSON again."""
+    before, written, lines = {}, [], []
+    for step, row in enumerate(rows):
+        row = HEALTHY | row | {"step": step}
+        row |= alarm_keys(row, before, updates[step] if updates else (), given or facts())
+        lines += alarm_lines(row, before, given or facts())
+        before = json.loads(json.dumps(row))
+        written.append(row)
+    return written, lines
+
+
+# Numbers that are not finite.
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_single_bad_number_among_weights_on_four_devices_is_named(dtype, value):
+    """One NaN in the start model trained on at accuracy 0, status 0, and was saved five times."""
+    mesh = make_mesh(data=4, model=1)
+    tree = {"final_norm_D": np.ones(32, dtype), "layers": {"q_DNH": np.ones((2, 32, 4, 8), dtype)}}
+
+    def placed(tree):
+        return {
+            "final_norm_D": jax.device_put(
+                tree["final_norm_D"], NamedSharding(mesh, PartitionSpec())
+            ),
+            "layers": jax.device_put(
+                tree["layers"], NamedSharding(mesh, PartitionSpec(None, "data"))
+            ),
+            "count": np.int32(3),
+        }
+
+    require_finite(placed(tree), "the start")
+    tree["layers"]["q_DNH"][1, 17, 3, 2] = tree["layers"]["q_DNH"][1, 30, 0, 0] = value
+    with pytest.raises(ValueError, match="the start: ") as error:
+        require_finite(placed(tree), "the start", advice="look")
+    what = f"layers.q_DNH[1, 17, 3, 2] is {value}; 2 of its 2,048 values are not finite; look"
+    assert what in str(error.value)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight \(layers"):
+        require_finite(placed(tree), "the start", sizes=SIZES)
+    tree["final_norm_D"][0] = value
+    with pytest.raises(ValueError, match="not finite, and some of 1 more arrays"):
+        require_finite(placed(tree), "the start")
+
+
+def test_a_state_that_no_update_looked_at_is_looked_at_before_it_is_saved():
+    state = {"w": np.array([1.0, np.nan], np.float32)}
+    for updates in ([TAKEN, LEFT_OUT], [LEFT_OUT], []):
+        with pytest.raises(ValueError, match=r"step 7: .*not saved: w\[1\] is nan"):
+            require_finite_to_save(state, updates, 7)
+    require_finite_to_save(state, [LEFT_OUT, TAKEN], 7)  # that update found what it made finite
+
+
+# The table.
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "key"),
+    [
+        ("skipped_updates", {"updates": 1, "updates_skipped": 1}, "learner.max_skipped_updates"),
+        ("not_finite_samples", {"responses_not_finite": 1}, "learner.learning_rate = 5e-05"),
+        ("empty_updates", {"updates_empty": 1}, "algo.overlong_filtering"),
+        ("zero_gradients", {"updates_zero_gradient": 2}, "algo.dynamic_sampling"),
+        ("no_answers", {"accuracy/mean": 0, "no_answer_fraction": 0.995}, "data.train.template"),
+        ("nothing_to_learn", {"groups/informative": 0, "accuracy/mean": 0}, "model.path"),
+        ("entropy_collapse", {"entropy": 0.9e-3}, "alarms.min_entropy"),
+        ("entropy_explosion", {"entropy": 3.0}, "learner.learning_rate"),
+        ("ratio_gap", {"ratio_gap": 0.14}, "alarms.max_ratio_gap"),
+    ],
+)
+def test_every_alarm_has_a_row_that_sets_it_off_alone(name, row, key):
+    """And the key to change is in its line. 0.14 is the gap of another training set on one host."""
+    rows, lines = run_of([HEALTHY, HEALTHY, row, row, HEALTHY])
+    assert [set(r) - set(HEALTHY) - {"step"} for r in rows[:2]] == [
+        {"updates_skipped_in_a_row", "entropy_first", "alarms"}
+    ] * 2
+    assert [r["alarms"] for r in rows] == (
+        [0, 0, 0, 1, 0] if name == "no_answers" else [0, 0, 1, 1, 0]
+    )
+    assert [r.get(f"alarm/{name}", 0) for r in rows] == [0, 0, 1, 2, 0]
+    assert sum(len(r) for r in rows) == 5 * len(rows[0]) + 2  # no other alarm's key
+    (said, *end) = lines
+    assert said.startswith(f"alarm at step {3 if name == 'no_answers' else 2}")
+    assert key in said or name == "no_answers"
+    assert end == (
+        [] if name == "no_answers" else [f"step 4: no more {name.replace('_', ' ')} after 2"]
+    )
+
+
+def test_a_step_without_an_update_has_no_entropy_and_sets_off_nothing_of_it():
+    row = {k: v for k, v in HEALTHY.items() if k not in ("entropy", "ratio_gap")} | {"updates": 0}
+    assert alarm_keys(row | {"step": 0}, {}, (), facts()) == {
+        "updates_skipped_in_a_row": 0,
+        "alarms": 0,
+    }
+
+
+def test_entropy_is_compared_with_the_runs_first_step():
+    """The main job goes from 0.136 to 0.014 nats, and a longer one of naive GRPO to 0.0045."""
+    rows, _ = run_of(
+        [{}, {"entropy": 0.0045}, {"entropy": 0.00135}, {"entropy": 1.3}, {"entropy": 1.4}]
+    )
+    assert [row["alarms"] for row in rows] == [0, 0, 1, 0, 1]
+    assert {row["entropy_first"] for row in rows} == {0.136}
+
+
+def test_the_ratios_bound_is_the_dtypes_and_none_where_sampling_is_cut():
+    """bfloat16 has a gap of 1e-3 in the main job and up to 1e-2 elsewhere."""
+    for settings, gap, on in (
+        ({"model.compute_dtype": "bfloat16"}, 1e-2, 0),
+        ({"model.compute_dtype": "bfloat16"}, 0.14, 1),
+        ({}, 2e-3, 1),
+        ({"rollout.top_p": 0.7}, 0.3, 0),
+        ({"rollout.top_p": 0.7, "alarms.max_ratio_gap": 0.2}, 0.3, 1),
+        ({"alarms.max_ratio_gap": 0.2}, 0.14, 0),
+    ):
+        rows, _ = run_of([{"ratio_gap": gap}], facts(**settings))
+        assert rows[0]["alarms"] == on, (settings, gap)
+
+
+def test_an_alarm_is_said_when_it_begins_and_then_now_and_then():
+    _, lines = run_of([{"updates_empty": 1}] * (2 * REPEAT_STEPS + 1) + [{}])
+    assert [line.split(":")[0] for line in lines] == [
+        "alarm at step 0",
+        f"alarm at step {REPEAT_STEPS} ({REPEAT_STEPS + 1} steps in a row)",
+        f"alarm at step {2 * REPEAT_STEPS} ({2 * REPEAT_STEPS + 1} steps in a row)",
+        f"step {2 * REPEAT_STEPS + 1}",
+    ]
+
+
+def test_no_answers_from_the_start_is_the_template_and_later_the_policy():
+    """The only advice was to raise the cap on generation, which has nothing to do with it."""
+    row = {"accuracy/mean": 0.0, "no_answer_fraction": 1.0, "groups/informative": 0}
+    _, (line,) = run_of([row, row])
+    assert "data.train.template = ''" in line
+    assert "generation" not in line
+    _, (line,) = run_of([{}, {}, {}, row, row])
+    assert "the policy has broken. Lower learner.learning_rate = 5e-05" in line
+    assert "a checkpoint before step 3" in line
+
+
+@pytest.mark.parametrize(("prediction", "advice"), [(None, "template"), ("7", "max_generation")])
+def test_the_advice_at_the_cap_depends_on_whether_there_are_answers(prediction, advice):
+    response = Response(
+        np.zeros(2, np.int32), np.zeros(2, np.float32), True, "", Verdict(False, prediction, "")
+    )
+    group = Group(0, Prompt(np.zeros(3, np.int32)), (response, response))
+    text = cap_advice(tiny.get_config(), Rollouts([group], np.array([]), 1, 1, None))
+    assert ("template" in text, "max_generation" in text) == (
+        advice == "template",
+        advice == "max_generation",
+    )
+
+
+# When a run stops.
+
+
+def test_a_run_stops_after_so_many_updates_left_out_in_a_row_over_steps_and_in_one():
+    """It went on to its last step with status 0, at an accuracy of 0."""
+    steps = [[TAKEN, LEFT_OUT], [LEFT_OUT, LEFT_OUT], [TAKEN, TAKEN], [*[LEFT_OUT] * 3, TAKEN]]
+    rows, _ = run_of([{}] * 4, updates=steps)
+    assert [row["updates_skipped_in_a_row"] for row in rows] == [1, 3, 0, 0]
+    why = [
+        reason_to_stop(row, before, updates, facts())
+        for row, before, updates in zip(rows, [{}, *rows], steps, strict=False)
+    ]
+    assert [bool(reason) for reason in why] == [False, True, False, True]
+    for text in ("step 1: 3 updates in a row", "the gradient of embed_VD was not finite", "5e-05"):
+        assert text in why[1]
+    assert not reason_to_stop(
+        rows[1], rows[0], steps[1], facts(**{"learner.max_skipped_updates": 4})
+    )
+
+
+def test_a_run_stops_where_the_sampler_gives_no_finite_numbers():
+    """Then nothing is informative, and no update is there to be left out."""
+    row = HEALTHY | {"step": 5, "updates": 0, "responses_not_finite": 48 * 8}
+    assert "100% of the responses" in reason_to_stop(row, {}, [], facts())
+    assert not reason_to_stop(row | {"responses_not_finite": 9}, {}, [], facts())
+
+
+def test_the_readme_lists_every_alarm():
+    readme = pathlib.Path(alarms.__file__).with_name("README.md").read_text()
+    table = readme.partition("## Alarms")[2].splitlines()
+    listed = [line.split("`")[1] for line in table if line.startswith("| `")]
+    assert listed == [alarm.name for alarm in ALARMS]

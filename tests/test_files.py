@@ -1,0 +1,404 @@
+"""A run's files under damage: what is said, what is kept, who may write, where it came from."""
+
+import errno
+import gzip
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from configs import tiny
+from dapo_jax import evaluate
+from dapo_jax.convert import convert
+from dapo_jax.report.runs import load_run, totals
+from dapo_jax.run import arguments, build, failures, lock, provenance, record
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.files import MetricsWriter, append_line, read_rows
+from dapo_jax.types import Example, Group, Prompt, Response, Verdict
+from experiments.faults.disks import small_files
+from models.hf import load_params
+from models.hf_config import load_config
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TENSORSTORE = (
+    'RESOURCE_EXHAUSTED: Error writing "params/0.0" in OCDBT database at local file '
+    '"/r/checkpoints/3.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/ocdbt.process_0/": '
+    'Failed writing: "/r/checkpoints/3": No space left on device [OS error 28: ENOSPC] ['
+    "source locations='third_party/tensorstore/kvstore/ocdbt/driver.cc:123' ...]"
+)
+
+
+def answered(status: int) -> Exception:
+    """A bucket's answer, as requests has it."""
+    error = RuntimeError("the bucket said no")
+    error.response = types.SimpleNamespace(status_code=status)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "status"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/r/a"), r"/r/a: no space is left", 1),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/r/a"), r"/r/a: the disk quota", 1),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/r/a"), r"/r/a: .*read-only", 1),
+        (ValueError(TENSORSTORE), r"/r/checkpoints/3: no space is left.*\(ENOSPC", 1),
+        (OSError(errno.EIO, os.strerror(errno.EIO), "/r/a"), r"/r/a: the disk failed", 75),
+        (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/r/a"), r"\(ESTALE\)", 75),
+        (TimeoutError(errno.ETIMEDOUT, "reading took 30 s"), r"reading took 30 s; give the", 75),
+        (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
+        (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
+        (answered(429), r"\(HTTP 429\)", 75),
+        (answered(404), r"the bucket said no", 1),
+        (MemoryError("out of memory"), r"out of memory", 1),
+    ],
+)
+def test_a_failed_write_is_one_line_with_path_and_cause(error, line, status):
+    """Six of six kinds ended in tracebacks, 279 lines for a full disk, and all with status 1."""
+    text, code = failures.explain(error)
+    assert re.search(line, text) and "\n" not in text and len(text) < 500
+    assert code == status
+
+
+def test_an_error_of_ours_keeps_its_words_and_a_bug_its_traceback():
+    """What caused a refusal is not what it says; what was handled before a bug is not its cause."""
+    with pytest.raises(FileNotFoundError) as refused:
+        _refuse()
+    assert failures.explain(refused.value) == (
+        "model.path = '/none': there is no such directory",
+        1,
+    )
+    assert failures.is_explained(refused.value)
+    try:
+        try:
+            open("/none")  # noqa: PTH123, SIM115
+        except FileNotFoundError:
+            {}["missing"]
+    except KeyError as bug:
+        assert not failures.is_explained(bug)
+
+
+def _refuse():
+    config = tiny.get_config()
+    config.model.path = "/none"
+    build.tokenizer(config)
+
+
+def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
+    """Orbax raises a ValueError with tensorstore's text, pages of it."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    state = {"a": jnp.asarray(np.random.default_rng(0).random(50_000))}
+    checkpoints.save(1, state, {"cursor": 0})
+    with (
+        pytest.raises(Exception) as failed,
+        failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory),
+        small_files(100_000),
+    ):
+        checkpoints.save(2, state, {"cursor": 1})
+    line, status = failures.explain(failed.value)
+    assert f"{tmp_path / 'checkpoints' / '2'}: the file would exceed the limit" in line
+    assert f"1 finished steps are saved in {tmp_path / 'checkpoints'}; raise ulimit" in line
+    assert status == 1
+    checkpoints.close()
+    assert list((tmp_path / "checkpoints").glob("*-tmp*"))
+    again = Checkpoints(tmp_path / "checkpoints", keep=2)
+    again.save(2, state, {"cursor": 1})
+    assert not list((tmp_path / "checkpoints").glob("*-tmp*"))
+
+
+COMMAND = """
+import errno, os, threading
+from dapo_jax.run import command
+def main(_):
+    def fail():
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/quota/file")
+    thread = threading.Thread(target=fail, name="writer")
+    thread.start()
+    thread.join()
+    with open("/dev/full", "wb") as file:
+        file.write(b"x" * 100_000)
+command.run(main)
+"""
+
+
+def test_a_command_ends_with_one_line_also_where_threads_fail():
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "writer: /quota/file: the disk quota is used up (EDQUOT); make room or raise the quota, "
+        "and give the same command again",
+        "error: the storage: no space is left on the disk (ENOSPC); make room and give the same "
+        "command again",
+        "(--debug shows where)",
+    ]
+
+
+KNOWN_FLAGS = {"workdir": None, "config": None, "debug": None}
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("config.num_steps=3", "--config.num_steps=3"),
+        ("num_steps=3", "--config.num_steps=3"),
+        ("-algo.eps_high=0.3", "--config.algo.eps_high=0.3"),
+        ("config.eps_high=0.3", "--config.algo.eps_high=0.3"),
+        ("workdir=runs/a", "--workdir=runs/a"),
+        ("wrkdir=runs/a", "--workdir=runs/a"),
+    ],
+)
+def test_an_argument_without_dashes_is_refused(argument, meant):
+    """A sweep with `config.num_steps=3` ran the recipe as it was, in silence."""
+    message = arguments.leftover([argument], KNOWN_FLAGS, tiny.get_config())
+    assert message.endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--config.eps_high=0.3", "--config.algo.eps_high"),
+        ("--config.data.path=a", "--config.data.train.path"),
+        ("--config.alog.eps_high=0.3", "--config.algo.eps_high"),
+        ("--config.learning_rat=1", "--config.learner.learning_rate"),
+        ("--noconfig.dynamic_samplng", "--config.algo.dynamic_sampling"),
+        ("--config.eval.sets.arithmetic.top_q=1", "--config.eval.sets.arithmetic.top_p"),
+    ],
+)
+def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
+    """Only keys of the section that was named were compared, so most hints were missing."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values)
+    values["config"].parser = arguments.RecipeParser("config")
+    command = ["command", "--config=configs/tiny.py", flag]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(flags.Error, match=rf"Did you mean {re.escape(meant)}\?"):
+        values(command)
+
+
+def test_a_row_reaches_tensorboard_at_once_and_again_on_resume(tmp_path):
+    """A stop ends the process between a row and TensorBoard's flush: the row was lost for good."""
+
+    def steps():
+        return {event.step: event for event in _events(tmp_path) if event.summary.value}
+
+    writer = MetricsWriter(tmp_path, resume_step=None)
+    for step in range(3):
+        writer.write({"step": step, "x": step / 2})
+    assert list(steps()) == [0, 1, 2]  # before it is closed
+    last = max((tmp_path / "tensorboard").iterdir())
+    last.write_bytes(last.read_bytes()[:-40])  # the last row did not get there
+    MetricsWriter(tmp_path, resume_step=2).close()
+    assert steps()[2].summary.value[0].simple_value == 1.0
+    for file in (tmp_path / "tensorboard").iterdir():
+        file.unlink()
+    MetricsWriter(tmp_path, resume_step=2).close()
+    assert list(steps()) == [0, 1, 2]
+
+
+def _events(workdir):
+    """The whole events of all files."""
+    from tensorboardX.proto import event_pb2
+
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data, at = path.read_bytes(), 0
+        while at + 12 < len(data):
+            end = at + 16 + int.from_bytes(data[at : at + 8], "little")
+            if end <= len(data):
+                yield event_pb2.Event.FromString(data[at + 12 : end - 4])
+            at = end
+
+
+def test_rows_are_not_cut_without_a_copy(tmp_path):
+    """A resume with an empty checkpoint directory erased metrics.jsonl; twice: two copies."""
+    for times in (1, 2):
+        with MetricsWriter(tmp_path, resume_step=None) as writer:
+            for step in range(3):
+                writer.write({"step": step, "x": times})
+    (note,) = writer.notes
+    assert note.startswith("3 rows from step 0 on are of work that is done again; kept in ")
+    MetricsWriter(tmp_path, resume_step=0).close()
+    copies = [read_rows(tmp_path / f"metrics.cut-{n}.jsonl") for n in (1, 2)]
+    assert [[(row["step"], row["x"]) for row in rows] for rows in copies] == [
+        [(0, 1), (1, 1), (2, 1)],
+        [(1, 2), (2, 2)],
+    ]
+
+
+def test_rows_do_not_begin_anew_where_somebody_moved_them(tmp_path):
+    """A row went to a file that no name led to any more, or to a new one: nobody was told."""
+    with MetricsWriter(tmp_path / "run", resume_step=None) as writer:
+        writer.write({"step": 0})
+        (tmp_path / "run").rename(tmp_path / "moved")
+        with pytest.raises(FileNotFoundError, match=r"run/metrics\.jsonl"):
+            writer.write({"step": 1})
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_lock_names_who_has_it_and_ends_with_him(tmp_path):
+    """Two runs in one directory both went on and mixed their rows."""
+    with lock.locked(tmp_path):
+        found = json.loads((tmp_path / lock.NAME).read_text())
+        assert (found["pid"], found["host"]) == (os.getpid(), os.uname().nodename)
+        with pytest.raises(ValueError, match=rf"process {os.getpid()} on .*, since 20.*run\.lock"):
+            lock.locked(tmp_path).__enter__()
+    assert not (tmp_path / lock.NAME).exists()
+    (tmp_path / lock.NAME).write_bytes(b"")  # a full disk: its owner could not say who he was
+    with lock.locked(tmp_path):
+        pass
+
+
+def test_without_the_kernels_lock_a_process_is_known_by_its_birth(tmp_path, monkeypatch):
+    """Some file systems have no locks. A number of a process is given again to another one."""
+    monkeypatch.setattr(lock, "_lock", lambda descriptor: True)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        mine = lock._myself()
+        owner = mine | {"pid": other.pid, "born": lock._born(other.pid)}
+        (tmp_path / lock.NAME).write_text(json.dumps(owner))
+        with pytest.raises(ValueError, match=f"process {other.pid} on"), lock.locked(tmp_path):
+            pass
+        for dead in ({"born": owner["born"] - 1}, {"boot": "before"}, {"pid": 2**22 + 1}):
+            (tmp_path / lock.NAME).write_text(json.dumps(owner | dead))
+            with lock.locked(tmp_path):
+                pass
+        other.stdin.close()
+
+
+def test_every_start_is_recorded(tmp_path):
+    """Nothing in the directory said which code had made it, or how often it was started."""
+    config = tiny.get_config()
+    with (tmp_path / provenance.NAME).open("w") as file:
+        file.write('{"time": "20')  # killed in the middle of the line before
+    for _ in range(2):
+        provenance.add_start(tmp_path, config)
+    config.seed = 1
+    provenance.add_start(tmp_path, config)
+    with MetricsWriter(tmp_path, resume_step=None) as writer:
+        writer.write({"step": 0})
+    run = load_run(tmp_path)
+    digests = [start["config_sha256"] for start in run.starts]
+    assert len(digests) == 3 and digests[0] == digests[1] != digests[2]
+    start = run.starts[0]
+    assert start["versions"]["jax"] == jax.__version__ and start["versions"]["python"][0] == "3"
+    assert start["devices"] == {"kind": "cpu", "count": 4, "processes": 1}
+    assert (start["pid"], start["command"].split()[0]) == (os.getpid(), sys.orig_argv[0])
+    assert totals(run)["starts"] == "3"
+
+
+def test_the_commit_and_whether_files_differ_from_it(tmp_path):
+    def git(*command):
+        who = ["-c", "user.name=a", "-c", "user.email=b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *command], check=True)
+
+    assert provenance.code_version(tmp_path) == {"commit": None, "changed": None}
+    (tmp_path / "code.py").write_text("a")
+    git("init", "--quiet")
+    git("add", "code.py")
+    git("commit", "--quiet", "--message=first")
+    found = provenance.code_version(tmp_path)
+    assert re.fullmatch("[0-9a-f]{40}", found["commit"]) and found["changed"] is False
+    (tmp_path / "code.py").write_text("b")
+    assert provenance.code_version(tmp_path) == {"commit": found["commit"], "changed": True}
+
+
+def _evaluated(tmp_path, **changes):
+    config = tiny.get_config()
+    config.eval.update(changes)
+    scores = {"arithmetic": {"mean@8": 0.5}}
+    settings = evaluate.settings_of(config)
+    return record.write_own_results(tmp_path, 60, scores, settings)
+
+
+def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
+    """`evaluate` wrote eval/60.json, which was training's, whatever it was told to sample."""
+    settings = evaluate.settings_of(tiny.get_config())
+    record.write_results(tmp_path, 60, {"arithmetic": {"mean@8": 0.25}}, settings)
+    (one,) = _evaluated(tmp_path, temperature=0.6, top_p=0.95)
+    (other,) = _evaluated(tmp_path, temperature=0.6, top_p=0.95, max_prompts=16)
+    assert _evaluated(tmp_path, temperature=0.6, top_p=0.95) == [one]  # the same one again
+    assert one.name.startswith("60.arithmetic.t0.6_p0.95_k8_dapo_s0.")
+    assert other.name.startswith("60.arithmetic.t0.6_p0.95_k8_n16_dapo_s0.")
+    assert json.loads(one.read_text())["settings"]["arithmetic"]["top_p"] == 0.95
+    with MetricsWriter(tmp_path, resume_step=None) as writer:
+        writer.write({"step": 0})
+    labels = {path.name.split(".", 2)[2].removesuffix(".json") for path in (one, other)}
+    names = {"arithmetic", *(f"arithmetic {label}" for label in labels)}
+    assert {name for name, _ in load_run(tmp_path).evaluations} == names
+
+
+def test_responses_of_an_evaluation_are_saved(tmp_path):
+    example = Example(({"role": "user", "content": "1+1?"},), "2", "set", 7)
+    response = Response(np.array([1, 2]), np.zeros(2), True, "Answer: 2", Verdict(True, "2", "ok"))
+    group = Group(0, Prompt(np.array([1]), example), (response,) * 3)
+    record.write_responses(tmp_path, "60.set", [group])
+    with gzip.open(tmp_path / "eval" / "60.set.jsonl.gz", "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    assert [(row["sample"], row["response"]) for row in rows] == [
+        (n, "Answer: 2") for n in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"model.preset": "0.5b"}, "model.preset is '0.5b', but was ''"),
+        ({"tokenizer.chat": "template"}, "tokenizer.chat is 'template', but was 'none'"),
+        ({"learner.lora_rank": 8}, "learner.lora_rank is 8, but was 0"),
+        ({"model.path": str(ROOT / tiny.get_config().model.path)}, None),
+        ({"mesh.data": 1, "rollout.cache_mib": 8, "eval.top_p": 0.5, "seed": 3}, None),
+        ({"verifier.rules": "strict", "model.kernels": "cpu", "num_steps": 1}, None),
+    ],
+)
+def test_evaluate_compares_the_policy_with_the_runs(tmp_path, monkeypatch, changes, refused):
+    """It loaded a run's weights into whatever model the command line described."""
+    monkeypatch.chdir(ROOT)
+    config = tiny.get_config()
+    evaluate.check_same_policy(config, tmp_path)  # no run: nothing to compare
+    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    config.update_from_flattened_dict(changes)
+    if refused is None:
+        evaluate.check_same_policy(config, tmp_path)
+    else:
+        with pytest.raises(ValueError, match=re.escape(refused)):
+            evaluate.check_same_policy(config, tmp_path)
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(ValueError, match=r"config\.json is empty"):
+        evaluate.check_same_policy(config, tmp_path)
+
+
+def test_a_run_of_several_slices_converts_on_one_device(tmp_path):
+    """The recipe's slices were made into a mesh on the machine that converts: it has one."""
+    config = tiny.get_config()
+    config.mesh.slices, config.mesh.cpu_devices = 2, 4
+    programs = build.programs(config, vocab_size=384)
+    assert programs.mesh.shape["slice"] == 2
+    state = programs.start_state()
+    expected = jax.tree.leaves(jax.device_get(state.params))
+    checkpoints = build.checkpoints(config, tmp_path / "run", keep=2)
+    checkpoints.save(1, state, {"cursor": 0, "sampled_tokens_total": 0, "row": None})
+    checkpoints.close()
+    (tmp_path / "run" / "config.json").write_text(config.to_json_best_effort())
+    convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+    found = load_params(tmp_path / "hf", load_config(tmp_path / "hf"), dtype="float32")
+    assert all(map(np.array_equal, jax.tree.leaves(found), expected))
+
+
+def test_a_broken_file_of_json_lines_gets_no_half_line(tmp_path):
+    path = tmp_path / "starts.jsonl"
+    path.touch()
+    append_line(path, {"a": 1})
+    with pytest.raises(OSError, match=r"starts\.jsonl") as failed, small_files(20):
+        append_line(path, {"b": "x" * 50})
+    assert failed.value.errno == errno.EFBIG
+    assert path.read_bytes() == b'{"a": 1}\n'
