@@ -6,6 +6,7 @@ that answers with an error for a while is asked again, and damages nothing.
 """
 
 import errno
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from dapo_jax.run.storage import brief, is_damage, is_transient, patiently
 from sharding import hosts
 
 SHOWN_DIFFERENCES = 3
-DAMAGED = "damaged"  # the folder beside the checkpoints for those set aside
+DAMAGED = "damaged"
 PARAMS_MANIFEST = "manifest.json"  # of parameters alone, in their folder
 
 
@@ -104,7 +105,7 @@ class Checkpoints:
 
         abstract_state: ShapeDtypeStructs with shardings, the mesh's of this run. All processes
         take the same: one that any of them finds damaged is reported, the one before is taken, and
-        the damaged one is set aside, in the folder `damaged`. Raises ValueError if all are damaged
+        the damaged one is set aside, as `damaged.STEP.N`. Raises ValueError if all are damaged
         (they stay), since starting anew would overwrite the run, or if the newest undamaged one is
         another run's; OSError if they cannot be read for now.
         """
@@ -116,7 +117,8 @@ class Checkpoints:
                 state, progress = self._read(step, abstract_state, self.identity, report)
             except DamagedError as error:
                 damaged[step] = self._place_for_damaged(step)
-                report(f"{error}; trying the one before, and it is set aside in {damaged[step]}")
+                kept = damaged[step].name
+                report(f"{error}; trying the one before, which would leave this one as {kept}")
                 errors.append(error)
             else:
                 self._set_aside(damaged)
@@ -281,7 +283,8 @@ class Checkpoints:
         """Finds a name that no damaged checkpoint has yet."""
 
         def free():
-            places = (self.directory / DAMAGED / f"{step}.{n}" for n in range(10**6))
+            # Beside the others: a bucket has no empty folders to move it into.
+            places = (self.directory / f"{DAMAGED}.{step}.{n}" for n in itertools.count())
             return str(next(place for place in places if not place.exists()))
 
         return epath.Path(hosts.on_main(free))
@@ -291,7 +294,6 @@ class Checkpoints:
 
         def move():
             for step, place in damaged.items():
-                place.parent.mkdir(exist_ok=True)
                 (self.directory / str(step)).rename(place)
 
         if damaged:

@@ -66,7 +66,7 @@ def outcome_of(folder: pathlib.Path, fault: str) -> Outcome:
     right = all(jax.tree.leaves(same)) and progress == progress_at(step)
     if step == 2:
         return Outcome(fault, right, None, "" if right else "went on with wrong numbers")
-    kept = contents(folder / "damaged" / "2.0") == flipped
+    kept = contents(folder / "damaged.2.0") == flipped
     lost = "" if right and kept else "wrong numbers" if kept else "the damaged one was not kept"
     return Outcome(fault, right and kept, "checkpoint 2" in "".join(reports), lost)
 

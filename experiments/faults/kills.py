@@ -27,6 +27,7 @@ STEPS = 12
 SHORT = 1
 TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 POLL_SECONDS = 0.01
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 TRAIN = [
     *("-m", "dapo_jax.train", "--config=experiments/preemption/config.py"),
     *(f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"),
@@ -54,7 +55,7 @@ print(int(state["a"][12345]), progress)
 def start(arguments: list[str], log: pathlib.Path) -> subprocess.Popen:
     """Starts a Python program with its output in `log` and the programs compiled before."""
     compiled = {
-        "JAX_COMPILATION_CACHE_DIR": str(log.parent / "compiled"),
+        CACHE: os.environ.get(CACHE) or str(log.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

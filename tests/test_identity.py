@@ -1,0 +1,127 @@
+"""Whose run a checkpoint is: what differs is refused by its key, or said.
+
+The whole start of a run with each kind of changed input is in experiments/faults/inputs.py.
+"""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from configs import base
+from dapo_jax.run import checks, identity
+from dapo_jax.types import Example, Prompt
+from experiments.preemption.config import get_config
+
+
+def prompts(count: int, **answers: str) -> list[Prompt]:
+    """Makes prompts; answers: of the rows that have another one, r17="8"."""
+    return [
+        Prompt(
+            np.zeros(1, np.int32),
+            Example(
+                ({"role": "user", "content": f"{row}?"},), answers.get(f"r{row}", "7"), "f", row
+            ),
+        )
+        for row in range(count)
+    ]
+
+
+def data(train, held_out) -> types.SimpleNamespace:
+    """Makes the part of a run's data that its identity sees."""
+
+    def dataset(prompts):
+        return types.SimpleNamespace(prompts=prompts)
+
+    chosen = types.SimpleNamespace(dataset=dataset(held_out))
+    return types.SimpleNamespace(train=dataset(train), eval_sets={"arithmetic": chosen})
+
+
+def identity_of(train=None, held_out=None, **settings) -> dict:
+    config = get_config()
+    config.update_from_flattened_dict(settings)
+    whole = data(train or prompts(20), held_out or prompts(5))
+    saved = json.dumps(identity.of_run(config, whole))
+    return json.loads(saved)
+
+
+def said_of(new: dict, old: dict | None = None) -> list[str]:
+    """Returns what is reported where the new run may go on."""
+    reports = []
+    identity.require_same(old or identity_of(), new, "checkpoint 5 in DIR", reports.append)
+    return reports
+
+
+def test_the_same_run_and_what_may_change_are_silent():
+    assert said_of(identity_of()) == []
+    changed = {"num_steps": 9, "checkpoint.every_steps": 1, "mesh.cpu_devices": 1}
+    assert said_of(identity_of(**changed)) == []
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (
+            {"train": prompts(20, r3="8", r17="9")},
+            r"checkpoint 5 in DIR is of another run: data.train: 2 of 20 prompts differ, the first "
+            r"at row 3",
+        ),
+        ({"train": prompts(21)}, r"data.train has 21 prompts, not 20"),
+        ({"train": prompts(20)[::-1]}, r"20 of 20 prompts differ"),
+        ({"algo.eps_high": 0.24}, r"algo.eps_high is 0.24, but was 0.28\. Give what it had"),
+    ],
+    ids=["answers", "added", "order", "recipe"],
+)
+def test_another_input_is_refused_by_its_key(new, message):
+    """A changed or added row, and another recipe under the same checkpoint.directory, went on."""
+    with pytest.raises(identity.OtherRunError, match=message):
+        said_of(identity_of(**new))
+
+
+def test_another_evaluation_set_is_said():
+    (report,) = said_of(identity_of(held_out=prompts(5, r2="8")))
+    assert report.startswith("eval.sets.arithmetic: 1 of 5 prompts differ, the first at row 2:")
+
+
+def test_a_large_set_has_a_thousand_digests_and_names_the_block():
+    old, new = (identity.of_prompts(prompts(5_000, **row)) for row in ({}, {"r4001": "8"}))
+    assert len(old["digests"]) == 625
+    (difference,) = identity._data_differences({"data.train": old}, {"data.train": new})
+    assert difference == ("data.train: 1 of 625 blocks of 8 prompts differ, the first at row 4000")
+
+
+def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
+    """What a task keeps for its grader may be anything; an object's text has its address."""
+
+    def digest(extra):
+        example = Example(({"role": "user", "content": "?"},), "7", "f", 0, extra)
+        return identity.of_prompts([Prompt(np.zeros(1, np.int32), example)])["digests"]
+
+    assert digest(object()) == digest(object())
+    assert digest(np.arange(3)) != digest(np.arange(4))
+
+
+@pytest.mark.parametrize(("finished", "refused"), [(2, False), (3, True), (40, True)])
+def test_rows_without_a_checkpoint_are_no_new_run(tmp_path, finished, refused):
+    """An empty checkpoint directory, a bucket not mounted, erased the rows of 40 steps.
+
+    A run that was killed before its first save, which up to two steps may wait for, begins anew.
+    """
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(finished))
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    config = get_config()
+    config.checkpoint.every_steps = 1
+    if not refused:
+        identity.check_checkpoint_is_there(config, tmp_path, "DIR")
+        return
+    with pytest.raises(ValueError, match=rf"has {finished} finished steps, but DIR has no check"):
+        identity.check_checkpoint_is_there(config, tmp_path, "DIR")
+
+
+def test_fewer_steps_than_are_done_are_refused():
+    config = base.get_config()
+    config.num_steps = 4
+    checks.check_steps_left(config, 4, "DIR")
+    with pytest.raises(ValueError, match=r"num_steps = 4, but the run in DIR has finished 5"):
+        checks.check_steps_left(config, 5, "DIR")
