@@ -24,13 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.run import stops
+from dapo_jax.run import failures, stops
 from dapo_jax.run.checkpoint import Checkpoints
 from sharding import hosts
 
 PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while there are so many
 POLL_SECONDS = 0.5
-SHOWN_ERROR = 300
 HOST_MEMORY = "pinned_host"  # JAX's kind of the host's memory that devices copy to directly
 
 
@@ -69,6 +68,7 @@ class Snapshots:
         self._stop_name = ""  # the signal that stops the run
         self._stopped_at: float | None = None  # when it came
         self._error: BaseException | None = None
+        self._unsaved: BaseException | None = None  # of the last save, where the run went on
         self._orders = 0
 
     def __enter__(self) -> "Snapshots":
@@ -90,6 +90,7 @@ class Snapshots:
             self._saver.join()
         self._stops.__exit__()
         if kind is None:
+            self._error = self._error or self._unsaved  # there is no next one due
             self._raise_error()
 
     def take(self, step: int, state: Any, progress: dict, *, force: bool = False) -> None:
@@ -141,6 +142,7 @@ class Snapshots:
     def _save(self, snapshot: Snapshot) -> None:
         try:
             self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
+            self._unsaved = None
         except Exception as error:
             if hosts.count() > 1:
                 raise
@@ -153,14 +155,15 @@ class Snapshots:
     def _take_note(self, what: str, error: Exception) -> None:
         """Has the run end with the error, or says it; a stop tries again with the newest one."""
         if self._goes_on:
+            self._unsaved = error
             how = 'with the next one due (checkpoint.on_failed_save = "continue")'
-            self.say(f"{what}: {_explain(error)[0]}. The run goes on {how}")
+            self.say(f"{what}: {failures.explain(error)[0]}. The run goes on {how}")
         else:
             self._error = error
 
     def _fail(self, error: Exception) -> None:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""
-        line, status = _explain(error)
+        line, status = failures.explain(error)
         if self._stopped_at is not None:
             line = f"{self._stop_name}: the last finished step could not be saved: {line}"
             hosts.end(line, hosts.RETRYABLE, say=self.say)
@@ -247,8 +250,3 @@ def _copy(structure, shardings):
         return jax.tree.map(jnp.copy, state)
 
     return jax.jit(copy, out_shardings=jax.tree.unflatten(structure, shardings))
-
-
-def _explain(error: BaseException) -> tuple[str, int]:
-    """Returns a line for a person and the exit status of a failed save."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN_ERROR]}", 1
