@@ -166,7 +166,7 @@ class Snapshots:
         line, status = failures.explain(error)
         if self._stopped_at is not None:
             line = f"{self._stop_name}: the last finished step could not be saved: {line}"
-            hosts.end(line, hosts.RETRYABLE, say=self.say)
+            hosts.end(line, hosts.RETRYABLE)
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -184,7 +184,9 @@ class Snapshots:
         self._exit(f"{step} finished steps are saved ({when}); give the command again")
 
     def _exit(self, message: str) -> None:
-        hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=self.say)
+        # Only the main process has a display: the others say it as well, for their own logs.
+        say = self.say if hosts.is_main_host() else None
+        hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)
 
     def _next_order(self) -> str:
         return self._order() if hosts.is_main_host() else self._received_order()
