@@ -42,6 +42,7 @@ PARTING_SECONDS = (
 STORE_SECONDS = 1.0  # the longest that a process that ends waits for the store, which may be gone
 SHOWN_ERROR = 200
 # How a collective, the key-value store or a TPU says that another process is not there any more.
+GLOO = re.compile(r"[A-Z_]+: .*[Gg]loo", re.DOTALL)  # a ValueError
 LOST = re.compile(
     r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |[A-Z_]+: .*([Gg]loo|[Cc]oordination service"
     r"|heartbeat|[Bb]arrier|[Cc]onnection (reset|closed|refused)|[Bb]roken pipe|Socket closed"
@@ -246,9 +247,8 @@ def ending_when_a_peer_is_lost() -> Iterator[None]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Tells whether JAX raised it because another process is gone: not all are JaxRuntimeError."""
-    kinds = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)
-    if isinstance(error, kinds) and LOST.match(str(error)):
+    """Tells whether JAX raised it because another process is gone."""
+    if (LOST if isinstance(error, jax.errors.JaxRuntimeError) else GLOO).match(str(error)):
         return True
     before = error.__cause__ or error.__context__
     return before is not None and is_lost(before)

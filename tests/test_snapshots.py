@@ -262,6 +262,12 @@ def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
     assert len(said) == 1 and said[0].startswith("checkpoint 2 could not be saved: ")
     assert saved_steps(folder) == [1, 3]
 
+    with (
+        pytest.raises(OSError, match="no space left"),  # there is no next one due
+        Snapshots(Broken(), every_steps=1, say=said.append, on_failed_save="continue") as run,
+    ):
+        run.take(4, {"a": jnp.ones(1)}, {})
+
 
 @pytest.mark.parametrize("signalled", [[0], [1], [0, 1]])
 def test_whichever_process_gets_sigterm_all_save_the_same_snapshot(tmp_path, signalled):

@@ -24,9 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.run import stops
+from dapo_jax.run import failures, stops
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.failures import explain
 from sharding import hosts
 
 PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while there are so many
@@ -69,6 +68,7 @@ class Snapshots:
         self._stop_name = ""  # the signal that stops the run
         self._stopped_at: float | None = None  # when it came
         self._error: BaseException | None = None
+        self._unsaved: BaseException | None = None  # of the last save, where the run went on
         self._orders = 0
 
     def __enter__(self) -> "Snapshots":
@@ -90,6 +90,7 @@ class Snapshots:
             self._saver.join()
         self._stops.__exit__()
         if kind is None:
+            self._error = self._error or self._unsaved  # there is no next one due
             self._raise_error()
 
     def take(self, step: int, state: Any, progress: dict, *, force: bool = False) -> None:
@@ -141,6 +142,7 @@ class Snapshots:
     def _save(self, snapshot: Snapshot) -> None:
         try:
             self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
+            self._unsaved = None
         except Exception as error:
             if hosts.count() > 1:
                 raise
@@ -153,17 +155,18 @@ class Snapshots:
     def _take_note(self, what: str, error: Exception) -> None:
         """Has the run end with the error, or says it; a stop tries again with the newest one."""
         if self._goes_on:
+            self._unsaved = error
             how = 'with the next one due (checkpoint.on_failed_save = "continue")'
-            self.say(f"{what}: {explain(error)[0]}. The run goes on {how}")
+            self.say(f"{what}: {failures.explain(error)[0]}. The run goes on {how}")
         else:
             self._error = error
 
     def _fail(self, error: Exception) -> None:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""
-        line, status = explain(error)
+        line, status = failures.explain(error)
         if self._stopped_at is not None:
             line = f"{self._stop_name}: the last finished step could not be saved: {line}"
-            hosts.end(line, hosts.RETRYABLE, say=self.say)
+            hosts.end(line, hosts.RETRYABLE)
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -181,7 +184,9 @@ class Snapshots:
         self._exit(f"{step} finished steps are saved ({when}); give the command again")
 
     def _exit(self, message: str) -> None:
-        hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=self.say)
+        # Only the main process has a display: the others say it as well, for their own logs.
+        say = self.say if hosts.is_main_host() else None
+        hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)
 
     def _next_order(self) -> str:
         return self._order() if hosts.is_main_host() else self._received_order()

@@ -96,7 +96,8 @@ def outcome_of(case: Case, folder: pathlib.Path) -> Outcome:
         seconds = time.monotonic() - began
     outputs = [log.read_text() for log in logs(case, folder, case.phase)]
     faults = [*wrong_statuses(case, statuses), *wrong_saves(case, folder, before)]
-    if seconds > SECONDS + (SECONDS if case.what == "SIGSTOP" else 0):
+    limit = {"SIGSTOP": 2 * SECONDS, "error": FINISH_SECONDS}.get(case.what, SECONDS)
+    if seconds > limit:  # a frozen process has its own seconds, an error comes from the start
         faults.append(f"{seconds:.0f} s")
     if case.phase != "failing":
         faults += wrong_end(case, folder)

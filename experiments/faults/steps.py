@@ -25,7 +25,7 @@ PHASES = ("starting", "compiling", "reducing", "waiting", "saving")
 STEP, STEPS, EVERY_STEPS = 3, 9, 4
 READY = "the phase is under way"
 SECONDS = 90
-SAVING_SECONDS = 2.0  # how long a slow storage takes
+SAVING_SECONDS = 4.0  # how long a slow storage takes
 NUMBERS = 2**20  # of a sum over all devices: 4 MB of each
 
 
