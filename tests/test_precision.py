@@ -10,6 +10,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params
 from sharding import rules
 from sharding.mesh import make_mesh
+from tests.quick import jit
 from tests.test_learner import LEARNING
 
 # Without clips, where a ratio near a bound rounds to either side of it, and in float32 too.
@@ -82,7 +84,7 @@ def gradients(params, start_weights, batch: Batch, learning, *, sizes, mesh=(1, 
     state = init_state(params, learning)
     state_shardings = learner.shardings_like_params(state, shardings, rules.replicated(mesh))
     graph, _ = abstract_params(sizes)
-    update = jax.jit(
+    update = jit(
         functools.partial(learner.update, graph=graph, mesh=mesh, learning=learning),
         out_shardings=(state_shardings, rules.replicated(mesh)),
     )
@@ -131,28 +133,29 @@ def check(sizes, batch, *, mesh=(1, 1, 1), micro_batches=1, lora=None) -> None:
         assert max(row.values()) < ROUNDING, row
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_gradient_in_bfloat16_is_float32s_to_rounding(tied):
     """The embedding's gradient was 62 % off at 16,384 tokens, its most frequent row 117 %.
 
     The lookup read a table that was rounded before, so that its gradient was a sum in bfloat16;
     those of biases and scales were too (up to 17 %). Parameters reach what uses them in float32.
     """
-    sizes = model(vocabulary=2_048, width=32, layers=1, tied=tied)
+    sizes = model(vocabulary=1_024, width=16, layers=1, tied=tied)
     check(sizes, zipf_batch(sizes, tokens=16_384, rows=8, micro_batch_rows=8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 2, 2), (2, 2, 1)])
 def test_every_gradient_over_devices_and_micro_batches_is_float32s_to_rounding(mesh):
-    sizes = model(vocabulary=8_192, width=64, layers=2, tied=mesh[2] == 1)
-    batch = zipf_batch(sizes, tokens=32_768, rows=16, micro_batch_rows=8)
+    """Over 1, 2, 4 and 8 devices each parameter's error was the same to four digits."""
+    sizes = model(vocabulary=2_048, width=32, layers=2, tied=mesh[2] == 1)
+    batch = zipf_batch(sizes, tokens=16_384, rows=16, micro_batch_rows=8)
     check(sizes, batch, mesh=mesh, micro_batches=2)
 
 
 @pytest.mark.slow
 def test_the_factors_gradients_in_bfloat16_are_float32s_to_rounding():
-    sizes = model(vocabulary=2_048, width=64, layers=2, tied=True)
+    sizes = model(vocabulary=1_024, width=16, layers=2, tied=True)
     lora = Lora(rank=4, alpha=8.0, targets=tuple(MATRICES))
     check(sizes, zipf_batch(sizes, tokens=16_384, rows=8, micro_batch_rows=8), lora=lora)
 
@@ -163,7 +166,7 @@ SUMS = ("dot_general", "reduce_sum", "scatter-add", "psum", "reduce_scatter", "a
 def sums_of_shapes(jaxpr, shapes):
     """Yields (primitive, shape, dtype) of each sum in a jaxpr, inner ones too, of such a shape."""
     for eqn in jaxpr.eqns:
-        for inner in jax.core.jaxprs_in_params(eqn.params):
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from sums_of_shapes(inner, shapes)
         for out in eqn.outvars:
             shape = tuple(sorted(n for n in out.aval.shape if n > 1))
@@ -187,10 +190,13 @@ def test_what_devices_add_up_is_float32(tied):
     jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, None, batch)
     shapes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        of_layer = leaf.shape[1:] if "layers" in jax.tree_util.keystr(path) else leaf.shape
-        one = tuple(sorted(n for n in of_layer if n > 1))
-        shapes |= {one: path, tuple(sorted((int(np.prod(of_layer[:-1])), of_layer[-1]))): path}
-    found = list(sums_of_shapes(jaxpr.jaxpr, shapes))
-    assert {shapes[shape] for _, shape, _ in found} == set(shapes.values())
-    narrow = [(name, shape) for name, shape, dtype in found if dtype != jnp.float32]
+        name = jax.tree_util.keystr(path)
+        of_layer = leaf.shape[1:] if "layers" in name else leaf.shape
+        # Products are made of matrices, too, with the parameter's other axes as one.
+        flat = [(int(np.prod(of_layer[:i])), int(np.prod(of_layer[i:]))) for i in (1, -1)]
+        shapes[name] = {tuple(sorted(n for n in one if n > 1)) for one in (of_layer, *flat)}
+    found = list(sums_of_shapes(jaxpr.jaxpr, set.union(*shapes.values())))
+    seen = {shape for _, shape, _ in found}
+    assert all(seen & ways for ways in shapes.values())
+    narrow = [(kind, shape) for kind, shape, dtype in found if dtype != jnp.float32]
     assert not narrow, narrow

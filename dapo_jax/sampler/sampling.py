@@ -93,7 +93,7 @@ def sample_token(logits_RV, uniform_R, *, axis: str | None):
     if axis is not None:
         token_R = jax.lax.psum(jnp.where(here_R, token_R, 0), axis)
         logit_R = jax.lax.psum(jnp.where(here_R, logit_R, 0.0), axis)
-    return token_R, logit_R - max_R - jnp.log(jnp.sum(sum_RN, axis=-1))
+    return token_R, logit_R - max_R - jnp.log(total(sum_RN))
 
 
 def pick(weight_RN, uniform_R):
@@ -102,16 +102,21 @@ def pick(weight_RN, uniform_R):
     Returns (index_R, rest_R): where in its entry the uniform number lies, as one in (0, 1).
     Running sums are integers. They are exact in whatever order they are added, so they never fall
     and an entry of weight 0 is never picked; those of float32 rise and fall by their rounding, and
-    entries behind the last one with any weight were picked.
+    entries of weight 0 beside a possible one were picked.
     """
-    scale_R1 = WHOLE / jnp.sum(weight_RN, axis=-1, keepdims=True)
-    cdf_RN = jnp.cumsum(jnp.round(weight_RN * scale_R1).astype(jnp.uint32), axis=-1)
-    total_R = cdf_RN[:, -1]
-    target_R = (uniform_R * total_R.astype(jnp.float32)).astype(jnp.uint32)
-    target_R = jnp.minimum(target_R, total_R - 1)  # the product may be rounded up
+    scale_R = WHOLE / total(weight_RN)
+    cdf_RN = jnp.cumsum(jnp.round(weight_RN * scale_R[:, None]).astype(jnp.uint32), axis=-1)
+    end_R = cdf_RN[:, -1]
+    target_R = (uniform_R * end_R.astype(jnp.float32)).astype(jnp.uint32)
+    target_R = jnp.minimum(target_R, end_R - 1)  # the product may be rounded up
     index_R = jnp.argmax(cdf_RN > target_R[:, None], axis=-1)
-    end_R = jnp.take_along_axis(cdf_RN, index_R[:, None], axis=1)[:, 0]
+    after_R = jnp.take_along_axis(cdf_RN, index_R[:, None], axis=1)[:, 0]
     before_R = jnp.take_along_axis(cdf_RN, jnp.maximum(index_R - 1, 0)[:, None], axis=1)[:, 0]
     before_R = jnp.where(index_R > 0, before_R, 0)
-    rest_R = ((target_R - before_R).astype(jnp.float32) + 0.5) / (end_R - before_R)
+    rest_R = ((target_R - before_R).astype(jnp.float32) + 0.5) / (after_R - before_R)
     return index_R, rest_R
+
+
+def total(weight_RN):
+    """Adds up each row, in one order: of a sum of sums XLA would make another one."""
+    return jnp.cumsum(weight_RN, axis=-1)[:, -1]
