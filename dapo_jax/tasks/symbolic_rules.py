@@ -103,7 +103,9 @@ _BASE = re.compile(r"(?<=[\d)])_(?:\{?(\w+)\}?)")
 _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[]")
-_DANGLES = re.compile(r"[-+*/^=,]$|^[*/^=,]|->|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'")
+_DANGLES = re.compile(
+    r"[-+*/^=,]$|^[*/^=,]|->|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'"
+)
 
 
 def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[str, str]:
