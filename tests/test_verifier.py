@@ -287,22 +287,22 @@ def _graded(rules):
 @pytest.mark.parametrize(
     ("rules", "wrong_rewarded", "right_refused"),
     [
-        ("dapo", 61, 126),  # the reference's own
+        ("dapo", 65, 126),  # the reference's own
         ("strict", 0, 46),
         ("strict_box", 5, 218),
         ("math_verify", 0, 1),
     ],
 )
 def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
-    """Of 439 wrong answers `strict` rewarded 48 and `math_verify` 113, now none.
+    """Of 568 wrong answers `strict` rewarded 50 and `math_verify` 139, now none.
 
     Such as "I give up after 42 tries", "It cannot be 42", `5=7` for 7, `691_{1369}` for 691, `7 km`
     for `7 m`, `x=5` for `y=5`, and "Answer: 42" with "No wait" after it. Of 262 right ones they
-    refused 50 and 25. The five of `strict_box` are boxes with "not" before or "no wait" after them.
+    refused 50 and 25. The five of `strict_box` have "not", "no wait" or another box around theirs.
     """
     rows, verdicts = _graded(rules)
     assert sum(row["right"] for row in rows) == 262
-    assert len(rows) == 262 + 439
+    assert len(rows) == 262 + 568
     wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
     refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)

@@ -96,14 +96,16 @@ _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:operatorname|mathbb)\{\w+\}|
 _FUNCTIONS = re.compile(r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|gcd|lcm|max|min|mod")
 _AND = re.compile(r",?(?:\\text\{)?,? ?\b(?:and|or)\b ?\}?,?")
 _ORDER = re.compile(
-    r"[<>≤≥≠≈~|]|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])"
+    r"^\[|[<>≤≥≠≈~|]|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])"
 )
-_CLIPPED = re.compile(r"\.\.|…|\\[a-z]?dots|\\overline|\\overset")
+_CLIPPED = re.compile(r"\.\.|…|\\[a-z]?dots|\\overline|\\overset|\\[bp]?mod(?![a-z])")
 _BASE = re.compile(r"(?<=[\d)])_(?:\{?(\w+)\}?)")
 _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[]")
-_DANGLES = re.compile(r"[-+*/^=,]$|^[*/^=,]|->|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]")
+_DANGLES = re.compile(
+    r"[-+*/^=,]$|^[*/^=,]|->|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'"
+)
 
 
 def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[str, str]:

@@ -137,7 +137,8 @@ def _hostile(rng: random.Random, rules: str) -> Hostile:
     elif kind == "huge":
         response = (place(_soup(rng)) + "\n") * rng.randrange(1, 3000)
     else:
-        noise = "" if kind == "right" else rng.choice((_soup, _bomb))(rng) + "\n"
+        # The full stop: to the reference "Answer:" at the end of a line goes on with the next one.
+        noise = "" if kind == "right" else rng.choice((_soup, _bomb))(rng) + ".\n"
         response = noise + place(str(truth))
     return Hostile(kind, response, str(truth), kind.startswith("right"))
 
