@@ -47,7 +47,8 @@ def find_answer(response: str) -> tuple[str | None, str]:
     r"""Finds the answer and the text that follows it; None where there is none.
 
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
-    by "," or "and", or what a later sentence "The answer is ..." says. No other number counts.
+    by "," or "and", or what a later sentence "The answer is ..." says. A response that is one line
+    of formula and nothing else is its own answer. No other number counts.
     """
     answer, rest = last_answer(response)
     if answer is not None:
@@ -57,7 +58,18 @@ def find_answer(response: str) -> tuple[str | None, str]:
     boxes, phrases = _boxes(tail), list(_PHRASE.finditer(tail))
     if phrases and not (boxes and phrases[-1].start() < boxes[-1][2]):
         return phrases[-1][1], tail[phrases[-1].end() :]
-    return _last_boxes(tail, boxes) if boxes else (None, "")
+    if boxes:
+        return _last_boxes(tail, boxes)
+    return (response if _is_formula(response) else None), ""
+
+
+def _is_formula(response: str) -> bool:
+    """Tells whether a whole response is one line without words, but for a unit after a number."""
+    text = response.strip()
+    if not text or "\n" in text or len(text) > MAX_FORMULA_CHARS:
+        return False
+    read = read_answer(text)
+    return not _words(read.form) and text.count("$") + text.count(r"\(") <= 4
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
