@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command
+from dapo_jax.run.alarms import require_finite
 from dapo_jax.run.files import read_json
 from dapo_jax.untrusted import present
 from models import families, hf
@@ -70,6 +71,8 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
         params, config, kept = load_orbax(from_path, dtype=dtype)
     else:
         params, config, kept, tokenizer_path = load_run(from_path, step, dtype=dtype)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # host arrays may be large
+        require_finite(params, f"--from={source} in {dtype}", sizes=config)
 
     files = [name for name in TOKENIZER_FILES if present(tokenizer_path / name)]
     to_path.mkdir(parents=True, exist_ok=True)

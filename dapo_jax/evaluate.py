@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from configs.base import eval_settings
 from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
+from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.checks import differences
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.files import read_json
@@ -183,6 +184,7 @@ def main(_):
     checkpoints.close()
     # LoRA adapts them; the KL term, which needs them too, is training's.
     start_weights = programs.load_start_weights() if programs.learning.lora else None
+    require_finite_start(programs, checkpoints.directory, step, params, start_weights)
     sampler_params = programs.reshard(params, start_weights)
     settings = settings_of(config)
 

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save_file
 
 from configs import base
-from dapo_jax.convert import convert, load_orbax
+from dapo_jax.convert import convert, load_orbax, save_orbax
 from dapo_jax.run import build
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.untrusted import MAX_JSON_BYTES
@@ -731,6 +731,18 @@ def test_convert_copies_no_file_that_a_directory_only_links_to(folder, tmp_path)
     (folder / "tokenizer.json").symlink_to("/etc/passwd")
     with pytest.raises(ValueError, match=r"tokenizer\.json is a link to /etc/passwd"):
         convert(f"hf:{folder}", f"orbax:{tmp_path / 'out'}", dtype="float32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_refuses_numbers_that_are_not_finite(folder, tmp_path):
+    """A number beyond float16's range became infinity in the new directory, and nobody said so."""
+    convert(f"hf:{folder}", f"orbax:{tmp_path / 'orbax'}", dtype="float32")
+    params, config, kept = load_orbax(tmp_path / "orbax", dtype="float32")
+    params["final_norm_D"] = params["final_norm_D"].copy()
+    params["final_norm_D"][3] = 1e6
+    save_orbax(params, config, tmp_path / "large", kept=kept)
+    with pytest.raises(ValueError, match=r"large in float16: a value of model\.norm.* is inf"):
+        convert(f"orbax:{tmp_path / 'large'}", f"hf:{tmp_path / 'out'}", dtype="float16")
     assert not (tmp_path / "out").exists()
 
 

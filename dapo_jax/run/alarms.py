@@ -89,9 +89,12 @@ def _place(name: str, index: list[int], sizes: ModelConfig | None) -> str:
 
 
 def require_finite_start(
-    programs: Programs, directory, first_step: int, state: TrainState, start_weights
+    programs: Programs, directory, first_step: int, state, start_weights: dict | None
 ) -> None:
-    """Refuses a start model or a checkpoint with numbers that are not finite (ValueError)."""
+    """Refuses a start model or a checkpoint with numbers that are not finite (ValueError).
+
+    state: what is trained, with its moments or without.
+    """
     path, replace = programs.config.model.path, "give another model.path"
     model = (
         f"model.path = {str(path)!r}" if path else f"random weights of seed {programs.config.seed}"
@@ -103,7 +106,8 @@ def require_finite_start(
             advice="move it away to go on with the one before, or give another --workdir",
         )
     else:
-        require_finite(state.params, model, advice=replace, sizes=programs.sizes)
+        params = state.params if isinstance(state, TrainState) else state
+        require_finite(params, model, advice=replace, sizes=programs.sizes)
     if start_weights is not None:
         require_finite(start_weights, model, advice=replace, sizes=programs.sizes)
 
