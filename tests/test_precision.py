@@ -21,7 +21,7 @@ from dapo_jax.types import Batch, Group, Prompt, Response
 from models.lora import MATRICES, Lora, init_adapters
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
-from models.transformer import abstract_params
+from models.transformer import Layer, abstract_params
 from sharding import rules
 from sharding.mesh import make_mesh
 from tests.quick import jit
@@ -159,6 +159,34 @@ def test_the_factors_gradients_in_bfloat16_are_float32s_to_rounding():
     sizes = model(vocabulary=1_024, width=16, layers=2, tied=True)
     lora = Lora(rank=4, alpha=8.0, targets=tuple(MATRICES))
     check(sizes, zipf_batch(sizes, tokens=16_384, rows=8, micro_batch_rows=8), lora=lora)
+
+
+class PlainBiases(Layer):
+    """Adds its biases as Qwen2's layer did when parameters came in the compute dtype."""
+
+    parameters = (*Layer.parameters, *(p for p in Qwen2Config.layer.parameters if "bias" in p.name))
+
+    def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
+        return q_BTNH + self.q_bias_NH[...], k_BTKH, v_BTKH + self.v_bias_KH[...]
+
+
+class PlainConfig(Qwen2Config):
+    layer = PlainBiases
+
+
+def test_a_family_that_adds_a_float32_bias_computes_in_the_compute_dtype():
+    """A family of one's own that did not know of `spread` failed in bfloat16, not in float32.
+
+    Its values were float32, and so was what its layer gave: "scan body function carry input and
+    carry output must have equal types".
+    """
+    graph, params = abstract_params(PlainConfig(64, 16, 32, 2, 2, 1, 8, True))
+    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    half = dataclasses.replace(SMOOTH, compute_dtype="bfloat16")
+    loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=half)
+    batch = learner.abstract_batch((2, 128), mesh)
+    gradient, _ = jax.eval_shape(jax.grad(loss, has_aux=True), params, None, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
 
 
 SUMS = ("dot_general", "reduce_sum", "scatter-add", "psum", "reduce_scatter", "add_any")
