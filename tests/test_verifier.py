@@ -308,6 +308,34 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
 
 
+@pytest.mark.parametrize("rules", ["strict", "math_verify"])
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        r"6 hours|6\text{ hrs}|6\text{ hr.}",
+        r"7 pounds|7\text{ lbs}|7\text{ lb}",
+        r"7 mph|7\text{ miles per hour}|7\text{ miles/hour}",
+        r"7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}",
+        r"2\text{ ft/sec}|2\text{ feet per second}",
+        r"8\text{ cm}^3|8\text{ cc}|8\text{ cubic centimeters}",
+        r"9 years|9\text{ years old}|9\text{ yrs}",
+        r"3 kg|3\text{ kgs}|3 kilograms",
+    ],
+)
+def test_a_unit_in_another_spelling_is_the_same_unit(rules, spellings):
+    """Units were told apart by their letters: "6 hours" for "6 hrs" was another unit, and wrong."""
+    spellings = spellings.split("|")
+    pairs = [(f"Answer: {one}", other) for one in spellings for other in spellings]
+    verdicts = [verify(*pair, rules=rules) for pair in pairs]
+    assert [v.status for v in verdicts] == ["correct"] * len(pairs)
+
+
+@pytest.mark.parametrize("answer", [r"6\text{ ms}", r"6\text{ lbs}", "6 km/h", r"6\text{ hrs}^2"])
+def test_a_short_unit_is_not_cut_to_another(answer):
+    verdicts = [verify(f"Answer: {answer}", rf"6\text{{ {u}}}", rules="strict") for u in ("m", "h")]
+    assert [v.status for v in verdicts] == ["other_unit"] * 2
+
+
 # Hardness
 
 
