@@ -595,6 +595,16 @@ def test_an_answer_that_hangs_is_ended_and_the_others_go_on(lone):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+def test_the_limit_of_time_holds_where_its_signal_is_ignored():
+    """Workers inherit what the run ignores; one with SIGPROF ignored graded on without a limit."""
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        with SymbolicVerifier(num_workers=1, cpu_seconds=0.2) as verifier:
+            assert verifier.verify(HANGS, "x^2").status == "timeout"
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
 def test_a_worker_that_is_killed_at_work_changes_no_verdict(lone):
     """A worker that was killed raised into the run, with "was not ready within 120 s" (3 of 3).
 

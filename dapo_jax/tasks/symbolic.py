@@ -268,6 +268,8 @@ def _grade_in_child(answer: str, truth: str, cpu_seconds: float) -> Verdict | No
 
 def _limit(cpu_seconds: float) -> None:
     """Limits this process: the kernel ends it by SIGPROF after so much CPU time."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a library of the run's may have it ignored
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # not every system has what follows
