@@ -627,7 +627,7 @@ def test_workers_that_are_killed_as_they_start_never_raise(lone):
 
 
 def test_a_pool_that_cannot_start_says_so_and_not_that_it_was_slow(monkeypatch):
-    monkeypatch.setattr("dapo_jax.tasks.symbolic._WORKER_PROGRAM", "import sys; sys.exit(7)")
+    monkeypatch.setattr("dapo_jax.tasks.interpreter._PROGRAM", "import sys; sys.exit(7)")
     with (
         SymbolicVerifier(num_workers=1) as verifier,
         pytest.raises(RuntimeError, match=r"3 math_verify workers .*ended with status 7"),
