@@ -18,7 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs.base import train_settings
-from dapo_jax.learner import TrainState, checked_names, leaf_names
+from dapo_jax.learner import TrainState, all_finite, checked_names, leaf_names
 from dapo_jax.run.build import Programs
 from dapo_jax.run.metrics import Step, step_row
 from dapo_jax.types import Rollouts
@@ -40,44 +40,41 @@ def require_finite(
 ) -> None:
     """Raises ValueError for the first array of a tree with a value that is not finite.
 
-    The check runs where the arrays are and copies none of them; on several processes all call it.
+    The check runs where the arrays are, one after the other; on several processes all call it.
     where: what the arrays are, as a message begins. sizes: of a model of which these are the
     weights, so that they are called by the names of its files.
     """
     leaves = jax.tree.leaves(tree)
-    bad_N = hosts.fetch(_count_bad(leaves))
-    if not bad_N.any():
+    # Not in one program: on a CPU what it compares of all arrays would lie in memory at once.
+    finite_N = [bool(hosts.fetch(_is_finite(leaf))) for leaf in leaves]
+    if all(finite_N):
         return
-    i = int(np.argmax(bad_N > 0))
-    index, value = hosts.fetch(_first_bad(leaves[i]))
+    i = finite_N.index(False)
+    index, value, count = hosts.fetch(_first_bad(leaves[i]))
     place = _place(leaf_names(tree)[i], [int(at) for at in index], sizes)
-    more = np.count_nonzero(bad_N) - 1
+    more = finite_N.count(False) - 1
     raise ValueError(
-        f"{where}: {place} is {value}; {bad_N[i]:,.0f} of its {leaves[i].size:,} values are not "
+        f"{where}: {place} is {value}; {count:,.0f} of its {leaves[i].size:,} values are not "
         f"finite" + (f", and some of {more} more arrays" if more else "") + f"; {advice}"
     )
 
 
-@jax.jit
-def _count_bad(leaves):
-    """Counts what is not finite in each array, exactly up to 16 million."""
-
-    def bad(leaf):
-        rows = jnp.sum(~jnp.isfinite(jnp.atleast_1d(leaf)), axis=-1, dtype=jnp.int32)
-        return jnp.sum(rows.astype(jnp.float32))
-
-    return jnp.stack([bad(leaf) for leaf in leaves])
+_is_finite = jax.jit(all_finite)
 
 
 @jax.jit
 def _first_bad(leaf):
-    """Finds (index, value) of an array's first value that is not finite."""
-    index = []
+    """Finds (index, value) of an array's first value that is not finite, and counts them all.
+
+    The count is exact up to 16 million.
+    """
+    rows = jnp.sum(~jnp.isfinite(jnp.atleast_1d(leaf)), axis=-1, dtype=jnp.int32)
+    count, index = jnp.sum(rows.astype(jnp.float32)), []
     for _ in range(leaf.ndim):
         bad = ~jnp.isfinite(leaf)
         index.append(jnp.argmax(bad.any(axis=range(1, leaf.ndim))))
         leaf = leaf[index[-1]]
-    return index, leaf
+    return index, leaf, count
 
 
 def _place(name: str, index: list[int], sizes: ModelConfig | None) -> str:
