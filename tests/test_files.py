@@ -59,6 +59,7 @@ def answered(status: int) -> Exception:
         (TimeoutError(errno.ETIMEDOUT, "reading took 30 s"), r"reading took 30 s; give the", 75),
         (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
+        (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
         (answered(429), r"\(HTTP 429\)", 75),
         (answered(404), r"the bucket said no", 1),
         (MemoryError("out of memory"), r"out of memory", 1),
