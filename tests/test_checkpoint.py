@@ -5,6 +5,7 @@ import errno
 import gc
 import pathlib
 import shutil
+import time
 
 import aiohttp
 import jax
@@ -245,6 +246,25 @@ def test_after_a_fallback_the_run_saves_the_lost_steps_again(folder):
     step, state, progress = checkpoints(folder).restore_latest(abstract(state_at(0)), report=fail)
     assert (step, progress) == (3, {"cursor": 99})
     assert_bitwise_equal(state, state_at(33))
+
+
+def test_a_machine_that_lists_the_damaged_one_for_a_while_waits(folder, monkeypatch):
+    """NFS lists a moved folder for a minute: that process saved the step no more, and the main one
+    waited for its digests for ever."""
+    truncate(largest_file(folder / "3"))
+    run = checkpoints(folder)
+    reload, calls = run._manager.reload, []
+
+    def late():
+        calls.append(None)
+        if len(calls) not in (2, 3):  # the first is before the restore
+            reload()
+
+    monkeypatch.setattr(run._manager, "reload", late)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    run.restore_latest(abstract(state_at(0)), report=lambda message: None)
+    assert len(calls) == 4
+    assert run.save(3, state_at(33), {"cursor": 99})
 
 
 def test_if_all_are_broken_the_run_stops_and_deletes_nothing(folder):
