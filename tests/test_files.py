@@ -22,7 +22,7 @@ from configs import tiny
 from dapo_jax import evaluate
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
-from dapo_jax.run import arguments, build, failures, lock, provenance, record
+from dapo_jax.run import arguments, build, command, failures, lock, provenance, record
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.files import MetricsWriter, append_line, read_rows, remove_leftovers
 from dapo_jax.run.snapshots import Snapshots
@@ -209,6 +209,15 @@ def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(flags.Error, match=rf"Did you mean {re.escape(meant)}\?"):
         values(command)
+
+
+def test_a_bucket_is_no_workdir():
+    """Everything went to a folder `gs:` beside the code, which a preempted machine loses."""
+    values = flags.FlagValues()
+    command.define_workdir(values)
+    with pytest.raises(flags.Error, match=r"workdir=gs://b/r.*checkpoint\.directory may be"):
+        values(["command", "--workdir=gs://b/r"])
+    values(["command", "--workdir=runs/r"])
 
 
 def test_a_row_reaches_tensorboard_at_once_and_again_on_resume(tmp_path):
