@@ -13,6 +13,7 @@ import pathlib
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -160,11 +161,14 @@ def tried(folder: pathlib.Path) -> str:
 def locked_by_a_live_run(folder: pathlib.Path, chance: random.Random) -> Outcome:
     """A second run is refused, also while the first is stopped, and leaves its files alone."""
     with holder(folder) as process:
+        if stopped := chance.random() < 0.5:
+            process.send_signal(signal.SIGSTOP)
         files = set(folder.rglob("*"))
         message = tried(folder)
         kept = bool(message) and files == set(folder.rglob("*"))
         said = f"process {process.pid} on " in message and str(folder / lock.NAME) in message
-    return Outcome("a second run", kept, said, "" if kept else "the first run's folder")
+    fault = f"a second run{', the first one stopped' if stopped else ''}"
+    return Outcome(fault, kept, said, "" if kept else "the first run's folder")
 
 
 def locked_by_a_dead_run(folder: pathlib.Path, chance: random.Random) -> Outcome:
