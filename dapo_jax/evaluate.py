@@ -219,7 +219,7 @@ def require_directory(workdir: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     CONFIG = command.define_config()
-    WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+    WORKDIR = command.define_workdir()
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )

@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Callable
 
 import jax
-from absl import flags, logging
+from absl import logging
 from ml_collections import ConfigDict
 
 from dapo_jax.algorithm import group_advantage, outcome_reward, soft_overlong_penalty
@@ -275,6 +275,6 @@ def main(_):
 
 if __name__ == "__main__":
     CONFIG = command.define_config()
-    WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+    WORKDIR = command.define_workdir()
     DISTRIBUTED = command.define_distributed()
     command.run(main)

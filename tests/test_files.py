@@ -22,9 +22,9 @@ from configs import tiny
 from dapo_jax import evaluate
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
-from dapo_jax.run import arguments, build, failures, lock, provenance, record
+from dapo_jax.run import arguments, build, command, failures, lock, provenance, record
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.files import MetricsWriter, append_line, read_rows
+from dapo_jax.run.files import MetricsWriter, append_line, read_rows, remove_leftovers
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 from experiments.faults.disks import small_files
@@ -59,6 +59,7 @@ def answered(status: int) -> Exception:
         (TimeoutError(errno.ETIMEDOUT, "reading took 30 s"), r"reading took 30 s; give the", 75),
         (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
+        (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
         (answered(429), r"\(HTTP 429\)", 75),
         (answered(404), r"the bucket said no", 1),
         (MemoryError("out of memory"), r"out of memory", 1),
@@ -210,6 +211,15 @@ def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
         values(command)
 
 
+def test_a_bucket_is_no_workdir():
+    """Everything went to a folder `gs:` beside the code, which a preempted machine loses."""
+    values = flags.FlagValues()
+    command.define_workdir(values)
+    with pytest.raises(flags.Error, match=r"workdir=gs://b/r.*checkpoint\.directory may be"):
+        values(["command", "--workdir=gs://b/r"])
+    values(["command", "--workdir=runs/r"])
+
+
 def test_a_row_reaches_tensorboard_at_once_and_again_on_resume(tmp_path):
     """A stop ends the process between a row and TensorBoard's flush: the row was lost for good."""
 
@@ -257,6 +267,29 @@ def test_rows_are_not_cut_without_a_copy(tmp_path):
         [(0, 1), (1, 1), (2, 1)],
         [(1, 2), (2, 2)],
     ]
+
+
+def test_rows_out_of_order_are_cut_without_a_loss(tmp_path):
+    """Two runs had mixed their rows: the copy had as many rows as were cut, but not those."""
+    mixed = [{"step": step, "x": x} for x, step in enumerate([0, 1, 2, 0, 1, 2, 3])]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    MetricsWriter(tmp_path, resume_step=1).close()
+    files = (tmp_path / name for name in ("metrics.jsonl", "metrics.cut-1.jsonl"))
+    kept, cut = ([row["x"] for row in read_rows(file)] for file in files)
+    assert (kept, cut) == ([0, 1, 3, 4], [2, 5, 6])
+
+
+def test_only_temporary_files_of_dead_processes_are_removed(tmp_path):
+    """A person's own file of that ending went, too, when it was an hour old."""
+    dead = tmp_path / f"config.json.{os.uname().nodename}.{2**22 + 1}.tmp"
+    elsewhere = tmp_path / "config.json.another-host.7.tmp"
+    live = tmp_path / f"config.json.{os.uname().nodename}.{os.getppid()}.tmp"
+    own = tmp_path / "notes.tmp"
+    for file in (dead, elsewhere, live, own):
+        file.touch()
+        os.utime(file, (0, 0))
+    assert set(remove_leftovers(tmp_path)) == {dead, elsewhere}
+    assert live.exists() and own.exists()
 
 
 def test_rows_do_not_begin_anew_where_somebody_moved_them(tmp_path):

@@ -100,6 +100,8 @@ def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
 
     assert digest(object()) == digest(object())
     assert digest(np.arange(3)) != digest(np.arange(4))
+    # A key that JSON does not have, or two that do not sort, ended the start with a TypeError.
+    assert digest({(0, 1): 2, "a": [{3: 4}]}) != digest({(0, 1): 2, "a": [{3: 5}]})
 
 
 @pytest.mark.parametrize(("finished", "refused"), [(2, False), (3, True), (40, True)])
@@ -117,6 +119,18 @@ def test_rows_without_a_checkpoint_are_no_new_run(tmp_path, finished, refused):
         return
     with pytest.raises(ValueError, match=rf"has {finished} finished steps, but DIR has no check"):
         identity.check_checkpoint_is_there(config, tmp_path, "DIR")
+
+
+def test_how_often_a_run_has_saved_is_what_its_recipe_said(tmp_path):
+    """Killed before its first save, and told to save more often: it was refused as one that lacks
+    its checkpoints."""
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(40))
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    config = get_config()
+    config.checkpoint.every_steps = 50
+    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    config.checkpoint.every_steps = 1
+    identity.check_checkpoint_is_there(config, tmp_path, "DIR")
 
 
 def test_fewer_steps_than_are_done_are_refused():

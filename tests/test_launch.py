@@ -516,7 +516,8 @@ def test_main_worker_mirrors_the_run(tmp_path):
     calls = loop.lines("calls")
     work = tmp_path / "work"
     pull = f"storage rsync gs://bucket/run/workdir {work} --recursive"
-    push = f"storage rsync {work} gs://bucket/run/workdir --exclude=^checkpoints/ --recursive"
+    left_out = "^checkpoints/|^run[.]lock$|[.]tmp$"
+    push = f"storage rsync {work} gs://bucket/run/workdir --exclude={left_out} --recursive"
     assert calls.index("storage rsync gs://bucket/data data --recursive") < calls.index(pull)
     assert calls.index(pull) < calls.index(push)
     assert calls.count(push) > 1  # while it trains, and at the end

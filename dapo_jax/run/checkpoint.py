@@ -23,6 +23,7 @@ from sharding import hosts
 
 SHOWN_DIFFERENCES = 3
 DAMAGED = "damaged"
+LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
 PARAMS_MANIFEST = "manifest.json"  # of parameters alone, in their folder
 
 
@@ -296,9 +297,15 @@ class Checkpoints:
             for step, place in damaged.items():
                 (self.directory / str(step)).rename(place)
 
-        if damaged:
-            hosts.on_main(move)
-            self._manager.reload()
+        if not damaged:
+            return
+        hosts.on_main(move)
+        until = time.monotonic() + LISTED_SECONDS
+        while self._manager.reload() or damaged.keys() & set(self._manager.all_steps()):
+            # With it in its list, this process would not save that step, and the others wait.
+            if time.monotonic() > until:
+                raise OSError(errno.ETIMEDOUT, "moved steps are still listed", str(self.directory))
+            time.sleep(1)
 
 
 def save_params(path, params) -> None:
@@ -307,7 +314,7 @@ def save_params(path, params) -> None:
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(path, params)
     described = {
-        name: (_shape(leaf), digests.text(_whole(np.asarray(leaf))[1]))
+        name: (_shape(leaf), digests.text(digests.of_whole(np.asarray(leaf))[1]))
         for name, leaf in _named(params).items()
     }
     manifest = {"arrays": described}
@@ -334,7 +341,7 @@ def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], 
         manifest = read(lambda: _read_manifest(path / PARAMS_MANIFEST))
         check(read(lambda: checkpointer.metadata(path).item_metadata.tree))
         params = read(lambda: checkpointer.restore(path, args=restore))
-    parts = {name: [_whole(leaf)] for name, leaf in _named(params).items()}
+    parts = {name: [digests.of_whole(leaf)] for name, leaf in _named(params).items()}
     if wrong := _differing(manifest["arrays"], [parts]):
         raise DamagedError(f"{path} cannot be read: {wrong}")
     return jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), params)
@@ -356,12 +363,6 @@ def _read_manifest(file: epath.Path) -> dict:
     if digests.of_json(manifest) != digest:
         raise ValueError(f"{file} is not what was saved")
     return manifest | {"digest": digest}
-
-
-def _whole(array: np.ndarray) -> tuple[tuple[int, ...], int]:
-    """Returns a host array's digest as its only part."""
-    starts = (0,) * array.ndim
-    return starts, digests.of_block(array, starts)
 
 
 def _differing(described: dict, processes: Sequence[dict]) -> str:

@@ -29,6 +29,20 @@ def define_config(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHold
     return holder
 
 
+def define_workdir(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines the flag of the run's directory, which is required."""
+    holder = flags.DEFINE_string(
+        "workdir", None, "The run's directory.", required=True, flag_values=flag_values
+    )
+    flags.register_validator(
+        "workdir",
+        lambda path: path is None or "://" not in path,
+        "it has to be a folder of this machine; --config.checkpoint.directory may be a bucket's",
+        flag_values=flag_values,
+    )
+    return holder
+
+
 def define_distributed() -> flags.FlagHolder:
     """Defines the flag of the commands that run on several hosts."""
     return flags.DEFINE_bool(

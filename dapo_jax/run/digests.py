@@ -42,6 +42,12 @@ def of_block(block: np.ndarray, starts: tuple[int, ...]) -> int:
     return int(np.einsum("r,r->", rows, first))
 
 
+def of_whole(array: np.ndarray) -> tuple[tuple[int, ...], int]:
+    """Returns a host array's digest as its only part."""
+    starts = (0,) * array.ndim
+    return starts, of_block(array, starts)
+
+
 def of_shards(array: jax.Array, *, replicas: bool) -> list[tuple[tuple[int, ...], int]]:
     """Lists (where it begins, its part of the digest) of this process's shards.
 

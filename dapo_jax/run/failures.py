@@ -55,7 +55,7 @@ CAUSES = {
         (
             *(errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH),
             *(errno.EHOSTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED),
-            *(errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO),
+            *(errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO, errno.ENOTCONN),
         ),
         LATER,
     ),
@@ -71,8 +71,12 @@ TEXTS = {
     },
     r"too many requests|service unavailable|bad gateway|gateway time-?out|internal server error"
     r"|(rateLimitExceeded|backendError)|max retries exceeded|temporary failure in name resolution"
-    r"|http (status|response|error)?( code)?:? ?(429|50[0234])": errno.EAGAIN,
+    r"|http (status|response|error)?( code)?:? ?(429|50[0234])"
+    r"|retry attempts failed|curl error": errno.EAGAIN,  # tensorstore's, of a bucket
 }
+OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
+# Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
+NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.")
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)  # of HTTP
 PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']")
 
@@ -89,7 +93,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     if found is None or is_refusal(error):
         return _brief(error), status
     if _own_text(error):
-        return f"{_own_text(error)}; {cause.advice}", status
+        place = f"{path}: " if path and path not in _own_text(error) else ""
+        return f"{place}{_own_text(error)}; {cause.advice}", status
     saved = next((e.saved_steps for e in _chain(error) if hasattr(e, "saved_steps")), None)
     parts = [f"{path or 'the storage'}: {cause.words} ({name}{_free(path, name)})", saved]
     line = f"{'. '.join(part for part in parts if part)}; {cause.advice}"
@@ -118,14 +123,25 @@ def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
         status = _http_status(link)
         if status in RETRIED_STATUS:
             return _text(path), LATER, f"HTTP {status}"
-        text = str(link)
-        for pattern, number in () if raised_by_us(link) else TEXTS.items():
-            if match := re.search(pattern, text, re.IGNORECASE):
-                quoted = PATH.search(text)
-                name = errno.errorcode[number] if number != errno.EAGAIN else match[0]
-                return quoted and _text(quoted[1]), CAUSES[number], name
-        if isinstance(link, TimeoutError | ConnectionError):
+        if not raised_by_us(link) and (told := _told(str(link))):
+            quoted = PATH.search(str(link))
+            return quoted and _text(quoted[1]), *told
+        lost = status is None and f"{type(link).__module__}.".startswith(NETWORK)
+        if lost or isinstance(link, TimeoutError | ConnectionError):
             return _text(path), LATER, type(link).__name__
+    return None
+
+
+def _told(text: str) -> tuple[Cause, str] | None:
+    """The cause, and its short name, that a library's message tells of."""
+    if match := OS_ERROR.search(text):
+        number = int(match[1] or match[2])
+        if number in CAUSES:
+            return CAUSES[number], errno.errorcode[number]
+    for pattern, number in TEXTS.items():
+        if match := re.search(pattern, text, re.IGNORECASE):
+            name = errno.errorcode[number] if number != errno.EAGAIN else match[0]
+            return CAUSES[number], name
     return None
 
 

@@ -56,7 +56,8 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
 def remove_leftovers(folder: str | os.PathLike) -> list[pathlib.Path]:
     """Removes the temporary files that dead processes left in a run's folder; returns them.
 
-    Those of another machine's process, which cannot be asked for, when they are an hour old.
+    Those of another machine's process, which cannot be asked for, when they are an hour old. Files
+    that no `atomic_file` has named are somebody's own.
     """
     removed = []
     for path in (
@@ -71,7 +72,9 @@ def remove_leftovers(folder: str | os.PathLike) -> list[pathlib.Path]:
 
 def _is_left_over(path: pathlib.Path) -> bool:
     place, _, pid = path.name.removesuffix(".tmp").rpartition(".")
-    if not pid.isdigit() or not place.endswith(f".{socket.gethostname()}"):
+    if not pid.isdigit():
+        return False
+    if not place.endswith(f".{socket.gethostname()}"):
         return time.time() - path.stat().st_mtime > FOREIGN_SECONDS
     if int(pid) == os.getpid():  # this process writes nothing yet: an earlier one had its number
         return True
@@ -201,12 +204,11 @@ class MetricsWriter:
         old_bytes = self.path.read_bytes() if self.path.exists() else b""
         pairs = _read_lines(self.path) if old_bytes else []
         kept = [(line, row) for line, row in pairs if row["step"] < first_step]
+        cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
         kept_bytes = b"".join(line for line, _ in kept)
-        self.cut_rows = len(pairs) - len(kept)
-        if self.cut_rows:
-            self._keep_cut_rows(
-                pairs[len(kept)][1]["step"], [pair[0] for pair in pairs[len(kept) :]]
-            )
+        self.cut_rows = len(cut)
+        if cut:
+            self._keep_cut_rows(cut[0][1]["step"], [line for line, _ in cut])
         if kept_bytes != old_bytes or not self.path.exists():
             with atomic_file(self.path) as file:
                 file.write(kept_bytes)

@@ -7,13 +7,13 @@ start model is another is refused by the names of the keys, and so are processes
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from etils import epath
 from ml_collections import ConfigDict
 
 from dapo_jax.run import checks
-from dapo_jax.run.files import read_rows
+from dapo_jax.run.files import read_json, read_rows
 from dapo_jax.types import Prompt
 from sharding import hosts
 
@@ -128,14 +128,19 @@ def differences(old: dict, new: dict, *, before: str, may_change: tuple) -> Iter
 
 
 def check_checkpoint_is_there(config: ConfigDict, workdir: pathlib.Path, directory) -> None:
-    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError)."""
-    file = workdir / "metrics.jsonl"
+    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError).
+
+    How often it saves is what its config.json says: the command may say something else now.
+    """
+    file, recipe = workdir / "metrics.jsonl", workdir / "config.json"
     finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
     every = config.checkpoint.every_steps
+    if recipe.exists():
+        every = read_json(recipe)["checkpoint"]["every_steps"]
     if finished >= UNSAVED * every:
         raise ValueError(
             f"{file} has {finished} finished steps, but {directory} has no checkpoint, though "
-            f"checkpoint.every_steps = {every}; give the run's checkpoint.directory, or another "
+            f"checkpoint.every_steps was {every}; give the run's checkpoint.directory, or another "
             "--workdir to start a new run"
         )
 
@@ -148,9 +153,19 @@ def _of_block(block: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in block:
         example = prompt.example
-        content = [[dict(message) for message in example.prompt], example.answer, example.extra]
+        messages = [dict(message) for message in example.prompt]
+        content = [messages, example.answer, _with_text_keys(example.extra)]
         digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
     return digest.hexdigest()[:8]
+
+
+def _with_text_keys(value) -> object:
+    """Makes all keys text: JSON has few others, and does not sort those of several types."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(item) for item in value]
+    return value
 
 
 def _plain(value) -> object:

@@ -11,10 +11,13 @@ import jax
 from dapo_jax.run.failures import CAUSES, cause_of
 
 RETRY_SECONDS = (1, 2, 4, 8, 15)  # between readings of a storage that fails for a while
-MISSING = [CAUSES[number] for number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)]
+# A flipped bit may be in the name of a file.
+MISSING = [
+    CAUSES[number] for number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+]
 MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # Orbax's have no errno
-# tensorstore's words, where they are not the system's.
-TRANSIENT_TEXT = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED)\b|[Tt]imed out")
+# tensorstore's words, where they are not the system's. ABORTED: it has tried for minutes.
+TRANSIENT_TEXT = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED)\b|[Tt]imed out")
 REFUSED_TEXT = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|Too many open files|Cannot allocate|[Oo]ut of memory"
 )

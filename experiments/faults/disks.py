@@ -13,6 +13,7 @@ import pathlib
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,12 +23,11 @@ from collections.abc import Callable, Iterator
 
 from dapo_jax.run import checks, failures, lock
 from dapo_jax.run.files import MetricsWriter, atomic_file, read_rows, remove_leftovers
-from experiments.faults.parts import Outcome, Part
+from experiments.faults.parts import Outcome, Part, compiled, untimed
 from experiments.preemption.config import get_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step in range(40)]
-TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 STEPS = 3
 COMMANDS = 12  # of the full part; the others take milliseconds
 HOLD = """
@@ -160,11 +160,14 @@ def tried(folder: pathlib.Path) -> str:
 def locked_by_a_live_run(folder: pathlib.Path, chance: random.Random) -> Outcome:
     """A second run is refused, also while the first is stopped, and leaves its files alone."""
     with holder(folder) as process:
+        if stopped := chance.random() < 0.5:
+            process.send_signal(signal.SIGSTOP)
         files = set(folder.rglob("*"))
         message = tried(folder)
         kept = bool(message) and files == set(folder.rglob("*"))
         said = f"process {process.pid} on " in message and str(folder / lock.NAME) in message
-    return Outcome("a second run", kept, said, "" if kept else "the first run's folder")
+    fault = f"a second run{', the first one stopped' if stopped else ''}"
+    return Outcome(fault, kept, said, "" if kept else "the first run's folder")
 
 
 def locked_by_a_dead_run(folder: pathlib.Path, chance: random.Random) -> Outcome:
@@ -245,18 +248,11 @@ class Runs:
         """Starts a run of a few steps with a checkpoint after each."""
         arguments = ["--config=experiments/preemption/config.py", f"--workdir={workdir}"]
         arguments += [f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"]
-        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(self._folder / "compiled"))
-        settings = {
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "JAX_PLATFORMS": "cpu",
-        }
         limit = ["prlimit", f"--fsize={file_bytes}"] if file_bytes else []
         return subprocess.Popen(
             [*limit, sys.executable, "-m", "dapo_jax.train", *arguments],
             cwd=ROOT,
-            env=os.environ | settings,
+            env=compiled(self._folder) | {"JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -268,10 +264,7 @@ class Runs:
         output, _ = process.communicate()
         if process.returncode:
             return [{"failed": output[-500:]}]
-        return [
-            {key: value for key, value in row.items() if not key.startswith(TIMINGS)}
-            for row in read_rows(workdir / "metrics.jsonl")
-        ]
+        return [untimed(row) for row in read_rows(workdir / "metrics.jsonl")]
 
     @contextlib.contextmanager
     def disk(self, mebibytes: float) -> Iterator[pathlib.Path | None]:

@@ -9,7 +9,6 @@ nothing but take snapshots, since a run's start takes seconds.
 import concurrent.futures
 import gzip
 import json
-import os
 import pathlib
 import random
 import signal
@@ -19,15 +18,13 @@ import time
 from collections.abc import Iterator
 
 from dapo_jax.run.files import read_rows
-from experiments.faults.parts import Outcome, Part
+from experiments.faults.parts import Outcome, Part, compiled, untimed
 
 KILLS_A_RUN = 10
 AT_ONCE = 2
 STEPS = 12
 SHORT = 1
-TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 POLL_SECONDS = 0.01
-CACHE = "JAX_COMPILATION_CACHE_DIR"
 TRAIN = [
     *("-m", "dapo_jax.train", "--config=experiments/preemption/config.py"),
     *(f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"),
@@ -54,15 +51,10 @@ print(int(state["a"][12345]), progress)
 
 def start(arguments: list[str], log: pathlib.Path) -> subprocess.Popen:
     """Starts a Python program with its output in `log` and the programs compiled before."""
-    compiled = {
-        CACHE: os.environ.get(CACHE) or str(log.parent / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     with log.open("a") as output:
         return subprocess.Popen(
             [sys.executable, *arguments],
-            env=os.environ | compiled | {"PYTHONPATH": str(pathlib.Path.cwd())},
+            env=compiled(log.parent) | {"PYTHONPATH": str(pathlib.Path.cwd())},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -95,10 +87,6 @@ def kill(arguments: list[str], log: pathlib.Path, checkpoints: pathlib.Path, wai
 
 def contents(workdir: pathlib.Path) -> list:
     """Reads all of a run that no clock decides; of the state the digests."""
-
-    def untimed(row: dict) -> dict:
-        return {k: v for k, v in row.items() if not k.startswith(TIMINGS)}
-
     rows = [untimed(row) for row in read_rows(workdir / "metrics.jsonl")]
     files = [workdir / "rollouts" / f"{row['step']}.jsonl.gz" for row in rows]
     newest = workdir / "checkpoints" / str(STEPS)

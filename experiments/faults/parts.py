@@ -2,11 +2,14 @@
 
 import dataclasses
 import importlib
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 
 # A module of this package each, in the order of the table; every one has its Part as PART.
 NAMES = ("kills", "flips", "inputs", "numbers", "answers", "models", "disks", "processes")
+TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,3 +46,17 @@ class Part:
 def load(name: str) -> Part:
     """Returns the part of the module of this package with that name."""
     return importlib.import_module(f"experiments.faults.{name}").PART
+
+
+def untimed(row: dict) -> dict:
+    """Returns a row of metrics.jsonl without what a clock decides."""
+    return {key: value for key, value in row.items() if not key.startswith(TIMINGS)}
+
+
+def compiled(folder: pathlib.Path) -> dict[str, str]:
+    """Returns an environment whose processes share their compiled programs, in `folder` if new."""
+    return os.environ | {
+        CACHE: os.environ.get(CACHE) or str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }

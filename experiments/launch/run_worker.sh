@@ -143,10 +143,12 @@ pull() {
   fi
 }
 
+# Not the lock: the next VM would watch for 20 s whether the run of this one, of another name, lives.
 push() {
+  local left_out='^checkpoints/|^run[.]lock$|[.]tmp$'
   [[ -n $RUN_URL ]] || return 0
   if mirrors; then
-    gcloud storage rsync "$WORKDIR" "$RUN_URL/workdir" '--exclude=^checkpoints/' --recursive || say "the mirror failed"
+    gcloud storage rsync "$WORKDIR" "$RUN_URL/workdir" "--exclude=$left_out" --recursive || say "the mirror failed"
   fi
   gcloud storage rsync "$LOGS" "$RUN_URL/logs/$worker" --recursive || say "the mirror of the logs failed"
 }
