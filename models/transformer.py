@@ -156,6 +156,8 @@ class Layer(nnx.Module):
             product(project, "BTD,DKH->BTKH", h, self.k_DKH[...]),
             product(project, "BTD,DKH->BTKH", h, self.v_DKH[...]),
         )
+        # A family may have added a float32 parameter.
+        q, k, v = (x.astype(h.dtype) for x in (q, k, v))
         out, kept = attend(rope(q, cos_sin), rope(k, cos_sin), v)
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
         out, o = out.reshape(*x_BTD.shape[:2], -1), self.o_NHD[...].reshape(-1, x_BTD.shape[2])

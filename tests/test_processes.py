@@ -81,7 +81,7 @@ def assert_same_run(workdir, expected, *, bitwise=False, except_for=()):
             else:
                 assert ours[step][key] == pytest.approx(value, rel=2e-5, abs=1e-7), (step, key)
     for file in (expected / "eval").iterdir():
-        assert (workdir / "eval" / file.name).read_text() == file.read_text()
+        assert (workdir / "eval" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.fixture(scope="module")

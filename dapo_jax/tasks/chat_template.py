@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 import jinja2
 import jinja2.sandbox
 
+from dapo_jax.tasks import interpreter
+
 MEMORY_BYTES = 1 << 30
 # Of the processor, and so not of the clock: a busy or suspended machine ends no template.
 START_SECONDS = 5
@@ -24,14 +26,6 @@ PROMPTS_PER_SECOND = 100
 # What a template may add to a prompt, and how many times it may repeat it.
 MAX_ADDED_CHARS, MAX_REPEATS = 2**20, 8
 MAX_ERROR_CHARS = 200
-
-# A fresh interpreter: forking is unsafe beside JAX's threads.
-_WORKER_PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from dapo_jax.tasks.chat_template import _serve
-_serve(int(sys.argv[2]))
-"""
 
 
 class ChatTemplate:
@@ -48,7 +42,7 @@ class ChatTemplate:
     def __init__(self, source: str, place: str, *, seconds: int = START_SECONDS):
         self._place, self._seconds = place, seconds
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER_PROGRAM, json.dumps(sys.path), str(seconds)],
+            interpreter.command(__name__, seconds),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -98,8 +92,9 @@ def _end(process: subprocess.Popen) -> None:
         process.stdin.close()
 
 
-def _serve(start_seconds: int) -> None:
+def serve(start_seconds: int) -> None:
     """Runs in the worker: compiles the template of the first line, renders each one after it."""
+    interpreter.ends_at(signal.SIGXCPU)
     with contextlib.suppress(ValueError, OSError):  # not every system limits memory
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import importlib.util
-import json
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -21,11 +20,11 @@ import queue
 import resource
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from dapo_jax.tasks import interpreter
 from dapo_jax.tasks.math_rules import pairs, refuse
 from dapo_jax.tasks.symbolic_rules import WARM_UP, decide, find_answer, grade_symbolic
 from dapo_jax.types import Verdict
@@ -39,15 +38,6 @@ IMPATIENT_CPU_SECONDS = 0.1
 TRIES = 3
 SILENCE_SECONDS = 120.0  # of a worker that starts, or grades: no verdict hangs on this clock
 _MEMORY_STATUS = 3
-
-# A fresh interpreter: forking is unsafe beside JAX's threads, and multiprocessing's own "spawn"
-# would import the main module, and JAX with it, again in every worker.
-_WORKER_PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from dapo_jax.tasks.symbolic import _serve
-_serve(int(sys.argv[2]))
-"""
 
 
 class SymbolicVerifier:
@@ -172,9 +162,8 @@ class _Worker:
 
     def __init__(self, failed_starts: int = 0) -> None:
         self.connection, far_end = multiprocessing.Pipe()
-        arguments = [json.dumps([str(path) for path in sys.path]), str(far_end.fileno())]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-c", _WORKER_PROGRAM, *arguments],
+            interpreter.command(__name__, far_end.fileno()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[far_end.fileno()],
@@ -226,7 +215,7 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _serve(pipe: int) -> None:
+def serve(pipe: int) -> None:
     """Grades, inside a worker, what comes through the pipe until its other end is closed."""
     logging.disable(logging.CRITICAL)
     for answer, truth in WARM_UP:
@@ -268,6 +257,7 @@ def _grade_in_child(answer: str, truth: str, cpu_seconds: float) -> Verdict | No
 
 def _limit(cpu_seconds: float) -> None:
     """Limits this process: the kernel ends it by SIGPROF after so much CPU time."""
+    interpreter.ends_at(signal.SIGPROF)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # not every system has what follows

@@ -38,7 +38,7 @@ _DENIED = re.compile(
 _PHRASE = re.compile(
     r"(?:^|[.!?:\n])\W*(?:(?:so|thus|hence|therefore|then|and|finally)\W+){0,2}"
     r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
-    r"(?:\s+is\b\s*:?|(?=\s*(?:\$|\\[(\[])))\s*([^\n]+?)(?=\.(?:\s|$)|\n|$)",
+    r"(?:\s+is\b\s*:?|(?=\s*(?:\$|\\[(\[])))\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)",
     re.IGNORECASE,
 )
 

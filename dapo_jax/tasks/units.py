@@ -7,7 +7,7 @@ import re
 
 _COUNTED_WORDS = (
     "unit point way integer digit student edge meal multiple solution pair people child children "
-    "ticket 个 個 种 種 人"
+    "ticket old 个 個 种 種 人"
 )
 _SYMBOLS = {
     "millimeter": "mm",
@@ -23,21 +23,29 @@ _SYMBOLS = {
     "gram": "g",
     "gm": "g",
     "kilogram": "kg",
+    "pound": "lb",
+    "ounce": "oz",
+    "milliliter": "ml",
+    "cc": "cm^3",
     "liter": "l",
     "second": "s",
     "sec": "s",
     "minute": "min",
     "hour": "h",
     "hr": "h",
-    "milesperhour": "mph",
+    "wk": "week",
+    "yr": "year",
+    "per": "/",
     "mi/h": "mph",
     "kmh": "km/h",
     "kph": "km/h",
+    "radian": "rad",
     "circ": "degree",
     "°": "degree",
     "度": "degree",
     "percent": "%",
     "pct": "%",
+    "usd": "dollar",
     "元": "yuan",
 }
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
@@ -53,17 +61,20 @@ def unit_of(text: str) -> str:
     It is "" for no unit, and for words that count things (points, ways, students).
     """
     power = "".join(f"^{a or '23'['²³'.index(b)]}" for a, b in _POWER.findall(text))
-    words = _TEXT.sub(r" \1 ", _POWER.sub("", text)).lower().replace("tre", "ter")
-    words = [_singular(word) for word in re.split(r"[\s{}\\^.,]+", words) if word]
+    text = _TEXT.sub(r" \1 ", _POWER.sub("", text)).lower()
+    text = text.replace("tre", "ter").replace("/", " / ")
+    words = [_singular(word) for word in re.split(r"[\s{}\\^.,]+", text) if word]
     power = "".join(_POWERS.get(word, "") for word in words) or power
     words = [word for word in words if word not in _POWERS and word not in _COUNTED_WORDS.split()]
-    joined = "".join(_SYMBOLS.get(word, word) for word in words).replace("per", "/")
+    joined = "".join(words)
     joined = _SYMBOLS.get(joined, joined)
     return joined and joined + power
 
 
 def _singular(word: str) -> str:
-    word = word.removesuffix("s") if len(word) > 3 else word
+    one = word.removesuffix("s")
+    if len(word) > 3 or (len(word) == 3 and (one in _SYMBOLS or one in _SYMBOLS.values())):
+        word = one  # hrs and lbs, but not ms and gas
     return _SYMBOLS.get(word, word)
 
 

@@ -148,7 +148,7 @@ def make_good(root: pathlib.Path) -> None:
 
 def tried(load: Callable[[pathlib.Path], str], folder: pathlib.Path, good: str) -> dict:
     """Loads a directory; says what became of it, with how many bytes of memory."""
-    from dapo_jax.run.command import raised_by_us
+    from dapo_jax.run.failures import raised_by_us
 
     before = peak_bytes()
     try:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from configs import base
 from dapo_jax import learner, train
-from dapo_jax.run import build, command
+from dapo_jax.run import build, failures
 from dapo_jax.run.alarms import require_finite
 from dapo_jax.run.files import read_rows
 from dapo_jax.tasks.arithmetic import Arithmetic
@@ -105,7 +105,7 @@ def run(config, workdir: pathlib.Path) -> Ended:
     except SystemExit as end:
         status, message = 1, str(end.code)
     except (ValueError, OSError) as error:
-        status, message = 1 if command.raised_by_us(error) else -1, str(error)
+        status, message = 1 if failures.raised_by_us(error) else -1, str(error)
     rows = read_rows(workdir / "metrics.jsonl") if (workdir / "metrics.jsonl").exists() else []
     return Ended(status, f"{printed.getvalue()}\n{message}", rows[-1] if rows else {})
 
