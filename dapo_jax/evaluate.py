@@ -132,13 +132,20 @@ def settings_of(config: ConfigDict) -> dict[str, dict]:
 def check_same_policy(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Refuses a config that makes another policy than the run's in `workdir` (ValueError).
 
-    Those are the model, its tokenizer and LoRA's shape, and the seed where it makes the weights. A
-    path may be written in another way. Without a config.json there is nothing to compare.
+    Without a config.json there is nothing to compare; `check_recipe` compares the checkpoint's.
     """
     file = workdir / "config.json"
-    if not file.exists():
-        return
-    theirs, ours = read_json(file), json.loads(config.to_json_best_effort())
+    if file.exists():
+        check_recipe(config, read_json(file), f"the run in {workdir}")
+
+
+def check_recipe(config: ConfigDict, theirs: dict, where: str) -> None:
+    """Refuses a config that makes another policy than a run's recipe does (ValueError).
+
+    That is the model, its tokenizer and LoRA's shape, and the seed where it makes the weights. A
+    path may be written in another way.
+    """
+    ours = json.loads(config.to_json_best_effort())
     compared = POLICY_KEYS + (() if config.model.path else ("seed",))
     differing = [
         f"{name} is {new!r}, but was {old!r}"
@@ -147,8 +154,8 @@ def check_same_policy(config: ConfigDict, workdir: pathlib.Path) -> None:
     ]
     if differing:
         raise ValueError(
-            f"{workdir} holds the run of another policy: {'; '.join(differing)}. Give the run's "
-            f"recipe and values ({file}), or its own --workdir"
+            f"{where} is of another policy: {'; '.join(differing)}. Give the run's recipe and "
+            "values (its config.json), or its own --workdir"
         )
 
 
@@ -181,6 +188,9 @@ def main(_):
         params = programs.start_params()
     else:
         params = checkpoints.restore(step, programs.state)[0].params
+        if identity := checkpoints.identity_of(step):
+            where = f"checkpoint {step} in {checkpoints.directory}"
+            check_recipe(config, identity["recipe"], where)
     checkpoints.close()
     # LoRA adapts them; the KL term, which needs them too, is training's.
     start_weights = programs.load_start_weights() if programs.learning.lora else None

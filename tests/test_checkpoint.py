@@ -374,7 +374,7 @@ def test_a_damaged_checkpoint_that_is_only_read_stays_where_it_is(folder):
     values = largest_file(folder / "3")
     flip(values, values.stat().st_size // 2)
     before = contents(folder)
-    with pytest.raises(DamagedError, match=r"checkpoint 3 cannot be read \("):
+    with pytest.raises(DamagedError, match=r"checkpoint 3 cannot be read \(.*one of \[2, 1\]"):
         checkpoints(folder).restore(3, abstract(state_at(0)))
     assert contents(folder) == before
 

@@ -433,6 +433,19 @@ def test_evaluate_compares_the_policy_with_the_runs(tmp_path, monkeypatch, chang
         evaluate.check_same_policy(config, tmp_path)
 
 
+def test_evaluate_compares_the_policy_with_the_checkpoints(tmp_path):
+    """A checkpoint.directory elsewhere was evaluated with whatever tokenizer the config had."""
+    config = tiny.get_config()
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.identity = {"recipe": json.loads(config.to_json_best_effort())}
+    checkpoints.save(1, {"a": jnp.ones(1)}, {})
+    recipe = checkpoints.identity_of(1)["recipe"]
+    evaluate.check_recipe(config, recipe, "checkpoint 1")
+    config.tokenizer.path = "another"
+    with pytest.raises(ValueError, match=r"checkpoint 1 is of another policy: tokenizer\.path is"):
+        evaluate.check_recipe(config, recipe, "checkpoint 1")
+
+
 def test_a_run_of_several_slices_converts_on_one_device(tmp_path):
     """The recipe's slices were made into a mesh on the machine that converts: it has one."""
     config = tiny.get_config()

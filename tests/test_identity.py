@@ -79,6 +79,19 @@ def test_another_input_is_refused_by_its_key(new, message):
         said_of(identity_of(**new))
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])
+def test_what_only_chats_read_belongs_to_the_runs_that_chat(tmp_path, name):
+    """Other tokens ended the responses of a resumed run, those of generation_config.json."""
+
+    def identity_with(content: str, chat: str):
+        (tmp_path / name).write_text(content)
+        return identity_of(**{"tokenizer.path": str(tmp_path), "tokenizer.chat": chat})
+
+    assert said_of(identity_with("7", "none"), identity_with("8", "none")) == []
+    with pytest.raises(identity.OtherRunError, match=f"tokenizer.path: {name} differs"):
+        said_of(identity_with("7", "template"), identity_with("8", "template"))
+
+
 def test_another_evaluation_set_is_said():
     (report,) = said_of(identity_of(held_out=prompts(5, r2="8")))
     assert report.startswith("eval.sets.arithmetic: 1 of 5 prompts differ, the first at row 2:")
@@ -131,6 +144,16 @@ def test_how_often_a_run_has_saved_is_what_its_recipe_said(tmp_path):
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
     config.checkpoint.every_steps = 1
     identity.check_checkpoint_is_there(config, tmp_path, "DIR")
+
+
+def test_a_section_that_a_run_may_change_may_be_new_to_it():
+    """Its keys may change, but a recipe without any of them was another recipe."""
+    old = identity_of()
+    del old["recipe"]["alarms"]
+    assert said_of(identity_of(), old) == []
+    del old["recipe"]["algo"]
+    with pytest.raises(identity.OtherRunError, match=r"algo\.dual_clip is 10\.0, but was None"):
+        said_of(identity_of(), old)
 
 
 def test_fewer_steps_than_are_done_are_refused():

@@ -140,7 +140,11 @@ class Checkpoints:
         steps = self._agreed_steps()
         if step not in steps:
             raise FileNotFoundError(f"there is no checkpoint {step}, only {sorted(steps)}")
-        return self._read(step, abstract_state, None, lambda message: None)
+        try:
+            return self._read(step, abstract_state, None, lambda message: None)
+        except DamagedError as error:
+            others = [other for other in steps if other != step]
+            raise DamagedError(f"{error}; --step may be one of {others}") from error
 
     def identity_of(self, step: int) -> dict | None:
         """Reads whose run a checkpoint is; None where it was saved without."""

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings, train_settings
 from dapo_jax import algorithm, learner
+from dapo_jax.run.files import read_json
 from dapo_jax.tasks.math_problems import RULES
 from models.families import Family
 from models.lora import MATRICES
@@ -228,11 +229,9 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
     if not file.exists():
         return
     try:
-        theirs = json.loads(file.read_text())
+        theirs = read_json(file)
     except ValueError as error:
-        raise ValueError(
-            f"{file} is no whole JSON file ({error}); remove it: checkpoints have the recipe too"
-        ) from error
+        raise ValueError(f"{error}; or remove it: checkpoints have the recipe too") from error
     differing = [
         f"{name} is {new!r}, but was {old!r}"
         for name, old, new in differences(theirs, json.loads(config.to_json_best_effort()))
@@ -258,8 +257,8 @@ def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, o
     """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{prefix}{name}.")
+        if {type(a), type(b)} <= {dict, type(None)}:  # a section may be new
+            yield from differences(a or {}, b or {}, f"{prefix}{name}.")
         elif a != b:
             yield prefix + name, a, b
 

@@ -116,9 +116,11 @@ def read_json(path: str | os.PathLike) -> dict:
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON, it may be cut short: {error}") from None
+        raise ValueError(
+            f"{path} is not JSON, it may be cut short ({error}): put back a copy of it"
+        ) from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} holds no JSON object: put back a copy of it")
     return value
 
 

@@ -20,9 +20,11 @@ from sharding import hosts
 BLOCKS = 1_024  # digests kept of a data set at most: a changed prompt is named by its block
 SHOWN_DIFFERENCES = 5
 READ_BYTES = 2**24
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"),
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+CHAT_FILES = (
+    "chat_template.jinja",
+    "generation_config.json",
+)  # the latter has tokens that end turns
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
 UNSAVED = 3
@@ -39,7 +41,8 @@ def of_run(config: ConfigDict, data) -> dict:
     the processes, each of which compares their sizes alone with the others'.
     """
     tokenizer = epath.Path(config.tokenizer.path or config.model.path)
-    files = [tokenizer / name for name in TOKENIZER_FILES] if tokenizer.is_dir() else [tokenizer]
+    names = TOKENIZER_FILES + (CHAT_FILES if config.tokenizer.chat == "template" else ())
+    files = [tokenizer / name for name in names] if tokenizer.is_dir() else [tokenizer]
     digests = {file.name: of_file(file) for file in files if file.is_file()}
     own = {
         "recipe": json.loads(config.to_json_best_effort()),
