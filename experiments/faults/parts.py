@@ -1,12 +1,16 @@
 """What a part of the fault test is: one kind of fault, injected many times."""
 
+import contextlib
 import dataclasses
 import importlib
 import pathlib
+import random
+import socket
 from collections.abc import Callable, Iterator
 
 # A module of this package each, in the order of the table; every one has its Part as PART.
 NAMES = ("kills", "flips", "inputs", "numbers", "answers", "models", "disks", "processes")
+FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,3 +47,12 @@ class Part:
 def load(name: str) -> Part:
     """Returns the part of the module of this package with that name."""
     return importlib.import_module(f"experiments.faults.{name}").PART
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on, nor will by chance before the caller does."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
