@@ -146,7 +146,7 @@ pull() {
 push() {
   [[ -n $RUN_URL ]] || return 0
   if mirrors; then
-    gcloud storage rsync "$WORKDIR" "$RUN_URL/workdir" '--exclude=^checkpoints/' --recursive || say "the mirror failed"
+    gcloud storage rsync "$WORKDIR" "$RUN_URL/workdir" '--exclude=^checkpoints/,^run\.lock$' --recursive || say "the mirror failed"
   fi
   gcloud storage rsync "$LOGS" "$RUN_URL/logs/$worker" --recursive || say "the mirror of the logs failed"
 }
