@@ -41,12 +41,13 @@ PARTING_SECONDS = (
 )
 STORE_SECONDS = 1.0  # the longest that a process that ends waits for the store, which may be gone
 SHOWN_ERROR = 200
-# How a collective, the key-value store or a TPU says that another process is not there any more.
+# How a collective, the key-value store or a TPU says that another process is not there any more. A
+# compiler's errors are pages of operations, an optimization_barrier among them.
 GLOO = re.compile(r"[A-Z_]+: .*[Gg]loo", re.DOTALL)  # a ValueError
 LOST = re.compile(
-    r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |[A-Z_]+: .*([Gg]loo|[Cc]oordination service"
-    r"|heartbeat|[Bb]arrier|[Cc]onnection (reset|closed|refused)|[Bb]roken pipe|Socket closed"
-    r"|halted unexpectedly)",
+    r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |(?!RESOURCE_EXHAUSTED)[A-Z_]+: .*([Gg]loo"
+    r"|[Cc]oordination service|heartbeat|\bBarrier |[Ss]hutdown barrier"
+    r"|[Cc]onnection (reset|closed|refused)|[Bb]roken pipe|Socket closed|halted unexpectedly)",
     re.DOTALL,
 )
 _ending = threading.Lock()  # taken once: one thread ends the process, and says why
@@ -241,9 +242,16 @@ def ending_when_a_peer_is_lost() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if started() and is_lost(error):
-            end(f"another process is gone ({_brief(error)}); give the command again", RETRYABLE)
+        if line := lost_line(error):
+            end(line, RETRYABLE)
         raise
+
+
+def lost_line(error: BaseException) -> str | None:
+    """Says in one line that another process is gone, where that is what the error means."""
+    if started() and is_lost(error):
+        return f"another process is gone ({_brief(error)}); give the command again"
+    return None
 
 
 def is_lost(error: BaseException) -> bool:

@@ -4,17 +4,19 @@ import pathlib
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import started
+from processes import ROOT, started
 
 from dapo_jax.run import stops
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.snapshots import HOST_MEMORY, Snapshots, host_copy
+from sharding import hosts
 from sharding.hosts import RETRYABLE
 
 SECONDS = 15  # from SIGTERM to the end of all processes
@@ -78,6 +80,23 @@ def test_a_failed_save_is_raised_in_the_run():
     ):
         for step in range(1, 100):
             run.take(step, {"a": jnp.ones(1)}, {})
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_that_is_lost_is_not_called_a_storage(tmp_path, monkeypatch, stopped):
+    """A peer's reset connection was told as "the storage does not answer for the moment"."""
+    text = "UNAVAILABLE: Failed to send RPC: recvmsg:Connection reset by peer"
+    said = []
+    run = snapshots(tmp_path, every_steps=1)
+    if stopped:
+        run._stop("SIGTERM")
+    monkeypatch.setattr(hosts, "started", lambda: True)
+    monkeypatch.setattr(hosts, "count", lambda: 2)
+    monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
+    run._fail(jax.errors.JaxRuntimeError(text))
+    line, status = said[0]
+    assert status == RETRYABLE and f"another process is gone ({text})" in line
+    assert line.startswith("SIGTERM: the last finished step could not be saved: ") is stopped
 
 
 def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_snapshot(tmp_path):
@@ -241,6 +260,21 @@ def test_a_command_that_is_still_importing_stops_in_one_line():
         output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == RETRYABLE and "Traceback" not in output
     assert output.splitlines()[-1] == "SIGINT: stopped, with nothing to save"
+
+
+def test_another_program_that_imports_this_package_keeps_its_signals(tmp_path):
+    """`python -m ITS_PACKAGE`, which imports this in its __init__, had Ctrl-C end it with 75."""
+    package = tmp_path / "its_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import dapo_jax")
+    (package / "__main__.py").write_text("import signal; print(signal.getsignal(signal.SIGINT))")
+    result = subprocess.run(
+        [sys.executable, "-m", "its_package"],
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+    )
+    assert "default_int_handler" in result.stdout, result
 
 
 def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):

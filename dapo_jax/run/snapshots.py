@@ -163,7 +163,8 @@ class Snapshots:
 
     def _fail(self, error: Exception) -> None:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""
-        line, status = failures.explain(error)
+        lost = hosts.lost_line(error)
+        line, status = (lost, hosts.RETRYABLE) if lost else failures.explain(error)
         if self._stopped_at is not None:
             line = f"{self._stop_name}: the last finished step could not be saved: {line}"
             hosts.end(line, hosts.RETRYABLE)
@@ -171,7 +172,7 @@ class Snapshots:
             self._error = error
             self._changed.notify_all()
         if hosts.count() > 1:
-            hosts.end(f"error: {line}", hosts.RETRYABLE if hosts.is_lost(error) else status)
+            hosts.end(lost or f"error: {line}", status)
 
     def _end(self, name: str, step: str = "") -> None:
         with self._changed:
