@@ -50,6 +50,9 @@ LOST = re.compile(
     r"|[Cc]onnection (reset|closed|refused)|[Bb]roken pipe|Socket closed|halted unexpectedly)",
     re.DOTALL,
 )
+# On TPUs JAX gives up like this on the name of a process 0 that is not there yet (its pod waits for
+# a node), and on the machine's metadata.
+AWAY = re.compile(r"Failed to recognize coordinator address|Getting metadata\[")
 _ending = threading.Lock()  # taken once: one thread ends the process, and says why
 
 
@@ -68,7 +71,9 @@ def start(*, several: bool, cpu_devices: int) -> None:
                 jax.distributed.initialize(
                     **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
                 )
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:
+            if not (isinstance(error, jax.errors.JaxRuntimeError) or AWAY.match(str(error))):
+                raise
             leave(f"the processes did not find each other: {_brief(error)}", RETRYABLE)
     processes = distributed.global_state.num_processes if several else 1
     if cpu_devices % processes:

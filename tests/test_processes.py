@@ -291,6 +291,35 @@ def test_an_error_before_jax_is_used_ends_all_at_once(monkeypatch):
     assert said == [("error: no devices", 1)]
 
 
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("Failed to recognize coordinator address first-slice-0-0.first", [75]),
+        ("Getting metadata['agent-worker-number'] failed for 6 tries", [75]),
+        ("jax.distributed.initialize() must be called before any JAX calls", []),
+    ],
+)
+def test_a_first_process_that_is_not_there_yet_is_no_error_in_the_settings(monkeypatch, text, left):
+    """JAX raises a RuntimeError where the name of process 0 is unknown for 300 s, as on GKE before
+    its pod has a node: with status 1 the whole JobSet failed."""
+
+    def initialize(**_):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(hosts.aborts, "replaced_by", lambda ended: contextlib.nullcontext())
+    statuses = []
+
+    def leave(line, status):
+        statuses.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(hosts, "leave", leave)
+    with pytest.raises(SystemExit if left else RuntimeError):
+        hosts.start(several=True, cpu_devices=0)
+    assert statuses == left
+
+
 def test_an_incomplete_cluster_is_named():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(hosts.COORDINATOR, "localhost:1")
