@@ -141,7 +141,7 @@ class Snapshots:
 
     def _save(self, snapshot: Snapshot) -> None:
         try:
-            self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
+            self._write(snapshot)
             self._unsaved = None
         except Exception as error:
             if hosts.count() > 1:
@@ -151,6 +151,11 @@ class Snapshots:
             if snapshot in self._pending:
                 self._pending.remove(snapshot)
             self._changed.notify_all()
+
+    def _write(self, snapshot: Snapshot) -> bool:
+        there = self._checkpoints
+        with failures.telling_saved_steps(there.latest_step, there.directory):
+            return there.save(snapshot.step, snapshot.state, snapshot.progress)
 
     def _take_note(self, what: str, error: Exception) -> None:
         """Has the run end with the error, or says it; a stop tries again with the newest one."""
@@ -180,7 +185,7 @@ class Snapshots:
         if not step:
             self._exit("no step was finished since the start: there is nothing to save")
         snapshot = self._snapshot(int(step))
-        saved = self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
+        saved = self._write(snapshot)
         when = f"after {time.monotonic() - self._stopped_at:.1f} s" if saved else "they were before"
         self._exit(f"{step} finished steps are saved ({when}); give the command again")
 
