@@ -41,14 +41,18 @@ PARTING_SECONDS = (
 )
 STORE_SECONDS = 1.0  # the longest that a process that ends waits for the store, which may be gone
 SHOWN_ERROR = 200
-# How a collective, the key-value store or a TPU says that another process is not there any more.
+# How a collective, the key-value store or a TPU says that another process is not there any more. A
+# compiler's errors are pages of operations, an optimization_barrier among them.
 GLOO = re.compile(r"[A-Z_]+: .*[Gg]loo", re.DOTALL)  # a ValueError
 LOST = re.compile(
-    r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |[A-Z_]+: .*([Gg]loo|[Cc]oordination service"
-    r"|heartbeat|[Bb]arrier|[Cc]onnection (reset|closed|refused)|[Bb]roken pipe|Socket closed"
-    r"|halted unexpectedly)",
+    r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |(?!RESOURCE_EXHAUSTED)[A-Z_]+: .*([Gg]loo"
+    r"|[Cc]oordination service|heartbeat|\bBarrier |[Ss]hutdown barrier"
+    r"|[Cc]onnection (reset|closed|refused)|[Bb]roken pipe|Socket closed|halted unexpectedly)",
     re.DOTALL,
 )
+# On TPUs JAX gives up like this on the name of a process 0 that is not there yet (its pod waits for
+# a node), and on the machine's metadata.
+AWAY = re.compile(r"Failed to recognize coordinator address|Getting metadata\[")
 _ending = threading.Lock()  # taken once: one thread ends the process, and says why
 
 
@@ -67,7 +71,9 @@ def start(*, several: bool, cpu_devices: int) -> None:
                 jax.distributed.initialize(
                     **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
                 )
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:
+            if not (isinstance(error, jax.errors.JaxRuntimeError) or AWAY.match(str(error))):
+                raise
             leave(f"the processes did not find each other: {_brief(error)}", RETRYABLE)
     processes = distributed.global_state.num_processes if several else 1
     if cpu_devices % processes:
@@ -241,9 +247,16 @@ def ending_when_a_peer_is_lost() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if started() and is_lost(error):
-            end(f"another process is gone ({_brief(error)}); give the command again", RETRYABLE)
+        if line := lost_line(error):
+            end(line, RETRYABLE)
         raise
+
+
+def lost_line(error: BaseException) -> str | None:
+    """Says in one line that another process is gone, where that is what the error means."""
+    if started() and is_lost(error):
+        return f"another process is gone ({_brief(error)}); give the command again"
+    return None
 
 
 def is_lost(error: BaseException) -> bool:

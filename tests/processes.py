@@ -3,25 +3,14 @@
 import contextlib
 import os
 import pathlib
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
+from experiments.faults.parts import free_port
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
-
-
-def free_port() -> int:
-    """Returns a port that nobody listens on, nor will by chance before the caller does."""
-    while True:
-        port = random.randint(FIRST_PORT, LAST_PORT)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("localhost", port))
-            return port
 
 
 @contextlib.contextmanager

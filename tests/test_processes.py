@@ -20,6 +20,7 @@ import jax
 import pytest
 from processes import ROOT, free_port, started
 
+from dapo_jax.run import command
 from dapo_jax.run.files import read_rows
 from sharding import hosts
 
@@ -228,13 +229,23 @@ def test_a_process_that_holds_the_interpreters_lock_for_long_is_not_taken_for_de
         ("UNAVAILABLE: failed to connect to all addresses", True),
         ("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:global_topology", True),
         ("INTERNAL: Barrier failed because a task has died", True),
+        ("INTERNAL: Shutdown barrier has failed", True),
         ("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes", False),
+        (
+            'RESOURCE_EXHAUSTED: Used 97G of 95G hbm\n op_name="f/optimization_barrier"',
+            False,
+        ),
+        ("INTERNAL: Mosaic failed to compile: tpu.barrier\nget_barrier_semaphore", False),
         ("INVALID_ARGUMENT: Executable expected shape (4,) but got (5,)", False),
         ("checkpoint.keep = 0, but must be at least 1", False),
     ],
 )
 def test_what_jax_raises_where_another_process_is_gone(text, lost):
-    """Gloo's is a ValueError: with several processes it was taken for an error in the settings."""
+    """Gloo's is a ValueError: with several processes it was taken for an error in the settings.
+
+    And an update that did not fit on a pod was taken for a lost process, to be tried for ever: what
+    the compiler prints of it has optimization_barriers.
+    """
     error = jax.errors.JaxRuntimeError(text)
     assert hosts.is_lost(error) is lost
     assert hosts.is_lost(ValueError(text)) is ("Gloo" in text)  # a bucket says UNAVAILABLE too
@@ -267,6 +278,46 @@ def test_values_are_gathered_errors_shared_and_a_failed_process_ends_the_others(
     assert [process.returncode for process in group] == [1, 1]
     assert all("all have it: invalid literal for int()" in output for output in outputs)
     assert "process 1 failed: error: no prompts here" in outputs[0]
+
+
+def test_an_error_before_jax_is_used_ends_all_at_once(monkeypatch):
+    """Counting the processes starts JAX's devices, and so waited for all others: 20 s for one that
+    began 20 s later, and for ever where the devices were what had failed."""
+    said = []
+    monkeypatch.setattr(hosts, "started", lambda: True)
+    monkeypatch.setattr(hosts, "fail", lambda message, *, code: said.append((message, code)))
+    monkeypatch.setattr(jax, "process_count", lambda: pytest.fail("asks JAX for its devices"))
+    command.end_all("error: no devices", code=1)
+    assert said == [("error: no devices", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("Failed to recognize coordinator address first-slice-0-0.first", [75]),
+        ("Getting metadata['agent-worker-number'] failed for 6 tries", [75]),
+        ("jax.distributed.initialize() must be called before any JAX calls", []),
+    ],
+)
+def test_a_first_process_that_is_not_there_yet_is_no_error_in_the_settings(monkeypatch, text, left):
+    """JAX raises a RuntimeError where the name of process 0 is unknown for 300 s, as on GKE before
+    its pod has a node: with status 1 the whole JobSet failed."""
+
+    def initialize(**_):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(hosts.aborts, "replaced_by", lambda ended: contextlib.nullcontext())
+    statuses = []
+
+    def leave(line, status):
+        statuses.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(hosts, "leave", leave)
+    with pytest.raises(SystemExit if left else RuntimeError):
+        hosts.start(several=True, cpu_devices=0)
+    assert statuses == left
 
 
 def test_an_incomplete_cluster_is_named():

@@ -1,20 +1,24 @@
 """Snapshots are saved behind the run's back when due; a stop saves the newest from any phase."""
 
+import errno
+import os
 import pathlib
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import started
+from processes import ROOT, started
 
 from dapo_jax.run import stops
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.snapshots import HOST_MEMORY, Snapshots, host_copy
+from dapo_jax.run.snapshots import HOST_MEMORY, Snapshot, Snapshots, host_copy
+from sharding import hosts
 from sharding.hosts import RETRYABLE
 
 SECONDS = 15  # from SIGTERM to the end of all processes
@@ -64,20 +68,53 @@ def test_a_copy_lies_in_the_hosts_memory_and_shares_none():
     np.testing.assert_array_equal(copy, array)
 
 
-class Broken:
-    """Checkpoints on a disk that is full."""
+class Full(Checkpoints):
+    """Checkpoints on a disk that is full after one step."""
 
-    def save(self, step, state, progress):
-        raise OSError("no space left on device")
+    def save(self, step, *content):
+        if step > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory / str(step)))
+        return super().save(step, *content)
 
 
-def test_a_failed_save_is_raised_in_the_run():
+def test_a_failed_save_is_raised_in_the_run(tmp_path):
     with (
-        pytest.raises(OSError, match="no space left"),
-        Snapshots(Broken(), every_steps=1, say=print) as run,
+        pytest.raises(OSError, match="No space left"),
+        Snapshots(Full(tmp_path, keep=None), every_steps=1, say=print) as run,
     ):
         for step in range(1, 100):
             run.take(step, {"a": jnp.ones(1)}, {})
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_that_is_lost_is_not_called_a_storage(tmp_path, monkeypatch, stopped):
+    """A peer's reset connection was told as "the storage does not answer for the moment"."""
+    text = "UNAVAILABLE: Failed to send RPC: recvmsg:Connection reset by peer"
+    said = []
+    run = snapshots(tmp_path, every_steps=1)
+    if stopped:
+        run._stop("SIGTERM")
+    monkeypatch.setattr(hosts, "started", lambda: True)
+    monkeypatch.setattr(hosts, "count", lambda: 2)
+    monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
+    run._fail(jax.errors.JaxRuntimeError(text))
+    line, status = said[0]
+    assert status == RETRYABLE and f"another process is gone ({text})" in line
+    assert line.startswith("SIGTERM: the last finished step could not be saved: ") is stopped
+
+
+def test_a_stop_that_cannot_save_says_what_is_saved(tmp_path, monkeypatch):
+    """The line of a stop on a full disk had the path and the cause, and not the last good step."""
+    said = []
+    monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
+    run = Snapshots(Full(tmp_path, keep=None), every_steps=1, say=print)
+    run._save(Snapshot(1, {"a": jnp.ones(1)}, {}))
+    run.take(2, {"a": jnp.ones(1)}, {})
+    run._stop("SIGTERM")
+    run._run()
+    ((line, status),) = said
+    assert "2: no space is left on the disk" in line and status == RETRYABLE
+    assert f"1 finished steps are saved in {tmp_path}" in line
 
 
 def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_snapshot(tmp_path):
@@ -187,6 +224,7 @@ NEVER_SAVED = """
 import sys, time
 from dapo_jax.run.snapshots import Snapshots
 class Slow:
+    directory = latest_step = None
     def save(self, *content):
         print("ready", flush=True)
         time.sleep(60)
@@ -243,6 +281,21 @@ def test_a_command_that_is_still_importing_stops_in_one_line():
     assert output.splitlines()[-1] == "SIGINT: stopped, with nothing to save"
 
 
+def test_another_program_that_imports_this_package_keeps_its_signals(tmp_path):
+    """`python -m ITS_PACKAGE`, which imports this in its __init__, had Ctrl-C end it with 75."""
+    package = tmp_path / "its_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import dapo_jax")
+    (package / "__main__.py").write_text("import signal; print(signal.getsignal(signal.SIGINT))")
+    result = subprocess.run(
+        [sys.executable, "-m", "its_package"],
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+    )
+    assert "default_int_handler" in result.stdout, result
+
+
 def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
     """With checkpoint.on_failed_save = "continue"; the next save that can be done is done."""
     folder, away, said = tmp_path / "checkpoints", tmp_path / "away", []
@@ -263,8 +316,10 @@ def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
     assert saved_steps(folder) == [1, 3]
 
     with (
-        pytest.raises(OSError, match="no space left"),  # there is no next one due
-        Snapshots(Broken(), every_steps=1, say=said.append, on_failed_save="continue") as run,
+        pytest.raises(OSError, match="No space left"),  # there is no next one due
+        Snapshots(
+            Full(folder, keep=None), every_steps=1, say=said.append, on_failed_save="continue"
+        ) as run,
     ):
         run.take(4, {"a": jnp.ones(1)}, {})
 

@@ -89,8 +89,11 @@ def leave(status: int) -> None:
 
 
 def end_all(message: str, *, code: int = 1) -> None:
-    """Ends all processes of a run with this one, which the others would wait for."""
-    if hosts.started() and hosts.count() > 1:
+    """Ends all processes of a run with this one, which the others would wait for.
+
+    Asks JAX for nothing: it would start its backends, and wait there for the others.
+    """
+    if hosts.started():
         hosts.fail(message, code=code)
 
 

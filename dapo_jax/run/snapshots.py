@@ -141,7 +141,7 @@ class Snapshots:
 
     def _save(self, snapshot: Snapshot) -> None:
         try:
-            self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
+            self._write(snapshot)
             self._unsaved = None
         except Exception as error:
             if hosts.count() > 1:
@@ -151,6 +151,11 @@ class Snapshots:
             if snapshot in self._pending:
                 self._pending.remove(snapshot)
             self._changed.notify_all()
+
+    def _write(self, snapshot: Snapshot) -> bool:
+        there = self._checkpoints
+        with failures.telling_saved_steps(there.latest_step, there.directory):
+            return there.save(snapshot.step, snapshot.state, snapshot.progress)
 
     def _take_note(self, what: str, error: Exception) -> None:
         """Has the run end with the error, or says it; a stop tries again with the newest one."""
@@ -163,7 +168,8 @@ class Snapshots:
 
     def _fail(self, error: Exception) -> None:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""
-        line, status = failures.explain(error)
+        lost = hosts.lost_line(error)
+        line, status = (lost, hosts.RETRYABLE) if lost else failures.explain(error)
         if self._stopped_at is not None:
             line = f"{self._stop_name}: the last finished step could not be saved: {line}"
             hosts.end(line, hosts.RETRYABLE)
@@ -171,7 +177,7 @@ class Snapshots:
             self._error = error
             self._changed.notify_all()
         if hosts.count() > 1:
-            hosts.end(f"error: {line}", hosts.RETRYABLE if hosts.is_lost(error) else status)
+            hosts.end(lost or f"error: {line}", status)
 
     def _end(self, name: str, step: str = "") -> None:
         with self._changed:
@@ -179,7 +185,7 @@ class Snapshots:
         if not step:
             self._exit("no step was finished since the start: there is nothing to save")
         snapshot = self._snapshot(int(step))
-        saved = self._checkpoints.save(snapshot.step, snapshot.state, snapshot.progress)
+        saved = self._write(snapshot)
         when = f"after {time.monotonic() - self._stopped_at:.1f} s" if saved else "they were before"
         self._exit(f"{step} finished steps are saved ({when}); give the command again")
 

@@ -1,15 +1,19 @@
 """What a part of the fault test is: one kind of fault, injected many times."""
 
+import contextlib
 import dataclasses
 import importlib
 import os
 import pathlib
+import random
+import socket
 from collections.abc import Callable, Iterator
 
 # A module of this package each, in the order of the table; every one has its Part as PART.
 NAMES = ("kills", "flips", "inputs", "numbers", "answers", "models", "disks", "processes")
 TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +64,12 @@ def compiled(folder: pathlib.Path) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on, nor will by chance before the caller does."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port

@@ -14,10 +14,8 @@ import fcntl
 import os
 import pathlib
 import pty
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -27,14 +25,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.faults import steps
-from experiments.faults.parts import Outcome, Part
+from experiments.faults.parts import Outcome, Part, free_port
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 15  # from the fault to the end of all processes that can end
 FINISH_SECONDS = 120
 AT_ONCE = 3  # cases; most of their time is waiting
-FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,14 +225,6 @@ def saved_steps(folder: pathlib.Path) -> list[int]:
     if not (folder / "saved").exists():
         return []
     return sorted(int(path.name) for path in (folder / "saved").iterdir() if path.name.isdigit())
-
-
-def free_port() -> int:
-    while True:
-        port = random.randint(FIRST_PORT, LAST_PORT)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("localhost", port))
-            return port
 
 
 PART = Part("signals, killed and frozen processes", len(CASES), len(SHORT), inject)
