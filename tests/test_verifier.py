@@ -542,9 +542,9 @@ def test_math_verify_rules(symbolic, response, ground_truth, status):
 
 
 def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
-    r"""156 of 188 rows agree. Those that do not:
+    r"""160 of 188 rows agree. Those that do not:
 
-    * a number or formula with words around it, without box or "The answer is ...": 12, as in
+    * a number or formula with words around it, without box or "The answer is ...": 8, as in
       "there are 12 distinct sequences"; before, any last number was an answer ("I give up after 42
       tries" was 42), and 178 agreed;
     * chains that hold unequal numbers: 3, such as `x = 5+5+1 = 7 =11` for 11;
@@ -561,7 +561,7 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
     graded = list(zip(rows, verdicts, strict=True))
     rewarded = [row["pred"] for row, verdict in graded if verdict.correct > row["expected"]]
     assert len(rows) == 188
-    assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 156
+    assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 160
     assert rewarded == ["10, 4, -2"]
 
 

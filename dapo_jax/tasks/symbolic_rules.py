@@ -41,14 +41,23 @@ _PHRASE = re.compile(
     r"(?:\s+is\b\s*:?|(?=\s*(?:\$|\\[(\[])))\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)",
     re.IGNORECASE,
 )
+_FORMULA = r"(\$[^$\n]+\$|\\\([^\n]+?\\\))"
+# A last sentence "Therefore $x > 5$ is the solution." or "We find that $x > 5$."
+_CONCLUSION = re.compile(
+    rf"(?:^|[.!?\n])\s*(?:(?:so|thus|hence|therefore|then|finally)\W+)?(?:{_FORMULA}\s+is\s+"
+    r"(?:the|our|my)\s+(?:(?:final|correct)\s+)?(?:answer|result|solution)"
+    rf"|we\s+(?:find|get|obtain|conclude)\s+that\s+{_FORMULA})\s*\.?\s*$",
+    re.IGNORECASE,
+)
 
 
 def find_answer(response: str) -> tuple[str | None, str]:
     r"""Finds the answer and the text that follows it; None where there is none.
 
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
-    by "," or "and", or what a later sentence "The answer is ..." says. A response that is one line
-    of formula and nothing else is its own answer. No other number counts.
+    by "," or "and", or what a later sentence "The answer is ..." says; without any the formula in
+    dollars that the last sentence states, or a response that is one line of formula and nothing
+    else. No other number counts.
     """
     answer, rest = last_answer(response)
     if answer is not None:
@@ -60,6 +69,8 @@ def find_answer(response: str) -> tuple[str | None, str]:
         return phrases[-1][1], tail[phrases[-1].end() :]
     if boxes:
         return _last_boxes(tail, boxes)
+    if concludes := _CONCLUSION.search(tail):
+        return next(filter(None, concludes.groups())), ""
     return (response if _is_formula(response) else None), ""
 
 
@@ -69,7 +80,10 @@ def _is_formula(response: str) -> bool:
     if not text or "\n" in text or len(text) > MAX_FORMULA_CHARS:
         return False
     read = read_answer(text)
-    return not _words(read.form) and text.count("$") + text.count(r"\(") <= 4
+    return (
+        not _words(read.form).difference([text.strip("$").lower()])
+        and text.count("$") + text.count(r"\(") <= 4
+    )
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
