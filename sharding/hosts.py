@@ -228,7 +228,13 @@ def end(line: str, status: int, *, say: Callable[[str], None] | None = None) -> 
     _follow(theirs)
 
 
-def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
+def leave(
+    line: str,
+    status: int,
+    *,
+    say: Callable[[str], None] | None = None,
+    parting_seconds: float = PARTING_SECONDS,
+) -> None:
     """Ends this process, which says the line. The main one lets the others read the store first."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # another thread is at it
@@ -237,7 +243,7 @@ def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -
         sys.stdout.flush()
     if started():
         main = distributed.global_state.process_id == 0
-        _quickly(_part, PARTING_SECONDS if main else STORE_SECONDS)
+        _quickly(_part, parting_seconds if main else STORE_SECONDS)
     os._exit(status)
 
 
@@ -269,7 +275,8 @@ def is_lost(error: BaseException) -> bool:
 
 def _lost_by_silence() -> None:
     line = f"another process has ended, or has been silent for {HEARTBEAT_SECONDS} s"
-    leave(f"{line}; give the command again", RETRYABLE)
+    # The others have been told as well; the lost one will read nothing, and 15 s are soon over.
+    leave(f"{line}; give the command again", RETRYABLE, parting_seconds=STORE_SECONDS)
 
 
 def _first_end(text: str) -> str | None:

@@ -88,21 +88,22 @@ def outcome_of(case: Case, folder: pathlib.Path) -> Outcome:
             if case.phase != "failing":
                 wait_for(steps.READY, log, process)
         before = saved_steps(folder)
-        began = time.monotonic()
-        statuses = end_of(case, group)
-        seconds = time.monotonic() - began
+        statuses, seconds = end_of(case, group)
     outputs = [log.read_text() for log in logs(case, folder, case.phase)]
     faults = [*wrong_statuses(case, statuses), *wrong_saves(case, folder, before)]
-    limit = {"SIGSTOP": 2 * SECONDS, "error": FINISH_SECONDS}.get(case.what, SECONDS)
-    if seconds > limit:  # a frozen process has its own seconds, an error comes from the start
+    if seconds > (FINISH_SECONDS if case.what == "error" else SECONDS):  # that is from the start
         faults.append(f"{seconds:.0f} s")
     if case.phase != "failing":
         faults += wrong_end(case, folder)
     return Outcome(str(case), not faults, is_said(case, outputs), "; ".join(faults))
 
 
-def end_of(case: Case, group: list[subprocess.Popen]) -> list[int]:
-    """Does to the victims what the case says, and returns all statuses."""
+def end_of(case: Case, group: list[subprocess.Popen]) -> tuple[list[int], float]:
+    """Does to the victims what the case says; returns all statuses, and the seconds until then.
+
+    A frozen process has its own seconds, once it runs again; the longer ones are returned.
+    """
+    began, others_seconds = time.monotonic(), 0.0
     victims = group if case.victim < 0 else [group[case.victim]]
     if case.what == "terminal closed":
         os.close(group[0].terminal)
@@ -117,8 +118,11 @@ def end_of(case: Case, group: list[subprocess.Popen]) -> list[int]:
         for process in group:
             if process not in victims:
                 process.wait(FINISH_SECONDS)
+        others_seconds = time.monotonic() - began
         victims[0].send_signal(signal.SIGCONT)
-    return [process.wait(FINISH_SECONDS) for process in group]
+        began = time.monotonic()
+    statuses = [process.wait(FINISH_SECONDS) for process in group]
+    return statuses, max(others_seconds, time.monotonic() - began)
 
 
 def wrong_statuses(case: Case, statuses: list[int]) -> list[str]:
