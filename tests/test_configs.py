@@ -147,6 +147,7 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"rollout.top_p": 1.5}, "rollout.top_p = 1.5"),
         ({"algo.eps_low": -0.1}, "algo.eps_low = -0.1"),
         ({"algo.dual_clip": 1.0}, "algo.dual_clip = 1.0"),
+        ({"algo.dual_clip": float("inf")}, "algo.dual_clip = inf, but must be greater than 1 and"),
         ({"algo.loss": "ppo"}, "algo.loss = 'ppo'.*dapo"),
         ({"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
         ({"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),

@@ -56,6 +56,7 @@ BOUNDS = {
         eval.temperature""",
         lambda value: TINY32 <= value <= MAX32,
     ),
+    "greater than 1 and finite in float32": ("algo.dual_clip", lambda value: 1 < value <= MAX32),
     "over 0 and at most 1": (
         "rollout.top_p learner.learning_rate eval.top_p",
         lambda value: 0 < value <= 1,
@@ -120,7 +121,6 @@ def _check_algorithm(config: ConfigDict) -> None:
         f"rollout.group_size = {r.group_size}, but a group of 1 has no advantage; use 2 or more",
     )
     _require(a.eps_low < 1, f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0")
-    _require(a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip}, but must be greater than 1")
     _require(
         r.num_prompts % config.updates_per_step == 0,
         f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "
