@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from experiments.faults import parts
 
@@ -54,6 +54,7 @@ def line_of(row: dict) -> str:
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"{' '.join(argv[1:])!r} is no flag; flags begin with --")
+    logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
     rows = []
     for name in ONLY.value:
         part = parts.load(name)
