@@ -644,7 +644,7 @@ def test_a_pool_that_cannot_start_says_so_and_not_that_it_was_slow(monkeypatch):
 
 @needs_proc
 def test_a_child_that_is_killed_again_and_again_is_a_crash(lone):
-    """Only the answer's own process is killed, by whoever: three times, and it is given up."""
+    """Only the process of the answer is killed, from outside: after three times it is "crashed"."""
     (worker,) = lone.worker_pids()
     children = pathlib.Path(f"/proc/{worker}/task/{worker}/children")
     over = threading.Event()
