@@ -27,12 +27,19 @@ class Run:
     rows: metrics.jsonl, in order. evaluations: set and metric -> {finished steps: value}, for
     instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
     settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
+    arm: what the runs of a sweep have in common that differ in their seed alone; "": of no sweep.
     """
 
     rows: list[dict]
     evaluations: dict[tuple[str, str], dict[int, float]]
     config: dict[str, object]
     starts: list[dict] = dataclasses.field(default_factory=list)
+    arm: str = ""
+
+    @property
+    def seed(self) -> int | None:
+        """The recipe's seed; None where the recipe is not there."""
+        return self.config.get("seed")
 
 
 def load_run(workdir: str | pathlib.Path) -> Run:
