@@ -15,6 +15,8 @@ STAMP := .venv/requirements.txt
 TPU_COMPILER := .venv/tpu/libtpu/libtpu.so
 CONFIG ?= configs/qwen2_5_0_5b.py
 TOPOLOGY ?= v5e:2x4
+# Two files of tests at once: many tests keep one core busy, or wait for processes.
+AT_ONCE := --numprocesses=2 --dist=loadfile
 
 .PHONY: train test test-all setup preflight preflight-all faults clean
 
@@ -25,10 +27,10 @@ test: setup
 	@$(MAKE) --no-print-directory $(TPU_COMPILER) || echo "no TPU compiler here: its tests are skipped"
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest -m "not slow" $(ARGS)
+	.venv/bin/python -m pytest $(AT_ONCE) -m "not slow" $(ARGS)
 
 test-all: test
-	.venv/bin/python -m pytest -m slow $(ARGS)
+	.venv/bin/python -m pytest $(AT_ONCE) -m slow $(ARGS)
 
 setup: $(STAMP)
 

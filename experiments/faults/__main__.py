@@ -28,10 +28,7 @@ HEADER = "| fault | injected | survived | said | lost | seconds |\n|---|---:|---
 def row_of(title: str, outcomes: Sequence[parts.Outcome], seconds: float) -> dict:
     """Counts what became of one part's faults; the losses are kept by what they were."""
     to_say = [o for o in outcomes if o.said is not None]
-    lost = collections.Counter(
-        f"{o.fault}: {o.lost or 'not survived'}" for o in outcomes if o.lost or not o.survived
-    )
-    lost.update(f"{o.fault}: not said" for o in to_say if not o.said)
+    lost = collections.Counter(filter(None, map(loss_of, outcomes)))
     return {
         "fault": title,
         "injected": len(outcomes),
@@ -42,6 +39,13 @@ def row_of(title: str, outcomes: Sequence[parts.Outcome], seconds: float) -> dic
         "seconds": round(seconds, 1),
         "losses": dict(lost),
     }
+
+
+def loss_of(outcome: parts.Outcome) -> str | None:
+    """Says what is bad about what became of a fault; None where nothing is."""
+    if outcome.lost or not outcome.survived:
+        return f"{outcome.fault}: {outcome.lost or 'not survived'}"
+    return f"{outcome.fault}: not said" if outcome.said is False else None
 
 
 def line_of(row: dict) -> str:
@@ -63,6 +67,8 @@ def main(argv):
         with tempfile.TemporaryDirectory(prefix=f"faults_{name}_") as folder:
             for outcome in part.inject(count, SEED.value, pathlib.Path(folder)):
                 outcomes.append(outcome)
+                if loss := loss_of(outcome):  # at once: the run may be broken off
+                    print(f"\r{name}: {loss}", file=sys.stderr, flush=True)
                 if sys.stderr.isatty():
                     print(f"\r{name}: {len(outcomes):,} of {count:,}", end="", file=sys.stderr)
         rows.append(row_of(part.title, outcomes, time.monotonic() - began))
