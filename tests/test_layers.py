@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # room. A new room has to be given its floor here.
 FLOORS = (
     ("experiments",),
-    ("dapo_jax.train",),
+    ("dapo_jax.train", "dapo_jax.sweep"),
     ("dapo_jax.evaluate", "dapo_jax.convert", "dapo_jax.preflight", "dapo_jax.report"),
     ("dapo_jax.run",),
     ("dapo_jax.rollout",),

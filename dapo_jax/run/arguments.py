@@ -23,14 +23,20 @@ class RecipeParser(ConfigFileFlagParser):
     """Loads a recipe and adds the evaluation sets that flags name and the recipe does not have.
 
     What the flags say of such a set is then checked and set as in any other. A flag of a key that
-    the recipe lacks is refused here, where the keys of all sections are known.
+    the recipe lacks is refused here, where the keys of all sections are known. argv: the command
+    line; None: that of the process.
     """
+
+    def __init__(self, name: str, argv: Sequence[str] | None = None):
+        super().__init__(name, lock_config=True)
+        self._argv = argv
 
     def parse(self, path: str):
         """Returns the recipe's config, locked."""
         config = super().parse(path)
+        argv = sys.argv if self._argv is None else self._argv
         keys: dict[str, set[str]] = {}
-        for argument in sys.argv:
+        for argument in argv:
             if (match := SET_FLAG.match(argument)) and "." in match[1]:
                 name, key = _name_and_key(match[1].split("."))
                 keys.setdefault(name, set()).add(key)
@@ -45,7 +51,7 @@ class RecipeParser(ConfigFileFlagParser):
                     message = f"the recipe has no such set{hint}; a new one needs a path or a task"
                     raise ValueError(f"eval.sets.{name}: {message}")
                 config.eval.sets[name] = dataset()
-        if message := unknown_key(config, sys.argv[1:]):
+        if message := unknown_key(config, argv[1:]):
             raise ValueError(message)
         return config
 

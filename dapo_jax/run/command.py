@@ -9,24 +9,40 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.run import failures, stops
 from dapo_jax.run.arguments import RecipeParser, leftover
 from sharding import hosts
 
 
-def define_config(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
-    """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key."""
+def define_config(
+    flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None
+) -> flags.FlagHolder:
+    """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
+
+    argv: the command line that they are on; None: that of the process.
+    """
     holder = config_flags.DEFINE_config_file(
-        "config", None, "The run's recipe.", flag_values=flag_values, lock_config=True
+        "config", None, "The run's recipe.", flag_values=flag_values, sys_argv=argv
     )
-    flag_values["config"].parser = RecipeParser("config", lock_config=True)
+    flag_values["config"].parser = RecipeParser("config", argv)
     flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
+
+
+def read_recipe(arguments: Sequence[str]) -> ConfigDict:
+    """Returns the recipe that a command with these --config flags has; ValueError, in one line."""
+    argv, flag_values = ["", *arguments], flags.FlagValues()
+    holder = define_config(flag_values, argv)
+    try:
+        flag_values(argv)
+    except (flags.Error, AttributeError, KeyError, OSError) as error:
+        raise ValueError(flag_error_line(error)) from None
+    return holder.value
 
 
 def define_workdir(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:

@@ -1,0 +1,240 @@
+"""The table of several arms: means over seeds, and differences from one of them, as Markdown.
+
+    python -m dapo_jax.report.summary --rows=FILE [--rows=FILE2 ...] [--baseline=ARM]
+
+prints it from rows.jsonl.gz alone; a sweep writes the same to summary.md.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from absl import app, flags
+
+from dapo_jax.report import rows as raw_rows
+from dapo_jax.report import statistics
+from dapo_jax.report.runs import Run, column
+from dapo_jax.run.arguments import leftover
+
+METHOD = f"""\
+Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter; "clipped high" over
+all steps; evaluations after the last step. Intervals are Student's, 95 %. Paired: of the differences
+d of runs of one seed, mean(d) ± t(n-1) · sd(d) / √n. Unpaired: Welch's, to which seeds in common say
+nothing. Seeds needed: the least number of seeds an arm whose interval is half as wide as the paired
+one is here, of half width w: t(n-1) · sd(d) / √n ≤ w / 2 paired, t(f) · √((var(a) + var(b)) / n) ≤ w / 2
+with f = (n-1) (var(a) + var(b))² / (var(a)² + var(b)²) unpaired. * marks paired intervals that exclude
+zero, as one in twenty does where there is no effect."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """A number that says how a run went: its name, how to compute and to print it."""
+
+    name: str
+    value: Callable[[Run], float]
+    form: str = "{:.1f}"
+
+
+def _last(run: Run, key: str, *, scale: float = 1.0) -> float:
+    return scale * statistics.last_mean(column(run.rows, key))
+
+
+def _mean(run: Run, key: str, *, scale: float = 1.0) -> float:
+    return scale * statistics.nan_mean(column(run.rows, key))
+
+
+def _tokens(run: Run) -> float:
+    return float(column(run.rows, "sampled_tokens_total")[-1]) / 1e3
+
+
+def _score(run: Run, name: str, score: str) -> float:
+    """The score after the run's last step; NaN where that was not evaluated."""
+    return 100 * run.evaluations.get((name, score), {}).get(_finished(run), math.nan)
+
+
+def _finished(run: Run) -> int:
+    return run.rows[-1]["step"] + 1
+
+
+part = functools.partial
+TRAINING = (
+    Quantity("train accuracy, %", part(_last, key="accuracy/mean", scale=100)),
+    Quantity("reward", part(_last, key="reward/mean"), "{:.3f}"),
+    Quantity("entropy, nats", part(_last, key="entropy"), "{:.4f}"),
+    Quantity(
+        "clipped high, % (all steps)", part(_mean, key="clip_fraction/high", scale=100), "{:.3f}"
+    ),
+    Quantity("response tokens", part(_last, key="response_tokens/mean")),
+    Quantity("truncated, %", part(_last, key="response_tokens/truncated_fraction", scale=100)),
+    Quantity("sampled tokens, thousands", _tokens, "{:.0f}"),
+)
+
+
+def quantities(runs: Mapping[str, Run]) -> list[Quantity]:
+    """What is compared: mean@k of every evaluation set that training had, then training's own."""
+    found = dict.fromkeys(
+        key
+        for run in runs.values()
+        for key in run.evaluations
+        if key[1].startswith("mean@") and " " not in key[0]  # no settings: not of `evaluate`
+    )
+    scores = [
+        Quantity(f"{name} {score}, %", part(_score, name=name, score=score))
+        for name, score in found
+    ]
+    return [*scores, *TRAINING]
+
+
+def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int, Run]]:
+    """Arm -> seed -> run, in the order of the runs."""
+    arms: dict[str, dict[int, Run]] = {}
+    for run in runs.values():
+        arms.setdefault(run.arm, {})[run.seed] = run
+    return arms
+
+
+def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
+    """(the runs that have as many steps as their arm's recipe asks for, a text of each other)."""
+    kept, short, wanted_of = {}, [], {}
+    for run in runs.values():
+        wanted_of[run.arm] = max(wanted_of.get(run.arm, 0), run.config.get("num_steps", 0))
+    for label, run in runs.items():
+        finished, wanted = _finished(run), wanted_of[run.arm]
+        if finished >= wanted:
+            kept[label] = run
+        else:
+            short.append(f"{label} has {finished} of {wanted} steps")
+    return kept, short
+
+
+def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep") -> str:
+    """The tables of the runs that are complete, against the baseline; "": the first arm.
+
+    Raises ValueError for a baseline that is none of the arms.
+    """
+    kept, short = complete(runs)
+    arms = by_arm(kept)
+    if baseline and baseline not in {run.arm for run in runs.values()}:
+        raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(by_arm(runs))}")
+    lines = [f"# {title}", ""]
+    if short:
+        lines += [f"Left out, not finished: {'; '.join(short)}.", ""]
+    if not arms:
+        return "\n".join([*lines, "No run has finished.", ""])
+    chosen = quantities(kept)
+    # [arm][quantity][seed]
+    values = {
+        arm: [{seed: q.value(run) for seed, run in of_seed.items()} for q in chosen]
+        for arm, of_seed in arms.items()
+    }
+    shown = [
+        i for i in range(len(chosen)) if any(_numbers(of_arm[i]).size for of_arm in values.values())
+    ]
+    lines += ["## Mean ± standard deviation over seeds", ""]
+    lines += _table(
+        ["arm", "steps", "seeds", *(chosen[i].name for i in shown)],
+        [
+            [
+                arm,
+                _steps_text(arms[arm]),
+                str(len(of_arm[0])),
+                *(_spread_text(chosen[i], of_arm[i]) for i in shown),
+            ]
+            for arm, of_arm in values.items()
+        ],
+    )
+    baseline = baseline or next(iter(by_arm(runs)))
+    others = [arm for arm in arms if arm != baseline]
+    if baseline in arms and others:
+        heads = ["quantity", "arm", "pairs", "difference", "paired 95 %", "unpaired 95 %"]
+        lines += ["", f"## Differences from {baseline} on the same seed", ""]
+        lines += _table(
+            [*heads, "seeds needed, paired", "unpaired"],
+            [
+                [chosen[i].name, arm, *_comparison(chosen[i], values[arm][i], values[baseline][i])]
+                for i in shown
+                for arm in others
+            ],
+        )
+    return "\n".join([*lines, "", METHOD, ""])
+
+
+def _comparison(quantity: Quantity, ours: Mapping[int, float], theirs: Mapping) -> list[str]:
+    """The cells of one difference: pairs, difference, both intervals, both numbers of seeds."""
+    shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
+    a_S, b_S = [ours[s] for s in shared], [theirs[s] for s in shared]
+    paired = statistics.paired_interval(a_S, b_S)
+    welch = statistics.welch_interval(_numbers(ours), _numbers(theirs))
+    half = paired.half_width / 2
+    needed = [
+        statistics.seeds_for_paired(a_S, b_S, half),
+        statistics.seeds_for_unpaired(_numbers(ours), _numbers(theirs), half),
+    ]
+    star = " *" if paired.excludes_zero else ""
+    return [
+        str(len(shared)),
+        _signed(quantity, paired.difference),
+        _interval_text(quantity, paired) + star,
+        _interval_text(quantity, welch),
+        *("-" if n is None else f"{n}" for n in needed),
+    ]
+
+
+def _numbers(by_seed: Mapping[int, float]) -> np.ndarray:
+    values = np.array(list(by_seed.values()), np.float64)
+    return values[~np.isnan(values)]
+
+
+def _spread_text(quantity: Quantity, by_seed: Mapping[int, float]) -> str:
+    values = _numbers(by_seed)
+    if not len(values):
+        return "-"
+    mean, sd = quantity.form.format(values.mean()), statistics.spread(values)
+    return mean if math.isnan(sd) else f"{mean} ± {quantity.form.format(sd)}"
+
+
+def _steps_text(by_seed: Mapping[int, Run]) -> str:
+    return ", ".join(map(str, sorted({_finished(run) for run in by_seed.values()})))
+
+
+def _signed(quantity: Quantity, value: float) -> str:
+    return "-" if math.isnan(value) else quantity.form.replace("{:", "{:+").format(value)
+
+
+def _interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
+    if math.isnan(interval.low):
+        return "-"
+    return f"[{_signed(quantity, interval.low)}, {_signed(quantity, interval.high)}]"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown whose columns are aligned, to be read as they are too."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return [lines[0], rule, *lines[1:]]
+
+
+def main(argv: Sequence[str]) -> None:
+    if argv[1:]:
+        sys.exit(f"dapo_jax.report.summary: {leftover(argv[1:], flags.FLAGS, None)}")
+    try:
+        runs: dict[str, Run] = {}
+        for path in flags.FLAGS.rows:
+            runs |= raw_rows.read_rows_file(path)
+        print(markdown(runs, baseline=flags.FLAGS.baseline, title=", ".join(flags.FLAGS.rows)))
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"dapo_jax.report.summary: {error}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_multi_string("rows", None, "A file rows.jsonl.gz; repeat it.", required=True)
+    flags.DEFINE_string("baseline", "", "The arm that others are compared with; '': the first.")
+    app.run(main)

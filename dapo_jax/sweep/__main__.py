@@ -1,0 +1,141 @@
+"""Runs a recipe under several settings and seeds, and compares them: a folder of runs, tables.
+
+    python -m dapo_jax.sweep --config=configs/tiny.py --workdir=DIR --set algo.eps_high=0.2,0.28
+        --seeds=5 [--jobs=2]
+
+The same command goes on where it stopped. Exit status: 0 all runs are done; 75 stopped by a signal,
+to be given again; 1 some runs failed, which it lists.
+"""
+
+import pathlib
+import re
+import shlex
+import sys
+
+from absl import flags
+
+from dapo_jax.report.rows import write_rows
+from dapo_jax.report.runs import load_sweep
+from dapo_jax.report.summary import markdown
+from dapo_jax.run import command
+from dapo_jax.run.files import atomic_file
+from dapo_jax.run.lock import locked
+from dapo_jax.run.stops import Stops
+from dapo_jax.sweep import plan as plans
+from dapo_jax.sweep.plan import Plan, Point
+from dapo_jax.sweep.points import LOG, Runner
+from dapo_jax.sweep.table import SweepDisplay
+from sharding import hosts
+
+
+def launch_line(template: str, plan: Plan, point: Point) -> str:
+    """The template with a point's {command}, {flags}, {workdir}, {arm}, {seed}, {name} filled in.
+
+    name: of lower-case letters, digits and dashes. Values are quoted for a shell where they need
+    it. Raises ValueError for another name in braces.
+    """
+    values = {
+        "command": shlex.join(["python", "-m", "dapo_jax.train", *point.arguments]),
+        "flags": shlex.join(point.flags),
+        "workdir": shlex.quote(str(point.workdir)),
+        "arm": shlex.quote(point.arm),
+        "seed": str(point.seed),
+        "name": re.sub("[^a-z0-9]+", "-", f"{point.arm}-s{point.seed}".lower()).strip("-"),
+    }
+
+    def value(match: re.Match) -> str:
+        if match[1] not in values:
+            raise ValueError(f"--launch has {match[0]}; there are {{{'}, {'.join(values)}}}")
+        return values[match[1]]
+
+    return re.sub(r"\{(\w+)\}", value, template)
+
+
+def write_tables(folder: pathlib.Path, plan: Plan, baseline: str) -> str:
+    """Writes rows.jsonl.gz and summary.md of all runs that the folder has; returns the latter."""
+    runs = load_sweep(folder)
+    write_rows(folder / "rows.jsonl.gz", runs)
+    text = markdown(runs, baseline=baseline, title=f"Sweep of {plan.config}")
+    with atomic_file(folder / "summary.md") as file:
+        file.write(text.encode())
+    return text
+
+
+def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, retries: int, baseline: str) -> None:
+    """Runs the plan's points in the folder; SystemExit with 75 when stopped, 1 for failures."""
+    with locked(folder):
+        plans.check_same(plan, folder)
+        plans.write(plan, folder)
+        points = plan.points(folder, single_device=jobs > 1)
+        runner = Runner(folder, points, jobs=jobs, retries=retries)
+        display = SweepDisplay(runner.progress, jobs=jobs)
+        runner.say, runner.look = display.end, display.look
+        done = sum(at.state == "done" for at in runner.progress.values())
+        display.line(
+            f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {jobs} at once"
+            + (f"; {done} of {len(points)} runs are done" if done else "")
+        )
+        with Stops(runner.stop), display:
+            runner.run()
+        if runner.stopped:
+            print(f"stopped; the same command goes on with {folder}", file=sys.stderr)
+            raise SystemExit(hosts.RETRYABLE)
+        print(write_tables(folder, plan, baseline))
+        print(f"rows: {folder / 'rows.jsonl.gz'}   tables: {folder / 'summary.md'}")
+    failed = {point: at for point, at in runner.progress.items() if at.state == "failed"}
+    for point, at in failed.items():
+        print(f"failed: {point.workdir / LOG}: {(at.error or ['-'])[-1]}", file=sys.stderr)
+    if failed:
+        raise SystemExit(1)
+
+
+def common_flags(arguments: list[str]) -> list[str]:
+    """The --config.KEY=V of a command line, each as one argument, also where V stood apart."""
+    found: list[str] = []
+    apart = False
+    for argument in arguments:
+        if re.match(r"--?(no)?config\.", argument):
+            found.append(argument)
+            apart = "=" not in argument
+        else:
+            if apart and not argument.startswith("-"):
+                found[-1] += f"={argument}"
+            apart = False
+    return found
+
+
+def main(argv: list[str]) -> None:
+    values = flags.FLAGS
+    plan = plans.make(
+        config=values["config"].config_filename,
+        flags=common_flags(sys.argv[1:]),
+        grid=values.set,
+        named=values.arm,
+        seeds=values.seeds,
+        start=values.start,
+    )
+    folder = pathlib.Path(values.workdir)
+    if values.baseline and values.baseline not in plan.arms:
+        raise ValueError(f"--baseline={values.baseline} is no arm: {', '.join(plan.arms)}")
+    if values.launch:
+        plans.check_same(plan, folder)
+        for point in plan.points(folder):
+            print(launch_line(values.launch, plan, point))
+    else:
+        sweep(plan, folder, jobs=values.jobs, retries=values.retries, baseline=values.baseline)
+
+
+if __name__ == "__main__":
+    command.define_config()
+    command.define_workdir()
+    flags.DEFINE_multi_string(
+        "set", [], "KEY=V1,V2,...: a key of the recipe, or preset; repeated, all combinations."
+    )
+    flags.DEFINE_multi_string("arm", [], '"NAME: KEY=V KEY=V": settings that go together; repeat.')
+    flags.DEFINE_string("seeds", "5", "How many (from 0), or a list: 0,3,7.")
+    flags.DEFINE_integer("jobs", 1, "Runs at once, each on its share of the cores.", lower_bound=1)
+    flags.DEFINE_integer("retries", 1, "How often a failed run is run again.", lower_bound=0)
+    flags.DEFINE_string("baseline", "", "The arm that others are compared with; '': the first.")
+    flags.DEFINE_string("start", "", "run:PATH@STEP, passed on; {seed} in it is each run's.")
+    flags.DEFINE_string("launch", "", "Print a command a run, from this template, and run none.")
+    command.run(main)
