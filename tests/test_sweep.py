@@ -2,19 +2,35 @@
 
 import dataclasses
 import gzip
+import io
 import json
 import math
+import os
+import pathlib
 import random
+import shlex
+import signal
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
+from rich.console import Console
 from scipy import stats
 
 from dapo_jax.report import statistics
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
+from dapo_jax.report.summary import markdown
 from dapo_jax.run.files import MetricsWriter
+from dapo_jax.run.lock import locked
 from dapo_jax.run.metrics import METRICS
+from dapo_jax.sweep import plan as plans
+from dapo_jax.sweep import points as sweep_points
+from dapo_jax.sweep.__main__ import common_flags, launch_line, sweep
+from dapo_jax.sweep.points import Progress, Runner, share
+from dapo_jax.sweep.table import SweepDisplay, minutes_left
 
 
 def _row(step, **values):
@@ -179,6 +195,8 @@ def test_what_few_or_equal_seeds_cannot_tell_is_left_open():
     assert math.isnan(statistics.paired_interval([], []).difference)
     same = statistics.paired_interval([1.0, 2.0], [1.0, 2.0])
     assert (same.difference, same.low, same.high) == (0.0, 0.0, 0.0)
+    shifted = statistics.paired_interval([20.0, 30.0], [20.0 + 0.1, 30.0 + 0.1])
+    assert shifted.half_width == 0, "the differences are equal but for their rounding"
     assert statistics.seeds_for_paired([1.0, 2.0], [1.0, 2.0], same.half_width) is None
     assert statistics.seeds_for_paired([1.0], [2.0], 0.5) is None
     assert statistics.seeds_for_unpaired([1.0, 1.0], [2.0, 2.0], 0.5) == 2
@@ -191,3 +209,418 @@ def test_the_last_rows_are_ten_or_a_third():
     assert statistics.last_mean([1.0, 2.0]) == 2.0
     assert statistics.last_mean([1.0, 2, 3, 4, 5, np.nan]) == 5.0
     assert math.isnan(statistics.last_mean([1.0, np.nan]))
+
+
+def _plan(*, grid=(), named=(), seeds="2", common=(), config="configs/tiny.py", start=""):
+    return plans.make(config=config, flags=common, grid=grid, named=named, seeds=seeds, start=start)
+
+
+def test_values_are_split_outside_of_brackets_and_quotes():
+    assert plans.split_values("0.2, 0.28") == ["0.2", "0.28"]
+    assert plans.split_values("(1,2),(3,)") == ["(1,2)", "(3,)"]
+    assert plans.split_values("""'a,b',"c",''""") == ["a,b", "c", ""]
+    assert plans.split_values("('q','k'),{'a':[1,2]}") == ["('q','k')", "{'a':[1,2]}"]
+    for wrong, said in (("(1,2", r"'\)' is missing"), ("1]", "closes nothing"), ("1,,2", "empty")):
+        with pytest.raises(ValueError, match=said):
+            plans.split_values(wrong)
+
+
+def test_a_grid_spans_arms_and_seeds_come_in_turn():
+    plan = _plan(grid=["algo.eps_high=0.2,0.28", "preset=dapo,token_level"], seeds="0,3,7")
+    names = ["eps_high=0.2+dapo", "eps_high=0.2+token_level"]
+    names += [name.replace("0.2", "0.28") for name in names]
+    assert list(plan.arms) == names
+    assert plan.arms[names[1]] == {"algo.eps_high": "0.2", "preset": "token_level"}
+    recipe = plan.recipes["eps_high=0.28+token_level"]
+    assert (recipe.algo.eps_high, recipe.algo.dynamic_sampling) == (0.28, False)
+    points = plan.points(pathlib.Path("D"), single_device=True)
+    assert [(p.seed, p.arm) for p in points[:5]] == [*((0, name) for name in names), (3, names[0])]
+    assert points[-1].seed == 7 and len(points) == 12
+    assert points[1].arguments == [
+        "--config=configs/tiny.py:token_level",
+        "--config.algo.eps_high=0.2",
+        "--config.seed=0",
+        "--config.mesh.cpu_devices=1",
+        "--workdir=D/eps_high=0.2+token_level/seed_0",
+    ]
+
+
+def test_arms_are_named_and_span_the_grid():
+    plan = _plan(
+        named=["no_filter: algo.dynamic_sampling=False algo.eps_high=0.3", "as_is:"],
+        grid=["rollout.max_response_tokens=60,80"],
+        common=["--config.num_steps=7", "--config.mesh.cpu_devices=2"],
+        start="run:base/{seed}@60",
+    )
+    assert next(iter(plan.arms)) == "no_filter+max_response_tokens=60" and len(plan.arms) == 4
+    point = plan.points(pathlib.Path("D"), single_device=True)[4]
+    assert (point.arm, point.seed, point.num_steps) == (next(iter(plan.arms)), 1, 7)
+    assert "--start=run:base/1@60" in point.arguments
+    assert sum("cpu_devices" in flag for flag in point.flags) == 1, "the flags' own counts"
+    assert plan.recipes["as_is+max_response_tokens=80"].algo.dynamic_sampling
+    assert list(_plan().arms) == ["tiny"] and list(_plan(config="configs/tiny.py:dapo").arms) == [
+        "dapo"
+    ]
+    grid = ["data.train.count=50,60", "eval.sets.arithmetic.count=9"]
+    assert next(iter(_plan(grid=grid).arms)) == (
+        "data.train.count=50+eval.sets.arithmetic.count=9"
+    ), "count alone would say nothing"
+    grid = ["learner.lora_targets=('q','k'),('v',)"]
+    assert list(_plan(grid=grid).arms) == ["lora_targets=q_k", "lora_targets=v"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grid": ["algo.eps_hihg=0.2"]}, r"no key 'algo.eps_hihg'.*mean --config.algo.eps_high"),
+        ({"grid": ["eps_high=0.2"]}, r"no key 'eps_high'.*mean --config.algo.eps_high"),
+        ({"grid": ["algo.eps_high=0.2,x"]}, r"arm 'eps_high=x': .*could not convert.*'x'"),
+        ({"grid": ["algo.eps_high=-1"]}, r"arm 'eps_high=-1': algo.eps_high = -1.0, but must be"),
+        ({"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
+        ({"grid": ["preset=dapo"], "config": "configs/tiny.py:dapo"}, "has a preset, and so has"),
+        ({"grid": ["algo.eps_high"]}, "write KEY=V1,V2"),
+        ({"grid": ["algo.eps_high=0.2", "algo.eps_high=0.3"]}, "--set has a key twice"),
+        ({"grid": ["algo.eps_high=0.2,0.20"]}, "'eps_high=0.2' and 'eps_high=0.20' are the same"),
+        ({"grid": ["seed=1,2"]}, "give --seeds=5"),
+        ({"common": ["--config.seed=1"]}, "give --seeds=5"),
+        ({"grid": ["num_steps=2"], "common": ["--config.num_steps=3"]}, "both set num_steps"),
+        ({"named": ["a: num_steps=2", "a: num_steps=3"]}, "two arms are called 'a'"),
+        ({"named": ["a: num_steps"]}, "'num_steps' is no KEY=V"),
+        ({"named": ["num_steps=3"]}, 'write "NAME: KEY=V KEY=V"'),
+        ({"named": ["a/b: num_steps=3"]}, "'a/b' cannot name an arm's folder"),
+        ({"named": ["a: num_steps=3"], "grid": ["num_steps=4"]}, "arm 'a' and --set both have"),
+        ({"seeds": "x"}, "give how many"),
+        ({"seeds": "0"}, "one seed at least"),
+        ({"seeds": "1,1"}, "each once"),
+        ({"seeds": "4294967296,"}, "below 4294967296"),
+        ({"config": "configs/tyni.py"}, "tyni.py"),
+    ],
+)
+def test_a_wrong_plan_is_refused_before_anything_starts(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        _plan(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_takes_more_of_the_same_sweep_and_no_other(tmp_path):
+    first = _plan(grid=["algo.eps_high=0.2"], common=["--config.num_steps=3"])
+    plans.write(first, tmp_path)
+    more = _plan(
+        grid=["algo.eps_high=0.28,0.2"],
+        seeds="3",
+        common=["--config.num_steps=4", "--config.mesh.cpu_devices=1"],
+    )
+    plans.check_same(more, tmp_path)
+    plans.write(more, tmp_path)
+    found = json.loads((tmp_path / "sweep.json").read_text())
+    assert list(found["arms"]) == ["eps_high=0.2", "eps_high=0.28"]
+    assert found["seeds"] == [0, 1, 2]
+    for changes, message in (
+        ({"common": ["--config.num_steps=3"]}, "num_steps is 3, but was 4"),
+        ({"common": ["--config.num_steps=4"], "config": "configs/tiny.py:dapo"}, None),
+        ({"common": ["--config.num_steps=4"], "start": "run:x@1"}, "--start is 'run:x@1', but was"),
+        ({"common": ["--config.num_steps=4", "--config.algo.eps_low=0.1"]}, "algo.eps_low is 0.1"),
+        ({"common": ["--config.num_steps=4", "--config.eval.samples_per_prompt=2"]}, "is 2, but"),
+        (
+            {"common": ["--config.num_steps=4"], "named": ["eps_high=0.2: algo.eps_high=0.3"]},
+            "arm 'eps_high=0.2' is",
+        ),
+    ):
+        plan = _plan(**changes)
+        if message is None:
+            plans.check_same(plan, tmp_path)
+            continue
+        with pytest.raises(ValueError, match=message):
+            plans.check_same(plan, tmp_path)
+
+
+def test_launch_prints_what_a_point_needs():
+    plan = _plan(grid=["algo.eps_high=0.2"], common=["--config.data.train.path=my file"])
+    point = plan.points(pathlib.Path("D"))[1]
+    line = launch_line("RUN={name} run {workdir} {seed} {arm} {flags}", plan, point)
+    assert line == (
+        "RUN=eps-high-0-2-s1 run D/eps_high=0.2/seed_1 1 eps_high=0.2 --config=configs/tiny.py "
+        "'--config.data.train.path=my file' --config.algo.eps_high=0.2 --config.seed=1"
+    )
+    assert shlex.split(launch_line("{command}", plan, point))[2:4] == [
+        "dapo_jax.train",
+        "--config=configs/tiny.py",
+    ]
+    with pytest.raises(ValueError, match=r"--launch has \{sed\}; there are .*\{seed\}"):
+        launch_line("{sed}", plan, point)
+
+
+def test_flags_may_have_their_value_apart():
+    given = ["--config", "configs/tiny.py", "--config.num_steps", "3", "--seeds=2"]
+    given += ["--noconfig.algo.dynamic_sampling", "--config.algo.eps_high=0.3"]
+    assert common_flags(given) == [
+        "--config.num_steps=3",
+        "--noconfig.algo.dynamic_sampling",
+        "--config.algo.eps_high=0.3",
+    ]
+
+
+# In place of dapo_jax.train: it does what the sweep's folder says of a point, attempt by attempt.
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+flags = dict(argument.lstrip("-").split("=", 1) for argument in sys.argv[1:])
+workdir = pathlib.Path(flags["workdir"])
+folder, label = workdir.parent.parent, f"{workdir.parent.name}/{workdir.name}"
+starts = folder / "starts.txt"
+attempt = starts.read_text().split().count(label) if starts.exists() else 0
+with starts.open("a") as file:
+    file.write(label + "\\n")
+does = json.loads((folder / "does.json").read_text()).get(label, ["ok"])
+does = does[min(attempt, len(does) - 1)]
+steps = {"ok": int(flags["config.num_steps"]), "wait": 1}.get(does, 0)
+eps, seed = float(flags["config.algo.eps_high"]), int(flags["config.seed"])
+with (workdir / "metrics.jsonl").open("w") as file:
+    for step in range(steps):
+        row = {"step": step, "accuracy/mean": eps + seed / 10, "seconds/total": 60.0}
+        file.write(json.dumps(row | {"cores": sorted(os.sched_getaffinity(0))}) + "\\n")
+(workdir / "config.json").write_text(json.dumps({"seed": seed}))
+if does == "wait":
+    def save(*_):
+        (workdir / "saved").touch()
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    (workdir / "waits").touch()
+    while True:
+        time.sleep(0.01)
+if does == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if does == "fail":
+    print("working", "error: no such model", "(--debug shows where)", sep="\\n")
+sys.exit({"fail": 1, "again": 75}.get(does, 0))
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_points, "POLL_SECONDS", 0.02)
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return [sys.executable, "-S", str(path)]
+
+
+def _points(folder, does, *, steps=2, arms="0.2,0.3", seeds="2"):
+    folder.mkdir(exist_ok=True)
+    (folder / "does.json").write_text(json.dumps(does))
+    plan = _plan(
+        grid=[f"algo.eps_high={arms}"], seeds=seeds, common=[f"--config.num_steps={steps}"]
+    )
+    return plan, plan.points(folder)
+
+
+def _attempts(folder):
+    lines = (folder / "points.jsonl").read_text().splitlines()
+    return [(f"{x['arm']}/seed_{x['seed']}", x["status"]) for x in map(json.loads, lines)]
+
+
+def test_failures_are_kept_apart_and_retried_at_the_end(tmp_path, program):
+    a, b = "eps_high=0.2", "eps_high=0.3"
+    does = {
+        f"{a}/seed_0": ["fail", "ok"],
+        f"{b}/seed_0": ["again", "again", "ok"],
+        f"{a}/seed_1": ["kill", "none"],
+    }
+    folder, said = tmp_path / "sweep", []
+    _, points = _points(folder, does)
+    runner = Runner(
+        folder,
+        points,
+        jobs=1,
+        retries=1,
+        program=program,
+        say=lambda point, status, at: said.append((point.label, status, at.state)),
+        again_seconds=0,
+    )
+    runner.run()
+    assert not runner.stopped
+    assert _attempts(folder) == [
+        (f"{a}/seed_0", 1),
+        (f"{b}/seed_0", 75),
+        (f"{b}/seed_0", 75),
+        (f"{b}/seed_0", 0),
+        (f"{a}/seed_1", -9),
+        (f"{b}/seed_1", 0),
+        (f"{a}/seed_0", 0),
+        (f"{a}/seed_1", 1),
+    ]
+    assert [at.state for at in runner.progress.values()] == ["done", "done", "failed", "done"]
+    assert said[0] == (f"{a}/seed_0", 1, "failed") and said[1][2] == "waiting"
+    (failed,) = [at for at in runner.progress.values() if at.state == "failed"]
+    assert failed.error == ["ended with status 0, but metrics.jsonl has 0 of 2 steps"]
+    line = json.loads((folder / "points.jsonl").read_text().splitlines()[0])
+    assert line["error"] == ["working", "error: no such model", "(--debug shows where)"]
+    assert line["num_steps"] == 2 and line["seconds"] > 0
+    log = (folder / a / "seed_0" / "log.txt").read_text()
+    assert log.startswith("working")
+
+    # Given again, only what is not done is run; with more steps, all is.
+    (folder / "does.json").write_text("{}")
+    Runner(folder, points, jobs=1, retries=0, program=program).run()
+    assert _attempts(folder)[8:] == [(f"{a}/seed_1", 0)]
+    _, points = _points(folder, {}, steps=3)
+    Runner(folder, points, jobs=2, retries=0, program=program).run()
+    assert sorted(_attempts(folder)[9:]) == sorted((point.label, 0) for point in points)
+    (folder / b / "seed_1" / "metrics.jsonl").write_text("")
+    Runner(folder, points, jobs=1, retries=0, program=program).run()
+    assert _attempts(folder)[13:] == [(f"{b}/seed_1", 0)], "its rows were gone"
+
+
+def test_what_says_again_for_ever_fails(tmp_path, program):
+    _, points = _points(tmp_path / "sweep", {"eps_high=0.2/seed_0": ["again"]}, arms="0.2")
+    runner = Runner(tmp_path / "sweep", points, jobs=1, retries=0, program=program, again_seconds=0)
+    runner.run()
+    assert [status for _, status in _attempts(tmp_path / "sweep")] == [75] * 6 + [0]
+    assert [at.state for at in runner.progress.values()] == ["failed", "done"]
+
+
+def test_jobs_have_their_own_cores(tmp_path, program):
+    assert [share(range(8), slot, 3) for slot in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert [share([4, 5], slot, 3) for slot in range(3)] == [[4], [5], [4]]
+    cores = sorted(os.sched_getaffinity(0))
+    does = {f"eps_high={arm}/seed_0": ["wait"] for arm in (0.2, 0.3)}
+    folder = tmp_path / "sweep"
+    _, points = _points(folder, does, seeds="1")
+    runner = Runner(folder, points, jobs=2, retries=0, program=program)
+
+    def stop_when_both_wait():
+        if all((point.workdir / "waits").exists() for point in points):
+            runner.stop()
+
+    runner.look = stop_when_both_wait
+    runner.run()
+    assert runner.stopped and all((point.workdir / "saved").exists() for point in points)
+    assert [status for _, status in _attempts(folder)] == [75, 75]
+    assert [at.state for at in runner.progress.values()] == ["waiting", "waiting"]
+    assert [at.row["cores"] for at in runner.progress.values()] == [
+        share(cores, slot, 2) for slot in range(2)
+    ]
+
+
+def _signal_when(path):
+    """Sends this process SIGTERM when the file is there."""
+    while not path.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, capsys):
+    folder = tmp_path / "sweep"
+    plan, points = _points(folder, {"eps_high=0.3/seed_0": ["wait", "ok"]})
+    settings = {"jobs": 1, "retries": 0, "baseline": "", "program": program}
+    killer = threading.Thread(target=_signal_when, args=(points[1].workdir / "waits",))
+    killer.start()
+    with pytest.raises(SystemExit) as ended:
+        sweep(plan, folder, **settings)
+    killer.join()
+    assert ended.value.code == 75
+    assert (points[1].workdir / "saved").exists()
+    assert _attempts(folder) == [(points[0].label, 0), (points[1].label, 75)]
+    with locked(folder), pytest.raises(ValueError, match="belongs to a run that is going on"):
+        sweep(plan, folder, **settings)
+    capsys.readouterr()
+
+    sweep(plan, folder, **settings)
+    assert _attempts(folder)[2:] == [(point.label, 0) for point in points[1:]]
+    out = capsys.readouterr().out
+    assert "2 arms x 2 seeds" in out and "1 of 4 runs are done" in out
+    assert "[4/4] eps_high=0.3/seed_1: done, 2 steps in 0:00:0" in out
+    assert "accuracy 40.0%" in out
+    text = (folder / "summary.md").read_text()
+    assert text in out
+    runs = read_rows_file(folder / "rows.jsonl.gz")
+    assert [(run.arm, run.seed, len(run.rows)) for run in runs.values()] == [
+        (arm, seed, 2) for arm in plan.arms for seed in (0, 1)
+    ]
+    assert text == markdown(runs, title="Sweep of configs/tiny.py"), "the rows alone make it"
+
+    (folder / "does.json").write_text(json.dumps({"eps_high=0.2/seed_2": ["fail"]}))
+    more, _ = _points(folder, {"eps_high=0.2/seed_2": ["fail"]}, seeds="3")
+    with pytest.raises(SystemExit) as ended:
+        sweep(more, folder, **settings)
+    assert ended.value.code == 1
+    captured = capsys.readouterr()
+    assert "seed_2/log.txt: error: no such model" in captured.err
+    assert "eps_high=0.3/seed_2: done" in captured.out, "a failure stops nothing"
+
+
+def _table_run(arm, seed, accuracy, steps=3, score=None):
+    rows = [{"step": step, "accuracy/mean": accuracy} for step in range(steps)]
+    scores = {} if score is None else {("held_out", "mean@8"): {0: 0.9, steps: score}}
+    config = {"seed": seed, "num_steps": 3}
+    return Run(rows=rows, evaluations=scores, config=config, arm=arm)
+
+
+def _summary_runs():
+    """The samples of `test_intervals_computed_by_hand`, as percent."""
+    a_S = [_table_run("a", seed, value / 100, score=value / 10) for seed, value in enumerate(A_S)]
+    b_S = [_table_run("b", seed, value / 100) for seed, value in enumerate(B_S)]
+    return {f"{run.arm}/seed_{run.seed}": run for run in [*b_S, *a_S]}
+
+
+def _cells(text, first):
+    """The cells of the table's lines that begin with this cell."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    return [cells[1:] for cells in lines if cells and cells[0] == first]
+
+
+def test_the_summary_has_spreads_and_both_intervals():
+    text = markdown(_summary_runs())
+    assert _cells(text, "a") == [["3", "4", "50.0 ± 21.6", "5.0 ± 2.2"]]
+    assert _cells(text, "b") == [["3", "4", "-", "3.2 ± 2.2"]]
+    (cells,) = [cells for cells in _cells(text, "train accuracy, %") if cells[0] == "a"]
+    assert cells[:5] == ["a", "4", "+1.8", "[+1.0, +2.5] *", "[-2.0, +5.5]"]
+    assert cells[5] == "9" and int(cells[6]) == pytest.approx(1.96**2 * 9.583 / 0.3978**2, rel=0.02)
+    assert _cells(text, "held_out mean@8, %") == [["a", "0", "-", "-", "-", "-", "-"]]
+    (cells,) = _cells(markdown(_summary_runs(), baseline="a"), "train accuracy, %")
+    assert cells[:4] == ["b", "4", "-1.8", "[-2.5, -1.0] *"]
+    with pytest.raises(ValueError, match="no arm is called 'c'; there are b, a"):
+        markdown(_summary_runs(), baseline="c")
+
+
+def test_the_summary_leaves_out_what_is_not_finished():
+    runs = _summary_runs() | {"b/seed_9": _table_run("b", 9, 0.99, steps=2)}
+    text = markdown(runs)
+    assert "Left out, not finished: b/seed_9 has 2 of 3 steps." in text
+    assert _cells(text, "b") == _cells(markdown(_summary_runs()), "b")
+    short = {"b/seed_9": runs["b/seed_9"]}
+    assert "No run has finished." in markdown(short)
+
+
+def test_the_display_tells_of_all_runs(tmp_path):
+    _, points = _points(tmp_path, {}, steps=10)
+    row = {"accuracy/mean": 0.5, "entropy": 0.25, "clip_fraction/high": 0.0125}
+    progress = {
+        points[0]: Progress(state="done", row=row | {"step": 9, "seconds/total": 30.0}),
+        points[1]: Progress(state="running", row=row | {"step": 3, "seconds/total": 60.0}),
+        points[2]: Progress(),
+        points[3]: Progress(state="failed", error=["error: [bold]no[/bold]\x1b model"]),
+    }
+    assert minutes_left(progress, 1) == "11 min", "6 steps of 60 s and 10 of 30 s"
+    assert minutes_left(progress, 2, arm="eps_high=0.3") == "3 min"
+    assert minutes_left({points[2]: Progress()}, 1) == "-"
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    with SweepDisplay(progress, jobs=1, console=console):
+        pass
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert any("eps_high=0.2 1/2 - - 5/10 50.0% 0.250 1.25% 5" in line for line in lines)
+    assert any("eps_high=0.3 0/2 1 1 2/10 50.0% 0.250 1.25% 6" in line for line in lines)
+    out = io.StringIO()
+    display = SweepDisplay(progress, jobs=1, console=Console(file=out, width=140))
+    display.end(points[3], 1, progress[points[3]])
+    display.end(points[1], -9, progress[points[1]])
+    failed, reason, killed = out.getvalue().splitlines()
+    assert failed == (
+        "[1/4] eps_high=0.3/seed_1: failed with status 1 after 0 of 10 steps and 0:00:00  "
+        "11 min left"
+    )
+    log = points[3].workdir / "log.txt"
+    assert reason == f"  error: [bold]no[/bold]\\x1b model  ({log})"
+    assert killed == (
+        "[1/4] eps_high=0.3/seed_0: killed by signal 9 after 4 of 10 steps and 0:00:00  "
+        "accuracy 50.0%  entropy 0.250  clipped high 1.25%  11 min left"
+    )

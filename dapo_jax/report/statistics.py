@@ -12,6 +12,7 @@ from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 LAST_ROWS = 10
+ROUNDING = 1e-9  # of the values: what is less than that is no difference
 MOST_SEEDS = 100_000  # what `seeds_for_*` answer at most
 
 
@@ -56,6 +57,13 @@ def spread(values) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else math.nan
 
 
+def paired_spread(a_S, b_S) -> float:
+    """Returns the standard deviation of a - b; 0 where nothing but rounding differs."""
+    a_S, b_S = np.asarray(a_S, np.float64), np.asarray(b_S, np.float64)
+    sd = spread(a_S - b_S)
+    return 0.0 if sd < ROUNDING * max(np.abs(a_S).max(), np.abs(b_S).max()) else sd
+
+
 def paired_interval(a_S, b_S) -> Interval:
     """Returns the Student interval of the mean of a - b, whose values share seeds.
 
@@ -65,7 +73,7 @@ def paired_interval(a_S, b_S) -> Interval:
     n = len(difference_S)
     if n < 2:
         return Interval(nan_mean(difference_S), math.nan, math.nan)
-    return _around(difference_S.mean(), spread(difference_S) / math.sqrt(n), n - 1)
+    return _around(difference_S.mean(), paired_spread(a_S, b_S) / math.sqrt(n), n - 1)
 
 
 def welch_interval(a_S, b_S) -> Interval:
@@ -88,7 +96,9 @@ def seeds_for_paired(a_S, b_S, half_width: float) -> int | None:
 
     The least n with t(n - 1) sd(a - b) / sqrt(n) <= half_width. None where the samples cannot tell.
     """
-    sd = spread(np.asarray(a_S, np.float64) - np.asarray(b_S, np.float64))
+    if len(a_S) < 2:
+        return None
+    sd = paired_spread(a_S, b_S)
     return _least(lambda n: quantile(n - 1) * sd / math.sqrt(n), half_width)
 
 

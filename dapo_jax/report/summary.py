@@ -20,13 +20,14 @@ from dapo_jax.report.runs import Run, column
 from dapo_jax.run.arguments import leftover
 
 METHOD = f"""\
-Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter; "clipped high" over
-all steps; evaluations after the last step. Intervals are Student's, 95 %. Paired: of the differences
-d of runs of one seed, mean(d) ± t(n-1) · sd(d) / √n. Unpaired: Welch's, to which seeds in common say
-nothing. Seeds needed: the least number of seeds an arm whose interval is half as wide as the paired
-one is here, of half width w: t(n-1) · sd(d) / √n ≤ w / 2 paired, t(f) · √((var(a) + var(b)) / n) ≤ w / 2
-with f = (n-1) (var(a) + var(b))² / (var(a)² + var(b)²) unpaired. * marks paired intervals that exclude
-zero, as one in twenty does where there is no effect."""
+Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter;
+"clipped high" over all steps; evaluations after the last step. Intervals are Student's, 95 %.
+Paired: of the differences d of runs of one seed, mean(d) ± t(n-1) · sd(d) / √n. Unpaired: Welch's,
+to which seeds in common say nothing. Seeds needed: with w for half the width of the paired interval
+here, the least number of seeds an arm that makes either half as wide: t(n-1) · sd(d) / √n ≤ w / 2
+paired, t(f) · √((var(a) + var(b)) / n) ≤ w / 2 with f = (n-1) (var(a) + var(b))² / (var(a)² +
+var(b)²) unpaired. * marks paired intervals that exclude zero, as one in twenty does without any
+effect."""
 
 
 @dataclasses.dataclass(frozen=True)

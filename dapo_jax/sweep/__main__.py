@@ -11,10 +11,11 @@ import pathlib
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 
 from absl import flags
 
-from dapo_jax.report.rows import write_rows
+from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import load_sweep
 from dapo_jax.report.summary import markdown
 from dapo_jax.run import command
@@ -23,7 +24,7 @@ from dapo_jax.run.lock import locked
 from dapo_jax.run.stops import Stops
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.plan import Plan, Point
-from dapo_jax.sweep.points import LOG, Runner
+from dapo_jax.sweep.points import LOG, TRAIN, Runner
 from dapo_jax.sweep.table import SweepDisplay
 from sharding import hosts
 
@@ -53,21 +54,32 @@ def launch_line(template: str, plan: Plan, point: Point) -> str:
 
 def write_tables(folder: pathlib.Path, plan: Plan, baseline: str) -> str:
     """Writes rows.jsonl.gz and summary.md of all runs that the folder has; returns the latter."""
-    runs = load_sweep(folder)
-    write_rows(folder / "rows.jsonl.gz", runs)
-    text = markdown(runs, baseline=baseline, title=f"Sweep of {plan.config}")
+    rows = folder / "rows.jsonl.gz"
+    write_rows(rows, load_sweep(folder))
+    text = markdown(read_rows_file(rows), baseline=baseline, title=f"Sweep of {plan.config}")
     with atomic_file(folder / "summary.md") as file:
         file.write(text.encode())
     return text
 
 
-def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, retries: int, baseline: str) -> None:
-    """Runs the plan's points in the folder; SystemExit with 75 when stopped, 1 for failures."""
+def sweep(
+    plan: Plan,
+    folder: pathlib.Path,
+    *,
+    jobs: int,
+    retries: int,
+    baseline: str,
+    program: Sequence[str] = TRAIN,
+) -> None:
+    """Runs the plan's points in the folder; SystemExit with 75 when stopped, 1 for failures.
+
+    program: what is run with each point's arguments.
+    """
     with locked(folder):
         plans.check_same(plan, folder)
         plans.write(plan, folder)
         points = plan.points(folder, single_device=jobs > 1)
-        runner = Runner(folder, points, jobs=jobs, retries=retries)
+        runner = Runner(folder, points, jobs=jobs, retries=retries, program=program)
         display = SweepDisplay(runner.progress, jobs=jobs)
         runner.say, runner.look = display.end, display.look
         done = sum(at.state == "done" for at in runner.progress.values())
@@ -84,7 +96,7 @@ def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, retries: int, baseline
         print(f"rows: {folder / 'rows.jsonl.gz'}   tables: {folder / 'summary.md'}")
     failed = {point: at for point, at in runner.progress.items() if at.state == "failed"}
     for point, at in failed.items():
-        print(f"failed: {point.workdir / LOG}: {(at.error or ['-'])[-1]}", file=sys.stderr)
+        print(f"failed: {point.workdir / LOG}: {at.reason}", file=sys.stderr)
     if failed:
         raise SystemExit(1)
 

@@ -45,6 +45,12 @@ class Progress:
     def finished_steps(self) -> int:
         return self.row.get("step", -1) + 1
 
+    @property
+    def reason(self) -> str:
+        """The line of the error that says most: what a command of ours says, or the last."""
+        said = [line for line in self.error if line.startswith("error:")]
+        return (said or self.error or ["-"])[-1]
+
 
 @dataclasses.dataclass
 class _Attempt:
@@ -91,7 +97,7 @@ class Runner:
         again_seconds: float = AGAIN_SECONDS,
     ):
         self._folder, self._jobs, self._retries = folder, jobs, retries
-        self._program, self._say, self._look = program, say, look
+        self._program, self.say, self.look = program, say, look
         self._again_seconds = again_seconds
         self._running: dict[int, _Running] = {}  # by slot, which has its cores
         self._stopping = threading.Event()
@@ -131,7 +137,7 @@ class Runner:
                         self._end(running, status, waiting, failed)
                     else:
                         self._refresh(running)
-                self._look()
+                self.look()
         except BaseException:  # an error of ours: nothing may run on unwatched
             self.stop()
             for running in self._running.values():
@@ -198,8 +204,9 @@ class Runner:
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "num_steps": point.num_steps,
             "finished_steps": progress.finished_steps,
+            "error": progress.error,
         }
-        append_line(self._folder / ATTEMPTS, line | {"error": progress.error} * (status != 0))
+        append_line(self._folder / ATTEMPTS, line)
         attempt.agains = attempt.agains + 1 if status == hosts.RETRYABLE else 0
         if status == 0:
             progress.state = "done"
@@ -214,7 +221,7 @@ class Runner:
             attempt.failures, attempt.agains = attempt.failures + 1, 0
             if attempt.failures <= self._retries:
                 failed.append(attempt)
-        self._say(point, status, progress)
+        self.say(point, status, progress)
 
 
 def done_points(folder: pathlib.Path) -> dict[str, int]:

@@ -67,8 +67,8 @@ class SweepDisplay:
             parts.append("  ".join(f"{head} {text}" for head, text in numbers))
         parts.append(f"{minutes_left(self._progress, self._jobs)} left")
         self.line("  ".join(parts))
-        if status not in (0, hosts.RETRYABLE) and progress.error:
-            self.line(f"  {progress.error[-1]}  ({point.workdir / LOG})")
+        if progress.error and status not in (0, hosts.RETRYABLE):
+            self.line(f"  {progress.reason}  ({point.workdir / LOG})")
 
     def line(self, text: str) -> None:
         """Prints a line; in a terminal above the table."""
