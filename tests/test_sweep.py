@@ -10,6 +10,7 @@ import pathlib
 import random
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ from dapo_jax.sweep import points as sweep_points
 from dapo_jax.sweep.__main__ import common_flags, launch_line, sweep
 from dapo_jax.sweep.points import Progress, Runner, share
 from dapo_jax.sweep.table import SweepDisplay, minutes_left
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def _row(step, **values):
@@ -335,19 +338,19 @@ def test_a_folder_takes_more_of_the_same_sweep_and_no_other(tmp_path):
 
 
 def test_launch_prints_what_a_point_needs():
-    plan = _plan(grid=["algo.eps_high=0.2"], common=["--config.data.train.path=my file"])
+    plan = _plan(grid=["preset=dapo"], common=["--config.data.train.path=my file"])
     point = plan.points(pathlib.Path("D"))[1]
-    line = launch_line("RUN={name} run {workdir} {seed} {arm} {flags}", plan, point)
+    line = launch_line("RUN={name} CONFIG={config} {workdir} {seed} {arm} {flags}", point)
     assert line == (
-        "RUN=eps-high-0-2-s1 run D/eps_high=0.2/seed_1 1 eps_high=0.2 --config=configs/tiny.py "
-        "'--config.data.train.path=my file' --config.algo.eps_high=0.2 --config.seed=1"
+        "RUN=dapo-s1 CONFIG=configs/tiny.py:dapo D/dapo/seed_1 1 dapo "
+        "'--config.data.train.path=my file' --config.seed=1"
     )
-    assert shlex.split(launch_line("{command}", plan, point))[2:4] == [
+    assert shlex.split(launch_line("{command}", point))[2:4] == [
         "dapo_jax.train",
-        "--config=configs/tiny.py",
+        "--config=configs/tiny.py:dapo",
     ]
     with pytest.raises(ValueError, match=r"--launch has \{sed\}; there are .*\{seed\}"):
-        launch_line("{sed}", plan, point)
+        launch_line("{sed}", point)
 
 
 def test_flags_may_have_their_value_apart():
@@ -624,3 +627,30 @@ def test_the_display_tells_of_all_runs(tmp_path):
         "[1/4] eps_high=0.3/seed_0: killed by signal 9 after 4 of 10 steps and 0:00:00  "
         "accuracy 50.0%  entropy 0.250  clipped high 1.25%  11 min left"
     )
+
+
+@pytest.mark.slow
+def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
+    """Two arms whose clips hardly bind share prompts and samples; both end as uninterrupted."""
+    folder = tmp_path / "sweep"
+    command = [sys.executable, "-m", "dapo_jax.sweep", "--config=experiments/preemption/config.py"]
+    command += [f"--workdir={folder}", "--set=algo.eps_high=0.2,0.28", "--seeds=1,", "--jobs=2"]
+    command += ["--config.num_steps=3"]
+    first = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)
+    rows = [folder / f"eps_high={arm}" / "seed_1" / "metrics.jsonl" for arm in (0.2, 0.28)]
+    while not any(path.exists() and path.read_text() for path in rows):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.1)
+    first.send_signal(signal.SIGTERM)
+    _, error = first.communicate(timeout=300)
+    assert first.returncode == 75 and "the same command goes on" in error
+    assert all(status in (75, 0) for _, status in _attempts(folder))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = read_rows_file(folder / "rows.jsonl.gz")
+    assert [len(run.rows) for run in runs.values()] == [3, 3]
+    assert max(len(run.starts) for run in runs.values()) == 2
+    (a, b) = (run.rows[0]["response_tokens/mean"] for run in runs.values())
+    assert a == b, "the same seed samples the same responses until the policies differ"
+    (cells,) = [c for c in _cells(done.stdout, "train accuracy, %") if c[0] == "eps_high=0.28"]
+    assert cells[1] == "1" and cells[3] == "-", "one pair has no interval"

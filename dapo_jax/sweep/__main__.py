@@ -29,15 +29,18 @@ from dapo_jax.sweep.table import SweepDisplay
 from sharding import hosts
 
 
-def launch_line(template: str, plan: Plan, point: Point) -> str:
-    """The template with a point's {command}, {flags}, {workdir}, {arm}, {seed}, {name} filled in.
+def launch_line(template: str, point: Point) -> str:
+    """Fills a point's {command}, {config}, {flags}, {workdir}, {arm}, {seed}, {name} in.
 
-    name: of lower-case letters, digits and dashes. Values are quoted for a shell where they need
-    it. Raises ValueError for another name in braces.
+    config: FILE[:PRESET]. flags: the others, but for --workdir. name: of lower-case letters, digits
+    and dashes. Values are quoted for a shell where they need it. Raises ValueError for another name
+    in braces.
     """
+    config, *others = point.flags
     values = {
         "command": shlex.join(["python", "-m", "dapo_jax.train", *point.arguments]),
-        "flags": shlex.join(point.flags),
+        "config": shlex.quote(config.removeprefix("--config=")),
+        "flags": shlex.join(others),
         "workdir": shlex.quote(str(point.workdir)),
         "arm": shlex.quote(point.arm),
         "seed": str(point.seed),
@@ -132,7 +135,7 @@ def main(argv: list[str]) -> None:
     if values.launch:
         plans.check_same(plan, folder)
         for point in plan.points(folder):
-            print(launch_line(values.launch, plan, point))
+            print(launch_line(values.launch, point))
     else:
         sweep(plan, folder, jobs=values.jobs, retries=values.retries, baseline=values.baseline)
 

@@ -113,10 +113,8 @@ class Runner:
         return self._stopping.is_set()
 
     def stop(self, _signal: str = "") -> None:
-        """Ends all running points in order: they save. `run` returns when they have."""
+        """Has `run` end all running points in order, which save, and return when they have."""
         self._stopping.set()
-        for running in list(self._running.values()):
-            _terminate(running.process)
 
     def run(self) -> None:
         """Runs what is not done, until nothing is left or `stop` is called."""
@@ -125,12 +123,17 @@ class Runner:
             _Attempt(point) for point, at in self.progress.items() if at.state != "done"
         )
         failed: list[_Attempt] = []
+        told = False
         try:
             while self._running or ((waiting or failed) and not self.stopped):
                 if not waiting and not self._running:
                     waiting, failed = collections.deque(failed), []
                 self._fill(waiting)
-                self._stopping.wait(POLL_SECONDS) if not self.stopped else time.sleep(POLL_SECONDS)
+                if self._stopping.wait(POLL_SECONDS):
+                    if not told:  # once: at its end a process no longer catches a signal
+                        self._terminate_all()
+                    told = True
+                    time.sleep(POLL_SECONDS)
                 for slot, running in list(self._running.items()):
                     if (status := running.process.poll()) is not None:
                         del self._running[slot]
@@ -139,7 +142,8 @@ class Runner:
                         self._refresh(running)
                 self.look()
         except BaseException:  # an error of ours: nothing may run on unwatched
-            self.stop()
+            if not told:
+                self._terminate_all()
             for running in self._running.values():
                 running.process.wait()
             raise
@@ -175,8 +179,11 @@ class Runner:
         bind(running.process.pid, slot, self._jobs)
         self.progress[point].state = "running"
         self._running[slot] = running
-        if self.stopped:  # meanwhile: `stop` may have missed it
-            _terminate(running.process)
+
+    def _terminate_all(self) -> None:
+        for running in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                running.process.send_signal(signal.SIGTERM)
 
     def _refresh(self, running: _Running) -> None:
         progress = self.progress[running.attempt.point]
@@ -281,8 +288,3 @@ def _environment(folder: pathlib.Path) -> dict[str, str]:
     """The points' environment: what one has compiled, the others load."""
     ours = {"JAX_COMPILATION_CACHE_DIR": str(folder.resolve() / ".compiled")}
     return {**ours, **os.environ}
-
-
-def _terminate(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
