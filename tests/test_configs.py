@@ -31,7 +31,7 @@ def keys(config, prefix=""):
 
 SECTIONS = "|".join(name for name, value in base.get_config().items() if hasattr(value, "items"))
 NAMED = re.compile(rf"(?<![\w./:])(?:--config\.)?((?:{SECTIONS})(?:\.[a-zA-Z_0-9]+)+)(?![\w/(])")
-FILES = ("json", "jsonl", "safetensors", "model", "py", "md", "png")  # tokenizer.json, say
+FILES = ("json", "jsonl", "safetensors", "model", "py", "md", "png", "txt")  # tokenizer.json, say
 TENSORS = ("model.layers", "model.embed_tokens", "model.norm")  # Hugging Face's names
 
 
