@@ -4,7 +4,6 @@ Row s of metrics.jsonl describes responses of the policy after s finished steps,
 the policy after n: both share the axis "finished rollout steps".
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dapo_jax.run.display import format_duration
-from dapo_jax.run.files import read_json, read_rows
+from dapo_jax.run.files import read_json, read_rows, read_starts
 from dapo_jax.run.metrics import METRICS, Metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
@@ -58,17 +57,8 @@ def load_run(workdir: str | pathlib.Path) -> Run:
     config_path = workdir / "config.json"
     config = _flatten(read_json(config_path)) if config_path.is_file() else {}
     evaluations = _read_evaluations(workdir / "eval")
-    starts = _read_starts(workdir / "starts.jsonl")
+    starts = read_starts(workdir / "starts.jsonl")
     return Run(rows=rows, evaluations=evaluations, config=config, starts=starts)
-
-
-def _read_starts(path: pathlib.Path) -> list[dict]:
-    """The starts that were written whole; a kill in the middle of a line leaves a part of one."""
-    starts = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            starts.append(json.loads(line))
-    return [start for start in starts if isinstance(start, dict)]
 
 
 def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
