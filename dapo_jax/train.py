@@ -17,12 +17,12 @@ from collections.abc import Callable
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax.algorithm import group_advantage, outcome_reward, soft_overlong_penalty
+from dapo_jax.algorithm import group_advantage, shaped_reward
 from dapo_jax.evaluate import evaluate, settings_of
 from dapo_jax.learner import TrainState, warmup_learning_rate
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.rollout import collect, minibatches
+from dapo_jax.rollout import collect, minibatches, success_by
 from dapo_jax.run import build, checks, command, restore
 from dapo_jax.run.alarms import (
     Alarms,
@@ -100,8 +100,9 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
                 break
 
             # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9).
-            reward_PG = outcome_reward(rollouts.correct_PG, rollouts.score_PG)
-            reward_PG = reward_PG + soft_overlong_penalty(rollouts.length_PG, **overlong(config))
+            reward_PG = shaped_reward(
+                rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
+            )
             advantage_PG = group_advantage(reward_PG)
 
             # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
@@ -210,6 +211,7 @@ def sample(run: Run, weights: dict, progress: dict) -> Rollouts:
         expected_rate=expected_rate,
         dynamic_sampling=run.config.algo.dynamic_sampling,
         report=run.record.display.phase,
+        success=success_by(run.config.algo.filter_groups, **overlong(run.config)),
     )
 
 

@@ -104,9 +104,16 @@ def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
 
 
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
-    """Finished steps -> tokens sampled for training before: 0 -> 0, then each row's total."""
-    known = (row for row in rows if row.get("sampled_tokens_total") is not None)
-    return {0: 0.0, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
+    """Finished steps -> tokens sampled for training before: 0 -> 0, then each row's total.
+
+    The first row of a fork is not step 0: what was sampled before it is its parent's.
+    """
+    known = [row for row in rows if row.get("sampled_tokens_total") is not None]
+    begin, before = 0, 0.0
+    if known and known[0]["step"] > 0 and known[0].get("engine/drawn_tokens") is not None:
+        begin = known[0]["step"]
+        before = float(known[0]["sampled_tokens_total"] - known[0]["engine/drawn_tokens"])
+    return {begin: before, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
 
 
 def thinned(rows: Sequence[Mapping], *, limit: int) -> list[Mapping]:
@@ -166,7 +173,8 @@ def totals(run: Run) -> dict[str, str]:
     """Name -> formatted sums over the rows: steps, time, tokens, tokens per second, skips."""
     result = {"rollout steps": str(len(run.rows))}
     seconds = float(np.nansum(column(run.rows, "seconds/total")))
-    tokens = max(tokens_before(run.rows).values())
+    known = tokens_before(run.rows).values()
+    tokens = max(known) - min(known)  # a fork's own
     if seconds > 0:
         result["wall time"] = format_duration(seconds)
     if tokens > 0:

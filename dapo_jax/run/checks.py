@@ -27,6 +27,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "algo.loss": learner.LOSSES,
     "algo.loss_aggregation": algorithm.AGGREGATIONS,
+    "algo.filter_groups": algorithm.FILTERS,
     "verifier.rules": RULES,
     "rollout.on_generation_cap": ("train", "stop"),
     "data.on_bad_row": ("error", "skip"),
