@@ -80,13 +80,12 @@ def test_a_fork_of_the_same_recipe_continues_as_its_parent_did_bitwise(parent, t
 
 
 def test_forks_share_a_steps_samples_until_their_weights_differ(parent, tmp_path, capsys):
-    config = recipe(**{"algo.eps_high": 0.9, "learner.learning_rate": 1e-3, "num_steps": 3})
+    config = recipe(**{"learner.learning_rate": 1e-3, "num_steps": 3, "eval.every_steps": 0})
     train.train(config, tmp_path / "fork", Origin.parse(f"run:{parent}@2"))
     assert same_rollouts(parent, tmp_path / "fork", 2)
-    assert arrays(tmp_path / "fork", 3) != arrays(parent, 4)
-    (row,), theirs = rows_without_timings(tmp_path / "fork"), rows_without_timings(parent)[2]
-    assert row["grad_norm"] != theirs["grad_norm"] or row["lr"] != theirs["lr"]
+    (row,), theirs = training_rows(tmp_path / "fork"), training_rows(parent)[2]
     assert row["sampled_tokens_total"] == theirs["sampled_tokens_total"]
+    assert row["lr"] != theirs["lr"]
     assert f"a fork of checkpoint 2 in {parent.resolve()}" in capsys.readouterr().out
     # Begun again with what it began with, and not with anything else.
     train.train(config, tmp_path / "fork", Origin.parse(f"run:{parent}@2"))
@@ -105,7 +104,7 @@ def start(config, workdir: pathlib.Path, origin: Origin | None):
     ("settings", "step", "message"),
     [
         ({"seed": 1}, 2, r"checkpoint 2 in .* cannot be forked: seed is 1, but was 0\. A fork"),
-        ({"data.train.seed": 2}, 2, r"cannot be forked: data.train: 198 of 199 prompts differ"),
+        ({"data.train.seed": 2}, 2, r"cannot be forked: data.train has 200 prompts, not 198"),
         ({"data.train.count": 190}, 2, r"cannot be forked: data.train has \d+ prompts, not \d+"),
         ({"learner.lora_rank": 4}, 2, r"cannot be forked: learner.lora_rank is 4, but was 0"),
         ({"model.compute_dtype": "bfloat16"}, 2, r"forked: model.compute_dtype is 'bfloat16'"),
@@ -142,7 +141,7 @@ def test_a_fork_without_a_checkpoint_of_its_own_begins_with_the_parent_again(par
     for given in (None, origin):
         run, progress = start(config, tmp_path, given)
         assert (run.first_step, run.begin_step) == (2, 2)
-        assert progress["row"] == json.loads(rows[1])
+        assert progress["row"]["step"] == 1
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     assert (tmp_path / "metrics.cut-1.jsonl").read_bytes() == rows[2]
 
@@ -152,7 +151,7 @@ def test_a_damaged_parent_is_named_and_left_as_it_is(parent, tmp_path):
     theirs = tmp_path / "theirs"
     shutil.copytree(parent, theirs)
     largest = max((theirs / "checkpoints" / "2").rglob("*"), key=lambda file: file.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-100])
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     before = content_of(theirs)
     with pytest.raises(
         DamagedError, match=r"--start=run:.*@2: checkpoint 2 cannot be read .*\[4\]"
@@ -174,7 +173,7 @@ def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, tmp_path):
         run, _ = start(config, tmp_path / name, given)
         assert (run.first_step, run.begin_step) == (3, 2)
         assert [row["step"] for row in rows_without_timings(tmp_path / name)] == [2]
-    message = r"--start is 'run:.*@4', but it began from 'run:.*@2'"
+    message = r"--start is 'run:.*@4', but it began from run:.*@2"
     with pytest.raises(identity.OtherRunError, match=message):
         start(config, tmp_path / "d", Origin.parse(f"run:{parent}@4"))
     # A recipe that names its directory gives it to a fork as well.
@@ -201,8 +200,10 @@ def test_start_reads_a_folder_of_any_name_as_an_absolute_path(tmp_path, monkeypa
 
 
 def test_a_fork_needs_a_run(tmp_path):
-    for folder in (tmp_path / "absent", tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"config.json is missing: that is no run's"):
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (tmp_path / "absent", tmp_path, file, recipe().model.path):
+        with pytest.raises(FileNotFoundError, match=r"config.json is no run's recipe; give the"):
             start(recipe(), tmp_path / "new", Origin.parse(f"run:{folder}@2"))
         assert not (tmp_path / "absent").exists()
     (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": "", "keep": 2}}))
@@ -330,7 +331,8 @@ def run(*arguments: str) -> str:
 @pytest.mark.slow
 def test_a_fork_that_is_killed_and_resumed_is_bitwise_that_of_no_kill(tmp_path):
     """kill -9 after its first row, before a checkpoint of its own; then after one."""
-    run(f"--workdir={tmp_path / 'parent'}", "--config.num_steps=2")
+    save = "--config.checkpoint.every_steps=2"
+    run(f"--workdir={tmp_path / 'parent'}", "--config.num_steps=3", save)
     at = f"--start=run:{tmp_path / 'parent'}@2"
     fork = (
         "--config.algo.eps_high=0.5",
@@ -338,6 +340,7 @@ def test_a_fork_that_is_killed_and_resumed_is_bitwise_that_of_no_kill(tmp_path):
         "--config.checkpoint.every_steps=4",
     )
     run(f"--workdir={tmp_path / 'whole'}", *fork, at)
+    assert same_rollouts(tmp_path / "parent", tmp_path / "whole", 2)
     killed = tmp_path / "killed"
     for rows, given in ((1, (at,)), (3, ())):
         with processes.started([*RECIPE, f"--workdir={killed}", *fork, *given]) as (process,):

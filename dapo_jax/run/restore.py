@@ -169,9 +169,11 @@ def _forked(programs: build.Programs, ours: dict, origin: Origin) -> Begun:
 def _parent(origin: Origin) -> tuple[epath.Path, dict]:
     """Finds the directory of a run's checkpoints: (directory, the run's recipe)."""
     file = origin.workdir / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"--start={origin}: {file} is missing: that is no run's workdir")
-    recipe = read_json(file)
+    recipe = read_json(file) if file.is_file() else {}
+    if "checkpoint" not in recipe:  # a model's directory has a config.json too
+        raise FileNotFoundError(
+            f"--start={origin}: {file} is no run's recipe; give the --workdir of a training run"
+        )
     directory = epath.Path(recipe["checkpoint"]["directory"] or origin.workdir / "checkpoints")
     if not directory.is_dir():
         raise FileNotFoundError(
