@@ -9,6 +9,8 @@ import types
 import numpy as np
 import processes
 import pytest
+from test_rollout import Script, kept_cursors
+from test_rollout import run as scripted
 from test_train import programs_compiled_once, rows_without_timings, small_config  # noqa: F401
 
 from configs import base
@@ -25,17 +27,28 @@ from dapo_jax.types import Group, Response, Rollouts, Verdict
 
 
 def recipe(**settings):
-    """Makes the recipe of the parent, which saves each second step, with other settings."""
+    """Makes the recipe of the parent, which saves each step, with other settings."""
     config = small_config()
-    config.num_steps, config.checkpoint.keep = 4, 9
+    config.num_steps, config.checkpoint.every_steps, config.checkpoint.keep = 3, 1, 9
+    config.eval.every_steps = 3
     config.update_from_flattened_dict(settings)
     return config
 
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory) -> pathlib.Path:
-    workdir = tmp_path_factory.mktemp("forks") / "parent"
+    workdir = tmp_path_factory.mktemp("forks").resolve() / "parent"
     train.train(recipe(), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def fork(parent) -> pathlib.Path:
+    """A fork of its parent's own recipe, stopped after a step and resumed without --start."""
+    workdir, before = parent.with_name("fork"), content_of(parent)
+    train.train(recipe(num_steps=2), workdir, Origin.parse(f"run:{parent}@1"))
+    train.train(recipe(), workdir)
+    assert content_of(parent) == before
     return workdir
 
 
@@ -60,37 +73,38 @@ def same_rollouts(one: pathlib.Path, other: pathlib.Path, step: int) -> bool:
     return a.read_bytes() == b.read_bytes()
 
 
-def test_a_fork_of_the_same_recipe_continues_as_its_parent_did_bitwise(parent, tmp_path):
+def test_a_fork_of_the_same_recipe_continues_as_its_parent_did_bitwise(parent, fork):
     """Weights, moments, cursor, counters and noise go on; so do they where the fork is resumed."""
-    origin, before = Origin.parse(f"run:{parent}@2"), content_of(parent)
-    fork = tmp_path / "fork"
-    train.train(recipe(num_steps=3), fork, origin)
-    train.train(recipe(), fork)  # a resumed fork needs no --start
-    assert training_rows(fork) == training_rows(parent)[2:]
-    assert arrays(fork, 4) == arrays(parent, 4)
-    assert all(same_rollouts(parent, fork, step) for step in (2, 3))
-    # Made before its first step: what all forks of a checkpoint have in common.
-    first, theirs = (json.loads((d / "eval" / "2.json").read_text()) for d in (fork, parent))
-    assert first == theirs
-    assert not (fork / "eval" / "0.json").exists()
-    assert content_of(parent) == before
-    starts = read_starts(fork / "starts.jsonl")
-    assert [start["origin"] for start in starts] == [f"run:{parent.resolve()}@2"] * 2
+    assert training_rows(fork) == training_rows(parent)[1:]
+    assert arrays(fork, 3) == arrays(parent, 3)
+    assert all(same_rollouts(parent, fork, step) for step in (1, 2))
+    assert [start["origin"] for start in read_starts(fork / "starts.jsonl")] == [
+        f"run:{parent}@1"
+    ] * 2
     assert not list(fork.glob("metrics.cut*"))
 
 
+def test_a_fork_is_evaluated_before_its_first_step(parent, fork):
+    """All forks of a checkpoint have that point in common, as runs have that of step 0."""
+    assert not (fork / "eval" / "0.json").exists()
+    assert set(load_run(fork).evaluations["arithmetic", "mean@4"]) == {1, 2, 3}
+    last, theirs = (json.loads((d / "eval" / "3.json").read_text()) for d in (fork, parent))
+    assert last == theirs
+
+
 def test_forks_share_a_steps_samples_until_their_weights_differ(parent, tmp_path, capsys):
-    config = recipe(**{"learner.learning_rate": 1e-3, "num_steps": 3, "eval.every_steps": 0})
-    train.train(config, tmp_path / "fork", Origin.parse(f"run:{parent}@2"))
-    assert same_rollouts(parent, tmp_path / "fork", 2)
-    (row,), theirs = training_rows(tmp_path / "fork"), training_rows(parent)[2]
+    config = recipe(**{"learner.learning_rate": 1e-3, "num_steps": 2, "eval.every_steps": 0})
+    origin = Origin.parse(f"run:{parent}@1")
+    train.train(config, tmp_path / "fork", origin)
+    assert same_rollouts(parent, tmp_path / "fork", 1)
+    (row,), theirs = training_rows(tmp_path / "fork"), training_rows(parent)[1]
     assert row["sampled_tokens_total"] == theirs["sampled_tokens_total"]
     assert row["lr"] != theirs["lr"]
-    assert f"a fork of checkpoint 2 in {parent.resolve()}" in capsys.readouterr().out
-    # Begun again with what it began with, and not with anything else.
-    train.train(config, tmp_path / "fork", Origin.parse(f"run:{parent}@2"))
-    with pytest.raises(ValueError, match=r"@4, but .* holds a run that began with run:.*@2"):
-        train.train(config, tmp_path / "fork", Origin.parse(f"run:{parent}@4"))
+    assert f"a fork of checkpoint 1 in {parent}" in capsys.readouterr().out
+    # Given again with what it began with, and not with anything else.
+    assert start(config, tmp_path / "fork", origin)[0].first_step == 2
+    with pytest.raises(ValueError, match=r"@3, but .* holds a run that began with run:.*@1"):
+        start(config, tmp_path / "fork", Origin.parse(f"run:{parent}@3"))
 
 
 def start(config, workdir: pathlib.Path, origin: Origin | None):
@@ -109,7 +123,7 @@ def start(config, workdir: pathlib.Path, origin: Origin | None):
         ({"learner.lora_rank": 4}, 2, r"cannot be forked: learner.lora_rank is 4, but was 0"),
         ({"model.compute_dtype": "bfloat16"}, 2, r"forked: model.compute_dtype is 'bfloat16'"),
         ({"num_steps": 2}, 2, r"num_steps = 2, but --start=run:.*@2 begins after 2 steps"),
-        ({}, 3, r"has no checkpoint 3, only \[2, 4\].*checkpoint.keep = 9"),
+        ({}, 4, r"has no checkpoint 4, only \[1, 2, 3\].*checkpoint.keep = 9"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -123,8 +137,8 @@ def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings,
 
 def test_a_refused_fork_leaves_its_folder_to_any_run(parent, tmp_path):
     """The start of the refused one is on record, and would have been what the next begins with."""
-    with pytest.raises(FileNotFoundError, match="no checkpoint 3"):
-        start(recipe(), tmp_path, Origin.parse(f"run:{parent}@3"))
+    with pytest.raises(FileNotFoundError, match="no checkpoint 4"):
+        start(recipe(), tmp_path, Origin.parse(f"run:{parent}@4"))
     run, progress = start(recipe(), tmp_path, None)
     assert (run.first_step, run.begin_step, progress["cursor"]) == (0, 0, 0)
     with pytest.raises(ValueError, match="holds a run that began without a --start"):
@@ -154,32 +168,31 @@ def test_a_damaged_parent_is_named_and_left_as_it_is(parent, tmp_path):
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     before = content_of(theirs)
     with pytest.raises(
-        DamagedError, match=r"--start=run:.*@2: checkpoint 2 cannot be read .*\[4\]"
+        DamagedError, match=r"--start=run:.*@2: checkpoint 2 cannot be read .*\[1, 3\]"
     ):
         start(recipe(), tmp_path / "new", Origin.parse(f"run:{theirs}@2"))
     assert content_of(theirs) == before
 
 
-def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, tmp_path):
-    """On a pod the workdir goes with the machine; the parent's may be gone too."""
-    theirs = tmp_path / "theirs"
-    shutil.copytree(parent, theirs)
-    bucket = {"checkpoint.directory": str(tmp_path / "bucket")}
-    config = recipe(**bucket, **{"eval.every_steps": 0, "num_steps": 3})
-    origin = Origin.parse(f"run:{theirs}@2")
-    train.train(config, tmp_path / "a", origin)
-    shutil.rmtree(theirs)
-    for name, given in (("b", origin), ("c", None)):
-        run, _ = start(config, tmp_path / name, given)
-        assert (run.first_step, run.begin_step) == (3, 2)
-        assert [row["step"] for row in rows_without_timings(tmp_path / name)] == [2]
-    message = r"--start is 'run:.*@4', but it began from run:.*@2"
+def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_path):
+    """On a pod the workdir goes with the machine, and the parent's too."""
+    gone, origin = parent.with_name("gone"), Origin.parse(f"run:{parent}@1")
+    config = recipe(**{"checkpoint.directory": str(fork / "checkpoints"), "eval.every_steps": 0})
+    parent.rename(gone)
+    try:
+        for name, given in (("a", origin), ("b", None)):
+            run, _ = start(config, tmp_path / name, given)
+            assert (run.first_step, run.begin_step) == (3, 1)
+            assert [row["step"] for row in rows_without_timings(tmp_path / name)] == [2]
+    finally:
+        gone.rename(parent)
+    message = r"--start is 'run:.*@2', but it began from run:.*@1"
     with pytest.raises(identity.OtherRunError, match=message):
-        start(config, tmp_path / "d", Origin.parse(f"run:{parent}@4"))
+        start(config, tmp_path / "c", Origin.parse(f"run:{parent}@2"))
     # A recipe that names its directory gives it to a fork as well.
+    config.checkpoint.directory = str(parent / "checkpoints")
     with pytest.raises(identity.OtherRunError, match="but it began without one"):
-        shared = recipe(**{"checkpoint.directory": str(parent / "checkpoints")})
-        start(shared, tmp_path / "e", Origin.parse(f"run:{parent}@2"))
+        start(config, tmp_path / "d", origin)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +301,19 @@ def test_the_metric_counts_what_the_filter_calls_informative(rule, informative):
     assert step.varied.sum() == informative
 
 
+@pytest.mark.parametrize(("rule", "kept"), [("correctness", [1, 4]), ("reward", [0, 1])])
+def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
+    """The first group is all wrong, of unequal lengths."""
+    correct_PG = np.array([[0, 0], [1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], bool)
+    length_PG = np.array([[3, 8], [2, 2], [3, 3], [4, 4], [3, 3], [1, 1]])
+    found = scripted(
+        Script(correct_PG, length_PG), num_prompts=2, success=success_by(rule, **OVERLONG)
+    )
+    assert kept_cursors(found) == kept
+    assert found.cursor == kept[-1] + 1
+
+
+@pytest.mark.slow
 def test_a_run_that_filters_by_reward_trains_on_wrong_groups(tmp_path):
     """Rules that find no answer, and a penalty from the first token on: only lengths differ."""
     config = recipe(
