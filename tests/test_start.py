@@ -216,7 +216,7 @@ def test_a_fork_needs_a_run(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for folder in (tmp_path / "absent", tmp_path, file, recipe().model.path):
-        with pytest.raises(FileNotFoundError, match=r"config.json is no run's recipe; give the"):
+        with pytest.raises(FileNotFoundError, match=r"config.json is missing, or no run's recipe"):
             start(recipe(), tmp_path / "new", Origin.parse(f"run:{folder}@2"))
         assert not (tmp_path / "absent").exists()
     (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": "", "keep": 2}}))
