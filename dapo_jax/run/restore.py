@@ -172,7 +172,8 @@ def _parent(origin: Origin) -> tuple[epath.Path, dict]:
     recipe = read_json(file) if file.is_file() else {}
     if "checkpoint" not in recipe:  # a model's directory has a config.json too
         raise FileNotFoundError(
-            f"--start={origin}: {file} is missing, or no run's recipe; give the --workdir of a training run"
+            f"--start={origin}: {file} is missing, or no run's recipe; give the --workdir of a "
+            "training run"
         )
     directory = epath.Path(recipe["checkpoint"]["directory"] or origin.workdir / "checkpoints")
     if not directory.is_dir():
