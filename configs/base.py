@@ -71,6 +71,7 @@ def get_config() -> ConfigDict:
     config.algo.dual_clip = 10.0  # bound on the loss of negative advantages (recipe)
     config.algo.loss_aggregation = "token_mean"  # Eq. 12; or sequence_mean, GRPO's
     config.algo.dynamic_sampling = True  # Eq. 11
+    config.algo.filter_groups = "correctness"  # Eq. 11's; or "reward": lengths pass groups too
     config.algo.overlong_filtering = False  # mask the loss of truncated responses
     config.algo.overlong_cache_tokens = 4_096  # L_cache of Eq. 13
     config.algo.overlong_factor = 1.0  # 0.0: no soft overlong punishment

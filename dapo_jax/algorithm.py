@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 AGGREGATIONS = ("token_mean", "sequence_mean")
+FILTERS = ("correctness", "reward")
 ADVANTAGE_EPSILON = 1e-6
 LENGTH_EPSILON = 1e-8
 MAX_LOG_RATIO = 20.0
@@ -147,6 +148,19 @@ def informative_groups(correct_PG: np.ndarray | jax.Array) -> np.ndarray | jax.A
     return correct_PG.any(axis=1) & ~correct_PG.all(axis=1)
 
 
+def above_lowest(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
+    """Marks the responses whose reward is above the lowest of their group.
+
+    Given these in place of correctness, `informative_groups` keeps the groups whose rewards are not
+    all equal, as verl does with `filter_groups.metric=seq_final_reward`. With shaped rewards
+    (Eq. 13) all-wrong groups pass whose lengths differ: the policy then learns length alone.
+
+    `reward_PG`: floats [P, G]. Returns bool [P, G]; with a NaN in a group none of it is marked.
+    """
+    xp, reward_PG = _array(reward_PG)
+    return reward_PG > xp.min(reward_PG, axis=1, keepdims=True)
+
+
 def first_informative(correct_PG: ArrayLike, *, num_prompts: int) -> np.ndarray:
     """Chooses the first `num_prompts` informative groups (Eq. 11) in prompt order; host only.
 
@@ -209,6 +223,17 @@ def soft_overlong_penalty(
     spare_tokens = (max_tokens - cache_tokens) - length_tokens
     # Lengths are whole, so a cache of 0 is the step that a divisor of 1 gives.
     return factor * xp.clip(spare_tokens / max(cache_tokens, 1), -1.0, 0.0)
+
+
+def shaped_reward(
+    correct_PG: ArrayLike, score_PG: ArrayLike, length_tokens: ArrayLike, **overlong
+) -> np.ndarray | jax.Array:
+    """Rewards each response by its outcome (Eq. 7) and its length (Eq. 13): the sum of both.
+
+    `correct_PG`, `score_PG` as in `outcome_reward`; `length_tokens` and `overlong` as in
+    `soft_overlong_penalty`. Returns floats of their one shape, which may be any.
+    """
+    return outcome_reward(correct_PG, score_PG) + soft_overlong_penalty(length_tokens, **overlong)
 
 
 def kl_k3(logp_RT: ArrayLike, reference_logp_RT: ArrayLike) -> jax.Array:

@@ -23,7 +23,6 @@ from configs.base import eval_settings
 from dapo_jax.rollout import collect
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.alarms import require_finite_start
-from dapo_jax.run.checks import differences
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.files import read_json
 from dapo_jax.run.record import (
@@ -35,10 +34,6 @@ from dapo_jax.run.record import (
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
-
-# What makes the policy. Where and how it is computed, and what only training uses, may differ.
-POLICY_KEYS = ("model.", "tokenizer.", "learner.lora_")
-FREE_KEYS = ("model.kernels",)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -146,24 +141,13 @@ def check_recipe(config: ConfigDict, theirs: dict, where: str) -> None:
     path may be written in another way.
     """
     ours = json.loads(config.to_json_best_effort())
-    compared = POLICY_KEYS + (() if config.model.path else ("seed",))
-    differing = [
-        f"{name} is {new!r}, but was {old!r}"
-        for name, old, new in differences(theirs, ours)
-        if name.startswith(compared) and name not in FREE_KEYS and not _same_place(name, old, new)
-    ]
+    compared = checks.POLICY_KEYS + (() if config.model.path else ("seed",))
+    differing = checks.recipe_differences(theirs, ours, among=compared, but=checks.FREE_KEYS)
     if differing:
         raise ValueError(
             f"{where} is of another policy: {'; '.join(differing)}. Give the run's recipe and "
             "values (its config.json), or its own --workdir"
         )
-
-
-def _same_place(key: str, one, other) -> bool:
-    """Whether two values of a path mean the same folder."""
-    if not key.endswith(".path") or not one or not other or "://" in f"{one}{other}":
-        return False
-    return pathlib.Path(one).resolve() == pathlib.Path(other).resolve()
 
 
 def main(_):

@@ -3,12 +3,13 @@
 import bisect
 import concurrent.futures
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapo_jax.algorithm import first_informative, informative_groups
+from dapo_jax.algorithm import above_lowest, first_informative, informative_groups, shaped_reward
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import BlockRecord, Group, Prompt, Rollouts, RolloutStats
 from sharding import hosts
@@ -26,10 +27,12 @@ def collect(
     expected_rate: float,
     dynamic_sampling: bool,
     report: Callable[[str], None],
+    success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G"),
 ) -> Rollouts:
     """Samples a stream of groups until `num_prompts` are informative (dynamic sampling, Eq. 11).
 
-    A group is informative if some but not all of it is correct. The policy is frozen meanwhile.
+    A group is informative if some but not all of it is a success: bool [G], by default raw
+    correctness. The policy is frozen meanwhile.
     The first informative groups in prompt order are kept, as if prompts had been sampled batch
     after batch and waited for: neither length nor speed of a response decides. Groups are
     graded in the background while decoding goes on. Prompts are issued as slots fall idle, as
@@ -41,7 +44,7 @@ def collect(
     process grades its share of the groups, and all get all verdicts.
     """
     limit = cursor + (max_prompts if dynamic_sampling else num_prompts)
-    known = _Known(cursor, prior_rate=expected_rate, prior_groups=num_prompts / 4)
+    known = _Known(cursor, success, prior_rate=expected_rate, prior_groups=num_prompts / 4)
     issued = 0
     with _Grading(grade) as grading:
         while True:
@@ -66,10 +69,24 @@ def collect(
     sampled = [known.groups[place] for place in range(cursor, end)]
     kept = np.arange(num_prompts)
     if dynamic_sampling:
-        correct_PG = np.stack([group.correct_G for group in sampled])
-        kept = first_informative(correct_PG, num_prompts=num_prompts)
+        success_PG = np.stack([success(group) for group in sampled])
+        kept = first_informative(success_PG, num_prompts=num_prompts)
     stats = rollout_stats(session, requests=issued * group_size, grading_seconds=grading.seconds)
     return Rollouts(sampled, kept, end, issued, stats)
+
+
+def success_by(filter_groups: str, **overlong) -> Callable[[Group], np.ndarray]:
+    """Returns what the filter of dynamic sampling looks at: a group -> bool [G].
+
+    "correctness": the raw one (Eq. 11). "reward": whether the shaped reward is above the lowest of
+    the group. overlong: as of `soft_overlong_penalty`.
+    """
+
+    def by_reward(group: Group) -> np.ndarray:
+        reward_G = shaped_reward(group.correct_G, group.score_G, group.length_G, **overlong)
+        return above_lowest(reward_G[None])[0]
+
+    return {"correctness": operator.attrgetter("correct_G"), "reward": by_reward}[filter_groups]
 
 
 class _Known:
@@ -79,17 +96,18 @@ class _Known:
     the first group that is not graded yet.
     """
 
-    def __init__(self, cursor: int, *, prior_rate: float, prior_groups: float):
+    def __init__(self, cursor: int, success, *, prior_rate: float, prior_groups: float):
         self.groups: dict[int, Group] = {}
         self.informative: list[int] = []
         self.end = self._start = cursor
+        self._success = success
         self._prior_rate, self._prior_groups = prior_rate, prior_groups
 
     def add(self, groups: Sequence[Group]) -> None:
         """Adds graded groups."""
         for group in groups:
             self.groups[group.cursor] = group
-            if informative_groups(group.correct_G[None])[0]:
+            if informative_groups(self._success(group)[None])[0]:
                 bisect.insort(self.informative, group.cursor)
         while self.end in self.groups:
             self.end += 1

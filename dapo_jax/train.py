@@ -2,9 +2,10 @@
 
     python -m dapo_jax.train --config=configs/tiny.py --workdir=DIR [--config.algo.eps_high=0.24]
 
-The same command resumes a run that was stopped. On several hosts it is given on each of them, with
---distributed. Exit status: 0 done; 75 stopped by a signal with the last finished step saved, to be
-given again; anything else is an error. `train` holds one RL step, top to bottom.
+The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
+the run in DIR, under another recipe (a fork). On several hosts the command is given on each of
+them, with --distributed. Exit status: 0 done; 75 stopped by a signal with the last finished step
+saved, to be given again; anything else is an error. `train` holds one RL step, top to bottom.
 """
 
 import contextlib
@@ -14,16 +15,15 @@ import pathlib
 from collections.abc import Callable
 
 import jax
-from absl import logging
 from ml_collections import ConfigDict
 
-from dapo_jax.algorithm import group_advantage, outcome_reward, soft_overlong_penalty
+from dapo_jax.algorithm import group_advantage, shaped_reward
 from dapo_jax.evaluate import evaluate, settings_of
 from dapo_jax.learner import TrainState, warmup_learning_rate
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.rollout import collect, minibatches
-from dapo_jax.run import build, checks, command, identity
+from dapo_jax.rollout import collect, minibatches, success_by
+from dapo_jax.run import build, checks, command, restore
 from dapo_jax.run.alarms import (
     Alarms,
     cap_advice,
@@ -56,6 +56,7 @@ class Run:
     alarms: Alarms
     snapshots: Snapshots
     first_step: int
+    begin_step: int  # the run's first, not 0 in a fork
 
     def sampler_weights(self, state: TrainState) -> dict:
         """The weights as the sampler shards them."""
@@ -76,15 +77,19 @@ class Run:
         return result_row(results)
 
 
-def train(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Runs, or resumes, the recipe in `workdir` until config.num_steps rollout steps are done."""
+def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | None = None) -> None:
+    """Runs, or resumes, the recipe in `workdir` until config.num_steps rollout steps are done.
+
+    origin: the checkpoint of another run to begin with.
+    """
     stopped = None
     with contextlib.ExitStack() as stack:
-        run, state, progress = start(config, workdir, stack)
+        run, state, progress = start(config, workdir, stack, origin)
         weights = run.sampler_weights(state)
-        if run.first_step == 0 and config.eval.every_steps and run.data.eval_sets:
-            scores = run.evaluate(weights, finished_steps=0)
-            run.record.display.line(evaluation_line({"step": -1, **scores}))
+        begins = run.first_step == run.begin_step
+        if begins and config.eval.every_steps and run.data.eval_sets:
+            scores = run.evaluate(weights, finished_steps=run.first_step)
+            run.record.display.line(evaluation_line({"step": run.first_step - 1, **scores}))
 
         for step in range(run.first_step, config.num_steps):
             watch = Stopwatch()
@@ -95,8 +100,9 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
                 break
 
             # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9).
-            reward_PG = outcome_reward(rollouts.correct_PG, rollouts.score_PG)
-            reward_PG = reward_PG + soft_overlong_penalty(rollouts.length_PG, **overlong(config))
+            reward_PG = shaped_reward(
+                rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
+            )
             advantage_PG = group_advantage(reward_PG)
 
             # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
@@ -133,13 +139,13 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> None:
         print("\n".join([*summary_lines(summary), f"curves: {workdir / 'curves.png'}"]))
 
 
-def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack):
-    """(run, state, progress) before the first step to do: new, or of the newest checkpoint.
+def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):
+    """(run, state, progress) before the first step to do: new, or of a checkpoint.
 
     Everything is refused, loaded and compiled here. What has to be closed goes onto the stack.
     """
     checks.check(config)
-    claim(config, workdir, stack)
+    origin = claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     stack.enter_context(telling_saved_steps(checkpoints.latest_step, checkpoints.directory))
     snapshots = stack.enter_context(
@@ -151,27 +157,20 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         )
     )
     stack.push(snapshots.save_newest_after)
+    restore.check_parent(config, checkpoints, origin)
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
     checks.check_divides(config, programs.mesh)
     hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
     data = build.load_data(config, tokenizer, training=True)
-    progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
-    checkpoints.identity = identity.of_run(config, data)
-    restored = checkpoints.restore_latest(programs.state, report=logging.warning)
-    if restored is None:
-        place = checkpoints.directory
-        hosts.on_main(lambda: identity.check_checkpoint_is_there(config, workdir, place))
-    first_step, state, progress = restored or (0, programs.start_state(), progress)
-    checks.check_steps_left(config, first_step, checkpoints.directory)
+    begun = restore.restore(config, workdir, programs, data, checkpoints, origin)
     start_weights = programs.load_start_weights()
-    require_finite_start(programs, checkpoints.directory, first_step, state, start_weights)
+    require_finite_start(programs, begun.directory, begun.step, begun.state, start_weights)
 
-    record = stack.enter_context(
-        Record(config, workdir, first_step=first_step, last_row=progress["row"])
-    )
+    steps = {"first_step": begun.step, "begin_step": begun.begin_step}
+    record = stack.enter_context(Record(config, workdir, **steps, last_row=begun.progress["row"]))
     snapshots.say = record.display.last_line
-    record.display.line(banner(config, programs, data, state.params, workdir, first_step))
+    record.display.line(banner(config, programs, data, workdir, begun))
     record.display.phase("compiling the update")
     update = programs.compile_update()
     record.display.phase("compiling the sampler")
@@ -190,9 +189,9 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         record=record,
         alarms=Alarms(programs, record.display.line),
         snapshots=snapshots,
-        first_step=first_step,
+        **steps,
     )
-    return run, state, progress
+    return run, begun.state, begun.progress
 
 
 def sample(run: Run, weights: dict, progress: dict) -> Rollouts:
@@ -212,6 +211,7 @@ def sample(run: Run, weights: dict, progress: dict) -> Rollouts:
         expected_rate=expected_rate,
         dynamic_sampling=run.config.algo.dynamic_sampling,
         report=run.record.display.phase,
+        success=success_by(run.config.algo.filter_groups, **overlong(run.config)),
     )
 
 
@@ -270,11 +270,13 @@ def is_due(step: int, every_steps: int, num_steps: int) -> bool:
 
 def main(_):
     hosts.start(several=DISTRIBUTED.value, cpu_devices=CONFIG.value.mesh.cpu_devices)
-    train(CONFIG.value, pathlib.Path(WORKDIR.value))
+    origin = restore.Origin.parse(START.value) if START.value is not None else None
+    train(CONFIG.value, pathlib.Path(WORKDIR.value), origin)
 
 
 if __name__ == "__main__":
     CONFIG = command.define_config()
     WORKDIR = command.define_workdir()
+    START = command.define_start()
     DISTRIBUTED = command.define_distributed()
     command.run(main)

@@ -1,8 +1,8 @@
 """What tests/test_processes.py runs in each process: a few steps of a small recipe.
 
-    python tests/small_run.py DIR DEVICES STEPS
+    python tests/small_run.py DIR DEVICES STEPS [START]
 
-DEVICES are those of all processes, which the environment tells of (sharding.hosts).
+DEVICES are those of all processes, which the environment tells of (sharding.hosts). START: --start.
 """
 
 import os
@@ -12,13 +12,13 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from dapo_jax import train
-from dapo_jax.run import command
+from dapo_jax.run import command, restore
 from dapo_jax.sampler import cache
 from experiments.preemption.config import get_config
 from sharding import hosts
 
 
-def main(workdir: str, devices: str, steps: str) -> None:
+def main(workdir: str, devices: str, steps: str, start: str | None = None) -> None:
     cache.PARTS = ((1, 1),)  # one program for decoding
     config = get_config()
     config.num_steps = int(steps)
@@ -29,7 +29,8 @@ def main(workdir: str, devices: str, steps: str) -> None:
     hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=int(devices))
     try:
         with hosts.ending_when_a_peer_is_lost():
-            train.train(config, pathlib.Path(workdir))
+            origin = restore.Origin.parse(start) if start else None
+            train.train(config, pathlib.Path(workdir), origin)
     except Exception as error:
         command.end_all(repr(error))
         raise

@@ -295,7 +295,10 @@ def _step(updates=None):
         blocks=[],
     )
     return Step(
-        config=types.SimpleNamespace(rollout=types.SimpleNamespace(generation_prompts=3)),
+        config=types.SimpleNamespace(
+            rollout=types.SimpleNamespace(generation_prompts=3),
+            algo=types.SimpleNamespace(filter_groups="correctness"),
+        ),
         step=12,
         rollouts=Rollouts(groups, np.array([0, 3]), cursor=9, issued=5, stats=stats),
         reward_PG=np.array([[1, -1], [1, 1], [-2, -2], [-1, 1]], np.float32),

@@ -155,6 +155,7 @@ def run(
     session=None,
     grade=None,
     report=None,
+    **rules,
 ) -> Rollouts:
     """Runs `collect` over a script; the cap, unless given, is the script's end."""
     session = session or ScriptedSession(script, slots=slots, block_tokens=block_tokens)
@@ -169,6 +170,7 @@ def run(
         expected_rate=expected_rate,
         dynamic_sampling=dynamic,
         report=report or (lambda message: None),
+        **rules,
     )
 
 

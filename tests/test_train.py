@@ -27,6 +27,7 @@ from models.hf_config import load_config
 EXPECTED_KEYS = {metric.key for metric in METRICS} - {"seconds/evaluate"}
 STEPS = 3
 TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
+MADE, UPDATES = {}, {}  # programs, of this module and of others that use the fixture
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,17 +37,17 @@ def programs_compiled_once():
     test_engine.py compares the programs for fewer slots; in test_processes.py another process
     resumes, with programs of its own.
     """
-    made, make, updates = {}, build.programs, {}
+    make = build.programs
 
     def programs(config, vocab_size):
         new = make(config, vocab_size)
         shapes = (new.sizes, new.learning, new.engine.cache, build.batch_shape(config))
-        return dataclasses.replace(made.setdefault(shapes, new), config=config)
+        return dataclasses.replace(MADE.setdefault(shapes, new), config=config)
 
     def compile_update(self):
-        if self.update not in updates:
-            updates[self.update] = self.lower_update().compile()
-        return updates[self.update]
+        if self.update not in UPDATES:
+            UPDATES[self.update] = self.lower_update().compile()
+        return UPDATES[self.update]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "PARTS", ((1, 1),))

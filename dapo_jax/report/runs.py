@@ -4,7 +4,6 @@ Row s of metrics.jsonl describes responses of the policy after s finished steps,
 the policy after n: both share the axis "finished rollout steps".
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dapo_jax.run.display import format_duration
-from dapo_jax.run.files import read_json, read_rows
+from dapo_jax.run.files import read_json, read_rows, read_starts
 from dapo_jax.run.metrics import METRICS, Metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
@@ -58,7 +57,7 @@ def load_run(workdir: str | pathlib.Path) -> Run:
     config_path = workdir / "config.json"
     config = _flatten(read_json(config_path)) if config_path.is_file() else {}
     evaluations = _read_evaluations(workdir / "eval")
-    starts = _read_starts(workdir / "starts.jsonl")
+    starts = read_starts(workdir / "starts.jsonl")
     return Run(rows=rows, evaluations=evaluations, config=config, starts=starts)
 
 
@@ -85,15 +84,6 @@ def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
 def sweep_label(arm: str, seed: int | None) -> str:
     """Names a run of a sweep, as its folder inside the sweep's is named."""
     return f"{arm}/seed_{seed}"
-
-
-def _read_starts(path: pathlib.Path) -> list[dict]:
-    """The starts that were written whole; a kill in the middle of a line leaves a part of one."""
-    starts = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            starts.append(json.loads(line))
-    return [start for start in starts if isinstance(start, dict)]
 
 
 def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
@@ -139,9 +129,16 @@ def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
 
 
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
-    """Finished steps -> tokens sampled for training before: 0 -> 0, then each row's total."""
-    known = (row for row in rows if row.get("sampled_tokens_total") is not None)
-    return {0: 0.0, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
+    """Finished steps -> tokens sampled for training before: 0 -> 0, then each row's total.
+
+    The first row of a fork is not step 0: what was sampled before it is its parent's.
+    """
+    known = [row for row in rows if row.get("sampled_tokens_total") is not None]
+    begin, before = 0, 0.0
+    if known and known[0]["step"] > 0 and known[0].get("engine/drawn_tokens") is not None:
+        begin = known[0]["step"]
+        before = float(known[0]["sampled_tokens_total"] - known[0]["engine/drawn_tokens"])
+    return {begin: before, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
 
 
 def thinned(rows: Sequence[Mapping], *, limit: int) -> list[Mapping]:
@@ -201,7 +198,8 @@ def totals(run: Run) -> dict[str, str]:
     """Name -> formatted sums over the rows: steps, time, tokens, tokens per second, skips."""
     result = {"rollout steps": str(len(run.rows))}
     seconds = float(np.nansum(column(run.rows, "seconds/total")))
-    tokens = max(tokens_before(run.rows).values())
+    known = tokens_before(run.rows).values()
+    tokens = max(known) - min(known)  # a fork's own
     if seconds > 0:
         result["wall time"] = format_duration(seconds)
     if tokens > 0:

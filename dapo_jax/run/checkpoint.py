@@ -6,6 +6,7 @@ that answers with an error for a while is asked again, and damages nothing.
 """
 
 import errno
+import functools
 import itertools
 import json
 import time
@@ -110,12 +111,12 @@ class Checkpoints:
         (they stay), since starting anew would overwrite the run, or if the newest undamaged one is
         another run's; OSError if they cannot be read for now.
         """
-        steps = self._agreed_steps()
-        damaged: dict[int, epath.Path] = {}
-        errors = []
+        steps, ours = self._agreed_steps(), self.identity
+        same = functools.partial(identity.require_same, ours=ours, report=report) if ours else None
+        damaged, errors = {}, []
         for step in steps:
             try:
-                state, progress = self._read(step, abstract_state, self.identity, report)
+                state, progress = self._read(step, abstract_state, same, report)
             except DamagedError as error:
                 damaged[step] = self._place_for_damaged(step)
                 kept = damaged[step].name
@@ -131,20 +132,20 @@ class Checkpoints:
             ) from errors[0]
         return None
 
-    def restore(self, step: int, abstract_state: Any):
-        """Reads (state, progress) of one checkpoint.
+    def restore(self, step: int, abstract_state: Any, *, require=None, report=lambda message: None):
+        """Reads (state, progress) of one checkpoint; nothing is moved, whatever it is found to be.
 
-        Raises FileNotFoundError, which names those there are, for a step without a checkpoint,
+        require(identity, where=...): raises where it is not a run's that may be read. Raises
+        FileNotFoundError, which names those there are, for a step without a checkpoint,
         DamagedError, and WrongStateError, which names the arrays that differ, for another model's.
         """
         steps = self._agreed_steps()
         if step not in steps:
             raise FileNotFoundError(f"there is no checkpoint {step}, only {sorted(steps)}")
         try:
-            return self._read(step, abstract_state, None, lambda message: None)
+            return self._read(step, abstract_state, require, report)
         except DamagedError as error:
-            others = [other for other in steps if other != step]
-            raise DamagedError(f"{error}; --step may be one of {others}") from error
+            raise DamagedError(f"{error}; there are others: {sorted({*steps} - {step})}") from error
 
     def identity_of(self, step: int) -> dict | None:
         """Reads whose run a checkpoint is; None where it was saved without."""
@@ -165,11 +166,10 @@ class Checkpoints:
 
     def _agreed_steps(self) -> list[int]:
         """Lists the steps that the main process sees, newest first."""
-
         patiently(self._manager.reload, self.directory)
         return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))
 
-    def _read(self, step: int, abstract_state: Any, ours: dict | None, report):
+    def _read(self, step: int, abstract_state: Any, require: Callable | None, report):
         """Reads (state, progress) and compares digests; all processes return, or raise, alike.
 
         What is damaged is read twice: it may have been the reading. What fails for a while, or is
@@ -177,10 +177,10 @@ class Checkpoints:
         """
         where, doubted = f"checkpoint {step} in {self.directory}", False
         for seconds in (*storage.RETRY_SECONDS, None):
-            content, outcome, why = self._read_once(step, abstract_state, ours, report)
+            content, outcome, why = self._read_once(step, abstract_state, require)
             if outcome == DAMAGED and not doubted:
                 doubted = True
-                content, outcome, why = self._read_once(step, abstract_state, ours, report)
+                content, outcome, why = self._read_once(step, abstract_state, require)
             if outcome == "read":
                 return content
             if outcome == DAMAGED:
@@ -197,7 +197,7 @@ class Checkpoints:
             )
         raise OSError(errno.ETIMEDOUT, why, str(self.directory / str(step)))
 
-    def _read_once(self, step: int, abstract_state: Any, ours: dict | None, report):
+    def _read_once(self, step: int, abstract_state: Any, require: Callable | None):
         """Returns (content, outcome, why): on every process the worst that one of them met.
 
         content: (state, progress), or this process's own error where it was refused.
@@ -207,7 +207,7 @@ class Checkpoints:
             folder = self.directory / str(step)
             manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
             digest, described = manifest["digest"], manifest["arrays"]
-            self._require_same(step, abstract_state, manifest, ours, report)
+            self._require_same(step, abstract_state, manifest, require)
             content = _reading(lambda: self._restored(folder, abstract_state))
             parts = {
                 name: digests.of_shards(leaf, replicas=True)
@@ -237,11 +237,11 @@ class Checkpoints:
         restore = ocp.args.StandardRestore(abstract_state)
         return self._state_handler.restore(folder / "state", args=restore), progress
 
-    def _require_same(self, step, abstract_state, manifest, ours, report) -> None:
+    def _require_same(self, step, abstract_state, manifest, require) -> None:
         """Compares whose run it is, and names, shapes and dtypes: Orbax would cast, or fail."""
         theirs = manifest["identity"]
-        if ours is not None and theirs is not None:
-            identity.require_same(theirs, ours, f"checkpoint {step} in {self.directory}", report)
+        if require is not None and theirs is not None:
+            require(theirs, where=f"checkpoint {step} in {self.directory}")
         there = {name: shape for name, (shape, _) in manifest["arrays"].items()}
         here = {name: _shape(leaf) for name, leaf in _named(abstract_state).items()}
         differing = [

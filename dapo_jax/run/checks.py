@@ -27,6 +27,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "algo.loss": learner.LOSSES,
     "algo.loss_aggregation": algorithm.AGGREGATIONS,
+    "algo.filter_groups": algorithm.FILTERS,
     "verifier.rules": RULES,
     "rollout.on_generation_cap": ("train", "stop"),
     "data.on_bad_row": ("error", "skip"),
@@ -83,6 +84,12 @@ MAY_CHANGE = (
     "mesh.",
     "model.kernels",
 )
+
+
+# What makes a policy, beside its weights: the model, its tokenizer and LoRA's shape. Where and how
+# it is computed may differ.
+POLICY_KEYS = ("model.", "tokenizer.", "learner.lora_")
+FREE_KEYS = ("model.kernels",)
 
 
 def check(config: ConfigDict) -> None:
@@ -232,11 +239,8 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
         theirs = read_json(file)
     except ValueError as error:
         raise ValueError(f"{error}; or remove it: checkpoints have the recipe too") from error
-    differing = [
-        f"{name} is {new!r}, but was {old!r}"
-        for name, old, new in differences(theirs, json.loads(config.to_json_best_effort()))
-        if not name.startswith(MAY_CHANGE)
-    ]
+    ours = json.loads(config.to_json_best_effort())
+    differing = recipe_differences(theirs, ours, but=MAY_CHANGE)
     _require(
         not differing,
         f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "
@@ -251,6 +255,28 @@ def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None
         f"num_steps = {config.num_steps}, but the run in {directory} has finished "
         f"{finished_steps} steps; give num_steps = {finished_steps} or more",
     )
+
+
+def recipe_differences(
+    old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
+) -> list[str]:
+    """Says, key by key, in what two recipes differ; a path may be written in another way.
+
+    among, but: the beginnings of the keys that count, and of those that do not. before: how an old
+    value is told of.
+    """
+    return [
+        f"{name} is {b!r}, but {before.format(repr(a))}"
+        for name, a, b in differences(old, new)
+        if name.startswith(among) and not name.startswith(but) and not _same_place(name, a, b)
+    ]
+
+
+def _same_place(key: str, one, other) -> bool:
+    """Whether two values of a path mean the same folder."""
+    if not key.endswith(".path") or not one or not other or "://" in f"{one}{other}":
+        return False
+    return pathlib.Path(one).resolve() == pathlib.Path(other).resolve()
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:

@@ -59,6 +59,16 @@ def define_workdir(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHol
     return holder
 
 
+def define_start() -> flags.FlagHolder:
+    """Defines the flag of forks: the checkpoint of another run to begin from."""
+    return flags.DEFINE_string(
+        "start",
+        None,
+        "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR, its workdir. "
+        "Policy, moments, place in the prompt stream and randomness go on, under this recipe.",
+    )
+
+
 def define_distributed() -> flags.FlagHolder:
     """Defines the flag of the commands that run on several hosts."""
     return flags.DEFINE_bool(

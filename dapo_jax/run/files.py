@@ -107,6 +107,15 @@ def append_line(path: str | os.PathLike, row: Mapping) -> None:
             raise
 
 
+def read_starts(path: str | os.PathLike) -> list[dict]:
+    """Reads starts.jsonl, but for a part of a line, left by a kill in the middle of it."""
+    path, starts = pathlib.Path(path), []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            starts.append(json.loads(line))
+    return [start for start in starts if isinstance(start, dict)]
+
+
 def read_json(path: str | os.PathLike) -> dict:
     """Reads a JSON object; ValueError, in one line with its path, where the file is cut or none."""
     path = path if hasattr(path, "read_bytes") else pathlib.Path(path)
@@ -192,12 +201,13 @@ class MetricsWriter:
             Rows after it (all rows for None) belong to work that will be done again: they go to
             metrics.cut-<n>.jsonl, and a purge mark hides them from TensorBoard. A torn last line
             goes too. Kept lines keep their bytes. `cut_rows` counts the rows cut.
+        begin_step: the run's first step; a fork's is not 0.
 
     NaN and infinities are written as null, which keeps the file strict JSON (rows read back as
     None), and are left out of TensorBoard. notes: what a person should know of the rows found.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None):
+    def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None, begin_step: int = 0):
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self.path = workdir / "metrics.jsonl"
@@ -216,10 +226,11 @@ class MetricsWriter:
                 file.write(kept_bytes)
         self._steps = {row["step"] for _, row in kept}
         # The row of resume_step itself comes back from the checkpoint.
-        if lost := len(set(range(first_step - 1)) - self._steps):
+        if lost := len(set(range(begin_step, first_step - 1)) - self._steps):
             self.notes.append(
-                f"{self.path} lacks {lost} of the {first_step} rows before step {first_step}: it "
-                "was deleted or cut short; the run itself goes on from its checkpoint"
+                f"{self.path} lacks {lost} of the {first_step - begin_step} rows before step "
+                f"{first_step}: it was deleted or cut short; the run itself goes on from its "
+                "checkpoint"
             )
         self._events = EventFile(workdir / "tensorboard", purge_step=max(0, first_step - 1))
         # The last row may not have reached TensorBoard before the stop; the mark hides it if so.

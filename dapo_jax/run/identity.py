@@ -1,7 +1,8 @@
 """Whose run a checkpoint is: its recipe, and digests of what it was given.
 
 The identity is saved with every checkpoint. A resumed run whose recipe, training data, tokenizer or
-start model is another is refused by the names of the keys, and so are processes that differ.
+start model is another is refused by the names of the keys, and so are processes that differ. A
+fork (run/restore.py) has the model, the seed and the training data of the run that it goes on with.
 """
 
 import hashlib
@@ -21,10 +22,8 @@ BLOCKS = 1_024  # digests kept of a data set at most: a changed prompt is named 
 SHOWN_DIFFERENCES = 5
 READ_BYTES = 2**24
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-CHAT_FILES = (
-    "chat_template.jinja",
-    "generation_config.json",
-)  # the latter has tokens that end turns
+# The latter has tokens that end turns.
+CHAT_FILES = ("chat_template.jinja", "generation_config.json")
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
 UNSAVED = 3
@@ -63,7 +62,7 @@ def of_run(config: ConfigDict, data) -> dict:
     everyone = hosts.gather((own, mine))
     for process, (theirs, of_weights) in enumerate(everyone):
         first = everyone[0][0]
-        found = list(differences(first, theirs, before="{} on process 0", may_change=()))
+        found = list(differences(first, theirs, before="{} on process 0"))
         found += _data_differences(first["eval"], theirs["eval"])
         if found:
             raise ValueError(f"process {process} differs from process 0: {_listed(found)}")
@@ -103,7 +102,10 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
 
     theirs: the checkpoint's identity. Evaluation sets may change: that is reported.
     """
-    found = list(differences(theirs, ours, before="was {}", may_change=checks.MAY_CHANGE))
+    found = list(differences(theirs, ours, but=checks.MAY_CHANGE))
+    was, now = theirs.get("origin"), ours.get("origin")
+    if now not in (None, was):
+        found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
     if found:
         raise OtherRunError(
             f"{where} is of another run: {_listed(found)}. Give what it had to resume it, or "
@@ -113,15 +115,29 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
         report(f"{_listed(changed)}: scores from here on are not comparable with those before")
 
 
-def differences(old: dict, new: dict, *, before: str, may_change: tuple) -> Iterator[str]:
-    """Says, key by key, in what two identities differ, evaluation sets aside.
+def require_parent(theirs: dict, ours: dict, where: str) -> None:
+    """Refuses to fork a run of another policy, seed or training data (OtherRunError), by key.
 
-    before: how an old value is told of, "was {}". may_change: the beginnings of keys left out.
+    Its place in the prompt stream means something in the same stream alone. theirs: the identity of
+    the checkpoint that the fork goes on with. Of the data the digests count, not how it is named or
+    graded.
     """
-    for name, a, b in checks.differences(old["recipe"], new["recipe"]):
-        if not name.startswith(may_change):
-            yield f"{name} is {b!r}, but {before.format(repr(a))}"
-    yield from _data_differences(old["data"], new["data"])
+    keys = (*checks.POLICY_KEYS, "seed")
+    if found := list(differences(theirs, ours, among=keys, but=checks.FREE_KEYS)):
+        raise OtherRunError(
+            f"{where} cannot be forked: {_listed(found)}. A fork goes on with the run's model, "
+            "tokenizer, LoRA shape, seed and training data; all else may be another"
+        )
+
+
+def differences(old: dict, new: dict, **keys) -> Iterator[str]:
+    """Says, key by key, in what two identities differ, evaluation sets and origins aside.
+
+    keys: as of `checks.recipe_differences`, which the recipes' part is.
+    """
+    yield from checks.recipe_differences(old["recipe"], new["recipe"], **keys)
+    ((key, ours),), (theirs,) = new["data"].items(), old["data"].values()
+    yield from _data_differences({key: theirs}, {key: ours})  # generated or read from a file
     for key in old["files"].keys() & new["files"].keys():
         a, b = old["files"][key], new["files"][key]
         for name in sorted(a.keys() | b.keys()):
@@ -130,17 +146,20 @@ def differences(old: dict, new: dict, *, before: str, may_change: tuple) -> Iter
                 yield f"{key}: {name} {what}"
 
 
-def check_checkpoint_is_there(config: ConfigDict, workdir: pathlib.Path, directory) -> None:
+def check_checkpoint_is_there(
+    config: ConfigDict, workdir: pathlib.Path, directory, *, begin_step: int = 0
+) -> None:
     """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError).
 
     How often it saves is what its config.json says: the command may say something else now.
+    begin_step: the run's first; a fork's is not 0.
     """
     file, recipe = workdir / "metrics.jsonl", workdir / "config.json"
     finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
     every = config.checkpoint.every_steps
     if recipe.exists():
         every = read_json(recipe)["checkpoint"]["every_steps"]
-    if finished >= UNSAVED * every:
+    if finished - begin_step >= UNSAVED * every:
         raise ValueError(
             f"{file} has {finished} finished steps, but {directory} has no checkpoint, though "
             f"checkpoint.every_steps was {every}; give the run's checkpoint.directory, or another "

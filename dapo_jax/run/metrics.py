@@ -56,6 +56,13 @@ class Step:
         return [update for update in self.updates if update["taken"]]
 
     @property
+    def varied(self) -> np.ndarray:
+        """Which groups dynamic sampling calls informative: bool [P]."""
+        by_reward = self.config.algo.filter_groups == "reward"
+        value_PG = self.reward_PG if by_reward else self.rollouts.correct_PG
+        return value_PG.max(axis=1) > value_PG.min(axis=1)
+
+    @property
     def gave_up(self) -> dict[str, int]:
         """Responses whose grade nobody knows, by the status that says why; see `GAVE_UP`."""
         found = collections.Counter(it.verdict.status for it in self.responses)
@@ -137,9 +144,9 @@ METRICS: list[Metric] = [
            lambda s: sum(s.gave_up.values())),
     Metric("groups/sampled", "groups", "Groups up to the last one kept; the rows above are theirs.",
            lambda s: len(s.rollouts.sampled)),
-    Metric("groups/informative", "groups", "Those with right and wrong responses (Eq. 11).",
-           lambda s: sum(0 < group.correct_G.sum() < len(group.correct_G)
-                         for group in s.rollouts.sampled), panel="groups"),
+    Metric("groups/informative", "groups",
+           "Those with right and wrong responses (Eq. 11), or as `algo.filter_groups` says.",
+           lambda s: s.varied.sum(), panel="groups"),
     Metric("groups/all_correct", "groups", "Those with right responses only.",
            lambda s: s.rollouts.correct_PG.all(axis=1).sum(), panel="groups"),
     Metric("groups/all_wrong", "groups", "Those with wrong responses only.",

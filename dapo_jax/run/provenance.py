@@ -25,10 +25,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def add_start(workdir: pathlib.Path, config: ConfigDict) -> None:
-    """Appends this start to the run's starts.jsonl; to be called by the main process alone."""
+def add_start(workdir: pathlib.Path, config: ConfigDict, origin: str | None = None) -> None:
+    """Appends this start to the run's starts.jsonl; to be called by the main process alone.
+
+    origin: the checkpoint of another run that the run began from, as --start has it.
+    """
     (workdir / NAME).touch()
-    append_line(workdir / NAME, this_start(config))
+    append_line(workdir / NAME, {**this_start(config), "origin": origin})
 
 
 def this_start(config: ConfigDict) -> dict:

@@ -15,6 +15,7 @@ from dapo_jax.run.display import Display, Sample
 from dapo_jax.run.files import MetricsWriter, atomic_file, remove_leftovers, write_rollouts
 from dapo_jax.run.lock import locked
 from dapo_jax.run.provenance import add_start
+from dapo_jax.run.restore import Begun, Origin, origin_of
 from dapo_jax.run.timeline import plot_timeline
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.types import Group, Rollouts
@@ -23,11 +24,14 @@ from sharding import hosts
 SHOWN_SAMPLES = 4
 
 
-def claim(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
+def claim(
+    config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin: Origin | None
+) -> Origin | None:
     """Makes the folders this run's until the stack is closed, before anything is written to them.
 
     They are locked, what dead processes left half-written is removed, and the start is recorded.
-    Raises ValueError on all processes where a live run has them.
+    origin: what --start says. Returns what a run that is there began from, else that. Raises
+    ValueError on all processes where a live run has the folders, or the two contradict each other.
     """
 
     def take():
@@ -36,25 +40,34 @@ def claim(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         if elsewhere and "://" not in elsewhere and not _is_same(elsewhere, workdir):
             stack.enter_context(locked(elsewhere))
         remove_leftovers(workdir)
-        add_start(workdir, config)
+        begun = origin_of(workdir, origin)
+        add_start(workdir, config, begun and str(begun))
+        return begun
 
-    hosts.on_main(take)
+    return hosts.on_main(take)
 
 
 class Record:
     """The outputs of one run in its workdir. Use it as a context manager.
 
     Every process calls it alike; only the main one prints and writes. first_step: the first that
-    this process does. last_row: the row of the step before, from the checkpoint; it is written if
-    the run was killed between the two.
+    this process does. begin_step: the first of the run, not 0 in a fork. last_row: the row of the
+    step before, from the checkpoint; it is written if the run was killed between the two.
     """
 
     def __init__(
-        self, config: ConfigDict, workdir: pathlib.Path, *, first_step: int, last_row: dict | None
+        self,
+        config: ConfigDict,
+        workdir: pathlib.Path,
+        *,
+        first_step: int,
+        begin_step: int,
+        last_row: dict | None,
     ):
         self.workdir = workdir
         self.display = Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
         self._config, self._first_step, self._last_row = config, first_step, last_row
+        self._begin_step = begin_step
         self._writer: MetricsWriter | None = None
 
     def __enter__(self) -> "Record":
@@ -63,8 +76,11 @@ class Record:
                 self.workdir / "config.json", json.loads(self._config.to_json_best_effort())
             )
             resume_step = self._first_step - 1 if self._first_step else None
-            self._writer = MetricsWriter(self.workdir, resume_step=resume_step)
-            if self._first_step and not self._writer.has_row(resume_step):
+            self._writer = MetricsWriter(
+                self.workdir, resume_step=resume_step, begin_step=self._begin_step
+            )
+            resumed = self._first_step > self._begin_step
+            if resumed and not self._writer.has_row(resume_step):
                 self._writer.write(self._last_row)
         self.display.__enter__()
         for note in self._writer.notes if self._writer else ():
@@ -99,19 +115,22 @@ class Record:
 
 
 def banner(
-    config: ConfigDict, programs: Programs, data: Data, params, where: pathlib.Path, first_step: int
+    config: ConfigDict, programs: Programs, data: Data, where: pathlib.Path, begun: Begun
 ) -> str:
-    """Says what is about to run: parameters, mesh, data, and where it goes."""
+    """Says what is about to run: parameters, mesh, data, where it goes, and where it began."""
     device, r = jax.devices()[0], config.rollout
+    resuming = "" if begun.is_new else f", resuming after {begun.step} steps"
     lines = [
-        parameter_overview.get_parameter_overview(params, include_stats=False),
+        parameter_overview.get_parameter_overview(begun.state.params, include_stats=False),
         f"devices: {jax.device_count()} x {device.device_kind}, mesh "
         + ", ".join(f"{axis} {size}" for axis, size in programs.mesh.shape.items()),
         *data.report_lines(),
         f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
         f"{r.max_response_tokens} tokens, {config.updates_per_step} updates",
-        f"workdir: {where}" + (f", resuming after {first_step} steps" if first_step else ""),
+        f"workdir: {where}{resuming}",
     ]
+    if begun.origin:
+        lines.append(f"a fork of checkpoint {begun.origin.step} in {begun.origin.workdir}")
     if r.top_p < 1 or r.top_k > 0:
         lines.append(
             "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "

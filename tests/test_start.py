@@ -1,0 +1,396 @@
+"""Forks: a run that begins with another's checkpoint; and which groups the filter keeps."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+import types
+
+import numpy as np
+import processes
+import pytest
+from test_rollout import Script, kept_cursors
+from test_rollout import run as scripted
+from test_train import programs_compiled_once, rows_without_timings, small_config  # noqa: F401
+
+from configs import base
+from dapo_jax import algorithm, train
+from dapo_jax.report import plots
+from dapo_jax.report.runs import load_run, tokens_before, totals
+from dapo_jax.rollout import success_by
+from dapo_jax.run import checks, identity
+from dapo_jax.run.checkpoint import DamagedError
+from dapo_jax.run.files import read_starts
+from dapo_jax.run.metrics import Step
+from dapo_jax.run.restore import Origin, origin_of
+from dapo_jax.types import Group, Response, Rollouts, Verdict
+
+
+def recipe(**settings):
+    """Makes the recipe of the parent, which saves each step, with other settings."""
+    config = small_config()
+    config.num_steps, config.checkpoint.every_steps, config.checkpoint.keep = 3, 1, 9
+    config.eval.every_steps = 3
+    config.update_from_flattened_dict(settings)
+    return config
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("forks").resolve() / "parent"
+    train.train(recipe(), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def fork(parent) -> pathlib.Path:
+    """A fork of its parent's own recipe, stopped after a step and resumed without --start."""
+    workdir, before = parent.with_name("fork"), content_of(parent)
+    train.train(recipe(num_steps=2), workdir, Origin.parse(f"run:{parent}@1"))
+    train.train(recipe(), workdir)
+    assert content_of(parent) == before
+    return workdir
+
+
+def content_of(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def training_rows(workdir: pathlib.Path) -> list[dict]:
+    """Reads the rows without what was timed or evaluated."""
+    rows = rows_without_timings(workdir)
+    return [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
+
+
+def arrays(workdir: pathlib.Path, step: int) -> dict:
+    """Reads the digests of a checkpoint's arrays."""
+    file = workdir / "checkpoints" / str(step) / "manifest" / "metadata"
+    return json.loads(file.read_text())["arrays"]
+
+
+def same_rollouts(one: pathlib.Path, other: pathlib.Path, step: int) -> bool:
+    a, b = (folder / "rollouts" / f"{step}.jsonl.gz" for folder in (one, other))
+    return a.read_bytes() == b.read_bytes()
+
+
+def test_a_fork_of_the_same_recipe_continues_as_its_parent_did_bitwise(parent, fork):
+    """Weights, moments, cursor, counters and noise go on; so do they where the fork is resumed."""
+    assert training_rows(fork) == training_rows(parent)[1:]
+    assert arrays(fork, 3) == arrays(parent, 3)
+    assert all(same_rollouts(parent, fork, step) for step in (1, 2))
+    assert [start["origin"] for start in read_starts(fork / "starts.jsonl")] == [
+        f"run:{parent}@1"
+    ] * 2
+    assert not list(fork.glob("metrics.cut*"))
+
+
+def test_a_fork_is_evaluated_before_its_first_step(parent, fork):
+    """All forks of a checkpoint have that point in common, as runs have that of step 0."""
+    assert not (fork / "eval" / "0.json").exists()
+    assert set(load_run(fork).evaluations["arithmetic", "mean@4"]) == {1, 2, 3}
+    last, theirs = (json.loads((d / "eval" / "3.json").read_text()) for d in (fork, parent))
+    assert last == theirs
+
+
+def test_forks_share_a_steps_samples_until_their_weights_differ(parent, tmp_path, capsys):
+    config = recipe(**{"learner.learning_rate": 1e-3, "num_steps": 2, "eval.every_steps": 0})
+    origin = Origin.parse(f"run:{parent}@1")
+    train.train(config, tmp_path / "fork", origin)
+    assert same_rollouts(parent, tmp_path / "fork", 1)
+    (row,), theirs = training_rows(tmp_path / "fork"), training_rows(parent)[1]
+    assert row["sampled_tokens_total"] == theirs["sampled_tokens_total"]
+    assert row["lr"] != theirs["lr"]
+    assert f"a fork of checkpoint 1 in {parent}" in capsys.readouterr().out
+    # Given again with what it began with, and not with anything else.
+    assert start(config, tmp_path / "fork", origin)[0].first_step == 2
+    with pytest.raises(ValueError, match=r"@3, but .* holds a run that began with run:.*@1"):
+        start(config, tmp_path / "fork", Origin.parse(f"run:{parent}@3"))
+
+
+def start(config, workdir: pathlib.Path, origin: Origin | None):
+    """Starts a run up to its first step, and returns what it would go on with."""
+    with contextlib.ExitStack() as stack:
+        run, _, progress = train.start(config, workdir, stack, origin)
+        return run, progress
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "message"),
+    [
+        ({"seed": 1}, 2, r"checkpoint 2 in .* cannot be forked: seed is 1, but was 0\. A fork"),
+        ({"data.train.seed": 2}, 2, r"cannot be forked: data.train has 200 prompts, not 198"),
+        ({"data.train.count": 190}, 2, r"cannot be forked: data.train has \d+ prompts, not \d+"),
+        ({"learner.lora_rank": 4}, 2, r"cannot be forked: learner.lora_rank is 4, but was 0"),
+        ({"model.compute_dtype": "bfloat16"}, 2, r"forked: model.compute_dtype is 'bfloat16'"),
+        ({"num_steps": 2}, 2, r"num_steps = 2, but --start=run:.*@2 begins after 2 steps"),
+        ({}, 4, r"has no checkpoint 4, only \[1, 2, 3\].*checkpoint.keep = 9"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings, step, message):
+    before = content_of(parent)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        start(recipe(**settings), tmp_path / "new", Origin.parse(f"run:{parent}@{step}"))
+    assert content_of(parent) == before
+    assert not (tmp_path / "new" / "config.json").exists()
+
+
+def test_a_refused_fork_leaves_its_folder_to_any_run(parent, tmp_path):
+    """The start of the refused one is on record, and would have been what the next begins with."""
+    with pytest.raises(FileNotFoundError, match="no checkpoint 4"):
+        start(recipe(), tmp_path, Origin.parse(f"run:{parent}@4"))
+    run, progress = start(recipe(), tmp_path, None)
+    assert (run.first_step, run.begin_step, progress["cursor"]) == (0, 0, 0)
+    with pytest.raises(ValueError, match="holds a run that began without a --start"):
+        start(recipe(), tmp_path, Origin.parse(f"run:{parent}@2"))
+
+
+def test_a_fork_without_a_checkpoint_of_its_own_begins_with_the_parent_again(parent, tmp_path):
+    """Killed in its first steps, it is begun again, with --start or without."""
+    origin = Origin.parse(f"run:{parent}@2")
+    config = recipe(**{"checkpoint.every_steps": 50})
+    start(config, tmp_path, origin)
+    rows = (parent / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(rows[2])
+    for given in (None, origin):
+        run, progress = start(config, tmp_path, given)
+        assert (run.first_step, run.begin_step) == (2, 2)
+        assert progress["row"]["step"] == 1
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert (tmp_path / "metrics.cut-1.jsonl").read_bytes() == rows[2]
+
+
+def test_a_damaged_parent_is_named_and_left_as_it_is(parent, tmp_path):
+    """A run sets its own aside and takes the one before; a fork of that would be another."""
+    theirs = tmp_path / "theirs"
+    shutil.copytree(parent, theirs)
+    largest = max((theirs / "checkpoints" / "2").rglob("*"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    before = content_of(theirs)
+    with pytest.raises(
+        DamagedError, match=r"--start=run:.*@2: checkpoint 2 cannot be read .*\[1, 3\]"
+    ):
+        start(recipe(), tmp_path / "new", Origin.parse(f"run:{theirs}@2"))
+    assert content_of(theirs) == before
+
+
+def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_path):
+    """On a pod the workdir goes with the machine, and the parent's too."""
+    gone, origin = parent.with_name("gone"), Origin.parse(f"run:{parent}@1")
+    config = recipe(**{"checkpoint.directory": str(fork / "checkpoints"), "eval.every_steps": 0})
+    parent.rename(gone)
+    try:
+        for name, given in (("a", origin), ("b", None)):
+            run, _ = start(config, tmp_path / name, given)
+            assert (run.first_step, run.begin_step) == (3, 1)
+            assert [row["step"] for row in rows_without_timings(tmp_path / name)] == [2]
+    finally:
+        gone.rename(parent)
+    message = r"--start is 'run:.*@2', but it began from run:.*@1"
+    with pytest.raises(identity.OtherRunError, match=message):
+        start(config, tmp_path / "c", Origin.parse(f"run:{parent}@2"))
+    # A recipe that names its directory gives it to a fork as well.
+    config.checkpoint.directory = str(parent / "checkpoints")
+    with pytest.raises(identity.OtherRunError, match="but it began without one"):
+        start(config, tmp_path / "d", origin)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "runs/a@2", "hf:model@2", "run:a", "run:@2", "run:a@", "run:a@-1", "run:a@newest"]
+)
+def test_any_other_form_of_start_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match=r"^--start is '.*', but must be run:DIR@STEP: .*$"):
+        Origin.parse(text)
+
+
+def test_start_reads_a_folder_of_any_name_as_an_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    origin = Origin.parse("run:lr@1e-5:b@20")
+    assert origin == Origin(tmp_path.resolve() / "lr@1e-5:b", 20)
+    assert Origin.parse(str(origin)) == origin
+    with pytest.raises(ValueError, match="is the run in --workdir itself"):
+        origin_of(pathlib.Path("lr@1e-5:b"), origin)
+
+
+def test_a_fork_needs_a_run(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (tmp_path / "absent", tmp_path, file, recipe().model.path):
+        with pytest.raises(FileNotFoundError, match=r"config.json is missing, or no run's recipe"):
+            start(recipe(), tmp_path / "new", Origin.parse(f"run:{folder}@2"))
+        assert not (tmp_path / "absent").exists()
+    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": "", "keep": 2}}))
+    with pytest.raises(FileNotFoundError, match=r"/checkpoints, where its run had its checkpoints"):
+        start(recipe(), tmp_path / "new", Origin.parse(f"run:{tmp_path}@2"))
+
+
+def test_a_path_may_be_written_in_another_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    old, new = {"model": {"path": "a/b"}}, {"model": {"path": str(tmp_path / "a" / "b")}}
+    assert checks.recipe_differences(old, new) == []
+    assert checks.recipe_differences(old, {"model": {"path": "b"}}) == [
+        "model.path is 'b', but was 'a/b'"
+    ]
+
+
+def test_the_report_of_a_fork_counts_its_own_tokens(tmp_path):
+    """Its first row is step 20, and its parent has sampled 1,000 tokens before."""
+    rows = [
+        {"step": 20, "sampled_tokens_total": 1100, "engine/drawn_tokens": 100, "entropy": 0.5},
+        {"step": 21, "sampled_tokens_total": 1300, "engine/drawn_tokens": 200, "entropy": 0.4},
+    ]
+    rows = [{**row, "accuracy/mean": 0.5, "seconds/total": 10.0} for row in rows]
+    assert tokens_before(rows) == {20: 1000.0, 21: 1100.0, 22: 1300.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "eval").mkdir()
+    for step in (20, 22):
+        result = {"step": step, "sets": {"a": {"mean@8": 0.5}}}
+        (tmp_path / "eval" / f"{step}.json").write_text(json.dumps(result))
+    run = load_run(tmp_path)
+    assert totals(run)["sampled tokens"] == "300"
+    assert totals(run)["sampled tokens per second"] == "15"
+    (axes,) = (ax for ax in plots.curves({"fork": run}).axes if "entropy" in ax.get_title("left"))
+    assert axes.lines[0].get_xdata().tolist() == [20, 21]
+    *_, scores = plots.accuracy_vs_tokens({"fork": run}).axes
+    assert scores.lines[0].get_xdata().tolist() == [1000.0, 1300.0]
+
+
+# algo.filter_groups
+
+OVERLONG = {"max_tokens": 10, "cache_tokens": 4, "factor": 1.0}
+
+
+def group(correct, lengths, scores=(None, None)) -> Group:
+    verdicts = [Verdict(c, None, "", score) for c, score in zip(correct, scores, strict=True)]
+    responses = (
+        Response(np.zeros(n), np.zeros(n), True, "", verdict)
+        for n, verdict in zip(lengths, verdicts, strict=True)
+    )
+    return Group(0, None, tuple(responses))
+
+
+# Groups of two, and whether each filter keeps them. Penalties begin after 6 tokens.
+GROUPS = [
+    (group((True, False), (3, 3)), True, True),
+    (group((False, False), (3, 6)), False, False),
+    (group((False, False), (3, 8)), False, True),  # the shorter one is reinforced, though wrong
+    (group((False, False), (9, 9)), False, False),
+    (group((True, True), (3, 10)), False, True),
+    (group((True, False), (10, 6), (0.0, -1.0)), True, False),  # the penalty eats the difference
+    (group((False, False), (3, 3), (0.25, 0.5)), False, True),
+    (group((False, False), (3, 3), (0.25, float("nan"))), False, True),  # NaN: by Eq. 7
+]
+
+
+@pytest.mark.parametrize("rule", algorithm.FILTERS)
+def test_the_filter_keeps_what_its_rule_says(rule):
+    for example, *kept in GROUPS:
+        marked = success_by(rule, **OVERLONG)(example)
+        assert algorithm.informative_groups(marked[None])[0] == kept[rule == "reward"]
+
+
+@pytest.mark.parametrize(("rule", "informative"), [("correctness", 2), ("reward", 5)])
+def test_the_metric_counts_what_the_filter_calls_informative(rule, informative):
+    groups = [example for example, *_ in GROUPS]
+    rollouts = Rollouts(groups, np.arange(0), 0, 0, None)
+    reward_PG = algorithm.shaped_reward(
+        rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **OVERLONG
+    )
+    config = types.SimpleNamespace(algo=types.SimpleNamespace(filter_groups=rule))
+    step = Step(config, 0, rollouts, reward_PG, [], 0.0, 0, {})
+    assert step.varied.sum() == informative
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("correctness", [1, 4]), ("reward", [0, 1])])
+def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
+    """The first group is all wrong, of unequal lengths."""
+    correct_PG = np.array([[0, 0], [1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], bool)
+    length_PG = np.array([[3, 8], [2, 2], [3, 3], [4, 4], [3, 3], [1, 1]])
+    found = scripted(
+        Script(correct_PG, length_PG), num_prompts=2, success=success_by(rule, **OVERLONG)
+    )
+    assert kept_cursors(found) == kept
+    assert found.cursor == kept[-1] + 1
+
+
+@pytest.mark.slow
+def test_a_run_that_filters_by_reward_trains_on_wrong_groups(tmp_path):
+    """Rules that find no answer, and a penalty from the first token on: only lengths differ."""
+    config = recipe(
+        **{
+            "num_steps": 1,
+            "eval.every_steps": 0,
+            "verifier.rules": "strict_box",
+            "algo.overlong_cache_tokens": 48,
+            "algo.filter_groups": "reward",
+        }
+    )
+    train.train(config, tmp_path)
+    (row,) = rows_without_timings(tmp_path)
+    assert (row["accuracy/mean"], row["groups/informative"], row["updates"]) == (0, 4, 2)
+    assert row["groups/all_wrong"] == row["groups/sampled"]
+
+
+def test_an_unknown_filter_is_refused():
+    config = base.get_config()
+    config.algo.filter_groups = "seq_final_reward"
+    with pytest.raises(ValueError, match=r"algo.filter_groups = 'seq_final_reward'; choose one"):
+        checks.check(config)
+
+
+# Real processes
+
+RECIPE = (
+    *("-m", "dapo_jax.train", "--config=experiments/preemption/config.py"),
+    *("--config.eval.every_steps=0", "--config.checkpoint.keep=9"),
+)
+
+
+def run(*arguments: str) -> str:
+    """Gives the command and returns what it said."""
+    with processes.started([*RECIPE, *arguments]) as (process,):
+        said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.slow
+def test_a_fork_that_is_killed_and_resumed_is_bitwise_that_of_no_kill(tmp_path):
+    """kill -9 after its first row, before a checkpoint of its own; then after one."""
+    save = "--config.checkpoint.every_steps=2"
+    run(f"--workdir={tmp_path / 'parent'}", "--config.num_steps=3", save)
+    at = f"--start=run:{tmp_path / 'parent'}@2"
+    fork = (
+        "--config.algo.eps_high=0.5",
+        "--config.num_steps=6",
+        "--config.checkpoint.every_steps=4",
+    )
+    run(f"--workdir={tmp_path / 'whole'}", *fork, at)
+    assert same_rollouts(tmp_path / "parent", tmp_path / "whole", 2)
+    killed = tmp_path / "killed"
+    for rows, given in ((1, (at,)), (3, ())):
+        with processes.started([*RECIPE, f"--workdir={killed}", *fork, *given]) as (process,):
+            for line in process.stdout:
+                if line.startswith(f"step {rows + 1} "):
+                    break
+            process.kill()
+    said = run(f"--workdir={killed}", *fork, at)
+    assert f"a fork of checkpoint 2 in {tmp_path / 'parent'}" in said
+    assert "resuming after 4 steps" in said
+    assert rows_without_timings(killed) == rows_without_timings(tmp_path / "whole")
+    assert arrays(killed, 6) == arrays(tmp_path / "whole", 6)
+
+
+@pytest.mark.slow
+def test_two_processes_fork_as_one_does_bitwise(tmp_path):
+    """One process with two devices is the parent, and goes on beside its fork of two processes."""
+    small = str(processes.ROOT / "tests" / "small_run.py")
+    with processes.started([small, str(tmp_path / "parent"), "2", "3"]) as (process,):
+        assert process.wait(timeout=600) == 0, process.stdout.read()
+    arguments = [small, str(tmp_path / "fork"), "2", "3", f"run:{tmp_path / 'parent'}@1"]
+    with processes.started(arguments, processes=2) as group:
+        for process in group:
+            said, _ = process.communicate(timeout=600)
+            assert process.returncode == 0, said
+    parent, fork = (rows_without_timings(tmp_path / name) for name in ("parent", "fork"))
+    assert fork == parent[1:]
