@@ -168,7 +168,13 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     require_finite_start(programs, checkpoints.directory, first_step, state, start_weights)
 
     record = stack.enter_context(
-        Record(config, workdir, first_step=first_step, last_row=progress["row"])
+        Record(
+            config,
+            workdir,
+            first_step=first_step,
+            last_row=progress["row"],
+            tokenizer=tokenizer,
+        )
     )
     snapshots.say = record.display.last_line
     record.display.line(banner(config, programs, data, state.params, workdir, first_step))
