@@ -62,6 +62,31 @@ def load_run(workdir: str | pathlib.Path) -> Run:
     return Run(rows=rows, evaluations=evaluations, config=config, starts=starts)
 
 
+def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
+    """Reads the runs of a sweep's folder (dapo_jax.sweep): label -> run, arm by arm, seed by seed.
+
+    Those without a finished step are left out. Raises FileNotFoundError for a folder without
+    sweep.json, ValueError for a broken file, with its name.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / "sweep.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: {folder} holds no sweep")
+    plan = read_json(path)
+    runs = {}
+    for arm in plan["arms"]:
+        for seed in plan["seeds"]:
+            point = folder / arm / f"seed_{seed}"
+            if (point / "metrics.jsonl").is_file() and read_rows(point / "metrics.jsonl"):
+                runs[sweep_label(arm, seed)] = dataclasses.replace(load_run(point), arm=arm)
+    return runs
+
+
+def sweep_label(arm: str, seed: int | None) -> str:
+    """Names a run of a sweep, as its folder inside the sweep's is named."""
+    return f"{arm}/seed_{seed}"
+
+
 def _read_starts(path: pathlib.Path) -> list[dict]:
     """The starts that were written whole; a kill in the middle of a line leaves a part of one."""
     starts = []

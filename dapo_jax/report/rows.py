@@ -1,0 +1,131 @@
+"""The small raw rows of an experiment: one file, rows.jsonl.gz, of which all its tables are made.
+
+A line is a run: {"arm", "seed", "config": {dotted key: value}, "starts": [of each start: commit,
+changed, versions, devices, time, command], "evaluations": {set: {score: {finished steps: value}}},
+"metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
+"""
+
+import gzip
+import json
+import math
+import pathlib
+import re
+import shlex
+from collections.abc import Mapping
+
+from dapo_jax.report.runs import Run, sweep_label
+from dapo_jax.run.files import write_rollouts
+from dapo_jax.run.metrics import METRICS
+
+LEFT_OUT = ("engine/", "seconds_in_rollout/")  # of a machine and a day, and no result
+OF_THE_MACHINE = ("host", "pid", "folder")  # of a start's line
+DIGITS = 6  # significant ones of a float
+ABSOLUTE = re.compile(r"""(?:^|(?<=[=:,'"\[]))/(?!/)[^\s,=:'"\]]*""")  # no gs://, no </s>
+
+
+def write_rows(path: str | pathlib.Path, runs: Mapping[str, Run]) -> None:
+    """Writes the runs, a line each, in order; equal runs give equal bytes.
+
+    A run of no sweep gets its label for an arm. Paths of the machine are shortened: relative to the
+    folder of the start, or to their last part.
+    """
+    write_rollouts(path, (_line(run.arm or label, run) for label, run in runs.items()))
+
+
+def read_rows_file(path: str | pathlib.Path) -> dict[str, Run]:
+    """Reads what `write_rows` wrote: label -> run, with the arm and seed of each.
+
+    Raises ValueError, with file and line, for a line that is no run, and for two runs of one arm
+    and seed; FileNotFoundError.
+    """
+    path, runs = pathlib.Path(path), {}
+    try:
+        lines = gzip.decompress(path.read_bytes()).splitlines()
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is no whole gzip file ({error}): put back a copy of it") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            run = _run(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: no run's rows ({error!r})") from None
+        label = sweep_label(run.arm, run.seed)
+        if label in runs:
+            raise ValueError(f"{path}, line {number}: {label!r} is there twice")
+        runs[label] = run
+    return runs
+
+
+def _line(arm: str, run: Run) -> dict:
+    folder = run.starts[-1].get("folder", "") if run.starts else ""
+    evaluations: dict[str, dict] = {}
+    for (name, score), values in run.evaluations.items():
+        evaluations.setdefault(name, {})[score] = {
+            str(step): rounded(value) for step, value in values.items()
+        }
+    return {
+        "arm": arm,
+        "seed": run.seed,
+        "config": {key: _portable(value, folder) for key, value in run.config.items()},
+        "starts": [_start(start) for start in run.starts],
+        "evaluations": evaluations,
+        "metrics": _columns(run.rows),
+    }
+
+
+def _columns(rows: list[dict]) -> dict[str, list]:
+    """Key -> its value of each row, of the keys that any row has."""
+    kept = [metric.key for metric in METRICS if not metric.key.startswith(LEFT_OUT)]
+    columns = {key: [rounded(row.get(key)) for row in rows] for key in kept}
+    return {key: values for key, values in columns.items() if values.count(None) < len(values)}
+
+
+def _start(start: Mapping) -> dict:
+    kept = {key: value for key, value in start.items() if key not in OF_THE_MACHINE}
+    if isinstance(command := kept.get("command"), str):
+        words = [_portable(word, start.get("folder", "")) for word in shlex.split(command)]
+        kept["command"] = shlex.join(words)
+    return kept
+
+
+def _portable(value, folder: str):
+    """A value whose texts name no folder of the machine."""
+    if isinstance(value, list):
+        return [_portable(item, folder) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def short(match: re.Match) -> str:
+        path = pathlib.PurePosixPath(match[0])
+        inside = folder and path.is_relative_to(folder)
+        return str(path.relative_to(folder)) if inside else path.name or match[0]
+
+    return ABSOLUTE.sub(short, value)
+
+
+def rounded(value: float | None) -> float | None:
+    """A number to six significant digits; integers and None stay, NaN and infinities are None."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _run(line: Mapping) -> Run:
+    lengths = {len(values) for values in line["metrics"].values()}
+    if len(lengths) != 1:
+        raise ValueError(f"its metrics have {sorted(lengths)} rows")
+    rows = [
+        {key: values[row] for key, values in line["metrics"].items() if values[row] is not None}
+        for row in range(lengths.pop())
+    ]
+    evaluations = {
+        (name, score): {int(step): value for step, value in values.items()}
+        for name, scores in line["evaluations"].items()
+        for score, values in scores.items()
+    }
+    return Run(
+        rows=rows,
+        evaluations=evaluations,
+        config=dict(line["config"]),
+        starts=list(line["starts"]),
+        arm=line["arm"],
+    )
