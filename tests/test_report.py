@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from dapo_jax.report import plots
+from dapo_jax.report import curves, plots
 from dapo_jax.report.__main__ import write_report
 from dapo_jax.report.runs import (
     Run,
@@ -143,10 +143,10 @@ def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
 def test_rolling_mean_is_centred_and_leaves_out_what_is_missing():
     values = np.array([1.0, 3.0, math.nan, 5.0, 7.0])
     np.testing.assert_allclose(
-        plots.rolling_mean(values, window=3), [2.0, 2.0, math.nan, 6.0, 6.0], equal_nan=True
+        curves.rolling_mean(values, window=3), [2.0, 2.0, math.nan, 6.0, 6.0], equal_nan=True
     )
-    np.testing.assert_array_equal(plots.rolling_mean(values, window=1), values)
-    np.testing.assert_allclose(plots.rolling_mean(np.array([2.0]), window=5), [2.0])
+    np.testing.assert_array_equal(curves.rolling_mean(values, window=1), values)
+    np.testing.assert_allclose(curves.rolling_mean(np.array([2.0]), window=5), [2.0])
 
 
 def test_column_and_tokens_before():
@@ -198,17 +198,17 @@ def _line(figure, title, *, label=0):
 def test_figures_show_the_data(tmp_path):
     """Every value is where it belongs: over steps, over tokens, smoothed where it is noisy."""
     runs = {f"_run ${n}$": load_run(_make_run(tmp_path / str(n), gain=n)) for n in (0.4, 0.1)}
-    curves, over_tokens = plots.curves(runs), plots.accuracy_vs_tokens(runs)
+    figure, over_tokens = plots.curves(runs), plots.accuracy_vs_tokens(runs)
     for number, run in enumerate(runs.values()):
-        accuracy = plots.rolling_mean(column(run.rows, "accuracy/mean"), window=3)
-        x, y = _line(curves, "accuracy", label=number)
+        accuracy = curves.rolling_mean(column(run.rows, "accuracy/mean"), window=3)
+        x, y = _line(figure, "accuracy: training", label=number)
         np.testing.assert_allclose((x, y), (range(40), accuracy))
         x, y = _line(over_tokens, "training samples", label=number)
         np.testing.assert_allclose((x, y), (20_000 * np.arange(40), accuracy))
         x, y = _line(over_tokens, "held_out mean@8", label=number)
         np.testing.assert_allclose(x, [0, 200_000, 400_000, 600_000, 800_000])
         np.testing.assert_allclose(y, list(run.evaluations["held_out", "mean@8"].values()))
-    (legend,) = curves.legends
+    (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         " _run \\$0.4\\$",
         " _run \\$0.1\\$",
