@@ -60,7 +60,7 @@ def write_report(
         ],
     )
     with atomic_file(target / "report.html") as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # a command may hold any bytes
     return target / "report.html"
 
 

@@ -72,7 +72,7 @@
     const every = Math.max(1, Math.ceil((b - a) / 5));
     const found = [];
     for (let i = a; i <= b; i += every) found.push(10 ** i);
-    return found.length ? found : [low, high];
+    return found.length > 1 ? found : ticks(low, high, 4); // less than a decade or two
   }
 
   // A linear or logarithmic scale: value -> pixels, null where there is no place for it.
@@ -160,7 +160,7 @@
     }
     if (known.length) {
       const [a, b] = [Math.min(...known), Math.max(...known)];
-      for (const v of ticks(a, b, Math.max(3, width / 90))) {
+      for (const v of ticks(a, b, Math.max(3, width / 60))) {
         if (axis === "steps" && v % 1) continue;
         node("text", { x: X(v), y: y0 + 16, "text-anchor": "middle" }, svg, format(v));
       }
@@ -318,9 +318,10 @@
       drawAll();
     });
     const set = (index) => (on) => (on ? off.delete(index) : off.add(index));
+    const same = data.arms.every((arm) => arm.runs === data.arms[0].runs);
     if (!single) {
       data.arms.forEach((arm, i) => {
-        const seeds = arm.runs > 1 ? ` (${arm.runs} seeds)` : "";
+        const seeds = same ? "" : ` (${arm.runs} seed${arm.runs > 1 ? "s" : ""})`;
         const line = i < COLORS ? "" : ";opacity:.6";
         toggle(bar, arm.name + seeds, `background:${color(i)}${line}`, set(i));
       });

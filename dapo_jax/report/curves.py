@@ -90,12 +90,12 @@ def line(runs: Sequence[Run], curve: Curve) -> Line | None:
     Where a seed has no value at a step, the mean is over the others: `count` says so.
     """
     found = [curve.points(run) for run in runs]
+    window = smoothing_window(max(len(x) for x, _ in found)) if curve.noisy else 1
     x = np.unique(np.concatenate([steps for steps, _ in found]))
     y_RT = np.full((len(runs), len(x)), math.nan)
     smooth_RT = y_RT.copy()
     for i, (steps, values) in enumerate(found):
         place = np.searchsorted(x, steps)
-        window = smoothing_window(len(values)) if curve.noisy else 1
         y_RT[i, place], smooth_RT[i, place] = values, rolling_mean(values, window=window)
     known = np.isfinite(smooth_RT).any(axis=0)
     if not known.any():
@@ -135,7 +135,7 @@ def mean_scores(runs: Mapping[str, Run]) -> list[Curve]:
 def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
     """The panels that METRICS names, the evaluations with the accuracy in training.
 
-    split: each curve in a panel of its own, as several arms need it; the seconds stay together.
+    split: each curve in a panel of its own, as several arms need it.
     """
     by_title: dict[str, Panel] = {}
     for metric in METRICS:
@@ -151,10 +151,10 @@ def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
         return list(by_title.values())
     return [
         panel
-        if len(panel.curves) == 1 or panel.title == SECONDS
+        if len(panel.curves) == 1
         else dataclasses.replace(panel, title=f"{panel.title}: {curve.name}", curves=[curve])
         for panel in by_title.values()
-        for curve in (panel.curves if panel.title != SECONDS else panel.curves[:1])
+        for curve in panel.curves
     ]
 
 

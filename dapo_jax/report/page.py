@@ -53,6 +53,7 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     return environment.get_template("page.html.j2").render(
         title=f"DAPO: {_title(loaded, by_arm)}",
         style=(folder / "page.css").read_text(),
@@ -105,9 +106,9 @@ def arm_differences(by_arm: Mapping[str, Mapping[str, Run]]) -> dict[str, list[s
 def ends(by_arm: Mapping[str, Mapping[str, Run]]) -> dict[str, list[dict | None]]:
     """Compares the ends of arms: quantity -> for each arm its mean, spread and paired difference.
 
-    {"mean", "spread" (standard deviation over seeds), "difference", "clear" (whether the interval
-    leaves zero out)} as texts, None where an arm does not have the quantity. The difference is from
-    the first arm on the seeds that both have, with its 95 % interval.
+    {"mean", "spread" (standard deviation over seeds), "difference" (from the first arm on the seeds
+    that both have, with its 95 % interval), "excludes_zero"}, numbers as texts; None where an arm
+    does not have the quantity.
     """
     values: dict[str, list[dict]] = {}
     metric_of: dict[str, Metric] = {}
@@ -142,14 +143,14 @@ def _end(metric: Metric, found: Mapping, first: Mapping, compare: bool) -> dict 
     spread = statistics.spread(values)
     cell["spread"] = metric.text(spread).strip().lstrip("+") if len(values) > 1 else ""
     shared = [seed for seed in found if seed in first]
-    cell |= {"difference": "", "clear": False}
+    cell |= {"difference": "", "excludes_zero": False}
     if compare and len(shared) > 1:
         interval = statistics.paired_interval(
             [found[seed] for seed in shared], [first[seed] for seed in shared]
         )
         text = [_signed(metric, v) for v in (interval.difference, interval.low, interval.high)]
         cell["difference"] = "{} [{}, {}]".format(*text)
-        cell["clear"] = interval.excludes_zero
+        cell["excludes_zero"] = interval.excludes_zero
     return cell
 
 

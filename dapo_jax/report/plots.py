@@ -224,10 +224,13 @@ def curves(runs: Mapping[str, Run]) -> Figure:
     keys leave a panel with "no data".
     """
     names = list(arms(runs))
-    shown = panels(runs, split=len(names) > 1)
+    shown = {  # the seconds, of which there may be several, are one
+        SECONDS if panel.title.startswith(SECONDS) else panel.title: panel
+        for panel in panels(runs, split=len(names) > 1)
+    }
     figure, axes = _figure(names, len(shown), title=_title(runs))
-    for ax, panel in zip(axes, shown, strict=True):
-        _seconds_panel(ax, runs) if panel.title == SECONDS else _panel(ax, runs, panel)
+    for ax, (title, panel) in zip(axes, shown.items(), strict=True):
+        _seconds_panel(ax, runs) if title == SECONDS else _panel(ax, runs, panel)
         if ax.has_data() and not ax.get_xlabel():
             ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
             ax.set_xlabel("finished rollout steps")

@@ -9,6 +9,7 @@
   const verdicts = document.querySelectorAll("#sample-verdicts input");
   // The least probability of each class of page.css: p0 is likely, p4 the least likely.
   const CLASSES = [0.9, 0.5, 0.2, 0.05, 0];
+  const SHORT = 200; // characters of a prompt that need no folding
 
   function node(name, attributes, parent, text) {
     const made = document.createElement(name);
@@ -58,10 +59,12 @@
       sample.trained === false ? "not trained on" : null,
     ];
     for (const fact of facts) if (fact) node("span", {}, head, fact);
-    const prompt = node("details", {}, made);
-    const short = sample.prompt.replace(/\s+/g, " ");
-    node("summary", {}, prompt, short.length > 180 ? `${short.slice(0, 180)}...` : short);
-    node("pre", {}, prompt, sample.prompt);
+    const line = sample.prompt.replace(/\s+/g, " ");
+    if (line.length > SHORT) {
+      const prompt = node("details", {}, made);
+      node("summary", {}, prompt, `${line.slice(0, SHORT)}...`);
+      node("pre", {}, prompt, sample.prompt);
+    } else node("p", {}, made, line);
     const response = node("pre", { class: "response" }, made);
     if (sample.texts) tokens(sample, response);
     else {

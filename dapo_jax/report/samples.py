@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 
 from dapo_jax.report.curves import arms
 from dapo_jax.report.runs import Run, thinned
+from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 
 PAGE_BYTES = 1_000_000  # of all samples together
 STEPS = 9  # of a run
 RESPONSES = 12  # of a step
 READ_RESPONSES = 1_000  # of a step's file: the first ones
 HEAD, TAIL = 800, 400  # tokens shown of a response; characters of one without its tokens
-FIELDS = ("prompt", "ground_truth", "prediction", "status", "reward", "tokens", "trained")
+FIELDS = ("ground_truth", "prediction", "status", "reward", "tokens", "trained")
 
 
 def verdict(row: Mapping) -> str:
@@ -30,7 +31,8 @@ def verdict(row: Mapping) -> str:
 def choose(runs: Mapping[str, Run], *, limit_bytes: int = PAGE_BYTES) -> list[dict]:
     """Chooses samples of each arm's first run that has rollouts, in order of run and step.
 
-    A sample is {"run", "step", "verdict", the FIELDS, "text"}, and "texts" and "logp" of its tokens
+    A sample is {"run", "step", "verdict", "prompt" (without what PROMPT_TEMPLATE puts around a
+    problem), the FIELDS, "text"}; with "texts" and "logp" of its tokens instead of the text
     where the file has them; "cut" is [where, how many] tokens of its middle, or characters, were
     left out. limit_bytes: of all of them, as JSON.
     """
@@ -82,6 +84,8 @@ def _of_step(rows: Sequence[Mapping]) -> list[Mapping]:
 def _sample(label: str, step: int, row: Mapping) -> dict:
     sample = {"run": label, "step": step, "verdict": verdict(row)}
     sample |= {field: row.get(field) for field in FIELDS}
+    before, after = PROMPT_TEMPLATE.split("{problem}")
+    sample["prompt"] = str(row.get("prompt")).removeprefix(before).removesuffix(after)
     if "token_texts" in row:
         texts, cut = _without_middle(row["token_texts"])
         logp, _ = _without_middle(row["token_logp"])
