@@ -3,10 +3,14 @@
 import dataclasses
 import gzip
 import json
+import math
 import random
 
+import numpy as np
 import pytest
+from scipy import stats
 
+from dapo_jax.report import statistics
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
 from dapo_jax.run.files import MetricsWriter
@@ -123,3 +127,67 @@ def test_a_sweeps_folder_is_read_arm_by_arm(tmp_path):
     assert list(runs) == ["b/seed_0", "b/seed_3", "a/seed_0"]
     with pytest.raises(FileNotFoundError, match=r"sweep.json does not exist: .* holds no sweep"):
         load_sweep(tmp_path / "a")
+
+
+A_S, B_S = np.array([3.0, 5.0, 4.0, 8.0]), np.array([1.0, 4.0, 2.0, 6.0])
+
+
+def test_intervals_computed_by_hand():
+    """d = 2, 1, 2, 2: mean 1.75, sd 0.5; t(3) = 3.182446, so -+ 3.182446 * 0.5 / 2."""
+    paired = statistics.paired_interval(A_S, B_S)
+    assert paired.difference == 1.75
+    assert paired.half_width == pytest.approx(3.182446 * 0.25, rel=1e-6)
+    assert (paired.low, paired.high) == pytest.approx((0.954388, 2.545612), abs=1e-6)
+    assert paired.excludes_zero
+    # var(a) = 14/3, var(b) = 59/12: u = 7/6, v = 59/48; f = 5.9959, t = 2.4473.
+    welch = statistics.welch_interval(A_S, B_S)
+    assert welch.difference == 1.75
+    assert welch.half_width == pytest.approx(2.4473 * math.sqrt(7 / 6 + 59 / 48), rel=1e-4)
+    assert not welch.excludes_zero
+
+
+def test_intervals_are_scipys():
+    rng = np.random.default_rng(0)
+    for n, m in ((2, 2), (5, 5), (5, 9), (30, 3)):
+        a_S, b_S = rng.normal(1.0, 2.0, n), rng.normal(0.0, 0.5, m)
+        theirs = stats.ttest_ind(a_S, b_S, equal_var=False).confidence_interval(0.95)
+        ours = statistics.welch_interval(a_S, b_S)
+        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
+        b_S = a_S + rng.normal(0.1, 0.3, n)
+        theirs = stats.ttest_rel(a_S, b_S).confidence_interval(0.95)
+        ours = statistics.paired_interval(a_S, b_S)
+        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
+
+
+def test_seeds_needed_for_an_interval_half_as_wide():
+    """Paired, sd 0.5: t(7) 0.5 / sqrt(8) = 0.418, t(8) 0.5 / 3 = 0.384; asked for 0.398."""
+    half = statistics.paired_interval(A_S, B_S).half_width / 2
+    assert half == pytest.approx(0.3978, abs=1e-4)
+    assert statistics.seeds_for_paired(A_S, B_S, half) == 9
+    # Unpaired, variances 4.667 and 4.917: f = 1.9986 (n - 1), so about 1.96^2 * 9.583 / 0.3978^2.
+    n = statistics.seeds_for_unpaired(A_S, B_S, half)
+    widths = [stats.t.ppf(0.975, 1.99864 * (k - 1)) * math.sqrt(9.58333 / k) for k in (n - 1, n)]
+    assert widths[0] > half >= widths[1]
+    assert n == pytest.approx(1.96**2 * 9.583 / half**2, rel=0.02)
+
+
+def test_what_few_or_equal_seeds_cannot_tell_is_left_open():
+    one = statistics.paired_interval([3.0], [1.0])
+    assert one.difference == 2.0 and math.isnan(one.low) and not one.excludes_zero
+    assert math.isnan(statistics.welch_interval([1.0, 2.0], [1.0]).high)
+    assert math.isnan(statistics.spread([1.0]))
+    assert math.isnan(statistics.paired_interval([], []).difference)
+    same = statistics.paired_interval([1.0, 2.0], [1.0, 2.0])
+    assert (same.difference, same.low, same.high) == (0.0, 0.0, 0.0)
+    assert statistics.seeds_for_paired([1.0, 2.0], [1.0, 2.0], same.half_width) is None
+    assert statistics.seeds_for_paired([1.0], [2.0], 0.5) is None
+    assert statistics.seeds_for_unpaired([1.0, 1.0], [2.0, 2.0], 0.5) == 2
+    assert statistics.seeds_for_unpaired([1.0, 9.0], [2.0, 3.0], 1e-9) == statistics.MOST_SEEDS
+
+
+def test_the_last_rows_are_ten_or_a_third():
+    assert statistics.last_mean(np.arange(100.0)) == 94.5
+    assert statistics.last_mean(np.arange(12.0)) == np.mean([8, 9, 10, 11])
+    assert statistics.last_mean([1.0, 2.0]) == 2.0
+    assert statistics.last_mean([1.0, 2, 3, 4, 5, np.nan]) == 5.0
+    assert math.isnan(statistics.last_mean([1.0, np.nan]))

@@ -1,0 +1,129 @@
+"""What a few seeds say of a difference: spreads, paired and unpaired intervals, seeds needed.
+
+Pure functions on arrays. Two arms that share a seed share prompts and sampling noise until their
+policies differ, so that the difference on one seed spreads less than either arm.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+from scipy.special import stdtrit
+
+CONFIDENCE = 0.95
+LAST_ROWS = 10
+MOST_SEEDS = 100_000  # what `seeds_for_*` answer at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A difference of means with its confidence interval; NaN bounds where there are too few."""
+
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width."""
+        return (self.high - self.low) / 2
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether all of the interval lies on one side of zero."""
+        return self.low > 0 or self.high < 0
+
+
+def last_mean(values, *, rows: int = LAST_ROWS) -> float:
+    """Returns the mean of a run's last `rows` rows, or of its last third where that is fewer.
+
+    values: [rows], NaN where missing. NaN where none of them is there.
+    """
+    values = np.asarray(values, np.float64)
+    return nan_mean(values[-max(1, min(rows, len(values) // 3)) :])
+
+
+def nan_mean(values) -> float:
+    """Returns the mean of the values that are not NaN; NaN where there are none."""
+    values = np.asarray(values, np.float64)
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else math.nan
+
+
+def spread(values) -> float:
+    """Returns the standard deviation of a sample (n - 1); NaN for fewer than two values."""
+    values = np.asarray(values, np.float64)
+    return float(values.std(ddof=1)) if len(values) > 1 else math.nan
+
+
+def paired_interval(a_S, b_S) -> Interval:
+    """Returns the Student interval of the mean of a - b, whose values share seeds.
+
+    d = mean(a - b), d -+ t(n - 1) sd(a - b) / sqrt(n). a_S, b_S: [seeds], in the same order.
+    """
+    difference_S = np.asarray(a_S, np.float64) - np.asarray(b_S, np.float64)
+    n = len(difference_S)
+    if n < 2:
+        return Interval(nan_mean(difference_S), math.nan, math.nan)
+    return _around(difference_S.mean(), spread(difference_S) / math.sqrt(n), n - 1)
+
+
+def welch_interval(a_S, b_S) -> Interval:
+    """Returns the interval of mean(a) - mean(b) of independent samples (Welch 1947).
+
+    d -+ t(f) sqrt(u + v) with u = var(a) / n, v = var(b) / m and
+    f = (u + v)^2 / (u^2 / (n - 1) + v^2 / (m - 1)). a_S, b_S: [seeds], of any lengths.
+    """
+    a_S, b_S = np.asarray(a_S, np.float64), np.asarray(b_S, np.float64)
+    difference, n, m = nan_mean(a_S) - nan_mean(b_S), len(a_S), len(b_S)
+    if min(n, m) < 2:
+        return Interval(difference, math.nan, math.nan)
+    u, v = spread(a_S) ** 2 / n, spread(b_S) ** 2 / m
+    freedom = (u + v) ** 2 / (u**2 / (n - 1) + v**2 / (m - 1)) if u + v > 0 else n + m - 2
+    return _around(difference, math.sqrt(u + v), freedom)
+
+
+def seeds_for_paired(a_S, b_S, half_width: float) -> int | None:
+    """Returns how many seeds make the paired interval's half width at most `half_width`.
+
+    The least n with t(n - 1) sd(a - b) / sqrt(n) <= half_width. None where the samples cannot tell.
+    """
+    sd = spread(np.asarray(a_S, np.float64) - np.asarray(b_S, np.float64))
+    return _least(lambda n: quantile(n - 1) * sd / math.sqrt(n), half_width)
+
+
+def seeds_for_unpaired(a_S, b_S, half_width: float) -> int | None:
+    """Returns how many seeds an arm make the Welch interval's half width at most `half_width`.
+
+    The least n with t(f) sqrt((var(a) + var(b)) / n) <= half_width and
+    f = (n - 1) (var(a) + var(b))^2 / (var(a)^2 + var(b)^2). None where the samples cannot tell.
+    """
+    var_a, var_b = spread(a_S) ** 2, spread(b_S) ** 2
+    total, squares = var_a + var_b, var_a**2 + var_b**2
+    share = total**2 / squares if squares > 0 else 2.0
+    return _least(lambda n: quantile((n - 1) * share) * math.sqrt(total / n), half_width)
+
+
+def quantile(freedom: float) -> float:
+    """Returns Student's t beyond which, on both sides, 1 - CONFIDENCE of the mass lies."""
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+
+
+def _around(difference: float, error: float, freedom: float) -> Interval:
+    half_width = quantile(freedom) * error
+    return Interval(float(difference), difference - half_width, difference + half_width)
+
+
+def _least(width_of, half_width: float) -> int | None:
+    """The least n >= 2 whose width, which falls with n, is at most the half width asked for."""
+    if not half_width > 0 or not math.isfinite(width_of(2)):
+        return None
+    low, high = 1, 2  # width_of(low) is too wide
+    while width_of(high) > half_width:
+        low, high = high, 2 * high
+        if low >= MOST_SEEDS:
+            return MOST_SEEDS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if width_of(middle) > half_width else (low, middle)
+    return high
