@@ -124,13 +124,12 @@
     return [bottom, panel.share && high <= 1 ? Math.min(1.01, high + room) : high + room];
   }
 
-  function draw(panel, box) {
+  function draw(panel, box, width) {
     box.querySelector("svg")?.remove();
     const lines = panel.lines.filter((line) => !off.has(number(line)));
     const paper = withPaper ? panel.paper : [];
     // Lengths of the paper are a hundred times those of a small task: they get an axis of their own.
     const apart = paper.length > 0 && panel.title.includes("length");
-    const width = Math.max(240, box.clientWidth);
     const m = { left: 50, right: apart ? 48 : 12, top: paper.length ? 36 : 10, bottom: 34 };
     const [x0, x1, y0, y1] = [m.left, width - m.right, HEIGHT - m.bottom, m.top];
     const svg = node("svg", {
@@ -256,15 +255,18 @@
         .filter(([, i, j]) => j >= 0 && Math.abs(X(xs[i][j]) - x) < 40)
         .sort(([a, , i], [b, , j]) => b.y[j] - a.y[i]);
       if (!rows.length) return;
-      const [first, , at] = rows[0];
-      node("b", {}, tip, `after ${first.x[at]} steps`);
+      const [first, k, at] = rows[0];
+      const text = axis === "steps" ? `after ${first.x[at]} steps`
+        : `${format(xs[k][at])} ${data.axes[axis]}`;
+      node("b", {}, tip, text);
       for (const [line, i, j] of rows) {
         const row = node("div", {}, tip);
         node("i", { style: `background:${color(number(line))}` }, row);
         let text = `${format(line.y[j], panel.share)}  ${lineName(panel, line)}`;
         if (line.low) {
+          const few = line.count[j] < data.arms[line.arm].runs ? `, ${line.count[j]} seeds` : "";
           text += ` (${format(line.low[j], panel.share)} to ${format(line.high[j], panel.share)}` +
-            `, ${line.count[j]} seeds)`;
+            `${few})`;
         } else if (line.raw) text += ` (this step ${format(line.raw[j], panel.share)})`;
         row.append(text);
         const y = Y(line.y[j]);
@@ -353,7 +355,9 @@
   const boxes = [];
   function drawAll() {
     document.body.classList.toggle("no-paper", !withPaper);
-    for (const [panel, box] of boxes) draw(panel, box);
+    // All widths are read before anything is drawn: each reading after a change lays out the page.
+    const widths = boxes.map(([, box]) => Math.max(240, box.clientWidth));
+    boxes.forEach(([panel, box], i) => draw(panel, box, widths[i]));
   }
 
   toolbar();

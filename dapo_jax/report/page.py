@@ -70,6 +70,7 @@ def render(
         drawing=drawing(by_arm, paper=paper or {}),
         with_paper=bool(paper),
         samples=chosen,
+        verdicts=samples.VERDICTS,
         events={label: found for label, run in loaded.items() if (found := events.of_run(run))},
         unfinished=unfinished,
         versions=events.versions(loaded),

@@ -35,10 +35,10 @@
       const kind = p === null ? 4 : CLASSES.findIndex((least) => p >= least);
       // Many tokens have no text of their own: bytes of a character, and the one that ends it all.
       const last = i === sample.texts.length - 1 && sample.verdict !== "truncated";
-      const shown = text || (last ? "\u23f9" : "\u00b7");
+      const shown = text || (last ? "end" : "\u00b7");
       const name = text ? JSON.stringify(text) : last ? "the end" : "a part of a character";
       const title = `${name}, probability ${p === null ? "-" : +p.toPrecision(3)}`;
-      node("span", { class: `p${kind}${text ? "" : " mark"}`, title }, parent, shown);
+      node("span", { class: `p${kind}${text ? "" : last ? " mark end" : " mark"}`, title }, parent, shown);
     });
   }
 

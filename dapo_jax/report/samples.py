@@ -20,11 +20,12 @@ STEPS = 9  # of a run
 RESPONSES = 12  # of a step
 READ_RESPONSES = 1_000  # of a step's file: the first ones
 HEAD, TAIL = 800, 400  # tokens shown of a response; characters of one without its tokens
+VERDICTS = ("right", "wrong", "truncated")
 FIELDS = ("ground_truth", "prediction", "status", "reward", "tokens", "trained")
 
 
 def verdict(row: Mapping) -> str:
-    """Says in a word how a response ended: "right", "wrong" or, cut at the limit, "truncated"."""
+    """Says in a word how a response ended; "truncated" is one that is cut off and not right."""
     return "right" if row["correct"] else "truncated" if row["truncated"] else "wrong"
 
 
@@ -74,9 +75,9 @@ def _read(path: pathlib.Path) -> list[dict]:
 
 def _of_step(rows: Sequence[Mapping]) -> list[Mapping]:
     """Up to RESPONSES of a step's rows: the verdicts take turns, rows with their tokens first."""
-    by_verdict: dict[str, list[Mapping]] = {}
+    by_verdict: dict[str, list[Mapping]] = {name: [] for name in VERDICTS}
     for row in sorted(rows, key=lambda row: "token_texts" not in row):
-        by_verdict.setdefault(verdict(row), []).append(row)
+        by_verdict[verdict(row)].append(row)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_verdict.values()))
     return list(itertools.islice(filter(None, turns), RESPONSES))
 
