@@ -79,7 +79,7 @@ def test_hostile_text_stays_text(tmp_path):
     run = _with_rollouts(_run(arm=HOSTILE, note=HOSTILE), tmp_path, [response])
     run.starts[0]["command"] = HOSTILE
     other = _run(arm="b", note=1)
-    unfinished = [{"arm": HOSTILE, "seed": 0, "status": "failed", "error": HOSTILE}]
+    unfinished = [{"arm": HOSTILE, "seed": 0, "status": 1, "error": ["", HOSTILE]}]
     text = page.render({HOSTILE: run, "b/seed_0": other}, unfinished=unfinished)
     plain = page.render({"a/seed_0": _run(arm="a"), "b/seed_0": other})
     assert "<img" not in text
@@ -221,8 +221,8 @@ def test_events_name_faults_resumes_and_rows_cut(tmp_path):
 
 
 def test_points_of_a_sweep_that_failed_are_listed(tmp_path):
-    points = [{"arm": "a", "seed": s, "status": status} for s, status in
-              ((0, "failed"), (0, "done"), (1, "done"), (1, "failed"))]  # fmt: skip
+    ended = ((0, 1), (0, 0), (1, 0), (1, -9))
+    points = [{"arm": "a", "seed": seed, "status": status} for seed, status in ended]
     lines = "".join(json.dumps(point) + "\n" for point in points)
     (tmp_path / "points.jsonl").write_text(lines + '{"arm": ')
     assert events.unfinished(tmp_path) == [points[3]]

@@ -119,7 +119,7 @@
       low = 0;
     }
     if (panel.log) return [low / 1.3, high * 1.3];
-    const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
+    const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || (panel.share ? 0.01 : 0.5);
     const bottom = low >= 0 && low - room < 0 ? 0 : low - room;
     return [bottom, panel.share && high <= 1 ? Math.min(1.01, high + room) : high + room];
   }
@@ -150,7 +150,7 @@
     const X = scale(Math.min(...known, Infinity), Math.max(...known, -Infinity), x0, x1, false);
     const Y = scale(low, high, y0, y1, panel.log);
     const clip = `clip${panel.index}`;
-    node("rect", { x: x0, y: y1 - 3, width: x1 - x0, height: y0 - y1 + 6 },
+    node("rect", { x: x0 - 4, y: y1 - 4, width: x1 - x0 + 8, height: y0 - y1 + 8 },
       node("clipPath", { id: clip }, svg));
 
     for (const v of panel.log ? logTicks(low, high) : ticks(low, high, 5)) {

@@ -76,13 +76,13 @@ def spans(steps: Sequence[int]) -> str:
 
 
 def unfinished(folder: pathlib.Path) -> list[dict]:
-    """Lists the last attempt of each point of a sweep that did not end as "done"."""
+    """Lists the last attempt of each point of a sweep that did not end with status 0."""
     path, last = folder / "points.jsonl", {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill in a line
             point = json.loads(line)
             last[point["arm"], point["seed"]] = point
-    return [point for point in last.values() if point.get("status") != "done"]
+    return [point for point in last.values() if point.get("status") != 0]
 
 
 def versions(runs: Mapping[str, Run]) -> list[dict]:
