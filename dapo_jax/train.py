@@ -167,8 +167,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     start_weights = programs.load_start_weights()
     require_finite_start(programs, begun.directory, begun.step, begun.state, start_weights)
 
-    steps = {"first_step": begun.step, "begin_step": begun.begin_step}
-    record = stack.enter_context(Record(config, workdir, **steps, last_row=begun.progress["row"]))
+    record = stack.enter_context(Record(config, workdir, begun, tokenizer))
     snapshots.say = record.display.last_line
     record.display.line(banner(config, programs, data, workdir, begun))
     record.display.phase("compiling the update")
@@ -189,7 +188,8 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         record=record,
         alarms=Alarms(programs, record.display.line),
         snapshots=snapshots,
-        **steps,
+        first_step=begun.step,
+        begin_step=begun.begin_step,
     )
     return run, begun.state, begun.progress
 

@@ -1,86 +1,88 @@
-"""Curves and a self-contained HTML page from the folders of one or several runs.
+"""Curves and a self-contained HTML page of one or several runs.
 
-    python -m dapo_jax.report --workdir=DIR [--workdir=DIR2 ...]
+    python -m dapo_jax.report --workdir=DIR [--workdir=DIR2 ...] [--rows=FILE ...] [--paper=FILE]
 
-writes report.html, curves.png and accuracy_vs_tokens.png into the first folder.
+writes report.html, curves.png and accuracy_vs_tokens.png into the first folder, or beside the first
+file of rows. A DIR is a run's or a sweep's folder, FILE a rows.jsonl.gz of an experiment.
 """
 
-import base64
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import jinja2
 from absl import app, flags
 
-from dapo_jax.report import plots, runs
+from dapo_jax.report import events, paper, plots, runs
+from dapo_jax.report.page import render
+from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
 from dapo_jax.run.arguments import leftover
 from dapo_jax.run.files import atomic_file
-from dapo_jax.run.metrics import METRICS, Metric
 
-TABLE_ROWS = 30  # rows of metrics shown for a run in the page
-
-
-def page(loaded: Mapping[str, Run], images: Mapping[str, bytes]) -> str:
-    """The HTML page of the runs, by label; the PNGs, by name, become a part of it."""
-    keys = {
-        label: dict.fromkeys(key for row in run.rows for key in row)
-        for label, run in loaded.items()
-    }
-    plain = [Metric(key, "", "") for by_run in keys.values() for key in by_run]
-    # Names and settings may hold anything: all text is escaped.
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
-        title=f"DAPO: {', '.join(loaded)}",
-        runs=loaded,
-        changes={label: runs.changes(run) for label, run in loaded.items()},
-        totals={label: runs.totals(run) for label, run in loaded.items()},
-        averaged=[runs.averaged_rows(run.rows) for run in loaded.values()],
-        differences=runs.config_differences(loaded),
-        images={name: base64.b64encode(png).decode() for name, png in images.items()},
-        keys=keys,
-        rows={label: runs.thinned(run.rows, limit=TABLE_ROWS) for label, run in loaded.items()},
-        metrics={metric.key: metric for metric in plain + METRICS},
-    )
+Paths = Sequence[str | pathlib.Path]
 
 
-def write_report(workdirs: Sequence[str | pathlib.Path]) -> pathlib.Path:
-    """Writes curves.png, accuracy_vs_tokens.png and report.html into the first folder.
+def load(workdirs: Paths, rows: Paths = ()) -> dict[str, Run]:
+    """Loads the runs of folders (of runs or sweeps) and of files of rows, by distinct labels.
 
-    Returns the path of the page, which needs no other file. Raises as `load_run` does.
+    Raises as `load_run`, `load_sweep` and `read_rows_file` do, and ValueError where none is there.
     """
-    folders = runs.labelled(workdirs)
-    loaded = {label: runs.load_run(folder) for label, folder in folders.items()}
-    target = next(iter(folders.values()))
-    images = {}
+    parts: dict[str, dict[str, Run]] = {}
+    for label, folder in runs.labelled(workdirs).items():
+        if (folder / "sweep.json").is_file():
+            parts[label] = runs.load_sweep(folder)
+        else:
+            parts[label] = {label: runs.load_run(folder)}
+    for path in map(pathlib.Path, rows):
+        parts["/".join(path.resolve().parts[-2:])] = read_rows_file(path)
+    return runs.merged(parts)
+
+
+def write_report(
+    workdirs: Paths, *, rows: Paths = (), paper_file: str | None = None
+) -> pathlib.Path:
+    """Writes curves.png, accuracy_vs_tokens.png and report.html; returns the path of the page.
+
+    Raises as `load` and `paper.read` do.
+    """
+    loaded = load(workdirs, rows)
+    if not loaded:
+        raise ValueError(f"{', '.join(map(str, [*workdirs, *rows]))}: no run has a finished step")
+    target = pathlib.Path(*workdirs[:1]) if workdirs else pathlib.Path(rows[0]).parent
+    target = target.resolve()
     for figure in (plots.curves, plots.accuracy_vs_tokens):
-        path = target / f"{figure.__name__}.png"
-        plots.save(figure(loaded), path)
-        images[figure.__name__] = path.read_bytes()
+        plots.save(figure(loaded), target / f"{figure.__name__}.png")
+    text = render(
+        loaded,
+        paper=paper.read(paper_file) if paper_file else None,
+        unfinished=[
+            point for folder in workdirs for point in events.unfinished(pathlib.Path(folder))
+        ],
+    )
     with atomic_file(target / "report.html") as file:
-        file.write(page(loaded, images).encode())
+        file.write(text.encode(errors="backslashreplace"))  # a command may hold any bytes
     return target / "report.html"
 
 
 def main(argv: Sequence[str]) -> None:
     if argv[1:]:
         sys.exit(f"dapo_jax.report: {leftover(argv[1:], flags.FLAGS, None)}")
-    workdirs = [part for value in flags.FLAGS.workdir for part in value.split(",") if part]
+    given = flags.FLAGS
+    workdirs, rows = (
+        [part for value in values or () for part in value.split(",") if part]
+        for values in (given.workdir, given.rows)
+    )
+    if not workdirs and not rows:
+        sys.exit("dapo_jax.report: give --workdir=DIR or --rows=FILE")
     try:
-        print(write_report(workdirs))
+        print(write_report(workdirs, rows=rows, paper_file=given.paper))
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"dapo_jax.report: {error}")
 
 
 if __name__ == "__main__":
-    flags.DEFINE_multi_string(
-        "workdir", None, "Folder of a run; repeat it or separate by commas.", required=True
-    )
+    several = "repeat it or separate by commas"
+    flags.DEFINE_multi_string("workdir", None, f"Folder of a run or of a sweep; {several}.")
+    flags.DEFINE_multi_string("rows", None, f"A rows.jsonl.gz; {several}.")
+    flags.DEFINE_string("paper", None, "The paper's curves, digitised, to be drawn beside ours.")
     app.run(main)

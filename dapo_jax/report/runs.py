@@ -4,6 +4,7 @@ Row s of metrics.jsonl describes responses of the policy after s finished steps,
 the policy after n: both share the axis "finished rollout steps".
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -27,6 +28,7 @@ class Run:
     instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
     settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
     arm: what the runs of a sweep have in common that differ in their seed alone; "": of no sweep.
+    workdir: where rollouts and cut rows are; None for a run that was read from a file of rows.
     """
 
     rows: list[dict]
@@ -34,6 +36,7 @@ class Run:
     config: dict[str, object]
     starts: list[dict] = dataclasses.field(default_factory=list)
     arm: str = ""
+    workdir: pathlib.Path | None = dataclasses.field(default=None, compare=False)
 
     @property
     def seed(self) -> int | None:
@@ -58,7 +61,7 @@ def load_run(workdir: str | pathlib.Path) -> Run:
     config = _flatten(read_json(config_path)) if config_path.is_file() else {}
     evaluations = _read_evaluations(workdir / "eval")
     starts = read_starts(workdir / "starts.jsonl")
-    return Run(rows=rows, evaluations=evaluations, config=config, starts=starts)
+    return Run(rows=rows, evaluations=evaluations, config=config, starts=starts, workdir=workdir)
 
 
 def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
@@ -120,6 +123,25 @@ def labelled(workdirs: Sequence[str | pathlib.Path]) -> dict[str, pathlib.Path]:
     return {
         folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders
     }
+
+
+def merged(parts: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
+    """Joins the runs of several folders and files, by part's name and label, under one label each.
+
+    Where labels or arms of two parts are called the same, both carry the name of their part.
+    """
+    labels = collections.Counter(label for part in parts.values() for label in part)
+    arms = collections.Counter(
+        arm for part in parts.values() for arm in {run.arm for run in part.values() if run.arm}
+    )
+    result = {}
+    for name, part in parts.items():
+        for label, run in part.items():
+            if labels[label] > 1 or arms[run.arm] > 1:
+                arm = f"{name}: {run.arm}" if run.arm else ""
+                label, run = f"{name}: {label}", dataclasses.replace(run, arm=arm)
+            result[label] = run
+    return result
 
 
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:

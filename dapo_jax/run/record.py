@@ -18,10 +18,12 @@ from dapo_jax.run.provenance import add_start
 from dapo_jax.run.restore import Begun, Origin, origin_of
 from dapo_jax.run.timeline import plot_timeline
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
-from dapo_jax.types import Group, Rollouts
+from dapo_jax.tasks.tokenizer import Tokenizer, token_texts
+from dapo_jax.types import Group, Response, Rollouts
 from sharding import hosts
 
 SHOWN_SAMPLES = 4
+TRACED_TRAINED, TRACED_OTHERS = 2, 1  # groups a step whose tokens are written with probabilities
 
 
 def claim(
@@ -50,24 +52,20 @@ def claim(
 class Record:
     """The outputs of one run in its workdir. Use it as a context manager.
 
-    Every process calls it alike; only the main one prints and writes. first_step: the first that
-    this process does. begin_step: the first of the run, not 0 in a fork. last_row: the row of the
-    step before, from the checkpoint; it is written if the run was killed between the two.
+    Every process calls it alike; only the main one prints and writes.
+    begun: what the run begins with; its last row is written if the run was killed between the
+    checkpoint and the row. tokenizer: for the texts of single tokens.
     """
 
     def __init__(
-        self,
-        config: ConfigDict,
-        workdir: pathlib.Path,
-        *,
-        first_step: int,
-        begin_step: int,
-        last_row: dict | None,
+        self, config: ConfigDict, workdir: pathlib.Path, begun: Begun, tokenizer: Tokenizer
     ):
         self.workdir = workdir
-        self.display = Display(config.num_steps, first_step, quiet=not hosts.is_main_host())
-        self._config, self._first_step, self._last_row = config, first_step, last_row
-        self._begin_step = begin_step
+        self.display = Display(config.num_steps, begun.step, quiet=not hosts.is_main_host())
+        self._config, self._tokenizer = config, tokenizer
+        # Not `begun` itself, which has the training state.
+        self._first_step, self._begin_step = begun.step, begun.begin_step
+        self._last_row = begun.progress["row"]
         self._writer: MetricsWriter | None = None
 
     def __enter__(self) -> "Record":
@@ -95,7 +93,7 @@ class Record:
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
         """Writes all responses to rollouts/<step>.jsonl.gz, every so many steps."""
         if hosts.is_main_host() and _every(self._config.log.rollouts_every_steps, step):
-            rows = rollout_rows(rollouts, reward_PG)
+            rows = rollout_rows(rollouts, reward_PG, self._tokenizer)
             write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows)
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
@@ -195,13 +193,31 @@ def result_row(results: dict) -> dict[str, float]:
     }
 
 
-def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
-    """The step's responses for rollouts/<step>.jsonl.gz, one dict each."""
+def rollout_rows(rollouts: Rollouts, reward_PG, tokenizer: Tokenizer) -> Iterator[dict]:
+    """The step's responses for rollouts/<step>.jsonl.gz, one dict each.
+
+    Those of the first groups that are trained on, and of the first that is not, have their tokens
+    with the probabilities at which they were sampled.
+    """
     trained = set(rollouts.kept.tolist())
+    others = [p for p in range(len(rollouts.sampled)) if p not in trained]
+    traced = {*rollouts.kept[:TRACED_TRAINED].tolist(), *others[:TRACED_OTHERS]}
     for p, group in enumerate(rollouts.sampled):
-        for g in range(len(group.responses)):
+        for g, response in enumerate(group.responses):
             row = response_row(group, g, reward=float(reward_PG[p, g]))
-            yield row | {"trained": p in trained}
+            row["trained"] = p in trained
+            yield row | token_columns(response, tokenizer) if p in traced else row
+
+
+def token_columns(response: Response, tokenizer: Tokenizer) -> dict[str, list]:
+    """The texts of a response's tokens, which joined are its text, and their log-probabilities.
+
+    The latter in nats, under the sampling distribution, as rounded as a person needs them.
+    """
+    return {
+        "token_texts": token_texts(tokenizer, response.tokens_T.tolist()),
+        "token_logp": [round(float(logp), 3) for logp in response.behavior_logp_T],
+    }
 
 
 def response_row(group: Group, sample: int, **scores: float) -> dict:

@@ -30,6 +30,7 @@ from dapo_jax.untrusted import is_local, present, quoted, read_bytes, read_json,
 MAX_TOKENIZER_BYTES = 64 * 2**20  # Gemma 3's, of 262,144 tokens, has 33 MB
 MAX_TEMPLATE_BYTES = 2**20
 MAX_ERROR_CHARS = 200
+MAX_HELD = 8  # tokens without a whole character among them; a character has 4 bytes at most
 
 # Lone surrogates cannot occur in valid text, so these marks cannot collide with any content.
 _SHIELD_OPEN, _SHIELD_CLOSE = "\udc00", "\udc01"
@@ -97,6 +98,39 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
             'tokenizer.chat="none".'
         )
     return SentencePieceTokenizer(model_file, stop_tokens=stop_tokens)
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Splits decode(ids) into what each token adds to it; joined, the parts are decode(ids).
+
+    A character of several tokens belongs to the last of them, the others add "". A control token
+    adds "". Where the parts cannot be told apart (long runs of bytes that are no characters), the
+    rest of the text belongs to the token at which that begins.
+    """
+    whole, texts = tokenizer.decode(ids), []
+    # A token's text depends on its place (a first one loses its space): each is decoded behind the
+    # one before it, ids[start:known], whose text is `before`.
+    start, known, before = 0, 0, ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[start:end])
+        if text.endswith("\ufffd") and end < len(ids):
+            if end - known >= MAX_HELD:
+                break
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        if last := tokenizer.decode(ids[known:end]):
+            start, before = known, last
+        else:
+            before = text
+        known = end
+    texts += [""] * (len(ids) - len(texts))
+    found = "".join(texts)
+    if not whole.startswith(found):
+        return [whole, *[""] * (len(ids) - 1)]
+    if ids:
+        texts[min(known, len(ids) - 1)] += whole[len(found) :]
+    return texts
 
 
 class HuggingFaceTokenizer:
