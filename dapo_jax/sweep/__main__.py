@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from dapo_jax.report.__main__ import write_report
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import load_sweep
 from dapo_jax.report.summary import markdown
@@ -97,6 +98,7 @@ def sweep(
             raise SystemExit(hosts.RETRYABLE)
         print(write_tables(folder, plan, baseline))
         print(f"rows: {folder / 'rows.jsonl.gz'}   tables: {folder / 'summary.md'}")
+        print(f"page: {write_report([folder])}")
     failed = {point: at for point, at in runner.progress.items() if at.state == "failed"}
     for point, at in failed.items():
         print(f"failed: {point.workdir / LOG}: {at.reason}", file=sys.stderr)
