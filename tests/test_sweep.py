@@ -550,6 +550,17 @@ def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, 
     assert "eps_high=0.3/seed_2: done" in captured.out, "a failure stops nothing"
 
 
+def test_a_sweep_that_fails_as_a_whole_says_why(tmp_path, program, capsys):
+    folder = tmp_path / "sweep"
+    plan, points = _points(folder, {"eps_high=0.2/seed_0": ["fail"]}, arms="0.2", seeds="1")
+    with pytest.raises(SystemExit) as ended:
+        sweep(plan, folder, jobs=1, retries=0, baseline="", program=program)
+    captured = capsys.readouterr()
+    assert ended.value.code == 1
+    assert f"failed: {points[0].workdir / 'log.txt'}: error: no such model" in captured.err
+    assert "No run has finished." in captured.out
+
+
 def _table_run(arm, seed, accuracy, steps=3, score=None):
     rows = [{"step": step, "accuracy/mean": accuracy} for step in range(steps)]
     scores = {} if score is None else {("held_out", "mean@8"): {0: 0.9, steps: score}}

@@ -98,7 +98,8 @@ def sweep(
             raise SystemExit(hosts.RETRYABLE)
         print(write_tables(folder, plan, baseline))
         print(f"rows: {folder / 'rows.jsonl.gz'}   tables: {folder / 'summary.md'}")
-        print(f"page: {write_report([folder])}")
+        if any(at.row for at in runner.progress.values()):
+            print(f"page: {write_report([folder])}")
     failed = {point: at for point, at in runner.progress.items() if at.state == "failed"}
     for point, at in failed.items():
         print(f"failed: {point.workdir / LOG}: {at.reason}", file=sys.stderr)
