@@ -368,12 +368,11 @@ def test_a_fork_that_is_killed_and_resumed_is_bitwise_that_of_no_kill(tmp_path):
     run(f"--workdir={tmp_path / 'whole'}", *fork, at)
     assert same_rollouts(tmp_path / "parent", tmp_path / "whole", 2)
     killed = tmp_path / "killed"
-    for rows, given in ((1, (at,)), (3, ())):
+    for last, given in ((2, (at,)), (4, ())):
         with processes.started([*RECIPE, f"--workdir={killed}", *fork, *given]) as (process,):
-            for line in process.stdout:
-                if line.startswith(f"step {rows + 1} "):
-                    break
+            assert any(line.startswith(f"step {last} ") for line in process.stdout)
             process.kill()
+            process.wait()
     said = run(f"--workdir={killed}", *fork, at)
     assert f"a fork of checkpoint 2 in {tmp_path / 'parent'}" in said
     assert "resuming after 4 steps" in said
