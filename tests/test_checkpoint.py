@@ -163,6 +163,17 @@ def test_a_step_is_saved_once_and_the_newest_are_kept(tmp_path):
     assert saved_steps(tmp_path) == [2, 5]
 
 
+def test_a_folder_that_was_moved_is_not_made_anew(tmp_path):
+    """Orbax made it again, and the run went on to status 0 without its earlier checkpoints."""
+    run = checkpoints(tmp_path / "checkpoints")
+    run.save(1, {"a": jnp.ones(1)}, {})
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*/checkpoints'"):
+        run.save(2, {"a": jnp.ones(1)}, {})
+    run.close()
+    assert saved_steps(tmp_path / "moved") == [1]
+
+
 def test_restore_of_a_step_that_is_not_there_names_those_that_are(folder):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint 9, only \[1, 2, 3\]"):
         checkpoints(folder).restore(9, abstract(state_at(0)))
@@ -374,7 +385,7 @@ def test_a_damaged_checkpoint_that_is_only_read_stays_where_it_is(folder):
     values = largest_file(folder / "3")
     flip(values, values.stat().st_size // 2)
     before = contents(folder)
-    with pytest.raises(DamagedError, match=r"checkpoint 3 cannot be read \(.*one of \[2, 1\]"):
+    with pytest.raises(DamagedError, match=r"checkpoint 3 cannot be read \(.*others: \[1, 2\]"):
         checkpoints(folder).restore(3, abstract(state_at(0)))
     assert contents(folder) == before
 

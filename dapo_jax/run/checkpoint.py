@@ -84,23 +84,21 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: Any, progress: dict) -> bool:
-        """Saves, if there is no checkpoint of this step yet. Returns whether it was needed."""
+        """Saves, if there is no checkpoint of this step yet; returns whether it was needed."""
         if step in self._manager.all_steps():
             return False
+        storage.require_there(self.directory)
         manifest = {
             "arrays": self._described(state),
             "progress": digests.of_json(progress),
             "identity": self.identity,
         }
-        return self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                progress=ocp.args.JsonSave(progress),
-                manifest=ocp.args.JsonSave({**manifest, "digest": digests.of_json(manifest)}),
-            ),
-            force=True,
+        content = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            progress=ocp.args.JsonSave(progress),
+            manifest=ocp.args.JsonSave({**manifest, "digest": digests.of_json(manifest)}),
         )
+        return self._manager.save(step, args=content, force=True)
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
         """Reads (step, state, progress) of the newest undamaged checkpoint; None without any.

@@ -1,12 +1,14 @@
 """What an error of reading means: to be read again, a fault of what was read, or neither."""
 
 import errno
+import os
 import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from etils import epath
 
 from dapo_jax.run.failures import CAUSES, cause_of
 
@@ -57,6 +59,15 @@ def patiently(read: Callable[[], Any], path) -> Any:
             if (seconds := next(waits, None)) is None:
                 raise OSError(errno.ETIMEDOUT, brief(error), str(path)) from error
         time.sleep(seconds)
+
+
+def require_there(directory: epath.Path) -> None:
+    """Refuses to write to a folder that has gone since it was made; a bucket has no folders.
+
+    Orbax would make it anew, and the run go on without its earlier checkpoints.
+    """
+    if "://" not in str(directory) and not directory.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
 
 
 def brief(error: BaseException) -> str:
