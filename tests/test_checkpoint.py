@@ -163,15 +163,26 @@ def test_a_step_is_saved_once_and_the_newest_are_kept(tmp_path):
     assert saved_steps(tmp_path) == [2, 5]
 
 
-def test_a_folder_that_was_moved_is_not_made_anew(tmp_path):
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_folder_that_was_moved_is_not_made_anew_in_silence(tmp_path, monkeypatch, meanwhile):
     """Orbax made it again, and the run went on to status 0 without its earlier checkpoints."""
     run = checkpoints(tmp_path / "checkpoints")
     run.save(1, {"a": jnp.ones(1)}, {})
-    (tmp_path / "checkpoints").rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*/checkpoints'"):
+    save = run._manager.save
+
+    def move_and_save(*arguments, **options):
+        (tmp_path / "checkpoints").rename(tmp_path / "moved")
+        return save(*arguments, **options)
+
+    if meanwhile:
+        monkeypatch.setattr(run._manager, "save", move_and_save)
+    else:
+        (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"'.*/checkpoints/1'"):
         run.save(2, {"a": jnp.ones(1)}, {})
     run.close()
     assert saved_steps(tmp_path / "moved") == [1]
+    assert saved_steps(tmp_path / "checkpoints") == [2]  # nothing is lost
 
 
 def test_restore_of_a_step_that_is_not_there_names_those_that_are(folder):

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from dapo_jax.run import digests, identity, storage
-from dapo_jax.run.storage import brief, is_damage, is_transient, patiently
+from dapo_jax.run.storage import absolute, brief, is_damage, is_transient, patiently
 from sharding import hosts
 
 SHOWN_DIFFERENCES = 3
@@ -49,9 +49,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory, *, keep: int | None):
-        directory = _absolute(directory)
+        directory = absolute(directory)
         self.identity: dict | None = None
-        self._saves = 0
+        self._keep, self._saves = keep, 0
         if hosts.is_main_host():
             directory.mkdir(parents=True, exist_ok=True)
         several = hosts.count() > 1
@@ -84,10 +84,15 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: Any, progress: dict) -> bool:
-        """Saves, if there is no checkpoint of this step yet; returns whether it was needed."""
+        """Saves, if there is no checkpoint of this step yet; returns whether it was needed.
+
+        FileNotFoundError, with this one saved, where the one before has gone: Orbax makes a folder
+        that was moved anew.
+        """
         if step in self._manager.all_steps():
             return False
-        storage.require_there(self.directory)
+        newest = self._manager.latest_step()
+        gone = storage.is_gone(self.directory, newest)
         manifest = {
             "arrays": self._described(state),
             "progress": digests.of_json(progress),
@@ -98,7 +103,10 @@ class Checkpoints:
             progress=ocp.args.JsonSave(progress),
             manifest=ocp.args.JsonSave({**manifest, "digest": digests.of_json(manifest)}),
         )
-        return self._manager.save(step, args=content, force=True)
+        saved = self._manager.save(step, args=content, force=True)
+        if gone or (self._keep != 1 and storage.is_gone(self.directory, newest)):
+            raise FileNotFoundError(errno.ENOENT, "gone", str(self.directory / str(newest)))
+        return saved
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
         """Reads (step, state, progress) of the newest undamaged checkpoint; None without any.
@@ -312,7 +320,7 @@ class Checkpoints:
 
 def save_params(path, params) -> None:
     """Writes parameters alone, as an Orbax checkpoint without steps."""
-    path = _absolute(path)
+    path = absolute(path)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(path, params)
     described = {
@@ -329,7 +337,7 @@ def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], 
 
     Raises DamagedError where something else is there than what was written.
     """
-    path = _absolute(path)
+    path = absolute(path)
     as_stored = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), abstract_params)
     restore = ocp.args.PyTreeRestore(item=abstract_params, restore_args=as_stored)
 
@@ -380,12 +388,6 @@ def _differing(described: dict, processes: Sequence[dict]) -> str:
         return ""
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"{wrong[0]}{more} is not what was saved"
-
-
-def _absolute(path) -> epath.Path:
-    """Makes a path absolute, as Orbax wants it; one with a scheme (gs://) is so already."""
-    path = epath.Path(path)
-    return path if "://" in str(path) else path.absolute()
 
 
 def _named(tree) -> dict[str, Any]:

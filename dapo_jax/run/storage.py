@@ -1,7 +1,6 @@
 """What an error of reading means: to be read again, a fault of what was read, or neither."""
 
 import errno
-import os
 import re
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import jax
 from etils import epath
 
 from dapo_jax.run.failures import CAUSES, cause_of
+from sharding import hosts
 
 RETRY_SECONDS = (1, 2, 4, 8, 15)  # between readings of a storage that fails for a while
 # A flipped bit may be in the name of a file.
@@ -61,13 +61,15 @@ def patiently(read: Callable[[], Any], path) -> Any:
         time.sleep(seconds)
 
 
-def require_there(directory: epath.Path) -> None:
-    """Refuses to write to a folder that has gone since it was made; a bucket has no folders.
+def absolute(path) -> epath.Path:
+    """Makes a path absolute, as Orbax wants it; one with a scheme (gs://) is so already."""
+    path = epath.Path(path)
+    return path if "://" in str(path) else path.absolute()
 
-    Orbax would make it anew, and the run go on without its earlier checkpoints.
-    """
-    if "://" not in str(directory) and not directory.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
+
+def is_gone(directory: epath.Path, step: int | None) -> bool:
+    """Says whether a step's checkpoint has gone, as the main process sees it; None: of no step."""
+    return step is not None and hosts.is_main_host() and not (directory / str(step)).exists()
 
 
 def brief(error: BaseException) -> str:
