@@ -288,6 +288,8 @@ class Runs:
         lines = [line for line in output.splitlines() if line.startswith("error: ")]
         clean = "Traceback" not in output and "Exception ignored" not in output
         said = clean and process.returncode == 1 and len(lines) == 1 and words in lines[0]
+        if not said:
+            fault += f" (status {process.returncode}: {' '.join(output.split())[-300:]!r})"
         mend()
         same = self.rows(workdir) == self.expected
         return Outcome(fault, same, said, "" if same else "the run's rows")
