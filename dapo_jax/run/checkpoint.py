@@ -105,7 +105,7 @@ class Checkpoints:
         )
         saved = self._manager.save(step, args=content, force=True)
         if gone or (self._keep != 1 and storage.is_gone(self.directory, newest)):
-            raise FileNotFoundError(errno.ENOENT, "gone", str(self.directory / str(newest)))
+            raise storage.not_there(self.directory / str(newest))
         return saved
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):

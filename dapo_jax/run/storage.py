@@ -1,6 +1,7 @@
 """What an error of reading means: to be read again, a fault of what was read, or neither."""
 
 import errno
+import os
 import re
 import time
 from collections.abc import Callable
@@ -70,6 +71,11 @@ def absolute(path) -> epath.Path:
 def is_gone(directory: epath.Path, step: int | None) -> bool:
     """Says whether a step's checkpoint has gone, as the main process sees it; None: of no step."""
     return step is not None and hosts.is_main_host() and not (directory / str(step)).exists()
+
+
+def not_there(path: epath.Path) -> FileNotFoundError:
+    """Makes the system's own error of a path at which nothing is."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def brief(error: BaseException) -> str:
