@@ -154,6 +154,32 @@ command.run(main)
 """
 
 
+def test_arrays_that_fail_side_by_side_print_no_traceback():
+    """On a full disk two arrays failed at once: one error was said, the other was a traceback."""
+    program = """
+import asyncio, gc, logging
+from absl import logging as absl_logging
+from dapo_jax.run import failures
+absl_logging.use_absl_handler()
+failures.quiet_threads()
+
+async def fails():
+    raise ValueError("no space left on device")
+
+async def both():
+    tasks = [asyncio.create_task(fails()) for _ in range(2)]
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    await asyncio.sleep(0)
+
+asyncio.run(both())
+gc.collect()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stderr == ""
+
+
 def test_a_command_ends_with_one_line_also_where_threads_fail():
     done = subprocess.run(
         [sys.executable, "-c", COMMAND], cwd=ROOT, capture_output=True, text=True, check=False

@@ -104,6 +104,7 @@ def test_two_processes_are_one_run_bitwise(runs, two_processes):
     assert (two_processes / "logs" / "2_1.txt").read_text().count("step ") == 0
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_with_the_checkpoint_of_two(runs, two_processes):
     """On one device: the same prompts come next; sums have another order."""
     alone = continued(two_processes, runs / "alone", finished_steps=1, devices=1)

@@ -175,12 +175,14 @@ def telling_saved_steps(latest_step: Callable[[], int | None], directory) -> Ite
 def quiet_threads() -> None:
     """Keeps threads of libraries from printing tracebacks of what the main thread is told as well.
 
-    When a save fails, Orbax logs it in two threads before it raises it, and tensorstore's threads
-    find Orbax's event loop closed. A thread of ours that fails to read or write says so in a line.
+    When a save fails, Orbax logs it in two threads before it raises it, asyncio that the errors of
+    the other arrays were never looked at, and tensorstore's threads find Orbax's event loop closed.
+    A thread of ours that fails to read or write says so in a line.
     """
 
     def new(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and "orbax" in record.pathname)
+        told = record.name == "asyncio" or "orbax" in record.pathname
+        return not (record.exc_info and told)
 
     def unraisable(args):
         error = args.exc_value
