@@ -1,8 +1,10 @@
 """Pre-train the base policy that hesitates: the student of `task.py`, made from tiny_base.
 
     python -m experiments.forks_base.pretrain      # rebuilds experiments/forks_base/checkpoint
+    python -m experiments.forks_base.pretrain --start=experiments/forks_base/checkpoint --seed=1
 
-It starts from tiny_base's weights, which know the arithmetic, and keeps its tokenizer.
+It starts from tiny_base's weights, which know the arithmetic, and keeps its tokenizer. The second
+command goes on from what the first made, with other problems.
 """
 
 import pathlib
@@ -22,17 +24,17 @@ HERE = pathlib.Path(__file__).parent
 MIXTURE = {"easy": 0.15, "road": 0.4, "long": 0.3, "closed": 0.15}
 ROW_TOKENS = 512
 ROWS = 4
-SEED = 0
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("start", str(HERE.parent / "tiny_base" / "checkpoint"), "Model to start from.")
 flags.DEFINE_string("out", str(HERE / "checkpoint"), "Target directory.")
-flags.DEFINE_integer("num_steps", 400, "Optimizer steps.", lower_bound=1)
+flags.DEFINE_integer("num_steps", 2_200, "Optimizer steps.", lower_bound=1)
+flags.DEFINE_integer("seed", 0, "Seed of the problems and solutions.", lower_bound=0)
 
 
 def solved_problems(count: int, seed: int):
     """`count` (prompt text, solution text) pairs of the train split."""
-    rng = np.random.default_rng([SEED, seed])
+    rng = np.random.default_rng([FLAGS.seed, seed])
     for problem in Forks(count=count, seed=int(rng.integers(2**62)), **MIXTURE).problems():
         yield PROMPT_TEMPLATE.format(problem=problem.question), solution(problem, rng)
 
@@ -40,7 +42,9 @@ def solved_problems(count: int, seed: int):
 def main(_):
     out = pathlib.Path(FLAGS.out)
     out.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(pathlib.Path(FLAGS.start) / "tokenizer.model", out / "tokenizer.model")
+    start = pathlib.Path(FLAGS.start)
+    if start.resolve() != out.resolve():
+        shutil.copyfile(start / "tokenizer.model", out / "tokenizer.model")
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
     model = load_hf(FLAGS.start, dtype="float32")
     graph, params = split(model)
@@ -56,7 +60,7 @@ def main(_):
         params,
         batches,
         num_steps=FLAGS.num_steps,
-        peak_rate=1e-3,
+        peak_rate=1.5e-3,
         vocab_size=tokenizer.vocab_size,
     )
     save(params, model.config, out)

@@ -202,19 +202,21 @@ def _plan(rng: np.random.Generator) -> str:
 
 def _chain(kind: str, levels: Sequence[int], rng: np.random.Generator) -> Problem:
     value = start = int(rng.integers(2, 100))
-    steps = []
+    steps = {}  # operand -> operation: no operand twice, so that a line tells its place
     for _ in range(int(rng.choice(levels))):
-        operation, operand = _sample_step(value, rng)
-        steps.append((operation, operand))
+        operation, operand = _sample_step(value, steps, rng)
+        steps[operand] = operation
         value = arithmetic.apply(value, operation, operand)
+    steps = [(operation, operand) for operand, operation in steps.items()]
     ask = arithmetic.story if kind == "road" else arithmetic.expression
     return Problem(ask(start, steps, rng), str(value), len(steps), start, tuple(steps), kind)
 
 
-def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
+def _sample_step(value: int, taken, rng: np.random.Generator) -> tuple[str, int]:
     while True:
         operation, operand = "+-"[int(rng.integers(2))], int(rng.integers(2, 100))
-        if 0 <= arithmetic.apply(value, operation, operand) <= arithmetic.MAX_VALUE:
+        result = arithmetic.apply(value, operation, operand)
+        if operand not in taken and 0 <= result <= arithmetic.MAX_VALUE:
             return operation, operand
 
 
