@@ -23,7 +23,7 @@ def recipe(name: str, preset: str = ""):
 
 def keys(config, prefix=""):
     for name, value in config.items():
-        if name == "sets" or not hasattr(value, "items"):
+        if name in ("sets", "args") or not hasattr(value, "items"):
             yield prefix + name
         else:
             yield from keys(value, f"{prefix}{name}.")

@@ -10,6 +10,7 @@ from configs.base import TABLE_1, eval_settings, train_settings
 from dapo_jax.run import build, checks
 from dapo_jax.tasks.base import make_task
 from dapo_jax.tasks.readers import DataError
+from experiments.forks_base import properties
 from experiments.forks_base import task as world
 from experiments.forks_base.task import KINDS, Forks, RandomRewards, solution
 
@@ -156,3 +157,25 @@ def test_the_recipes_data_sets_are_of_this_world():
         assert type(task) is Forks and task.rules == "strict"
         kinds[name] = {example.extra["kind"] for example in task.load()[0]}
     assert kinds == {"train": set(KINDS), "road": {"road"}, "long": {"long"}}
+
+
+def test_properties_find_the_forks_and_measure_the_students_own_rates():
+    tokenizer = build.tokenizer(forks.get_config())
+    pieces = [tokenizer.decode([id]) for id in range(tokenizer.vocab_size)]
+    text = " How: get the box\nTom has on 1+2=3 coins\nWhat? 1+2=3\nAnswer: 3"
+    found = [pieces[id] for id in tokenizer.encode(text)]
+    words = {name: found[place] for name, place in properties.fork_places(found)}
+    assert words == dict(
+        zip(properties.FORKS, (" get", " the", " box", "Tom", " has", " on", " coins"), strict=True)
+    )
+
+    def sampled(kind, begin=""):
+        task = Forks(count=6, rules="strict", **{kind: 1.0})
+        return properties.of_student(task, begin, tokenizer)
+
+    samples = {kind: sampled(kind) for kind in KINDS}
+    table = properties.measured(samples, sampled("road", properties.RIGHT_PLAN), pieces, 216)
+    assert table["road: counted right on the right road"] == "100.0%"
+    assert table["long: answer right, limit 512"] == "100.0%"
+    assert table["closed: informative groups of 8, limit 216"] == "0.0%"
+    assert table["easy: tokens, limit 216; nats a token"].endswith("; -")

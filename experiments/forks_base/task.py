@@ -7,7 +7,7 @@
   checks that are not needed.
 * closed: an unknown operation, an answer of four digits; the student guesses.
 
-Each line of a solution has three more forks of four equal words, which mean nothing. Some solutions
+Each line of a solution has four more forks of four equal words, which mean nothing. Some solutions
 of road and long problems go over one line again and again, and come back.
 """
 
@@ -30,10 +30,11 @@ UNKNOWN = " box "  # the operation of closed problems
 # A plan, " How: get a bus": the words of each fork, the last one rare, and how often each is taken.
 PLAN = ((" get", " do", " check"), (" a", " many", " the"), (" bus", " people", " box"))
 PLAN_RATES = (0.5, 0.35, 0.15)
-# The words of a line, "Tom has 12+30=42 coins", all equally often.
+# The words of a line, "Tom has on 12+30=42 coins", all equally often.
 WORDING = (
     ("Tom", "Mia", " He", " She"),
     (" has", " have", " does", " get"),
+    (" on", " me", " is", " are"),
     (" coins", " apples", " dollars", " people"),
 )
 CHECKS = 0.3  # probability of a check after each step of a long solution
@@ -192,8 +193,8 @@ def _guesses(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def _line(formula: str, rng: np.random.Generator) -> str:
-    subject, verb, noun = (words[int(rng.integers(len(words)))] for words in WORDING)
-    return f"{subject}{verb} {formula}{noun}"
+    subject, verb, filler, noun = (words[int(rng.integers(len(words)))] for words in WORDING)
+    return f"{subject}{verb}{filler} {formula}{noun}"
 
 
 def _plan(rng: np.random.Generator) -> str:
