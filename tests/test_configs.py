@@ -14,7 +14,7 @@ from dapo_jax.run import arguments, build, checks
 from sharding.mesh import make_mesh
 
 SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
-RECIPES = ("tiny", *(f"qwen2_5_{size}" for size in SIZES))
+RECIPES = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES))
 
 
 def recipe(name: str, preset: str = ""):
@@ -23,7 +23,7 @@ def recipe(name: str, preset: str = ""):
 
 def keys(config, prefix=""):
     for name, value in config.items():
-        if name == "sets" or not hasattr(value, "items"):
+        if name in ("sets", "args") or not hasattr(value, "items"):
             yield prefix + name
         else:
             yield from keys(value, f"{prefix}{name}.")

@@ -7,7 +7,8 @@ share one, whatever the seeds.
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -82,6 +83,9 @@ class Problem:
     steps: tuple[tuple[str, int], ...]
 
 
+P = TypeVar("P", bound=Problem)
+
+
 def apply(value: int, operation: str, operand: int) -> int:
     """Computes value + operand, value - operand or value * operand."""
     return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
@@ -94,24 +98,41 @@ def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> lis
     an unknown split, a level below 1, a negative seed, or when so many distinct questions are not
     found.
     """
-    if split not in ("train", "test"):
-        raise DataError(f"split is {split!r}, but must be 'train' or 'test'")
     if not levels or not all(isinstance(level, int) and level >= 1 for level in levels):
         raise DataError(f"levels are {tuple(levels)}, but must be integers of at least 1")
+    return distinct(
+        lambda rng: _sample(int(rng.choice(levels)), rng),
+        count,
+        seed,
+        split=split,
+        source=f"levels {tuple(levels)}",
+    )
+
+
+def distinct(
+    sample: Callable[[np.random.Generator], P], count: int, seed: int, *, split: str, source: str
+) -> list[P]:
+    """Samples `count` problems of a split, no two with the same question.
+
+    sample: makes one problem of either split. source: what the problems are made from, for
+    messages. Raises DataError for an unknown split, a negative seed, or too few questions.
+    """
+    if split not in ("train", "test"):
+        raise DataError(f"split is {split!r}, but must be 'train' or 'test'")
     if seed < 0:
         raise DataError(f"seed is {seed}, but must be at least 0")
     rng = np.random.default_rng(seed)
-    problems: dict[str, Problem] = {}
+    problems: dict[str, P] = {}
     for _ in range(50 * count + 1000):
         if len(problems) == count:
             return list(problems.values())
-        problem = _sample(int(rng.choice(levels)), rng)
+        problem = sample(rng)
         is_test = zlib.crc32(problem.question.encode()) % TEST_SHARE == 0
         if is_test == (split == "test"):
             problems.setdefault(problem.question, problem)
     raise DataError(
-        f"levels {tuple(levels)} gave only {len(problems)} distinct problems of the {count} asked "
-        "for; ask for fewer or add levels"
+        f"{source} gave only {len(problems)} distinct problems of the {count} asked for; ask for "
+        "fewer or add more kinds"
     )
 
 
@@ -147,7 +168,7 @@ def _sample(level: int, rng: np.random.Generator) -> Problem:
         operation, operand = _sample_step(value, rng)
         steps.append((operation, operand))
         value = apply(value, operation, operand)
-    ask = _expression if rng.random() < 0.5 else _story
+    ask = expression if rng.random() < 0.5 else story
     return Problem(ask(start, steps, rng), str(value), level, start, tuple(steps))
 
 
@@ -159,7 +180,8 @@ def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
             return operation, operand
 
 
-def _expression(start: int, steps, rng: np.random.Generator) -> str:
+def expression(start: int, steps, rng: np.random.Generator) -> str:
+    """Asks for the value of a chain as a formula."""
     text, has_sum = str(start), False
     for operation, operand in steps:
         if operation == "*" and has_sum:
@@ -169,7 +191,8 @@ def _expression(start: int, steps, rng: np.random.Generator) -> str:
     return f"What is {text}?"
 
 
-def _story(start: int, steps, rng: np.random.Generator) -> str:
+def story(start: int, steps, rng: np.random.Generator) -> str:
+    """Asks for the value of a chain as one of STORIES."""
     opening, *clauses, question = STORIES[int(rng.integers(len(STORIES)))]
     by_operation = dict(zip("+-*", clauses, strict=True))
     parts = [by_operation[operation].format(operand) for operation, operand in steps]

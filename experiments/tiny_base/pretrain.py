@@ -8,25 +8,18 @@ again. So it knows more than it shows, as a large base model does.
 """
 
 import pathlib
-import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import sentencepiece
-from absl import app, flags, logging
-from flax import nnx
+from absl import app, flags
 
-from dapo_jax.logprobs import head_loss
 from dapo_jax.tasks.arithmetic import generate, worked_solution
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
-from models import save_hf
-from models.kernels.packed import packed_attention
+from experiments.tiny_base.supervised import fit, packed_batches, save
 from models.qwen2 import PRESETS
-from models.transformer import Transformer, segment_positions, split
-from sharding.mesh import make_mesh
+from models.transformer import Transformer, split
 
 LEVELS = (1, 2, 3, 4)
 FLAWED_SHARE = 0.2  # of the optimizer steps, the last ones
@@ -79,88 +72,31 @@ def train_tokenizer(path: pathlib.Path, vocab_size: int) -> None:
         )
 
 
-def packed_batches(tokenizer, *, num_steps: int):
-    """`num_steps` batches [3, rows, tokens]: packed tokens, segments and target masks."""
-    eos = tokenizer.stop_ids[0]
-    shape = (ROWS, ROW_TOKENS)
-    step, seed = 0, 0
-    while step < num_steps:
-        pairs = list(solved_problems(1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE)))
-        seed += 1
-        rows = [([], [], [])]
-        for prompt, solution in pairs:
-            prompt_ids, ids = tokenizer.encode(prompt), [*tokenizer.encode(solution), eos]
-            ids = ids[: ROW_TOKENS - len(prompt_ids)]
-            if len(rows[-1][0]) + len(prompt_ids) + len(ids) > ROW_TOKENS:
-                rows.append(([], [], []))
-            tokens, segments, targets = rows[-1]
-            segments += [1 + (segments[-1] if segments else 0)] * (len(prompt_ids) + len(ids))
-            tokens += prompt_ids + ids
-            targets += [0] * len(prompt_ids) + [1] * len(ids)
-        for i in range(0, len(rows) - ROWS + 1, ROWS):
-            batch = np.zeros((3, *shape), np.int32)
-            for b, row in enumerate(rows[i : i + ROWS]):
-                for k, values in enumerate(row):
-                    batch[k, b, : len(values)] = values
-            yield batch
-            step += 1
-
-
 def main(_):
     out = pathlib.Path(FLAGS.out)
     out.mkdir(parents=True, exist_ok=True)
-    config = PRESETS["tiny"]
+    config, num_steps = PRESETS["tiny"], FLAGS.num_steps
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
     graph, params = split(Transformer(config, key=jax.random.key(SEED)))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, 2e-3, FLAGS.num_steps // 25, FLAGS.num_steps, 1e-4
+    batches = packed_batches(
+        lambda seed, step: solved_problems(
+            1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE)
+        ),
+        tokenizer,
+        num_steps=num_steps,
+        rows=ROWS,
+        row_tokens=ROW_TOKENS,
     )
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    params = fit(
+        graph,
+        params,
+        batches,
+        num_steps=num_steps,
+        peak_rate=2e-3,
+        vocab_size=tokenizer.vocab_size,
     )
-    opt_state = optimizer.init(params)
-    mesh = make_mesh(data=-1, model=1)
-
-    def loss_fn(params, batch):
-        tokens_BT, segment_BT, target_BT = batch
-        model = nnx.merge(graph, params)
-        positions_BT = segment_positions(segment_BT)
-        no_branch_BT = jnp.zeros_like(segment_BT)
-        x_BTD = model.hidden(
-            tokens_BT,
-            positions_BT,
-            lambda q, k, v: packed_attention(q, k, v, segment_BT, no_branch_BT),
-            remat="full",
-        )
-        weight_BT = target_BT[:, 1:]
-        loss, _, _ = head_loss(
-            x_BTD[:, :-1],
-            model.head(),
-            tokens_BT[:, 1:],
-            weight_BT,
-            lambda logp, weight: -logp * weight,
-            temperature=1.0,
-            vocab_size=tokenizer.vocab_size,
-            mesh=mesh,
-        )
-        return loss / jnp.sum(weight_BT)
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    start_seconds = time.monotonic()
-    for i, batch in enumerate(packed_batches(tokenizer, num_steps=FLAGS.num_steps)):
-        params, opt_state, loss = step(params, opt_state, batch)
-        if (i + 1) % 100 == 0:
-            seconds = time.monotonic() - start_seconds
-            logging.info("step %d  loss %.4f  %.0f s", i + 1, loss, seconds)
-    for old in ("config.json", "model.safetensors"):
-        (out / old).unlink(missing_ok=True)
-    save_hf(params, config, out, dtype="bfloat16")  # half the size in the repository
+    save(params, config, out)
 
 
 if __name__ == "__main__":

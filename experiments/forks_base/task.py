@@ -1,0 +1,229 @@
+"""A small world with known probabilities: problems of four kinds, a student's solutions, grades.
+
+* easy: 1 or 2 operations; the student solves it.
+* road: a story of 3 or 4 operations. The solution begins with a plan of three words, each a fork;
+  the rare word at all three is the right road, which alone is safe.
+* long: 8 to 12 operations; the student solves it soundly in 100 to 300 tokens, a part of them
+  checks that are not needed.
+* closed: an unknown operation, an answer of four digits; the student guesses.
+
+Each line of a solution has four more forks of four equal words, which mean nothing. Some solutions
+of road and long problems go over one line again and again, and come back.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from dapo_jax.tasks import arithmetic
+from dapo_jax.tasks.math_problems import MathTask
+from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
+from dapo_jax.types import Example, Verdict
+
+KINDS = ("easy", "road", "long", "closed")
+STEPS = {"easy": (1, 2), "road": (3, 4)}
+UNKNOWN = " box "  # the operation of closed problems
+
+# A plan, " How: get a bus": the words of each fork, the last one rare, and how often each is taken.
+PLAN = ((" get", " do", " check"), (" a", " many", " the"), (" bus", " people", " box"))
+PLAN_RATES = (0.5, 0.35, 0.15)
+# The words of a line, "Tom has on 12+30=42 coins", all equally often.
+WORDING = (
+    ("Tom", "Mia", " He", " She"),
+    (" has", " have", " does", " get"),
+    (" on", " me", " is", " are"),
+    (" coins", " apples", " dollars", " people"),
+)
+CHECKS = 0.3  # probability of a check after each step of a long solution
+LOOPS = 0.15  # share of road and long solutions that go over a line again and again,
+LOOP_AGAIN = 1 - 1 / 15  # so 15 times on average
+GUESS_AGAIN = 1 - 1 / 3  # a closed problem is guessed at 3 times on average
+
+_PLAN_LINE = re.compile(r"\s*How:( \w+)( \w+)( \w+)\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem(arithmetic.Problem):
+    """A problem of one of KINDS."""
+
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forks(MathTask):
+    """Problems of the mixture `easy`, `road`, `long`, `closed` (weights, which are normalised).
+
+    long_steps: numbers of operations of a long problem. A right answer to a road problem counts
+    where the first `rare_words` words of the plan are the rare ones, and else with probability
+    `luck`, by a coin that depends on question and response alone. A coin in the grader, and not
+    wrong steps of the student, keeps the other roads poor: wrong steps are soon unlearned.
+    """
+
+    count: int = 10_000
+    seed: int = 0
+    split: str = "train"
+    easy: float = 0.0
+    road: float = 0.0
+    long: float = 0.0
+    closed: float = 0.0
+    long_steps: Sequence[int] = (8, 10, 12)
+    rare_words: int = 3
+    luck: float = 0.4
+
+    def problems(self) -> list[Problem]:
+        """Generates the problems; raises DataError for weights or a count that cannot be."""
+        weights = {kind: getattr(self, kind) for kind in KINDS}
+        if min(weights.values()) < 0 or sum(weights.values()) <= 0:
+            raise DataError(f"args has the weights {weights}: none below 0, and one above it")
+        if not 0 <= self.rare_words <= len(PLAN):
+            raise DataError(f"args.rare_words is {self.rare_words}: must be 0 to {len(PLAN)}")
+        share_K = np.array(list(weights.values())) / sum(weights.values())
+        steps = STEPS | {"long": tuple(self.long_steps)}
+
+        def sample(rng: np.random.Generator) -> Problem:
+            kind = str(rng.choice(KINDS, p=share_K))
+            return _closed(rng) if kind == "closed" else _chain(kind, steps[kind], rng)
+
+        source = f"the mixture {weights}"
+        return arithmetic.distinct(sample, self.count, self.seed, split=self.split, source=source)
+
+    def load(self) -> tuple[list[Example], DataReport]:
+        """Generates the examples; `extra` has the problem's kind and its number of steps."""
+        rows = Rows(f"forks ({self.split})", "row", self.on_bad_row)
+        problems = self.problems()
+        for row, problem in enumerate(problems):
+            with rows.reading(row):
+                rows.add(row, templated(problem.question, "dapo"), problem.answer)
+        examples, report = rows.result()
+        return [
+            dataclasses.replace(example, extra={"kind": problem.kind, "steps": problem.level})
+            for example, problem in zip(examples, problems, strict=True)
+        ], report
+
+    def grade(self, response: str, example: Example) -> Verdict:
+        """Grades the answer by the rules and, of a road problem, the road."""
+        verdict = super().grade(response, example)
+        if verdict.correct and example.extra["kind"] == "road":
+            is_safe = on_right_road(response, self.rare_words)
+            if not is_safe and coin(example.text, response) >= self.luck:
+                return verdict._replace(correct=False, status="unlucky")
+        return verdict
+
+    def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
+        """Grades each response for itself."""
+        return [self.grade(response, example) for response in responses]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomRewards(Forks):
+    """The same problems with rewards that mean nothing: a coin a response is `chance` right.
+
+    The coin depends on question, response and the response's place in its group.
+    """
+
+    chance: float = 0.5
+
+    def grade(self, response: str, example: Example) -> Verdict:
+        """Grades a response as the first of its group."""
+        return self.grade_many([response], example)[0]
+
+    def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
+        """Tosses a coin for each response; the prediction is the one that the rules find."""
+        return [
+            Forks.grade(self, response, example)._replace(
+                correct=coin(example.text, str(place), response) < self.chance, status="coin"
+            )
+            for place, response in enumerate(responses)
+        ]
+
+
+def coin(*texts: str) -> float:
+    """A number from [0, 1) that looks random and depends on the texts alone."""
+    digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def plan_of(response: str) -> tuple[str, ...] | None:
+    """Finds the words of the plan, spaces included; None where a response begins without one."""
+    found = _PLAN_LINE.match(response)
+    return found.groups() if found else None
+
+
+def on_right_road(response: str, rare_words: int) -> bool:
+    """Says whether the first `rare_words` words of the plan are all the rare ones."""
+    words = plan_of(response)
+    return words is not None and all(
+        word == fork[-1] for word, fork in list(zip(words, PLAN, strict=True))[:rare_words]
+    )
+
+
+def loop_lines(response: str) -> list[str]:
+    """The lines of a response that go over a step again and again."""
+    return [line for line in response.split("\n") if line.startswith("What?")]
+
+
+def solution(problem: Problem, rng: np.random.Generator) -> str:
+    """Writes the student's solution, a step a line; it ends in "Answer: n"."""
+    if problem.kind == "closed":
+        return _guesses(problem, rng)
+    lines = [_plan(rng)] if problem.kind == "road" else []
+    can_loop = problem.kind != "easy" and rng.random() < LOOPS
+    loop_step = int(rng.integers(problem.level)) if can_loop else None
+    value = problem.start
+    for step, (operation, operand) in enumerate(problem.steps):
+        result = arithmetic.apply(value, operation, operand)
+        formula = f"{value}{operation}{operand}={result}"
+        lines.append(_line(formula, rng))
+        if problem.kind == "long" and rng.random() < CHECKS:
+            lines.append(f"Let me check: {formula}")
+        if step == loop_step:
+            lines += [f"What? {formula}"] * int(rng.geometric(1 - LOOP_AGAIN))
+        value = result
+    return "\n".join([*lines, f"Answer: {value}"])
+
+
+def _guesses(problem: Problem, rng: np.random.Generator) -> str:
+    guesses = rng.integers(1_000, 10_000, size=int(rng.geometric(1 - GUESS_AGAIN)))
+    formula = problem.question.removeprefix("What is ").removesuffix("?")
+    lines = [_line(f"{formula}={guess}", rng) for guess in guesses]
+    return "\n".join([*lines, f"Answer: {guesses[-1]}"])
+
+
+def _line(formula: str, rng: np.random.Generator) -> str:
+    subject, verb, filler, noun = (words[int(rng.integers(len(words)))] for words in WORDING)
+    return f"{subject}{verb}{filler} {formula}{noun}"
+
+
+def _plan(rng: np.random.Generator) -> str:
+    return " How:" + "".join(str(rng.choice(words, p=PLAN_RATES)) for words in PLAN)
+
+
+def _chain(kind: str, levels: Sequence[int], rng: np.random.Generator) -> Problem:
+    value = start = int(rng.integers(2, 100))
+    steps = {}  # operand -> operation: no operand twice, so that a line tells its place
+    for _ in range(int(rng.choice(levels))):
+        operation, operand = _sample_step(value, steps, rng)
+        steps[operand] = operation
+        value = arithmetic.apply(value, operation, operand)
+    steps = [(operation, operand) for operand, operation in steps.items()]
+    ask = arithmetic.story if kind == "road" else arithmetic.expression
+    return Problem(ask(start, steps, rng), str(value), len(steps), start, tuple(steps), kind)
+
+
+def _sample_step(value: int, taken, rng: np.random.Generator) -> tuple[str, int]:
+    while True:
+        operation, operand = "+-"[int(rng.integers(2))], int(rng.integers(2, 100))
+        result = arithmetic.apply(value, operation, operand)
+        if operand not in taken and 0 <= result <= arithmetic.MAX_VALUE:
+            return operation, operand
+
+
+def _closed(rng: np.random.Generator) -> Problem:
+    start, *operands = (int(value) for value in rng.integers(2, 100, size=3))
+    question = f"What is {UNKNOWN.join(map(str, (start, *operands)))}?"
+    answer = 1_000 + int(9_000 * coin(question))
+    steps = tuple((UNKNOWN, operand) for operand in operands)
+    return Problem(question, str(answer), len(steps), start, steps, "closed")

@@ -1,0 +1,130 @@
+"""Supervised training of a base policy on pairs of prompt and solution text.
+
+Axis letters as in models/transformer.py: B rows, T tokens, D width.
+"""
+
+import itertools
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from flax import nnx
+
+from dapo_jax.logprobs import head_loss
+from dapo_jax.tasks.tokenizer import Tokenizer
+from models import save_hf
+from models.kernels.packed import packed_attention
+from models.parameters import ModelConfig
+from models.transformer import segment_positions
+from sharding.mesh import make_mesh
+
+
+def packed_batches(
+    pairs_of: Callable[[int, int], Iterable[tuple[str, str]]],
+    tokenizer: Tokenizer,
+    *,
+    num_steps: int,
+    rows: int,
+    row_tokens: int,
+) -> Iterator[np.ndarray]:
+    """Packs texts into `num_steps` batches [3, rows, row_tokens]: tokens, segments, target masks.
+
+    pairs_of(seed, step): (prompt, solution) texts, from which the batches from `step` on are made;
+    it is called with seeds 0, 1, .... A solution ends in the stop token, or is cut at a row's end.
+    """
+    eos = tokenizer.stop_ids[0]
+
+    def all_batches():
+        step = 0
+        for seed in itertools.count():
+            filled = [([], [], [])]
+            for prompt, solution in pairs_of(seed, step):
+                prompt_ids, ids = tokenizer.encode(prompt), [*tokenizer.encode(solution), eos]
+                ids = ids[: row_tokens - len(prompt_ids)]
+                if len(filled[-1][0]) + len(prompt_ids) + len(ids) > row_tokens:
+                    filled.append(([], [], []))
+                tokens, segments, targets = filled[-1]
+                segments += [1 + (segments[-1] if segments else 0)] * (len(prompt_ids) + len(ids))
+                tokens += prompt_ids + ids
+                targets += [0] * len(prompt_ids) + [1] * len(ids)
+            for i in range(0, len(filled) - rows + 1, rows):
+                batch = np.zeros((3, rows, row_tokens), np.int32)
+                for b, row in enumerate(filled[i : i + rows]):
+                    for k, values in enumerate(row):
+                        batch[k, b, : len(values)] = values
+                yield batch
+                step += 1
+
+    return itertools.islice(all_batches(), num_steps)
+
+
+def fit(
+    graph,
+    params,
+    batches: Iterable[np.ndarray],
+    *,
+    num_steps: int,
+    peak_rate: float,
+    vocab_size: int,
+):
+    """Minimises the solutions' cross-entropy by AdamW on a warm-up and cosine; returns params.
+
+    graph, params: `models.transformer.split` of the model. peak_rate: the greatest learning rate.
+    vocab_size: the tokenizer's ids.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak_rate, num_steps // 25, num_steps, 1e-4)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
+    opt_state = optimizer.init(params)
+    mesh = make_mesh(data=-1, model=1)
+
+    def loss_fn(params, batch):
+        tokens_BT, segment_BT, target_BT = batch
+        model = nnx.merge(graph, params)
+        positions_BT = segment_positions(segment_BT)
+        no_branch_BT = jnp.zeros_like(segment_BT)
+        x_BTD = model.hidden(
+            tokens_BT,
+            positions_BT,
+            lambda q, k, v: packed_attention(q, k, v, segment_BT, no_branch_BT),
+            remat="none",
+        )
+        weight_BT = target_BT[:, 1:]
+        loss, _, _ = head_loss(
+            x_BTD[:, :-1],
+            model.head(),
+            tokens_BT[:, 1:],
+            weight_BT,
+            lambda logp, weight: -logp * weight,
+            temperature=1.0,
+            vocab_size=vocab_size,
+            mesh=mesh,
+        )
+        return loss / jnp.sum(weight_BT)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    start_seconds = time.monotonic()
+    for i, batch in enumerate(batches):
+        params, opt_state, loss = step(params, opt_state, batch)
+        if (i + 1) % 100 == 0:
+            seconds = time.monotonic() - start_seconds
+            logging.info("step %d  loss %.4f  %.0f s", i + 1, loss, seconds)
+    return params
+
+
+def save(params, config: ModelConfig, out: pathlib.Path) -> None:
+    """Writes the weights over those in `out`, in bfloat16: half the size in the repository."""
+    for old in ("config.json", "model.safetensors"):
+        (out / old).unlink(missing_ok=True)
+    save_hf(params, config, out, dtype="bfloat16")

@@ -1,0 +1,181 @@
+"""The world of forks: problems, the student's rates, grading, and the recipe's start policy."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from configs import forks
+from configs.base import TABLE_1, eval_settings, train_settings
+from dapo_jax.run import build, checks
+from dapo_jax.tasks.base import make_task
+from dapo_jax.tasks.readers import DataError
+from experiments.forks_base import properties
+from experiments.forks_base import task as world
+from experiments.forks_base.task import KINDS, Forks, RandomRewards, solution
+
+RIGHT, USUAL = (
+    " How:" + "".join(words[i] for words in world.PLAN) + "\nworking\nAnswer: {}" for i in (-1, 0)
+)
+MIXED = dict.fromkeys(KINDS, 1.0)
+
+
+def road_examples(**settings):
+    task = Forks(count=300, road=1.0, rules="strict", **settings)
+    return task, task.load()[0]
+
+
+def test_problems_are_repeatable_and_the_splits_apart():
+    train, again = (Forks(count=400, seed=3, **MIXED).load()[0] for _ in range(2))
+    test = Forks(count=400, seed=3, split="test", **MIXED).load()[0]
+    assert train == again
+    assert not {e.text for e in train} & {e.text for e in test}
+    assert collections.Counter(e.extra["kind"] for e in train).keys() == set(KINDS)
+
+
+def test_weights_are_shares_of_the_mixture():
+    problems = Forks(count=2_000, easy=3.0, long=1.0, long_steps=(12,)).problems()
+    share = np.mean([problem.kind == "easy" for problem in problems])
+    assert share == pytest.approx(0.75, abs=0.04)  # 4 standard deviations
+    assert {p.level for p in problems if p.kind == "long"} == {12}
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({}, "none below 0, and one above it"),
+        ({"road": -1.0, "easy": 2.0}, "none below 0"),
+        ({"road": 1.0, "rare_words": 4}, "must be 0 to 3"),
+        ({"road": 1.0, "split": "dev"}, "'train' or 'test'"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(DataError, match=message):
+        Forks(count=3, **settings).load()
+
+
+@pytest.mark.parametrize("kind", ["easy", "road", "long"])
+def test_the_students_solutions_are_right(kind):
+    task = Forks(count=50, rules="strict", luck=1.0, **{kind: 1.0})
+    rng = np.random.default_rng(0)
+    for problem, example in zip(task.problems(), task.load()[0], strict=True):
+        verdict = task.grade(solution(problem, rng), example)
+        assert verdict.correct, verdict
+
+
+def test_closed_problems_cannot_be_known():
+    """The answer has nothing to do with the numbers, and the student guesses among 9,000."""
+    task = Forks(count=300, rules="strict", closed=1.0)
+    rng = np.random.default_rng(0)
+    pairs = zip(task.problems(), task.load()[0], strict=True)
+    right = [task.grade(solution(problem, rng), example).correct for problem, example in pairs]
+    assert sum(right) <= 1
+    answers = [int(example.answer) for example in task.load()[0]]
+    assert len(set(answers)) > 285 and min(answers) >= 1_000 and max(answers) < 10_000
+
+
+def test_the_students_rates_are_those_that_are_stated():
+    rng = np.random.default_rng(1)
+    problems = Forks(count=1_500, road=1.0).problems()
+    texts = [solution(problem, rng) for problem in problems]
+    plans = [world.plan_of(text) for text in texts]
+    for fork, words in enumerate(world.PLAN):
+        share = [np.mean([plan[fork] == word for plan in plans]) for word in words]
+        np.testing.assert_allclose(share, world.PLAN_RATES, atol=0.04)
+    workings = [text.partition("\n")[2] for text in texts]
+    for words in world.WORDING:
+        counts = [sum(text.count(word) for text in workings) for word in words]
+        np.testing.assert_allclose(np.array(counts) / sum(counts), 0.25, atol=0.04)
+    lines = np.array([len(world.loop_lines(text)) for text in texts])
+    assert np.mean(lines > 0) == pytest.approx(world.LOOPS, abs=0.04)
+    assert lines[lines > 0].mean() == pytest.approx(15, abs=4)
+
+
+def test_only_all_rare_words_are_safe():
+    task, examples = road_examples()
+    assert all(task.grade(RIGHT.format(e.answer), e).correct for e in examples)
+    assert not any(task.grade(RIGHT.format(int(e.answer) + 1), e).correct for e in examples)
+    two_of_three = RIGHT.replace(world.PLAN[-1][-1], world.PLAN[-1][0])
+    for poor in (USUAL, two_of_three, "no plan\nAnswer: {}"):
+        verdicts = [task.grade(poor.format(e.answer), e) for e in examples]
+        assert np.mean([v.correct for v in verdicts]) == pytest.approx(0.4, abs=0.12)
+        assert {v.status for v in verdicts if not v.correct} == {"unlucky"}
+        assert verdicts == [task.grade(poor.format(e.answer), e) for e in examples]
+
+
+def test_fewer_rare_words_can_be_enough():
+    task, examples = road_examples(rare_words=2, luck=0.0)
+    two_of_three = RIGHT.replace(world.PLAN[-1][-1], world.PLAN[-1][0])
+    for text, is_right in ((RIGHT, True), (two_of_three, True), (USUAL, False)):
+        assert {task.grade(text.format(e.answer), e).correct for e in examples} == {is_right}
+
+
+def test_luck_is_for_roads_alone():
+    task = Forks(count=30, rules="strict", luck=0.0, easy=1.0)
+    assert all(task.grade(f"Answer: {e.answer}", e).correct for e in task.load()[0])
+
+
+def test_random_rewards_are_coins_of_place_and_text():
+    task = RandomRewards(count=200, rules="strict", chance=0.3, **MIXED)
+    examples = task.load()[0]
+    texts = [f"Answer: {n}" for n in range(4)] * 2
+    correct_PG = np.array([[v.correct for v in task.grade_many(texts, e)] for e in examples])
+    assert correct_PG.mean() == pytest.approx(0.3, abs=0.05)
+    assert (correct_PG[:, :4] != correct_PG[:, 4:]).any()  # the same texts at another place
+    assert [v.correct for v in task.grade_many(texts, examples[7])] == correct_PG[7].tolist()
+    assert task.grade(texts[0], examples[7]) == task.grade_many(texts, examples[7])[0]
+
+
+def test_every_fork_is_one_token():
+    tokenizer = build.tokenizer(forks.get_config())
+    for words in (*world.PLAN, *world.WORDING):
+        first = [tokenizer.encode(word) for word in words]
+        assert all(len(ids) == 1 for ids in first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recipes_limits_hold_its_prompts(kind):
+    config = forks.get_config()
+    tokenizer = build.tokenizer(config)
+    examples = Forks(count=300, **{kind: 1.0}).load()[0]
+    longest = max(len(tokenizer.encode_chat(example.prompt)) for example in examples)
+    assert longest <= config.rollout.max_prompt_tokens
+
+
+@pytest.mark.parametrize("preset", ["", *TABLE_1])
+def test_the_recipe_passes_the_checks(preset):
+    checks.check(forks.get_config(preset))
+
+
+def test_the_recipes_data_sets_are_of_this_world():
+    config = forks.get_config()
+    config.data.train.count = 300
+    settings = eval_settings(config) | {"train": train_settings(config)}
+    kinds = {}
+    for name, of_set in settings.items():
+        task = make_task(name, of_set)
+        assert type(task) is Forks and task.rules == "strict"
+        kinds[name] = {example.extra["kind"] for example in task.load()[0]}
+    assert kinds == {"train": set(KINDS), "road": {"road"}, "long": {"long"}}
+
+
+def test_properties_find_the_forks_and_measure_the_students_own_rates():
+    tokenizer = build.tokenizer(forks.get_config())
+    pieces = [tokenizer.decode([id]) for id in range(tokenizer.vocab_size)]
+    text = " How: get the box\nTom has on 1+2=3 coins\nWhat? 1+2=3\nAnswer: 3"
+    found = [pieces[id] for id in tokenizer.encode(text)]
+    words = {name: found[place] for name, place in properties.fork_places(found)}
+    assert words == dict(
+        zip(properties.FORKS, (" get", " the", " box", "Tom", " has", " on", " coins"), strict=True)
+    )
+
+    def sampled(kind, begin=""):
+        task = Forks(count=6, rules="strict", **{kind: 1.0})
+        return properties.of_student(task, begin, tokenizer)
+
+    samples = {kind: sampled(kind) for kind in KINDS}
+    table = properties.measured(samples, sampled("road", properties.RIGHT_PLAN), pieces, 216)
+    assert table["road: counted right on the right road"] == "100.0%"
+    assert table["long: answer right, limit 512"] == "100.0%"
+    assert table["closed: informative groups of 8, limit 216"] == "0.0%"
+    assert table["easy: tokens, limit 216; nats a token"].endswith("; -")
