@@ -25,6 +25,7 @@ from dapo_jax.run import build, checks, command
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.files import read_json
+from dapo_jax.run.metrics import TASK, mean_measures
 from dapo_jax.run.record import (
     result_row,
     settings_label,
@@ -58,6 +59,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     correct_PK = np.stack([group.correct_G for group in groups])
     length_PK = np.stack([group.length_G for group in groups])
     k = correct_PK.shape[1]
+    responses = [response for group in groups for response in group.responses]
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
     return {
         f"mean@{k}": float(correct_PK.mean()),
@@ -72,8 +74,9 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
         "no_answer_fraction": float(
-            np.mean([r.verdict.prediction is None for g in groups for r in g.responses])
+            np.mean([response.verdict.prediction is None for response in responses])
         ),
+        **{f"{TASK}{name}": mean for name, mean in mean_measures(responses).items()},
     }
 
 

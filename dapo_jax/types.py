@@ -55,13 +55,15 @@ class Verdict(NamedTuple):
     correct: whether it counts as right; dynamic sampling (Eq. 11) looks at nothing else.
     prediction: the answer found in the response, in the normal form of the rules; None where there
     is none. status: a word for why. score: the reward of a task with a graded one; None: Eq. 7's,
-    +1 for a correct response and -1 for any other.
+    +1 for a correct response and -1 for any other. measures: numbers of the task's own, by name;
+    the metrics `task/<name>` are means over the responses that have one.
     """
 
     correct: bool
     prediction: str | None
     status: str
     score: float | None = None
+    measures: Mapping[str, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

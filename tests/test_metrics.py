@@ -317,6 +317,8 @@ def test_a_steps_row_by_hand():
         "reward/mean": -0.25,
         "accuracy/mean": 0.5,
         "response_tokens/mean": 6.0,
+        "response_tokens/correct": 5.75,
+        "response_tokens/wrong": 6.25,
         "response_tokens/max": 10,
         "response_tokens/truncated_fraction": 0.25,
         "no_answer_fraction": 1.0,
@@ -373,6 +375,22 @@ def test_numbers_that_no_row_names_still_reach_the_file():
     updates = [_update(0.5) | {"sequence_ratio": np.float32(n)} for n in (1, 2)]
     row = step_row(_step(updates), SECONDS | {"reshard": 0.5})
     assert (row["sequence_ratio"], row["seconds/reshard"]) == (1.5, 0.5)
+
+
+def test_what_a_task_measures_is_averaged_over_the_responses_that_have_it():
+    step = _step()
+    measured = [{"lines": 1, "road": 0}, {"lines": 2}, None, {"road": 1}]
+    group = step.rollouts.sampled[0]
+    verdicts = [
+        response.verdict._replace(measures=measures)
+        for response, measures in zip(group.responses, measured, strict=False)
+    ]
+    group = group.graded(["" for _ in verdicts], verdicts)
+    groups = (group, *step.rollouts.sampled[1:])
+    step = dataclasses.replace(step, rollouts=dataclasses.replace(step.rollouts, sampled=groups))
+    row = step_row(step, SECONDS)
+    found = {key: value for key, value in row.items() if key.startswith("task/")}
+    assert found == {"task/lines": 1.5, "task/road": 0.0}
 
 
 def test_answers_that_the_grader_gave_up_on_are_counted_by_kind():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import pathlib
 import re
@@ -107,6 +108,9 @@ def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
         (Verdict(1, "", ""), "with correct = 1"),
         (Verdict(True, 5, ""), "with prediction = 5"),
         (Verdict(True, None, None), "with status = None"),
+        (Verdict(True, None, "", measures={"lines": math.nan}), "with measures = {'lines': nan}"),
+        (Verdict(True, None, "", measures={"a/b": 1}), "with measures = {'a/b': 1}"),
+        (Verdict(True, None, "", measures=[1]), "with measures = "),
     ],
 )
 def test_a_verdict_that_is_none_is_named(verdict, message):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dapo_jax.report.runs import Run, column, tokens_before
-from dapo_jax.run.metrics import METRICS, SECONDS
+from dapo_jax.run.metrics import METRICS, SECONDS, TASK
 
 SMOOTHED_ROWS = 30  # shorter runs are drawn as they are
 ACCURACY = "accuracy/mean"  # drawn with the evaluations
@@ -147,6 +147,10 @@ def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
             panel.curves.append(metric_curve(metric.key, name))
             if metric.key == ACCURACY:
                 panel.curves.extend(mean_scores(runs))
+    for key in sorted({key for run in runs.values() for row in run.rows for key in row}):
+        if key.startswith(TASK):
+            name = key.removeprefix(TASK).replace("_", " ")
+            by_title[key] = Panel(f"{name}, the task's own", "", False, [metric_curve(key, name)])
     if not split:
         return list(by_title.values())
     return [

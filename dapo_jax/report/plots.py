@@ -24,7 +24,9 @@ from dapo_jax.report.curves import (
     metric_curve,
     panels,
 )
+from dapo_jax.report.quantities import Quantity
 from dapo_jax.report.runs import Run, column
+from dapo_jax.report.statistics import paired_interval
 from dapo_jax.run.display import shorten_middle
 from dapo_jax.run.files import atomic_file
 from dapo_jax.run.metrics import METRICS, SECONDS
@@ -235,6 +237,39 @@ def curves(runs: Mapping[str, Run]) -> Figure:
             ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
             ax.set_xlabel("finished rollout steps")
     return figure
+
+
+@matplotlib.rc_context(_STYLE)
+def chosen(
+    runs: Mapping[str, Run], panels: Sequence[Panel], quantities: Sequence[Quantity], *, title: str
+) -> Figure:
+    """The arms over each other in the panels asked for, and each quantity, a column an arm.
+
+    Of a quantity it shows every seed, the mean and its 95 % interval over the seeds.
+    """
+    by_arm = arms(runs)
+    figure, axes = _figure(list(by_arm), len(panels) + len(quantities), title=title)
+    for ax, panel in zip(axes, panels, strict=False):
+        _panel(ax, runs, panel)
+        ax.set_xlabel("finished rollout steps")
+    for ax, quantity in zip(axes[len(panels) :], quantities, strict=True):
+        _columns(ax, quantity, [list(arm.values()) for arm in by_arm.values()])
+    return figure
+
+
+def _columns(ax: Axes, quantity: Quantity, by_arm: Sequence[Sequence[Run]]) -> None:
+    """Draws a quantity's values, a column of dots an arm, each beside its mean and interval."""
+    ax.set_title(quantity.name, parse_math=False)
+    for arm, runs in enumerate(by_arm):
+        values = np.array([quantity.value(run) for run in runs])
+        color = _look(arm, 0, num_arms=len(by_arm), noisy=True)["color"]
+        ax.plot(np.full(len(values), arm - 0.12), values, "o", color=color, alpha=0.4)
+        known = values[np.isfinite(values)]
+        around = paired_interval(known, np.zeros_like(known))
+        half = np.nan_to_num(around.half_width)
+        ax.errorbar(arm + 0.12, around.difference, half, fmt="D", color=color, capsize=4)
+    ax.set_xlim(-0.6, len(by_arm) - 0.4)
+    ax.set_xticks([])
 
 
 @matplotlib.rc_context(_STYLE)

@@ -15,7 +15,7 @@ import numpy as np
 
 from dapo_jax.run.display import format_duration
 from dapo_jax.run.files import read_json, read_rows, read_starts
-from dapo_jax.run.metrics import METRICS, Metric
+from dapo_jax.run.metrics import METRICS, TASK, Metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
 
@@ -100,7 +100,7 @@ def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, f
         for name, metrics in result["sets"].items():
             name = f"{name} {label}" if label else name
             for metric, value in metrics.items():
-                if metric.startswith(("mean@", "pass@", "maj@")) and value is not None:
+                if metric.startswith(("mean@", "pass@", "maj@", TASK)) and value is not None:
                     curves.setdefault((name, metric), {})[result["step"]] = value
     return curves
 

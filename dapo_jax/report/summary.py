@@ -5,18 +5,17 @@
 prints it from rows.jsonl.gz alone; a sweep writes the same to summary.md.
 """
 
-import dataclasses
-import functools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from absl import app, flags
 
 from dapo_jax.report import rows as raw_rows
 from dapo_jax.report import statistics
-from dapo_jax.report.runs import Run, column
+from dapo_jax.report.quantities import Quantity, finished_steps, quantities
+from dapo_jax.report.runs import Run
 from dapo_jax.run.arguments import leftover
 
 METHOD = f"""\
@@ -28,65 +27,6 @@ here, the least number of seeds an arm that makes either half as wide: t(n-1) ·
 paired, t(f) · √((var(a) + var(b)) / n) ≤ w / 2 with f = (n-1) (var(a) + var(b))² / (var(a)² +
 var(b)²) unpaired. * marks paired intervals that exclude zero, as one in twenty does without any
 effect."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantity:
-    """A number that says how a run went: its name, how to compute and to print it."""
-
-    name: str
-    value: Callable[[Run], float]
-    form: str = "{:.1f}"
-
-
-def _last(run: Run, key: str, *, scale: float = 1.0) -> float:
-    return scale * statistics.last_mean(column(run.rows, key))
-
-
-def _mean(run: Run, key: str, *, scale: float = 1.0) -> float:
-    return scale * statistics.nan_mean(column(run.rows, key))
-
-
-def _tokens(run: Run) -> float:
-    return float(column(run.rows, "sampled_tokens_total")[-1]) / 1e3
-
-
-def _score(run: Run, name: str, score: str) -> float:
-    """The score after the run's last step; NaN where that was not evaluated."""
-    return 100 * run.evaluations.get((name, score), {}).get(_finished(run), math.nan)
-
-
-def _finished(run: Run) -> int:
-    return run.rows[-1]["step"] + 1
-
-
-part = functools.partial
-TRAINING = (
-    Quantity("train accuracy, %", part(_last, key="accuracy/mean", scale=100)),
-    Quantity("reward", part(_last, key="reward/mean"), "{:.3f}"),
-    Quantity("entropy, nats", part(_last, key="entropy"), "{:.4f}"),
-    Quantity(
-        "clipped high, % (all steps)", part(_mean, key="clip_fraction/high", scale=100), "{:.3f}"
-    ),
-    Quantity("response tokens", part(_last, key="response_tokens/mean")),
-    Quantity("truncated, %", part(_last, key="response_tokens/truncated_fraction", scale=100)),
-    Quantity("sampled tokens, thousands", _tokens, "{:.0f}"),
-)
-
-
-def quantities(runs: Mapping[str, Run]) -> list[Quantity]:
-    """What is compared: mean@k of every evaluation set that training had, then training's own."""
-    found = dict.fromkeys(
-        key
-        for run in runs.values()
-        for key in run.evaluations
-        if key[1].startswith("mean@") and " " not in key[0]  # no settings: not of `evaluate`
-    )
-    scores = [
-        Quantity(f"{name} {score}, %", part(_score, name=name, score=score))
-        for name, score in found
-    ]
-    return [*scores, *TRAINING]
 
 
 def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int, Run]]:
@@ -103,7 +43,7 @@ def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
     for run in runs.values():
         wanted_of[run.arm] = max(wanted_of.get(run.arm, 0), run.config.get("num_steps", 0))
     for label, run in runs.items():
-        finished, wanted = _finished(run), wanted_of[run.arm]
+        finished, wanted = finished_steps(run), wanted_of[run.arm]
         if finished >= wanted:
             kept[label] = run
         else:
@@ -135,14 +75,14 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
         i for i in range(len(chosen)) if any(_numbers(of_arm[i]).size for of_arm in values.values())
     ]
     lines += ["## Mean ± standard deviation over seeds", ""]
-    lines += _table(
+    lines += table(
         ["arm", "steps", "seeds", *(chosen[i].name for i in shown)],
         [
             [
                 arm,
                 _steps_text(arms[arm]),
                 str(len(of_arm[0])),
-                *(_spread_text(chosen[i], of_arm[i]) for i in shown),
+                *(spread_text(chosen[i], of_arm[i]) for i in shown),
             ]
             for arm, of_arm in values.items()
         ],
@@ -152,7 +92,7 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
     if baseline in arms and others:
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %", "unpaired 95 %"]
         lines += ["", f"## Differences from {baseline} on the same seed", ""]
-        lines += _table(
+        lines += table(
             [*heads, "seeds needed, paired", "unpaired"],
             [
                 [chosen[i].name, arm, *_comparison(chosen[i], values[arm][i], values[baseline][i])]
@@ -177,9 +117,9 @@ def _comparison(quantity: Quantity, ours: Mapping[int, float], theirs: Mapping) 
     star = " *" if paired.excludes_zero else ""
     return [
         str(len(shared)),
-        _signed(quantity, paired.difference),
-        _interval_text(quantity, paired) + star,
-        _interval_text(quantity, welch),
+        signed(quantity, paired.difference),
+        interval_text(quantity, paired) + star,
+        interval_text(quantity, welch),
         *("-" if n is None else f"{n}" for n in needed),
     ]
 
@@ -189,7 +129,7 @@ def _numbers(by_seed: Mapping[int, float]) -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-def _spread_text(quantity: Quantity, by_seed: Mapping[int, float]) -> str:
+def spread_text(quantity: Quantity, by_seed: Mapping[int, float]) -> str:
     values = _numbers(by_seed)
     if not len(values):
         return "-"
@@ -198,20 +138,20 @@ def _spread_text(quantity: Quantity, by_seed: Mapping[int, float]) -> str:
 
 
 def _steps_text(by_seed: Mapping[int, Run]) -> str:
-    return ", ".join(map(str, sorted({_finished(run) for run in by_seed.values()})))
+    return ", ".join(map(str, sorted({finished_steps(run) for run in by_seed.values()})))
 
 
-def _signed(quantity: Quantity, value: float) -> str:
+def signed(quantity: Quantity, value: float) -> str:
     return "-" if math.isnan(value) else quantity.form.replace("{:", "{:+").format(value)
 
 
-def _interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
+def interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
     if math.isnan(interval.low):
         return "-"
-    return f"[{_signed(quantity, interval.low)}, {_signed(quantity, interval.high)}]"
+    return f"[{signed(quantity, interval.low)}, {signed(quantity, interval.high)}]"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of Markdown whose columns are aligned, to be read as they are too."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -68,6 +68,11 @@ class Step:
         found = collections.Counter(it.verdict.status for it in self.responses)
         return {status: found[status] for status in GAVE_UP if found[status]}
 
+    def mean_length(self, *, correct: bool) -> float | None:
+        """Mean tokens of the right or of the wrong responses; None where there are none."""
+        length_N = self.rollouts.length_PG[self.rollouts.correct_PG == correct]
+        return length_N.mean() if length_N.size else None
+
     def per_second(self, tokens: int, phase: str) -> float:
         """Tokens a second of a phase's wall time."""
         return tokens / max(self.seconds.get(phase, 0.0), 1e-9)
@@ -112,6 +117,7 @@ class Metric:
 
 
 NOT_AVERAGED = ("taken", "bad", "empty")  # of what an update returns
+TASK = "task/"  # begins the keys of what a task measures of its own
 SECONDS = "seconds a step"  # the panel whose metrics are stacked, as parts of seconds/total
 
 # fmt: off
@@ -130,6 +136,10 @@ METRICS: list[Metric] = [
     Metric("response_tokens/mean", "tokens", "Mean length of the sampled responses.",
            lambda s: s.rollouts.length_PG.mean(), form="{:7.1f}",
            panel="mean response length, tokens", line="tokens", summary="response tokens"),
+    Metric("response_tokens/correct", "tokens", "Mean length of the right responses.",
+           lambda s: s.mean_length(correct=True), panel="length of right and wrong, tokens"),
+    Metric("response_tokens/wrong", "tokens", "Mean length of the wrong ones.",
+           lambda s: s.mean_length(correct=False), panel="length of right and wrong, tokens"),
     Metric("response_tokens/max", "tokens", "Length of the longest one.",
            lambda s: s.rollouts.length_PG.max()),
     Metric("response_tokens/truncated_fraction", "share", "Responses that ran into the limit.",
@@ -223,10 +233,19 @@ METRICS: list[Metric] = [
 # fmt: on
 
 
+def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
+    """Name -> mean of what the task measured of its own, over the responses that have it."""
+    values = collections.defaultdict(list)
+    for response in responses:
+        for name, value in (response.verdict.measures or {}).items():
+            values[name].append(value)
+    return {name: float(np.mean(values[name])) for name in sorted(values)}
+
+
 def step_row(step: Step, seconds: Mapping[str, float]) -> dict[str, float]:
     """The step's row of metrics.jsonl: every metric of the table that the step has.
 
-    Numbers without a row in the table (of a new loss, a new phase, an evaluation) follow. seconds:
+    Numbers without a row in the table (of a new loss, a task, an evaluation) follow. seconds:
     of the phases so far, as a Stopwatch gives them.
     """
     step = dataclasses.replace(step, seconds=seconds)
@@ -236,6 +255,7 @@ def step_row(step: Step, seconds: Mapping[str, float]) -> dict[str, float]:
         **{f"seconds/{phase}": seconds for phase, seconds in step.seconds.items()},
         **{f"seconds_in_rollout/{part}": spent for part, spent in step.stats.seconds.items()},
         **{f"verdicts/{status}": count for status, count in step.gave_up.items()},
+        **{f"{TASK}{name}": mean for name, mean in mean_measures(step.responses).items()},
         **step.evaluation,
         **step.alarms,
     }

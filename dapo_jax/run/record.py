@@ -14,6 +14,7 @@ from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample
 from dapo_jax.run.files import MetricsWriter, atomic_file, remove_leftovers, write_rollouts
 from dapo_jax.run.lock import locked
+from dapo_jax.run.metrics import TASK
 from dapo_jax.run.provenance import add_start
 from dapo_jax.run.restore import Begun, Origin, origin_of
 from dapo_jax.run.timeline import plot_timeline
@@ -189,7 +190,7 @@ def result_row(results: dict) -> dict[str, float]:
         f"eval/{name}/{key}": value
         for name, scores in results.items()
         for key, value in scores.items()
-        if "@" in key
+        if "@" in key or key.startswith(TASK)
     }
 
 
@@ -235,6 +236,7 @@ def response_row(group: Group, sample: int, **scores: float) -> dict:
         "correct": response.verdict.correct,
         "status": response.verdict.status,
         **scores,
+        **({"measures": dict(response.verdict.measures)} if response.verdict.measures else {}),
         "tokens": len(response.tokens_T),
         "truncated": not response.stopped,
     }

@@ -144,17 +144,29 @@ def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[V
     for verdict in verdicts:
         if not isinstance(verdict, Verdict):
             raise DataError(f"{name} graded a response {verdict!r:.80}, which is no Verdict")
-        correct, prediction, status, score = verdict
+        correct, prediction, status, score, measures = verdict
         for field, holds in (
             ("correct", isinstance(correct, bool | np.bool_)),
             ("prediction", prediction is None or isinstance(prediction, str)),
             ("status", isinstance(status, str)),
-            ("score", score is None or (isinstance(score, Real) and math.isfinite(score))),
+            ("score", score is None or _is_number(score)),
+            ("measures", measures is None or _are_measures(measures)),
         ):
             if not holds:
                 value = getattr(verdict, field)
                 raise DataError(f"{name} graded a response with {field} = {value!r:.80}")
     return verdicts
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _are_measures(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and name.isidentifier() and _is_number(number)
+        for name, number in value.items()
+    )
 
 
 def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:

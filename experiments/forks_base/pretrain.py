@@ -21,7 +21,7 @@ from models.hf import load_hf
 from models.transformer import split
 
 HERE = pathlib.Path(__file__).parent
-MIXTURE = {"easy": 0.15, "road": 0.4, "long": 0.3, "closed": 0.15}
+MIXTURE = {"easy": 0.1, "road": 0.35, "long": 0.45, "closed": 0.1}
 ROW_TOKENS = 512
 ROWS = 4
 

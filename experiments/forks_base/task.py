@@ -104,13 +104,18 @@ class Forks(MathTask):
         ], report
 
     def grade(self, response: str, example: Example) -> Verdict:
-        """Grades the answer by the rules and, of a road problem, the road."""
+        """Grades the answer by the rules and, of a road problem, the road.
+
+        Measures: `loop_lines`, and of a road problem `right_road`, 0 or 1.
+        """
         verdict = super().grade(response, example)
-        if verdict.correct and example.extra["kind"] == "road":
+        measures = {"loop_lines": len(loop_lines(response))}
+        if example.extra["kind"] == "road":
             is_safe = on_right_road(response, self.rare_words)
-            if not is_safe and coin(example.text, response) >= self.luck:
-                return verdict._replace(correct=False, status="unlucky")
-        return verdict
+            measures["right_road"] = int(is_safe)
+            if verdict.correct and not is_safe and coin(example.text, response) >= self.luck:
+                verdict = verdict._replace(correct=False, status="unlucky")
+        return verdict._replace(measures=measures)
 
     def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
         """Grades each response for itself."""

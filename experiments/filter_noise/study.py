@@ -1,0 +1,48 @@
+"""Dynamic sampling's noise: few groups say anything, few are sampled, the rate does not fall."""
+
+import numpy as np
+
+from dapo_jax.report.quantities import Quantity, tokens_of
+from experiments.study import Claim, Study
+
+LAST_STEPS = 20
+SCORE = ("road", "mean@8")
+
+
+def last_scores(run) -> np.ndarray:
+    """The evaluations after one of the last steps, in percent."""
+    of_step = run.evaluations.get(SCORE, {})
+    first = max(of_step, default=0) - LAST_STEPS
+    return 100 * np.array([score for step, score in of_step.items() if step > first])
+
+
+MEAN = Quantity("road accuracy, last 20 steps, %", lambda run: float(last_scores(run).mean()))
+SPREAD = Quantity("its spread over them", lambda run: float(last_scores(run).std(ddof=1)))
+
+STUDY = Study(
+    title="Training on all groups or on the informative ones, where those are few",
+    config="configs/forks.py",
+    settings={
+        "data.train.args": "{'easy': 0.6, 'closed': 0.3, 'road': 0.1}",
+        "rollout.num_prompts": "8",
+        "rollout.generation_prompts": "48",
+        "updates_per_step": "4",
+        "num_steps": "60",
+        "eval.every_steps": "4",
+        "eval.samples_per_prompt": "8",
+        "eval.sets.long.k": "0",
+        "log.rollouts_every_steps": "0",
+        "log.samples_every_steps": "0",
+    },
+    arms={"informative": "", "all": "algo.dynamic_sampling=False"},
+    quantities=(MEAN, SPREAD, Quantity("sampled tokens, thousands", tokens_of, "{:.0f}")),
+    drawn={
+        "eval/road/mean@8": "accuracy on road problems",
+        "groups/informative": "informative groups",
+        "entropy": "policy entropy, nats",
+    },
+    claims=(
+        Claim(MEAN.name, "informative", +1, "all"),
+        Claim(SPREAD.name, "informative", -1, "all"),
+    ),
+)

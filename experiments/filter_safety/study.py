@@ -1,0 +1,43 @@
+"""Dynamic sampling's safety: what length penalties teach where half of the problems are closed."""
+
+from dapo_jax.report.quantities import final_score, last
+from experiments.study import Claim, Study
+
+LONG = final_score("long", "mean@8")
+TOKENS = last("response tokens", "response_tokens/mean")
+
+STUDY = Study(
+    title="Which groups may be trained on, when half of the problems are out of reach",
+    config="configs/forks.py",
+    settings={
+        "data.train.args": "{'closed': 0.5, 'easy': 0.15, 'road': 0.15, 'long': 0.2}",
+        "algo.overlong_cache_tokens": "216",
+        "num_steps": "40",
+        "eval.every_steps": "20",
+        "eval.samples_per_prompt": "8",
+        "log.rollouts_every_steps": "0",
+        "log.samples_every_steps": "0",
+    },
+    arms={
+        "by correctness": "algo.filter_groups=correctness",
+        "by reward": "algo.filter_groups=reward",
+        "no filter": "algo.dynamic_sampling=False",
+    },
+    quantities=(
+        LONG,
+        final_score("road", "mean@8"),
+        TOKENS,
+        last("entropy, nats", "entropy", form="{:.3f}"),
+    ),
+    drawn={
+        "eval/long/mean@8": "accuracy on the longest level",
+        "response_tokens/mean": "response length, tokens",
+        "entropy": "policy entropy, nats",
+    },
+    claims=(
+        Claim(LONG.name, "by reward", -1, "by correctness"),
+        Claim(LONG.name, "no filter", -1, "by correctness"),
+        Claim(TOKENS.name, "by reward", -1, "by correctness"),
+        Claim(TOKENS.name, "no filter", -1, "by correctness"),
+    ),
+)

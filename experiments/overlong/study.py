@@ -1,0 +1,37 @@
+"""Overlong responses: punished, masked, or punished softly, where the long solutions are sound."""
+
+from dapo_jax.report.quantities import final_score, last
+from experiments.study import Claim, Study
+
+LONG = final_score("long", "mean@8")
+CUT = last("truncated, %", "response_tokens/truncated_fraction", scale=100)
+
+STUDY = Study(
+    title="What becomes of sound long solutions that the limit cuts",
+    config="configs/forks.py",
+    settings={
+        "data.train.args": "{'long': 1.0}",
+        "num_steps": "40",
+        "eval.every_steps": "20",
+        "eval.samples_per_prompt": "8",
+        "eval.sets.road.k": "0",
+        "log.rollouts_every_steps": "0",
+        "log.samples_every_steps": "0",
+    },
+    arms={
+        "punished": "algo.overlong_factor=0.0",
+        "filtered": "algo.overlong_factor=0.0 algo.overlong_filtering=True",
+        "soft": "algo.overlong_factor=1.0",
+    },
+    quantities=(LONG, CUT, last("response tokens", "response_tokens/mean")),
+    drawn={
+        "eval/long/mean@8": "accuracy on the longest level",
+        "response_tokens/truncated_fraction": "truncated responses",
+        "response_tokens/mean": "response length, tokens",
+    },
+    claims=(
+        Claim(LONG.name, "filtered", +1, "punished"),
+        Claim(LONG.name, "soft", +1, "punished"),
+        Claim(CUT.name, "soft", -1, "filtered"),
+    ),
+)

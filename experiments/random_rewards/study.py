@@ -1,0 +1,48 @@
+"""Random rewards: what the two clips do to the entropy where nothing can be learned."""
+
+from dapo_jax.report.quantities import last, mean
+from experiments.study import Claim, Study
+
+ENTROPY = last("entropy, nats, last 10 steps", "entropy", form="{:.3f}")
+UP_CLIPS = mean("clipped high, %", "clip_fraction/high", scale=100, form="{:.2f}")
+
+STUDY = Study(
+    title="Random rewards: entropy by the clip range",
+    config="configs/forks.py",
+    settings={
+        "data.train.task": "experiments.forks_base.task:RandomRewards",
+        "algo.overlong_factor": "0.0",
+        "learner.learning_rate": "5e-4",
+        "num_steps": "30",
+        "eval.every_steps": "0",
+        "log.rollouts_every_steps": "0",
+        "log.samples_every_steps": "0",
+    },
+    arms={
+        "high 0.2": "algo.eps_high=0.2",
+        "high 0.28": "algo.eps_high=0.28",
+        "high 0.4": "algo.eps_high=0.4",
+        "high none": "algo.eps_high=10.0",
+        "low 0.1, high 0.28": "algo.eps_low=0.1 algo.eps_high=0.28",
+        "low none, high none": "algo.eps_low=1.0 algo.eps_high=10.0",
+    },
+    quantities=(
+        ENTROPY,
+        UP_CLIPS,
+        mean("clipped low, %", "clip_fraction/low", scale=100, form="{:.2f}"),
+        last("response tokens", "response_tokens/mean"),
+    ),
+    drawn={
+        "entropy": "policy entropy, nats",
+        "clip_fraction/high": "tokens clipped high",
+        "clip_fraction/low": "tokens clipped low",
+        "response_tokens/mean": "response length, tokens",
+    },
+    claims=(
+        Claim(ENTROPY.name, "high 0.28", +1, "high 0.2"),
+        Claim(ENTROPY.name, "high 0.4", +1, "high 0.2"),
+        Claim(ENTROPY.name, "high none", +1, "high 0.2"),
+        Claim(ENTROPY.name, "low 0.1, high 0.28", +1, "high 0.28"),
+        Claim(ENTROPY.name, "low none, high none", -1, "high 0.2"),
+    ),
+)

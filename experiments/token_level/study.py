@@ -1,0 +1,49 @@
+"""Token-level loss: what becomes of loops, and of the length of wrong answers."""
+
+from dapo_jax.report import statistics
+from dapo_jax.report.quantities import Quantity, last
+from dapo_jax.report.runs import column
+from experiments.forks_base.properties import LOOP_LINE_TOKENS
+from experiments.study import Claim, Study
+
+
+def loop_share(run) -> float:
+    """Percent of the sampled tokens that lie in loops, in the last steps."""
+    lines, tokens = (column(run.rows, key) for key in ("task/loop_lines", "response_tokens/mean"))
+    return 100 * LOOP_LINE_TOKENS * statistics.last_mean(lines / tokens)
+
+
+LOOPS = Quantity("tokens in loops, %", loop_share)
+WRONG = last("length of wrong answers", "response_tokens/wrong")
+
+STUDY = Study(
+    title="Token-level against sample-level loss where long wrong answers are loops",
+    config="configs/forks.py",
+    settings={
+        "data.train.args": "{'road': 1.0, 'luck': 1.0}",
+        "algo.overlong_factor": "0.0",
+        "num_steps": "40",
+        "eval.every_steps": "0",
+        "log.rollouts_every_steps": "0",
+        "log.samples_every_steps": "0",
+    },
+    arms={
+        "token mean": "algo.loss_aggregation=token_mean",
+        "sequence mean": "algo.loss_aggregation=sequence_mean",
+    },
+    quantities=(
+        LOOPS,
+        WRONG,
+        last("accuracy, %", "accuracy/mean", scale=100),
+        last("response tokens", "response_tokens/mean"),
+    ),
+    drawn={
+        "task/loop_lines": "lines in loops a response",
+        "response_tokens/wrong": "length of wrong answers, tokens",
+        "accuracy/mean": "accuracy of the sampled responses",
+    },
+    claims=(
+        Claim(LOOPS.name, "token mean", -1, "sequence mean"),
+        Claim(WRONG.name, "token mean", -1, "sequence mean"),
+    ),
+)
