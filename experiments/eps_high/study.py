@@ -35,7 +35,7 @@ STUDY = Study(
         "log.samples_every_steps": "0",
     },
     arms={
-        f"eps_high {eps}": f"algo.eps_high={eps}" for eps in ("0.2", "0.24", "0.28", "0.4", "0.8")
+        f"eps_high={eps}": f"algo.eps_high={eps}" for eps in ("0.2", "0.24", "0.28", "0.4", "0.8")
     },
     quantities=(
         ACCURACY,
@@ -51,11 +51,11 @@ STUDY = Study(
         "clip_fraction/high": "tokens clipped high",
     },
     claims=(
-        Claim(ENTROPY.name, "eps_high 0.28", +1, "eps_high 0.2"),
-        Claim(ENTROPY.name, "eps_high 0.4", +1, "eps_high 0.2"),
-        Claim(ROAD.name, "eps_high 0.28", +1, "eps_high 0.2"),
-        Claim(ROAD.name, "eps_high 0.4", +1, "eps_high 0.2"),
-        Claim(ACCURACY.name, "eps_high 0.28", +1, "eps_high 0.2"),
-        Claim(ACCURACY.name, "eps_high 0.4", +1, "eps_high 0.2"),
+        Claim(ENTROPY.name, "eps_high=0.28", +1, "eps_high=0.2"),
+        Claim(ENTROPY.name, "eps_high=0.4", +1, "eps_high=0.2"),
+        Claim(ROAD.name, "eps_high=0.28", +1, "eps_high=0.2"),
+        Claim(ROAD.name, "eps_high=0.4", +1, "eps_high=0.2"),
+        Claim(ACCURACY.name, "eps_high=0.28", +1, "eps_high=0.2"),
+        Claim(ACCURACY.name, "eps_high=0.4", +1, "eps_high=0.2"),
     ),
 )

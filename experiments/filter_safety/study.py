@@ -19,9 +19,9 @@ STUDY = Study(
         "log.samples_every_steps": "0",
     },
     arms={
-        "by correctness": "algo.filter_groups=correctness",
-        "by reward": "algo.filter_groups=reward",
-        "no filter": "algo.dynamic_sampling=False",
+        "by_correctness": "algo.filter_groups=correctness",
+        "by_reward": "algo.filter_groups=reward",
+        "no_filter": "algo.dynamic_sampling=False",
     },
     quantities=(
         LONG,
@@ -35,9 +35,9 @@ STUDY = Study(
         "entropy": "policy entropy, nats",
     },
     claims=(
-        Claim(LONG.name, "by reward", -1, "by correctness"),
-        Claim(LONG.name, "no filter", -1, "by correctness"),
-        Claim(TOKENS.name, "by reward", -1, "by correctness"),
-        Claim(TOKENS.name, "no filter", -1, "by correctness"),
+        Claim(LONG.name, "by_reward", -1, "by_correctness"),
+        Claim(LONG.name, "no_filter", -1, "by_correctness"),
+        Claim(TOKENS.name, "by_reward", -1, "by_correctness"),
+        Claim(TOKENS.name, "no_filter", -1, "by_correctness"),
     ),
 )

@@ -28,8 +28,8 @@ STUDY = Study(
         "log.samples_every_steps": "0",
     },
     arms={
-        "token mean": "algo.loss_aggregation=token_mean",
-        "sequence mean": "algo.loss_aggregation=sequence_mean",
+        "token_mean": "algo.loss_aggregation=token_mean",
+        "sequence_mean": "algo.loss_aggregation=sequence_mean",
     },
     quantities=(
         LOOPS,
@@ -43,7 +43,7 @@ STUDY = Study(
         "accuracy/mean": "accuracy of the sampled responses",
     },
     claims=(
-        Claim(LOOPS.name, "token mean", -1, "sequence mean"),
-        Claim(WRONG.name, "token mean", -1, "sequence mean"),
+        Claim(LOOPS.name, "token_mean", -1, "sequence_mean"),
+        Claim(WRONG.name, "token_mean", -1, "sequence_mean"),
     ),
 )
