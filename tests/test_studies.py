@@ -36,7 +36,7 @@ def test_a_studys_sweep_passes_all_checks(name):
         seeds=values["seeds"][0],
     )
     assert list(plan.arms) == list(made.arms)
-    assert len(plan.seeds) == 5
+    assert len(plan.seeds) == (5 if made.claims else 1)
     names = [quantity.name for quantity in made.quantities]
     for claim in made.claims:
         assert {claim.arm, claim.than} <= set(made.arms)
