@@ -5,15 +5,13 @@
 
 The first makes the runs, goes on where it stopped, and copies their rows to experiments/NAME; both
 write result.md and figure.png there from rows.jsonl.gz. experiments/NAME/study.py has the Study.
+The exit status is the sweep's.
 """
 
 import dataclasses
 import importlib
-import math
 import pathlib
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -23,20 +21,35 @@ from dapo_jax.report import plots, statistics
 from dapo_jax.report.curves import Panel, evaluation_curve, metric_curve
 from dapo_jax.report.quantities import Quantity
 from dapo_jax.report.rows import read_rows_file
-from dapo_jax.report.runs import Run
-from dapo_jax.report.summary import by_arm, interval_text, signed, spread_text, table
+from dapo_jax.report.runs import Run, commit_text
+from dapo_jax.report.summary import (
+    Comparison,
+    by_arm,
+    complete,
+    interval_text,
+    signed,
+    spread_text,
+    table,
+)
 from dapo_jax.run.files import atomic_file
-from dapo_jax.run.metrics import METRICS
+from dapo_jax.run.metrics import METRICS, score_metric
+from dapo_jax.sweep import plan as plans
+from dapo_jax.sweep.__main__ import sweep
 
 HERE = pathlib.Path(__file__).parent
 ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
+NOTE = """\
+A prediction is confirmed or refuted where the interval paired by seed excludes zero, and open
+elsewhere; of {n} without any effect {expected:.1f} would do so on average. Paired: Student's, of
+the differences of runs of one seed; unpaired: Welch's; both 95 %. Seeds needed: an arm, for an
+interval of half the width of the paired one here; paired / unpaired."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """A prediction: the quantity of an arm lies above (+1) or below (-1) another arm's."""
 
-    quantity: str
+    quantity: Quantity
     arm: str
     sign: int
     than: str
@@ -44,17 +57,19 @@ class Claim:
     @property
     def text(self) -> str:
         """The prediction in words."""
-        return f"{self.quantity}: {self.arm} {'above' if self.sign > 0 else 'below'} {self.than}"
+        return (
+            f"{self.quantity.name}: {self.arm} {'above' if self.sign > 0 else 'below'} {self.than}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
     """What is run and how it is read.
 
-    title: for the figure. config: the recipe. arms: name -> "KEY=V KEY=V", as `dapo_jax.sweep`
-    takes them; the first is the baseline. settings: of all arms, dotted key -> value as text.
-    quantities: the columns of the table. drawn: the keys of the figure's curves, of metrics or
-    eval/<set>/<score>, with their titles. claims: made before the runs.
+    title: of result and figure. config: the recipe. arms: name -> "KEY=V KEY=V", as
+    `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
+    columns of the table. drawn: keys of the figure's curves, metrics or eval/<set>/<score>, with
+    their titles. claims: made before the runs.
     """
 
     title: str
@@ -64,16 +79,26 @@ class Study:
     drawn: Mapping[str, str]
     claims: Sequence[Claim]
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    seeds: str = "5"
+    seeds: Sequence[int] = tuple(range(5))
 
-    def command(self, workdir: str, jobs: int) -> list[str]:
-        """The sweep's command line, after the interpreter."""
-        return [
-            *("-m", "dapo_jax.sweep", f"--config={self.config}", f"--workdir={workdir}"),
-            *(f"--config.{key}={value}" for key, value in self.settings.items()),
-            *(f"--arm={name}: {settings}" for name, settings in self.arms.items()),
-            *(f"--seeds={self.seeds}", f"--jobs={jobs}"),
-        ]
+    def plan(self) -> plans.Plan:
+        """The sweep that makes the runs."""
+        return plans.make(
+            config=self.config,
+            flags=[f"--config.{key}={value}" for key, value in self.settings.items()],
+            grid=[],
+            named=[f"{name}: {settings}" for name, settings in self.arms.items()],
+            seeds="".join(f"{seed}," for seed in self.seeds),
+        )
+
+    def own(self, runs: Mapping[str, Run]) -> dict[str, Run]:
+        """Those of the runs that are of the study's arms and seeds, in the order of its arms."""
+        return {
+            label: run
+            for arm in self.arms
+            for label, run in runs.items()
+            if run.arm == arm and run.seed in self.seeds
+        }
 
 
 def load(name: str) -> Study:
@@ -93,106 +118,106 @@ def verdict(claim: Claim, interval: statistics.Interval) -> str:
 
 def result(study: Study, runs: Mapping[str, Run]) -> str:
     """The study's tables as Markdown: each arm's quantities, each claim with its intervals."""
-    arms = {arm: found for arm, found in by_arm(runs).items() if arm in study.arms}
-    # [quantity][arm][seed]
-    values = {
-        q.name: {
-            arm: {seed: q.value(run) for seed, run in found.items()} for arm, found in arms.items()
-        }
-        for q in study.quantities
-    }
-    lines = [f"# {study.title}", "", "Mean ± standard deviation over the seeds.", ""]
+    kept, short = complete(study.own(runs))
+    arms = by_arm(kept)
+    lines = [f"# {study.title}", ""]
+    if short:
+        lines += [f"Left out, not finished: {'; '.join(short)}.", ""]
+    lines += ["Mean ± standard deviation over the seeds.", ""]
     lines += table(
-        ["arm", "seeds", *values],
+        ["arm", "seeds", *(quantity.name for quantity in study.quantities)],
         [
-            [arm, str(len(found)), *(spread_text(q, values[q.name][arm]) for q in study.quantities)]
+            [arm, str(len(found)), *(spread_text(q, _values(q, found)) for q in study.quantities)]
             for arm, found in arms.items()
         ],
     )
-    lines += ["", "Predictions, with 95 % intervals of the difference of means.", ""]
-    heads = ["prediction", "difference", "paired by seed", "unpaired", "verdict", "seeds needed"]
-    cells = [_judged(study, claim, values[claim.quantity]) for claim in study.claims]
-    lines += table(heads, cells)
-    return "\n".join([*lines, "", NOTE, "", *_origin(runs), ""])
+    if study.claims:
+        heads = ["prediction", "pairs", "difference", "paired by seed", "unpaired"]
+        rows = [_judged(claim, arms) for claim in study.claims]
+        n = len(study.claims)
+        note = NOTE.format(n=n, expected=n * (1 - statistics.CONFIDENCE))
+        lines += ["", *table([*heads, "verdict", "seeds needed"], rows), "", note]
+    return "\n".join([*lines, "", _origin(kept), ""])
 
 
-NOTE = """\
-A prediction is confirmed or refuted where the paired interval excludes zero, and open elsewhere.
-Paired: Student's, of the differences of runs of one seed; unpaired: Welch's. Seeds needed: an arm,
-for intervals of half the width of the paired one here; paired / unpaired."""
+def _values(quantity: Quantity, runs: Mapping[int, Run]) -> dict[int, float]:
+    return {seed: quantity.value(run) for seed, run in runs.items()}
 
 
-def _judged(study: Study, claim: Claim, by_seed: Mapping[str, Mapping[int, float]]) -> list[str]:
-    quantity = next(q for q in study.quantities if q.name == claim.quantity)
-    ours, theirs = by_seed.get(claim.arm, {}), by_seed.get(claim.than, {})
-    shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
-    a_S, b_S = [ours[s] for s in shared], [theirs[s] for s in shared]
-    paired, welch = statistics.paired_interval(a_S, b_S), statistics.welch_interval(a_S, b_S)
-    half = paired.half_width / 2
-    needed = [
-        statistics.seeds_for_paired(a_S, b_S, half),
-        statistics.seeds_for_unpaired(a_S, b_S, half),
-    ]
+def _judged(claim: Claim, arms: Mapping[str, Mapping[int, Run]]) -> list[str]:
+    """The cells of a claim."""
+    ours, theirs = (_values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
+    found = Comparison.of(ours, theirs)
     return [
         claim.text,
-        signed(quantity, paired.difference),
-        interval_text(quantity, paired),
-        interval_text(quantity, welch),
-        verdict(claim, paired),
-        " / ".join("-" if n is None else str(n) for n in needed),
+        str(found.pairs),
+        signed(claim.quantity, found.paired.difference),
+        interval_text(claim.quantity, found.paired),
+        interval_text(claim.quantity, found.unpaired),
+        verdict(claim, found.paired),
+        " / ".join("-" if n is None else str(n) for n in found.needed),
     ]
 
 
-def _origin(runs: Mapping[str, Run]) -> list[str]:
+def _origin(runs: Mapping[str, Run]) -> str:
     """Of which commits and versions the rows are, and how long the runs took."""
     starts = [start for run in runs.values() for start in run.starts]
-    commits = dict.fromkeys(
-        start["commit"][:9] + (" and changes" if start.get("changed") else "") for start in starts
-    )
+    commits = dict.fromkeys(commit_text(start) for start in starts)
     jax = dict.fromkeys(start["versions"]["jax"] for start in starts)
     hours = sum(row.get("seconds/total", 0.0) for run in runs.values() for row in run.rows) / 3600
-    return [
-        f"{len(runs)} runs, {hours:.1f} hours; commit {', '.join(commits)}; JAX {', '.join(jax)}."
-    ]
+    made = f"commit {', '.join(commits)}; JAX {', '.join(jax)}"
+    return f"{len(runs)} runs, {hours:.1f} hours of one core each; {made}."
 
 
 def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
     """The study's curves, and a column an arm for each quantity."""
-    shown = {label: run for label, run in runs.items() if run.arm in study.arms}
+    kept, _ = complete(study.own(runs))
     unit = {metric.key: metric.unit for metric in METRICS}
     panels = []
     for key, title in study.drawn.items():
         if key.startswith("eval/"):
-            name, _, score = key.removeprefix("eval/").partition("/")
-            panels.append(Panel(title, "share", False, [evaluation_curve(name, score)]))
+            _, name, score = key.split("/", 2)
+            curve = evaluation_curve(name, score)
+            panels.append(Panel(title, score_metric(key).unit, False, [curve]))
         else:
             panels.append(Panel(title, unit.get(key, ""), False, [metric_curve(key, title)]))
-    seeds = len({run.seed for run in shown.values()})
-    title = f"{study.title}: means over {seeds} seeds, bands from the lowest to the highest"
-    return plots.chosen(shown, panels, study.quantities, title=title)
+    seeds = len({run.seed for run in kept.values()})
+    over = f": means over {seeds} seeds, bands from the lowest to the highest" if seeds > 1 else ""
+    return plots.chosen(kept, panels, study.quantities, title=study.title + over)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) != 2:
-        sys.exit(f"give the name of one study, not {argv[1:]}")
+def make(study: Study, workdir: pathlib.Path, jobs: int) -> int:
+    """Makes the runs in `workdir`; returns the sweep's status, 1 where some runs failed."""
     try:
-        study = load(argv[1])
+        sweep(study.plan(), workdir, jobs=jobs, retries=1, baseline="")
+    except SystemExit as stopped:
+        if stopped.code != 1:
+            raise
+        return 1
+    return 0
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) != 2:
+        sys.exit(f"experiments.study: give the name of one study, not {argv[1:]}")
+    status = 0
+    try:
+        study, folder = load(argv[1]), HERE / argv[1]
+        if flags.FLAGS.workdir:
+            workdir = pathlib.Path(flags.FLAGS.workdir)
+            status = make(study, workdir, flags.FLAGS.jobs)
+            shutil.copyfile(workdir / ROWS, folder / ROWS)
+        if not (folder / ROWS).exists():
+            raise ValueError(f"{argv[1]} has no {ROWS} yet: --workdir=DIR makes the runs")
     except ValueError as error:
         sys.exit(f"experiments.study: {error}")
-    folder = HERE / argv[1]
-    if workdir := flags.FLAGS.workdir:
-        command = study.command(workdir, flags.FLAGS.jobs)
-        print(shlex.join(["python", *command]), flush=True)
-        status = subprocess.run([sys.executable, *command], check=False).returncode
-        if status:
-            sys.exit(status)
-        shutil.copyfile(pathlib.Path(workdir) / ROWS, folder / ROWS)
     runs = read_rows_file(folder / ROWS)
     text = result(study, runs)
     with atomic_file(folder / RESULT) as file:
         file.write(text.encode())
     plots.save(figure(study, runs), folder / FIGURE)
     print(text)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,15 @@ from dapo_jax.run.display import (
     shorten_middle,
 )
 from dapo_jax.run.files import MetricsWriter, atomic_file, read_rows, write_rollouts
-from dapo_jax.run.metrics import METRICS, Metric, Step, Stopwatch, described, step_row
+from dapo_jax.run.metrics import (
+    METRICS,
+    Metric,
+    Step,
+    Stopwatch,
+    described,
+    score_metric,
+    step_row,
+)
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
 
 ROW = {
@@ -248,9 +256,9 @@ def test_text_helpers():
     assert format_duration(3661.4) == "1:01:01"
     assert format_duration(2 * 86400 + 59.6) == "2 d 0:01:00"
     assert evaluation_line(ROW) is None
-    row = {"step": 9, "eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/c/mean@8": 0.25}
+    row = {"step": 9, "eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/mean@8": 0.25}
     line = evaluation_line(row)
-    assert line == "evaluation after 10 steps  a: mean@8 50.0%, maj@8 62.5%; b/c: mean@8 25.0%"
+    assert line == "evaluation after 10 steps  a: mean@8 50.0%, maj@8 62.5%; b: mean@8 25.0%"
 
 
 # The table.
@@ -391,6 +399,15 @@ def test_what_a_task_measures_is_averaged_over_the_responses_that_have_it():
     row = step_row(step, SECONDS)
     found = {key: value for key, value in row.items() if key.startswith("task/")}
     assert found == {"task/lines": 1.5, "task/road": 0.0}
+
+
+def test_a_sets_scores_are_shares_but_for_what_its_task_measures():
+    """Seven lines of loops were shown as 713 %, and as the better the more there were."""
+    row = {"step": 9, "eval/long/mean@8": 0.5, "eval/long/task/loop_lines": 7.13}
+    assert evaluation_line(row) == (
+        "evaluation after 10 steps  long: mean@8 50.0%, task/loop_lines 7.13"
+    )
+    assert not score_metric("eval/long/task/loop_lines").higher_is_better
 
 
 def test_answers_that_the_grader_gave_up_on_are_counted_by_kind():

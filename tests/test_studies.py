@@ -9,13 +9,13 @@ from dapo_jax.report.quantities import last
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
 from dapo_jax.report.statistics import Interval
-from dapo_jax.sweep import plan as plans
 from experiments import study
-from experiments.filter_noise.study import last_scores
+from experiments.filter_noise.study import last_scores, noise
 from experiments.study import Claim, Study, verdict
-from experiments.table1.study import AVERAGED_STEPS, BUDGET_TOKENS, accuracy_at_budget
+from experiments.table1.study import BUDGET_TOKENS, accuracy_at_budget
 from experiments.token_level.study import loop_share
 
+ENTROPY = last("entropy", "entropy", form="{:.3f}")
 NAMES = sorted(file.parent.name for file in study.HERE.glob("*/study.py"))
 WITH_ROWS = [name for name in NAMES if (study.HERE / name / study.ROWS).exists()]
 
@@ -23,24 +23,13 @@ WITH_ROWS = [name for name in NAMES if (study.HERE / name / study.ROWS).exists()
 @pytest.mark.parametrize("name", NAMES)
 def test_a_studys_sweep_passes_all_checks(name):
     made = study.load(name)
-    words = made.command("runs/x", 2)
-    values = {
-        key: [w.partition("=")[2] for w in words if w.startswith(f"--{key}=")]
-        for key in ("config", "arm", "seeds")
-    }
-    plan = plans.make(
-        config=values["config"][0],
-        flags=[word for word in words if word.startswith("--config.")],
-        grid=[],
-        named=values["arm"],
-        seeds=values["seeds"][0],
-    )
+    plan = made.plan()
     assert list(plan.arms) == list(made.arms)
     assert len(plan.seeds) == (5 if made.claims else 1)
-    names = [quantity.name for quantity in made.quantities]
+    assert len({quantity.name for quantity in made.quantities}) == len(made.quantities)
     for claim in made.claims:
         assert {claim.arm, claim.than} <= set(made.arms)
-        assert claim.quantity in names
+        assert claim.quantity in made.quantities
         assert claim.sign in (-1, 1)
 
 
@@ -60,7 +49,7 @@ def test_an_unknown_study_is_named_with_what_there_is():
 
 
 def test_a_verdict_needs_an_interval_without_zero():
-    claim = Claim("q", "a", -1, "b")
+    claim = Claim(ENTROPY, "a", -1, "b")
     assert verdict(claim, Interval(-1.0, -2.0, -0.5)) == "confirmed"
     assert verdict(claim, Interval(1.0, 0.5, 2.0)) == "refuted"
     assert verdict(claim, Interval(-1.0, -3.0, 1.0)) == "open"
@@ -88,22 +77,23 @@ def test_a_result_by_hand():
         title="By hand",
         config="configs/tiny.py",
         arms={"a": "", "b": ""},
-        quantities=(last("entropy", "entropy", form="{:.3f}"),),
+        quantities=(ENTROPY,),
         drawn={},
-        claims=(Claim("entropy", "b", +1, "a"), Claim("entropy", "a", +1, "b")),
+        claims=(Claim(ENTROPY, "b", +1, "a"), Claim(ENTROPY, "a", +1, "b")),
     )
     text = study.result(made, runs)
     assert "| b   | 3     | 12.000 ± 11.000 |" in text
     up, down = (line for line in text.splitlines() if line.startswith("| entropy:"))
     assert "b above a" in up
-    assert "+2.000     | [-0.484, +4.484]" in up
-    assert [cell.strip() for cell in up.split("|")][5] == "open"
-    sure = dataclasses.replace(made, claims=(Claim("entropy", "a", +1, "b"),))
+    cells = [cell.strip() for cell in up.split("|")][1:-1]
+    assert cells[1:4] == ["3", "+2.000", "[-0.484, +4.484]"]
+    assert cells[5] == "open"
+    sure = dataclasses.replace(made, claims=(Claim(ENTROPY, "a", +1, "b"),))
     for run in runs.values():
         if run.arm == "b":
             for row in run.rows:
                 row["entropy"] += 10.0
-    assert "| refuted |" in study.result(sure, runs)
+    assert "| refuted " in study.result(sure, runs)
     assert "-2.000" in down
 
 
@@ -112,12 +102,13 @@ def test_loops_are_a_share_of_the_tokens():
     assert loop_share(run) == pytest.approx(25.0)  # 12 tokens a line; the last third of two rows
 
 
-def test_the_accuracy_at_a_budget_is_that_of_the_steps_before_it():
-    spent = [BUDGET_TOKENS // 20 * (step + 1) for step in range(30)]
-    right = [step / 100 for step in range(30)]
-    run = _run("a", 0, sampled_tokens_total=spent, accuracy__mean=right)
-    assert accuracy_at_budget(run) == pytest.approx(sum(range(19 - AVERAGED_STEPS, 19)) / 10)
-    short = _run("a", 0, sampled_tokens_total=spent[:5], accuracy__mean=right[:5])
+@pytest.mark.parametrize("tokens_a_step", [9_000, 20_000, 31_000])
+def test_the_accuracy_at_a_budget_does_not_depend_on_the_tokens_of_a_step(tokens_a_step):
+    """Ten steps before the budget were 10 points less for an arm that samples three times more."""
+    spent = [tokens_a_step * (step + 1) for step in range(60)]
+    run = _run("a", 0, sampled_tokens_total=spent, accuracy__mean=[n / 1e6 for n in spent])
+    assert accuracy_at_budget(run) == pytest.approx(BUDGET_TOKENS / 1e4, abs=1.0)
+    short = _run("a", 0, sampled_tokens_total=spent[:5], accuracy__mean=spent[:5])
     assert math.isnan(accuracy_at_budget(short))
 
 
@@ -127,3 +118,23 @@ def test_the_last_scores_are_of_the_last_twenty_steps():
         evaluations={("road", "mean@8"): {step: step / 100 for step in range(0, 61, 4)}},
     )
     assert last_scores(run).tolist() == pytest.approx([44, 48, 52, 56, 60])
+    assert noise(run) == pytest.approx(4 / math.sqrt(2))
+
+
+def test_what_is_not_the_studys_or_not_finished_is_left_out():
+    made = Study("t", "configs/tiny.py", {"a": ""}, (ENTROPY,), {}, (), seeds=(0, 1, 2))
+    runs = {f"a/seed_{seed}": _run("a", seed, entropy=[1.0] * 3) for seed in range(4)}
+    runs["b/seed_0"] = _run("b", 0, entropy=[1.0] * 3)
+    short = _run("a", 2, entropy=[9.0])
+    runs["a/seed_2"] = dataclasses.replace(short, config={"seed": 2, "num_steps": 3})
+    text = study.result(made, runs)
+    assert "a/seed_2 has 1 of 3 steps" in text
+    assert "| a   | 2     | 1.000 ± 0.000 |" in text
+    assert "\n2 runs," in text
+
+
+def test_seeds_without_a_value_are_counted():
+    """A mean over the one seed that reached a mark stood beside that of all five."""
+    runs = {f"a/seed_{s}": _run("a", s, entropy=[[1.0, math.nan][s]] * 3) for s in range(2)}
+    made = Study("t", "configs/tiny.py", {"a": ""}, (ENTROPY,), {}, ())
+    assert "| a   | 2     | 1.000 (of 1) |" in study.result(made, runs)

@@ -1,10 +1,13 @@
 """Tasks and evaluation sets, also ones from outside the packages: an added file, or flags alone."""
 
+import collections
+import fractions
 import gzip
 import json
 import math
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -99,6 +102,22 @@ def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
     assert advantage_G[0] > 0 > advantage_G[1] == advantage_G[2]
 
 
+def test_what_a_task_measures_is_copied_into_plain_numbers():
+    """A defaultdict could not be sent to other processes; a dict that is used again changed."""
+
+    class Counting:
+        def __init__(self):
+            self.counts = collections.defaultdict(lambda: fractions.Fraction(0))
+
+        def grade(self, response, example):
+            self.counts["letters"] += len(response)
+            return Verdict(True, None, "", measures=self.counts)
+
+    result = graded(group(["a", "bc"], None), task=Counting(), tokenizer=Letters())
+    _, verdicts = pickle.loads(pickle.dumps(result.grades))
+    assert [verdict.measures for verdict in verdicts] == [{"letters": 1.0}, {"letters": 3.0}]
+
+
 @pytest.mark.parametrize(
     ("verdict", "message"),
     [
@@ -111,6 +130,7 @@ def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
         (Verdict(True, None, "", measures={"lines": math.nan}), "with measures = {'lines': nan}"),
         (Verdict(True, None, "", measures={"a/b": 1}), "with measures = {'a/b': 1}"),
         (Verdict(True, None, "", measures=[1]), "with measures = "),
+        (Verdict(True, None, "", measures={"lines": 10**400}), "with measures = "),
     ],
 )
 def test_a_verdict_that_is_none_is_named(verdict, message):

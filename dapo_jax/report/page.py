@@ -10,7 +10,7 @@ import numpy as np
 from dapo_jax.report import curves, events, runs, samples, statistics
 from dapo_jax.report.curves import Curve, Line, Panel
 from dapo_jax.report.runs import Run
-from dapo_jax.run.metrics import METRICS, Metric
+from dapo_jax.run.metrics import METRICS, Metric, score_metric
 
 TABLE_ROWS = 30  # rows of metrics shown for a run
 RUNS_WITH_ROWS = 4  # of more runs no single rows are shown
@@ -128,8 +128,7 @@ def ends(by_arm: Mapping[str, Mapping[str, Run]]) -> dict[str, list[dict | None]
 def _ends_of(run: Run):
     """Yields (metric, name, value at the end) of a run's evaluations and summarized metrics."""
     for (name, score), found in run.evaluations.items():
-        metric = Metric(f"eval/{name}/{score}", "share", "", form="{:.1%}")
-        yield metric, f"{name} {score}", found[max(found)]
+        yield score_metric(f"eval/{name}/{score}"), f"{name} {score}", found[max(found)]
     for metric in METRICS:
         value = statistics.last_mean(runs.column(run.rows, metric.key)) if metric.summary else None
         if value is not None and math.isfinite(value):

@@ -29,9 +29,9 @@ def mean_of(run: Run, key: str, *, scale: float = 1.0) -> float:
     return scale * statistics.nan_mean(column(run.rows, key))
 
 
-def score_of(run: Run, name: str, score: str, *, scale: float = 100.0) -> float:
-    """The score of an evaluation set after the run's last step; NaN where it was not evaluated."""
-    return scale * run.evaluations.get((name, score), {}).get(finished_steps(run), math.nan)
+def score_of(run: Run, name: str, score: str) -> float:
+    """Percent of a score after the run's last step; NaN where that was not evaluated."""
+    return 100 * run.evaluations.get((name, score), {}).get(finished_steps(run), math.nan)
 
 
 def tokens_of(run: Run) -> float:
@@ -54,13 +54,9 @@ def mean(name: str, key: str, *, scale: float = 1.0, form: str = "{:.1f}") -> Qu
     return Quantity(name, functools.partial(mean_of, key=key, scale=scale), form)
 
 
-def final_score(name: str, score: str, *, form: str = "{:.1f}") -> Quantity:
-    """The quantity `score_of` an evaluation set, in percent."""
-    return Quantity(
-        f"{name} {score.rpartition('/')[2].replace('_', ' ')}, %",
-        functools.partial(score_of, name=name, score=score),
-        form,
-    )
+def final_score(name: str, score: str) -> Quantity:
+    """The quantity `score_of` an evaluation set."""
+    return Quantity(f"{name} {score}, %", functools.partial(score_of, name=name, score=score))
 
 
 TRAINING = (
@@ -85,7 +81,7 @@ def quantities(runs: Mapping[str, Run]) -> list[Quantity]:
     scores = [final_score(name, score) for name, score in found]
     measures = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
     of_task = [
-        last(key.removeprefix(TASK).replace("_", " "), key, form="{:.4g}")
+        last(f"{key.removeprefix(TASK).replace('_', ' ')}, the task's own", key, form="{:.4g}")
         for key in measures
         if key.startswith(TASK)
     ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from dapo_jax.run.display import format_duration
 from dapo_jax.run.files import read_json, read_rows, read_starts
-from dapo_jax.run.metrics import METRICS, TASK, Metric
+from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
 
@@ -198,10 +198,11 @@ def changes(run: Run) -> dict[str, Change]:
     result = {}
     for (name, score), values in run.evaluations.items():
         steps = list(values)
-        best_step = max(steps, key=values.__getitem__)
-        metric = Metric(f"eval/{name}/{score}", "share", "", form="{:.1%}")
+        metric = score_metric(f"eval/{name}/{score}")
+        best_step = max(steps, key=values.__getitem__) if metric.higher_is_better else None
+        best = values.get(best_step)
         ends = values[steps[0]], values[steps[-1]]
-        result[f"{name} {score}"] = Change(*ends, values[best_step], best_step, metric)
+        result[f"{name} {score}"] = Change(*ends, best, best_step, metric)
     edge = averaged_rows(run.rows)
     for metric in METRICS:
         values = column(run.rows, metric.key)
@@ -234,9 +235,15 @@ def totals(run: Run) -> dict[str, str]:
     if len(run.starts) > 1:
         result["starts"] = str(len(run.starts))
     if run.starts and run.starts[-1].get("commit"):
-        changed = " and changes" if run.starts[-1].get("changed") else ""
-        result["commit"] = run.starts[-1]["commit"][:9] + changed
+        result["commit"] = commit_text(run.starts[-1])
     return result
+
+
+def commit_text(start: Mapping) -> str:
+    """The commit of a start, short, and whether its files had changes; "unknown" without git."""
+    if not start.get("commit"):
+        return "unknown"
+    return start["commit"][:9] + (" and changes" if start.get("changed") else "")
 
 
 def summary_lines(run: Run) -> list[str]:

@@ -5,6 +5,7 @@
 prints it from rows.jsonl.gz alone; a sweep writes the same to summary.md.
 """
 
+import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
         for arm, of_seed in arms.items()
     }
     shown = [
-        i for i in range(len(chosen)) if any(_numbers(of_arm[i]).size for of_arm in values.values())
+        i for i in range(len(chosen)) if any(numbers(of_arm[i]).size for of_arm in values.values())
     ]
     lines += ["## Mean ± standard deviation over seeds", ""]
     lines += table(
@@ -95,7 +96,11 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
         lines += table(
             [*heads, "seeds needed, paired", "unpaired"],
             [
-                [chosen[i].name, arm, *_comparison(chosen[i], values[arm][i], values[baseline][i])]
+                [
+                    chosen[i].name,
+                    arm,
+                    *Comparison.of(values[arm][i], values[baseline][i]).cells(chosen[i]),
+                ]
                 for i in shown
                 for arm in others
             ],
@@ -103,38 +108,58 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
     return "\n".join([*lines, "", METHOD, ""])
 
 
-def _comparison(quantity: Quantity, ours: Mapping[int, float], theirs: Mapping) -> list[str]:
-    """The cells of one difference: pairs, difference, both intervals, both numbers of seeds."""
-    shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
-    a_S, b_S = [ours[s] for s in shared], [theirs[s] for s in shared]
-    paired = statistics.paired_interval(a_S, b_S)
-    welch = statistics.welch_interval(_numbers(ours), _numbers(theirs))
-    half = paired.half_width / 2
-    needed = [
-        statistics.seeds_for_paired(a_S, b_S, half),
-        statistics.seeds_for_unpaired(_numbers(ours), _numbers(theirs), half),
-    ]
-    star = " *" if paired.excludes_zero else ""
-    return [
-        str(len(shared)),
-        signed(quantity, paired.difference),
-        interval_text(quantity, paired) + star,
-        interval_text(quantity, welch),
-        *("-" if n is None else f"{n}" for n in needed),
-    ]
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A quantity of one arm less that of another: with both intervals, and the seeds they need.
+
+    pairs: seeds that both have. needed: seeds an arm, paired and unpaired, for an interval of half
+    the width of the paired one here; None where the samples cannot tell.
+    """
+
+    pairs: int
+    paired: statistics.Interval
+    unpaired: statistics.Interval
+    needed: tuple[int | None, int | None]
+
+    @classmethod
+    def of(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> "Comparison":
+        """Compares values by seed; NaN is none."""
+        shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
+        a_S, b_S = [ours[s] for s in shared], [theirs[s] for s in shared]
+        all_a, all_b = numbers(ours), numbers(theirs)
+        paired = statistics.paired_interval(a_S, b_S)
+        half = paired.half_width / 2
+        needed = (
+            statistics.seeds_for_paired(a_S, b_S, half),
+            statistics.seeds_for_unpaired(all_a, all_b, half),
+        )
+        return cls(len(shared), paired, statistics.welch_interval(all_a, all_b), needed)
+
+    def cells(self, quantity: Quantity) -> list[str]:
+        """The cells of a table: pairs, difference, both intervals, both numbers of seeds."""
+        return [
+            str(self.pairs),
+            signed(quantity, self.paired.difference),
+            interval_text(quantity, self.paired) + " *" * self.paired.excludes_zero,
+            interval_text(quantity, self.unpaired),
+            *("-" if n is None else f"{n}" for n in self.needed),
+        ]
 
 
-def _numbers(by_seed: Mapping[int, float]) -> np.ndarray:
+def numbers(by_seed: Mapping[int, float]) -> np.ndarray:
+    """The values that are not NaN."""
     values = np.array(list(by_seed.values()), np.float64)
     return values[~np.isnan(values)]
 
 
 def spread_text(quantity: Quantity, by_seed: Mapping[int, float]) -> str:
-    values = _numbers(by_seed)
+    """Mean ± standard deviation over the seeds; with their number where some have no value."""
+    values = numbers(by_seed)
     if not len(values):
         return "-"
     mean, sd = quantity.form.format(values.mean()), statistics.spread(values)
-    return mean if math.isnan(sd) else f"{mean} ± {quantity.form.format(sd)}"
+    text = mean if math.isnan(sd) else f"{mean} ± {quantity.form.format(sd)}"
+    return text if len(values) == len(by_seed) else f"{text} (of {len(values)})"
 
 
 def _steps_text(by_seed: Mapping[int, Run]) -> str:
@@ -142,10 +167,12 @@ def _steps_text(by_seed: Mapping[int, Run]) -> str:
 
 
 def signed(quantity: Quantity, value: float) -> str:
+    """The value with its sign; '-' for NaN."""
     return "-" if math.isnan(value) else quantity.form.replace("{:", "{:+").format(value)
 
 
 def interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
+    """The bounds of an interval; '-' where there were too few values."""
     if math.isnan(interval.low):
         return "-"
     return f"[{signed(quantity, interval.low)}, {signed(quantity, interval.high)}]"

@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.run.metrics import METRICS, Metric
+from dapo_jax.run.metrics import METRICS, Metric, score_metric
 
 PLAIN_WIDTH = 140  # columns of a sample in a log file, which has no width of its own
 ELAPSED_FROM = 50  # narrower terminals show only the remaining time beside the bar
@@ -79,8 +79,8 @@ def evaluation_line(row: Mapping) -> str | None:
     by_set: dict[str, list[str]] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:
-            name, _, metric = key.removeprefix("eval/").rpartition("/")
-            by_set.setdefault(name, []).append(f"{metric} {float(value):.1%}")
+            _, name, score = key.split("/", 2)
+            by_set.setdefault(name, []).append(f"{score} {score_metric(key).text(float(value))}")
     if not by_set:
         return None
     sets = "; ".join(f"{name}: {', '.join(values)}" for name, values in by_set.items())

@@ -233,6 +233,13 @@ METRICS: list[Metric] = [
 # fmt: on
 
 
+def score_metric(key: str) -> Metric:
+    """The metric of `eval/<set>/<score>`: a share, unless it is what the task measures."""
+    measured = key.split("/")[2] + "/" == TASK
+    form = "{:.4g}" if measured else "{:.1%}"
+    return Metric(key, "" if measured else "share", "", form=form, higher_is_better=not measured)
+
+
 def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
     """Name -> mean of what the task measured of its own, over the responses that have it."""
     values = collections.defaultdict(list)

@@ -135,31 +135,41 @@ def _wrong_example(example: object) -> str | None:
 def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[Verdict]:
     """Grades all responses to an example; raises DataError where the task gives no verdicts."""
     if hasattr(task, "grade_many"):
-        verdicts = list(task.grade_many(responses, example))
+        given = task.grade_many(responses, example)
     else:
-        verdicts = [task.grade(response, example) for response in responses]
+        given = (task.grade(response, example) for response in responses)
     name = type(task).__name__
+    verdicts = [_checked(name, verdict) for verdict in given]
     if len(verdicts) != len(responses):
         raise DataError(f"{name} gave {len(verdicts)} verdicts on {len(responses)} responses")
-    for verdict in verdicts:
-        if not isinstance(verdict, Verdict):
-            raise DataError(f"{name} graded a response {verdict!r:.80}, which is no Verdict")
-        correct, prediction, status, score, measures = verdict
-        for field, holds in (
-            ("correct", isinstance(correct, bool | np.bool_)),
-            ("prediction", prediction is None or isinstance(prediction, str)),
-            ("status", isinstance(status, str)),
-            ("score", score is None or _is_number(score)),
-            ("measures", measures is None or _are_measures(measures)),
-        ):
-            if not holds:
-                value = getattr(verdict, field)
-                raise DataError(f"{name} graded a response with {field} = {value!r:.80}")
     return verdicts
 
 
+def _checked(name: str, verdict: object) -> Verdict:
+    """A verdict with a plain copy of its measures, which the task `name` can no longer change."""
+    if not isinstance(verdict, Verdict):
+        raise DataError(f"{name} graded a response {verdict!r:.80}, which is no Verdict")
+    correct, prediction, status, score, measures = verdict
+    for field, holds in (
+        ("correct", isinstance(correct, bool | np.bool_)),
+        ("prediction", prediction is None or isinstance(prediction, str)),
+        ("status", isinstance(status, str)),
+        ("score", score is None or _is_number(score)),
+        ("measures", measures is None or _are_measures(measures)),
+    ):
+        if not holds:
+            value = getattr(verdict, field)
+            raise DataError(f"{name} graded a response with {field} = {value!r:.80}")
+    if measures is None:
+        return verdict
+    return verdict._replace(measures={key: float(value) for key, value in measures.items()})
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _are_measures(value: object) -> bool:

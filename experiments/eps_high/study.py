@@ -1,10 +1,8 @@
 """eps_high on a task whose right road is rare: entropy, accuracy, and when the road is found."""
 
-import math
-
 import numpy as np
 
-from dapo_jax.report.quantities import Quantity, final_score, last, mean
+from dapo_jax.report.quantities import Quantity, final_score, finished_steps, last, mean
 from dapo_jax.report.runs import column
 from experiments.study import Claim, Study
 
@@ -12,10 +10,9 @@ HALF = 0.5
 
 
 def steps_until_half(run) -> float:
-    """The first step that samples the rare road in half of the responses; the run's end if none."""
-    share = column(run.rows, "task/right_road")
-    reached = np.flatnonzero(share >= HALF)
-    return float(reached[0]) if len(reached) else math.nan
+    """The first step that samples the rare road in half of the responses; all steps if none."""
+    reached = np.flatnonzero(column(run.rows, "task/right_road") >= HALF)
+    return float(reached[0]) if len(reached) else finished_steps(run)
 
 
 ENTROPY = last("entropy, nats, last 10 steps", "entropy", form="{:.3f}")
@@ -51,11 +48,11 @@ STUDY = Study(
         "clip_fraction/high": "tokens clipped high",
     },
     claims=(
-        Claim(ENTROPY.name, "eps_high=0.28", +1, "eps_high=0.2"),
-        Claim(ENTROPY.name, "eps_high=0.4", +1, "eps_high=0.2"),
-        Claim(ROAD.name, "eps_high=0.28", +1, "eps_high=0.2"),
-        Claim(ROAD.name, "eps_high=0.4", +1, "eps_high=0.2"),
-        Claim(ACCURACY.name, "eps_high=0.28", +1, "eps_high=0.2"),
-        Claim(ACCURACY.name, "eps_high=0.4", +1, "eps_high=0.2"),
+        Claim(ENTROPY, "eps_high=0.28", +1, "eps_high=0.2"),
+        Claim(ENTROPY, "eps_high=0.4", +1, "eps_high=0.2"),
+        Claim(ROAD, "eps_high=0.28", +1, "eps_high=0.2"),
+        Claim(ROAD, "eps_high=0.4", +1, "eps_high=0.2"),
+        Claim(ACCURACY, "eps_high=0.28", +1, "eps_high=0.2"),
+        Claim(ACCURACY, "eps_high=0.4", +1, "eps_high=0.2"),
     ),
 )

@@ -35,9 +35,9 @@ STUDY = Study(
         "entropy": "policy entropy, nats",
     },
     claims=(
-        Claim(LONG.name, "by_reward", -1, "by_correctness"),
-        Claim(LONG.name, "no_filter", -1, "by_correctness"),
-        Claim(TOKENS.name, "by_reward", -1, "by_correctness"),
-        Claim(TOKENS.name, "no_filter", -1, "by_correctness"),
+        Claim(LONG, "by_reward", -1, "by_correctness"),
+        Claim(LONG, "no_filter", -1, "by_correctness"),
+        Claim(TOKENS, "by_reward", -1, "by_correctness"),
+        Claim(TOKENS, "no_filter", -1, "by_correctness"),
     ),
 )

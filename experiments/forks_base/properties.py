@@ -24,6 +24,7 @@ from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Group, Prompt, Response
 from experiments.forks_base.task import (
     KINDS,
+    LOOP_LINE_TOKENS,
     PLAN,
     WORDING,
     Forks,
@@ -37,7 +38,6 @@ PROMPTS = {"easy": 64, "road": 400, "long": 96, "closed": 32}
 ON_ROAD_PROMPTS = 48
 GROUP_SIZE = 8
 SEED = 5
-LOOP_LINE_TOKENS = 12  # "What? 12+30=42"
 RIGHT_PLAN = " How:" + "".join(words[-1] for words in PLAN) + "\n"
 FORKS = {
     **{f"plan {place + 1}": words for place, words in enumerate(PLAN)},

@@ -40,6 +40,7 @@ WORDING = (
 CHECKS = 0.3  # probability of a check after each step of a long solution
 LOOPS = 0.15  # share of road and long solutions that go over a line again and again,
 LOOP_AGAIN = 1 - 1 / 15  # so 15 times on average
+LOOP_LINE_TOKENS = 12  # "What? 12+30=42"
 GUESS_AGAIN = 1 - 1 / 3  # a closed problem is guessed at 3 times on average
 
 _PLAN_LINE = re.compile(r"\s*How:( \w+)( \w+)( \w+)\n")

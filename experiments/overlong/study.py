@@ -30,8 +30,8 @@ STUDY = Study(
         "response_tokens/mean": "response length, tokens",
     },
     claims=(
-        Claim(LONG.name, "filtered", +1, "punished"),
-        Claim(LONG.name, "soft", +1, "punished"),
-        Claim(CUT.name, "soft", -1, "filtered"),
+        Claim(LONG, "filtered", +1, "punished"),
+        Claim(LONG, "soft", +1, "punished"),
+        Claim(CUT, "soft", -1, "filtered"),
     ),
 )

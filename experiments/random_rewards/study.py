@@ -39,10 +39,10 @@ STUDY = Study(
         "response_tokens/mean": "response length, tokens",
     },
     claims=(
-        Claim(ENTROPY.name, "high=0.28", +1, "high=0.2"),
-        Claim(ENTROPY.name, "high=0.4", +1, "high=0.2"),
-        Claim(ENTROPY.name, "high=none", +1, "high=0.2"),
-        Claim(ENTROPY.name, "low=0.1_high=0.28", +1, "high=0.28"),
-        Claim(ENTROPY.name, "unclipped", -1, "high=0.2"),
+        Claim(ENTROPY, "high=0.28", +1, "high=0.2"),
+        Claim(ENTROPY, "high=0.4", +1, "high=0.2"),
+        Claim(ENTROPY, "high=none", +1, "high=0.2"),
+        Claim(ENTROPY, "low=0.1_high=0.28", +1, "high=0.28"),
+        Claim(ENTROPY, "unclipped", -1, "high=0.2"),
     ),
 )

@@ -42,5 +42,5 @@ STUDY = Study(
         "ratio_gap": "sampler/learner gap, mean |ratio - 1|",
     },
     claims=(),
-    seeds="0,",
+    seeds=(0,),
 )

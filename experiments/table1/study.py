@@ -8,20 +8,23 @@ import numpy as np
 from configs.base import TABLE_1
 from dapo_jax.report.quantities import Quantity, final_score, last, tokens_of
 from dapo_jax.report.runs import column
+from dapo_jax.report.statistics import nan_mean
 from experiments.study import Claim, Study
 
 BUDGET_TOKENS = 400_000
-AVERAGED_STEPS = 10
+WINDOW_TOKENS = 80_000
 NO_FILTER = "token_level"  # the row before the last is DAPO without dynamic sampling
 
 
 def accuracy_at_budget(run) -> float:
-    """Percent right in the ten steps before the budget of tokens is spent; NaN if it never is."""
+    """Percent right at the budget of sampled tokens, over a window around it; NaN beyond the run.
+
+    The window is one of tokens, equal for arms that sample more or fewer of them a step.
+    """
     spent, right = (column(run.rows, key) for key in ("sampled_tokens_total", "accuracy/mean"))
-    end = int(np.searchsorted(spent, BUDGET_TOKENS))
-    if end == len(spent):
+    if spent[-1] < BUDGET_TOKENS + WINDOW_TOKENS / 2:
         return math.nan
-    return 100 * float(np.mean(right[max(0, end - AVERAGED_STEPS) : end]))
+    return 100 * nan_mean(right[np.abs(spent - BUDGET_TOKENS) <= WINDOW_TOKENS / 2])
 
 
 STEPS = last("accuracy, %", "accuracy/mean", scale=100)
@@ -54,9 +57,9 @@ STUDY = Study(
         "task/right_road": "share of the rare road",
     },
     claims=(
-        *(Claim(STEPS.name, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),
-        Claim(STEPS.name, "dapo", +1, "naive_grpo"),
-        Claim(TOKENS.name, "dapo", +1, "naive_grpo"),
-        Claim(TOKENS.name, "dapo", +1, NO_FILTER),
+        *(Claim(STEPS, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),
+        Claim(STEPS, "dapo", +1, "naive_grpo"),
+        Claim(TOKENS, "dapo", +1, "naive_grpo"),
+        Claim(TOKENS, "dapo", +1, NO_FILTER),
     ),
 )

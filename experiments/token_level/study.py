@@ -3,7 +3,7 @@
 from dapo_jax.report import statistics
 from dapo_jax.report.quantities import Quantity, last
 from dapo_jax.report.runs import column
-from experiments.forks_base.properties import LOOP_LINE_TOKENS
+from experiments.forks_base.task import LOOP_LINE_TOKENS
 from experiments.study import Claim, Study
 
 
@@ -43,7 +43,7 @@ STUDY = Study(
         "accuracy/mean": "accuracy of the sampled responses",
     },
     claims=(
-        Claim(LOOPS.name, "token_mean", -1, "sequence_mean"),
-        Claim(WRONG.name, "token_mean", -1, "sequence_mean"),
+        Claim(LOOPS, "token_mean", -1, "sequence_mean"),
+        Claim(WRONG, "token_mean", -1, "sequence_mean"),
     ),
 )
