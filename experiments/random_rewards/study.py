@@ -12,8 +12,8 @@ STUDY = Study(
     settings={
         "data.train.task": "experiments.forks_base.task:RandomRewards",
         "algo.overlong_factor": "0.0",
-        "learner.learning_rate": "5e-4",
-        "num_steps": "30",
+        "learner.learning_rate": "1e-3",
+        "num_steps": "25",
         "eval.every_steps": "0",
         "log.rollouts_every_steps": "0",
         "log.samples_every_steps": "0",
