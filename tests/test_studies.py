@@ -10,6 +10,7 @@ from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
 from dapo_jax.report.statistics import Interval
 from experiments import study
+from experiments.eps_high.study import steps_until_half
 from experiments.filter_noise.study import last_scores, noise
 from experiments.study import Claim, Study, verdict
 from experiments.table1.study import BUDGET_TOKENS, accuracy_at_budget
@@ -138,3 +139,11 @@ def test_seeds_without_a_value_are_counted():
     runs = {f"a/seed_{s}": _run("a", s, entropy=[[1.0, math.nan][s]] * 3) for s in range(2)}
     made = Study("t", "configs/tiny.py", {"a": ""}, (ENTROPY,), {}, ())
     assert "| a   | 2     | 1.000 (of 1) |" in study.result(made, runs)
+
+
+@pytest.mark.parametrize(
+    ("shares", "steps"),
+    [([0.1, 0.3, 0.7, 0.2], 1.5), ([0.5, 0.9], 0.0), ([0.1, 0.2, 0.4], 3.0), ([0.1, 0.5], 1.0)],
+)
+def test_steps_until_half_lie_between_two_steps(shares, steps):
+    assert steps_until_half(_run("a", 0, task__right_road=shares)) == pytest.approx(steps)

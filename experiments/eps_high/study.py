@@ -1,4 +1,4 @@
-"""eps_high on a task whose right road is rare: entropy, accuracy, and when the road is found."""
+"""eps_high where the right road is rare: when it is found, and at what entropy and accuracy."""
 
 import numpy as np
 
@@ -6,53 +6,62 @@ from dapo_jax.report.quantities import Quantity, final_score, finished_steps, la
 from dapo_jax.report.runs import column
 from experiments.study import Claim, Study
 
-HALF = 0.5
+ROAD = "{'road': 1.0, 'luck': 0.0, 'rare_words': 2}"
 
 
 def steps_until_half(run) -> float:
-    """The first step that samples the rare road in half of the responses; all steps if none."""
-    reached = np.flatnonzero(column(run.rows, "task/right_road") >= HALF)
-    return float(reached[0]) if len(reached) else finished_steps(run)
+    """Steps until half of the responses take the rare road, between two steps; all if they don't.
+
+    A straight line joins the shares of successive steps.
+    """
+    share = column(run.rows, "task/right_road")
+    reached = np.flatnonzero(share >= 0.5)
+    if not len(reached) or reached[0] == 0:
+        return 0.0 if len(reached) else float(finished_steps(run))
+    after = reached[0]
+    return float(np.interp(0.5, share[[after - 1, after]], [after - 1, after]))
 
 
-ENTROPY = last("entropy, nats, last 10 steps", "entropy", form="{:.3f}")
-ROAD = last("rare road, %", "task/right_road", scale=100)
+HALF = Quantity("steps until the rare road has half", steps_until_half, "{:.2f}")
+ENTROPY = last("entropy, nats, last third", "entropy", form="{:.3f}")
 ACCURACY = final_score("road", "mean@8")
+EPS = (0.2, 0.24, 0.28, 0.4, 0.8)
 
 STUDY = Study(
     title="eps_high where the right road is rare",
     config="configs/forks.py",
     settings={
-        "data.train.args": "{'road': 1.0}",
-        "num_steps": "60",
+        "data.train.args": ROAD,
+        "eval.sets.road.args": ROAD,
+        "eval.sets.long.k": "0",
         "eval.every_steps": "20",
         "eval.samples_per_prompt": "8",
-        "eval.sets.long.k": "0",
+        "rollout.num_prompts": "32",
+        "rollout.generation_prompts": "64",
+        "updates_per_step": "16",
+        "learner.learning_rate": "2e-4",
+        "num_steps": "20",
         "log.rollouts_every_steps": "0",
         "log.samples_every_steps": "0",
     },
-    arms={
-        f"eps_high={eps}": f"algo.eps_high={eps}" for eps in ("0.2", "0.24", "0.28", "0.4", "0.8")
-    },
+    arms={f"eps_high={eps}": f"algo.eps_high={eps}" for eps in EPS},
     quantities=(
+        HALF,
         ACCURACY,
-        ROAD,
-        Quantity("steps until the rare road has half", steps_until_half, "{:.0f}"),
+        last("rare road, %, last third", "task/right_road", scale=100),
         ENTROPY,
         mean("clipped high, %", "clip_fraction/high", scale=100, form="{:.2f}"),
+        mean("clipped low, %", "clip_fraction/low", scale=100, form="{:.2f}"),
     ),
     drawn={
+        "task/right_road": "share of the rare road",
         "accuracy/mean": "accuracy of the sampled responses",
         "entropy": "policy entropy, nats",
-        "task/right_road": "share of the rare road",
         "clip_fraction/high": "tokens clipped high",
     },
     claims=(
-        Claim(ENTROPY, "eps_high=0.28", +1, "eps_high=0.2"),
-        Claim(ENTROPY, "eps_high=0.4", +1, "eps_high=0.2"),
-        Claim(ROAD, "eps_high=0.28", +1, "eps_high=0.2"),
-        Claim(ROAD, "eps_high=0.4", +1, "eps_high=0.2"),
-        Claim(ACCURACY, "eps_high=0.28", +1, "eps_high=0.2"),
-        Claim(ACCURACY, "eps_high=0.4", +1, "eps_high=0.2"),
+        *(Claim(HALF, f"eps_high={eps}", -1, "eps_high=0.2") for eps in EPS[1:]),
+        *(Claim(ENTROPY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
+        *(Claim(ACCURACY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
     ),
 )
