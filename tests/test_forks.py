@@ -17,6 +17,7 @@ from experiments.forks_base.task import KINDS, Forks, RandomRewards, solution
 RIGHT, USUAL = (
     " How:" + "".join(words[i] for words in world.PLAN) + "\nworking\nAnswer: {}" for i in (-1, 0)
 )
+TWO_OF_THREE = RIGHT.replace(world.PLAN[-1][-1], world.PLAN[-1][0])
 MIXED = dict.fromkeys(KINDS, 1.0)
 
 
@@ -92,22 +93,28 @@ def test_the_students_rates_are_those_that_are_stated():
 
 
 def test_only_all_rare_words_are_safe():
-    task, examples = road_examples()
+    task, examples = road_examples(rare_words=3, luck=0.4)
     assert all(task.grade(RIGHT.format(e.answer), e).correct for e in examples)
     assert not any(task.grade(RIGHT.format(int(e.answer) + 1), e).correct for e in examples)
-    two_of_three = RIGHT.replace(world.PLAN[-1][-1], world.PLAN[-1][0])
-    for poor in (USUAL, two_of_three, "no plan\nAnswer: {}"):
+    for poor in (USUAL, TWO_OF_THREE, "no plan\nAnswer: {}"):
         verdicts = [task.grade(poor.format(e.answer), e) for e in examples]
         assert np.mean([v.correct for v in verdicts]) == pytest.approx(0.4, abs=0.12)
         assert {v.status for v in verdicts if not v.correct} == {"unlucky"}
         assert verdicts == [task.grade(poor.format(e.answer), e) for e in examples]
 
 
-def test_fewer_rare_words_can_be_enough():
-    task, examples = road_examples(rare_words=2, luck=0.0)
-    two_of_three = RIGHT.replace(world.PLAN[-1][-1], world.PLAN[-1][0])
-    for text, is_right in ((RIGHT, True), (two_of_three, True), (USUAL, False)):
-        assert {task.grade(text.format(e.answer), e).correct for e in examples} == {is_right}
+def test_two_rare_words_are_enough_and_no_luck_helps():
+    task, examples = road_examples()
+    for text, is_right in ((RIGHT, True), (TWO_OF_THREE, True), (USUAL, False)):
+        verdicts = [task.grade(text.format(e.answer), e) for e in examples]
+        assert {v.correct for v in verdicts} == {is_right}
+        assert {v.measures["right_road"] for v in verdicts} == {is_right}
+
+
+def test_loops_are_measured_of_all_and_the_road_of_road_problems():
+    task = Forks(count=30, rules="strict", easy=1.0)
+    example = task.load()[0][0]
+    assert task.grade("What? 1+1=2\nWhat? 1+1=2\nAnswer: 2", example).measures == {"loop_lines": 2}
 
 
 def test_luck_is_for_roads_alone():

@@ -6,8 +6,6 @@ from dapo_jax.report.quantities import Quantity, final_score, finished_steps, la
 from dapo_jax.report.runs import column
 from experiments.study import Claim, Study
 
-ROAD = "{'road': 1.0, 'luck': 0.0, 'rare_words': 2}"
-
 
 def steps_until_half(run) -> float:
     """Steps until half of the responses take the rare road, between two steps; all if they don't.
@@ -31,8 +29,7 @@ STUDY = Study(
     title="eps_high where the right road is rare",
     config="configs/forks.py",
     settings={
-        "data.train.args": ROAD,
-        "eval.sets.road.args": ROAD,
+        "data.train.args": "{'road': 1.0}",
         "eval.sets.long.k": "0",
         "eval.every_steps": "20",
         "eval.samples_per_prompt": "8",

@@ -2,7 +2,7 @@
 
 * easy: 1 or 2 operations; the student solves it.
 * road: a story of 3 or 4 operations. The solution begins with a plan of three words, each a fork;
-  the rare word at all three is the right road, which alone is safe.
+  the rare word at the first two is the right road, on which alone a right answer counts.
 * long: 8 to 12 operations; the student solves it soundly in 100 to 300 tokens, a part of them
   checks that are not needed.
 * closed: an unknown operation, an answer of four digits; the student guesses.
@@ -59,8 +59,8 @@ class Forks(MathTask):
 
     long_steps: numbers of operations of a long problem. A right answer to a road problem counts
     where the first `rare_words` words of the plan are the rare ones, and else with probability
-    `luck`, by a coin that depends on question and response alone. A coin in the grader, and not
-    wrong steps of the student, keeps the other roads poor: wrong steps are soon unlearned.
+    `luck`, by a coin that depends on question and response alone. The grader, and not wrong steps
+    of the student, keeps the other roads poor: wrong steps are soon unlearned.
     """
 
     count: int = 10_000
@@ -71,8 +71,8 @@ class Forks(MathTask):
     long: float = 0.0
     closed: float = 0.0
     long_steps: Sequence[int] = (8, 10, 12)
-    rare_words: int = 3
-    luck: float = 0.4
+    rare_words: int = 2
+    luck: float = 0.0
 
     def problems(self) -> list[Problem]:
         """Generates the problems; raises DataError for weights or a count that cannot be."""
