@@ -36,7 +36,7 @@ STUDY = Study(
     title="Training on all groups or on the informative ones, where those are few",
     config="configs/forks.py",
     settings={
-        "data.train.args": "{'easy': 0.6, 'closed': 0.3, 'road': 0.1}",
+        "data.train.args": "{'easy': 0.5, 'closed': 0.2, 'road': 0.3}",
         "rollout.num_prompts": "8",
         "rollout.generation_prompts": "48",
         "updates_per_step": "4",
