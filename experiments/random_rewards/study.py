@@ -12,8 +12,10 @@ STUDY = Study(
     settings={
         "data.train.task": "experiments.forks_base.task:RandomRewards",
         "algo.overlong_factor": "0.0",
-        "learner.learning_rate": "1e-3",
-        "num_steps": "25",
+        "data.train.args": "{'easy': 1.0}",
+        "rollout.max_response_tokens": "64",
+        "learner.learning_rate": "5e-4",
+        "num_steps": "30",
         "eval.every_steps": "0",
         "log.rollouts_every_steps": "0",
         "log.samples_every_steps": "0",
