@@ -157,7 +157,7 @@ def test_intervals_computed_by_hand():
     assert paired.difference == 1.75
     assert paired.half_width == pytest.approx(3.182446 * 0.25, rel=1e-6)
     assert (paired.low, paired.high) == pytest.approx((0.954388, 2.545612), abs=1e-6)
-    assert paired.excludes_zero
+    assert paired.excludes_zero is True
     # var(a) = 14/3, var(b) = 59/12: u = 7/6, v = 59/48; f = 5.9959, t = 2.4473.
     welch = statistics.welch_interval(A_S, B_S)
     assert welch.difference == 1.75

@@ -120,8 +120,8 @@ def quantile(freedom: float) -> float:
 
 
 def _around(difference: float, error: float, freedom: float) -> Interval:
-    half_width = quantile(freedom) * error
-    return Interval(float(difference), difference - half_width, difference + half_width)
+    difference, half_width = float(difference), quantile(freedom) * error
+    return Interval(difference, difference - half_width, difference + half_width)
 
 
 def _least(width_of, half_width: float) -> int | None:

@@ -140,7 +140,7 @@ class Comparison:
         return [
             str(self.pairs),
             signed(quantity, self.paired.difference),
-            interval_text(quantity, self.paired) + " *" * self.paired.excludes_zero,
+            interval_text(quantity, self.paired) + (" *" if self.paired.excludes_zero else ""),
             interval_text(quantity, self.unpaired),
             *("-" if n is None else f"{n}" for n in self.needed),
         ]
