@@ -39,7 +39,7 @@ from dapo_jax.sweep.__main__ import sweep
 HERE = pathlib.Path(__file__).parent
 ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
 NOTE = """\
-A prediction is confirmed or refuted where the interval paired by seed excludes zero, and open
+A row is confirmed or refuted where the interval paired by seed excludes zero, and open
 elsewhere; of {n} without any effect {expected:.1f} would do so on average. Paired: Student's, of
 the differences of runs of one seed; unpaired: Welch's; both 95 %. Seeds needed: an arm, for an
 interval of half the width of the paired one here; paired / unpaired."""
@@ -69,7 +69,8 @@ class Study:
     title: of result and figure. config: the recipe. arms: name -> "KEY=V KEY=V", as
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
     columns of the table. drawn: keys of the figure's curves, metrics or eval/<set>/<score>, with
-    their titles. claims: made before the runs.
+    their titles. claims: made before the runs. afterwards: asked once they were there, to explain
+    them.
     """
 
     title: str
@@ -78,6 +79,7 @@ class Study:
     quantities: Sequence[Quantity]
     drawn: Mapping[str, str]
     claims: Sequence[Claim]
+    afterwards: Sequence[Claim] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     seeds: Sequence[int] = tuple(range(5))
 
@@ -131,12 +133,13 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
             for arm, found in arms.items()
         ],
     )
-    if study.claims:
-        heads = ["prediction", "pairs", "difference", "paired by seed", "unpaired"]
-        rows = [_judged(claim, arms) for claim in study.claims]
-        n = len(study.claims)
-        note = NOTE.format(n=n, expected=n * (1 - statistics.CONFIDENCE))
-        lines += ["", *table([*heads, "verdict", "seeds needed"], rows), "", note]
+    for head, claims in (("prediction", study.claims), ("asked afterwards", study.afterwards)):
+        if claims:
+            heads = [head, "pairs", "difference", "paired by seed", "unpaired", "verdict"]
+            rows = [_judged(claim, arms) for claim in claims]
+            lines += ["", *table([*heads, "seeds needed"], rows)]
+    if n := len(study.claims) + len(study.afterwards):
+        lines += ["", NOTE.format(n=n, expected=n * (1 - statistics.CONFIDENCE))]
     return "\n".join([*lines, "", _origin(kept), ""])
 
 

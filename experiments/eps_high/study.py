@@ -20,7 +20,14 @@ def steps_until_half(run) -> float:
     return float(np.interp(0.5, share[[after - 1, after]], [after - 1, after]))
 
 
+def entropy_at_half(run) -> float:
+    """The entropy at that point, on a straight line between the two steps."""
+    entropy = column(run.rows, "entropy")
+    return float(np.interp(steps_until_half(run), np.arange(len(entropy)), entropy))
+
+
 HALF = Quantity("steps until the rare road has half", steps_until_half, "{:.2f}")
+ENTROPY_AT_HALF = Quantity("entropy when it has half, nats", entropy_at_half, "{:.3f}")
 ENTROPY = last("entropy, nats, last third", "entropy", form="{:.3f}")
 ACCURACY = final_score("road", "mean@8")
 EPS = (0.2, 0.24, 0.28, 0.4, 0.8)
@@ -44,6 +51,7 @@ STUDY = Study(
     arms={f"eps_high={eps}": f"algo.eps_high={eps}" for eps in EPS},
     quantities=(
         HALF,
+        ENTROPY_AT_HALF,
         ACCURACY,
         last("rare road, %, last third", "task/right_road", scale=100),
         ENTROPY,
@@ -61,4 +69,5 @@ STUDY = Study(
         *(Claim(ENTROPY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
         *(Claim(ACCURACY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
     ),
+    afterwards=[Claim(ENTROPY_AT_HALF, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]],
 )
