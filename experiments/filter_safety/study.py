@@ -10,8 +10,11 @@ STUDY = Study(
     title="Which groups may be trained on, when half of the problems are out of reach",
     config="configs/forks.py",
     settings={
-        "data.train.args": "{'closed': 0.5, 'easy': 0.2, 'long': 0.3}",
+        "data.train.args": "{'closed': 0.5, 'long': 0.5}",
         "algo.overlong_cache_tokens": "216",
+        "rollout.num_prompts": "8",
+        "rollout.generation_prompts": "16",
+        "updates_per_step": "4",
         "num_steps": "40",
         "eval.every_steps": "20",
         "eval.samples_per_prompt": "8",

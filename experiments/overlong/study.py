@@ -11,6 +11,9 @@ STUDY = Study(
     config="configs/forks.py",
     settings={
         "data.train.args": "{'long': 1.0}",
+        "rollout.num_prompts": "8",
+        "rollout.generation_prompts": "16",
+        "updates_per_step": "4",
         "num_steps": "40",
         "eval.every_steps": "20",
         "eval.samples_per_prompt": "8",
