@@ -2,15 +2,16 @@
 
     python -m experiments.random_rewards.toy
 
-prints, for each clip range and learning rate, the change of the entropy after 30 steps of 8 updates
-against that without clips, with its standard error over the runs, and the share of samples clipped
-high: what the clips do where no network, optimizer or drift of the text is in between.
+prints, for a start at unequal and at equal shares, each clip range and learning rate, the change of
+the entropy after 30 steps of 8 updates against that without clips, with its standard error over the
+runs, and the share of samples clipped high: what the clips do where no network, optimizer or drift
+of the text is in between.
 """
 
 import numpy as np
 
 TOKENS, GROUPS, GROUP_SIZE, UPDATES, STEPS, RUNS = 8, 64, 8, 8, 30, 400
-START = np.log([0.4, 0.25, 0.15, 0.08, 0.05, 0.04, 0.02, 0.01])  # 1.64 nats
+STARTS = {"unequal": [0.4, 0.25, 0.15, 0.08, 0.05, 0.04, 0.02, 0.01], "equal": [1 / 8] * 8}
 RANGES = {
     "0.2, 0.2": (0.2, 0.2),
     "0.2, 0.28": (0.2, 0.28),
@@ -41,14 +42,14 @@ def advantages(rng: np.random.Generator) -> np.ndarray:
     return (centred_RPG / np.where(spread_RP1 > 0, spread_RP1, 1.0)).reshape(RUNS, -1)
 
 
-def run(low: float, high: float, rate: float) -> tuple[np.ndarray, float]:
+def run(start: list[float], low: float, high: float, rate: float) -> tuple[np.ndarray, float]:
     """(entropy of each run at the end, the share of samples clipped high).
 
     Eq. 8's gradient in the logits, A r (onehot - p), where neither bound is passed. The same seed
     for every range.
     """
     rng = np.random.default_rng(0)
-    logits_RV = np.tile(START, (RUNS, 1))
+    logits_RV = np.tile(np.log(start), (RUNS, 1))
     index_R1 = np.arange(RUNS)[:, None]
     clipped = []
     for _ in range(STEPS):
@@ -72,19 +73,21 @@ def run(low: float, high: float, rate: float) -> tuple[np.ndarray, float]:
 
 
 def main():
-    print(f"entropy at the start {entropy(softmax(START[None]))[0]:.2f} nats")
     heads = [f"rate {rate}" for rate in RATES]
-    print(f"| eps_low, eps_high | {' | '.join(heads)} |\n|---|{'---|' * len(RATES)}")
-    free = {rate: run(*RANGES["none"], rate)[0] for rate in RATES}
-    for name, bounds in RANGES.items():
-        cells = []
-        for rate in RATES:
-            nats_R, clipped = run(*bounds, rate)
-            change_R = nats_R - free[rate]
-            error = change_R.std(ddof=1) / RUNS**0.5
-            change = f"{change_R.mean():+.3f} ± {error:.3f}"
-            cells.append(f"{f'{nats_R.mean():.2f}' if name == 'none' else change} ({clipped:.1%})")
-        print(f"| {name} | {' | '.join(cells)} |")
+    for shares, start in STARTS.items():
+        print(f"\n{shares} shares, {entropy(np.array([start]))[0]:.2f} nats\n")
+        print(f"| eps_low, eps_high | {' | '.join(heads)} |\n|---|{'---|' * len(RATES)}")
+        free = {rate: run(start, *RANGES["none"], rate)[0] for rate in RATES}
+        for name, bounds in RANGES.items():
+            cells = []
+            for rate in RATES:
+                nats_R, clipped = run(start, *bounds, rate)
+                change_R = nats_R - free[rate]
+                error = change_R.std(ddof=1) / RUNS**0.5
+                change = f"{change_R.mean():+.3f} ± {error:.3f}"
+                nats = f"{nats_R.mean():.2f}" if name == "none" else change
+                cells.append(f"{nats} ({clipped:.1%})")
+            print(f"| {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
