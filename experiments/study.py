@@ -5,27 +5,30 @@
 
 The first makes the runs, goes on where it stopped, and copies their rows to experiments/NAME; both
 write result.md and figure.png there from rows.jsonl.gz. experiments/NAME/study.py has the Study.
-The exit status is the sweep's.
+The exit status is the sweep's;
+rows that are there already are replaced only where no run failed.
 """
 
 import dataclasses
 import importlib
+import itertools
+import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from absl import app, flags
+from ml_collections import ConfigDict
 
 from dapo_jax.report import plots, statistics
 from dapo_jax.report.curves import Panel, evaluation_curve, metric_curve
-from dapo_jax.report.quantities import Quantity
+from dapo_jax.report.quantities import Quantity, finished_steps
 from dapo_jax.report.rows import read_rows_file
-from dapo_jax.report.runs import Run, commit_text
+from dapo_jax.report.runs import Run, commit_text, flatten
 from dapo_jax.report.summary import (
     Comparison,
     by_arm,
-    complete,
     interval_text,
     signed,
     spread_text,
@@ -93,14 +96,47 @@ class Study:
             seeds="".join(f"{seed}," for seed in self.seeds),
         )
 
-    def own(self, runs: Mapping[str, Run]) -> dict[str, Run]:
-        """Those of the runs that are of the study's arms and seeds, in the order of its arms."""
-        return {
-            label: run
-            for arm in self.arms
-            for label, run in runs.items()
-            if run.arm == arm and run.seed in self.seeds
-        }
+    def finished(self, runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
+        """(the study's runs in the order of its arms, why each of the others is missing).
+
+        A run counts if its recipe has the values that the study asks for, if it differs from the
+        first one in no other key but the seed, and if all its steps are there.
+        """
+        recipes = {arm: recipe_values(recipe) for arm, recipe in self.plan().recipes.items()}
+        asked = _asked(self.settings, recipes.values())
+        label_of = {(run.arm, run.seed): label for label, run in runs.items()}
+        kept, missing = {}, []
+        for arm, seed in itertools.product(self.arms, self.seeds):
+            label = label_of.get((arm, seed), f"{arm}/seed_{seed}")
+            run = runs.get(label)
+            if run is None:
+                missing.append(f"{label} has not been run")
+                continue
+            first = next(iter(kept.values()), run)
+            wanted = {**first.config, **{key: recipes[arm].get(key) for key in asked}, "seed": seed}
+            keys = {**wanted, **run.config}
+            other = [key for key in keys if run.config.get(key) != wanted.get(key)]
+            if other:
+                missing.append(f"{label} is of another recipe ({', '.join(other)})")
+            elif finished_steps(run) < recipes[arm]["num_steps"]:
+                steps = f"{finished_steps(run)} of {recipes[arm]['num_steps']}"
+                missing.append(f"{label} has {steps} steps")
+            else:
+                kept[label] = run
+        return kept, missing
+
+
+def recipe_values(recipe: ConfigDict) -> dict[str, object]:
+    """The values of a recipe, dotted key -> value, as a run's config.json has them."""
+    return flatten(json.loads(recipe.to_json_best_effort()))
+
+
+def _asked(settings: Mapping[str, str], recipes: Iterable[Mapping[str, object]]) -> set[str]:
+    """The keys that a study sets, for all arms or for some of them."""
+    recipes = list(recipes)
+    keys = {key for recipe in recipes for key in recipe}
+    varied = {key for key in keys if any(r.get(key) != recipes[0].get(key) for r in recipes)}
+    return varied | {key for key in keys if any(f"{key}.".startswith(f"{s}.") for s in settings)}
 
 
 def load(name: str) -> Study:
@@ -120,11 +156,11 @@ def verdict(claim: Claim, interval: statistics.Interval) -> str:
 
 def result(study: Study, runs: Mapping[str, Run]) -> str:
     """The study's tables as Markdown: each arm's quantities, each claim with its intervals."""
-    kept, short = complete(study.own(runs))
+    kept, missing = study.finished(runs)
     arms = by_arm(kept)
     lines = [f"# {study.title}", ""]
-    if short:
-        lines += [f"Left out, not finished: {'; '.join(short)}.", ""]
+    if missing:
+        lines += [f"Missing: {'; '.join(missing)}.", ""]
     lines += ["Mean ± standard deviation over the seeds.", ""]
     lines += table(
         ["arm", "seeds", *(quantity.name for quantity in study.quantities)],
@@ -136,7 +172,7 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
     for head, claims in (("prediction", study.claims), ("asked afterwards", study.afterwards)):
         if claims:
             heads = [head, "pairs", "difference", "paired by seed", "unpaired", "verdict"]
-            rows = [_judged(claim, arms) for claim in claims]
+            rows = [_judged(claim, arms, len(study.seeds)) for claim in claims]
             lines += ["", *table([*heads, "seeds needed"], rows)]
     if n := len(study.claims) + len(study.afterwards):
         lines += ["", NOTE.format(n=n, expected=n * (1 - statistics.CONFIDENCE))]
@@ -147,8 +183,8 @@ def _values(quantity: Quantity, runs: Mapping[int, Run]) -> dict[int, float]:
     return {seed: quantity.value(run) for seed, run in runs.items()}
 
 
-def _judged(claim: Claim, arms: Mapping[str, Mapping[int, Run]]) -> list[str]:
-    """The cells of a claim."""
+def _judged(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> list[str]:
+    """The cells of a claim; it has no verdict while a seed is missing."""
     ours, theirs = (_values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
     found = Comparison.of(ours, theirs)
     return [
@@ -157,7 +193,7 @@ def _judged(claim: Claim, arms: Mapping[str, Mapping[int, Run]]) -> list[str]:
         signed(claim.quantity, found.paired.difference),
         interval_text(claim.quantity, found.paired),
         interval_text(claim.quantity, found.unpaired),
-        verdict(claim, found.paired),
+        verdict(claim, found.paired) if found.pairs == seeds else "incomplete",
         " / ".join("-" if n is None else str(n) for n in found.needed),
     ]
 
@@ -169,12 +205,12 @@ def _origin(runs: Mapping[str, Run]) -> str:
     jax = dict.fromkeys(start["versions"]["jax"] for start in starts)
     hours = sum(row.get("seconds/total", 0.0) for run in runs.values() for row in run.rows) / 3600
     made = f"commit {', '.join(commits)}; JAX {', '.join(jax)}"
-    return f"{len(runs)} runs, {hours:.1f} hours of one core each; {made}."
+    return f"{len(runs)} runs, {hours:.1f} hours of one core in all; {made}."
 
 
 def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
     """The study's curves, and a column an arm for each quantity."""
-    kept, _ = complete(study.own(runs))
+    kept, _ = study.finished(runs)
     unit = {metric.key: metric.unit for metric in METRICS}
     panels = []
     for key, title in study.drawn.items():
@@ -200,6 +236,12 @@ def make(study: Study, workdir: pathlib.Path, jobs: int) -> int:
     return 0
 
 
+def keep_rows(workdir: pathlib.Path, folder: pathlib.Path, status: int) -> None:
+    """Copies the sweep's rows to the study's folder, but not over others where a run has failed."""
+    if status == 0 or not (folder / ROWS).exists():
+        shutil.copyfile(workdir / ROWS, folder / ROWS)
+
+
 def main(argv: Sequence[str]) -> None:
     if len(argv) != 2:
         sys.exit(f"experiments.study: give the name of one study, not {argv[1:]}")
@@ -209,7 +251,7 @@ def main(argv: Sequence[str]) -> None:
         if flags.FLAGS.workdir:
             workdir = pathlib.Path(flags.FLAGS.workdir)
             status = make(study, workdir, flags.FLAGS.jobs)
-            shutil.copyfile(workdir / ROWS, folder / ROWS)
+            keep_rows(workdir, folder, status)
         if not (folder / ROWS).exists():
             raise ValueError(f"{argv[1]} has no {ROWS} yet: --workdir=DIR makes the runs")
     except ValueError as error:

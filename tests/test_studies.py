@@ -39,9 +39,7 @@ def test_the_committed_result_is_what_the_committed_rows_give(name):
     made, folder = study.load(name), study.HERE / name
     runs = read_rows_file(folder / study.ROWS)
     assert (folder / study.RESULT).read_text() == study.result(made, runs)
-    assert {run.arm for run in runs.values()} == set(made.arms)
-    for run in runs.values():
-        assert run.config["num_steps"] == len(run.rows)
+    assert made.finished(runs)[1] == []
 
 
 def test_an_unknown_study_is_named_with_what_there_is():
@@ -57,13 +55,29 @@ def test_a_verdict_needs_an_interval_without_zero():
     assert verdict(claim, Interval(-1.0, math.nan, math.nan)) == "open"
 
 
+EPS_HIGH = {"a": 0.2, "b": 0.3}
+
+
+def _study(arms: str, claims=(), seeds=range(3)) -> Study:
+    return Study(
+        title="By hand",
+        config="configs/tiny.py",
+        settings={"num_steps": "3"},
+        arms={arm: f"algo.eps_high={EPS_HIGH[arm]}" for arm in arms},
+        quantities=(ENTROPY,),
+        drawn={},
+        claims=claims,
+        seeds=tuple(seeds),
+    )
+
+
 def _run(arm: str, seed: int, **columns) -> Run:
     rows = [
         {"step": step, **{key.replace("__", "/"): values[step] for key, values in columns.items()}}
         for step in range(len(next(iter(columns.values()))))
     ]
     start = {"commit": "0123456789ab", "changed": False, "versions": {"jax": "0.10.2"}}
-    config = {"seed": seed, "num_steps": len(rows)}
+    config = {"seed": seed, "num_steps": 3, "algo.eps_high": EPS_HIGH[arm]}
     return Run(rows=rows, evaluations={}, config=config, starts=[start], arm=arm)
 
 
@@ -74,14 +88,7 @@ def test_a_result_by_hand():
         for arm, more in (("a", 0), ("b", 1))
         for seed in range(3)
     }
-    made = Study(
-        title="By hand",
-        config="configs/tiny.py",
-        arms={"a": "", "b": ""},
-        quantities=(ENTROPY,),
-        drawn={},
-        claims=(Claim(ENTROPY, "b", +1, "a"), Claim(ENTROPY, "a", +1, "b")),
-    )
+    made = _study("ab", (Claim(ENTROPY, "b", +1, "a"), Claim(ENTROPY, "a", +1, "b")))
     text = study.result(made, runs)
     assert "| b   | 3     | 12.000 ± 11.000 |" in text
     up, down = (line for line in text.splitlines() if line.startswith("| entropy:"))
@@ -122,23 +129,46 @@ def test_the_last_scores_are_of_the_last_twenty_steps():
     assert noise(run) == pytest.approx(4 / math.sqrt(2))
 
 
-def test_what_is_not_the_studys_or_not_finished_is_left_out():
-    made = Study("t", "configs/tiny.py", {"a": ""}, (ENTROPY,), {}, (), seeds=(0, 1, 2))
-    runs = {f"a/seed_{seed}": _run("a", seed, entropy=[1.0] * 3) for seed in range(4)}
-    runs["b/seed_0"] = _run("b", 0, entropy=[1.0] * 3)
-    short = _run("a", 2, entropy=[9.0])
-    runs["a/seed_2"] = dataclasses.replace(short, config={"seed": 2, "num_steps": 3})
-    text = study.result(made, runs)
-    assert "a/seed_2 has 1 of 3 steps" in text
-    assert "| a   | 2     | 1.000 ± 0.000 |" in text
-    assert "\n2 runs," in text
+def test_what_is_not_the_studys_is_left_out_and_said():
+    """Rows of another recipe, of fewer steps and of no seed at all gave the same verdicts."""
+    runs = {
+        f"{arm}/seed_{seed}": _run(arm, seed, entropy=[seed + EPS_HIGH[arm]] * 3)
+        for arm in "ab"
+        for seed in range(4)
+    }
+    made = _study("ab", (Claim(ENTROPY, "b", +1, "a"),))
+    assert "Missing" not in study.result(made, runs)
+    assert " confirmed " in study.result(made, runs)
+    runs["b/seed_1"] = _run("b", 1, entropy=[9.0])
+    runs["b/seed_2"].config["algo.eps_high"] = 0.2
+    text = study.result(dataclasses.replace(made, seeds=range(5)), runs)
+    assert "b/seed_1 has 1 of 3 steps; b/seed_2 is of another recipe (algo.eps_high)" in text
+    assert "a/seed_4 has not been run; b/seed_1" in text
+    assert " incomplete " in text
+    assert "confirmed |" not in text
+    assert "| b   | 2     | 1.800 ± 2.121 |" in text
+    runs["a/seed_3"].config["learner.learning_rate"] = 1.0
+    assert "a/seed_3 is of another recipe (learner.learning_rate)" in study.result(
+        dataclasses.replace(made, seeds=range(4)), runs
+    )
 
 
 def test_seeds_without_a_value_are_counted():
     """A mean over the one seed that reached a mark stood beside that of all five."""
     runs = {f"a/seed_{s}": _run("a", s, entropy=[[1.0, math.nan][s]] * 3) for s in range(2)}
-    made = Study("t", "configs/tiny.py", {"a": ""}, (ENTROPY,), {}, ())
-    assert "| a   | 2     | 1.000 (of 1) |" in study.result(made, runs)
+    assert "| a   | 2     | 1.000 (of 1) |" in study.result(_study("a", seeds=range(2)), runs)
+
+
+def test_a_failed_sweep_does_not_replace_the_rows_that_are_there(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / study.ROWS).write_bytes(b"of a sweep with failures")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / study.ROWS).write_bytes(b"complete")
+    study.keep_rows(tmp_path / "runs", folder, status=1)
+    assert (folder / study.ROWS).read_bytes() == b"complete"
+    study.keep_rows(tmp_path / "runs", folder, status=0)
+    assert (folder / study.ROWS).read_bytes() == b"of a sweep with failures"
 
 
 @pytest.mark.parametrize(

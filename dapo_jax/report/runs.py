@@ -58,7 +58,7 @@ def load_run(workdir: str | pathlib.Path) -> Run:
     if not rows:
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config_path = workdir / "config.json"
-    config = _flatten(read_json(config_path)) if config_path.is_file() else {}
+    config = flatten(read_json(config_path)) if config_path.is_file() else {}
     evaluations = _read_evaluations(workdir / "eval")
     starts = read_starts(workdir / "starts.jsonl")
     return Run(rows=rows, evaluations=evaluations, config=config, starts=starts, workdir=workdir)
@@ -105,12 +105,12 @@ def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, f
     return curves
 
 
-def _flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
+def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
     """{"algo": {"eps_low": 0.2}} -> {"algo.eps_low": 0.2}."""
     flat = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -1,5 +1,7 @@
 """eps_high where the right road is rare: when it is found, and at what entropy and accuracy."""
 
+import math
+
 import numpy as np
 
 from dapo_jax.report.quantities import Quantity, final_score, finished_steps, last, mean
@@ -21,8 +23,10 @@ def steps_until_half(run) -> float:
 
 
 def entropy_at_half(run) -> float:
-    """The entropy at that point, on a straight line between the two steps."""
+    """The entropy at that point, on a straight line between the two steps; NaN if it never has."""
     entropy = column(run.rows, "entropy")
+    if steps_until_half(run) == finished_steps(run):
+        return math.nan
     return float(np.interp(steps_until_half(run), np.arange(len(entropy)), entropy))
 
 

@@ -185,8 +185,9 @@ def measured(samples: dict[str, Samples], on_road: Samples, pieces, limit: int) 
         table[key] = " / ".join(f"{p:.2f}" for p in share) + f"; {nats:.2f}"
     road = samples["road"]
     for n in range(1, len(PLAN) + 1):
-        rare_N = np.array([on_right_road(r.text, n) for r in road.responses])
-        table[f"road: the first {n} words of the plan rare"] = f"{rare_N.mean():.2%}"
+        share = np.mean([on_right_road(r.text, n) for r in road.responses])
+        table[f"road: the first {n} words of the plan rare"] = f"{share:.2%}"
+    rare_N = np.array([on_right_road(r.text, Forks.rare_words) for r in road.responses])
     table["road: counted right on the right road"] = f"{on_road.correct_N.mean():.1%}"
     table["road: counted right on any other"] = f"{road.correct_N[~rare_N].mean():.1%}"
     for kind, of_kind in samples.items():
