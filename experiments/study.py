@@ -208,21 +208,27 @@ def _origin(runs: Mapping[str, Run]) -> str:
     return f"{len(runs)} runs, {hours:.1f} hours of one core in all; {made}."
 
 
+def panels(drawn: Mapping[str, str]) -> list[Panel]:
+    """A panel for each metric or eval/<set>/<score>: key -> title."""
+    metrics, found = {metric.key: metric for metric in METRICS}, []
+    for key, title in drawn.items():
+        if key.startswith("eval/"):
+            _, name, score = key.split("/", 2)
+            found.append(
+                Panel(title, score_metric(key).unit, False, [evaluation_curve(name, score)])
+            )
+        else:
+            unit, log = (metrics[key].unit, metrics[key].log) if key in metrics else ("", False)
+            found.append(Panel(title, unit, log, [metric_curve(key, title)]))
+    return found
+
+
 def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
     """The study's curves, and a column an arm for each quantity."""
     kept, _ = study.finished(runs)
-    unit = {metric.key: metric.unit for metric in METRICS}
-    panels = []
-    for key, title in study.drawn.items():
-        if key.startswith("eval/"):
-            _, name, score = key.split("/", 2)
-            curve = evaluation_curve(name, score)
-            panels.append(Panel(title, score_metric(key).unit, False, [curve]))
-        else:
-            panels.append(Panel(title, unit.get(key, ""), False, [metric_curve(key, title)]))
     seeds = len({run.seed for run in kept.values()})
     over = f": means over {seeds} seeds, bands from the lowest to the highest" if seeds > 1 else ""
-    return plots.chosen(kept, panels, study.quantities, title=study.title + over)
+    return plots.chosen(kept, panels(study.drawn), study.quantities, title=study.title + over)
 
 
 def make(study: Study, workdir: pathlib.Path, jobs: int) -> int:

@@ -3,23 +3,30 @@
 from dapo_jax.report.quantities import final_score, last, mean
 from experiments.study import Study
 
+TASKS = "data.train.task=experiments.reading_a_run.task"
+
 STUDY = Study(
     title="Reading a run",
     config="configs/forks.py",
     settings={
-        "num_steps": "30",
-        "eval.every_steps": "10",
-        "log.rollouts_every_steps": "10",
+        "num_steps": "24",
+        "rollout.max_generation_batches": "3",
+        "eval.every_steps": "12",
+        "log.rollouts_every_steps": "0",
         "log.samples_every_steps": "0",
     },
     arms={
         "healthy": "",
-        "collapse": "learner.learning_rate=1e-3 algo.eps_high=0.05",
+        "collapse": "data.train.args=\"{'closed': 0.7, 'easy': 0.3}\" algo.filter_groups=reward "
+        "algo.overlong_cache_tokens=216 learner.learning_rate=3e-4 "
+        "rollout.num_prompts=8 rollout.generation_prompts=16",
         "explosion": "learner.learning_rate=5e-3",
-        "length_creep": "algo.overlong_factor=0.0 algo.overlong_filtering=True "
-        "algo.loss_aggregation=sequence_mean",
-        "format": "data.train.task=experiments.reading_a_run.task:AnyAnswer",
-        "no_groups": "data.train.args=\"{'closed': 1.0}\" rollout.max_generation_batches=1",
+        "length_creep": f"{TASKS}:WellChecked data.train.args=\"{{'long': 1.0}}\" "
+        "algo.overlong_factor=0.0 rollout.max_response_tokens=352 learner.row_tokens=704 "
+        "learner.learning_rate=2e-4 "
+        "rollout.num_prompts=8 rollout.generation_prompts=16 updates_per_step=4",
+        "format": f"{TASKS}:AnyAnswer",
+        "no_groups": "data.train.args=\"{'easy': 0.7, 'closed': 0.3}\"",
         "gap": "rollout.top_p=0.8",
     },
     quantities=(
@@ -28,18 +35,21 @@ STUDY = Study(
         last("accuracy, %", "accuracy/mean", scale=100),
         last("entropy, nats", "entropy", form="{:.3f}"),
         last("response tokens", "response_tokens/mean"),
-        last("truncated, %", "response_tokens/truncated_fraction", scale=100),
-        last("informative groups", "groups/informative"),
-        mean("ratio gap", "ratio_gap", form="{:.2g}"),
+        last("informative groups, last third", "groups/informative"),
+        last("groups sampled", "groups/sampled"),
+        mean("ratio gap", "ratio_gap", form="{:.1e}"),
         last("gradient norm", "grad_norm", form="{:.2f}"),
     ),
     drawn={
         "accuracy/mean": "accuracy of the sampled responses",
         "eval/road/mean@4": "held-out accuracy, road problems",
+        "eval/long/mean@4": "held-out accuracy, long problems",
         "entropy": "policy entropy, nats",
         "response_tokens/mean": "response length, tokens",
         "groups/informative": "informative groups",
+        "grad_norm": "gradient norm before clipping",
         "ratio_gap": "sampler/learner gap, mean |ratio - 1|",
+        "clip_fraction/low": "tokens clipped low",
     },
     claims=(),
     seeds=(0,),
