@@ -5,13 +5,18 @@ import math
 
 import pytest
 
+import configs.forks
 from dapo_jax.report.quantities import last
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
 from dapo_jax.report.statistics import Interval
+from dapo_jax.run import build
 from experiments import study
 from experiments.eps_high.study import steps_until_half
 from experiments.filter_noise.study import last_scores, noise
+from experiments.forks_base.task import WORDING
+from experiments.random_rewards import forks
+from experiments.reading_a_run import figures
 from experiments.study import Claim, Study, verdict
 from experiments.table1.study import BUDGET_TOKENS, accuracy_at_budget
 from experiments.token_level.study import loop_share
@@ -40,6 +45,41 @@ def test_the_committed_result_is_what_the_committed_rows_give(name):
     runs = read_rows_file(folder / study.ROWS)
     assert (folder / study.RESULT).read_text() == study.result(made, runs)
     assert made.finished(runs)[1] == []
+
+
+def test_forks_are_the_four_words_of_each_line():
+    """One of four words each: " Tom", " has", " on" and, after the formula, " coins"."""
+    tokens_BT, segment_BT, before = forks.solutions()
+    tokenizer = build.tokenizer(configs.forks.get_config())
+    words = {word for words in WORDING for word in words}
+    fork, other = (
+        [tokenizer.decode([int(id)]) for id in tokens_BT[:, 1:][before[kind][:, :-1]]]
+        for kind in ("forks", "rest")
+    )
+    assert set(fork) == words
+    assert not words & set(other)
+    assert not (before["forks"] & before["rest"]).any()
+    assert not before["rest"][segment_BT == 0].any()
+
+
+def test_the_table_of_forks_by_hand():
+    """2 at every seed against 1, 2, 3, 4, 5: less -1 -+ 2.776445 sqrt(2.5 / 5)."""
+    rows = [{"arm": forks.START, "seed": 0, "forks": 9.0, "rest": 0.5}]
+    for arm in forks.STUDY.arms:
+        for seed in range(5):
+            nats = 1.0 + seed if arm == "high=0.2" else 2.0
+            rows.append({"arm": arm, "seed": seed, "forks": nats, "rest": 0.25})
+    lines = [[cell.strip() for cell in line.split("|")] for line in forks.result(rows).splitlines()]
+    found = {line[1]: line[2:-1] for line in lines}
+    assert found["start"][0] == "9.000"
+    assert found["high=0.2"][0] == "3.000 ± 1.581"
+    assert found["high=0.4"][:2] == ["2.000 ± 0.000", "[-2.963, +0.963]"]
+
+
+def test_each_way_of_going_wrong_has_a_figure_of_what_was_run():
+    arms, drawn = study.load("reading_a_run").arms, study.load("reading_a_run").drawn
+    assert [figures.HEALTHY, *figures.SHOWN] == list(arms)
+    assert {key for keys in figures.SHOWN.values() for key in keys} <= set(drawn)
 
 
 def test_an_unknown_study_is_named_with_what_there_is():

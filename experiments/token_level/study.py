@@ -13,8 +13,22 @@ def loop_share(run) -> float:
     return 100 * LOOP_LINE_TOKENS * statistics.last_mean(lines / tokens)
 
 
+def early_loop_share(run) -> float:
+    """The same over the first ten steps, while most of them are unlearned."""
+    lines, tokens = (column(run.rows, key) for key in ("task/loop_lines", "response_tokens/mean"))
+    return 100 * LOOP_LINE_TOKENS * statistics.nan_mean((lines / tokens)[:EARLY_STEPS])
+
+
+def early_wrong(run) -> float:
+    """The mean length of wrong answers over those steps."""
+    return statistics.nan_mean(column(run.rows, "response_tokens/wrong")[:EARLY_STEPS])
+
+
+EARLY_STEPS = 10
 LOOPS = Quantity("tokens in loops, %", loop_share)
 WRONG = last("length of wrong answers", "response_tokens/wrong")
+EARLY_LOOPS = Quantity("tokens in loops, steps 0 to 9, %", early_loop_share)
+EARLY_WRONG = Quantity("length of wrong answers, steps 0 to 9", early_wrong)
 
 STUDY = Study(
     title="Token-level against sample-level loss where long wrong answers are loops",
@@ -34,6 +48,8 @@ STUDY = Study(
     quantities=(
         LOOPS,
         WRONG,
+        EARLY_LOOPS,
+        EARLY_WRONG,
         last("accuracy, %", "accuracy/mean", scale=100),
         last("response tokens", "response_tokens/mean"),
     ),
@@ -45,5 +61,9 @@ STUDY = Study(
     claims=(
         Claim(LOOPS, "token_mean", -1, "sequence_mean"),
         Claim(WRONG, "token_mean", -1, "sequence_mean"),
+    ),
+    afterwards=(
+        Claim(EARLY_LOOPS, "token_mean", -1, "sequence_mean"),
+        Claim(EARLY_WRONG, "token_mean", -1, "sequence_mean"),
     ),
 )
