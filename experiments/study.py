@@ -16,14 +16,14 @@ import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import app, flags
 from ml_collections import ConfigDict
 
 from dapo_jax.report import plots, statistics
 from dapo_jax.report.curves import Panel, evaluation_curve, metric_curve
-from dapo_jax.report.quantities import Quantity, finished_steps
+from dapo_jax.report.quantities import Quantity
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run, commit_text, flatten
 from dapo_jax.report.summary import (
@@ -35,7 +35,7 @@ from dapo_jax.report.summary import (
     table,
 )
 from dapo_jax.run.files import atomic_file
-from dapo_jax.run.metrics import METRICS, score_metric
+from dapo_jax.run.metrics import METRICS, TASK, score_metric
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import sweep
 
@@ -103,7 +103,14 @@ class Study:
         first one in no other key but the seed, and if all its steps are there.
         """
         recipes = {arm: recipe_values(recipe) for arm, recipe in self.plan().recipes.items()}
-        asked = _asked(self.settings, recipes.values())
+        one, *rest = recipes.values()
+        varied = {
+            key for other in rest for key in {**one, **other} if one.get(key) != other.get(key)
+        }
+
+        def is_asked(key: str) -> bool:
+            return key in varied or any(f"{key}.".startswith(f"{set_}.") for set_ in self.settings)
+
         label_of = {(run.arm, run.seed): label for label, run in runs.items()}
         kept, missing = {}, []
         for arm, seed in itertools.product(self.arms, self.seeds):
@@ -112,15 +119,18 @@ class Study:
             if run is None:
                 missing.append(f"{label} has not been run")
                 continue
-            first = next(iter(kept.values()), run)
-            wanted = {**first.config, **{key: recipes[arm].get(key) for key in asked}, "seed": seed}
-            keys = {**wanted, **run.config}
-            other = [key for key in keys if run.config.get(key) != wanted.get(key)]
+            usual = next(iter(kept.values()), run).config
+            wanted = {
+                key: recipes[arm].get(key) if is_asked(key) else usual.get(key)
+                for key in {**recipes[arm], **usual, **run.config}
+            }
+            wanted["seed"] = seed
+            other = [key for key, value in wanted.items() if run.config.get(key) != value]
+            steps, num_steps = [row["step"] for row in run.rows], recipes[arm]["num_steps"]
             if other:
                 missing.append(f"{label} is of another recipe ({', '.join(other)})")
-            elif finished_steps(run) < recipes[arm]["num_steps"]:
-                steps = f"{finished_steps(run)} of {recipes[arm]['num_steps']}"
-                missing.append(f"{label} has {steps} steps")
+            elif steps != list(range(num_steps)):
+                missing.append(f"{label} has {len(steps)} of {num_steps} steps")
             else:
                 kept[label] = run
         return kept, missing
@@ -129,14 +139,6 @@ class Study:
 def recipe_values(recipe: ConfigDict) -> dict[str, object]:
     """The values of a recipe, dotted key -> value, as a run's config.json has them."""
     return flatten(json.loads(recipe.to_json_best_effort()))
-
-
-def _asked(settings: Mapping[str, str], recipes: Iterable[Mapping[str, object]]) -> set[str]:
-    """The keys that a study sets, for all arms or for some of them."""
-    recipes = list(recipes)
-    keys = {key for recipe in recipes for key in recipe}
-    varied = {key for key in keys if any(r.get(key) != recipes[0].get(key) for r in recipes)}
-    return varied | {key for key in keys if any(f"{key}.".startswith(f"{s}.") for s in settings)}
 
 
 def load(name: str) -> Study:
@@ -209,7 +211,7 @@ def _origin(runs: Mapping[str, Run]) -> str:
 
 
 def panels(drawn: Mapping[str, str]) -> list[Panel]:
-    """A panel for each metric or eval/<set>/<score>: key -> title."""
+    """A panel for each metric or eval/<set>/<score>: key -> title; ValueError for another key."""
     metrics, found = {metric.key: metric for metric in METRICS}, []
     for key, title in drawn.items():
         if key.startswith("eval/"):
@@ -218,6 +220,8 @@ def panels(drawn: Mapping[str, str]) -> list[Panel]:
                 Panel(title, score_metric(key).unit, False, [evaluation_curve(name, score)])
             )
         else:
+            if key not in metrics and not key.startswith(TASK):
+                raise ValueError(f"a study draws {key!r}, which is no metric")
             unit, log = (metrics[key].unit, metrics[key].log) if key in metrics else ("", False)
             found.append(Panel(title, unit, log, [metric_curve(key, title)]))
     return found

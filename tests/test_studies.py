@@ -33,6 +33,7 @@ def test_a_studys_sweep_passes_all_checks(name):
     assert list(plan.arms) == list(made.arms)
     assert len(plan.seeds) >= (5 if made.claims else 1)
     assert len({quantity.name for quantity in made.quantities}) == len(made.quantities)
+    assert len(study.panels(made.drawn)) == len(made.drawn)
     for claim in (*made.claims, *made.afterwards):
         assert {claim.arm, claim.than} <= set(made.arms)
         assert claim.quantity in made.quantities
@@ -178,19 +179,43 @@ def test_what_is_not_the_studys_is_left_out_and_said():
     }
     made = _study("ab", (Claim(ENTROPY, "b", +1, "a"),))
     assert "Missing" not in study.result(made, runs)
-    assert " confirmed " in study.result(made, runs)
+    assert "| confirmed |" in study.result(made, runs)
     runs["b/seed_1"] = _run("b", 1, entropy=[9.0])
     runs["b/seed_2"].config["algo.eps_high"] = 0.2
     text = study.result(dataclasses.replace(made, seeds=range(5)), runs)
     assert "b/seed_1 has 1 of 3 steps; b/seed_2 is of another recipe (algo.eps_high)" in text
     assert "a/seed_4 has not been run; b/seed_1" in text
-    assert " incomplete " in text
-    assert "confirmed |" not in text
+    assert "| incomplete |" in text
+    assert "| confirmed |" not in text
     assert "| b   | 2     | 1.800 ± 2.121 |" in text
     runs["a/seed_3"].config["learner.learning_rate"] = 1.0
-    assert "a/seed_3 is of another recipe (learner.learning_rate)" in study.result(
-        dataclasses.replace(made, seeds=range(4)), runs
+    made = dataclasses.replace(made, seeds=range(4))
+    assert "a/seed_3 is of another recipe (learner.learning_rate)" in study.result(made, runs)
+    del runs["a/seed_0"].rows[1], runs["a/seed_1"].rows[:]
+    text = study.result(made, runs)
+    assert "a/seed_0 has 2 of 3 steps; a/seed_1 has 0 of 3 steps" in text
+
+
+def test_a_key_below_one_that_the_study_sets_is_the_studys():
+    """data.train.args.road in every run passed as the recipe's own."""
+    made = dataclasses.replace(
+        _study("a"), settings={"num_steps": "3", "data.train.args": "{'easy': 1.0}"}
     )
+    runs = {f"a/seed_{seed}": _run("a", seed, entropy=[1.0] * 3) for seed in range(3)}
+    for run in runs.values():
+        run.config["data.train.args.easy"] = 1.0
+    assert not made.finished(runs)[1]
+    for run in runs.values():
+        run.config["data.train.args.road"] = 1.0
+    assert len(made.finished(runs)[1]) == 3
+
+
+def test_a_study_draws_metrics_only():
+    entropy, score = study.panels({"entropy": "H", "eval/road/mean@8": "road"})
+    assert (entropy.title, score.unit) == ("H", "share")
+    assert study.panels({"ratio_gap": "gap"})[0].log
+    with pytest.raises(ValueError, match="'entorpy', which is no metric"):
+        study.panels({"entorpy": "H"})
 
 
 def test_seeds_without_a_value_are_counted():

@@ -20,6 +20,14 @@ RANGES = {
     "0.1, 0.28": (0.1, 0.28),
     "none": (1.0, np.inf),
 }
+# Which of the tokens, by their shares, an upper clip of 0.2 holds.
+HELD = {
+    "nobody": (),
+    "0.40": (0,),
+    "0.25, 0.15": (1, 2),
+    "0.08 and less": range(3, 8),
+    "all": range(8),
+}
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -42,12 +50,13 @@ def advantages(rng: np.random.Generator) -> np.ndarray:
     return (centred_RPG / np.where(spread_RP1 > 0, spread_RP1, 1.0)).reshape(RUNS, -1)
 
 
-def run(start: list[float], low: float, high: float, rate: float) -> tuple[np.ndarray, float]:
+def run(start: list[float], low: float, high, rate: float) -> tuple[np.ndarray, float]:
     """(entropy of each run at the end, the share of samples clipped high).
 
     Eq. 8's gradient in the logits, A r (onehot - p), where neither bound is passed. The same seed
-    for every range.
+    for every range. high: of all tokens, or of each.
     """
+    high_V = np.broadcast_to(high, TOKENS)
     rng = np.random.default_rng(0)
     logits_RV = np.tile(np.log(start), (RUNS, 1))
     index_R1 = np.arange(RUNS)[:, None]
@@ -62,7 +71,7 @@ def run(start: list[float], low: float, high: float, rate: float) -> tuple[np.nd
             token, advantage = token_RN[:, part], advantage_RN[:, part]
             p_RV = softmax(logits_RV)
             ratio = p_RV[index_R1, token] / old_RV[index_R1, token]
-            too_high = (advantage > 0) & (ratio > 1 + high)
+            too_high = (advantage > 0) & (ratio > 1 + high_V[token])
             too_low = (advantage < 0) & (ratio < 1 - low)
             weight = np.where(too_high | too_low, 0.0, advantage * ratio) / len(part)
             step_RV = -weight.sum(axis=1, keepdims=True) * p_RV
@@ -88,6 +97,12 @@ def main():
                 nats = f"{nats_R.mean():.2f}" if name == "none" else change
                 cells.append(f"{nats} ({clipped:.1%})")
             print(f"| {name} | {' | '.join(cells)} |")
+    print("\nunequal shares, an upper clip of 0.2 for some tokens only\n")
+    print(f"| held | {' | '.join(heads)} |\n|---|{'---|' * len(RATES)}")
+    for name, tokens in HELD.items():
+        high_V = np.where(np.isin(np.arange(TOKENS), list(tokens)), 0.2, np.inf)
+        nats = [run(STARTS["unequal"], 0.2, high_V, rate)[0].mean() for rate in RATES]
+        print(f"| {name} | {' | '.join(f'{value:.3f}' for value in nats)} |")
 
 
 if __name__ == "__main__":
