@@ -21,7 +21,8 @@ STUDY = Study(
         "algo.overlong_cache_tokens=216 learner.learning_rate=3e-4 "
         "rollout.num_prompts=8 rollout.generation_prompts=16",
         "explosion": "data.train.task=experiments.forks_base.task:RandomRewards "
-        "data.train.args=\"{'easy': 1.0}\" algo.overlong_factor=0.0 algo.eps_low=0.99 algo.eps_high=10.0 "
+        "data.train.args=\"{'easy': 1.0}\" algo.overlong_factor=0.0 "
+        "algo.eps_low=0.99 algo.eps_high=10.0 "
         "rollout.max_response_tokens=64 learner.learning_rate=5e-4",
         "length_creep": f"{TASKS}:WellChecked data.train.args=\"{{'long': 1.0}}\" "
         "algo.overlong_factor=0.0 rollout.max_response_tokens=352 learner.row_tokens=704 "
