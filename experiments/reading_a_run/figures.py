@@ -15,7 +15,7 @@ from experiments.study import ROWS, panels
 HERE = pathlib.Path(__file__).parent
 HEALTHY = "healthy"
 SHOWN = {
-    "collapse": ("entropy", "response_tokens/mean", "groups/informative"),
+    "collapse": ("entropy", "response_tokens/mean", "accuracy/mean"),
     "explosion": ("entropy", "accuracy/mean", "clip_fraction/low"),
     "length_creep": ("response_tokens/mean", "accuracy/mean", "eval/long/mean@4"),
     "format": ("accuracy/mean", "eval/road/mean@4", "groups/informative"),
