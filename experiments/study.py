@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax.report import plots, statistics
 from dapo_jax.report.curves import Panel, evaluation_curve, metric_curve
-from dapo_jax.report.quantities import Quantity
+from dapo_jax.report.quantities import Quantity, mean
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run, commit_text, flatten
 from dapo_jax.report.summary import (
@@ -41,6 +41,11 @@ from dapo_jax.sweep.__main__ import sweep
 
 HERE = pathlib.Path(__file__).parent
 ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
+SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
+CLIPPED = tuple(
+    mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
+    for bound in ("high", "low")
+)
 NOTE = """\
 A row is confirmed or refuted where the interval paired by seed excludes zero, and open
 elsewhere; of {n} without any effect {expected:.1f} would do so on average. Paired: Student's, of
@@ -83,14 +88,14 @@ class Study:
     drawn: Mapping[str, str]
     claims: Sequence[Claim]
     afterwards: Sequence[Claim] = ()
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
     seeds: Sequence[int] = tuple(range(5))
 
     def plan(self) -> plans.Plan:
         """The sweep that makes the runs."""
         return plans.make(
             config=self.config,
-            flags=[f"--config.{key}={value}" for key, value in self.settings.items()],
+            flags=[f"--config.{key}={value}" for key, value in (SETTINGS | self.settings).items()],
             grid=[],
             named=[f"{name}: {settings}" for name, settings in self.arms.items()],
             seeds="".join(f"{seed}," for seed in self.seeds),

@@ -2,10 +2,11 @@
 
 import os
 import pathlib
-import signal
 import tempfile
 
 import pytest
+
+from experiments.faults.parts import let_children_hear
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
@@ -19,12 +20,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# Tests send these signals to the programs that they start, which a shell's `&` and nohup would have
-# had ignore them.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+let_children_hear()
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -4,30 +4,34 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.quantities import Quantity, final_score, finished_steps, last, mean
+from dapo_jax.report.quantities import Quantity, final_score, finished_steps, last
 from dapo_jax.report.runs import column
-from experiments.study import Claim, Study
+from experiments.study import CLIPPED, Claim, Study
 
 
-def steps_until_half(run) -> float:
-    """Steps until half of the responses take the rare road, between two steps; all if they don't.
+def half_reached(run) -> float:
+    """The step, between two, at which half of the responses take the rare road; NaN for never.
 
     A straight line joins the shares of successive steps.
     """
     share = column(run.rows, "task/right_road")
     reached = np.flatnonzero(share >= 0.5)
-    if not len(reached) or reached[0] == 0:
-        return 0.0 if len(reached) else float(finished_steps(run))
-    after = reached[0]
-    return float(np.interp(0.5, share[[after - 1, after]], [after - 1, after]))
+    if not len(reached):
+        return math.nan
+    around = [max(reached[0] - 1, 0), reached[0]]
+    return float(np.interp(0.5, share[around], around))
+
+
+def steps_until_half(run) -> float:
+    """The steps until then; all of the run's if they never do."""
+    half = half_reached(run)
+    return float(finished_steps(run)) if math.isnan(half) else half
 
 
 def entropy_at_half(run) -> float:
-    """The entropy at that point, on a straight line between the two steps; NaN if it never has."""
+    """The entropy at that point, on a straight line between the two steps; NaN if it never is."""
     entropy = column(run.rows, "entropy")
-    if steps_until_half(run) == finished_steps(run):
-        return math.nan
-    return float(np.interp(steps_until_half(run), np.arange(len(entropy)), entropy))
+    return float(np.interp(half_reached(run), np.arange(len(entropy)), entropy))
 
 
 HALF = Quantity("steps until the rare road has half", steps_until_half, "{:.2f}")
@@ -49,8 +53,6 @@ STUDY = Study(
         "updates_per_step": "16",
         "learner.learning_rate": "2e-4",
         "num_steps": "20",
-        "log.rollouts_every_steps": "0",
-        "log.samples_every_steps": "0",
     },
     arms={f"eps_high={eps}": f"algo.eps_high={eps}" for eps in EPS},
     quantities=(
@@ -59,8 +61,7 @@ STUDY = Study(
         ACCURACY,
         last("rare road, %, last third", "task/right_road", scale=100),
         ENTROPY,
-        mean("clipped high, %", "clip_fraction/high", scale=100, form="{:.2f}"),
-        mean("clipped low, %", "clip_fraction/low", scale=100, form="{:.2f}"),
+        *CLIPPED,
     ),
     drawn={
         "task/right_road": "share of the rare road",

@@ -8,7 +8,6 @@
 import collections
 import json
 import pathlib
-import signal
 import sys
 import tempfile
 import time
@@ -60,11 +59,7 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"{' '.join(argv[1:])!r} is no flag; flags begin with --")
     logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
-    # Behind `nohup` or `&` these are ignored, which the processes that are signalled would inherit;
-    # a handler they do not.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
+    parts.let_children_hear()
     rows = []
     for name in ONLY.value:
         part = parts.load(name)

@@ -6,6 +6,7 @@ import importlib
 import os
 import pathlib
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator
 
@@ -73,3 +74,13 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("localhost", port))
             return port
+
+
+def let_children_hear() -> None:
+    """Lets processes started from here receive SIGINT and SIGHUP where this one ignores them.
+
+    Behind `nohup` or `&` both are ignored, which children inherit; a handler they do not.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)

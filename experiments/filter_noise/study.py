@@ -44,8 +44,6 @@ STUDY = Study(
         "eval.every_steps": "4",
         "eval.samples_per_prompt": "8",
         "eval.sets.long.k": "0",
-        "log.rollouts_every_steps": "0",
-        "log.samples_every_steps": "0",
     },
     arms={"informative": "", "all": "algo.dynamic_sampling=False"},
     quantities=(MEAN, SPREAD, Quantity("sampled tokens, thousands", tokens_of, "{:.0f}")),

@@ -19,8 +19,6 @@ STUDY = Study(
         "eval.every_steps": "20",
         "eval.samples_per_prompt": "8",
         "eval.sets.road.k": "0",
-        "log.rollouts_every_steps": "0",
-        "log.samples_every_steps": "0",
     },
     arms={
         "by_correctness": "algo.filter_groups=correctness",

@@ -9,6 +9,7 @@ The texts are fixed, so what the policy's own text has become plays no part.
 """
 
 import json
+import operator
 import pathlib
 
 import jax
@@ -19,8 +20,8 @@ from flax import nnx
 
 from configs import forks
 from dapo_jax import convert
-from dapo_jax.report import statistics
-from dapo_jax.report.summary import table
+from dapo_jax.report.quantities import Quantity
+from dapo_jax.report.summary import Comparison, interval_text, spread_text, table
 from dapo_jax.run import build
 from dapo_jax.run.files import atomic_file
 from dapo_jax.sweep.plan import Plan
@@ -32,7 +33,10 @@ from models.transformer import abstract_params
 FILE = pathlib.Path(__file__).parent / "forks.jsonl"
 PROBLEMS, WIDTH = 128, 160
 START = "start"
-KINDS = {"forks": "nats at forks", "rest": "at other tokens"}
+KINDS = {
+    kind: Quantity(title, operator.itemgetter(kind), "{:.3f}")
+    for kind, title in (("forks", "nats at forks"), ("rest", "at other tokens"))
+}
 
 
 def solutions() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
@@ -87,16 +91,17 @@ def measure(plan: Plan, workdir: pathlib.Path) -> list[dict]:
 def result(rows: list[dict]) -> str:
     """The table as Markdown."""
     first = STUDY.claims[0].than
-    nats = {(row["arm"], row["seed"], kind): row[kind] for row in rows for kind in KINDS}
-    heads = ["arm", *(text for kind in KINDS.values() for text in (kind, f"less {first}"))]
-    lines = [[START, *(text for kind in KINDS for text in (f"{nats[START, 0, kind]:.3f}", ""))]]
-    for arm in STUDY.arms:
+    heads = ["arm", *(text for nats in KINDS.values() for text in (nats.name, f"less {first}"))]
+    lines = []
+    for arm in (START, *STUDY.arms):
         cells = [arm]
-        for kind in KINDS:
-            ours_S, theirs_S = ([nats[a, s, kind] for s in STUDY.seeds] for a in (arm, first))
-            less = statistics.paired_interval(ours_S, theirs_S)
-            cells.append(f"{np.mean(ours_S):.3f} ± {statistics.spread(ours_S):.3f}")
-            cells.append("" if arm == first else f"[{less.low:+.3f}, {less.high:+.3f}]")
+        for nats in KINDS.values():
+            ours, theirs = (
+                {row["seed"]: nats.value(row) for row in rows if row["arm"] == a}
+                for a in (arm, first)
+            )
+            less = interval_text(nats, Comparison.of(ours, theirs).paired)
+            cells += [spread_text(nats, ours), "" if arm in (START, first) else less]
         lines.append(cells)
     return "\n".join(table(heads, lines))
 

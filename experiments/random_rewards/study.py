@@ -1,10 +1,9 @@
 """Random rewards: what the two clips do to the entropy where nothing can be learned."""
 
-from dapo_jax.report.quantities import last, mean
-from experiments.study import Claim, Study
+from dapo_jax.report.quantities import last
+from experiments.study import CLIPPED, Claim, Study
 
 ENTROPY = last("entropy, nats, last 10 steps", "entropy", form="{:.3f}")
-UP_CLIPS = mean("clipped high, %", "clip_fraction/high", scale=100, form="{:.2f}")
 
 STUDY = Study(
     title="Random rewards: entropy by the clip range",
@@ -17,8 +16,6 @@ STUDY = Study(
         "learner.learning_rate": "5e-4",
         "num_steps": "30",
         "eval.every_steps": "0",
-        "log.rollouts_every_steps": "0",
-        "log.samples_every_steps": "0",
     },
     arms={
         "high=0.2": "algo.eps_high=0.2",
@@ -30,8 +27,7 @@ STUDY = Study(
     },
     quantities=(
         ENTROPY,
-        UP_CLIPS,
-        mean("clipped low, %", "clip_fraction/low", scale=100, form="{:.2f}"),
+        *CLIPPED,
         last("response tokens", "response_tokens/mean"),
     ),
     drawn={

@@ -1,7 +1,7 @@
 """Random rewards of the first words alone: the upper clip where words are equal, and unequal."""
 
-from dapo_jax.report.quantities import last, mean
-from experiments.study import Claim, Study
+from dapo_jax.report.quantities import last
+from experiments.study import CLIPPED, Claim, Study
 
 ENTROPY = last("entropy, nats, last 10 steps", "entropy", form="{:.3f}")
 START = {
@@ -21,8 +21,6 @@ STUDY = Study(
         "learner.learning_rate": "1e-3",
         "num_steps": "30",
         "eval.every_steps": "0",
-        "log.rollouts_every_steps": "0",
-        "log.samples_every_steps": "0",
     },
     arms={
         f"{words}_high={high}": f"{settings} algo.eps_high={value}"
@@ -31,8 +29,7 @@ STUDY = Study(
     },
     quantities=(
         ENTROPY,
-        mean("clipped high, %", "clip_fraction/high", scale=100, form="{:.2f}"),
-        mean("clipped low, %", "clip_fraction/low", scale=100, form="{:.2f}"),
+        *CLIPPED,
     ),
     drawn={
         "entropy": "policy entropy, nats",

@@ -12,8 +12,6 @@ STUDY = Study(
         "num_steps": "24",
         "rollout.max_generation_batches": "3",
         "eval.every_steps": "12",
-        "log.rollouts_every_steps": "0",
-        "log.samples_every_steps": "0",
     },
     arms={
         "healthy": "",

@@ -37,8 +37,6 @@ STUDY = Study(
         "num_steps": "60",
         "eval.every_steps": "30",
         "eval.samples_per_prompt": "8",
-        "log.rollouts_every_steps": "0",
-        "log.samples_every_steps": "0",
     },
     arms={preset: f"preset={preset}" for preset in TABLE_1},
     quantities=(

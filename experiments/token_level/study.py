@@ -1,22 +1,30 @@
 """Token-level loss: what becomes of loops, and of the length of wrong answers."""
 
+import numpy as np
+
 from dapo_jax.report import statistics
 from dapo_jax.report.quantities import Quantity, last
 from dapo_jax.report.runs import column
 from experiments.forks_base.task import LOOP_LINE_TOKENS
 from experiments.study import Claim, Study
 
+EARLY_STEPS = 10  # in which most loops are unlearned
+
+
+def loop_shares(run) -> np.ndarray:
+    """Percent of the sampled tokens that lie in loops, step by step."""
+    lines, tokens = (column(run.rows, key) for key in ("task/loop_lines", "response_tokens/mean"))
+    return 100 * LOOP_LINE_TOKENS * lines / tokens
+
 
 def loop_share(run) -> float:
-    """Percent of the sampled tokens that lie in loops, in the last steps."""
-    lines, tokens = (column(run.rows, key) for key in ("task/loop_lines", "response_tokens/mean"))
-    return 100 * LOOP_LINE_TOKENS * statistics.last_mean(lines / tokens)
+    """Their mean over the last steps."""
+    return statistics.last_mean(loop_shares(run))
 
 
 def early_loop_share(run) -> float:
-    """The same over the first ten steps, while most of them are unlearned."""
-    lines, tokens = (column(run.rows, key) for key in ("task/loop_lines", "response_tokens/mean"))
-    return 100 * LOOP_LINE_TOKENS * statistics.nan_mean((lines / tokens)[:EARLY_STEPS])
+    """Their mean over the first ten steps."""
+    return statistics.nan_mean(loop_shares(run)[:EARLY_STEPS])
 
 
 def early_wrong(run) -> float:
@@ -24,7 +32,6 @@ def early_wrong(run) -> float:
     return statistics.nan_mean(column(run.rows, "response_tokens/wrong")[:EARLY_STEPS])
 
 
-EARLY_STEPS = 10
 LOOPS = Quantity("tokens in loops, %", loop_share)
 WRONG = last("length of wrong answers", "response_tokens/wrong")
 EARLY_LOOPS = Quantity("tokens in loops, steps 0 to 9, %", early_loop_share)
@@ -38,8 +45,6 @@ STUDY = Study(
         "algo.overlong_factor": "0.0",
         "num_steps": "40",
         "eval.every_steps": "0",
-        "log.rollouts_every_steps": "0",
-        "log.samples_every_steps": "0",
     },
     arms={
         "token_mean": "algo.loss_aggregation=token_mean",
