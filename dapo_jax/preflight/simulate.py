@@ -168,13 +168,22 @@ class Step:
 
 
 def simulated_step(
-    built: build.Programs, programs: dict[str, Program], chip: Chip, mean: float
+    built: build.Programs,
+    programs: dict[str, Program],
+    chip: Chip,
+    mean: float,
+    *,
+    informative: float = INFORMATIVE,
 ) -> Step:
-    """Simulates one RL step whose responses have a mean of so many tokens."""
+    """Simulates one RL step whose responses have a mean of so many tokens.
+
+    informative: the share of groups that can be trained on, where the recipe samples until it has
+    enough of them.
+    """
     config, r = built.config, built.config.rollout
     cache, groups = built.engine.cache, r.num_prompts
     if config.algo.dynamic_sampling:
-        groups = math.ceil(r.num_prompts / INFORMATIVE)
+        groups = math.ceil(r.num_prompts / informative)
     length_PG = response_lengths(
         mean, groups=groups, group_size=r.group_size, longest=r.max_response_tokens, seed=0
     )

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.quantities import Quantity, tokens_of
+from dapo_jax.report.quantities import Quantity, last, tokens_of
 from dapo_jax.report.statistics import nan_mean
+from experiments.filter_noise.pod import pod_hours
 from experiments.study import Claim, Study
 
 LAST_STEPS = 20
@@ -46,7 +47,14 @@ STUDY = Study(
         "eval.sets.long.k": "0",
     },
     arms={"informative": "", "all": "algo.dynamic_sampling=False"},
-    quantities=(MEAN, SPREAD, Quantity("sampled tokens, thousands", tokens_of, "{:.0f}")),
+    quantities=(
+        MEAN,
+        SPREAD,
+        last("informative groups", "groups/informative"),
+        last("groups sampled", "groups/sampled"),
+        Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
+        Quantity("simulated pod hours", pod_hours),
+    ),
     drawn={
         "eval/road/mean@8": "accuracy on road problems",
         "groups/informative": "informative groups",

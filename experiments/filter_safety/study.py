@@ -1,4 +1,4 @@
-"""Dynamic sampling's safety: what length penalties teach where half of the problems are closed."""
+"""Dynamic sampling's safety: what length penalties teach where most problems are closed."""
 
 from dapo_jax.report.quantities import final_score, last
 from experiments.study import Claim, Study
@@ -7,16 +7,16 @@ LONG = final_score("long", "mean@8")
 TOKENS = last("response tokens", "response_tokens/mean")
 
 STUDY = Study(
-    title="Which groups may be trained on, when half of the problems are out of reach",
+    title="Which groups may be trained on, when most problems are out of reach",
     config="configs/forks.py",
     settings={
-        "data.train.args": "{'closed': 0.5, 'long': 0.5}",
+        "data.train.args": "{'closed': 0.7, 'long': 0.3}",
         "algo.overlong_cache_tokens": "216",
         "rollout.num_prompts": "8",
         "rollout.generation_prompts": "16",
-        "updates_per_step": "4",
-        "num_steps": "40",
-        "eval.every_steps": "20",
+        "learner.learning_rate": "2e-4",
+        "num_steps": "30",
+        "eval.every_steps": "10",
         "eval.samples_per_prompt": "8",
         "eval.sets.road.k": "0",
     },

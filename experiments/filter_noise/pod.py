@@ -1,0 +1,87 @@
+"""What sampling more groups would cost on a pod: the 32B recipe's step at several numbers of them.
+
+    python -m experiments.filter_noise.pod     # 6 minutes; `make preflight` installs the compiler
+
+Compiles the recipe for v5p:8x8x4 and simulates its rollouts (dapo_jax.preflight) with as many
+groups as a step trains on, and up to 16 times as many. Writes pod.json, which study.py reads.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from absl import app
+
+from configs import qwen2_5_32b
+from dapo_jax.preflight import simulate
+from dapo_jax.preflight.chips import chip_of
+from dapo_jax.preflight.compile import compiled_programs, topology_devices, without_weights
+from dapo_jax.report.runs import Run, column
+from dapo_jax.run import build
+from dapo_jax.run.files import atomic_file
+
+FILE = pathlib.Path(__file__).with_name("pod.json")
+TOPOLOGY = "v5p:8x8x4"
+MEAN_TOKENS = 2_925  # of a response, over the whole run of the paper
+TIMES = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pod:
+    """Simulated seconds of a step: what is always there, and a rollout by groups sampled.
+
+    times: sampled groups over those of a step; rollout: their sampling. fixed: update and reshard.
+    """
+
+    recipe: str
+    topology: str
+    mean_response_tokens: int
+    times: Sequence[float]
+    rollout: Sequence[float]
+    fixed: float
+
+
+@functools.cache
+def committed() -> Pod:
+    """The Pod of pod.json."""
+    return Pod(**json.loads(FILE.read_text()))
+
+
+def pod_hours(run: Run) -> float:
+    """What the pod would have taken for the run's steps, each with its share of sampled groups."""
+    pod, num_prompts = committed(), run.config["rollout.num_prompts"]
+    times = column(run.rows, "groups/sampled") / num_prompts
+    rollout = np.interp(times, pod.times, pod.rollout)
+    return float((rollout + pod.fixed).sum() / 3600)
+
+
+def main(_):
+    config = without_weights(qwen2_5_32b.get_config())
+    devices = topology_devices(TOPOLOGY, slices=1)
+    built = build.programs(config, build.model_sizes(config).vocab_size, devices=devices)
+    programs = compiled_programs(built, say=print)
+    steps = [
+        simulate.simulated_step(
+            built, programs, chip_of(TOPOLOGY), MEAN_TOKENS, informative=1 / times
+        )
+        for times in TIMES
+    ]
+    pod = Pod(
+        recipe="qwen2_5_32b",
+        topology=TOPOLOGY,
+        mean_response_tokens=MEAN_TOKENS,
+        times=TIMES,
+        rollout=[round(step.rollout + step.prefill) for step in steps],
+        fixed=round(steps[0].update + steps[0].reshard),
+    )
+    text = json.dumps(dataclasses.asdict(pod), indent=1)
+    with atomic_file(FILE) as file:
+        file.write(text.encode())
+    print(text)
+
+
+if __name__ == "__main__":
+    app.run(main)
