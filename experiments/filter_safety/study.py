@@ -1,4 +1,4 @@
-"""Dynamic sampling's safety: what length penalties teach where most problems are closed."""
+"""Dynamic sampling's safety: what length penalties teach where half of the problems are out of reach."""
 
 from dapo_jax.report.quantities import final_score, last
 from experiments.study import Claim, Study
@@ -7,10 +7,10 @@ LONG = final_score("long", "mean@8")
 TOKENS = last("response tokens", "response_tokens/mean")
 
 STUDY = Study(
-    title="Which groups may be trained on, when most problems are out of reach",
+    title="Which groups may be trained on, when half of the problems are out of reach",
     config="configs/forks.py",
     settings={
-        "data.train.args": "{'closed': 0.7, 'long': 0.3}",
+        "data.train.args": "{'long': 1.0, 'wrong_keys': 0.5}",
         "algo.overlong_cache_tokens": "216",
         "rollout.num_prompts": "8",
         "rollout.generation_prompts": "16",

@@ -57,10 +57,11 @@ class Problem(arithmetic.Problem):
 class Forks(MathTask):
     """Problems of the mixture `easy`, `road`, `long`, `closed` (weights, which are normalised).
 
-    long_steps: numbers of operations of a long problem. A right answer to a road problem counts
-    where the first `rare_words` words of the plan are the rare ones, and else with probability
-    `luck`, by a coin that depends on question and response alone. The grader, and not wrong steps
-    of the student, keeps the other roads poor: wrong steps are soon unlearned.
+    long_steps: numbers of operations of a long problem. wrong_keys: the share of long problems with
+    a key that no solution ends in; their questions look like the others. A right answer to a road
+    problem counts where the first `rare_words` words of the plan are the rare ones, and else with
+    probability `luck`, by a coin that depends on question and response alone. The grader, and not
+    wrong steps of the student, keeps the other roads poor: wrong steps are soon unlearned.
     """
 
     count: int = 10_000
@@ -71,6 +72,7 @@ class Forks(MathTask):
     long: float = 0.0
     closed: float = 0.0
     long_steps: Sequence[int] = (8, 10, 12)
+    wrong_keys: float = 0.0
     rare_words: int = 2
     luck: float = 0.0
 
@@ -86,7 +88,12 @@ class Forks(MathTask):
 
         def sample(rng: np.random.Generator) -> Problem:
             kind = str(rng.choice(KINDS, p=share_K))
-            return _closed(rng) if kind == "closed" else _chain(kind, steps[kind], rng)
+            if kind == "closed":
+                return _closed(rng)
+            problem = _chain(kind, steps[kind], rng)
+            if kind == "long" and coin(problem.question, "key") < self.wrong_keys:
+                return dataclasses.replace(problem, answer=_four_digits(problem.question))
+            return problem
 
         source = f"the mixture {weights}"
         return arithmetic.distinct(sample, self.count, self.seed, split=self.split, source=source)
@@ -230,6 +237,10 @@ def _sample_step(value: int, taken, rng: np.random.Generator) -> tuple[str, int]
 def _closed(rng: np.random.Generator) -> Problem:
     start, *operands = (int(value) for value in rng.integers(2, 100, size=3))
     question = f"What is {UNKNOWN.join(map(str, (start, *operands)))}?"
-    answer = 1_000 + int(9_000 * coin(question))
     steps = tuple((UNKNOWN, operand) for operand in operands)
-    return Problem(question, str(answer), len(steps), start, steps, "closed")
+    return Problem(question, _four_digits(question), len(steps), start, steps, "closed")
+
+
+def _four_digits(question: str) -> str:
+    """An answer that depends on the question alone, and that no solution reaches but by a guess."""
+    return str(1_000 + int(9_000 * coin(question)))

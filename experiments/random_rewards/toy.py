@@ -1,8 +1,8 @@
-"""The same question of a table: one softmax over eight tokens, plain gradient steps, coins.
+"""The same question of a table: one softmax over a few tokens, plain gradient steps, coins.
 
     python -m experiments.random_rewards.toy
 
-prints, for a start at unequal and at equal shares, each clip range and learning rate, the change of
+prints, for each start at unequal or equal shares, each clip range and learning rate, the change of
 the entropy after 30 steps of 8 updates against that without clips, with its standard error over the
 runs, and the share of samples clipped high: what the clips do where no network, optimizer or drift
 of the text is in between.
@@ -10,8 +10,14 @@ of the text is in between.
 
 import numpy as np
 
-TOKENS, GROUPS, GROUP_SIZE, UPDATES, STEPS, RUNS = 8, 64, 8, 8, 30, 400
-STARTS = {"unequal": [0.4, 0.25, 0.15, 0.08, 0.05, 0.04, 0.02, 0.01], "equal": [1 / 8] * 8}
+GROUPS, GROUP_SIZE, UPDATES, STEPS, RUNS = 64, 8, 8, 30, 400
+UNEQUAL = [0.4, 0.25, 0.15, 0.08, 0.05, 0.04, 0.02, 0.01]
+STARTS = {
+    "eight unequal shares": UNEQUAL,
+    "eight equal shares": [1 / 8] * 8,
+    "four equal shares, as the words of a line": [1 / 4] * 4,
+    "shares of .50, .35 and .15, as the words of a plan": [0.5, 0.35, 0.15],
+}
 RANGES = {
     "0.2, 0.2": (0.2, 0.2),
     "0.2, 0.28": (0.2, 0.28),
@@ -56,7 +62,7 @@ def run(start: list[float], low: float, high, rate: float) -> tuple[np.ndarray, 
     Eq. 8's gradient in the logits, A r (onehot - p), where neither bound is passed. The same seed
     for every range. high: of all tokens, or of each.
     """
-    high_V = np.broadcast_to(high, TOKENS)
+    high_V = np.broadcast_to(high, len(start))
     rng = np.random.default_rng(0)
     logits_RV = np.tile(np.log(start), (RUNS, 1))
     index_R1 = np.arange(RUNS)[:, None]
@@ -84,7 +90,7 @@ def run(start: list[float], low: float, high, rate: float) -> tuple[np.ndarray, 
 def main():
     heads = [f"rate {rate}" for rate in RATES]
     for shares, start in STARTS.items():
-        print(f"\n{shares} shares, {entropy(np.array([start]))[0]:.2f} nats\n")
+        print(f"\n{shares}, {entropy(np.array([start]))[0]:.2f} nats\n")
         print(f"| eps_low, eps_high | {' | '.join(heads)} |\n|---|{'---|' * len(RATES)}")
         free = {rate: run(start, *RANGES["none"], rate)[0] for rate in RATES}
         for name, bounds in RANGES.items():
@@ -97,11 +103,11 @@ def main():
                 nats = f"{nats_R.mean():.2f}" if name == "none" else change
                 cells.append(f"{nats} ({clipped:.1%})")
             print(f"| {name} | {' | '.join(cells)} |")
-    print("\nunequal shares, an upper clip of 0.2 for some tokens only\n")
+    print("\neight unequal shares, an upper clip of 0.2 for some tokens only\n")
     print(f"| held | {' | '.join(heads)} |\n|---|{'---|' * len(RATES)}")
     for name, tokens in HELD.items():
-        high_V = np.where(np.isin(np.arange(TOKENS), list(tokens)), 0.2, np.inf)
-        nats = [run(STARTS["unequal"], 0.2, high_V, rate)[0].mean() for rate in RATES]
+        high_V = np.where(np.isin(np.arange(len(UNEQUAL)), list(tokens)), 0.2, np.inf)
+        nats = [run(UNEQUAL, 0.2, high_V, rate)[0].mean() for rate in RATES]
         print(f"| {name} | {' | '.join(f'{value:.3f}' for value in nats)} |")
 
 
