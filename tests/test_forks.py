@@ -75,6 +75,19 @@ def test_closed_problems_cannot_be_known():
     assert len(set(answers)) > 285 and min(answers) >= 1_000 and max(answers) < 10_000
 
 
+def test_a_wrong_key_is_out_of_reach_and_not_seen_in_the_question():
+    task, same = (
+        Forks(count=400, long=1.0, wrong_keys=share, rules="strict") for share in (0.5, 0)
+    )
+    rng = np.random.default_rng(0)
+    right = [
+        task.grade(solution(problem, rng), example).correct
+        for problem, example in zip(task.problems(), task.load()[0], strict=True)
+    ]
+    assert np.mean(right) == pytest.approx(0.5, abs=0.1)  # 4 standard deviations
+    assert [p.question for p in task.problems()] == [p.question for p in same.problems()]
+
+
 def test_the_students_rates_are_those_that_are_stated():
     rng = np.random.default_rng(1)
     problems = Forks(count=1_500, road=1.0).problems()

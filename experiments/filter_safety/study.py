@@ -1,4 +1,4 @@
-"""Dynamic sampling's safety: what length penalties teach where half of the problems are out of reach."""
+"""Dynamic sampling: what length penalties teach where half of the problems are out of reach."""
 
 from dapo_jax.report.quantities import final_score, last
 from experiments.study import Claim, Study

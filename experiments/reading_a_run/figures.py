@@ -15,11 +15,11 @@ from experiments.study import ROWS, panels
 HERE = pathlib.Path(__file__).parent
 HEALTHY = "healthy"
 SHOWN = {
-    "collapse": ("entropy", "response_tokens/mean", "accuracy/mean"),
-    "explosion": ("entropy", "accuracy/mean", "clip_fraction/low"),
+    "collapse": ("no_answer_fraction", "response_tokens/mean", "eval/long/mean@4"),
+    "explosion": ("entropy", "grad_norm", "response_tokens/mean"),
     "length_creep": ("response_tokens/mean", "accuracy/mean", "eval/long/mean@4"),
     "format": ("accuracy/mean", "eval/road/mean@4", "groups/informative"),
-    "no_groups": ("groups/informative", "accuracy/mean", "grad_norm"),
+    "no_groups": ("groups/informative", "accuracy/mean", "eval/road/mean@4"),
     "gap": ("ratio_gap", "accuracy/mean", "eval/road/mean@4"),
 }
 
