@@ -7,7 +7,7 @@ LONG = final_score("long", "mean@8")
 TOKENS = last("response tokens", "response_tokens/mean")
 
 STUDY = Study(
-    title="Which groups may be trained on, when half of the problems are out of reach",
+    title="Three filters where half of the problems are out of reach",
     config="configs/forks.py",
     settings={
         "data.train.args": "{'long': 1.0, 'wrong_keys': 0.5}",
