@@ -34,7 +34,7 @@ MEAN = Quantity("road accuracy, last 20 steps, %", mean_score)
 SPREAD = Quantity("its noise from one evaluation to the next", noise)
 
 STUDY = Study(
-    title="Training on all groups or on the informative ones, where those are few",
+    title="All groups, or the informative ones alone",
     config="configs/forks.py",
     settings={
         "data.train.args": "{'easy': 0.5, 'closed': 0.2, 'road': 0.3}",
