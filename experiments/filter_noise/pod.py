@@ -50,12 +50,12 @@ def committed() -> Pod:
     return Pod(**json.loads(FILE.read_text()))
 
 
-def pod_hours(run: Run) -> float:
-    """What the pod would have taken for the run's steps, each with its share of sampled groups."""
+def pod_hours(run: Run) -> np.ndarray:
+    """What the pod would have taken up to the end of each step, for the groups that it sampled."""
     pod, num_prompts = committed(), run.config["rollout.num_prompts"]
     times = column(run.rows, "groups/sampled") / num_prompts
     rollout = np.interp(times, pod.times, pod.rollout)
-    return float((rollout + pod.fixed).sum() / 3600)
+    return np.cumsum(rollout + pod.fixed) / 3600
 
 
 def main(_):
