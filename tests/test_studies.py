@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 import configs.forks
@@ -13,6 +14,7 @@ from dapo_jax.report.statistics import Interval
 from dapo_jax.run import build
 from experiments import study
 from experiments.eps_high.study import steps_until_half
+from experiments.filter_noise.pod import committed, pod_hours
 from experiments.filter_noise.study import last_scores, noise
 from experiments.forks_base.task import WORDING
 from experiments.random_rewards import forks
@@ -161,13 +163,25 @@ def test_the_accuracy_at_a_budget_does_not_depend_on_the_tokens_of_a_step(tokens
     assert math.isnan(accuracy_at_budget(short))
 
 
-def test_the_last_scores_are_of_the_last_twenty_steps():
-    run = dataclasses.replace(
-        _run("a", 0, entropy=[0.0]),
-        evaluations={("road", "mean@8"): {step: step / 100 for step in range(0, 61, 4)}},
-    )
+def test_the_last_scores_are_of_the_last_twenty_steps_and_their_rise_is_no_noise():
+    """Counted with the rise, a run that was still learning looked noisy beside one at its end."""
+    scores = {step: step / 100 for step in range(0, 61, 4)}
+    run = dataclasses.replace(_run("a", 0, entropy=[0.0]), evaluations={("road", "mean@8"): scores})
     assert last_scores(run).tolist() == pytest.approx([44, 48, 52, 56, 60])
-    assert noise(run) == pytest.approx(4 / math.sqrt(2))
+    assert noise(run) == pytest.approx(0.0, abs=1e-9)
+    scores |= {48: 0.51, 56: 0.53}  # differences 7, 1, 1, 7: by 3 from their mean of 4
+    assert noise(run) == pytest.approx(math.sqrt(12 / 2))
+
+
+def test_a_pods_hours_follow_the_groups_that_were_sampled():
+    pod = committed()
+    run = _run("a", 0, entropy=[0.0] * 3)
+    run.config["rollout.num_prompts"] = 8
+    for row, sampled in zip(run.rows, (8, 16, 20), strict=True):
+        row["groups/sampled"] = sampled
+    first, second, third = pod.rollout[:3]
+    seconds = [first, second, (second + third) / 2]  # 1, 2 and 2.5 times the groups of a step
+    assert pod_hours(run) == pytest.approx(np.cumsum(np.array(seconds) + pod.fixed) / 3600)
 
 
 def test_what_is_not_the_studys_is_left_out_and_said():
