@@ -15,7 +15,7 @@ from dapo_jax.run import build
 from experiments import study
 from experiments.eps_high.study import steps_until_half
 from experiments.filter_noise.pod import committed, pod_hours
-from experiments.filter_noise.study import last_scores, noise
+from experiments.filter_noise.study import last_scores, noise, score_at
 from experiments.forks_base.task import WORDING
 from experiments.random_rewards import forks
 from experiments.reading_a_run import figures
@@ -177,11 +177,24 @@ def test_a_pods_hours_follow_the_groups_that_were_sampled():
     pod = committed()
     run = _run("a", 0, entropy=[0.0] * 3)
     run.config["rollout.num_prompts"] = 8
-    for row, sampled in zip(run.rows, (8, 16, 20), strict=True):
-        row["groups/sampled"] = sampled
+    for row, sampled, cancelled in zip(run.rows, (8, 16, 16), (0, 0, 8), strict=True):
+        row |= {"groups/sampled": sampled, "groups/cancelled": cancelled}
     first, second, third = pod.rollout[:3]
-    seconds = [first, second, (second + third) / 2]  # 1, 2 and 2.5 times the groups of a step
-    assert pod_hours(run) == pytest.approx(np.cumsum(np.array(seconds) + pod.fixed) / 3600)
+    for share, third_step in ((0.0, second), (0.5, (second + third) / 2), (1.0, third)):
+        hours = np.cumsum(np.array([first, second, third_step]) + pod.fixed) / 3600
+        assert pod_hours(run, cancelled=share) == pytest.approx(hours)
+    run.rows[0]["groups/sampled"] = 8 * 25
+    with pytest.raises(ValueError, match=r"25.0 times the groups of a step"):
+        pod_hours(run, cancelled=0.0)
+
+
+def test_a_score_at_a_budget_is_on_the_line_between_evaluations():
+    run = dataclasses.replace(
+        _run("a", 0, entropy=[0.0] * 3),
+        evaluations={("road", "mean@8"): {0: 0.1, 2: 0.3, 3: 0.9}},
+    )
+    assert score_at(run, [10.0, 20.0, 40.0], 15.0) == pytest.approx(25.0)
+    assert score_at(run, [10.0, 20.0, 40.0], 30.0) == pytest.approx(60.0)
 
 
 def test_what_is_not_the_studys_is_left_out_and_said():

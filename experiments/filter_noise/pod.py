@@ -3,7 +3,7 @@
     python -m experiments.filter_noise.pod     # 6 minutes; `make preflight` installs the compiler
 
 Compiles the recipe for v5p:8x8x4 and simulates its rollouts (dapo_jax.preflight) with as many
-groups as a step trains on, and up to 16 times as many. Writes pod.json, which study.py reads.
+groups as a step trains on, and up to 24 times as many. Writes pod.json, which study.py reads.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from dapo_jax.run.files import atomic_file
 FILE = pathlib.Path(__file__).with_name("pod.json")
 TOPOLOGY = "v5p:8x8x4"
 MEAN_TOKENS = 2_925  # of a response, over the whole run of the paper
-TIMES = (1, 2, 3, 4, 6, 8, 12, 16)
+TIMES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,17 @@ def committed() -> Pod:
     return Pod(**json.loads(FILE.read_text()))
 
 
-def pod_hours(run: Run) -> np.ndarray:
-    """What the pod would have taken up to the end of each step, for the groups that it sampled."""
+def pod_hours(run: Run, *, cancelled: float) -> np.ndarray:
+    """What the pod would have taken up to the end of each step, for the groups that it sampled.
+
+    cancelled: the share of a group's cost that one that was begun and cancelled has. Raises
+    ValueError for a step with more groups than were simulated.
+    """
     pod, num_prompts = committed(), run.config["rollout.num_prompts"]
-    times = column(run.rows, "groups/sampled") / num_prompts
+    sampled, begun = (column(run.rows, f"groups/{key}") for key in ("sampled", "cancelled"))
+    times = (sampled + cancelled * begun) / num_prompts
+    if times.max() > pod.times[-1]:
+        raise ValueError(f"{times.max():.1f} times the groups of a step: more than in {FILE.name}")
     rollout = np.interp(times, pod.times, pod.rollout)
     return np.cumsum(rollout + pod.fixed) / 3600
 

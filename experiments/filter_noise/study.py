@@ -1,17 +1,19 @@
 """Dynamic sampling's noise: few groups say anything, few are sampled, the rate does not fall."""
 
+import functools
 import math
 
 import numpy as np
 
 from dapo_jax.report.quantities import Quantity, last, tokens_of
+from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.filter_noise.pod import pod_hours
 from experiments.study import Claim, Study
 
 LAST_STEPS = 20
 SCORE = ("road", "mean@8")
-BUDGET_HOURS = 8.0  # of the pod: less than the shortest run takes
+BUDGET_HOURS, BUDGET_TOKENS = 8.0, 160_000  # a little less than the arm on all groups takes
 
 
 def last_scores(run) -> np.ndarray:
@@ -26,16 +28,26 @@ def mean_score(run) -> float:
     return nan_mean(last_scores(run))
 
 
-def score_at_budget(run) -> float:
-    """The last evaluation that the pod would have seen within BUDGET_HOURS, in percent."""
-    steps = int(np.searchsorted(pod_hours(run), BUDGET_HOURS, side="right"))
+def score_at(run, spent, budget: float) -> float:
+    """Percent right where `spent`, summed over steps, reaches the budget; between evaluations."""
     of_step = run.evaluations.get(SCORE, {})
-    return 100 * of_step[max(step for step in of_step if step <= steps)]
+    at = [0.0, *spent]  # by finished steps
+    return 100 * float(np.interp(budget, [at[step] for step in of_step], list(of_step.values())))
 
 
-def total_pod_hours(run) -> float:
+def score_at_tokens(run) -> float:
+    """At BUDGET_TOKENS sampled tokens."""
+    return score_at(run, column(run.rows, "sampled_tokens_total"), BUDGET_TOKENS)
+
+
+def score_at_hours(run, *, cancelled: float) -> float:
+    """At BUDGET_HOURS of the pod."""
+    return score_at(run, pod_hours(run, cancelled=cancelled), BUDGET_HOURS)
+
+
+def total_pod_hours(run, *, cancelled: float) -> float:
     """The hours of the whole run on the pod."""
-    return float(pod_hours(run)[-1])
+    return float(pod_hours(run, cancelled=cancelled)[-1])
 
 
 def noise(run) -> float:
@@ -43,7 +55,18 @@ def noise(run) -> float:
     return math.sqrt(np.diff(last_scores(run)).var(ddof=1) / 2)
 
 
-BUDGET = Quantity(f"road accuracy at {BUDGET_HOURS:g} pod hours, %", score_at_budget)
+AT_TOKENS = Quantity(f"at {BUDGET_TOKENS // 1000} k tokens, %", score_at_tokens)
+# What a group costs that is begun and cancelled is between nothing and all.
+HOURS, AT_HOURS = (
+    [
+        Quantity(f"{name}{text}", functools.partial(of_run, cancelled=cancelled))
+        for cancelled, text in ((0.0, ""), (1.0, ", cancelled groups too"))
+    ]
+    for name, of_run in (
+        ("simulated pod hours", total_pod_hours),
+        (f"at {BUDGET_HOURS:g} pod hours, %", score_at_hours),
+    )
+)
 MEAN = Quantity("road accuracy, last 20 steps, %", mean_score)
 SPREAD = Quantity("its noise from one evaluation to the next", noise)
 
@@ -55,6 +78,7 @@ STUDY = Study(
         "rollout.num_prompts": "8",
         "rollout.generation_prompts": "48",
         "updates_per_step": "4",
+        "algo.overlong_factor": "0.0",  # or groups would differ in length alone
         "num_steps": "60",
         "eval.every_steps": "4",
         "eval.samples_per_prompt": "8",
@@ -67,8 +91,9 @@ STUDY = Study(
         last("informative groups", "groups/informative"),
         last("groups sampled", "groups/sampled"),
         Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
-        Quantity("simulated pod hours", total_pod_hours),
-        BUDGET,
+        *HOURS,
+        AT_TOKENS,
+        *AT_HOURS,
     ),
     drawn={
         "eval/road/mean@8": "accuracy on road problems",
@@ -79,5 +104,5 @@ STUDY = Study(
         Claim(MEAN, "informative", +1, "all"),
         Claim(SPREAD, "informative", -1, "all"),
     ),
-    afterwards=(Claim(BUDGET, "informative", +1, "all"),),
+    afterwards=tuple(Claim(at, "informative", +1, "all") for at in (AT_TOKENS, *AT_HOURS)),
 )
