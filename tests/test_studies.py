@@ -17,6 +17,7 @@ from experiments.eps_high.study import steps_until_half
 from experiments.filter_noise.pod import committed, pod_hours
 from experiments.filter_noise.study import last_scores, noise, score_at
 from experiments.forks_base.task import WORDING
+from experiments.overlong import texts
 from experiments.random_rewards import forks
 from experiments.reading_a_run import figures
 from experiments.study import Claim, Study, verdict
@@ -269,3 +270,18 @@ def test_a_failed_sweep_does_not_replace_the_rows_that_are_there(tmp_path):
 )
 def test_steps_until_half_lie_between_two_steps(shares, steps):
     assert steps_until_half(_run("a", 0, task__right_road=shares)) == pytest.approx(steps)
+
+
+@pytest.mark.parametrize(
+    ("lines", "works_all"),
+    [
+        (["She has on 79-6=73 coins", "Tom has me 73+5=78 people"], True),
+        (["She has on 79-6=73 coins", "Let me check: 73+5=78", "Answer: 78"], False),
+        (["She has on 79-6=73 coins", "Tom has me 73-6=67 coins"], False),
+        (["She has on 79-6=73 coins", "Tom has me 73+5=78 coins", "He is on 78+9=87 coins"], False),
+    ],
+)
+def test_a_solution_works_all_operations_of_its_question(lines, works_all):
+    """Counting lines, one that left an operation out and worked another twice had all steps."""
+    response = {"prompt": "Solve.\n\nWhat is 79-6+5?\n\nRemember", "response": "\n".join(lines)}
+    assert texts.works_all(response) == works_all

@@ -1,4 +1,4 @@
-"""What becomes of the solutions' texts: steps, checks, loops and cuts in the held-out responses.
+"""What becomes of the solutions' texts: operations, checks, loops and cuts in held-out responses.
 
     python -m experiments.overlong.texts --workdir=DIR
     python -m experiments.overlong.texts
@@ -12,7 +12,8 @@ import gzip
 import json
 import operator
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from absl import app, flags
@@ -25,38 +26,55 @@ from experiments.overlong.study import STUDY
 
 FILE = pathlib.Path(__file__).parent / "texts.jsonl"
 START, FIRST = "start", "punished"
-LEVEL = 12  # operations of a held-out problem
+OPERATION = re.compile(r"[+-]\d+")
 MEASURES = tuple(
     Quantity(title, operator.itemgetter(key), form)
     for key, title, form in (
         ("right", "right, %", "{:.1f}"),
         ("cut", "cut, %", "{:.1f}"),
-        ("all_steps", "of those not cut: all 12 steps, %", "{:.1f}"),
-        ("checks", "checks", "{:.2f}"),
-        ("loops", "lines in loops", "{:.2f}"),
+        ("cut_in_loop", "cut in a loop, %", "{:.1f}"),
+        ("right_whole", "right of those not cut, %", "{:.1f}"),
+        ("all_worked", "with all operations of those not cut, %", "{:.1f}"),
+        ("checks", "checks of those not cut", "{:.2f}"),
     )
 )
 
 
 def measured(responses: Sequence[dict]) -> dict[str, float]:
-    """Percent that are right and cut, percent of whole ones with all steps; lines a response."""
+    """Percent of all that are right and cut, what the whole ones are like. Some are whole."""
+    cut = [response for response in responses if response["truncated"]]
     whole = [response for response in responses if not response["truncated"]]
-    found = {
-        "right": 100 * np.mean([response["correct"] for response in responses]),
-        "cut": 100 * (1 - len(whole) / len(responses)),
-        "all_steps": 100 * np.mean([steps(r["response"]) >= LEVEL for r in whole]),
-        "checks": np.mean([r["response"].count("Let me check") for r in responses]),
-        "loops": np.mean([len(loop_lines(r["response"])) for r in responses]),
+    return {
+        "right": percent(response["correct"] for response in responses),
+        "cut": 100 * len(cut) / len(responses),
+        "cut_in_loop": 100 * sum(map(loops, cut)) / len(responses),
+        "right_whole": percent(response["correct"] for response in whole),
+        "all_worked": percent(map(works_all, whole)),
+        "checks": float(np.mean([r["response"].count("Let me check") for r in whole])),
     }
-    return {key: float(value) for key, value in found.items()}
 
 
-def steps(response: str) -> int:
-    """Counts the lines that work a step: those with a result, but for checks and loops."""
-    return sum(
-        "=" in line and not line.startswith(("Let me check", "What?"))
-        for line in response.split("\n")
-    )
+def percent(values: Iterable[bool]) -> float:
+    """The share of those that are true."""
+    return 100 * float(np.mean(list(values)))
+
+
+def loops(response: dict) -> bool:
+    """Whether it goes over a line again and again."""
+    return bool(loop_lines(response["response"]))
+
+
+def works_all(response: dict) -> bool:
+    """Whether each operation of the question is worked, and no other: its operands are distinct."""
+    (question,) = re.findall(r"What is \d+(.*)\?", response["prompt"])
+    lines = [line.partition("=") for line in response["response"].split("\n")]
+    worked = {
+        operation
+        for before, equals, _ in lines
+        if equals and not before.startswith(("Let me check", "What?"))
+        for operation in OPERATION.findall(before)
+    }
+    return worked == set(OPERATION.findall(question))
 
 
 def read(path: pathlib.Path) -> list[dict]:
