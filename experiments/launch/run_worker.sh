@@ -67,12 +67,19 @@ main() {
 
 # A background child and `wait`, so that the trap runs at once; the signal ends `wait`, not the child.
 attempt() {
-  local log interrupted code=127 pusher
+  local log interrupted code=127 pusher output ready
   log=$(new_log)
   say "$(date '+%F %T') ${train[*]} $*" | tee -a "$log" || true
-  # What is said while it stops reaches the log, whether or not a terminal is there to show it.
-  "${train[@]}" "$@" > >(trap '' HUP INT TERM PIPE && exec tee -a "$log") 2>&1 &
+  # What is said while it stops reaches the log, whether or not a terminal is there to show it. The
+  # training starts once `tee` ignores signals: one that ends `tee` would break its output.
+  mkfifo "$log.ready" && exec {ready}<>"$log.ready" && rm "$log.ready"
+  exec {output}> >(trap '' HUP INT TERM PIPE && echo >&"$ready" && exec tee -a "$log")
+  until read -rt 0.1 -u "$ready" _ || [[ -n $stopping ]]; do :; done
+  exec {ready}>&-
+  if [[ -n $stopping ]]; then exec {output}>&- && return 75; fi
+  "${train[@]}" "$@" >&"$output" 2>&1 &
   child=$!
+  exec {output}>&-
   [[ -z $stopping ]] || kill -TERM "$child"
   push_until_killed &
   pusher=$!
