@@ -16,7 +16,7 @@ import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import app, flags
 from ml_collections import ConfigDict
@@ -255,6 +255,19 @@ def keep_rows(workdir: pathlib.Path, folder: pathlib.Path, status: int) -> None:
     """Copies the sweep's rows to the study's folder, but not over others where a run has failed."""
     if status == 0 or not (folder / ROWS).exists():
         shutil.copyfile(workdir / ROWS, folder / ROWS)
+
+
+def look_into(
+    file: pathlib.Path,
+    measure: Callable[[pathlib.Path], list[dict]],
+    result: Callable[[list[dict]], str],
+) -> None:
+    """Prints the result of a file's rows, one a line; with --workdir, measures them there first."""
+    if flags.FLAGS.workdir:
+        rows = measure(pathlib.Path(flags.FLAGS.workdir))
+        with atomic_file(file) as out:
+            out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    print(result([json.loads(line) for line in file.read_text().splitlines()]))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -20,9 +20,9 @@ from absl import app, flags
 
 from dapo_jax.report.quantities import Quantity
 from dapo_jax.report.summary import Comparison, interval_text, spread_text, table
-from dapo_jax.run.files import atomic_file
 from experiments.forks_base.task import loop_lines
 from experiments.overlong.study import STUDY
+from experiments.study import look_into
 
 FILE = pathlib.Path(__file__).parent / "texts.jsonl"
 START, FIRST = "start", "punished"
@@ -112,11 +112,7 @@ def result(rows: list[dict]) -> str:
 
 
 def main(_):
-    if flags.FLAGS.workdir:
-        rows = rows_of(pathlib.Path(flags.FLAGS.workdir))
-        with atomic_file(FILE) as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-    print(result([json.loads(line) for line in FILE.read_text().splitlines()]))
+    look_into(FILE, rows_of, result)
 
 
 if __name__ == "__main__":

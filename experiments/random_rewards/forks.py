@@ -8,7 +8,7 @@ print the table of it: means over the seeds, and the differences from the first 
 The texts are fixed, so what the policy's own text has become plays no part.
 """
 
-import json
+import functools
 import operator
 import pathlib
 
@@ -23,11 +23,11 @@ from dapo_jax import convert
 from dapo_jax.report.quantities import Quantity
 from dapo_jax.report.summary import Comparison, interval_text, spread_text, table
 from dapo_jax.run import build
-from dapo_jax.run.files import atomic_file
 from dapo_jax.sweep.plan import Plan
 from experiments.forks_base.properties import fork_places
 from experiments.forks_base.task import Forks, solution
 from experiments.random_rewards.study import STUDY
+from experiments.study import look_into
 from models.transformer import abstract_params
 
 FILE = pathlib.Path(__file__).parent / "forks.jsonl"
@@ -107,11 +107,7 @@ def result(rows: list[dict]) -> str:
 
 
 def main(_):
-    if flags.FLAGS.workdir:
-        rows = measure(STUDY.plan(), pathlib.Path(flags.FLAGS.workdir))
-        with atomic_file(FILE) as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-    print(result([json.loads(line) for line in FILE.read_text().splitlines()]))
+    look_into(FILE, functools.partial(measure, STUDY.plan()), result)
 
 
 if __name__ == "__main__":
