@@ -6,10 +6,10 @@ import math
 import numpy as np
 
 from configs.base import TABLE_1
-from dapo_jax.report.quantities import Quantity, final_score, last, tokens_of
+from dapo_jax.report.quantities import Quantity, final_score, last, mean, tokens_of
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
-from experiments.study import Claim, Study
+from experiments.study import CLIPPED, Claim, Study
 
 BUDGET_TOKENS = 400_000
 WINDOW_TOKENS = 80_000
@@ -28,6 +28,8 @@ def accuracy_at_budget(run) -> float:
 
 
 STEPS = last("accuracy, %", "accuracy/mean", scale=100)
+LONG = final_score("long", "mean@8")
+TRUNCATED = mean("truncated, %", "response_tokens/truncated_fraction", scale=100)
 TOKENS = Quantity(f"accuracy at {BUDGET_TOKENS // 1000} k tokens, %", accuracy_at_budget)
 
 STUDY = Study(
@@ -43,9 +45,11 @@ STUDY = Study(
         STEPS,
         TOKENS,
         final_score("road", "mean@8"),
-        final_score("long", "mean@8"),
+        LONG,
         last("entropy, nats", "entropy", form="{:.3f}"),
         last("rare road, %", "task/right_road", scale=100),
+        TRUNCATED,
+        CLIPPED[0],
         Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
     ),
     drawn={
@@ -59,5 +63,11 @@ STUDY = Study(
         Claim(STEPS, "dapo", +1, "naive_grpo"),
         Claim(TOKENS, "dapo", +1, "naive_grpo"),
         Claim(TOKENS, "dapo", +1, NO_FILTER),
+    ),
+    afterwards=(
+        Claim(TRUNCATED, "overlong_filtering", +1, "naive_grpo"),
+        Claim(TRUNCATED, "soft_overlong", -1, "clip_higher"),
+        *(Claim(LONG, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),
+        Claim(LONG, "dapo", +1, "naive_grpo"),
     ),
 )
