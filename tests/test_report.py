@@ -1,5 +1,6 @@
 """The report: numbers, figures and the page, from rows with everything and with next to nothing."""
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -223,6 +224,21 @@ def test_figures_of_rows_with_missing_keys(tmp_path):
         for figure in (plots.curves(runs), plots.accuracy_vs_tokens(runs)):
             plots.save(figure, tmp_path / "figure.png")
             assert _png_size(tmp_path / "figure.png")[0] == 1600
+
+
+def test_an_evaluation_set_that_only_one_run_has(tmp_path):
+    """A report of two experiments with different sets ended with "a cannot be empty"."""
+    with_set, without = (load_run(_make_run(tmp_path / name)) for name in ("a", "b"))
+    without = dataclasses.replace(without, evaluations={})
+    seeds = {"arm": "both"}
+    for arms in ({}, seeds):  # an arm each, and seeds of one
+        runs = {
+            "a": dataclasses.replace(with_set, **arms),
+            "b": dataclasses.replace(without, **arms),
+        }
+        plots.curves(runs)
+        _, y = _line(plots.accuracy_vs_tokens(runs), "held_out mean@8")
+        np.testing.assert_allclose(y, list(with_set.evaluations["held_out", "mean@8"].values()))
 
 
 def test_config_differences():

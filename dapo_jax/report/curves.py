@@ -71,6 +71,8 @@ def rolling_mean(values: np.ndarray, *, window: int) -> np.ndarray:
 
     NaNs are left out of every mean and stay NaN.
     """
+    if not len(values):
+        return values
     valid = np.isfinite(values)
     ones = np.ones(window)
     half = window // 2
