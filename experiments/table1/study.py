@@ -9,7 +9,9 @@ from configs.base import TABLE_1
 from dapo_jax.report.quantities import Quantity, final_score, last, mean, tokens_of
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
+from experiments.eps_high.study import HALF
 from experiments.study import CLIPPED, Claim, Study
+from experiments.token_level.study import EARLY_LOOPS
 
 BUDGET_TOKENS = 400_000
 WINDOW_TOKENS = 80_000
@@ -28,7 +30,7 @@ def accuracy_at_budget(run) -> float:
 
 
 STEPS = last("accuracy, %", "accuracy/mean", scale=100)
-LONG = final_score("long", "mean@8")
+ROAD, LONG = final_score("road", "mean@8"), final_score("long", "mean@8")
 TRUNCATED = mean("truncated, %", "response_tokens/truncated_fraction", scale=100)
 TOKENS = Quantity(f"accuracy at {BUDGET_TOKENS // 1000} k tokens, %", accuracy_at_budget)
 
@@ -44,12 +46,14 @@ STUDY = Study(
     quantities=(
         STEPS,
         TOKENS,
-        final_score("road", "mean@8"),
+        ROAD,
         LONG,
         last("entropy, nats", "entropy", form="{:.3f}"),
         last("rare road, %", "task/right_road", scale=100),
         TRUNCATED,
         CLIPPED[0],
+        EARLY_LOOPS,
+        HALF,
         Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
     ),
     drawn={
@@ -66,8 +70,12 @@ STUDY = Study(
     ),
     afterwards=(
         Claim(TRUNCATED, "overlong_filtering", +1, "naive_grpo"),
-        Claim(TRUNCATED, "soft_overlong", -1, "clip_higher"),
+        Claim(TRUNCATED, "soft_overlong", -1, "naive_grpo"),
+        Claim(ROAD, "overlong_filtering", +1, "naive_grpo"),
+        Claim(EARLY_LOOPS, "token_level", -1, "soft_overlong"),
+        Claim(HALF, "token_level", -1, "soft_overlong"),
         *(Claim(LONG, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),
+        Claim(LONG, "soft_overlong", +1, "naive_grpo"),
         Claim(LONG, "dapo", +1, "naive_grpo"),
     ),
 )
