@@ -6,22 +6,26 @@ import numpy as np
 import pytest
 
 from dapo_jax.preflight import simulate
-from dapo_jax.preflight.chips import CHIPS, chip_of
+from dapo_jax.preflight.chips import CHIPS, chip_of, ring_rates
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.sampler.cache import Cache
 
 CHIP = dataclasses.replace(
-    CHIPS["v5e"],
-    flop_rate=100.0 / simulate.PRODUCTS_REACH,
-    hbm_rate=10.0 / simulate.MEMORY_REACHES,
-    ici_rate=4.0 / simulate.LINKS_REACH,
-    dcn_rate=1.0 / simulate.LINKS_REACH,
+    CHIPS["v5e"], clock=1_000.0, hbm_rate=10.0, link_rate=2.0, dcn_rate=1.0, closes_at=4
 )
+EXACT = dataclasses.replace(simulate.FAST, cycles=1.0, links=1.0, hidden=0.0, rings=min)
+LINE = simulate.Slice(CHIP, (4, 8), tuple((x, y) for x in range(4) for y in range(8)))
 
 
-def collective(kind, *, size, group, times=1.0, between_slices=False):
-    groups = () if between_slices else (tuple(range(group)),)
-    return Collective(kind, size, group, groups, times)
+@pytest.fixture(autouse=True)
+def no_latency(monkeypatch):
+    monkeypatch.setattr(simulate, "COLLECTIVE_SECONDS", 0.0)
+
+
+def collective(kind, *, size, group=(0, 8, 16, 24), times=1.0, between_slices=False, waits=True):
+    """Over the first axis of LINE, which is a ring of 4 chips."""
+    groups = () if between_slices else (tuple(group),)
+    return Collective(kind, size, len(group), groups, waits, times)
 
 
 @pytest.mark.parametrize(
@@ -30,22 +34,73 @@ def collective(kind, *, size, group, times=1.0, between_slices=False):
 )
 def test_a_ring_passes_all_but_its_own_part(kind, expected):
     """32 bytes over 4 chips at 4 bytes a second; an all-reduce is a scatter and a gather."""
-    assert simulate.exchange_seconds(collective(kind, size=32, group=4), CHIP) == expected
-    thrice = collective(kind, size=32, group=4, times=3)
-    assert simulate.exchange_seconds(thrice, CHIP) == 3 * expected
+    assert LINE.exchange_seconds(collective(kind, size=32), EXACT) == expected
+    thrice = collective(kind, size=32, times=3)
+    assert LINE.exchange_seconds(thrice, EXACT) == 3 * expected
+
+
+def test_an_exchange_takes_time_to_begin(monkeypatch):
+    monkeypatch.setattr(simulate, "COLLECTIVE_SECONDS", 0.5)
+    assert LINE.exchange_seconds(collective("all-gather", size=32, times=3), EXACT) == 19.5
+
+
+def test_a_part_of_an_axis_is_no_ring():
+    """2 of the 4 chips pass 32 bytes to each other over one link."""
+    pair = collective("all-gather", size=32, group=(0, 8))
+    assert LINE.exchange_seconds(pair, EXACT) == 16 / 2
+
+
+def test_a_group_over_two_axes_uses_both_or_one():
+    """4 x 8 chips: at 8 bytes a second over both axes, at 4 over one."""
+    whole = collective("all-gather", size=32, group=range(32))
+    assert LINE.exchange_seconds(whole, EXACT) == 31 / 4
+    both = dataclasses.replace(EXACT, rings=sum)
+    assert LINE.exchange_seconds(whole, both) == 31 / 8
+
+
+@pytest.mark.parametrize(
+    ("chip", "shape", "closed"),
+    [
+        ("v5e", (8, 8), (False, False)),
+        ("v5e", (8, 16), (False, True)),
+        ("v6e", (4, 4), (False, False)),
+        ("v6e", (16, 16), (True, True)),
+        ("v5p", (2, 2, 4), (False, False, False)),
+        ("v5p", (8, 8, 4), (True, True, True)),
+        ("tpu7x", (4, 4, 4), (True, True, True)),
+    ],
+)
+def test_rings_close_where_the_slice_has_the_links(chip, shape, closed):
+    """v5e and v6e from 16 chips on along an axis, the others in slices made of whole cubes."""
+    for axis, is_ring in enumerate(closed):
+        line = [tuple(n * (a == axis) for a in range(len(shape))) for n in range(shape[axis])]
+        (rate,) = ring_rates(CHIPS[chip], shape, line)
+        assert rate == CHIPS[chip].link_rate * (2 if is_ring else 1)
+
+
+def test_eight_of_sixteen_chips_are_a_line():
+    """mesh.model = 8 in v6e:16x16."""
+    (rate,) = ring_rates(CHIPS["v6e"], (16, 16), [(x, 3) for x in range(8)])
+    assert rate == CHIPS["v6e"].link_rate
 
 
 def test_between_slices_the_network_is_slower():
-    over = collective("all-reduce", size=32, group=2, between_slices=True)
-    assert simulate.exchange_seconds(over, CHIP) == pytest.approx(32.0)
+    over = collective("all-reduce", size=32, group=(0, 1), between_slices=True)
+    assert LINE.exchange_seconds(over, EXACT) == pytest.approx(32.0)
 
 
-def test_a_roofline_is_the_longer_of_products_and_memory():
-    cost = Cost(500.0, 20.0, (collective("all-gather", size=32, group=4),))
-    least = simulate.seconds(cost, CHIP)
-    assert (least.products, least.memory, least.exchange) == pytest.approx((5.0, 2.0, 6.0))
-    assert least.overlapped == pytest.approx(6.0)
-    assert least.in_turn == pytest.approx(11.0)
+def test_what_runs_behind_the_core_counts_in_the_slow_estimate_alone():
+    """5 s of core, 6 s waited for, 3 s behind; 20 bytes copied in 2 s behind the core."""
+    waited, behind = (
+        collective("all-gather", size=32),
+        collective("all-gather", size=16, waits=False),
+    )
+    cost = Cost(5_000.0, 20.0, (waited, behind))
+    assert LINE.seconds(cost, EXACT) == pytest.approx(5 + 6 + 3)
+    assert LINE.seconds(cost, dataclasses.replace(EXACT, hidden=1.0)) == pytest.approx(5 + 6)
+    assert LINE.seconds(cost, EXACT, kernels=4.0) == pytest.approx(5 + 4 + 6 + 3)
+    copied = dataclasses.replace(cost, copied_bytes=80.0)
+    assert LINE.seconds(copied, EXACT) == pytest.approx(8 + 6 + 3)
 
 
 @pytest.mark.parametrize("mean", [200, 1_000, 4_000])

@@ -40,8 +40,9 @@ class Phase:
 class Findings:
     """All that was found for one recipe on one topology.
 
-    slots, pages: of a data shard. reshard_bytes: to a device. step: at the length asked for; run:
-    steps at the lengths of the paper's run. seconds: the time that finding it took.
+    slots, pages: of a data shard. reshard_bytes: to a device. steps: at the length asked for, with
+    the fast and the slow assumptions; runs: steps at the lengths of the paper's run, with either.
+    seconds: the time that finding it took.
     """
 
     recipe: str
@@ -54,8 +55,9 @@ class Findings:
     reshard_bytes: float
     programs: dict[str, Program]
     phases: list[Phase]
-    step: Step
-    run: list[Step]
+    slice: simulate.Slice
+    steps: tuple[Step, Step]
+    runs: tuple[list[Step], list[Step]]
     num_steps: int
     seconds: float
 
@@ -69,9 +71,10 @@ class Findings:
         return 1 - self.fullest.total / self.chip.hbm_bytes
 
     @property
-    def run_hours(self) -> float:
-        """The time of all rollout steps, at the lengths of the paper's run, without evaluations."""
-        return self.num_steps * float(np.mean([step.total for step in self.run])) / 3_600
+    def run_hours(self) -> tuple[float, float]:
+        """The time of all rollout steps at the lengths of the paper's run, fast and slow."""
+        fast, slow = (float(np.mean([step.total for step in run])) for run in self.runs)
+        return self.num_steps * fast / 3_600, self.num_steps * slow / 3_600
 
     @property
     def advice(self) -> str:
@@ -103,10 +106,10 @@ def examine(
     if cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")
     programs = compiled_programs(built, say=say)
-
-    def step(mean_tokens: float) -> Step:
-        return simulate.simulated_step(built, programs, chip, mean_tokens)
-
+    where_chips = simulate.Slice.of(built.mesh, chip)
+    simulators = [
+        simulate.Simulator(built, programs, where_chips, assumed) for assumed in simulate.ENDS
+    ]
     longest = config.rollout.max_response_tokens
     return Findings(
         recipe=recipe,
@@ -119,8 +122,9 @@ def examine(
         reshard_bytes=sum(c.bytes * c.times for c in programs["reshard"].fixed.collectives),
         programs=programs,
         phases=memory_phases(built, programs),
-        step=step(mean),
-        run=[step(part * longest) for part in MEAN_LENGTHS],
+        slice=where_chips,
+        steps=tuple(simulator.step(mean) for simulator in simulators),
+        runs=tuple([s.step(part * longest) for part in MEAN_LENGTHS] for s in simulators),
         num_steps=config.num_steps,
         seconds=time.perf_counter() - start,
     )

@@ -1,37 +1,22 @@
 """Counts what one compiled program costs a device, from its optimised, partitioned HLO text.
 
-XLA's own cost analysis counts the body of a loop once; here every loop counts in full. The rules
-were read off what the TPU compiler prints, where a dot is a convolution, memory other than HBM is
-marked S(n) in a layout, and a collective may be spread over the fusions it overlaps with.
-
-Not counted: arithmetic that is no dot or convolution; what is inside a kernel (a custom call) and
-the bytes it moves; the padding of tiled layouts; partial sums that a collective keeps in HBM.
+The TPU's compiler writes its own estimate of the cycles into the text, for every fusion, copy and
+convolution; loops are counted in full here. What it estimates nothing for is listed: exchanges
+between devices, copies that run behind the core, and kernels (custom calls).
 """
 
 import collections
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-
-import numpy as np
 
 from dapo_jax.preflight import hlo_text
 from dapo_jax.preflight.hlo_text import Computation, Instruction
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# Nothing is read or written: values are named, or other instructions do the work.
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"}
-FREE |= {"add-dependency", "opt-barrier", "optimization-barrier", "send", "recv"}
-FREE |= {"send-done", "recv-done", "partition-id", "replica-id"}
-# Custom calls that carry information for the TPU's compiler and compute nothing.
-MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "SliceId"}
-MARKERS |= {"GatherScatterIndicesBitpacked", "AsyncCollectiveStart", "AsyncCollectiveDone"}
-SLICES = ("dynamic-slice", "slice", "gather")  # read a part of operand 0
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # rewrite a part of operand 0: this operand
-POINTWISE = ("convert", "copy", "reshape", "transpose")  # in a fusion: as much as is asked for
+KERNEL = "tpu_custom_call"  # the target of custom calls that compute something
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,51 +26,48 @@ class Collective:
     bytes: of a device and one execution; the output of an all-gather, the input of all others.
     groups: the devices that exchange, as places in the (flattened) mesh of the program, or of a
     slice where there are several; of a permute the devices that its pairs connect. Empty for an
-    exchange between slices, over the data centre's network.
+    exchange between slices, over the data centre's network. waits: whether the core does nothing
+    else meanwhile.
     """
 
     kind: str
     bytes: int
     group_size: int
     groups: tuple[tuple[int, ...], ...]
-    times: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A custom call that runs `times` times; bytes: its operands and outputs in HBM, whole."""
-
-    name: str
-    bytes: int
+    waits: bool
     times: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one run of a program costs one device; hbm_bytes: read and written outside kernels."""
+    """What one run of a program costs one device.
 
-    flops: float
-    hbm_bytes: float
+    cycles: of its core, as the compiler estimates them. copied_bytes: from HBM, behind the core.
+    kernels: how often each runs; (name, times) pairs.
+    """
+
+    cycles: float
+    copied_bytes: float
     collectives: tuple[Collective, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[tuple[str, float], ...] = ()
 
     def __sub__(self, other: "Cost") -> "Cost":
         """The cost that remains of this one without the other, which is a part of it."""
+        exchanged = _times(self)
+        exchanged.subtract(_times(other))
+        kernels = collections.Counter(dict(self.kernels))
+        kernels.subtract(dict(other.kernels))
         return Cost(
-            self.flops - other.flops,
-            self.hbm_bytes - other.hbm_bytes,
-            _minus(self.collectives, other.collectives),
-            _minus(self.kernels, other.kernels),
+            self.cycles - other.cycles,
+            self.copied_bytes - other.copied_bytes,
+            tuple(Collective(*key, n) for key, n in exchanged.items() if n),
+            tuple((name, n) for name, n in kernels.items() if n),
         )
 
 
-def _minus(more: tuple, less: tuple) -> tuple:
-    """The collectives or kernels that run more often in `more`, by how much more often."""
-    times = collections.Counter()
-    for sign, items in ((1, more), (-1, less)):
-        for item in items:
-            times[dataclasses.replace(item, times=0.0)] += sign * item.times
-    return tuple(dataclasses.replace(item, times=n) for item, n in times.items() if n)
+def _times(cost: Cost) -> collections.Counter:
+    """How often each collective runs, by its other fields."""
+    return collections.Counter({dataclasses.astuple(c)[:-1]: c.times for c in cost.collectives})
 
 
 def count(text: str, *, loop_times: Mapping[str, float] = MappingProxyType({})) -> Cost:
@@ -98,25 +80,25 @@ def count(text: str, *, loop_times: Mapping[str, float] = MappingProxyType({})) 
     counter = _Counter(hlo_text.parse(text), loop_times)
     total = counter.executed(counter.program.entry)
     return Cost(
-        total.flops,
-        total.hbm_bytes,
+        total.cycles,
+        total.copied_bytes,
         tuple(Collective(*collective, times) for collective, times in total.collectives.items()),
-        tuple(Kernel(*kernel, times) for kernel, times in total.kernels.items()),
+        tuple(total.kernels.items()),
     )
 
 
 @dataclasses.dataclass
 class _Total:
-    """A running sum of costs; collectives and kernels: their fields -> times."""
+    """A running sum of costs; collectives: their fields -> times; kernels: name -> times."""
 
-    flops: float = 0.0
-    hbm_bytes: float = 0.0
+    cycles: float = 0.0
+    copied_bytes: float = 0.0
     collectives: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     kernels: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     def add(self, other: "_Total", times: float) -> None:
-        self.flops += other.flops * times
-        self.hbm_bytes += other.hbm_bytes * times
+        self.cycles += other.cycles * times
+        self.copied_bytes += other.copied_bytes * times
         for mine, theirs in ((self.collectives, other.collectives), (self.kernels, other.kernels)):
             for key, runs in theirs.items():
                 mine[key] += runs * times
@@ -135,43 +117,40 @@ class _Counter:
         """The cost of a computation whose instructions run one by one."""
         total, computation = _Total(), self.computations[name]
         for i in computation.instructions.values():
-            if i.opcode == "send":
-                total.collectives.update(_between_slices(i, computation))
-            if i.opcode in FREE or i.opcode.endswith(("-start", "-update")):
-                continue
-            if i.opcode.endswith("-done"):
-                i = computation.started(i)
+            total.cycles += i.cycles
             if i.opcode == "while":
                 times = self.times(computation, i)
                 total.add(self.executed(i.attribute("body")), times)
                 total.add(self.executed(i.attribute("condition")), times + 1)
             elif i.opcode == "conditional":
                 branches = [self.executed(branch) for branch in i.branches]
-                total.add(max(branches, key=lambda b: (b.flops, b.hbm_bytes)), 1)
-            elif i.opcode in ("call", "async"):
+                total.add(max(branches, key=lambda b: b.cycles), 1)
+            elif i.opcode in ("call", "async-start"):
                 key = "to_apply" if "to_apply=" in i.attributes else "calls"
                 total.add(self.executed(i.attribute(key)), 1)
-            elif i.opcode == "custom-call":
-                total.kernels.update(_kernel(i, computation))
-            else:
-                total.hbm_bytes += self.hbm_bytes(i, computation)
-                if i.opcode == "fusion":
-                    total.add(self.fused(i.attribute("calls")), 1)
-                else:
-                    total.flops += _flops(i, computation)
-                    total.collectives.update(self.collective(i, computation))
+            elif i.opcode == "fusion":
+                total.add(self.fused(i.attribute("calls")), 1)
+            elif i.opcode == "send":
+                total.collectives.update(_between_slices(i, computation))
+            elif i.opcode in ("copy-done", "slice-done"):
+                total.copied_bytes += _copied_bytes(i, computation)
+            elif i.opcode.removesuffix("-done") in COLLECTIVES:
+                waits = not i.opcode.endswith("-done")
+                i = i if waits else computation.started(i)
+                total.collectives.update(self.collective(i, computation, waits=waits))
+            elif i.target == KERNEL:
+                total.kernels[re.sub(r"\.\d+$", "", i.name)] += 1
         return total
 
     def _fused(self, name: str) -> _Total:
-        """The cost of a fused computation without its bytes, which are those of the fusion."""
+        """The exchanges of a fused computation, whose cycles are those of the fusion."""
         total, computation = _Total(), self.computations[name]
         for i in computation.instructions.values():
             if i.opcode == "fusion":
                 total.add(self.fused(i.attribute("calls")), 1)
-            elif not _continues(i, computation):
-                total.flops += _flops(i, computation)
-                total.collectives.update(self.collective(_scattered(i, computation), computation))
-                total.kernels.update(_kernel(i, computation))
+            elif i.opcode in COLLECTIVES and not _continues(i, computation):
+                i, waits = _scattered(i, computation), "chain_id=" not in i.attributes
+                total.collectives.update(self.collective(i, computation, waits=waits))
         return total
 
     def times(self, computation: Computation, loop: Instruction) -> float:
@@ -213,112 +192,18 @@ class _Counter:
             return None
         return max(0, -((first - end) // by))
 
-    def collective(self, i: Instruction, computation: Computation) -> dict:
-        """{(kind, bytes, group size, groups): 1} if the instruction is one, else {}."""
-        if i.opcode not in COLLECTIVES:
-            return {}
+    def collective(self, i: Instruction, computation: Computation, *, waits: bool) -> dict:
+        """{the fields of a Collective but its times: 1}."""
         moved = [i] if i.opcode == "all-gather" else computation.operands(i)
         groups = hlo_text.device_groups(i.attributes, self.program.partitions)
-        return {(i.opcode, sum(m.bytes for m in moved), max(map(len, groups)), groups): 1}
-
-    def hbm_bytes(self, i: Instruction, computation: Computation) -> float:
-        """The bytes read and written by an instruction that is executed by itself."""
-        read = 0.0
-        for position, operand in enumerate(computation.operands(i)):
-            size = operand.hbm_bytes
-            if not size:
-                continue
-            if i.opcode == "fusion":
-                fused = self.computations[i.attribute("calls")]
-                read += size * self.part_read(fused, fused.parameter(position), 1.0, 0.0)
-            elif position == 0 and i.opcode in SLICES:
-                read += size * _part(i, computation)
-            elif position > 0 or i.opcode not in UPDATES:
-                read += size
-        return read + sum(
-            size
-            for size, array in zip(self.sizes_written(i, computation), i.arrays, strict=True)
-            if array.hbm
-        )
-
-    def part_read(self, c: Computation, name: str, root: float, untouched: float) -> float:
-        """The part of a value in a fusion that is needed.
-
-        root: the part of the computation's result that is; untouched: the same of a value that is
-        in the result as it came in, which nothing is done for in the outermost fusion.
-        """
-        part = untouched if name == c.root else 0.0
-        for user, position in c.users[name]:
-            first = position == 0
-            if user.opcode == "tuple":
-                part += untouched
-            elif user.opcode == "bitcast" or (first and user.opcode in UPDATES):
-                part += self.part_read(c, user.name, root, untouched)
-            elif user.opcode in POINTWISE:
-                part += self.part_read(c, user.name, root, root)
-            elif first and user.opcode in SLICES:
-                part += _part(user, c)
-            elif user.opcode == "fusion":
-                inner = self.computations[user.attribute("calls")]
-                needed = self.part_read(c, user.name, root, root)
-                as_is = self.part_read(c, user.name, root, untouched)
-                part += self.part_read(inner, inner.parameter(position), needed, as_is)
-            elif not _continues(user, c):
-                part += 1.0
-        return min(part, 1.0)
-
-    def sizes_written(self, i: Instruction, computation: Computation) -> list[int]:
-        """Bytes of each array of the result that an instruction writes, wherever they lie."""
-        whole = [array.bytes for array in i.arrays]
-        if i.opcode in UPDATES:
-            return [_update(i, computation)]
-        if i.opcode != "fusion":
-            return whole
-        fused = self.computations[i.attribute("calls")]
-        root = fused.instructions[fused.root]
-        if root.target == "AsyncCollectiveStart":  # a shard as it came in, then the output
-            return [size if n == 1 else 0 for n, size in enumerate(whole)]
-        if root.opcode == "tuple":
-            return [self.new_bytes(fused, name)[0] for name in root.operands]
-        return [self.new_bytes(fused, root.name)[0]] if len(whole) == 1 else whole
-
-    def new_bytes(self, c: Computation, name: str) -> tuple[int, int | None]:
-        """(bytes of a value that are not those of a parameter, that parameter's number)."""
-        i = c.instructions[name]
-        if i.opcode == "parameter":
-            return 0, int(i.literal)
-        if i.opcode == "bitcast":
-            return self.new_bytes(c, i.operands[0])
-        if i.opcode in UPDATES:
-            size, parameter = self.new_bytes(c, i.operands[0])
-            return size + (_update(i, c) if parameter is not None else 0), parameter
-        if i.opcode == "fusion" and len(i.arrays) == 1:
-            inner = self.computations[i.attribute("calls")]
-            size, parameter = self.new_bytes(inner, inner.root)
-            if parameter is None:
-                return size, None
-            outer, parameter = self.new_bytes(c, i.operands[parameter])
-            return size + outer, parameter
-        return (0 if _continues(i, c) else i.bytes), None
+        return {(i.opcode, sum(m.bytes for m in moved), max(map(len, groups)), groups, waits): 1}
 
 
-def _update(i: Instruction, computation: Computation) -> int:
-    """The bytes of operand 0 that an update in place rewrites."""
-    return computation.operands(i)[UPDATES[i.opcode]].arrays[0].bytes
-
-
-def _part(i: Instruction, computation: Computation) -> float:
-    """The part of operand 0 that a slice or gather reads."""
-    whole = math.prod(computation.operands(i)[0].arrays[0].dims)
-    return min(1.0, math.prod(i.arrays[0].dims) / whole)
-
-
-def _kernel(i: Instruction, computation: Computation) -> dict:
-    """{(name, bytes): 1} of a custom call that computes, else {}; a Mosaic kernel's own name."""
-    if i.target in (None, *MARKERS):
-        return {}
-    name = re.sub(r"\.\d+$", "", i.name) if i.target == "tpu_custom_call" else i.target
-    return {(name, i.hbm_bytes + sum(o.hbm_bytes for o in computation.operands(i))): 1}
+def _copied_bytes(done: Instruction, computation: Computation) -> int:
+    """What an asynchronous copy reads from HBM and writes to it."""
+    start = computation.started(done)
+    (source,) = computation.operands(start)
+    return done.bytes * (source.arrays[0].hbm + done.arrays[0].hbm)
 
 
 def _continues(i: Instruction, computation: Computation) -> bool:
@@ -326,9 +211,7 @@ def _continues(i: Instruction, computation: Computation) -> bool:
 
     The TPU's compiler repeats it in every fusion that it overlaps with, up to the one that ends it.
     """
-    if i.target == "AsyncCollectiveDone":
-        return True
-    if i.opcode not in COLLECTIVES or "chain_id=" not in i.attributes:
+    if "chain_id=" not in i.attributes:
         return False
     return all(user.target != "AsyncCollectiveStart" for user, _ in computation.users[i.name])
 
@@ -341,43 +224,10 @@ def _scattered(i: Instruction, computation: Computation) -> Instruction:
 
 
 def _between_slices(i: Instruction, computation: Computation) -> dict:
-    """{(kind, bytes, group size, ()): 1} of a send that is a collective between slices, else {}."""
+    """The fields of a Collective for a send that is one between slices: {fields: 1}, else {}."""
     found = hlo_text.slice_exchange(i.attributes)
     if found is None:
         return {}
     kind, group_size = found
     size = computation.operands(i)[0].bytes * (group_size if kind == "all-gather" else 1)
-    return {(kind, size, group_size, ()): 1}
-
-
-def _flops(i: Instruction, computation: Computation) -> int:
-    """The FLOP of a dot or a convolution, two for each product that is summed; else 0."""
-    if i.opcode not in ("dot", "convolution"):
-        return 0
-    left, right = (operand.arrays[0].dims for operand in computation.operands(i))
-    out = i.arrays[0].dims
-    if i.opcode == "dot":
-        contracted = [left[axis] for axis in i.numbers("lhs_contracting_dims")]
-        return 2 * math.prod(out) * math.prod(contracted)
-    in_labels, kernel_labels, out_labels = hlo_text.DIM_LABELS.search(i.attributes).groups()
-    windows = [
-        _products(left[in_labels.index(axis)], right[kernel_labels.index(axis)], out[n], **window)
-        for n, axis in enumerate(out_labels)
-        if axis.isdigit()
-        for window in [hlo_text.window(i.attributes, int(axis))]
-    ]
-    features = out[out_labels.index("b")] * out[out_labels.index("f")]
-    return 2 * features * right[kernel_labels.index("i")] * math.prod(windows)
-
-
-@functools.cache
-def _products(size, kernel, out, *, stride, pad, spread, kernel_spread) -> int:
-    """(output, kernel) places of a spatial axis that meet an input, not padding or a hole.
-
-    This is what makes the batch of a dot, which becomes such an axis, count as a batch.
-    """
-    place = np.arange(out) * stride - pad
-    places = (place + k * kernel_spread for k in range(kernel))
-    return sum(
-        int(np.sum((p >= 0) & (p <= (size - 1) * spread) & (p % spread == 0))) for p in places
-    )
+    return {(kind, size, group_size, (), False): 1}

@@ -7,7 +7,6 @@ the TPU's and the CPU's compilers print.
 
 import collections
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ BITS = re.compile(r"\D+(\d+)")  # of an element type: s32, bf16, f8e4m3fn, c64
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
-DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 PARTITIONS = re.compile(r"num_partitions=(\d+)")
 # A collective between slices: a chip of each slice, "{1,2}x{0:3}", or chips {{100000,200000}}.
 MEGASCALE = re.compile(
@@ -73,11 +72,6 @@ class Instruction(NamedTuple):
         return sum(array.bytes for array in self.arrays)
 
     @property
-    def hbm_bytes(self) -> int:
-        """The size of those of its arrays that lie in HBM."""
-        return sum(array.bytes for array in self.arrays if array.hbm)
-
-    @property
     def target(self) -> str | None:
         """The function that a custom call calls; None for any other instruction."""
         return TARGET.search(self.attributes)[1] if self.opcode == "custom-call" else None
@@ -102,6 +96,12 @@ class Instruction(NamedTuple):
         return int(printed[1]) if printed else None
 
     @property
+    def cycles(self) -> int:
+        """The compiler's own estimate; 0 where it has none, as of kernels and collectives."""
+        estimated = CYCLES.search(self.attributes)
+        return int(estimated[1]) if estimated else 0
+
+    @property
     def op_name(self) -> str:
         """The JAX name stack that an instruction comes from, else its own name."""
         found = OP_NAME.search(self.attributes)
@@ -110,11 +110,6 @@ class Instruction(NamedTuple):
     def attribute(self, key: str) -> str:
         """The computation, or the one word, that an attribute names."""
         return re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)[1]
-
-    def numbers(self, key: str) -> list[int]:
-        """The numbers of an attribute such as lhs_contracting_dims={1,2}; [] without it."""
-        found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
-        return integers(found[1]) if found else []
 
 
 class Computation:
@@ -135,15 +130,6 @@ class Computation:
     def operands(self, i: Instruction) -> list[Instruction]:
         """The instructions whose results `i` takes."""
         return [self.instructions[name] for name in i.operands]
-
-    def parameter(self, number: int) -> str:
-        """The name of the computation's parameter of this number."""
-        return self._parameters[number]
-
-    @functools.cached_property
-    def _parameters(self) -> dict[int, str]:
-        parameters = (i for i in self.instructions.values() if i.opcode == "parameter")
-        return {int(i.literal): i.name for i in parameters}
 
     def origin(self, name: str) -> Instruction:
         """The instruction that a value comes from, past copies."""
@@ -238,22 +224,6 @@ def parse_array(kind: str, dims: str, layout: str) -> Array:
 def integers(text: str | None) -> list[int]:
     """Numbers between commas; [] of nothing."""
     return [int(number) for number in text.split(",")] if text else []
-
-
-def window(attributes: str, axis: int) -> dict[str, int]:
-    """How a convolution moves along a spatial axis, from {size=64 stride=63 lhs_dilate=64}."""
-    found = re.search(r"window=\{([^}]*)\}", attributes)
-    keys = dict(key.split("=") for key in found[1].split())
-
-    def value(key: str, default: str) -> str:
-        return keys[key].split("x")[axis] if key in keys else default
-
-    return {
-        "stride": int(value("stride", "1")),
-        "pad": int(value("pad", "0_0").split("_")[0]),
-        "spread": int(value("lhs_dilate", "1")),
-        "kernel_spread": int(value("rhs_dilate", "1")),
-    }
 
 
 def slice_exchange(attributes: str) -> tuple[str, int] | None:

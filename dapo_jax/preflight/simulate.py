@@ -1,8 +1,9 @@
-"""Simulates the seconds of one RL step, from the costs of programs and a distribution of lengths.
+"""Estimates the seconds of one RL step as a range, from the costs of programs and response lengths.
 
-A roofline (Williams et al. 2009): a program takes as long as its arithmetic or its traffic to
-memory, whichever is longer. Nothing here was calibrated on a TPU: what share of the published
-rates is reached is assumed, and said with the results.
+A program's core takes the cycles that the TPU's compiler estimates; what it does not estimate is
+added: exchanges between devices, reads of keys and values, attention's kernel in the learner. How
+fast these go is assumed, as a range: `FAST` and `SLOW`. The assumptions were fixed by published
+measurements (experiments/preflight/published.py) and are not changed when the programs are.
 """
 
 import dataclasses
@@ -12,8 +13,9 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from configs.base import eval_settings
 from dapo_jax.packing import plan_rows
-from dapo_jax.preflight.chips import Chip
+from dapo_jax.preflight.chips import Chip, ring_rates
 from dapo_jax.preflight.compile import Program, mean_prompt
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.run import build
@@ -24,52 +26,109 @@ from models.parameters import ModelConfig
 from models.transformer import abstract_params
 from sharding import rules
 
-# Shares of the published rates that programs are taken to reach, and what the host needs between
-# two blocks of decode steps.
-PRODUCTS_REACH, MEMORY_REACHES, LINKS_REACH = 0.5, 0.75, 0.7
-HOST_SECONDS_A_BLOCK = 0.010
-INFORMATIVE = 0.5  # of the groups sampled; the paper's generation batches are three times a step's
 # Spread of the logarithm of response lengths between and within problems, measured on 12,494
 # generations of Qwen2.5-family models.
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
+PROBLEMS_A_SET = 30  # of an evaluation set, as AIME 2024 has
+EVALUATION = "decode (evaluation)"
+COLLECTIVE_SECONDS = 10e-6  # from the start of an exchange to its first bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Seconds:
-    """The least time that a program needs for each kind of work, at the rates that are reached."""
+class Assumed:
+    """How fast that goes which the compiler does not estimate, one end of the range.
 
-    products: float
-    memory: float
-    exchange: float
+    cycles: the core's, over the compiler's estimate. hidden: the share of asynchronous exchanges
+    that runs behind the core. rings: over all axes of the torus that a group spans at once, or
+    over one after the other. links, pages, kernels: the shares of the published rates that are
+    reached by links, by memory where pages of keys and values are read, and by the products of
+    attention's kernel. informative: of the groups that are sampled (the paper's Figure 3b).
+    block_seconds: of the host, for a block of decode steps. save_rate: of a device's state to its
+    host, bytes a second.
+    """
 
-    @property
-    def overlapped(self) -> float:
-        """The time where weights come in behind the products, as in the update."""
-        return max(self.products, self.memory, self.exchange)
-
-    @property
-    def in_turn(self) -> float:
-        """The time where what is exchanged is waited for, as in decoding."""
-        return max(self.products, self.memory) + self.exchange
-
-
-def seconds(cost: Cost, chip: Chip) -> Seconds:
-    """The time for each kind of work of a program, at the rates that are reached."""
-    return Seconds(
-        cost.flops / (chip.flop_rate * PRODUCTS_REACH),
-        cost.hbm_bytes / (chip.hbm_rate * MEMORY_REACHES),
-        sum(exchange_seconds(c, chip) for c in cost.collectives),
-    )
+    cycles: float
+    hidden: float
+    rings: Callable[[Sequence[float]], float]
+    links: float
+    pages: float
+    kernels: float
+    informative: float
+    block_seconds: float
+    save_rate: float
 
 
-def exchange_seconds(collective: Collective, chip: Chip) -> float:
-    """The time of a ring over one axis of the torus; between slices, of the network."""
-    if not collective.groups:
-        return collective.times * collective.bytes / (chip.dcn_rate * LINKS_REACH)
-    others = (collective.group_size - 1) / collective.group_size
-    rounds = {"all-reduce": 2 * others, "collective-permute": float(others > 0)}
-    share = rounds.get(collective.kind, others)
-    return collective.times * share * collective.bytes / (chip.ici_rate * LINKS_REACH)
+FAST = Assumed(
+    cycles=1.0,
+    hidden=1.0,
+    rings=sum,
+    links=0.9,
+    pages=0.8,
+    kernels=0.6,
+    informative=0.5,
+    block_seconds=0.005,
+    save_rate=4e9,
+)
+SLOW = Assumed(
+    cycles=1.3,
+    hidden=0.0,
+    rings=min,
+    links=0.7,
+    pages=0.4,
+    kernels=0.3,
+    informative=0.35,
+    block_seconds=0.015,
+    save_rate=0.5e9,
+)
+ENDS = (FAST, SLOW)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A slice of chips, and where each device of the mesh is in it.
+
+    shape: in chips. coordinates: of the flattened mesh's devices.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    coordinates: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, mesh: jax.sharding.Mesh, chip: Chip) -> "Slice":
+        """The slice of a mesh whose devices say where they are."""
+        coordinates = tuple(tuple(device.coords) for device in mesh.devices.flat)
+        shape = tuple(1 + max(axis) - min(axis) for axis in zip(*coordinates, strict=True))
+        return cls(chip, shape, coordinates)
+
+    def rates(self, group: tuple[int, ...]) -> list[float]:
+        """`ring_rates` of a collective's group."""
+        return ring_rates(self.chip, self.shape, [self.coordinates[n] for n in group])
+
+    def exchange_seconds(self, collective: Collective, assumed: Assumed) -> float:
+        """The time of one collective, each time that it runs."""
+        others = (collective.group_size - 1) / collective.group_size
+        if collective.groups:
+            rounds = {"all-reduce": 2 * others, "collective-permute": float(others > 0)}
+            share = rounds.get(collective.kind, others)
+            rate = assumed.rings(self.rates(collective.groups[0]))
+        else:
+            share, rate = 1.0, self.chip.dcn_rate
+        moved = share * collective.bytes / (rate * assumed.links)
+        return collective.times * (COLLECTIVE_SECONDS + moved)
+
+    def seconds(self, cost: Cost, assumed: Assumed, *, kernels: float = 0.0) -> float:
+        """The time of a program whose kernels take so many seconds.
+
+        Copies run behind the core, and share the memory with it.
+        """
+        waited, behind = (
+            sum(self.exchange_seconds(c, assumed) for c in cost.collectives if c.waits == waits)
+            for waits in (True, False)
+        )
+        core = cost.cycles * assumed.cycles / self.chip.clock + kernels
+        core = max(core, cost.copied_bytes / self.chip.hbm_rate, assumed.hidden * behind)
+        return core + waited + (1 - assumed.hidden) * behind
 
 
 def response_lengths(mean: float, *, groups: int, group_size: int, longest: int, seed: int):
@@ -142,13 +201,18 @@ def simulate_rollout(
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One simulated RL step at a mean response length; seconds."""
+    """One simulated RL step at a mean response length; seconds.
+
+    evaluation, save: their share of a step, as they come every so many.
+    """
 
     mean_response_tokens: int
     rollout: float
     prefill: float
     update: float
     reshard: float
+    evaluation: float
+    save: float
     sampled_tokens: int
     trained_tokens: int
     occupancy: float
@@ -159,7 +223,8 @@ class Step:
 
     @property
     def total(self) -> float:
-        return self.rollout + self.prefill + self.update + self.reshard
+        parts = ("rollout", "prefill", "update", "reshard", "evaluation", "save")
+        return sum(getattr(self, part) for part in parts)
 
     @property
     def mfu_of_update(self) -> float:
@@ -167,75 +232,113 @@ class Step:
         return 6 * self.parameters * self.trained_tokens / (self.update * self.flop_rate)
 
 
-def simulated_step(
-    built: build.Programs,
-    programs: dict[str, Program],
-    chip: Chip,
-    mean: float,
-    *,
-    informative: float = INFORMATIVE,
-) -> Step:
-    """Simulates one RL step whose responses have a mean of so many tokens.
+@dataclasses.dataclass(frozen=True)
+class Simulator:
+    """Simulates steps of one recipe on one slice, under one end of the assumptions."""
 
-    informative: the share of groups that can be trained on, where the recipe samples until it has
-    enough of them.
-    """
-    config, r = built.config, built.config.rollout
-    cache, groups = built.engine.cache, r.num_prompts
-    if config.algo.dynamic_sampling:
-        groups = math.ceil(r.num_prompts / informative)
-    length_PG = response_lengths(
-        mean, groups=groups, group_size=r.group_size, longest=r.max_response_tokens, seed=0
-    )
-    rollout = rollout_of(length_PG, built, programs["decode"], chip)
-    kept_PG, prompt = length_PG[: r.num_prompts], mean_prompt(config)
-    bucket = cache.bucket(prompt)
-    prefill = seconds(programs[f"prefill[{bucket}]"].fixed, chip).in_turn if bucket else 0.0
-    micro = sum(
-        micro_batches(
-            update_PG,
-            prompt_tokens=prompt,
-            row_tokens=config.learner.row_tokens,
-            rows=config.learner.micro_batch_rows,
-            share_prompts=built.learning.kernels.shares_prompts,
+    built: build.Programs
+    programs: dict[str, Program]
+    slice: Slice
+    assumed: Assumed
+
+    def step(self, mean: float) -> Step:
+        """One RL step whose responses have a mean of so many tokens."""
+        config, r = self.built.config, self.built.config.rollout
+        share = self.assumed.informative if config.algo.dynamic_sampling else 1.0
+        groups = math.ceil(r.num_prompts / share)
+        length_PG = self.lengths(mean, groups=groups, group_size=r.group_size)
+        rollout = self.rollout(length_PG, self.programs["decode"])
+        kept_PG, prompt = length_PG[: r.num_prompts], mean_prompt(config)
+        micro = sum(
+            micro_batches(
+                update_PG,
+                prompt_tokens=prompt,
+                row_tokens=config.learner.row_tokens,
+                rows=config.learner.micro_batch_rows,
+                share_prompts=self.built.learning.kernels.shares_prompts,
+            )
+            for update_PG in np.split(kept_PG, config.updates_per_step)
         )
-        for update_PG in np.split(kept_PG, config.updates_per_step)
-    )
-    return Step(
-        mean_response_tokens=round(float(length_PG.mean())),
-        rollout=rollout.seconds,
-        prefill=rollout.prefills * prefill,
-        update=update_seconds(built, programs["update"], chip, micro),
-        reshard=seconds(programs["reshard"].fixed, chip).in_turn,
-        sampled_tokens=rollout.tokens,
-        trained_tokens=int(kept_PG.sum()) + kept_PG.size * prompt,
-        occupancy=rollout.occupancy,
-        blocks=rollout.blocks,
-        micro_batches=micro,
-        parameters=parameter_count(built.sizes),
-        flop_rate=built.mesh.size * chip.flop_rate,
-    )
+        return Step(
+            mean_response_tokens=round(float(length_PG.mean())),
+            rollout=rollout.seconds,
+            prefill=self.prefill(rollout),
+            update=self.update(micro),
+            reshard=self.seconds("reshard"),
+            evaluation=self.evaluation(mean),
+            save=self.save(),
+            sampled_tokens=rollout.tokens,
+            trained_tokens=int(kept_PG.sum()) + kept_PG.size * prompt,
+            occupancy=rollout.occupancy,
+            blocks=rollout.blocks,
+            micro_batches=micro,
+            parameters=parameter_count(self.built.sizes),
+            flop_rate=self.built.mesh.size * self.slice.chip.flop_rate,
+        )
 
+    def lengths(self, mean: float, *, groups: int, group_size: int) -> np.ndarray:
+        """`response_lengths` up to the recipe's limit."""
+        longest = self.built.config.rollout.max_response_tokens
+        return response_lengths(mean, groups=groups, group_size=group_size, longest=longest, seed=0)
 
-def rollout_of(length_PG, built: build.Programs, decode: Program, chip: Chip) -> Rollout:
-    """Simulates the sampling of responses of these lengths with the recipe's cache."""
-    read = token_bytes(built.sizes, bytes_per_value=2, model_ways=built.mesh.shape["model"])
-    turn = seconds(decode.turn, chip)
-    memory_rate = chip.hbm_rate * MEMORY_REACHES
+    def seconds(self, program: str) -> float:
+        """The time of a program that has no dynamic loop."""
+        return self.slice.seconds(self.programs[program].fixed, self.assumed)
 
-    def step_seconds(live_D):
-        # The kernel reads the live pages of the responses; the rest is counted in the program.
-        memory_D = turn.memory + live_D * read / memory_rate
-        return np.maximum(turn.products, memory_D) + turn.exchange
+    def rollout(self, length_PG, decode: Program) -> Rollout:
+        """Simulates the sampling of responses of these lengths with the recipe's cache."""
+        built, assumed = self.built, self.assumed
+        read = token_bytes(built.sizes, bytes_per_value=2, model_ways=built.mesh.shape["model"])
+        pages_rate = self.slice.chip.hbm_rate * assumed.pages
+        turn, fixed = (self.slice.seconds(c, assumed) for c in (decode.turn, decode.fixed))
+        return simulate_rollout(
+            length_PG.tolist(),
+            built.engine.cache,
+            shards=built.engine.shards,
+            prompt_tokens=mean_prompt(built.config),
+            # The kernel reads the live pages of the responses; the rest is counted in the program.
+            step_seconds=lambda live_D: turn + live_D * read / pages_rate,
+            block_seconds=fixed + assumed.block_seconds,
+        )
 
-    return simulate_rollout(
-        length_PG.tolist(),
-        built.engine.cache,
-        shards=built.engine.shards,
-        prompt_tokens=mean_prompt(built.config),
-        step_seconds=step_seconds,
-        block_seconds=seconds(decode.fixed, chip).in_turn + HOST_SECONDS_A_BLOCK,
-    )
+    def prefill(self, rollout: Rollout) -> float:
+        """The time of a rollout's prefills, for prompts of mean length."""
+        bucket = self.built.engine.cache.bucket(mean_prompt(self.built.config))
+        return rollout.prefills * self.seconds(f"prefill[{bucket}]") if bucket else 0.0
+
+    def update(self, micro_batches: int) -> float:
+        """The time of a step's updates, which have so many micro-batches in all."""
+        config, mesh, program = self.built.config, self.built.mesh, self.programs["update"]
+        rows = config.learner.micro_batch_rows / rules.row_ways(mesh)
+        flops = attention_flops(
+            self.built.sizes, row_tokens=config.learner.row_tokens, remat=config.learner.remat
+        )
+        rate = self.slice.chip.flop_rate * self.assumed.kernels
+        kernels = rows * flops / mesh.shape["model"] / rate
+        turn = self.slice.seconds(program.turn, self.assumed, kernels=kernels)
+        fixed = self.slice.seconds(program.fixed, self.assumed)
+        return micro_batches * turn + config.updates_per_step * fixed
+
+    def evaluation(self, mean: float) -> float:
+        """The time of the evaluations of all sets, over the steps between two of them."""
+        config = self.built.config
+        if not config.eval.every_steps:
+            return 0.0
+        elapsed = 0.0
+        for settings in eval_settings(config).values():
+            groups = settings["max_prompts"] or PROBLEMS_A_SET
+            length_PG = self.lengths(mean, groups=groups, group_size=settings["k"])
+            rollout = self.rollout(
+                length_PG, self.programs.get(EVALUATION, self.programs["decode"])
+            )
+            elapsed += rollout.seconds + self.prefill(rollout)
+        return elapsed / config.eval.every_steps
+
+    def save(self) -> float:
+        """The time in which a checkpoint leaves the devices, over the steps between two."""
+        config = self.built.config
+        state = 12 * parameter_count(self.built.sizes) / self.built.mesh.size
+        return state / self.assumed.save_rate / config.checkpoint.every_steps
 
 
 def micro_batches(
@@ -249,18 +352,6 @@ def micro_batches(
         share_prompts=share_prompts,
     )
     return math.ceil(len(packed) / rows)
-
-
-def update_seconds(built: build.Programs, update: Program, chip: Chip, micro_batches: int) -> float:
-    """The time of a step's updates, which have so many micro-batches in all."""
-    config = built.config
-    rows = config.learner.micro_batch_rows / rules.row_ways(built.mesh)
-    kernel = attention_flops(
-        built.sizes, row_tokens=config.learner.row_tokens, remat=config.learner.remat
-    )
-    flops = update.turn.flops + rows * kernel / built.mesh.shape["model"]
-    one = seconds(dataclasses.replace(update.turn, flops=flops), chip).overlapped
-    return micro_batches * one + config.updates_per_step * seconds(update.fixed, chip).overlapped
 
 
 def attention_flops(sizes: ModelConfig, *, row_tokens: int, remat: str) -> float:
