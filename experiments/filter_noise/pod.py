@@ -33,15 +33,16 @@ TIMES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 class Pod:
     """Simulated seconds of a step: what is always there, and a rollout by groups sampled.
 
-    times: sampled groups over those of a step; rollout: their sampling. fixed: update and reshard.
+    Each with the fast and the slow assumptions of the estimate. times: sampled groups over those of
+    a step; rollout: their sampling. fixed: update and reshard.
     """
 
     recipe: str
     topology: str
     mean_response_tokens: int
     times: Sequence[float]
-    rollout: Sequence[float]
-    fixed: float
+    rollout: Sequence[Sequence[float]]
+    fixed: Sequence[float]
 
 
 @functools.cache
@@ -50,19 +51,20 @@ def committed() -> Pod:
     return Pod(**json.loads(FILE.read_text()))
 
 
-def pod_hours(run: Run, *, cancelled: float) -> np.ndarray:
+def pod_hours(run: Run, *, end: int, cancelled: float) -> np.ndarray:
     """What the pod would have taken up to the end of each step, for the groups that it sampled.
 
-    cancelled: the share of a group's cost that one that was begun and cancelled has. Raises
-    ValueError for a step with more groups than were simulated.
+    end: 0 for the estimate's fast end, 1 for its slow one. cancelled: the share of a group's cost
+    that one that was begun and cancelled has. Raises ValueError for a step with more groups than
+    were simulated.
     """
     pod, num_prompts = committed(), run.config["rollout.num_prompts"]
     sampled, begun = (column(run.rows, f"groups/{key}") for key in ("sampled", "cancelled"))
     times = (sampled + cancelled * begun) / num_prompts
     if times.max() > pod.times[-1]:
         raise ValueError(f"{times.max():.1f} times the groups of a step: more than in {FILE.name}")
-    rollout = np.interp(times, pod.times, pod.rollout)
-    return np.cumsum(rollout + pod.fixed) / 3600
+    rollout = np.interp(times, pod.times, pod.rollout[end])
+    return np.cumsum(rollout + pod.fixed[end]) / 3600
 
 
 def main(_):
@@ -70,21 +72,25 @@ def main(_):
     devices = topology_devices(TOPOLOGY, slices=1)
     built = build.programs(config, build.model_sizes(config).vocab_size, devices=devices)
     programs = compiled_programs(built, say=print)
+    where = simulate.Slice.of(built.mesh, chip_of(TOPOLOGY))
     steps = [
-        simulate.simulated_step(
-            built, programs, chip_of(TOPOLOGY), MEAN_TOKENS, informative=1 / times
-        )
-        for times in TIMES
+        [
+            simulate.Simulator(
+                built, programs, where, dataclasses.replace(assumed, informative=1 / times)
+            ).step(MEAN_TOKENS)
+            for times in TIMES
+        ]
+        for assumed in simulate.ENDS
     ]
     pod = Pod(
         recipe="qwen2_5_32b",
         topology=TOPOLOGY,
         mean_response_tokens=MEAN_TOKENS,
         times=TIMES,
-        rollout=[round(step.rollout + step.prefill) for step in steps],
-        fixed=round(steps[0].update + steps[0].reshard),
+        rollout=[[round(step.rollout + step.prefill) for step in end] for end in steps],
+        fixed=[round(end[0].update + end[0].reshard) for end in steps],
     )
-    text = json.dumps(dataclasses.asdict(pod), indent=1)
+    text = json.dumps(dataclasses.asdict(pod), indent=1) + "\n"
     with atomic_file(FILE) as file:
         file.write(text.encode())
     print(text)
