@@ -5,9 +5,9 @@
 
 The recipe's own programs (update, prefill, decoding for training and for evaluation, reshard) are
 compiled ahead of time for the topology by the TPU's compiler. Reported: the bytes that a chip holds
-in each phase, the costs of each program with its loops counted in full, the time that it takes at
-least, and a simulated RL step and run. Exit status: 0 if it fits, 1 if it does not, with the
-setting to change.
+in each phase, the costs of each program with its loops counted in full, and the time of a simulated
+RL step and run as a range. Exit status: 0 if it fits, 1 if it does not, with the setting to change.
+--suggest compiles and simulates the recipe with proposed settings too, and takes the faster.
 
 Needs the package libtpu: `make preflight` installs it beside the environment.
 """
@@ -36,16 +36,30 @@ def main(_):
     devices = topology_devices(topology, slices=slices)
     where = topology if slices == 1 else f"{topology} x {slices}"
     recipe = pathlib.Path(flags.FLAGS["config"].config_filename).stem
+    tried = {"the recipe as it is": {}}
     if SUGGEST.value:
         proposal = examine.suggested(config, devices, chip_of(topology), slices=slices)
-        print("proposed:", " ".join(f"--config.{key}={value}" for key, value in proposal.items()))
-        config.update_from_flattened_dict(proposal)
+        tried[" ".join(f"--config.{key}={value}" for key, value in proposal.items())] = proposal
     mean = MEAN.value or round(examine.MEAN_LENGTHS[-1] * config.rollout.max_response_tokens)
-    try:
-        found = examine.examine(config, devices, recipe=recipe, where=where, mean=mean, say=say)
-    except DoesNotFit as error:
-        print(f"{recipe} on {where} does not fit: {error}\n{ADVICE}")
+    candidates = {}
+    for name, settings in tried.items():
+        candidate = config.copy_and_resolve_references()
+        candidate.update_from_flattened_dict(settings)
+        how = {"recipe": recipe, "where": where, "mean": mean, "say": say}
+        try:
+            candidates[name] = examine.examine(candidate, devices, **how)
+        except DoesNotFit as error:
+            print(f"{recipe} on {where} does not fit: {error}")
+        except ValueError as error:
+            if len(tried) == 1:
+                raise
+            print(f"{name}: {error}")
+    if not candidates:
+        print(ADVICE)
         sys.exit(1)
+    taken, found = examine.fastest(candidates)
+    if SUGGEST.value:
+        print("\n".join(render.choice_lines(candidates, taken)))
     print("\n".join(render.lines(found)))
     for flag, write in ((JSON, render.write_json), (PNG, render.plot)):
         if flag.value:
@@ -69,7 +83,9 @@ if __name__ == "__main__":
     CONFIG = command.define_config()
     TOPOLOGY = flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
     SLICES = flags.DEFINE_integer("slices", None, "How many of them; the recipe's mesh.slices.")
-    SUGGEST = flags.DEFINE_bool("suggest", False, "Propose mesh and batch settings, and take them.")
+    SUGGEST = flags.DEFINE_bool(
+        "suggest", False, "Compare with proposed settings, and take the faster."
+    )
     MEAN = flags.DEFINE_float("mean_response_tokens", None, "Of the simulated step.")
     JSON = flags.DEFINE_string("json", None, "Write the findings here.")
     PNG = flags.DEFINE_string("png", None, "Draw memory and time here.")

@@ -130,6 +130,19 @@ def examine(
     )
 
 
+def fastest(candidates: dict[str, Findings]) -> tuple[str, Findings]:
+    """The one whose step takes the least time, in the middle of its range, of those that fit.
+
+    The first of them where they are equal; if none fits, the one that comes closest.
+    """
+
+    def slowness(item: tuple[str, Findings]) -> tuple[float, float]:
+        found = item[1]
+        return max(0.0, -found.headroom), sum(step.total for step in found.steps)
+
+    return min(candidates.items(), key=slowness)
+
+
 def memory_phases(built: build.Programs, programs: dict[str, Program]) -> list[Phase]:
     """The memory of a device while each program runs."""
     state = device_bytes(built.state)

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -36,6 +36,16 @@ def lines(found: Findings) -> list[str]:
         "",
         *assumed_lines(),
     ]
+
+
+def choice_lines(candidates: Mapping[str, Findings], taken: str) -> list[str]:
+    """What each set of settings would take, and which is shown below."""
+    out = []
+    for name, found in candidates.items():
+        minutes = between([step.total / 60 for step in found.steps], ".1f")
+        free = f"{found.headroom:.0%} free" if found.headroom >= 0 else "does not fit"
+        out.append(f"{name}: {minutes} minutes a step, {free}")
+    return [*out, f"the faster: {taken}", ""]
 
 
 def memory_lines(found: Findings) -> list[str]:
