@@ -18,7 +18,15 @@ from flax import struct
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.sampling import request_keys, sample_token, truncate, uniform_at
 from models.kernels import Kernels
-from models.kernels.xla import PageTable, attention, combine, of_readers, page_attention, pieces
+from models.kernels.xla import (
+    PageTable,
+    attention,
+    combine,
+    merge,
+    of_readers,
+    page_attention,
+    pieces,
+)
 from models.parameters import ModelConfig
 from models.transformer import causal_mask, hidden_layer_by_layer
 
@@ -108,38 +116,21 @@ def decode_block(
     prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC, v_PKCH) a layer; tokens of this block
     are kept apart and written to `pages` at the end, once a block. page_P: the pages that the
     table numbers; fewer than all are gathered, so that no step attends to the others. readers:
-    of a prompt page at most. kernels: how to multiply, and with what to read just the live pages,
-    if not by plain XLA. axis: the mesh axis that the heads are split over.
+    of a prompt page at most. kernels: how to multiply, and with what to read just the live pages
+    of prompt and response, if not by plain XLA. axis: the mesh axis that the heads are split over.
     """
     s, S, B = sampling, block_tokens, len(slots.token_B)
     _, K, C, H = pages[0][1].shape
-    N = params["layers"][0]["q_NHD"].shape[0]
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
     key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
     uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.sampled_B + i))(jnp.arange(S))
     stop_ids = jnp.asarray(s.stop_ids, jnp.int32)
-    where = pieces(
-        table,
-        prompt_pages=len(prompt_pages[0][0]),
-        readers=readers,
-        pages=len(page_P) if kernels.attend_pages is None else None,
-        page_tokens=C,
-    )
-    whole = len(page_P) == len(pages[0][0])
-    closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
-
-    def attend_pages(q_BNH, i):
-        q_URNH = of_readers(q_BNH, where.reader_URB)
-        prompt = page_attention(q_URNH, *prompt_pages[i], where.live_U)
-        if kernels.attend_pages is None:
-            q_P1NH = of_readers(q_BNH, where.reader_P1B)
-            return [prompt, page_attention(q_P1NH, *closed[i], where.live_P)]
-        out_BNH, max_BN, sum_BN = kernels.attend_pages(
-            q_BNH, *pages[i], table.response_BJ, table.response_tokens_B
-        )
-        split = (B, K, N // K)
-        return [prompt, (out_BNH.reshape(*split, H), max_BN.reshape(split), sum_BN.reshape(split))]
+    how = {"readers": readers, "page_tokens": C}
+    if kernels.attend_pages is None:
+        attend_cached = _by_pieces(prompt_pages, pages, table, page_P, **how)
+    else:
+        attend_cached = _by_kernel(kernels.attend_pages, prompt_pages, pages, table)
 
     def unfinished(carry):
         return (carry[0] < S) & jnp.any(carry[1])
@@ -155,8 +146,7 @@ def decode_block(
             v_BKSH = jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_BK1H, i, axis=2)
             q_BNH = q_BTNH[:, 0]
             recent = page_attention(q_BNH[:, None], k_BKHS, v_BKSH, live_B)
-            partials = [*attend_pages(q_BNH, layer), recent]
-            out_BNH = combine(partials, where.entry_BX, dtype=v_BKSH.dtype)
+            out_BNH = attend_cached(q_BNH, recent, layer)
             return out_BNH[:, None], (k_BKHS, v_BKSH)
 
         x_BTD, new_kv = hidden_layer_by_layer(  # in the loop, or XLA would transpose before it
@@ -205,6 +195,47 @@ def decode_block(
     )
     _, _, _, block_kv, token_SB, logp_SB = jax.lax.while_loop(unfinished, step, carry)
     return write(pages, block_kv, slots.page_B, slots.offset_B), token_SB, logp_SB
+
+
+def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, page_tokens: int):
+    """Attention over the cache by plain XLA, page by page: attend(q_BNH, recent, layer).
+
+    recent: what attention over the block being decoded gave, a piece a slot.
+    """
+    where = pieces(
+        table,
+        prompt_pages=len(prompt_pages[0][0]),
+        readers=readers,
+        pages=len(page_P),
+        page_tokens=page_tokens,
+    )
+    whole = len(page_P) == len(pages[0][0])
+    closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
+
+    def attend(q_BNH, recent, layer):
+        q_URNH = of_readers(q_BNH, where.reader_URB)
+        q_P1NH = of_readers(q_BNH, where.reader_P1B)
+        prompt = page_attention(q_URNH, *prompt_pages[layer], where.live_U)
+        response = page_attention(q_P1NH, *closed[layer], where.live_P)
+        return combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
+
+    return attend
+
+
+def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
+    """As `_by_pieces`, by a kernel that reads each slot's live pages."""
+
+    def attend(q_BNH, recent, layer):
+        out_BKGH, max_BKG, sum_BKG = recent
+        heads = q_BNH.shape[:2]
+        partials = [
+            attend_pages(q_BNH, *prompt_pages[layer], table.prompt_BI, table.prompt_tokens_B),
+            attend_pages(q_BNH, *pages[layer], table.response_BJ, table.response_tokens_B),
+            (out_BKGH.reshape(q_BNH.shape), max_BKG.reshape(heads), sum_BKG.reshape(heads)),
+        ]
+        return merge(partials, dtype=q_BNH.dtype)
+
+    return attend
 
 
 def write(pages, new, page_N, offset_N):

@@ -6,6 +6,7 @@ stored transposed, with the tokens last, which measured fastest. Scores and soft
 probabilities are cast to the values' dtype before their product.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -66,18 +67,16 @@ class Pieces:
 
 
 def pieces(
-    table: PageTable, *, prompt_pages: int, readers: int, pages: int | None, page_tokens: int
+    table: PageTable, *, prompt_pages: int, readers: int, pages: int, page_tokens: int
 ) -> Pieces:
     """Makes Pieces of U = prompt_pages pages of R = readers slots and P = pages of one slot each.
 
     The pieces are numbered in the order of `combine`: U * R of prompts, P of responses, and one
-    a slot for the block being decoded. pages None: a kernel gives one piece a slot for all of the
-    response's pages.
+    a slot for the block being decoded.
     """
-    U, R, C = prompt_pages, readers, page_tokens
+    U, R, P, C = prompt_pages, readers, pages, page_tokens
     B, I = table.prompt_BI.shape
     J = table.response_BJ.shape[1]
-    P = B if pages is None else pages
     slot_B1 = jnp.arange(B)[:, None]
     live_BI = jnp.clip(table.prompt_tokens_B[:, None] - C * jnp.arange(I), 0, C)
     live_BJ = jnp.clip(table.response_tokens_B[:, None] - C * jnp.arange(J), 0, C)
@@ -87,8 +86,6 @@ def pieces(
     none = U * R + P + B
     of_prompt_BI = jnp.where(live_BI > 0, prompt_BI * R + table.reader_B[:, None], none)
     of_response_BJ = jnp.where(live_BJ > 0, U * R + response_BJ, none)
-    if pages is None:
-        of_response_BJ = U * R + slot_B1
     return Pieces(
         reader_URB=jnp.zeros((U, R, B)).at[prompt_BI, table.reader_B[:, None], slot_B1].set(1),
         live_U=jnp.zeros(U, jnp.int32).at[prompt_BI].set(live_BI),
@@ -154,3 +151,15 @@ def combine(partials, entry_BX, *, dtype):
     columns = zip(jnp.unstack(scale_BXKG, axis=1), jnp.unstack(entry_BX, axis=1), strict=True)
     out_BKGH = sum(scale_BKG[..., None] * out_EKGH[entry_B] for scale_BKG, entry_B in columns)
     return out_BKGH.reshape(-1, K * G, H).astype(dtype)
+
+
+def merge(partials, *, dtype):
+    """Combines attention over disjoint sets of keys, where each has a part of every slot.
+
+    partials: (out_BNH, max_BN, sum_BN) triples, as `combine`'s but for a part of every slot each.
+    """
+    most_BN = functools.reduce(jnp.maximum, [max_BN for _, max_BN, _ in partials])
+    scales = [jnp.exp(max_BN - most_BN) for _, max_BN, _ in partials]
+    total_BN = sum(s_BN * sum_BN for s_BN, (_, _, sum_BN) in zip(scales, partials, strict=True))
+    out_BNH = sum(s[..., None] * out for s, (out, _, _) in zip(scales, partials, strict=True))
+    return (out_BNH / total_BN[..., None]).astype(dtype)
