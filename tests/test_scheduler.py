@@ -24,7 +24,7 @@ CACHE = Cache(
 
 def sizes(cache):
     """Lists (rows, pages) as on a CPU."""
-    return decode_sizes(cache, kernel=False, few_rows=True)
+    return decode_sizes(cache, kernel=False)
 
 
 class Script:

@@ -14,8 +14,9 @@ NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
 # enough on the CPUs tried first, AMD's Zen 5 needs 32.
 ROWS = 32
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
-# occupied slots and their pages. Fewer rows on a CPU only: elsewhere they have other bits.
+# occupied slots and their pages. On a CPU a row has the same bits in each; elsewhere it may not.
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
+FEW_ROWS = (32, 64, 128)  # for the tail of a rollout, when most slots are empty
 ROW_SCALARS = (
     *("active", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens", "reader"),
 )
@@ -149,13 +150,18 @@ def plan_cache(
     return planned
 
 
-def decode_sizes(cache: Cache, *, kernel: bool, few_rows: bool) -> list[tuple[int, int]]:
-    """Lists the (rows, pages) of a shard that decoding is compiled for, the smallest first."""
+def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
+    """Lists the (rows, pages) of a shard that decoding is compiled for, the smallest first.
+
+    kernel: whether one reads the live pages alone; then programs have all pages, and FEW_ROWS.
+    """
+    if kernel:
+        all_rows = padded(cache.slots)
+        return [(rows, cache.pages) for rows in sorted({*FEW_ROWS, all_rows}) if rows <= all_rows]
     return sorted(
         {
             (padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
-            for slots, pages in (((1, 1),) if kernel else PARTS)
-            if slots == 1 or few_rows
+            for slots, pages in PARTS
         }
     )
 

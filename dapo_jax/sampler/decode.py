@@ -194,7 +194,14 @@ def decode_block(
         jnp.zeros((S, B), jnp.float32),
     )
     _, _, _, block_kv, token_SB, logp_SB = jax.lax.while_loop(unfinished, step, carry)
-    return write(pages, block_kv, slots.page_B, slots.offset_B), token_SB, logp_SB
+    if kernels.write_pages is None:
+        pages = write(pages, block_kv, slots.page_B, slots.offset_B)
+    else:
+        pages = [
+            kernels.write_pages(*pool, *new, slots.page_B, slots.offset_B)
+            for pool, new in zip(pages, block_kv, strict=True)
+        ]
+    return pages, token_SB, logp_SB
 
 
 def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, page_tokens: int):

@@ -63,9 +63,7 @@ class Engine:
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self._kernels = kernels
-        self.sizes = decode_sizes(
-            cache, kernel=kernels.attend_pages is not None, few_rows=kernels.fewer_rows
-        )
+        self.sizes = decode_sizes(cache, kernel=kernels.attend_pages is not None)
 
     @property
     def pages(self):

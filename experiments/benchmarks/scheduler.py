@@ -35,7 +35,7 @@ def main(_):
         max_prompt_tokens=2_048,
         max_response_tokens=RESPONSE,
     )
-    sizes = decode_sizes(cache, kernel=True, few_rows=False)
+    sizes = decode_sizes(cache, kernel=True)
     length_PG = response_lengths(
         FLAGS.mean, groups=GROUPS, group_size=GROUP, longest=RESPONSE, seed=0
     )

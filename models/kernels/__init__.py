@@ -16,21 +16,20 @@ class Kernels:
 
     attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT) -> out_BTNH attends inside packed
     rows; shares_prompts says whether several responses may stand there behind one prompt.
-    attend_pages is `paged_tpu.paged_attention` with its last argument given, or None where plain
-    XLA attends to the response pages. learn_product and decode_product are einsums with a weight
-    matrix. unrolled_layers is how many layers the learner's loop takes at once where it recomputes
-    nothing. fewer_rows allows decode programs for a part of the slots: only where a row has the
-    same bits in each. compiler_options are the sampler's. platforms are those that can run all
+    attend_pages and write_pages are `paged_tpu`'s with their last argument given, or None where
+    plain XLA attends to pages and writes them. learn_product and decode_product are einsums with a
+    weight matrix. unrolled_layers is how many layers the learner's loop takes at once where it
+    recomputes nothing. compiler_options are the sampler's. platforms are those that can run all
     this; None: all.
     """
 
     attend_rows: Callable
     shares_prompts: bool
     attend_pages: Callable | None
+    write_pages: Callable | None
     learn_product: Callable
     decode_product: Callable = cpu.weights_first
     unrolled_layers: int = 1
-    fewer_rows: bool = False
     compiler_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     platforms: tuple[str, ...] | None = None
 
@@ -40,6 +39,7 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
         attend_rows=functools.partial(splash_tpu.splash_attention, interpret=interpret),
         shares_prompts=False,
         attend_pages=functools.partial(paged_tpu.paged_attention, interpret=interpret),
+        write_pages=functools.partial(paged_tpu.write_pages, interpret=interpret),
         learn_product=jnp.einsum,
         platforms=(platform,),
     )
@@ -50,9 +50,9 @@ KERNELS = {
         attend_rows=packed.packed_attention,
         shares_prompts=True,
         attend_pages=None,
+        write_pages=None,
         learn_product=cpu.small_side_transposed,
         unrolled_layers=cpu.UNROLLED_LAYERS,
-        fewer_rows=True,
         compiler_options=cpu.DECODE_OPTIONS,
         platforms=("cpu",),
     ),
@@ -60,6 +60,7 @@ KERNELS = {
         attend_rows=packed.packed_attention,
         shares_prompts=True,
         attend_pages=None,
+        write_pages=None,
         learn_product=jnp.einsum,
     ),
     "tpu": _tpu(interpret=False, platform="tpu"),
