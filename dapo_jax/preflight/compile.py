@@ -99,7 +99,8 @@ def mean_prompt(config: ConfigDict) -> int:
 def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     """The recipe's programs by name, ready for the compiler.
 
-    Prefill is there for a prompt of mean length and for the longest one.
+    Prefill is there for a prompt of mean length and for the longest one, decoding for all rows
+    ("decode") and for fewer ("decode[32]").
     """
     config, sizes = built.config, built.sizes
     ids = types.SimpleNamespace(  # stands for the tokenizer, of which programs need only this
@@ -112,9 +113,11 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
         programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
         for i, how in enumerate(dict.fromkeys(how for how in evaluating if how != sampling)):
             of_evaluation = built.engine.lower(how)
-            key = next(k for k in of_evaluation if k[0] == "decode")
+            key = max(key for key in of_evaluation if key[0] == "decode")
             programs[f"decode (evaluation{f' {i + 1}' if i else ''})"] = of_evaluation[key]
-    programs["decode"] = next(low for key, low in sampler.items() if key[0] == "decode")
+    decodes = {key[2]: low for key, low in sampler.items() if key[0] == "decode"}
+    for rows, lowered in decodes.items():
+        programs["decode" if rows == max(decodes) else f"decode[{rows}]"] = lowered
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
     mean_bucket = built.engine.cache.bucket(mean_prompt(config))
     for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):

@@ -7,8 +7,9 @@ measurements (experiments/preflight/published.py) and are not changed when the p
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -169,13 +170,15 @@ def simulate_rollout(
     *,
     shards: int,
     prompt_tokens: int,
-    step_seconds: Callable[[np.ndarray], np.ndarray],
-    block_seconds: float,
+    step_seconds: Mapping[int, Callable[[np.ndarray], np.ndarray]],
+    block_seconds: Mapping[int, float],
 ) -> Rollout:
     """Runs the sampler's own scheduler on groups whose responses end after so many tokens.
 
-    step_seconds(sampled tokens in the cache of each shard [D]) -> seconds of a decode step [D]. All
-    shards wait for the slowest between blocks. prompt_tokens: of every prompt.
+    step_seconds: (sampled tokens in the cache of each shard [D]) -> seconds of a decode step [D],
+    and block_seconds: of a block beside its steps, by the rows of a program; each block runs the
+    smallest that holds the fullest shard. All shards wait for the slowest between blocks.
+    prompt_tokens: of every prompt.
     """
     scheduler = Scheduler(cache, shards)
     for cursor, limits in enumerate(length_PG):
@@ -188,7 +191,9 @@ def simulate_rollout(
         steps_D = np.zeros(shards, int)
         np.maximum.at(steps_D, plan.shard_N, used_N)
         live_D = np.bincount(plan.shard_N, plan.sampled_N, minlength=shards)
-        elapsed += float((steps_D * step_seconds(live_D)).max()) + block_seconds
+        occupied = int(np.bincount(plan.shard_N).max())
+        rows = min(rows for rows in step_seconds if rows >= occupied)
+        elapsed += float((steps_D * step_seconds[rows](live_D)).max()) + block_seconds[rows]
         tokens += int(used_N.sum())
         blocks += 1
         prefills += len(plan.prefills)
@@ -247,7 +252,7 @@ class Simulator:
         share = self.assumed.informative if config.algo.dynamic_sampling else 1.0
         groups = math.ceil(r.num_prompts / share)
         length_PG = self.lengths(mean, groups=groups, group_size=r.group_size)
-        rollout = self.rollout(length_PG, self.programs["decode"])
+        rollout = self.rollout(length_PG)
         kept_PG, prompt = length_PG[: r.num_prompts], mean_prompt(config)
         micro = sum(
             micro_batches(
@@ -285,21 +290,46 @@ class Simulator:
         """The time of a program that has no dynamic loop."""
         return self.slice.seconds(self.programs[program].fixed, self.assumed)
 
-    def rollout(self, length_PG, decode: Program) -> Rollout:
-        """Simulates the sampling of responses of these lengths with the recipe's cache."""
+    def rollout(self, length_PG, evaluation: Program | None = None) -> Rollout:
+        """Simulates the sampling of responses of these lengths with the recipe's cache.
+
+        evaluation: a program with all rows that takes longer than training's; as much is added to
+        those with fewer.
+        """
         built, assumed = self.built, self.assumed
         read = token_bytes(built.sizes, bytes_per_value=2, model_ways=built.mesh.shape["model"])
         pages_rate = self.slice.chip.hbm_rate * assumed.pages
-        turn, fixed = (self.slice.seconds(c, assumed) for c in (decode.turn, decode.fixed))
+        longer = 0.0
+        if evaluation:
+            longer = self.turn_seconds(evaluation) - self.turn_seconds(self.programs["decode"])
+
+        def step_seconds(live_D, turn):
+            # The kernel reads the live pages; the rest is counted in the program.
+            return turn + longer + live_D * read / pages_rate
+
+        all_rows = built.engine.sizes[-1][0]
+        decodes = {
+            rows: self.programs["decode" if rows == all_rows else f"decode[{rows}]"]
+            for rows, _ in built.engine.sizes
+        }
         return simulate_rollout(
             length_PG.tolist(),
             built.engine.cache,
             shards=built.engine.shards,
             prompt_tokens=mean_prompt(built.config),
-            # The kernel reads the live pages of the responses; the rest is counted in the program.
-            step_seconds=lambda live_D: turn + live_D * read / pages_rate,
-            block_seconds=fixed + assumed.block_seconds,
+            step_seconds={
+                rows: functools.partial(step_seconds, turn=self.turn_seconds(decode))
+                for rows, decode in decodes.items()
+            },
+            block_seconds={
+                rows: self.slice.seconds(decode.fixed, assumed) + assumed.block_seconds
+                for rows, decode in decodes.items()
+            },
         )
+
+    def turn_seconds(self, decode: Program) -> float:
+        """The time of one decode step without reads of pages."""
+        return self.slice.seconds(decode.turn, self.assumed)
 
     def prefill(self, rollout: Rollout) -> float:
         """The time of a rollout's prefills, for prompts of mean length."""
@@ -328,9 +358,7 @@ class Simulator:
         for settings in eval_settings(config).values():
             groups = settings["max_prompts"] or PROBLEMS_A_SET
             length_PG = self.lengths(mean, groups=groups, group_size=settings["k"])
-            rollout = self.rollout(
-                length_PG, self.programs.get(EVALUATION, self.programs["decode"])
-            )
+            rollout = self.rollout(length_PG, self.programs.get(EVALUATION))
             elapsed += rollout.seconds + self.prefill(rollout)
         return elapsed / config.eval.every_steps
 
