@@ -131,7 +131,7 @@ def rollout(lengths, *, slots=2, pages=100, group_size=1, **changes):
     how = {
         "shards": 1,
         "prompt_tokens": 1,
-        "step_seconds": {slots: lambda live_D: np.ones(len(live_D))},
+        "step_seconds": {slots: lambda live_D, _: np.ones(len(live_D))},
         "block_seconds": {slots: 0.5},
     }
     length_PG = np.reshape(lengths, (-1, group_size)).tolist()
@@ -149,18 +149,20 @@ def test_slots_are_refilled_between_blocks():
 def test_a_block_ends_with_its_last_response_and_shards_wait_for_each_other():
     found = rollout([3, 1], shards=2, slots=1)
     assert found.seconds == pytest.approx(3 + 0.5)
-    slow = rollout([3, 1], shards=2, slots=1, step_seconds={1: lambda live_D: np.array([1.0, 9.0])})
+    slow = rollout(
+        [3, 1], shards=2, slots=1, step_seconds={1: lambda live_D, _: np.array([1.0, 9.0])}
+    )
     assert slow.seconds == pytest.approx(9 + 0.5)
 
 
 def test_a_step_costs_more_with_more_live_tokens():
-    found = rollout([8], slots=1, step_seconds={1: lambda live_D: 1.0 + live_D})
+    found = rollout([8], slots=1, step_seconds={1: lambda live_D, _: 1.0 + live_D})
     assert found.seconds == pytest.approx(4 * 1 + 4 * 5 + 2 * 0.5)
 
 
 def test_a_tail_runs_in_the_program_with_fewer_rows():
     """Both slots for 4 steps of 1 second, then one for 8 of a quarter."""
-    seconds = {1: lambda live_D: np.full(1, 0.25), 2: lambda live_D: np.ones(1)}
+    seconds = {1: lambda live_D, _: np.full(1, 0.25), 2: lambda live_D, _: np.ones(1)}
     found = rollout([4, 12], step_seconds=seconds, block_seconds={1: 0.1, 2: 0.5})
     assert found.seconds == pytest.approx(4 * 1 + 0.5 + 2 * (4 * 0.25 + 0.1))
 

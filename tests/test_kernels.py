@@ -121,7 +121,7 @@ def test_a_tpus_kernels_train_as_plain_xla_does(tmp_path, monkeypatch):
         change = jax.tree.map(lambda before, after: np.asarray(after) - before, *params)
         runs[kernels] = workdir, programs, change
     (plain, _, expected_change), (pods, programs, change) = runs.values()
-    assert len(programs.engine.sizes) == 1 and not programs.learning.kernels.shares_prompts
+    assert len(programs.engine.sizes) == 2 and not programs.learning.kernels.shares_prompts
     for step in range(2):
         file = pathlib.Path("rollouts", f"{step}.jsonl.gz")
         rows, expected = (gzip.decompress((run / file).read_bytes()) for run in (pods, plain))

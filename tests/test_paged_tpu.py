@@ -15,17 +15,19 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import paged_tpu
 from models.kernels.paged_tpu import paged_attention
-from models.kernels.xla import MASKED
+from models.kernels.xla import MASKED, PageTable, page_order
 from sharding.mesh import make_mesh
 from tests.quick import jit
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# Tokens in pages of C: idle slots, one token, part of a page, whole pages, and more blocks than are
-# read ahead.
+# Tokens of responses and of prompts in pages of C: neither, either, one token, part of a page,
+# whole pages, and more blocks than are read ahead.
 LENGTHS_IN_PAGES = (1.3, 6.2, 0.0, 7.0, 0.1, 11.6, 0.0, 1.0, 0.0, 3.4, 1.5)
+PROMPTS_IN_PAGES = (0.5, 1.2, 1.2, 2.0, 0.0, 0.7, 0.0, 3.1, 0.1, 0.0, 1.0)
 
 RUN = jit(paged_attention, static_argnames="interpret")
 
@@ -35,13 +37,27 @@ class Case:
     """Arguments of the kernel. Whatever no slot may look at is NaN."""
 
     q_BNH: Any
-    k_PKHC: Any
-    v_PKCH: Any
-    page_BJ: Any
+    recent: tuple[Any, Any, Any]
+    prompt_pool: tuple[Any, Any]
+    pool: tuple[Any, Any]
+    page_BX: Any
+    prompt_tokens_B: Any
     tokens_B: Any
 
     def __call__(self, *, interpret=True):
-        return [np.asarray(x) for x in RUN(*vars(self).values(), interpret=interpret)]
+        return np.asarray(RUN(*vars(self).values(), interpret=interpret))
+
+    def of_slots(self, slot_B, **changes):
+        """The case of some of the slots, in another order perhaps."""
+        return dataclasses.replace(
+            self,
+            q_BNH=self.q_BNH[slot_B],
+            recent=tuple(x[slot_B] for x in self.recent),
+            page_BX=self.page_BX[slot_B],
+            prompt_tokens_B=self.prompt_tokens_B[slot_B],
+            tokens_B=self.tokens_B[slot_B],
+            **changes,
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -52,48 +68,78 @@ def two_pages_a_block(monkeypatch):
 
 
 def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed=0):
+    """A case; the prompts of the second and the third slot are one, in the same pages."""
     N, K, H, C = heads, kv_heads, head_dim, page_tokens
     rng = np.random.default_rng(seed)
-    tokens_B = np.round(np.array(LENGTHS_IN_PAGES) * C).astype(np.int32)
+    tokens_B, prompt_tokens_B = (
+        np.round(np.array(lengths) * C).astype(np.int32)
+        for lengths in (LENGTHS_IN_PAGES, PROMPTS_IN_PAGES)
+    )
     B = len(tokens_B)
-    pages_B = -(-tokens_B // C)
-    J = pages_B.max() + 1
-    P = pages_B.sum() + 5
-    free = iter(rng.permutation(P))
-    k_PKCH, v_PKCH = np.full((2, P, K, C, H), np.nan, np.float32)
-    page_BJ = rng.integers(0, P, (B, J), np.int32)  # unused entries: any page, also of others
-    for b in range(B):
-        for j in range(pages_B[b]):
-            page = page_BJ[b, j] = next(free)
-            live = min(C, tokens_B[b] - j * C)
-            k_PKCH[page, :, :live], v_PKCH[page, :, :live] = rng.normal(size=(2, K, live, H))
-    q_BNH = 3 * rng.normal(size=(B, N, H))
-    arrays = (a.astype(dtype) for a in (q_BNH, k_PKCH.swapaxes(2, 3), v_PKCH))
-    return Case(*arrays, page_BJ, tokens_B)
+
+    def pool(tokens_B):
+        """(pages, page_BJ) of so many tokens a slot; entries without any name any page."""
+        pages_B = -(-tokens_B // C)
+        P = pages_B.sum() + 5
+        free = iter(rng.permutation(P))
+        k_PKCH, v_PKCH = np.full((2, P, K, C, H), np.nan, np.float32)
+        page_BJ = rng.integers(0, P, (B, pages_B.max() + 1), np.int32)
+        for b in range(B):
+            for j in range(pages_B[b]):
+                page = page_BJ[b, j] = next(free)
+                live = min(C, tokens_B[b] - j * C)
+                k_PKCH[page, :, :live], v_PKCH[page, :, :live] = rng.normal(size=(2, K, live, H))
+        return (k_PKCH.swapaxes(2, 3).astype(dtype), v_PKCH.astype(dtype)), page_BJ
+
+    prompt_pool, prompt_BI = pool(prompt_tokens_B)
+    prompt_BI[2] = prompt_BI[1]
+    response_pool, response_BJ = pool(tokens_B)
+    table = PageTable(prompt_BI, response_BJ, prompt_tokens_B, tokens_B, np.arange(B))
+    G = N // K
+    recent = (
+        rng.normal(size=(B, K, G, H)),
+        rng.normal(size=(B, K, G)),
+        rng.uniform(1, 16, size=(B, K, G)),
+    )
+    return Case(
+        (3 * rng.normal(size=(B, N, H))).astype(dtype),
+        tuple(x.astype(np.float32) for x in recent),
+        prompt_pool,
+        response_pool,
+        np.asarray(page_order(table, page_tokens=C)),
+        prompt_tokens_B,
+        tokens_B,
+    )
 
 
 def live_tokens(case, b):
     """(k_SKH, v_SKH) of slot b's tokens in order, float32."""
-    C = case.v_PKCH.shape[2]
-    tokens = case.tokens_B[b]
-    live = [(case.page_BJ[b, start // C], min(C, tokens - start)) for start in range(0, tokens, C)]
-    pool = (case.k_PKHC.swapaxes(2, 3), case.v_PKCH)
-    return (
-        np.concatenate([x[page, :, :n].swapaxes(0, 1) for page, n in live]).astype(np.float32)
-        for x in pool
-    )
+    C = case.pool[1].shape[2]
+    pages, lives = iter(case.page_BX[b].tolist()), []
+    for pool, tokens in (
+        (case.prompt_pool, case.prompt_tokens_B[b]),
+        (case.pool, case.tokens_B[b]),
+    ):
+        lives += [(pool, next(pages), min(C, tokens - start)) for start in range(0, tokens, C)]
+    for i in (0, 1):
+        parts = [np.asarray(pool[i][page], np.float32) for pool, page, _ in lives]
+        parts = [part.swapaxes(1, 2) if i == 0 else part for part in parts]
+        kept = [p[:, :n].swapaxes(0, 1) for p, (*_, n) in zip(parts, lives, strict=True)]
+        yield np.concatenate([np.zeros((0, *case.pool[1].shape[1::2])), *kept])
 
 
 def reference(case, b):
-    """(out_NH, max_N, sum_N) of a slot that has tokens, from the definition."""
+    """out_NH of a slot, from the definition."""
     k_SKH, v_SKH = live_tokens(case, b)
     N, H = case.q_BNH.shape[1:]
     of_head_N = np.arange(N) // (N // k_SKH.shape[1])
     x_NS = np.einsum("NH,SNH->NS", case.q_BNH[b].astype(np.float32), k_SKH[:, of_head_N])
-    x_NS = x_NS / np.sqrt(H)
-    weight_NS = np.exp(x_NS - x_NS.max(axis=1, keepdims=True))
+    weight_NS = np.exp(x_NS / np.sqrt(H))
+    out_BKGH, max_BKG, sum_BKG = case.recent
+    scale_N = np.exp(max_BKG[b].reshape(N))
     out_NH = np.einsum("NS,SNH->NH", weight_NS, v_SKH[:, of_head_N])
-    return out_NH, x_NS.max(axis=1), weight_NS.sum(axis=1)
+    out_NH += scale_N[:, None] * out_BKGH[b].reshape(N, H)
+    return out_NH / (weight_NS.sum(axis=1) + scale_N * sum_BKG[b].reshape(N))[:, None]
 
 
 SHAPES = {
@@ -118,60 +164,84 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_definition(shape):
-    """Every slot: the definition over its live tokens and nothing else; 0, MASKED, 0 if none."""
+    """Every slot: the definition over its recent and its live tokens, and nothing else."""
     case = make_case(**SHAPES[shape])
-    out_BNH, max_BN, sum_BN = case()
-    assert out_BNH.dtype == max_BN.dtype == sum_BN.dtype == np.float32
-    # In bfloat16 the weights are rounded once more than in the reference.
+    out_BNH = case()
+    assert out_BNH.dtype == case.q_BNH.dtype
+    # In bfloat16 the weights are rounded once more than in the reference, and the result is.
     rounding = 1e-5 if case.q_BNH.dtype == jnp.float32 else 1e-2
-    for b in range(len(out_BNH)):
-        if case.tokens_B[b] == 0:
-            assert not out_BNH[b].any() and not sum_BN[b].any()
-            assert (max_BN[b] == np.float32(MASKED)).all()
-            continue
-        out_NH, max_N, sum_N = reference(case, b)
-        np.testing.assert_allclose(
-            out_BNH[b] / sum_BN[b][:, None], out_NH / sum_N[:, None], atol=rounding
-        )
-        np.testing.assert_allclose(max_BN[b], max_N, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(sum_BN[b], sum_N, rtol=1e-4)
+    for b, out_NH in enumerate(out_BNH.astype(np.float32)):
+        expected_NH = reference(case, b)
+        np.testing.assert_allclose(out_NH, expected_NH, rtol=rounding, atol=rounding)
 
 
-def same_bits(results, others):
-    for x, y in zip(results, others, strict=True):
-        np.testing.assert_array_equal(x, y)
+def test_recent_tokens_are_parts_of_the_softmax_as_any_others():
+    """Of a slot's tokens, those of its last page may as well be given as recent ones."""
+    case = make_case(**SHAPES["grouped"])
+    C = case.pool[1].shape[2]
+    b, (N, H), K = 5, case.q_BNH.shape[1:], case.pool[0].shape[1]
+    nothing = tuple(
+        np.full_like(x, fill) for x, fill in zip(case.recent, (0, MASKED, 0), strict=True)
+    )
+    expected = dataclasses.replace(case, recent=nothing)()[b]
+    closed = case.tokens_B[b] // C * C
+    k_SKH, v_SKH = (x[case.prompt_tokens_B[b] + closed :] for x in live_tokens(case, b))
+    assert len(k_SKH) == case.tokens_B[b] % C > 0
+    q_KGH = case.q_BNH[b].reshape(K, N // K, H)
+    x_KGS = np.einsum("KGH,SKH->KGS", q_KGH, k_SKH) / np.sqrt(H)
+    weight_KGS = np.exp(x_KGS - x_KGS.max(axis=2, keepdims=True))
+    of_slot = (
+        np.einsum("KGS,SKH->KGH", weight_KGS, v_SKH),
+        x_KGS.max(axis=2),
+        weight_KGS.sum(axis=2),
+    )
+    recent = tuple(x.copy() for x in nothing)
+    for x, mine in zip(recent, of_slot, strict=True):
+        x[b] = mine
+    tokens_B = np.where(np.arange(len(case.tokens_B)) == b, closed, case.tokens_B)
+    given = dataclasses.replace(case, recent=recent, tokens_B=tokens_B.astype(np.int32))()[b]
+    np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ["grouped", "tokens last"])
 def test_a_slot_depends_on_itself_alone(shape):
     """Bitwise: not on its place in the batch, its pages, other slots or the table's width."""
     case = make_case(**SHAPES[shape])
-    expected = case()
-    B, P = len(case.page_BJ), len(case.v_PKCH)
+    same_bits, expected = np.testing.assert_array_equal, case()
+    B = len(case.page_BX)
     rng = np.random.default_rng(1)
 
-    slot_B, page_P = rng.permutation(B), rng.permutation(P)
-    place_P = np.argsort(page_P).astype(np.int32)
-    moved = Case(
-        case.q_BNH[slot_B],
-        case.k_PKHC[page_P],
-        case.v_PKCH[page_P],
-        place_P[case.page_BJ][slot_B],
-        case.tokens_B[slot_B],
+    slot_B = rng.permutation(B)
+    same_bits(case.of_slots(slot_B)(), expected[slot_B])
+
+    def shuffled(pool):
+        page_P = rng.permutation(len(pool[0]))
+        return tuple(x[page_P] for x in pool), np.argsort(page_P).astype(np.int32)
+
+    (prompt_pool, place_U), (pool, place_P) = shuffled(case.prompt_pool), shuffled(case.pool)
+    C = case.pool[1].shape[2]
+    is_prompt_BX = np.arange(case.page_BX.shape[1]) < -(-case.prompt_tokens_B // C)[:, None]
+    page_BX = np.where(
+        is_prompt_BX,
+        place_U[np.minimum(case.page_BX, len(place_U) - 1)],
+        place_P[np.minimum(case.page_BX, len(place_P) - 1)],
     )
-    same_bits(moved(), [x[slot_B] for x in expected])
+    moved = dataclasses.replace(case, prompt_pool=prompt_pool, pool=pool, page_BX=page_BX)
+    same_bits(moved(), expected)
 
     alone = np.arange(B) == 5
-    others_are_idle = dataclasses.replace(case, tokens_B=case.tokens_B * alone)
-    same_bits([x[5] for x in others_are_idle()], [x[5] for x in expected])
+    others_are_idle = dataclasses.replace(
+        case, tokens_B=case.tokens_B * alone, prompt_tokens_B=case.prompt_tokens_B * alone
+    )
+    same_bits(others_are_idle()[5], expected[5])
 
     others_are_nan = dataclasses.replace(
         case, q_BNH=np.where(alone[:, None, None], case.q_BNH, case.q_BNH.dtype.type(np.nan))
     )
-    same_bits([x[5] for x in others_are_nan()], [x[5] for x in expected])
+    same_bits(others_are_nan()[5], expected[5])
 
-    wide = np.concatenate([case.page_BJ, np.zeros((B, 9), np.int32)], axis=1)
-    same_bits(dataclasses.replace(case, page_BJ=wide)(), expected)
+    wide = np.concatenate([case.page_BX, np.zeros((B, 9), np.int32)], axis=1)
+    same_bits(dataclasses.replace(case, page_BX=wide)(), expected)
 
 
 def test_reads_are_waited_for_and_in_bounds(capfd):
@@ -181,68 +251,54 @@ def test_reads_are_waited_for_and_in_bounds(capfd):
     """
     case = make_case(**SHAPES["grouped"])
     simulated = case(interpret=pltpu.InterpretParams(detect_races=True))
-    same_bits(simulated, case())
+    np.testing.assert_array_equal(simulated, case())
     assert "RACE" not in capfd.readouterr().out
 
 
 def test_sharded_over_slots_and_heads():
     """Under shard_map each shard has its slots and heads and gives the same bits."""
-    case = make_case(**SHAPES["grouped"])
+    case = make_case(**SHAPES["grouped"]).of_slots(slice(10))  # divides by the shards
     mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
     slots, heads = PartitionSpec("data"), PartitionSpec("data", "model")
     pool = PartitionSpec(None, "model")
+    specs = (heads, (heads,) * 3, (pool,) * 2, (pool,) * 2, slots, slots, slots)
     run = jax.shard_map(
         functools.partial(paged_attention, interpret=True),
         mesh=mesh,
-        in_specs=(heads, pool, pool, slots, slots),
-        out_specs=(heads, heads, heads),
+        in_specs=specs,
+        out_specs=heads,
         check_vma=False,  # the interpreter does not know it; the compiler's test below has it on
     )
-    ten = slice(10)  # divides by the shards
-    results = jit(run)(
-        case.q_BNH[ten],
-        case.k_PKHC,
-        case.v_PKCH,
-        case.page_BJ[ten],
-        case.tokens_B[ten],
-    )
-    same_bits(results, [x[ten] for x in case()])
+    np.testing.assert_array_equal(jit(run)(*vars(case).values()), case())
 
 
 def test_refuses_what_it_cannot_read_well():
     """One dtype and shape, and pages that a TPU reads without laying the pool out anew."""
     case = make_case(**SHAPES["grouped"])
+    k_PKHC, v_PKCH = case.pool
     with pytest.raises(ValueError, match="one dtype"):
-        dataclasses.replace(case, v_PKCH=case.v_PKCH.astype(jnp.bfloat16))()
-    with pytest.raises(ValueError, match="head size"):
+        dataclasses.replace(case, pool=(k_PKHC, v_PKCH.astype(jnp.bfloat16)))()
+    with pytest.raises(ValueError, match="head size of 8"):
         dataclasses.replace(case, q_BNH=case.q_BNH[..., :8])()
+    with pytest.raises(ValueError, match="do not go together"):
+        dataclasses.replace(case, prompt_pool=tuple(x[:, :1] for x in case.prompt_pool))()
     with pytest.raises(ValueError, match="pages of 16 tokens"):
         case(interpret=False)
 
 
-TPUS = {
-    "v5e": ("v5e:2x2", "v5litepod-4"),
-    "v5p": ("v5p:2x2x1", "v5p-8"),
-    "v6e": ("v6e:2x2", "v6e-4"),
-}
+TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 # Of one chip: Qwen2.5 0.5B; 7B split 4 ways; 32B split 8 and 4 ways.
 LOCAL_HEADS = ((14, 2, 64), (7, 1, 128), (5, 1, 128), (10, 2, 128))
 
 
+@pytest.mark.skipif(not LIBTPU.exists(), reason="needs the TPU's compiler: `make preflight`")
 @pytest.mark.parametrize("tpu", TPUS)
 def test_compiles_for_tpu(tpu):
     """The TPU's compiler takes the kernel inside shard_map, a loop and several layers.
 
     And none of the pools is copied: the program's own memory is far below one pool's.
     """
-    pytest.importorskip("libtpu")
-    environment = os.environ | {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": TPUS[tpu][1],
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, __file__, tpu], env=environment, capture_output=True, text=True
     )
@@ -256,22 +312,27 @@ def test_compiles_for_tpu(tpu):
 
 def compile_for(tpu, *, heads):
     """Compile 8 decode-like steps of two layers on 4 chips; prints pool and temporary bytes."""
-    from jax.experimental import topologies
-
     (N, K, H), C, B, J, P, D = heads, 128, 64, 180, 16_384, 256
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[tpu][0])
-    mesh = make_mesh(data=2, model=2, devices=topology.devices)
+    mesh = make_mesh(data=2, model=2, devices=topology_devices(tpu, slices=1))
     slots, pool = PartitionSpec("data"), PartitionSpec("data", "model")
-    specs = (slots, [(pool, pool)] * 2, PartitionSpec(None, "model"), slots, slots)
+    specs = (slots, [(pool, pool)] * 2, PartitionSpec(None, "model"), *[slots] * 3)
 
-    def steps(x_BD, pools, w_DNH, page_BJ, tokens_B):
+    def steps(x_BD, pools, w_DNH, page_BX, prompt_tokens_B, tokens_B):
+        axes = jax.typeof(jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)).manual_axis_type
+
         def step(_, x_BD):
             for k_PKHC, v_PKCH in pools:
                 q_BNH = jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)
-                out_BNH, _, sum_BN = paged_attention(
-                    q_BNH, k_PKHC, v_PKCH, page_BJ, tokens_B, interpret=False
+                recent = [
+                    jax.lax.pcast(
+                        jnp.ones((B, K, N // K, *rest)), tuple(axes.varying), to="varying"
+                    )
+                    for rest in ((H,), (), ())
+                ]
+                pool = (k_PKHC, v_PKCH)
+                out_BNH = paged_attention(
+                    q_BNH, recent, pool, pool, page_BX, prompt_tokens_B, tokens_B, interpret=False
                 )
-                out_BNH = (out_BNH / sum_BN[..., None]).astype(x_BD.dtype)
                 x_BD += jax.lax.psum(jnp.einsum("BNH,DNH->BD", out_BNH, w_DNH), "model")
             return x_BD
 
@@ -286,7 +347,7 @@ def compile_for(tpu, *, heads):
         [(k_PKHC, v_PKCH)] * 2,
         abstract(specs[2], (D, 2 * N, H)),
         abstract(slots, (2 * B, J), jnp.int32),
-        abstract(slots, (2 * B,), jnp.int32),
+        *[abstract(slots, (2 * B,), jnp.int32)] * 2,
     )
     run = jax.shard_map(steps, mesh=mesh, in_specs=specs, out_specs=slots)
     with jax.set_mesh(mesh):

@@ -43,7 +43,9 @@ class Assumed:
     that runs behind the core. rings: over all axes of the torus that a group spans at once, or
     over one after the other. links, pages, kernels: the shares of the published rates that are
     reached by links, by memory where pages of keys and values are read, and by the products of
-    attention's kernel. informative: of the groups that are sampled (the paper's Figure 3b).
+    attention's kernel. slot_seconds: of a decoding kernel for each slot, beside the bytes of its
+    pages; by the TPU compiler's schedule some 650 bundles for a slot of one block of pages, 470 for
+    each further one. informative: of the groups that are sampled (the paper's Figure 3b).
     block_seconds: of the host, for a block of decode steps. save_rate: of a device's state to its
     host, bytes a second.
     """
@@ -54,6 +56,7 @@ class Assumed:
     links: float
     pages: float
     kernels: float
+    slot_seconds: float
     informative: float
     block_seconds: float
     save_rate: float
@@ -66,6 +69,7 @@ FAST = Assumed(
     links=0.9,
     pages=0.8,
     kernels=0.6,
+    slot_seconds=0.2e-6,
     informative=0.5,
     block_seconds=0.005,
     save_rate=4e9,
@@ -77,6 +81,7 @@ SLOW = Assumed(
     links=0.7,
     pages=0.4,
     kernels=0.3,
+    slot_seconds=0.4e-6,
     informative=0.35,
     block_seconds=0.015,
     save_rate=0.5e9,
@@ -170,15 +175,15 @@ def simulate_rollout(
     *,
     shards: int,
     prompt_tokens: int,
-    step_seconds: Mapping[int, Callable[[np.ndarray], np.ndarray]],
+    step_seconds: Mapping[int, Callable[[np.ndarray, np.ndarray], np.ndarray]],
     block_seconds: Mapping[int, float],
 ) -> Rollout:
     """Runs the sampler's own scheduler on groups whose responses end after so many tokens.
 
-    step_seconds: (sampled tokens in the cache of each shard [D]) -> seconds of a decode step [D],
-    and block_seconds: of a block beside its steps, by the rows of a program; each block runs the
-    smallest that holds the fullest shard. All shards wait for the slowest between blocks.
-    prompt_tokens: of every prompt.
+    step_seconds: (tokens that the slots of each shard read [D], occupied slots [D]) -> seconds of a
+    decode step [D], and block_seconds: of a block beside its steps, by the rows of a program; each
+    block runs the smallest that holds the fullest shard. All shards wait for the slowest between
+    blocks. prompt_tokens: of every prompt, of which every slot reads all but the last.
     """
     scheduler = Scheduler(cache, shards)
     for cursor, limits in enumerate(length_PG):
@@ -190,10 +195,12 @@ def simulate_rollout(
         used_N = np.minimum(plan.left_N, cache.block_tokens)
         steps_D = np.zeros(shards, int)
         np.maximum.at(steps_D, plan.shard_N, used_N)
+        occupied_D = np.bincount(plan.shard_N, minlength=shards)
         live_D = np.bincount(plan.shard_N, plan.sampled_N, minlength=shards)
-        occupied = int(np.bincount(plan.shard_N).max())
-        rows = min(rows for rows in step_seconds if rows >= occupied)
-        elapsed += float((steps_D * step_seconds[rows](live_D)).max()) + block_seconds[rows]
+        live_D += occupied_D * (prompt_tokens - 1)
+        rows = min(rows for rows in step_seconds if rows >= occupied_D.max())
+        elapsed += float((steps_D * step_seconds[rows](live_D, occupied_D)).max())
+        elapsed += block_seconds[rows]
         tokens += int(used_N.sum())
         blocks += 1
         prefills += len(plan.prefills)
@@ -303,9 +310,9 @@ class Simulator:
         if evaluation:
             longer = self.turn_seconds(evaluation) - self.turn_seconds(self.programs["decode"])
 
-        def step_seconds(live_D, turn):
-            # The kernel reads the live pages; the rest is counted in the program.
-            return turn + longer + live_D * read / pages_rate
+        def step_seconds(live_D, occupied_D, turn):
+            attention = live_D * read / pages_rate + occupied_D * self.slot_seconds(turn)
+            return self.slice.seconds(turn, assumed) + longer + attention
 
         all_rows = built.engine.sizes[-1][0]
         decodes = {
@@ -318,18 +325,24 @@ class Simulator:
             shards=built.engine.shards,
             prompt_tokens=mean_prompt(built.config),
             step_seconds={
-                rows: functools.partial(step_seconds, turn=self.turn_seconds(decode))
+                rows: functools.partial(step_seconds, turn=decode.turn)
                 for rows, decode in decodes.items()
             },
             block_seconds={
-                rows: self.slice.seconds(decode.fixed, assumed) + assumed.block_seconds
+                rows: self.slice.seconds(decode.fixed, assumed)
+                + assumed.block_seconds
+                + rows * self.slot_seconds(decode.fixed)
                 for rows, decode in decodes.items()
             },
         )
 
     def turn_seconds(self, decode: Program) -> float:
-        """The time of one decode step without reads of pages."""
+        """The time of one decode step without its kernel."""
         return self.slice.seconds(decode.turn, self.assumed)
+
+    def slot_seconds(self, cost: Cost) -> float:
+        """What a program's kernels take for each slot, beside its bytes."""
+        return sum(times for _, times in cost.kernels) * self.assumed.slot_seconds
 
     def prefill(self, rollout: Rollout) -> float:
         """The time of a rollout's prefills, for prompts of mean length."""

@@ -22,9 +22,9 @@ from models.kernels.xla import (
     PageTable,
     attention,
     combine,
-    merge,
     of_readers,
     page_attention,
+    page_order,
     pieces,
 )
 from models.parameters import ModelConfig
@@ -197,10 +197,10 @@ def decode_block(
     if kernels.write_pages is None:
         pages = write(pages, block_kv, slots.page_B, slots.offset_B)
     else:
-        pages = [
-            kernels.write_pages(*pool, *new, slots.page_B, slots.offset_B)
+        pages = tuple(
+            tuple(kernels.write_pages(*pool, *new, slots.page_B, slots.offset_B))
             for pool, new in zip(pages, block_kv, strict=True)
-        ]
+        )
     return pages, token_SB, logp_SB
 
 
@@ -231,16 +231,11 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, p
 
 def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
     """As `_by_pieces`, by a kernel that reads each slot's live pages."""
+    page_BX = page_order(table, page_tokens=pages[0][1].shape[2])
+    tokens = (table.prompt_tokens_B, table.response_tokens_B)
 
     def attend(q_BNH, recent, layer):
-        out_BKGH, max_BKG, sum_BKG = recent
-        heads = q_BNH.shape[:2]
-        partials = [
-            attend_pages(q_BNH, *prompt_pages[layer], table.prompt_BI, table.prompt_tokens_B),
-            attend_pages(q_BNH, *pages[layer], table.response_BJ, table.response_tokens_B),
-            (out_BKGH.reshape(q_BNH.shape), max_BKG.reshape(heads), sum_BKG.reshape(heads)),
-        ]
-        return merge(partials, dtype=q_BNH.dtype)
+        return attend_pages(q_BNH, recent, prompt_pages[layer], pages[layer], page_BX, *tokens)
 
     return attend
 

@@ -1,14 +1,15 @@
-"""Decode attention over a pool of key/value pages, and its writes: Pallas kernels for TPU.
+"""Decode attention over pools of key/value pages, and their writes: Pallas kernels for TPU.
 
 Axis letters: B slots, N query heads, K key/value heads, G = N / K, H head size, C tokens of a
-page, J pages of a slot, P pages of the pool; S slots of a grid step, M pages of a block, T = M * C.
+page, X pages of a slot, P and U pages of the pools of responses and prompts; S slots of a grid
+step, M pages of a block, T = M * C.
 
-A slot's live pages are read in blocks of M, and the reads run ahead of the arithmetic across
-slots: while one block is computed the next ones are under way, whichever slot they belong to.
-Nothing else is read, so time follows the tokens that are there and not the longest slot. The
-softmax is the running one (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv
-2205.14135, Algorithm 1). Its state is returned, because the block that is still being decoded is
-attended to elsewhere and merged.
+A slot's live pages, its prompt's and then its response's, are read in blocks of M, and the reads
+run ahead of the arithmetic across slots: while one block is computed the next ones are under way,
+whichever slot they belong to. Nothing else is read, so time follows the tokens that are there and
+not the longest slot. The softmax is the running one (Milakov & Gimelshein 2018, arXiv 1805.02867;
+Dao et al. 2022, arXiv 2205.14135, Algorithm 1). It begins with the block that is still being
+decoded, which is attended to elsewhere.
 """
 
 import functools
@@ -27,33 +28,39 @@ BUFFERS = 3  # blocks in VMEM: one being computed, two being read
 SLOTS = 32  # of a grid step; reads start afresh in each, so it has to be long
 
 
-def paged_attention(q_BNH, k_PKHC, v_PKCH, page_BJ, tokens_B, *, interpret: bool):
-    """Attends with one token a slot to the slot's closed pages, without normalising.
+def paged_attention(
+    q_BNH, recent, prompt_pool, pool, page_BX, prompt_tokens_B, tokens_B, *, interpret: bool
+):
+    """Attends with one token a slot to the slot's closed pages and to what is given of others.
 
-    q_BNH, k_PKHC, v_PKCH: one dtype, bfloat16 or float32; query head n reads key/value head
-    n // (N / K).
-    page_BJ: int32; a row begins with the ceil(tokens / C) pages that a slot's tokens fill from the
-    front; the rest is never read.
-    Returns float32 (out_BNH, max_BN, sum_BN): with scores x = q·k / sqrt(H) of the live tokens,
-    max = max(x), sum = sum(exp(x - max)), out = sum(exp(x - max) v). A slot without tokens has
-    0, MASKED, 0. A slot's numbers do not depend on other slots, on J or on which pages it has.
-    The page ids of live pages have to be valid: on TPU they are not checked.
-    Inside shard_map the results vary over the mesh axes that q_BNH varies over.
+    q_BNH and the pools (k_UKHC, v_UKCH) of prompts, (k_PKHC, v_PKCH) of responses: one dtype,
+    bfloat16 or float32; query head n reads key/value head n // (N / K).
+    recent: float32 (out_BKGH, max_BKG, sum_BKG) of other tokens of the slot: with their scores
+    x = q·k / sqrt(H), max = max(x), sum = sum(exp(x - max)), out = sum(exp(x - max) v).
+    page_BX: int32, of `xla.page_order`: the pages that `prompt_tokens_B` tokens fill from the
+    front in the prompts' pool, then those that `tokens_B` fill in the responses'; the rest is
+    never read.
+    Returns out_BNH in q's dtype. A slot's numbers do not depend on other slots, on X or on which
+    pages it has. The page ids of live pages have to be valid: on TPU they are not checked.
+    Inside shard_map the result varies over the mesh axes that q_BNH varies over.
     Raises ValueError for dtypes or shapes that differ, and (unless interpreted) where neither H
     nor C is a multiple of 128: XLA would copy such a pool into another layout at every call.
     """
     B, N, H = q_BNH.shape
-    P, K, C, _ = v_PKCH.shape
+    _, K, C, _ = pool[1].shape
     G, S = N // K, min(B, SLOTS)
-    if not q_BNH.dtype == k_PKHC.dtype == v_PKCH.dtype:
+    if not all(a.dtype == q_BNH.dtype for a in (*prompt_pool, *pool)):
         raise ValueError(
-            f"q, k and v must have one dtype, not {q_BNH.dtype}, {k_PKHC.dtype}, {v_PKCH.dtype}"
+            f"q, k and v must have one dtype, not {q_BNH.dtype}, "
+            + ", ".join(str(a.dtype) for a in (*prompt_pool, *pool))
         )
-    if (k_PKHC.shape, v_PKCH.shape) != ((P, K, H, C), (P, K, C, H)):
-        raise ValueError(
-            f"pages of keys {k_PKHC.shape} and of values {v_PKCH.shape} do not go together with a "
-            f"head size of {H}"
-        )
+    for k_PKHC, v_PKCH in (prompt_pool, pool):
+        P = len(k_PKHC)
+        if (k_PKHC.shape, v_PKCH.shape) != ((P, K, H, C), (P, K, C, H)):
+            raise ValueError(
+                f"pages of keys {k_PKHC.shape} and of values {v_PKCH.shape} do not go together "
+                f"with a head size of {H}, {K} key/value heads and {C} tokens"
+            )
     if H % LANES and C % LANES and not interpret:
         raise ValueError(
             f"head size {H} with pages of {C} tokens: set the tokens of a page to a multiple of "
@@ -63,38 +70,45 @@ def paged_attention(q_BNH, k_PKHC, v_PKCH, page_BJ, tokens_B, *, interpret: bool
     # as it is stored: these transposes move nothing.
     k_token_axis = 0 if C % LANES and H % LANES == 0 else 1
     v_token_axis = 1 if H % LANES and C % LANES == 0 else 0
-    k_pages = k_PKHC if k_token_axis == 1 else k_PKHC.swapaxes(2, 3)
-    v_pages = v_PKCH if v_token_axis == 0 else v_PKCH.swapaxes(2, 3)
 
-    live_B = jnp.where(tokens_B > 0, jnp.arange(B), B)
+    def stored(k_PKHC, v_PKCH):
+        return (
+            k_PKHC if k_token_axis == 1 else k_PKHC.swapaxes(2, 3),
+            v_PKCH if v_token_axis == 0 else v_PKCH.swapaxes(2, 3),
+        )
+
+    pools = (*stored(*prompt_pool), *stored(*pool))
+    live_B = jnp.where(prompt_tokens_B + tokens_B > 0, jnp.arange(B), B)
     next_live_B = lax.cummin(live_B, reverse=True)  # the slot itself, if it has pages
 
     def of_slots(*shape, **kwargs):
         return pl.BlockSpec((S, *shape), lambda step, *_: (step,) + (0,) * len(shape), **kwargs)
 
-    axes = jax.typeof(q_BNH).manual_axis_type
-    block = (BUFFERS, pages_per_block(v_PKCH))
-    out_BKGH, state_BKG2 = pl.pallas_call(
+    out_BKGH, max_BKG, sum_BKG = recent
+    pages = pages_per_block(pool[1])
+    out_BKGH = pl.pallas_call(
         functools.partial(_kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(pl.cdiv(B, S),),
             in_specs=[
-                of_slots(page_BJ.shape[1], memory_space=pltpu.SMEM),
+                of_slots(page_BX.shape[1], memory_space=pltpu.SMEM),
                 of_slots(K, G, H),
-                pl.BlockSpec(memory_space=pl.ANY),
-                pl.BlockSpec(memory_space=pl.ANY),
+                of_slots(K, G, H),
+                of_slots(K, G, 2),
+                # Not ANY: the compiler would take a small pool into VMEM and copy by vectors.
+                *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools),
             ],
-            out_specs=[of_slots(K, G, H), of_slots(K, G, 2)],
+            out_specs=of_slots(K, G, H),
             scratch_shapes=[
-                pltpu.VMEM((*block, *k_pages.shape[1:]), k_pages.dtype),
-                pltpu.VMEM((*block, *v_pages.shape[1:]), v_pages.dtype),
+                pltpu.VMEM((BUFFERS, pages, *pools[0].shape[1:]), q_BNH.dtype),
+                pltpu.VMEM((BUFFERS, pages, *pools[1].shape[1:]), q_BNH.dtype),
                 pltpu.SemaphoreType.DMA((2, BUFFERS)),
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((B, K, G, X), jnp.float32, manual_axis_type=axes) for X in (H, 2)
-        ],
+        out_shape=jax.ShapeDtypeStruct(
+            (B, K, G, H), q_BNH.dtype, manual_axis_type=jax.typeof(q_BNH).manual_axis_type
+        ),
         # Checks would make starting the reads slower than the arithmetic.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), disable_bounds_checks=True
@@ -102,15 +116,16 @@ def paged_attention(q_BNH, k_PKHC, v_PKCH, page_BJ, tokens_B, *, interpret: bool
         interpret=interpret,
         name="paged_attention",
     )(
+        prompt_tokens_B,
         tokens_B,
         next_live_B,
-        page_BJ,
+        page_BX,
         q_BNH.reshape(B, K, G, H),
-        k_pages,
-        v_pages,
+        out_BKGH,
+        jnp.stack([max_BKG, sum_BKG], axis=-1),
+        *pools,
     )
-    state_BN2 = state_BKG2.reshape(B, N, 2)
-    return out_BKGH.reshape(B, N, H), state_BN2[..., 0], state_BN2[..., 1]
+    return out_BKGH.reshape(B, N, H)
 
 
 def pages_per_block(v_PKCH):
@@ -120,14 +135,18 @@ def pages_per_block(v_PKCH):
 
 
 def _kernel(
+    prompt_tokens_ref,
     tokens_ref,
     next_live_ref,
     page_ref,
     q_ref,
-    k_hbm_ref,
-    v_hbm_ref,
+    recent_ref,
+    recent_state_ref,
+    k_prompts_ref,
+    v_prompts_ref,
+    k_responses_ref,
+    v_responses_ref,
     out_ref,
-    state_ref,
     k_ref,
     v_ref,
     semaphore_ref,
@@ -136,16 +155,21 @@ def _kernel(
     v_token_axis: int,
 ):
     """Computes the slots [first, end). An item (slot, block, buffer) is a block to read."""
-    S, K, G, H = q_ref.shape
+    S, K, _, H = q_ref.shape
     M, C = v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, tokens_ref.shape[0])
+    pools = ((k_prompts_ref, v_prompts_ref), (k_responses_ref, v_responses_ref))
 
     def next_live(slot):
         return jnp.where(slot < end, next_live_ref[jnp.minimum(slot, end - 1)], end)
 
+    def prompt_pages(slot):
+        return pl.cdiv(prompt_tokens_ref[jnp.minimum(slot, end - 1)], C)
+
     def pages_left(slot, block):
-        return pl.cdiv(tokens_ref[jnp.minimum(slot, end - 1)], C) - block * M
+        of_response = pl.cdiv(tokens_ref[jnp.minimum(slot, end - 1)], C)
+        return prompt_pages(slot) + of_response - block * M
 
     def after(item):
         slot, block, buffer = item
@@ -153,53 +177,83 @@ def _kernel(
         slot = jnp.where(is_last, next_live(slot + 1), slot)
         return slot, jnp.where(is_last, 0, block + 1), lax.rem(buffer + 1, BUFFERS)
 
-    def for_copies(item, act):
-        """Calls `act` on the copy of each live page of an item; slots from `end` on have none."""
-        slot, block, buffer = item
-        count = jnp.where(slot < end, jnp.minimum(pages_left(slot, block), M), 0)
+    def live_pages(item):
+        """Counts an item's pages; slots from `end` on have none."""
+        slot, block, _ = item
+        return jnp.where(slot < end, jnp.minimum(pages_left(slot, block), M), 0)
 
-        def act_on_page(m):
-            page = page_ref[slot - first, block * M + m]
-            for i, (hbm_ref, ref) in enumerate(((k_hbm_ref, k_ref), (v_hbm_ref, v_ref))):
-                semaphore = semaphore_ref.at[i, buffer]
-                act(pltpu.make_async_copy(hbm_ref.at[page], ref.at[buffer, m], semaphore))
+    def copies(item, m, pool):
+        """The reads of page m of an item from a pool."""
+        slot, block, buffer = item
+        page = page_ref[slot - first, block * M + m]
+        for i, (hbm_ref, ref) in enumerate(zip(pool, (k_ref, v_ref), strict=True)):
+            semaphore = semaphore_ref.at[i, buffer]
+            yield pltpu.make_async_copy(hbm_ref.at[page], ref.at[buffer, m], semaphore)
+
+    def start(item):
+        prompts, responses = pools
+        slot, block, _ = item
+        count = live_pages(item)
+        of_prompt = jnp.clip(prompt_pages(slot) - block * M, 0, count)
+
+        def start_page(m, pool):
+            for copy in copies(item, m, pool):
+                copy.start()
+
+        @pl.when(count - of_prompt == M)
+        def _():
+            for m in range(M):  # unrolled: half the cycles of the loop
+                start_page(m, responses)
+
+        @pl.when(count - of_prompt < M)
+        def _():
+            pl.loop(0, of_prompt)(lambda m: start_page(m, prompts))
+            pl.loop(of_prompt, count)(lambda m: start_page(m, responses))
+
+        return after(item)
+
+    def wait(item):
+        """Waits for an item's pages; all copies are of one size, whatever they come from."""
+
+        def wait_for_page(m):
+            for copy in copies(item, m, pools[1]):
+                copy.wait()
+
+        count = live_pages(item)
 
         @pl.when(count == M)
         def _():
-            for m in range(M):  # unrolled: half the cycles of the loop
-                act_on_page(m)
+            for m in range(M):
+                wait_for_page(m)
 
         @pl.when(count < M)
         def _():
-            pl.loop(0, count)(act_on_page)
-
-    def start(item):
-        for_copies(item, lambda copy: copy.start())
-        return after(item)
+            pl.loop(0, count)(wait_for_page)
 
     def attend_slot(slot, carry):
+        of_prompt = prompt_pages(slot)
+
         def live_tokens(page):
             """Counts the tokens of the slot's page that live: the first ones."""
-            return jnp.clip(tokens_ref[slot] - page * C, 0, C)
+            prompt_left = prompt_tokens_ref[slot] - page * C
+            left = jnp.where(
+                page < of_prompt, prompt_left, tokens_ref[slot] - (page - of_prompt) * C
+            )
+            return jnp.clip(left, 0, C)
 
         def attend_block(block, carry):
             item, buffer, state = carry
             item = start(item)
-            for_copies((slot, block, buffer), lambda copy: copy.wait())
+            wait((slot, block, buffer))
             live_M = [live_tokens(block * M + m) for m in range(M)]
 
             # What does not live may be anything, NaN included, and 0 * NaN is NaN.
             @pl.when(sum(live_M) < M * C)
             def _():
-                @pl.loop(0, M)
-                def _(m):
-                    live = live_tokens(block * M + m)
-
-                    @pl.when(live < C)
-                    def _():
-                        v = v_ref[buffer, m]
-                        token = lax.broadcasted_iota(jnp.int32, v.shape, 1 + v_token_axis)
-                        v_ref[buffer, m] = jnp.where(token < live, v, jnp.zeros_like(v))
+                for m, live in enumerate(live_M):
+                    v = v_ref[buffer, m]
+                    token = lax.broadcasted_iota(jnp.int32, v.shape, 1 + v_token_axis)
+                    v_ref[buffer, m] = jnp.where(token < live, v, jnp.zeros_like(v))
 
             token_1T = lax.rem(lax.broadcasted_iota(jnp.int32, (1, M * C), 1), C)
             live_1T = token_1T < jnp.concatenate([jnp.full((1, C), n) for n in live_M], axis=1)
@@ -214,17 +268,15 @@ def _kernel(
                 new_state.append(_accumulate(state[h], x_GT, v, token_axis=v_token_axis))
             return item, lax.rem(buffer + 1, BUFFERS), new_state
 
-        empty = (
-            jnp.full((G, 1), MASKED, jnp.float32),
-            jnp.zeros((G, 1), jnp.float32),
-            jnp.zeros((G, H), jnp.float32),
-        )
-        num_blocks = pl.cdiv(tokens_ref[slot], M * C)
-        item, buffer, state = lax.fori_loop(0, num_blocks, attend_block, (*carry, [empty] * K))
-        for h, (max_G1, sum_G1, out_GH) in enumerate(state):
-            out_ref[slot - first, h] = out_GH
-            state_ref[slot - first, h, :, 0:1] = max_G1
-            state_ref[slot - first, h, :, 1:2] = sum_G1
+        def recent(h):
+            state_G2 = recent_state_ref[slot - first, h]
+            return state_G2[:, 0:1], state_G2[:, 1:2], recent_ref[slot - first, h]
+
+        num_blocks = pl.cdiv(pages_left(slot, 0), M)
+        carry = (*carry, [recent(h) for h in range(K)])
+        item, buffer, state = lax.fori_loop(0, num_blocks, attend_block, carry)
+        for h, (_, sum_G1, out_GH) in enumerate(state):
+            out_ref[slot - first, h] = (out_GH / sum_G1).astype(out_ref.dtype)
         return item, buffer
 
     item = (next_live(first), jnp.int32(0), jnp.int32(0))

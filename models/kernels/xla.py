@@ -6,7 +6,6 @@ stored transposed, with the tokens last, which measured fastest. Scores and soft
 probabilities are cast to the values' dtype before their product.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -47,6 +46,16 @@ class PageTable:
     prompt_tokens_B: Any
     response_tokens_B: Any
     reader_B: Any
+
+
+def page_order(table: PageTable, *, page_tokens: int):
+    """Lists each slot's pages [B, I + J]: those that its prompt fills, then the response's."""
+    I, J = table.prompt_BI.shape[1], table.response_BJ.shape[1]
+    filled_B1 = -(-table.prompt_tokens_B // page_tokens)[:, None]
+    place_1X = jnp.arange(I + J)[None]
+    place_BX = jnp.where(place_1X < filled_B1, place_1X, place_1X + I - filled_B1)
+    both_BX = jnp.concatenate([table.prompt_BI, table.response_BJ], axis=1)
+    return jnp.take_along_axis(both_BX, jnp.minimum(place_BX, I + J - 1), axis=1)
 
 
 @struct.dataclass
@@ -151,15 +160,3 @@ def combine(partials, entry_BX, *, dtype):
     columns = zip(jnp.unstack(scale_BXKG, axis=1), jnp.unstack(entry_BX, axis=1), strict=True)
     out_BKGH = sum(scale_BKG[..., None] * out_EKGH[entry_B] for scale_BKG, entry_B in columns)
     return out_BKGH.reshape(-1, K * G, H).astype(dtype)
-
-
-def merge(partials, *, dtype):
-    """Combines attention over disjoint sets of keys, where each has a part of every slot.
-
-    partials: (out_BNH, max_BN, sum_BN) triples, as `combine`'s but for a part of every slot each.
-    """
-    most_BN = functools.reduce(jnp.maximum, [max_BN for _, max_BN, _ in partials])
-    scales = [jnp.exp(max_BN - most_BN) for _, max_BN, _ in partials]
-    total_BN = sum(s_BN * sum_BN for s_BN, (_, _, sum_BN) in zip(scales, partials, strict=True))
-    out_BNH = sum(s[..., None] * out for s, (out, _, _) in zip(scales, partials, strict=True))
-    return (out_BNH / total_BN[..., None]).astype(dtype)
