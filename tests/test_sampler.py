@@ -66,15 +66,27 @@ def sorted_top_p(logits_RV, top_p):
     return np.where(logits_RV >= cut_R1, logits_RV, -np.inf)
 
 
-jit_truncate = jit(truncate, static_argnames=("top_p", "top_k"))
+jit_truncate = jit(functools.partial(truncate, axis=None), static_argnames=("top_p", "top_k"))
 
 
-def kept(logits_RV, **limits):
-    return np.asarray(jit_truncate(logits_RV, **limits)) > MASKED
+@pytest.fixture(params=[1, 2], ids=["whole", "in two parts"])
+def kept(request):
+    """kept(logits_RV, top_p=, top_k=): what truncation leaves, on one chip or split over two."""
+    mesh = make_mesh(data=1, model=request.param, devices=jax.devices()[: request.param])
+    parts = PartitionSpec(None, "model")
+
+    def kept(logits_RV, **limits):
+        def run(logits_RV):
+            return truncate(logits_RV, **limits, axis="model" if request.param > 1 else None)
+
+        sharded = jax.shard_map(run, mesh=mesh, in_specs=parts, out_specs=parts, check_vma=False)
+        return np.asarray(jit(sharded)(logits_RV)) > MASKED
+
+    return kept
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.7, 0.999])
-def test_top_p_keeps_what_sorting_a_whole_vocabulary_keeps(top_p):
+def test_top_p_keeps_what_sorting_a_whole_vocabulary_keeps(kept, top_p):
     """Rows are nearly flat to peaked; the float32 mass decides to 2e-6."""
     rng = np.random.default_rng(0)
     scale_R1 = np.array([[1e-3], [1.0], [3.0], [10.0]])
@@ -88,7 +100,7 @@ def test_top_p_keeps_what_sorting_a_whole_vocabulary_keeps(top_p):
     assert kept_RV[3].sum() < 100
 
 
-def test_top_p_keeps_ties_and_at_least_the_best_token():
+def test_top_p_keeps_ties_and_at_least_the_best_token(kept):
     logits_RV = np.log(np.array([[4, 2, 2, 2, 1, 1], [1, 1, 1, 1, 1, 1]], np.float32))
     assert kept(logits_RV, top_p=0.5, top_k=0).tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
     assert kept(logits_RV, top_p=0.9, top_k=0).tolist() == [[1] * 6, [1] * 6]
@@ -96,7 +108,7 @@ def test_top_p_keeps_ties_and_at_least_the_best_token():
     assert kept(logits_RV, top_p=1.0, top_k=0).all()
 
 
-def test_top_p_keeps_the_best_token_whatever_the_scale():
+def test_top_p_keeps_the_best_token_whatever_the_scale(kept):
     best_R = np.array([3, 0, 5])
     logits_RV = np.where(np.arange(8) == best_R[:, None], 1.0, -1.0)
     for scale in (1.0, 1e4, 1e9):
@@ -104,7 +116,7 @@ def test_top_p_keeps_the_best_token_whatever_the_scale():
         assert np.array_equal(kept_RV, logits_RV > 0)
 
 
-def test_top_k_keeps_the_k_largest_and_ties():
+def test_top_k_keeps_the_k_largest_and_ties(kept):
     rng = np.random.default_rng(1)
     logits_RV = rng.permuted(np.tile(np.arange(200, dtype=np.float32), (3, 1)), axis=1)
     for k in (1, 7, 200):
@@ -114,11 +126,19 @@ def test_top_k_keeps_the_k_largest_and_ties():
     assert kept(np.array([[2.0, 1.0, 1.0, 0.0]]), top_p=1.0, top_k=2).tolist() == [[1, 1, 1, 0]]
 
 
-def test_top_p_takes_its_mass_from_what_top_k_left():
+def test_top_p_takes_its_mass_from_what_top_k_left(kept):
     logits_RV = np.log(np.array([[40.0, 30.0, 20.0, 10.0]], np.float32))
     assert kept(logits_RV, top_p=0.75, top_k=0).tolist() == [[1, 1, 1, 0]]
     assert kept(logits_RV, top_p=0.75, top_k=3).tolist() == [[1, 1, 0, 0]] * 1
     assert kept(logits_RV, top_p=0.55, top_k=2).tolist() == [[1, 0, 0, 0]]
+
+
+def test_a_part_of_the_vocabulary_may_be_left_out_whole(kept):
+    """As the padding of the last chip's is: it has no best token and no mass."""
+    logits_RV = np.array([[1.0, 0.0, MASKED, MASKED], [MASKED, MASKED, 0.0, 0.0]], np.float32)
+    assert kept(logits_RV, top_p=0.9, top_k=0).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+    assert kept(logits_RV, top_p=1.0, top_k=3).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+    assert kept(logits_RV, top_p=0.7, top_k=1).tolist() == [[1, 0, 0, 0], [0, 0, 1, 1]]
 
 
 # Sampling.

@@ -164,15 +164,7 @@ def decode_block(
         logits_BV = sampling_logits(
             logits_BV, temperature=s.temperature, vocab_size=s.vocab_size, first_id=first_id
         )
-        if s.top_p < 1.0 or s.top_k > 0:
-            # Every chip looks at the whole row, then samples in its own part of it.
-            whole_BV = (
-                logits_BV
-                if axis is None
-                else jax.lax.all_gather(logits_BV, axis, axis=1, tiled=True)
-            )
-            whole_BV = truncate(whole_BV, top_p=s.top_p, top_k=s.top_k)
-            logits_BV = jax.lax.dynamic_slice_in_dim(whole_BV, first_id, logits_BV.shape[1], 1)
+        logits_BV = truncate(logits_BV, top_p=s.top_p, top_k=s.top_k, axis=axis)
         token_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
         ended_B = jnp.isin(token_B, stop_ids) | (slots.sampled_B + i + 1 >= slots.limit_B)
         return (

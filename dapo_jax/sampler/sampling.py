@@ -31,32 +31,43 @@ def uniform_at(key_B, position_B):
     return jax.vmap(jax.random.uniform)(key_B)
 
 
-def truncate(logits_RV, *, top_p: float, top_k: int):
+def truncate(logits_RV, *, top_p: float, top_k: int, axis: str | None):
     """Masks what top-k (0: off), then top-p (1.0: off), leave out (Holtzman et al. 2020).
 
     Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; tokens that tie
     with the last one kept stay too. The threshold is bisected, since sorting a 152k vocabulary
     costs more than the model's head.
+
+    axis: as of `sample_token`. Chips exchange their top k, and a sum a bisection.
     """
+
+    def over(collective, x_R1):
+        return x_R1 if axis is None else collective(x_R1, axis)
+
     if top_k > 0:
-        kth_R1 = jax.lax.top_k(logits_RV, min(top_k, logits_RV.shape[1]))[0][:, -1:]
-        logits_RV = jnp.where(logits_RV >= kth_R1, logits_RV, MASKED)
+        best_RK = jax.lax.top_k(logits_RV, min(top_k, logits_RV.shape[1]))[0]
+        if axis is not None:
+            best_RK = jax.lax.all_gather(best_RK, axis, axis=1, tiled=True)
+            best_RK = jax.lax.top_k(best_RK, min(top_k, best_RK.shape[1]))[0]
+        logits_RV = jnp.where(logits_RV >= best_RK[:, -1:], logits_RV, MASKED)
     if top_p < 1.0:
-        prob_RV = jax.nn.softmax(logits_RV, axis=-1)
-        high_R1 = jnp.max(logits_RV, axis=-1, keepdims=True)
+        high_R1 = over(jax.lax.pmax, jnp.max(logits_RV, axis=-1, keepdims=True))
+        weight_RV = jnp.exp(logits_RV - high_R1)
+        sum_R1 = over(jax.lax.psum, jnp.sum(weight_RV, axis=-1, keepdims=True))
+        prob_RV = weight_RV / sum_R1
 
         def halve(_, bounds):
             low_R1, high_R1 = bounds  # the mass above `low` reaches top_p, above `high` it does not
             mid_R1 = (low_R1 + high_R1) / 2
             mass_R1 = jnp.sum(jnp.where(logits_RV >= mid_R1, prob_RV, 0.0), axis=-1, keepdims=True)
-            enough_R1 = mass_R1 >= top_p
+            enough_R1 = over(jax.lax.psum, mass_R1) >= top_p
             return jnp.where(enough_R1, mid_R1, low_R1), jnp.where(enough_R1, high_R1, mid_R1)
 
         # From the least logit where the row is flat: the steps are as fine as the row needs.
         least_R1 = jnp.min(
             jnp.where(logits_RV > MASKED, logits_RV, jnp.inf), axis=-1, keepdims=True
         )
-        low_R1 = jnp.maximum(least_R1, high_R1 - RANGE_NATS)
+        low_R1 = jnp.maximum(over(jax.lax.pmin, least_R1), high_R1 - RANGE_NATS)
         low_R1, _ = jax.lax.fori_loop(0, BISECTIONS, halve, (low_R1, high_R1))
         logits_RV = jnp.where(logits_RV >= low_R1, logits_RV, MASKED)
     return logits_RV
