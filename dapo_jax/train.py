@@ -104,6 +104,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
                 rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
             )
             advantage_PG = group_advantage(reward_PG)
+            run.record.rollouts(step, rollouts, reward_PG)  # behind the updates
 
             # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
             del weights  # their memory is the update's
@@ -118,13 +119,13 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
             sampled_tokens = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
             done = Step(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores)
             done, stopped = run.alarms.look(done, progress["row"])
-            run.record.rollouts(step, rollouts, reward_PG)
             progress = {
                 "cursor": rollouts.cursor,
                 "sampled_tokens_total": sampled_tokens,
                 "row": step_row(done, watch.seconds()),
             }
             with watch("save"):
+                run.record.wait()
                 require_finite_to_save(state, updates, step)
                 last = step + 1 == config.num_steps or bool(stopped)
                 run.snapshots.take(step + 1, state, progress, force=last)

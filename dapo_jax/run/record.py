@@ -1,5 +1,6 @@
 """What a run writes and shows: config, rows, responses, evaluations, samples, the live display."""
 
+import concurrent.futures
 import contextlib
 import hashlib
 import json
@@ -68,6 +69,8 @@ class Record:
         self._first_step, self._begin_step = begun.step, begun.begin_step
         self._last_row = begun.progress["row"]
         self._writer: MetricsWriter | None = None
+        self._background = concurrent.futures.ThreadPoolExecutor(1)
+        self._rollouts: concurrent.futures.Future | None = None
 
     def __enter__(self) -> "Record":
         if hosts.is_main_host():
@@ -88,14 +91,22 @@ class Record:
 
     def __exit__(self, *exception) -> None:
         self.display.__exit__(*exception)
+        self._background.shutdown()
         if self._writer is not None:
             self._writer.close()
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
-        """Writes all responses to rollouts/<step>.jsonl.gz, every so many steps."""
+        """Begins to write all responses to rollouts/<step>.jsonl.gz, every so many steps."""
         if hosts.is_main_host() and _every(self._config.log.rollouts_every_steps, step):
             rows = rollout_rows(rollouts, reward_PG, self._tokenizer)
-            write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows)
+            path = self.workdir / "rollouts" / f"{step}.jsonl.gz"
+            self._rollouts = self._background.submit(write_rollouts, path, rows)
+
+    def wait(self) -> None:
+        """Waits until the responses are on disk. Raises what writing them raised."""
+        if self._rollouts is not None:
+            self._rollouts.result()
+            self._rollouts = None
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
