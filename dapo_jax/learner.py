@@ -29,6 +29,7 @@ from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
 from models.lora import Lora, adapted
 from models.parameters import param_axes
+from models.precision import Weights
 from sharding import hosts, rules
 
 jax.tree_util.register_dataclass(Batch)
@@ -238,28 +239,37 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     adapters: LoRA's, by layer, or None. They are added layer by layer: the adapted weights of all
     layers never exist at once.
     """
-    kernels = learning.kernels
-    attention = rules.by_heads(kernels.attend_rows, mesh)
+    kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
+    part = {"mesh": mesh, "tokens": tokens}
     how = {
         "dtype": jnp.dtype(learning.compute_dtype),
         "remat": learning.remat,
         "project": kernels.learn_product,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
         "unroll": kernels.unrolled_layers if learning.remat == "none" else 1,
-        "gather": functools.partial(rules.whole_rows, mesh=mesh),
-        "reduce": functools.partial(rules.split_tokens, mesh=mesh),
+        "gather": functools.partial(rules.whole_rows, **part),
+        "reduce": functools.partial(rules.split_sum, **part),
+        "weights": Weights(
+            functools.partial(rules.whole_width, mesh=mesh),
+            functools.partial(rules.split_width, mesh=mesh),
+        ),
+        "axis": "model" if mesh.shape["model"] > 1 else None,
     }
-    if adapters is None:
-        how["adapt"] = lambda layer, _: rules.kept_sharded(layer, param_axes(layer), mesh)
-    else:
-        how["adapters"] = adapters
+    if adapters is not None:
         how["adapt"] = functools.partial(adapted, scale=learning.lora.scale)
 
-    def attend(q_BTNH, k_BTKH, v_BTKH):
-        return attention(q_BTNH, k_BTKH, v_BTKH, micro.segment_BT, micro.branch_BT)
+    def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT):
+        def attend(q_BTNH, k_BTKH, v_BTKH):
+            return kernels.attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT)
 
-    model = nnx.merge(graph, weights)
-    return model.hidden(micro.tokens_BT, micro.position_BT, attend, **how), model.head()
+        model = nnx.merge(graph, weights)
+        return model.hidden(tokens_BT, position_BT, attend, adapters=adapters, **how)
+
+    parameters = (weights, adapters or ())
+    specs = [rules.param_specs(mesh, param_axes(tree), tree, rules.LEARNER) for tree in parameters]
+    run = rules.by_parts(hidden, mesh, params=specs, tokens=tokens)
+    rows_BT = (micro.tokens_BT, micro.position_BT, micro.segment_BT, micro.branch_BT)
+    return run(*parameters, *rows_BT), nnx.merge(graph, weights).head()
 
 
 def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):

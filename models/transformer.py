@@ -28,7 +28,7 @@ from models.parameters import (
     norm,
     normal,
 )
-from models.precision import lookup, product, spread
+from models.precision import WHOLE, Weights, lookup, product, spread
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices.
@@ -139,6 +139,7 @@ class Layer(nnx.Module):
         gather=lambda x_BTD: x_BTD,
         reduce=lambda x_BTD: x_BTD,
         project=jnp.einsum,
+        weights: Weights = WHOLE,
     ):
         """Computes the layer: (x_BTD, what `attend` kept).
 
@@ -147,25 +148,27 @@ class Layer(nnx.Module):
         its cache; `kept` (the keys and values, or the new cache) is handed back beside the
         new x_BTD. Where heads and feed-forward are split over chips, `reduce` adds up what each
         contributes, and `gather` brings together the tokens that they all need, if these are split
-        in between. `project` multiplies by a weight matrix that `transposed` transposes.
+        in between. `project` multiplies by a weight matrix that `transposed` transposes. weights:
+        where the matrices are.
         """
-        eps = self.config.rms_norm_eps
+        eps, times = self.config.rms_norm_eps, functools.partial(product, weights=weights)
         h = gather(rms_norm(x_BTD, self.attn_norm_D[...], eps=eps))
         q, k, v = self.of_heads(
-            product(project, "BTD,DNH->BTNH", h, self.q_DNH[...]),
-            product(project, "BTD,DKH->BTKH", h, self.k_DKH[...]),
-            product(project, "BTD,DKH->BTKH", h, self.v_DKH[...]),
+            times(project, "BTD,DNH->BTNH", h, self.q_DNH[...]),
+            times(project, "BTD,DKH->BTKH", h, self.k_DKH[...]),
+            times(project, "BTD,DKH->BTKH", h, self.v_DKH[...]),
         )
         # A family may have added a float32 parameter.
         q, k, v = (x.astype(h.dtype) for x in (q, k, v))
         out, kept = attend(rope(q, cos_sin), rope(k, cos_sin), v)
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
-        out, o = out.reshape(*x_BTD.shape[:2], -1), self.o_NHD[...].reshape(-1, x_BTD.shape[2])
-        x_BTD = x_BTD + reduce(product(jnp.einsum, "BTZ,ZD->BTD", out, o))
+        out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
+        o = o.reshape(-1, o.shape[-1])
+        x_BTD = x_BTD + reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o))
         h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps))
-        gate = jax.nn.silu(product(project, "BTD,DF->BTF", h, self.gate_DF[...]))
-        up = product(project, "BTD,DF->BTF", h, self.up_DF[...])
-        return x_BTD + reduce(product(project, "BTF,FD->BTD", gate * up, self.down_FD[...])), kept
+        gate = jax.nn.silu(times(project, "BTD,DF->BTF", h, self.gate_DF[...]))
+        up = times(project, "BTD,DF->BTF", h, self.up_DF[...])
+        return x_BTD + reduce(times(project, "BTF,FD->BTD", gate * up, self.down_FD[...])), kept
 
 
 class Transformer(nnx.Module):
@@ -202,24 +205,26 @@ class Transformer(nnx.Module):
         unroll=1,
         gather=lambda x_BTD: x_BTD,
         reduce=lambda x_BTD: x_BTD,
+        weights: Weights = WHOLE,
+        axis: str | None = None,
         adapters=(),
         adapt=lambda layer, adapters: layer,
     ):
         """Computes normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
         dtype: the activations'; None: that of the parameters, one for all. remat: a name of REMAT,
-        what of a layer is kept for the backward pass. project: as the
-        layer's, and so are gather and reduce. unroll: how many layers the loop's body has. reduce
-        lays out what is kept between layers, too. adapt(a layer's parameters, its
+        what of a layer is kept for the backward pass. project, gather, reduce and weights: the
+        layer's. axis: the mesh axis over which heads, feed-forward and vocabulary are split, or
+        None. unroll: how many layers the loop's body has. adapt(a layer's parameters, its
         adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
         the layers are.
         """
         graph, state = nnx.split(self.layers)
-        how = {"gather": gather, "reduce": reduce, "project": project}
+        how = {"gather": gather, "reduce": reduce, "project": project, "weights": weights}
 
         def through_layers(x_BTD, cos_sin):
             def body(x_BTD, params_and_adapters):
-                x_BTD = checkpoint_name(reduce(x_BTD), LAYER_INPUT)
+                x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 layer = nnx.merge(graph, adapt(*params_and_adapters))
                 return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), **how)
 
@@ -228,7 +233,8 @@ class Transformer(nnx.Module):
 
         top = {"embed_VD": self.embed_VD[...], "final_norm_D": self.final_norm_D[...]}
         tokens = (tokens_BT, position_BT)
-        return _hidden(top, self.config, *tokens, through_layers, axis=None, dtype=dtype)[0]
+        of_tokens = functools.partial(_embedded, axis=axis, dtype=dtype, weights=weights)
+        return _hidden(top, self.config, *tokens, through_layers, of_tokens, reduce)[0]
 
     def __call__(self, tokens_BT, *, segment_BT=None):
         """Computes float32 logits_BTV. `segment_BT`: each token's sequence, 0 for padding."""
@@ -250,33 +256,32 @@ def hidden_layer_by_layer(
     """
     graph = nnx.split(nnx.eval_shape(lambda: config.layer(config, key=jax.random.key(0))))[0]
 
+    reduce = functools.partial(_over, axis=axis)
+
     def through_layers(x_BTD, cos_sin):
         kept = []
         for array, attend in zip(params["layers"], attends, strict=True):
             layer = nnx.merge(graph, transposed(array))
-            reduce = functools.partial(_over, axis=axis)
             x_BTD, kept_of_one = layer(x_BTD, cos_sin, attend, reduce=reduce, project=project)
             kept.append(kept_of_one)
         return x_BTD, kept
 
-    return _hidden(params, config, tokens_BT, position_BT, through_layers, axis=axis)
+    of_tokens = functools.partial(_embedded, axis=axis, dtype=None, weights=WHOLE)
+    return _hidden(params, config, tokens_BT, position_BT, through_layers, of_tokens, reduce)
 
 
-def _hidden(params, config, tokens_BT, position_BT, through_layers, *, axis, dtype=None):
+def _hidden(params, config, tokens_BT, position_BT, through_layers, of_tokens, reduce):
     """Runs all but the head; through_layers(x_BTD, cos_sin) gives (x_BTD, what layers kept)."""
     cos_sin = rotation(position_BT, config)
-    x_BTD = _embedded(params["embed_VD"], tokens_BT, axis=axis, dtype=dtype)
+    x_BTD = reduce(of_tokens(params["embed_VD"], tokens_BT))
     x_BTD, kept = through_layers(x_BTD, cos_sin)
     return rms_norm(x_BTD, params["final_norm_D"], eps=config.rms_norm_eps), kept
 
 
-def _embedded(embed_VD, tokens_BT, *, axis: str | None, dtype):
-    """Looks up embeddings x_BTD; where rows are split over a mesh axis, chips add up theirs."""
-    if axis is None:
-        return lookup(embed_VD, tokens_BT, dtype or embed_VD.dtype)
-    local_BT = tokens_BT - jax.lax.axis_index(axis) * embed_VD.shape[0]
-    here_BT = (local_BT >= 0) & (local_BT < embed_VD.shape[0])
-    return _over(jnp.where(here_BT[..., None], embed_VD[local_BT], 0), axis=axis)
+def _embedded(embed_VD, tokens_BT, *, axis: str | None, dtype, weights: Weights):
+    """Looks up embeddings x_BTD; where rows are split over a mesh axis, each chip has its share."""
+    first_id = 0 if axis is None else jax.lax.axis_index(axis) * embed_VD.shape[0]
+    return lookup(embed_VD, tokens_BT, first_id, dtype or embed_VD.dtype, weights)
 
 
 def _over(x, *, axis: str | None):

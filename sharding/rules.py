@@ -58,6 +58,11 @@ def param_shardings(mesh: Mesh, axes_tree, params, rules):
     )
 
 
+def param_specs(mesh: Mesh, axes_tree, params, rules):
+    """Gives every parameter's PartitionSpec."""
+    return jax.tree.map(lambda s: s.spec, param_shardings(mesh, axes_tree, params, rules))
+
+
 def abstract(arrays, shardings):
     """Makes ShapeDtypeStructs that carry shardings, a tree of them like `arrays`."""
     return jax.tree.map(
@@ -72,16 +77,6 @@ def row_ways(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
-def kept_sharded(params, axes_tree, mesh: Mesh):
-    """Constrains parameters that products use, so that their gradients are sharded as they are.
-
-    Else the compiler all-reduces whole gradients and slices them, in place of a reduce-scatter.
-    """
-    return jax.lax.with_sharding_constraint(
-        params, param_shardings(mesh, axes_tree, params, LEARNER)
-    )
-
-
 def rows(mesh: Mesh) -> NamedSharding:
     """Shards the leading axis (prompts, responses, rows) over slices and "data", no other."""
     return NamedSharding(mesh, BATCH)
@@ -92,44 +87,69 @@ def micro_batches(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
 
 
-def split_tokens(x_BTD, mesh: Mesh):
-    """Shards the learner's activations between products: tokens over "model", beside rows.
-
-    They stay as they are where there is nothing to split, or where the tokens do not divide.
-    """
-    return _tokens_over(x_BTD, mesh, "model")
-
-
-def whole_rows(x_BTD, mesh: Mesh):
-    """Gathers the activations that heads and feed-forward read: all tokens of a row."""
-    return _tokens_over(x_BTD, mesh, None)
-
-
-def _tokens_over(x_BTD, mesh: Mesh, axis: str | None):
-    ways = mesh.shape["model"]
-    if ways == 1 or x_BTD.shape[1] % ways:
-        return x_BTD
-    sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES, axis))
-    return jax.lax.with_sharding_constraint(x_BTD, sharding)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """Replicates an array: it is the same on every device."""
     return NamedSharding(mesh, EVERYWHERE)
 
 
-def by_heads(attend, mesh: Mesh):
-    """Maps attend(q_BTNH, k_BTKH, v_BTKH, *rows_BT) -> out_BTNH over each device's rows, heads."""
-    heads = PartitionSpec(ROW_AXES, None, "model")
+def by_parts(local, mesh: Mesh, *, params, tokens: int):
+    """Maps local(*params, *rows_BT) -> x_BTD over each device's rows and its part of parameters.
 
-    def everywhere(q_BTNH, k_BTKH, v_BTKH, *rows_BT):
-        in_specs = (heads, heads, heads, *(BATCH for _ in rows_BT))
-        local = jax.shard_map(
-            attend, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False
-        )
-        return local(q_BTNH, k_BTKH, v_BTKH, *rows_BT)
+    params: trees of PartitionSpecs. tokens: of a row; `local` returns what `split_sum` leaves.
+    """
+
+    def everywhere(*arguments):
+        rows_BT = len(arguments) - len(params)
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(*params, *[BATCH] * rows_BT),
+            out_specs=PartitionSpec(ROW_AXES, "model") if tokens_divide(mesh, tokens) else BATCH,
+            check_vma=False,  # the attention kernels do not say over what their outputs vary
+        )(*arguments)
 
     return everywhere
+
+
+def tokens_divide(mesh: Mesh, tokens: int) -> bool:
+    """Tells whether the tokens of a row lie over "model" between products."""
+    ways = mesh.shape["model"]
+    return ways > 1 and tokens % ways == 0
+
+
+def whole_rows(x_BTD, mesh: Mesh, *, tokens: int):
+    """Gathers the activations that heads and feed-forward read: all tokens of a row."""
+    if not tokens_divide(mesh, tokens):
+        return x_BTD
+    return jax.lax.all_gather(x_BTD, "model", axis=1, tiled=True)
+
+
+def split_sum(x_BTD, mesh: Mesh, *, tokens: int):
+    """Adds up what the devices of "model" contribute, and leaves each its part of the tokens.
+
+    Where the tokens do not divide, all of them.
+    """
+    if mesh.shape["model"] == 1:
+        return x_BTD
+    if not tokens_divide(mesh, tokens):
+        return jax.lax.psum(x_BTD, "model")
+    return jax.lax.psum_scatter(x_BTD, "model", scatter_dimension=1, tiled=True)
+
+
+def whole_width(w, letters: str, mesh: Mesh):
+    """Gathers a matrix whose width "D" is split over "data"."""
+    axis = LEARNER["width"]
+    if mesh.shape[axis] == 1:
+        return w
+    return jax.lax.all_gather(w, axis, axis=letters.index("D"), tiled=True)
+
+
+def split_width(d_w, letters: str, mesh: Mesh):
+    """Adds up the gradients of such a matrix, and leaves each device its part."""
+    axis = LEARNER["width"]
+    if mesh.shape[axis] == 1:
+        return d_w
+    return jax.lax.psum_scatter(d_w, axis, scatter_dimension=letters.index("D"), tiled=True)
 
 
 def by_vocabulary(local, mesh: Mesh, *, rows: int, outputs):
