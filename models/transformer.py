@@ -31,13 +31,14 @@ from models.parameters import (
 from models.precision import WHOLE, Weights, lookup, product, spread
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
-# 2016, arXiv 1604.06174). The products are those with weight matrices.
-LAYER_INPUT = "layer_input"
+# 2016, arXiv 1604.06174). The products are those with weight matrices of which something comes
+# after; they are named, since a policy does not see inside a product with a gradient of its own.
+LAYER_INPUT, PRODUCT = "layer_input", "product"
 _policies = jax.checkpoint_policies
 REMAT = {
     "none": lambda body: body,  # everything is kept, nothing computed again
     "keep_products": functools.partial(
-        jax.checkpoint, policy=_policies.checkpoint_dots_with_no_batch_dims
+        jax.checkpoint, policy=_policies.save_only_these_names(PRODUCT, ATTENTION)
     ),
     "keep_attention": functools.partial(
         jax.checkpoint, policy=_policies.save_only_these_names(ATTENTION)
@@ -159,16 +160,20 @@ class Layer(nnx.Module):
             times(project, "BTD,DKH->BTKH", h, self.v_DKH[...]),
         )
         # A family may have added a float32 parameter.
-        q, k, v = (x.astype(h.dtype) for x in (q, k, v))
+        q, k, v = (checkpoint_name(x.astype(h.dtype), PRODUCT) for x in (q, k, v))
         out, kept = attend(rope(q, cos_sin), rope(k, cos_sin), v)
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
         out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
         o = o.reshape(-1, o.shape[-1])
         x_BTD = x_BTD + reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o))
+        x_BTD = checkpoint_name(x_BTD, PRODUCT)
         h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps))
-        gate = jax.nn.silu(times(project, "BTD,DF->BTF", h, self.gate_DF[...]))
-        up = times(project, "BTD,DF->BTF", h, self.up_DF[...])
-        return x_BTD + reduce(times(project, "BTF,FD->BTD", gate * up, self.down_FD[...])), kept
+        gate, up = (
+            checkpoint_name(times(project, "BTD,DF->BTF", h, w[...]), PRODUCT)
+            for w in (self.gate_DF, self.up_DF)
+        )
+        out = times(project, "BTF,FD->BTD", jax.nn.silu(gate) * up, self.down_FD[...])
+        return x_BTD + reduce(out), kept
 
 
 class Transformer(nnx.Module):

@@ -401,7 +401,7 @@ def attention_flops(sizes: ModelConfig, *, row_tokens: int, remat: str) -> float
     It visits the blocks on and below the diagonal: T * T / 2 pairs. Forward it has two products,
     backward four for keys and values and three for queries, as it computes the scores in each.
     """
-    recomputed = 2 if remat in ("full", "offload", "keep_products") else 0
+    recomputed = 2 if remat in ("full", "offload") else 0
     products = 2 + recomputed + 7
     pairs = row_tokens**2 / 2
     return products * 2 * pairs * sizes.num_heads * sizes.head_dim * sizes.num_layers
