@@ -39,6 +39,12 @@ def test_a_ring_passes_all_but_its_own_part(kind, expected):
     assert LINE.exchange_seconds(thrice, EXACT) == 3 * expected
 
 
+def test_parts_that_all_send_to_all_pass_others_on_their_way():
+    """64 bytes on each of a ring of 8 chips: 1, 1, 2, 2, 3, 3 and 4 links for parts of 8 bytes."""
+    ring = collective("all-to-all", size=64, group=range(8))
+    assert LINE.exchange_seconds(ring, EXACT) == 16 * 8 / (2 * CHIP.link_rate)
+
+
 def test_an_exchange_takes_time_to_begin(monkeypatch):
     monkeypatch.setattr(simulate, "COLLECTIVE_SECONDS", 0.5)
     assert LINE.exchange_seconds(collective("all-gather", size=32, times=3), EXACT) == 19.5

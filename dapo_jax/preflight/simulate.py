@@ -113,11 +113,17 @@ class Slice:
 
     def exchange_seconds(self, collective: Collective, assumed: Assumed) -> float:
         """The time of one collective, each time that it runs."""
-        others = (collective.group_size - 1) / collective.group_size
+        size = collective.group_size
+        others = (size - 1) / size
         if collective.groups:
-            rounds = {"all-reduce": 2 * others, "collective-permute": float(others > 0)}
-            share = rounds.get(collective.kind, others)
-            rate = assumed.rings(self.rates(collective.groups[0]))
+            rates = self.rates(collective.groups[0])
+            along = size ** (1 / len(rates))  # an axis; on the way to its place a part passes n / 4
+            rounds = {
+                "all-reduce": 2 * others,
+                "all-to-all": max(others, along / 4),
+                "collective-permute": float(others > 0),
+            }
+            share, rate = rounds.get(collective.kind, others), assumed.rings(rates)
         else:
             share, rate = 1.0, self.chip.dcn_rate
         moved = share * collective.bytes / (rate * assumed.links)
