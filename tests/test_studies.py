@@ -180,13 +180,14 @@ def test_a_pods_hours_follow_the_groups_that_were_sampled():
     run.config["rollout.num_prompts"] = 8
     for row, sampled, cancelled in zip(run.rows, (8, 16, 16), (0, 0, 8), strict=True):
         row |= {"groups/sampled": sampled, "groups/cancelled": cancelled}
-    first, second, third = pod.rollout[:3]
-    for share, third_step in ((0.0, second), (0.5, (second + third) / 2), (1.0, third)):
-        hours = np.cumsum(np.array([first, second, third_step]) + pod.fixed) / 3600
-        assert pod_hours(run, cancelled=share) == pytest.approx(hours)
+    for end, fixed in enumerate(pod.fixed):
+        first, second, third = pod.rollout[end][:3]
+        for share, third_step in ((0.0, second), (0.5, (second + third) / 2), (1.0, third)):
+            hours = np.cumsum(np.array([first, second, third_step]) + fixed) / 3600
+            assert pod_hours(run, end=end, cancelled=share) == pytest.approx(hours)
     run.rows[0]["groups/sampled"] = 8 * 25
     with pytest.raises(ValueError, match=r"25.0 times the groups of a step"):
-        pod_hours(run, cancelled=0.0)
+        pod_hours(run, end=0, cancelled=0.0)
 
 
 def test_a_score_at_a_budget_is_on_the_line_between_evaluations():

@@ -75,7 +75,7 @@ FAST = Assumed(
     save_rate=4e9,
 )
 SLOW = Assumed(
-    cycles=1.3,
+    cycles=1.5,
     hidden=0.0,
     rings=min,
     links=0.7,

@@ -100,7 +100,7 @@ class Record:
         if hosts.is_main_host() and _every(self._config.log.rollouts_every_steps, step):
             rows = rollout_rows(rollouts, reward_PG, self._tokenizer)
             path = self.workdir / "rollouts" / f"{step}.jsonl.gz"
-            self._rollouts = self._background.submit(write_rollouts, path, rows)
+            self._rollouts = self._background.submit(write_rollouts, path, rows, level=1)
 
     def wait(self) -> None:
         """Waits until the responses are on disk. Raises what writing them raised."""
@@ -192,7 +192,7 @@ def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -
     rows = (
         response_row(group, sample) for group in groups for sample in range(len(group.responses))
     )
-    write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows)
+    write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
 
 
 def result_row(results: dict) -> dict[str, float]:

@@ -60,7 +60,7 @@ AT_TOKENS = Quantity(f"at {BUDGET_TOKENS // 1000} k tokens, %", score_at_tokens)
 # with all that was begun of them.
 HOURS = [
     quantity
-    for name, end, cancelled, budget in (("fewest", 0, 0.0, 15.0), ("most", 1, 1.0, 22.0))
+    for name, end, cancelled, budget in (("fewest", 0, 0.0, 8.0), ("most", 1, 1.0, 12.0))
     for quantity in (
         Quantity(
             f"{name} pod hours",
