@@ -149,7 +149,11 @@ def decode_seconds(point: Decode) -> list[float]:
     decode = compiled("decode", next(low for key, low in lowered.items() if key[0] == "decode"))
     read = token_bytes(sizes, bytes_per_value=2, model_ways=point.ways)
     live = point.sequences * point.context * read / where.chip.hbm_rate
-    return [where.seconds(decode.turn, a) + live / a.pages for a in simulate.ENDS]
+    slots = point.sequences * sum(times for _, times in decode.turn.kernels)
+    return [
+        where.seconds(decode.turn, a) + live / a.pages + slots * a.slot_seconds
+        for a in simulate.ENDS
+    ]
 
 
 def train_seconds(point: Train) -> list[float]:
