@@ -358,6 +358,17 @@ def test_recomputing_activations_saves_memory():
     assert temporary_bytes("full") < 0.6 * temporary_bytes("none")
 
 
+def test_more_devices_than_key_value_heads_are_refused():
+    """Each device would pair its queries with the wrong heads of keys and values."""
+    mesh = make_mesh(data=1, model=4, devices=jax.devices()[:4])
+    graph, params = abstract_params(SMALL)
+    assert SMALL.num_kv_heads == 2
+    loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=LEARNING)
+    message = r"mesh.model = 4 does not divide the model's 2 key/value heads"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(loss, params, None, learner.abstract_batch((1, 64), mesh))
+
+
 def test_the_loss_divides_by_the_whole_mini_batchs_tokens(params, data, expected):
     """Eq. 12 divides the sum of all token losses by the number of all response tokens.
 

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import pathlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -92,6 +93,8 @@ class Record:
     def __exit__(self, *exception) -> None:
         self.display.__exit__(*exception)
         self._background.shutdown()
+        if self._rollouts is not None and (lost := self._rollouts.exception()):
+            print(f"the step's responses were not written: {lost}", file=sys.stderr)
         if self._writer is not None:
             self._writer.close()
 
