@@ -239,12 +239,8 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     adapters: LoRA's, by layer, or None. They are added layer by layer: the adapted weights of all
     layers never exist at once.
     """
-    ways, kv_heads = mesh.shape["model"], weights["layers"]["k_DKH"].shape[-2]
-    if kv_heads % ways:
-        raise ValueError(
-            f"mesh.model = {ways} does not divide the model's {kv_heads} key/value heads, of which "
-            "each device takes those of its queries"
-        )
+    # Each device pairs its queries with its own keys and values.
+    rules.require_whole_heads(weights["layers"]["k_DKH"].shape[-2], mesh.shape["model"])
     kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
     part = {"mesh": mesh, "tokens": tokens}
     how = {

@@ -76,8 +76,7 @@ def head_loss(
         start = (jnp.float32(0), jnp.zeros(head_DV.shape, jnp.float32))
         xs = _chunks((x_BTD, target_BT, tokens_BT))
         (loss, d_head_DV), outputs = jax.lax.scan(chunk, start, xs)
-        scatter = functools.partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True)
-        d_head_DV = _over("data", scatter, d_head_DV, mesh)
+        d_head_DV = rules.split_width(d_head_DV, "DV", mesh)
         d_head_DV = _over("slice", jax.lax.psum, d_head_DV, mesh)
         # The TPU's compiler fails where it tries to move this sum out of a loop over micro-batches.
         d_head_DV = jax.lax.optimization_barrier(d_head_DV)

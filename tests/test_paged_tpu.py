@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import paged_tpu
-from models.kernels.paged_tpu import paged_attention
+from models.kernels.paged_tpu import paged_attention, write_pages
 from models.kernels.xla import MASKED, PageTable, page_order
 from sharding.mesh import make_mesh
 from tests.quick import jit
@@ -311,8 +311,11 @@ def test_compiles_for_tpu(tpu):
 
 
 def compile_for(tpu, *, heads):
-    """Compile 8 decode-like steps of two layers on 4 chips; prints pool and temporary bytes."""
-    (N, K, H), C, B, J, P, D = heads, 128, 64, 180, 16_384, 256
+    """Compile 8 decode-like steps of two layers on 4 chips; prints pool and temporary bytes.
+
+    The pools are then written to and returned in place of those given.
+    """
+    (N, K, H), C, B, J, P, D, S = heads, 128, 64, 180, 16_384, 256, 16
     mesh = make_mesh(data=2, model=2, devices=topology_devices(tpu, slices=1))
     slots, pool = PartitionSpec("data"), PartitionSpec("data", "model")
     specs = (slots, [(pool, pool)] * 2, PartitionSpec(None, "model"), *[slots] * 3)
@@ -336,7 +339,11 @@ def compile_for(tpu, *, heads):
                 x_BD += jax.lax.psum(jnp.einsum("BNH,DNH->BD", out_BNH, w_DNH), "model")
             return x_BD
 
-        return jax.lax.fori_loop(0, 8, step, x_BD)
+        x_BD = jax.lax.fori_loop(0, 8, step, x_BD)
+        new = jnp.broadcast_to(x_BD[:, None, :H, None], (B, K, H, S)).astype(jnp.bfloat16)
+        where = page_BX[:, 0], page_BX[:, 1] % (C // S) * S
+        write = functools.partial(write_pages, interpret=False)
+        return x_BD, [write(*pool, new, new.swapaxes(2, 3), *where) for pool in pools]
 
     def abstract(spec, shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -349,10 +356,10 @@ def compile_for(tpu, *, heads):
         abstract(slots, (2 * B, J), jnp.int32),
         *[abstract(slots, (2 * B,), jnp.int32)] * 2,
     )
-    run = jax.shard_map(steps, mesh=mesh, in_specs=specs, out_specs=slots)
+    run = jax.shard_map(steps, mesh=mesh, in_specs=specs, out_specs=(slots, specs[1]))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(run).lower(*arguments).compile()
-    assert compiled.as_text().count("tpu_custom_call") >= 2
+        compiled = jax.jit(run, donate_argnums=1).lower(*arguments).compile()
+    assert compiled.as_text().count("tpu_custom_call") >= 4
     print(tpu, heads, P * K * C * H * 2, compiled.memory_analysis().temp_size_in_bytes)
 
 

@@ -96,6 +96,11 @@ def mean_prompt(config: ConfigDict) -> int:
     return min(PROMPT_TOKENS, config.rollout.max_prompt_tokens)
 
 
+def decode_name(rows: int, all_rows: int) -> str:
+    """The name of training's decoding program for so many rows."""
+    return "decode" if rows == all_rows else f"decode[{rows}]"
+
+
 def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     """The recipe's programs by name, ready for the compiler.
 
@@ -117,7 +122,7 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
             programs[f"decode (evaluation{f' {i + 1}' if i else ''})"] = of_evaluation[key]
     decodes = {key[2]: low for key, low in sampler.items() if key[0] == "decode"}
     for rows, lowered in decodes.items():
-        programs["decode" if rows == max(decodes) else f"decode[{rows}]"] = lowered
+        programs[decode_name(rows, max(decodes))] = lowered
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
     mean_bucket = built.engine.cache.bucket(mean_prompt(config))
     for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):

@@ -163,7 +163,7 @@ def plot(found: Findings, path: pathlib.Path) -> None:
     memory.set_title(f"{found.recipe} on {found.where}")
     for row, step in zip(("fast", "slow"), found.steps, strict=True):
         start = 0.0
-        for n, name in enumerate(("prefill", "rollout", "reshard", "update", "evaluation", "save")):
+        for n, name in enumerate(simulate.STEP_PARTS):
             seconds = getattr(step, name)
             label = name if row == "fast" else None
             times.barh([row], [seconds / 60], left=[start / 60], color=f"C{n}", label=label)

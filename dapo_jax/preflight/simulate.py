@@ -17,7 +17,7 @@ import numpy as np
 from configs.base import eval_settings
 from dapo_jax.packing import plan_rows
 from dapo_jax.preflight.chips import Chip, ring_rates
-from dapo_jax.preflight.compile import Program, mean_prompt
+from dapo_jax.preflight.compile import Program, decode_name, mean_prompt
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
@@ -32,6 +32,7 @@ from sharding import rules
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
 PROBLEMS_A_SET = 30  # of an evaluation set, as AIME 2024 has
 EVALUATION = "decode (evaluation)"
+STEP_PARTS = ("prefill", "rollout", "reshard", "update", "evaluation", "save")  # fields of Step
 COLLECTIVE_SECONDS = 10e-6  # from the start of an exchange to its first bytes
 
 
@@ -241,8 +242,7 @@ class Step:
 
     @property
     def total(self) -> float:
-        parts = ("rollout", "prefill", "update", "reshard", "evaluation", "save")
-        return sum(getattr(self, part) for part in parts)
+        return sum(getattr(self, part) for part in STEP_PARTS)
 
     @property
     def mfu_of_update(self) -> float:
@@ -316,14 +316,12 @@ class Simulator:
         if evaluation:
             longer = self.turn_seconds(evaluation) - self.turn_seconds(self.programs["decode"])
 
-        def step_seconds(live_D, occupied_D, turn):
-            attention = live_D * read / pages_rate + occupied_D * self.slot_seconds(turn)
-            return self.slice.seconds(turn, assumed) + longer + attention
+        def step_seconds(live_D, occupied_D, *, turn, slot):
+            return turn + longer + live_D * read / pages_rate + occupied_D * slot
 
         all_rows = built.engine.sizes[-1][0]
         decodes = {
-            rows: self.programs["decode" if rows == all_rows else f"decode[{rows}]"]
-            for rows, _ in built.engine.sizes
+            rows: self.programs[decode_name(rows, all_rows)] for rows, _ in built.engine.sizes
         }
         return simulate_rollout(
             length_PG.tolist(),
@@ -331,7 +329,11 @@ class Simulator:
             shards=built.engine.shards,
             prompt_tokens=mean_prompt(built.config),
             step_seconds={
-                rows: functools.partial(step_seconds, turn=decode.turn)
+                rows: functools.partial(
+                    step_seconds,
+                    turn=self.turn_seconds(decode),
+                    slot=self.slot_seconds(decode.turn),
+                )
                 for rows, decode in decodes.items()
             },
             block_seconds={

@@ -120,15 +120,14 @@ def decode_block(
     of prompt and response, if not by plain XLA. axis: the mesh axis that the heads are split over.
     """
     s, S, B = sampling, block_tokens, len(slots.token_B)
-    _, K, C, H = pages[0][1].shape
+    _, K, _, H = pages[0][1].shape
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
     key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
     uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.sampled_B + i))(jnp.arange(S))
     stop_ids = jnp.asarray(s.stop_ids, jnp.int32)
-    how = {"readers": readers, "page_tokens": C}
     if kernels.attend_pages is None:
-        attend_cached = _by_pieces(prompt_pages, pages, table, page_P, **how)
+        attend_cached = _by_pieces(prompt_pages, pages, table, page_P, readers=readers)
     else:
         attend_cached = _by_kernel(kernels.attend_pages, prompt_pages, pages, table)
 
@@ -196,7 +195,7 @@ def decode_block(
     return pages, token_SB, logp_SB
 
 
-def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, page_tokens: int):
+def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
     """Attention over the cache by plain XLA, page by page: attend(q_BNH, recent, layer).
 
     recent: what attention over the block being decoded gave, a piece a slot.
@@ -206,7 +205,7 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, p
         prompt_pages=len(prompt_pages[0][0]),
         readers=readers,
         pages=len(page_P),
-        page_tokens=page_tokens,
+        page_tokens=pages[0][1].shape[2],
     )
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]

@@ -4,7 +4,6 @@ Nothing here decides which request is in which slot: `scheduler` does, and `sess
 """
 
 import concurrent.futures
-import math
 import os
 
 import jax
@@ -25,12 +24,7 @@ def token_bytes(config: ModelConfig, *, bytes_per_value: int, model_ways: int) -
 
     Raises ValueError where the key/value heads do not divide over the "model" axis.
     """
-    if config.num_kv_heads % model_ways:
-        raise ValueError(
-            f"mesh.model = {model_ways} does not divide the model's {config.num_kv_heads} "
-            "key/value heads, which decoding splits over it; the nearest that does is "
-            f"{math.gcd(config.num_kv_heads, model_ways)}"
-        )
+    rules.require_whole_heads(config.num_kv_heads, model_ways)
     heads = config.num_kv_heads // model_ways
     return 2 * config.num_layers * heads * config.head_dim * bytes_per_value
 

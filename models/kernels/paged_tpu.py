@@ -66,18 +66,8 @@ def paged_attention(
             f"head size {H} with pages of {C} tokens: set the tokens of a page to a multiple of "
             f"{LANES}, which a head size below {LANES} needs"
         )
-    # XLA stores a page the other way round where that alone fills the lanes. The kernel takes it
-    # as it is stored: these transposes move nothing.
-    k_token_axis = 0 if C % LANES and H % LANES == 0 else 1
-    v_token_axis = 1 if H % LANES and C % LANES == 0 else 0
-
-    def stored(k_PKHC, v_PKCH):
-        return (
-            k_PKHC if k_token_axis == 1 else k_PKHC.swapaxes(2, 3),
-            v_PKCH if v_token_axis == 0 else v_PKCH.swapaxes(2, 3),
-        )
-
-    pools = (*stored(*prompt_pool), *stored(*pool))
+    k_token_axis, v_token_axis = axes = token_axes(C, H)
+    pools = (*as_stored(*prompt_pool, axes), *as_stored(*pool, axes))
     live_B = jnp.where(prompt_tokens_B + tokens_B > 0, jnp.arange(B), B)
     next_live_B = lax.cummin(live_B, reverse=True)  # the slot itself, if it has pages
 
@@ -126,6 +116,30 @@ def paged_attention(
         *pools,
     )
     return out_BKGH.reshape(B, N, H)
+
+
+def token_axes(page_tokens: int, head_size: int) -> tuple[int, int]:
+    """The axis (0, 1) along which a stored page of one head has its tokens: keys', values'.
+
+    XLA stores a page the other way round where that alone fills the lanes.
+    """
+    C, H = page_tokens, head_size
+    return (
+        0 if C % LANES and H % LANES == 0 else 1,
+        1 if H % LANES and C % LANES == 0 else 0,
+    )
+
+
+def as_stored(k_PKHC, v_PKCH, axes: tuple[int, int]):
+    """Transposes pools from one layout to the other and back; of the whole pools nothing moves.
+
+    axes: `token_axes`. New tokens for the pools are transposed in the same way.
+    """
+    k_token_axis, v_token_axis = axes
+    return (
+        k_PKHC if k_token_axis == 1 else k_PKHC.swapaxes(2, 3),
+        v_PKCH if v_token_axis == 0 else v_PKCH.swapaxes(2, 3),
+    )
 
 
 def pages_per_block(v_PKCH):
@@ -307,43 +321,45 @@ def write_pages(k_PKHC, v_PKCH, k_BKHS, v_BKSH, page_B, offset_B, *, interpret: 
     Returns the pools, which take the place of those given. A loop of slice updates in XLA takes 2
     microseconds a slot and pool; here the next slot's page is read while one is written.
     """
-    B, K, H, S = k_BKHS.shape
-    C = k_PKHC.shape[3]
+    axes = token_axes(*v_PKCH.shape[2:])
+    pools, new = as_stored(k_PKHC, v_PKCH, axes), as_stored(k_BKHS, v_BKSH, axes)
 
-    def of_slot(*shape):
-        return pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0, 0))
+    def of_slot(a):
+        return pl.BlockSpec((1, *a.shape[1:]), lambda b, *_: (b, 0, 0, 0))
 
-    def of_page(*shape):
-        return pl.BlockSpec((1, *shape), lambda b, page_ref, _: (page_ref[b], 0, 0, 0))
+    def of_page(a):
+        return pl.BlockSpec((1, *a.shape[1:]), lambda b, page_ref, _: (page_ref[b], 0, 0, 0))
 
-    pools = [of_page(K, H, C), of_page(K, C, H)]
-    return pl.pallas_call(
-        _write_kernel,
+    written = pl.pallas_call(
+        functools.partial(_write_kernel, token_axes=axes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(B,),
-            in_specs=[of_slot(K, H, S), of_slot(K, S, H), *pools],
-            out_specs=pools,
+            grid=(len(page_B),),
+            in_specs=[*map(of_slot, new), *map(of_page, pools)],
+            out_specs=[*map(of_page, pools)],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(a.shape, a.dtype, manual_axis_type=jax.typeof(a).manual_axis_type)
-            for a in (k_PKHC, v_PKCH)
+            for a in pools
         ],
         input_output_aliases={4: 0, 5: 1},
         interpret=interpret,
         name="write_pages",
-    )(page_B, offset_B, k_BKHS, v_BKSH, k_PKHC, v_PKCH)
+    )(page_B, offset_B, *new, *pools)
+    return as_stored(*written, axes)
 
 
-def _write_kernel(_, offset_ref, k_new_ref, v_new_ref, k_in_ref, v_in_ref, k_out_ref, v_out_ref):
+def _write_kernel(
+    _, offset_ref, k_new_ref, v_new_ref, k_in_ref, v_in_ref, k_out_ref, v_out_ref, *, token_axes
+):
     """Copies a page, with the new tokens in place of those from the offset on."""
     offset = offset_ref[pl.program_id(0)]
-    for new_ref, in_ref, out_ref, axis in (
-        (k_new_ref, k_in_ref, k_out_ref, 3),
-        (v_new_ref, v_in_ref, v_out_ref, 2),
+    for new_ref, in_ref, out_ref, token_axis in (
+        (k_new_ref, k_in_ref, k_out_ref, token_axes[0]),
+        (v_new_ref, v_in_ref, v_out_ref, token_axes[1]),
     ):
         new, old = new_ref[...], in_ref[...]
-        tokens = new.shape[axis]
+        axis, tokens = 2 + token_axis, new.shape[2 + token_axis]
         everywhere = jnp.concatenate([new] * (old.shape[axis] // tokens), axis=axis)
         token = lax.broadcasted_iota(jnp.int32, old.shape, axis)
         is_new = (token >= offset) & (token < offset + tokens)
