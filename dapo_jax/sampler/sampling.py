@@ -52,15 +52,17 @@ def truncate(logits_RV, *, top_p: float, top_k: int, axis: str | None):
         logits_RV = jnp.where(logits_RV >= best_RK[:, -1:], logits_RV, MASKED)
     if top_p < 1.0:
         high_R1 = over(jax.lax.pmax, jnp.max(logits_RV, axis=-1, keepdims=True))
-        weight_RV = jnp.exp(logits_RV - high_R1)
-        sum_R1 = over(jax.lax.psum, jnp.sum(weight_RV, axis=-1, keepdims=True))
-        prob_RV = weight_RV / sum_R1
+
+        def mass_above(low_R1):
+            weight_RV = jnp.where(logits_RV >= low_R1, jnp.exp(logits_RV - high_R1), 0.0)
+            return over(jax.lax.psum, jnp.sum(weight_RV, axis=-1, keepdims=True))
+
+        wanted_R1 = top_p * mass_above(-jnp.inf)
 
         def halve(_, bounds):
             low_R1, high_R1 = bounds  # the mass above `low` reaches top_p, above `high` it does not
             mid_R1 = (low_R1 + high_R1) / 2
-            mass_R1 = jnp.sum(jnp.where(logits_RV >= mid_R1, prob_RV, 0.0), axis=-1, keepdims=True)
-            enough_R1 = over(jax.lax.psum, mass_R1) >= top_p
+            enough_R1 = mass_above(mid_R1) >= wanted_R1
             return jnp.where(enough_R1, mid_R1, low_R1), jnp.where(enough_R1, high_R1, mid_R1)
 
         # From the least logit where the row is flat: the steps are as fine as the row needs.
@@ -83,28 +85,30 @@ def sample_token(logits_RV, uniform_R, *, axis: str | None):
     axis: the mesh axis over which the vocabulary is split in equal parts, None where it is whole.
     Chips exchange their block sums and the sampled token's logit, never the logits.
     """
-    R, V = logits_RV.shape
-    max_R = jnp.max(logits_RV, axis=-1)
+    V, C = logits_RV.shape[1], CDF_BLOCK
+    # Rows last: the sums over a block are then sums of whole vectors, and picking the block's
+    # logits by a mask reads them once, where a gather would have all of them laid out anew.
+    logits_VR = jnp.pad(logits_RV.T, ((0, -V % C), (0, 0)), constant_values=MASKED)
+    logits_NCR = logits_VR.reshape(-1, C, logits_VR.shape[1])
+    max_R = jnp.max(logits_NCR, axis=(0, 1))
     max_R = max_R if axis is None else jax.lax.pmax(max_R, axis)
-    weight_RV = jnp.exp(logits_RV - max_R[:, None])
-    weight_RNC = jnp.pad(weight_RV, ((0, 0), (0, -V % CDF_BLOCK))).reshape(R, -1, CDF_BLOCK)
-    sum_RN = jnp.sum(weight_RNC, axis=-1)
-    N = sum_RN.shape[1]
+    sum_NR = jnp.sum(jnp.exp(logits_NCR - max_R), axis=1)
+    N = len(sum_NR)
     rank = 0 if axis is None else jax.lax.axis_index(axis)
-    sum_RN = sum_RN if axis is None else jax.lax.all_gather(sum_RN, axis, axis=1, tiled=True)
+    sum_NR = sum_NR if axis is None else jax.lax.all_gather(sum_NR, axis, axis=0, tiled=True)
     # The middle of the numbers that a uniform one stands for: 0 would be the first token's always.
-    block_R, rest_R = pick(sum_RN, uniform_R + UNIFORM_GRID / 2)
+    block_R, rest_R = pick(sum_NR.T, uniform_R + UNIFORM_GRID / 2)
     here_R = block_R // N == rank
     local_R = block_R % N
-    inner_RC = jnp.take_along_axis(weight_RNC, local_R[:, None, None], axis=1)[:, 0]
-    inner_R, _ = pick(inner_RC, rest_R)
-    local_R = local_R * CDF_BLOCK + inner_R
-    logit_R = jnp.take_along_axis(logits_RV, local_R[:, None], axis=1)[:, 0]
-    token_R = (local_R + rank * V).astype(jnp.int32)
+    is_picked_N1R = jnp.arange(N)[:, None, None] == local_R
+    logits_CR = jnp.sum(jnp.where(is_picked_N1R, logits_NCR, 0.0), axis=0)
+    inner_R, _ = pick(jnp.exp(logits_CR - max_R).T, rest_R)
+    logit_R = jnp.take_along_axis(logits_CR, inner_R[None], axis=0)[0]
+    token_R = (local_R * C + inner_R + rank * V).astype(jnp.int32)
     if axis is not None:
         token_R = jax.lax.psum(jnp.where(here_R, token_R, 0), axis)
         logit_R = jax.lax.psum(jnp.where(here_R, logit_R, 0.0), axis)
-    return token_R, logit_R - max_R - jnp.log(total(sum_RN))
+    return token_R, logit_R - max_R - jnp.log(total(sum_NR.T))
 
 
 def pick(weight_RN, uniform_R):
