@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler import plan
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
@@ -116,9 +117,11 @@ def random_params(config, seed=0):
     return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
-def build(config, cache, params, *, parts=((1, 1),), compiler_options=quick.COMPILER_OPTIONS):
-    """Builds (engine, its parameters) on one device; parts: cache.PARTS, here one program."""
-    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+def build(
+    config, cache, params, *, parts=((1, 1),), compiler_options=quick.COMPILER_OPTIONS, shards=1
+):
+    """Builds (engine, its parameters) on a device a shard; parts: cache.PARTS, one program."""
+    mesh = make_mesh(data=shards, model=1, devices=jax.devices()[:shards])
     params = unstack(jax.tree.map(jnp.asarray, params))
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.SAMPLER)
     params = jax.device_put(params, shardings)
@@ -475,6 +478,12 @@ def runs():
     return Runs(engine, params, alone, together, session, compiled, engine._programs.used)
 
 
+def first(response, shorter):
+    """The first tokens of a response, as many as another one has."""
+    tokens = len(shorter.tokens_T)
+    return Response(response.tokens_T[:tokens], response.behavior_logp_T[:tokens], False)
+
+
 def same_bits(responses, expected):
     """Asserts equal tokens and log-probabilities, bit for bit; says by how much they differ."""
     tokens, logp = [], {}
@@ -513,6 +522,27 @@ def test_the_order_and_cancelled_groups_change_no_bit(runs, seed):
     same_bits(responses, runs.alone)
 
 
+def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
+    """Every other group ends soon, so shards run out of work and take samples of others."""
+    monkeypatch.setattr(plan, "LEVEL_SLACK", -1.0)
+    how = {"parts": cache_module.PARTS, "compiler_options": KERNELS["cpu"].compiler_options}
+    cache = dataclasses.replace(TIGHT, slots=6, pages=40)
+    engine, params = build(WIDE, cache, random_params(WIDE)[1], shards=4, **how)
+    limits = [tuple(min(n, 48 if i % 2 else 3) for n in g.max_tokens) for i, g in enumerate(GROUPS)]
+    groups = [dataclasses.replace(g, max_tokens=n) for g, n in zip(GROUPS, limits, strict=True)]
+    responses, session = sample_groups(engine, params, groups)
+    where = {}
+    for block in session.blocks:
+        for slot in np.flatnonzero(block.cursor_B >= 0).tolist():
+            request = int(block.cursor_B[slot]), int(block.sample_B[slot])
+            where.setdefault(request, set()).add(slot // cache.slots)
+    assert sum(len(shards) > 1 for shards in where.values()) >= 4
+    same_bits(
+        responses,
+        {request: first(response, responses[request]) for request, response in runs.alone.items()},
+    )
+
+
 def test_a_lone_sample_has_the_bits_of_its_group(runs):
     lone = [dataclasses.replace(group, max_tokens=group.max_tokens[:1]) for group in GROUPS]
     responses = {}
@@ -526,12 +556,10 @@ def test_another_limit_changes_no_bit_before_it(runs):
     longest = [dataclasses.replace(group, max_tokens=(48, 48)) for group in GROUPS[:6]]
     responses, _ = sample_groups(runs.engine, runs.params, longest)
 
-    def start(request, response):
-        tokens = len(runs.alone[request].tokens_T)
-        return Response(response.tokens_T[:tokens], response.behavior_logp_T[:tokens], False)
-
     assert all(len(response.tokens_T) == 48 for response in responses.values())
-    same_bits({request: start(request, r) for request, r in responses.items()}, runs.alone)
+    same_bits(
+        {request: first(r, runs.alone[request]) for request, r in responses.items()}, runs.alone
+    )
 
 
 def test_all_programs_are_compiled_at_first_and_none_later(runs):

@@ -139,6 +139,7 @@ def rollout(lengths, *, slots=2, pages=100, group_size=1, **changes):
         "prompt_tokens": 1,
         "step_seconds": {slots: lambda live_D, _: np.ones(len(live_D))},
         "block_seconds": {slots: 0.5},
+        "copy_seconds": 0.0,
     }
     length_PG = np.reshape(lengths, (-1, group_size)).tolist()
     return simulate.simulate_rollout(length_PG, cache, **how | changes)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler import plan as plan_module
 from dapo_jax.sampler.cache import NULL_PAGE, Cache, decode_sizes, plan_cache
 from dapo_jax.sampler.scheduler import Scheduler
 
@@ -249,6 +250,69 @@ def test_the_youngest_is_preempted_and_recomputed_first():
     again = next(plan for plan in plans[5:] if 2 in plan.sample_N)
     assert again.sampled_N[again.sample_N == 2].tolist() == [0]
     assert script.finished == {(0, 0): 20, (0, 1): 20, (0, 2): 20, (1, 0): 1}
+
+
+# Shards that wait for the fullest
+
+
+def test_samples_move_to_other_shards_once_none_waits():
+    """All shards wait for the fullest: when the other has none left, two samples of four move.
+
+    They are those with the fewest pages, and a prompt of two pages moves with each.
+    """
+    script = Script(dataclasses.replace(CACHE, slots=4), shards=2)
+    script.submit(0, [20, 20], prompt_tokens=17)
+    script.submit(1, [8] * 4)
+    first = script.step()
+    script.submit(2, [20, 20], prompt_tokens=17)
+    _, third, *_ = rest = script.drain()
+    assert [len(plan.moves.slots_N4) for plan in (first, *rest)] == [0, 0, 2, 0, 0, 0]
+    assert third.shard_N.tolist() == [0, 0, 1, 1]
+    assert third.cursor_N.tolist() == [0, 0, 2, 2]
+    assert third.sampled_N.tolist() == [8, 8, 4, 4]
+    assert third.moves.slots_N4.tolist() == [[0, 2, 1, 0], [0, 3, 1, 1]]
+    assert [len(third.moves.prompt_pages_M4), len(third.moves.pages_M4)] == [2 * 2, 2 * 1]
+    assert script.finished == script.tokens
+    assert script.scheduler.discarded_tokens == 0
+    assert all_free(script.scheduler)
+
+
+def test_nothing_moves_while_a_sample_waits():
+    script = Script(dataclasses.replace(CACHE, slots=4), shards=2)
+    for cursor, tokens in enumerate((20, 1, 1, 1, 1)):
+        script.submit(cursor, [tokens] * 4)
+    plans = script.drain()
+    assert [bool(len(plan.moves.slots_N4)) for plan in plans[:5]] == [False] * 4 + [True]
+    assert [plan.waiting for plan in plans[:5]] == [True] * 3 + [False] * 2
+
+
+@pytest.mark.parametrize(("prompt_pages", "moves"), [(5, 2), (4, 1)])
+def test_a_sample_stays_where_the_other_shard_has_too_few_pages(prompt_pages, moves):
+    """Prompts have two pages; of 5 in a pool, one is the null page."""
+    script = Script(dataclasses.replace(CACHE, slots=4, prompt_pages=prompt_pages), shards=2)
+    script.submit(0, [20] * 4, prompt_tokens=17)
+    script.submit(1, [1] * 4)
+    assert sum(len(plan.moves.slots_N4) for plan in script.drain()) == moves
+    assert script.finished == script.tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_are_into_pages_that_no_other_copy_reads_or_fills(seed, monkeypatch):
+    monkeypatch.setattr(plan_module, "LEVEL_SLACK", -1.0)
+    rng = np.random.default_rng(seed)
+    script = Script(dataclasses.replace(CACHE, pages=40, prompt_pages=60), shards=3)
+    for cursor in range(9):
+        prompt_tokens = int(rng.choice([1, 18]))
+        script.submit(cursor, rng.integers(1, 21, 5).tolist(), prompt_tokens=prompt_tokens)
+    plans = [plan for plan in script.drain() if len(plan.moves.slots_N4)]
+    assert plans
+    for plan in plans:
+        for rows in plan.moves:
+            sources, targets = ([tuple(row[i : i + 2]) for row in rows.tolist()] for i in (0, 2))
+            assert len(set(targets)) == len(rows)
+            assert not set(targets) & set(sources)
+            assert all(rows[:, 0] != rows[:, 2])
+        assert np.ptp(np.bincount(plan.shard_N, minlength=3)) <= 1
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -127,6 +127,8 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     mean_bucket = built.engine.cache.bucket(mean_prompt(config))
     for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
+    if copies := [key for key in sampler if key[0] == "copy"]:
+        programs["copy"] = sampler[max(copies)]
     programs["update"] = built.lower_update()
     return programs
 

@@ -21,7 +21,7 @@ from dapo_jax.preflight.compile import Program, decode_name, mean_prompt
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
-from dapo_jax.sampler.engine import token_bytes
+from dapo_jax.sampler.engine import COPIES, token_bytes
 from dapo_jax.sampler.scheduler import Scheduler
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
@@ -184,13 +184,15 @@ def simulate_rollout(
     prompt_tokens: int,
     step_seconds: Mapping[int, Callable[[np.ndarray, np.ndarray], np.ndarray]],
     block_seconds: Mapping[int, float],
+    copy_seconds: float,
 ) -> Rollout:
     """Runs the sampler's own scheduler on groups whose responses end after so many tokens.
 
     step_seconds: (tokens that the slots of each shard read [D], occupied slots [D]) -> seconds of a
     decode step [D], and block_seconds: of a block beside its steps, by the rows of a program; each
     block runs the smallest that holds the fullest shard. All shards wait for the slowest between
-    blocks. prompt_tokens: of every prompt, of which every slot reads all but the last.
+    blocks. copy_seconds: of a call that copies pages between shards. prompt_tokens: of every
+    prompt, of which every slot reads all but the last.
     """
     scheduler = Scheduler(cache, shards)
     for cursor, limits in enumerate(length_PG):
@@ -208,6 +210,9 @@ def simulate_rollout(
         rows = min(rows for rows in step_seconds if rows >= occupied_D.max())
         elapsed += float((steps_D * step_seconds[rows](live_D, occupied_D)).max())
         elapsed += block_seconds[rows]
+        elapsed += copy_seconds * sum(
+            math.ceil(len(copies_M4) / COPIES) for copies_M4 in plan.moves[1:]
+        )
         tokens += int(used_N.sum())
         blocks += 1
         prefills += len(plan.prefills)
@@ -342,6 +347,7 @@ class Simulator:
                 + rows * self.slot_seconds(decode.fixed)
                 for rows, decode in decodes.items()
             },
+            copy_seconds=self.seconds("copy") if "copy" in self.programs else 0.0,
         )
 
     def turn_seconds(self, decode: Program) -> float:

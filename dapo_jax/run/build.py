@@ -14,7 +14,7 @@ from configs.base import eval_settings, train_settings
 from dapo_jax import learner
 from dapo_jax.run import checks
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.sampler.cache import plan_cache
+from dapo_jax.sampler.cache import SPREAD_READERS, plan_cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
@@ -307,6 +307,7 @@ def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):
 def _engine(config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, params) -> Engine:
     """The rollout engine with the slots that rollout.cache_mib holds."""
     r = config.rollout
+    spread = rules.row_ways(mesh) > 1 and kernels.attend_pages is not None
     cache = plan_cache(
         cache_bytes=r.cache_mib * 2**20,
         token_bytes=token_bytes(
@@ -315,7 +316,7 @@ def _engine(config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, para
             model_ways=mesh.shape["model"],
         ),
         slot_tokens=min(r.slot_tokens, r.max_response_tokens),
-        readers=r.group_size,
+        readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,
         page_tokens=r.page_tokens,
         block_tokens=r.block_tokens,
         max_prompt_tokens=r.max_prompt_tokens,

@@ -20,6 +20,9 @@ FEW_ROWS = (32, 64, 128)  # for the tail of a rollout, when most slots are empty
 ROW_SCALARS = (
     *("active", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens", "reader"),
 )
+# Of a group's samples on one shard of several, where a kernel attends and sharing a prompt saves
+# only its prefill: long responses come in groups, and all shards wait for the one that has most.
+SPREAD_READERS = 4
 SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots
 
 

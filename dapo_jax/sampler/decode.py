@@ -1,8 +1,8 @@
-"""Device programs of the engine: prefill of prompts into pages, and blocks of decode steps.
+"""Device programs of the engine: prefill into pages, blocks of decode steps, copies of pages.
 
-Both run under shard_map on a (data, model) mesh. A data shard has its own pages and slots and
-exchanges nothing with the others, so that each may leave its loop when its own slots are done;
-heads, feed-forward and vocabulary are split over "model", summed by hand.
+All run under shard_map on a (data, model) mesh. A data shard has its own pages and slots and but
+for copies exchanges nothing with the others, so that each may leave its loop when its own slots are
+done; heads, feed-forward and vocabulary are split over "model", summed by hand.
 
 Axis letters: B slots of a shard, S steps of a block, and those of models.kernels.xla.
 """
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dapo_jax.logprobs import sampling_logits
+from dapo_jax.sampler.cache import NULL_PAGE
 from dapo_jax.sampler.sampling import request_keys, sample_token, truncate, uniform_at
 from models.kernels import Kernels
 from models.kernels.xla import (
@@ -29,6 +30,7 @@ from models.kernels.xla import (
 )
 from models.parameters import ModelConfig
 from models.transformer import causal_mask, hidden_layer_by_layer
+from sharding import rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +231,34 @@ def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
         return attend_pages(q_BNH, recent, prompt_pages[layer], pages[layer], page_BX, *tokens)
 
     return attend
+
+
+def copy_pages(pages, copy_M4):
+    """Copies whole pages between shards, all bits of them; returns the pages.
+
+    copy_M4: from shard and page to shard and page, the same on every shard; a shard that there is
+    not, such as -1, stands for no copy.
+    """
+    here = jax.lax.axis_index(rules.ROW_AXES)
+    source_M, page_M, target_M, to_page_M = copy_M4.T
+    to_page_M = jnp.where(target_M == here, to_page_M, NULL_PAGE)
+
+    def copied(pool_P):
+        def taken(shard, page):
+            bits = jax.lax.dynamic_index_in_dim(pool_P, page, keepdims=False)
+            bits = jax.lax.bitcast_convert_type(bits, f"uint{8 * bits.dtype.itemsize}")
+            return jnp.where(shard == here, bits, 0)
+
+        bits_M = jax.lax.map(lambda copy: taken(*copy), (source_M, page_M))
+        bits_M = jax.lax.psum(bits_M, rules.ROW_AXES)  # of one shard's bits, and zeros
+        new_M = jax.lax.bitcast_convert_type(bits_M, pool_P.dtype)
+
+        def put(m, pool_P):
+            return jax.lax.dynamic_update_index_in_dim(pool_P, new_M[m], to_page_M[m], axis=0)
+
+        return jax.lax.fori_loop(0, len(new_M), put, pool_P)
+
+    return jax.tree.map(copied, pages)
 
 
 def write(pages, new, page_N, offset_N):

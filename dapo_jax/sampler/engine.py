@@ -1,4 +1,4 @@
-"""An engine compiles the sampler's programs: prefill of prompts, and blocks of decode steps.
+"""An engine compiles the sampler's programs: prefill, blocks of decode steps, copies of pages.
 
 Nothing here decides which request is in which slot: `scheduler` does, and `session` joins the two.
 """
@@ -12,11 +12,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.sampler.cache import Cache, decode_sizes
-from dapo_jax.sampler.decode import Sampling, Slots, decode_block, prefill
+from dapo_jax.sampler.decode import Sampling, Slots, copy_pages, decode_block, prefill
 from models.kernels import Kernels
 from models.kernels.xla import PageTable
 from models.parameters import ModelConfig
 from sharding import hosts, rules
+
+COPIES = 64  # pages that one call copies between shards
 
 
 def token_bytes(config: ModelConfig, *, bytes_per_value: int, model_ways: int) -> int:
@@ -48,7 +50,8 @@ class Engine:
         self.params = params
         self._rows = rules.rows(mesh)
         self._page_spec = PartitionSpec(rules.ROW_AXES, "model")
-        self._prompt_pages, self._pages = map(self._pool, (cache.prompt_pages, cache.pages))
+        self._pools = {pages: self._pool(pages) for pages in (cache.prompt_pages, cache.pages)}
+        self._prompt_pages, self._pages = self._pools[cache.prompt_pages], self._pools[cache.pages]
         self._new_pages = jax.jit(
             lambda: jax.tree.map(
                 lambda s: jnp.zeros(s.shape, s.dtype), (self._prompt_pages, self._pages)
@@ -67,6 +70,8 @@ class Engine:
     def lower(self, sampling: Sampling) -> dict[tuple, jax.stages.Lowered]:
         """Lowers all programs that a session may run: {(name, sampling, *sizes): program}."""
         lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.cache.prompt_buckets}
+        if self.shards > 1:
+            lowered |= {("copy", None, n): self._lower_copy(p) for n, p in self._pools.items()}
         return lowered | {
             ("decode", sampling, *size): self._lower_decode(sampling, *size) for size in self.sizes
         }
@@ -83,7 +88,7 @@ class Engine:
 
     @property
     def program_names(self) -> list[str]:
-        """Names what has been compiled: prefill[pages of a prompt], decode[rows, pages]."""
+        """Names what is compiled: prefill[prompt's pages], decode[rows, pages], copy[pages]."""
         return [f"{name}{sizes}" for name, _, *sizes in self._programs]
 
     def new_pages(self):
@@ -107,6 +112,15 @@ class Engine:
         pages, *sampled = program(params, prompt_pages, pages, run_key, row_BX, page_P)
         return pages, *hosts.fetch(sampled)
 
+    def copy(self, pages, copy_M4: np.ndarray):
+        """Copies pages of one pool between shards (`Moves`); the old pages are gone."""
+        for first in range(0, len(copy_M4), COPIES):
+            some_M4 = np.full((COPIES, 4), -1, np.int32)
+            some_M4[: len(copy_M4) - first] = copy_M4[first : first + COPIES]
+            program = self._programs["copy", None, len(pages[0][0]) // self.shards]
+            pages = program(pages, hosts.place(some_M4, rules.replicated(self.mesh)))
+        return pages
+
     def _pool(self, pages: int):
         """Describes a pool of so many pages a shard: a (k_PKHC, v_PKCH) a layer."""
         C, H = self.cache.page_tokens, self.config.head_dim
@@ -120,6 +134,11 @@ class Engine:
             )
 
         return ((array(H, C), array(C, H)),) * self.config.num_layers
+
+    def _lower_copy(self, pool) -> jax.stages.Lowered:
+        shape, sharding = (COPIES, 4), rules.replicated(self.mesh)
+        copy_M4 = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        return self._lower(copy_pages, (pool, copy_M4), self._specs(pool), donate=0)
 
     def _lower_prefill(self, bucket: int) -> jax.stages.Lowered:
         def run(params, prompt_pages, tokens_RT, page_RI):

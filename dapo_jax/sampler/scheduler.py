@@ -14,80 +14,14 @@ slots. Axis letters: D data shards, B slots of a shard, N occupied slots of all 
 """
 
 import collections
-import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from dapo_jax.sampler.cache import NULL_PAGE, Cache
+from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill, Prefix, level
 
 WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
-
-
-@dataclasses.dataclass(eq=False)
-class Prefix:
-    """A prompt in pages of one shard, and the samples that share them, at most `Cache.readers`.
-
-    limits: the greatest number of tokens of every sample of the group. pages: None while the prompt
-    waits in the queue, and once all of its samples have ended. finished_tokens: of ended samples.
-    """
-
-    cursor: int
-    prompt_tokens: int
-    limits: Sequence[int]
-    samples: range
-    unfinished: int
-    finished_tokens: int = 0
-    shard: int = -1
-    pages: np.ndarray | None = None
-
-
-class Finished(NamedTuple):
-    """A sample that ended, and the pages that held its tokens, in order.
-
-    stopped: False where it reached its limit.
-    """
-
-    cursor: int
-    sample: int
-    tokens: int
-    stopped: bool
-    shard: int
-    pages: np.ndarray
-
-
-class Prefill(NamedTuple):
-    """One prefill call, of R rows on all shards together, equally many on each.
-
-    cursor_R: the group whose prompt is in a row, -1 where the row is unused. page_RI: the pages
-    that the row is written to; I is the prompts' bucket.
-    """
-
-    cursor_R: np.ndarray
-    page_RI: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The work of one block of decode steps, with an entry for every occupied slot.
-
-    sampled_N: tokens sampled before the block, 0 for samples that were just admitted. left_N:
-    tokens until the limit. page_N: the slot's own page that the block writes to. waiting: whether
-    samples are left to refill slots with. cache_use: the share of response pages that are taken, on
-    the fullest shard.
-    """
-
-    prefills: list[Prefill]
-    shard_N: np.ndarray
-    slot_N: np.ndarray
-    cursor_N: np.ndarray
-    sample_N: np.ndarray
-    sampled_N: np.ndarray
-    left_N: np.ndarray
-    page_N: np.ndarray
-    waiting: bool
-    cache_use: float
 
 
 class Scheduler:
@@ -148,6 +82,7 @@ class Scheduler:
         """Assigns prompts to shards, gives pages to growing responses and refills the slots."""
         prefills = self._assign()
         self._grow()
+        moves = self._level()
         self._admit()
         shard_N, slot_N = np.nonzero(self._active_DB)
         rows_DB = self._rows_DB
@@ -155,6 +90,7 @@ class Scheduler:
         page = sampled_N // self.cache.page_tokens
         return Plan(
             prefills=prefills,
+            moves=moves,
             shard_N=shard_N,
             slot_N=slot_N,
             cursor_N=rows_DB["cursor"][shard_N, slot_N],
@@ -264,10 +200,14 @@ class Scheduler:
         ]
 
     def _accept(self, prefix: Prefix, d: int, pages: int) -> None:
-        """Gives a prompt the lowest free pages of shard d; its samples are ready."""
+        """Gives a prompt its pages on shard d; its samples are ready."""
+        self._place(prefix, d, pages)
+        self._ready[d].extend((prefix, sample) for sample in prefix.samples)
+
+    def _place(self, prefix: Prefix, d: int, pages: int) -> None:
+        """Gives a prompt the lowest free pages of shard d."""
         prefix.shard, prefix.pages = d, np.flatnonzero(self._free_prompt_DP[d])[:pages]
         self._free_prompt_DP[d, prefix.pages] = False
-        self._ready[d].extend((prefix, sample) for sample in prefix.samples)
 
     def _prefills(self, bucket: int, taken_D: list[list[Prefix]]) -> list[Prefill]:
         """Makes the prefill calls for the prompts of one bucket that each shard has taken."""
@@ -335,6 +275,57 @@ class Scheduler:
             self._enter(d, b, *self._ready[d].popleft())
         self._give_pages(shard_N, slot_N)
 
+    def _level(self) -> Moves:
+        """Moves samples from full shards to others, once all prompts have a shard.
+
+        First those that wait for a slot, then those with the fewest pages. Each takes a copy of its
+        prompt; it stays where the other shard has too few pages for it.
+        """
+        moves = Moves([], [], [])
+        count_D = self._active_DB.sum(axis=1) + self._ready_D()
+        for d, e in [] if self._queue else level(count_D):
+            if self._ready[d]:
+                prefix, sample = self._ready[d][-1]
+                if self._has_room(e, len(prefix.pages), pages=0):
+                    self._ready[d].pop()
+                    self._ready[e].append((self._part(moves, prefix, sample, e), sample))
+            else:
+                held_B = np.where(self._active_DB[d], self._held_DB[d], self.cache.pages)
+                b, c = int(held_B.argmin()), int(self._active_DB[e].argmin())
+                if self._has_room(e, len(self._prefix_DB[d, b].pages), pages=held_B[b]):
+                    self._move(moves, (d, b), (e, c))
+        return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
+
+    def _has_room(self, d: int, prompt_pages: int, *, pages: int) -> bool:
+        free = self._free_prompt_DP[d].sum(), self._free_DP[d].sum()
+        return free[0] >= prompt_pages and free[1] >= pages
+
+    def _part(self, moves: Moves, prefix: Prefix, sample: int, e: int) -> Prefix:
+        """Gives one sample a copy of its prompt on shard e."""
+        alone = range(sample, sample + 1)
+        part = Prefix(prefix.cursor, prefix.prompt_tokens, prefix.limits, alone, unfinished=1)
+        self._groups[prefix.cursor].append(part)
+        self._place(part, e, len(prefix.pages))
+        moves.prompt_pages_M4.extend(_copies(prefix.shard, prefix.pages, e, part.pages))
+        prefix.unfinished -= 1
+        if prefix.unfinished == 0:
+            self._release(prefix)
+        return part
+
+    def _move(self, moves: Moves, old: tuple[int, int], new: tuple[int, int]) -> None:
+        """Moves the sample of the (shard, slot) `old` to `new`."""
+        (d, _), (e, _) = old, new
+        row, age, held = self._rows_DB[old].copy(), self._age_DB[old], self._held_DB[old]
+        part = self._part(moves, self._prefix_DB[old], int(row["sample"]), e)
+        pages = np.flatnonzero(self._free_DP[e])[:held]
+        moves.slots_N4.append((*old, *new))
+        moves.pages_M4.extend(_copies(d, self._leave(*old), e, pages))
+        self._free_DP[e, pages] = False
+        row["reader"], row["prompt_pages"][: len(part.pages)] = 0, part.pages
+        row["response_pages"][:held] = pages
+        self._rows_DB[new], self._prefix_DB[new] = row, part
+        self._age_DB[new], self._held_DB[new] = age, held
+
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
         """Puts a sample into a free slot."""
         row = self._rows_DB[d, b]
@@ -378,3 +369,8 @@ class Scheduler:
 def _ranks(shard_N: np.ndarray) -> np.ndarray:
     """Counts each entry's place among those of its shard; entries lie in order of shards."""
     return np.arange(len(shard_N)) - np.searchsorted(shard_N, shard_N)
+
+
+def _copies(d: int, page_M: np.ndarray, e: int, to_page_M: np.ndarray) -> list[tuple[int, ...]]:
+    """Lists copies of pages of shard d to as many of shard e, as `Moves` has them."""
+    return [(d, page, e, to) for page, to in zip(page_M.tolist(), to_page_M.tolist(), strict=True)]

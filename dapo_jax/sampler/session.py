@@ -2,8 +2,9 @@
 
 A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
 
-    scheduler.next_block -> engine.prefill of new prompts -> engine.decode of one block
-    -> tokens to the host's pages -> scheduler.complete -> responses of ended requests -> groups
+    scheduler.next_block -> engine.prefill of new prompts -> engine.copy of samples that change
+    shards -> engine.decode of one block -> tokens to the host's pages -> scheduler.complete
+    -> responses of ended requests -> groups
 
 A request's tokens depend on no schedule at all.
 """
@@ -16,7 +17,8 @@ import numpy as np
 
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
-from dapo_jax.sampler.scheduler import Finished, Plan, Prefill, Scheduler
+from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
+from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.types import BlockRecord, Group, Prompt, Response
 from sharding import hosts, rules
 
@@ -108,6 +110,7 @@ class Session:
         prefill_start = time.perf_counter()
         self._prefill(plan.prefills)
         prefill_seconds = time.perf_counter() - prefill_start
+        self._move(plan.moves)
         rows, page_P, row_N = self._scheduler.table(self._engine.sizes)
         rows["token"][row_N] = self._next_tokens(plan)
         launched = time.perf_counter()
@@ -144,6 +147,17 @@ class Session:
                 self._params, self._prompt_pages, tokens_RT, page_RI
             )
         jax.block_until_ready(self._prompt_pages)
+
+    def _move(self, moves: Moves) -> None:
+        """Copies the pages of samples that change shards, on the devices and on the host."""
+        self._prompt_pages = self._engine.copy(self._prompt_pages, moves.prompt_pages_M4)
+        self._pages = self._engine.copy(self._pages, moves.pages_M4)
+        for table, (d, at, e, to) in (
+            (self._token_DPC, moves.pages_M4.T),
+            (self._logp_DPC, moves.pages_M4.T),
+            (self._newest_DB, moves.slots_N4.T),
+        ):
+            table[e, to] = table[d, at]
 
     def _next_tokens(self, plan: Plan) -> np.ndarray:
         """Finds the token that each occupied slot feeds first: its newest, or its prompt's last."""
