@@ -162,6 +162,14 @@ def test_a_block_ends_with_its_last_response_and_shards_wait_for_each_other():
     assert slow.seconds == pytest.approx(9 + 0.5)
 
 
+def test_copies_between_shards_take_their_time():
+    """Two groups of 4 on two shards: when the short one ends, two samples of one page move."""
+    how = {"shards": 2, "slots": 4, "group_size": 4}
+    free, costly = (rollout([8] * 4 + [4] * 4, **how, copy_seconds=n) for n in (0.0, 10.0))
+    assert costly.seconds == pytest.approx(free.seconds + 10)
+    assert costly.tokens == free.tokens == 4 * 8 + 4 * 4
+
+
 def test_a_step_costs_more_with_more_live_tokens():
     found = rollout([8], slots=1, step_seconds={1: lambda live_D, _: 1.0 + live_D})
     assert found.seconds == pytest.approx(4 * 1 + 4 * 5 + 2 * 0.5)
@@ -181,10 +189,9 @@ def test_without_pages_the_youngest_is_preempted_and_recomputed():
     assert found.tokens == 24 + found.discarded_tokens
 
 
-def test_a_group_stays_on_one_shard():
-    """Its responses share a prompt: of 4 shards with a slot each, one decodes them in turn."""
+def test_a_group_goes_to_one_shard_and_what_waits_there_to_idle_ones():
     found = rollout([4, 4, 4, 4], shards=4, slots=1, group_size=4)
-    assert (found.blocks, found.occupancy) == (4, 0.25)
+    assert (found.blocks, found.occupancy) == (1, 1.0)
 
 
 def test_micro_batches_are_those_of_the_packer():
