@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from models.kernels.xla import ATTENTION
 
 # Smaller blocks hold fewer pairs of different segments, but the kernel has a step for every block,
-# visited or not. In 16 MiB of VMEM, which programs have for kernels on v5e, larger ones do not fit.
+# visited or not. Blocks of 2,048 do not fit the 16 MiB of VMEM that a kernel may have on v5e.
 BLOCK_TOKENS = 1024
 
 
