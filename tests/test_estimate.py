@@ -1,11 +1,12 @@
 """Seconds by hand: rooflines, rings, and an engine that is simulated without tokens."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 
-from dapo_jax.preflight import simulate
+from dapo_jax.preflight import attention, simulate
 from dapo_jax.preflight.chips import CHIPS, chip_of, ring_rates
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.sampler.cache import Cache
@@ -198,8 +199,68 @@ def test_micro_batches_are_those_of_the_packer():
     """9 responses of 55 tokens, each behind 9 of its prompt: 2 fit a row of 128."""
     how = {"prompt_tokens": 10, "row_tokens": 128, "rows": 4}
     length_PG = np.full((3, 3), 55)
-    assert simulate.micro_batches(length_PG, **how, share_prompts=False) == 2  # 5 rows
-    assert simulate.micro_batches(length_PG[:2], **how, share_prompts=False) == 1  # 3 rows
+    segment_MBT = attention.micro_batches(length_PG, **how, share_prompts=False)
+    assert segment_MBT.shape == (2, 4, 128)  # 5 rows
+    two, one, none = (np.repeat([1, 2, 0], row) for row in ((64, 64, 0), (64, 0, 64), (0, 0, 128)))
+    np.testing.assert_array_equal(segment_MBT.reshape(8, 128), [two] * 4 + [one] + [none] * 3)
+    assert len(attention.micro_batches(length_PG[:2], **how, share_prompts=False)) == 1  # 3 rows
+
+
+def test_micro_batches_begin_with_the_rows_that_have_the_most_work():
+    """The packer begins with 7 tokens, but twice 6 have more pairs."""
+    how = {"prompt_tokens": 1, "row_tokens": 12, "rows": 1, "share_prompts": False}
+    segment_MBT = attention.micro_batches(np.array([[6], [7], [6]]), **how)
+    np.testing.assert_array_equal(segment_MBT[:, 0], [[1] * 6 + [2] * 6, [1] * 7 + [0] * 5])
+
+
+SIZES = types.SimpleNamespace(num_heads=6, head_dim=16, num_layers=5)
+
+
+def attention_seconds(segment_MBT, *, remat="none", row_ways=1, model_ways=1):
+    """With a rate at which a product of a block of 2 x 2 tokens takes a second a head."""
+    ways = {"row_ways": row_ways, "model_ways": model_ways, "flop_rate": 2 * 2 * 2 * 16}
+    return attention.attention_seconds(np.array(segment_MBT), SIZES, remat=remat, **ways)
+
+
+@pytest.fixture
+def blocks_of_two(monkeypatch):
+    monkeypatch.setattr(attention.splash_tpu, "BLOCK_TOKENS", 2)
+    monkeypatch.setattr(attention, "STEP_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("segment_T", "visited"),
+    [
+        ([1, 1, 1, 1, 1, 1], 6),  # all that lie below the diagonal or on it
+        ([1, 1, 2, 2, 3, 3], 3),
+        ([1, 1, 1, 2, 2, 2], 5),  # not the last queries with the first keys
+        ([1, 1, 1, 1, 0, 0], 4),  # padding: the diagonal
+        ([1, 1, 1, 1, 1], 6),  # half a block is padded
+        ([0, 0, 0, 0, 0, 0], 3),
+    ],
+)
+def test_attention_takes_its_products_of_visited_blocks(segment_T, visited, blocks_of_two):
+    """9 products, or 11 where forward is computed twice, of 6 heads in 5 layers."""
+    assert attention_seconds([[segment_T]]) == pytest.approx([visited * 9 * 30])
+    assert attention_seconds([[segment_T]], remat="full") == pytest.approx([visited * 11 * 30])
+    assert attention_seconds([[segment_T]], model_ways=2) == pytest.approx([visited * 9 * 15])
+
+
+def test_attention_takes_a_step_of_each_kernel_for_what_it_skips(blocks_of_two, monkeypatch):
+    """6 of 9 blocks; 3 kernels, or 4."""
+    monkeypatch.setattr(attention, "STEP_SECONDS", 1.0)
+    row = [[[1, 1, 2, 2, 3, 3]]]
+    assert attention_seconds(row) == pytest.approx([(3 * 9 + 6 * 3) * 30])
+    assert attention_seconds(row, remat="full") == pytest.approx([(3 * 11 + 6 * 4) * 30])
+
+
+def test_a_micro_batch_waits_for_the_device_with_the_most_attention(blocks_of_two):
+    """Rows with 6, 3, 5 and 3 blocks: on one device, two or four; the second has 3 in each."""
+    long, short, two = [1] * 6, [1, 1, 2, 2, 3, 3], [1, 1, 1, 2, 2, 2]
+    micro = [[long, short, two, short], [short] * 4]
+    for ways, blocks in ((1, [17, 12]), (2, [9, 6]), (4, [6, 3])):
+        expected = [9 * 30 * n for n in blocks]
+        assert attention_seconds(micro, row_ways=ways) == pytest.approx(expected)
 
 
 def test_topologies_name_their_chips():

@@ -1,35 +1,153 @@
 """The TPU's attention of packed rows, interpreted on CPU, against plain XLA's."""
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import splash_tpu
 from models.kernels.packed import packed_attention
-from models.kernels.splash_tpu import splash_attention
+from models.kernels.splash_tpu import fetched_blocks, splash_attention, visited_blocks
 from tests.quick import jit
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BLOCK = 128
 
-@pytest.mark.parametrize("head_dim", [128, 64])
-def test_agrees_with_plain_attention_forward_and_backward(head_dim, monkeypatch):
-    """Rows of several segments and padding, of several blocks and no whole number of them."""
-    monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", 128)
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", BLOCK)
+
+
+def rows(*tokens):
+    """Segments [B, T] of rows that hold segments of so many tokens; the last is padding."""
+    return np.stack([np.repeat([*range(1, len(row)), 0], row) for row in tokens]).astype(np.int32)
+
+
+def arrays(segment_BT, *, heads=(4, 2, 2), head_dim=16):
     rng = np.random.default_rng(0)
-    segment_BT = np.stack([np.repeat([1, 2, 3, 0], [100, 33, 50, 17]), np.repeat([1, 2], [1, 199])])
-    B, T = segment_BT.shape
-    arrays = [rng.normal(size=(B, T, heads, head_dim)).astype(np.float32) for heads in (4, 2, 2)]
-    numbers = segment_BT.astype(np.int32), np.zeros((B, T), np.int32)
-    used_BT11 = (segment_BT > 0)[..., None, None]
+    return [rng.normal(size=(*segment_BT.shape, n, head_dim)).astype(np.float32) for n in heads]
 
-    def value_and_gradient(function):
-        def loss(*arrays):
-            return jnp.sum(jnp.sin(function(*arrays, *numbers)) * used_BT11)
 
-        return jax.device_get(jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*arrays))
+def value_and_gradient(attend, arrays, segment_BT, counts_BT):
+    """(loss, gradients, outputs), the loss being over the tokens that count."""
+    numbers = segment_BT, np.zeros_like(segment_BT)
 
-    value, gradient = value_and_gradient(lambda *args: splash_attention(*args, interpret=True))
-    expected, expected_gradient = value_and_gradient(packed_attention)
+    def loss(*arrays):
+        out_BTNH = attend(*arrays, *numbers)
+        return jnp.sum(jnp.where(counts_BT[..., None, None], jnp.sin(out_BTNH), 0)), out_BTNH
+
+    (value, out_BTNH), gradients = jax.device_get(
+        jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+    )
+    return value, gradients, out_BTNH
+
+
+def splash(*args):
+    return splash_attention(*args, interpret=True)
+
+
+ODD = rows([100, 33, 50, 17], [1, 199, 0])  # no whole number of blocks
+MANY = rows([256, 128, 256, 0], [640, 0], [130, 300, 210], [3, 120, 5, 400, 112], [640])
+
+
+@pytest.mark.parametrize(("segment_BT", "head_dim"), [(ODD, 128), (ODD, 64), (MANY, 128)])
+def test_agrees_with_plain_attention_forward_and_backward(segment_BT, head_dim):
+    """Segments end on borders of blocks and elsewhere; padding fills whole rows, too."""
+    given = arrays(segment_BT, head_dim=head_dim), segment_BT, segment_BT > 0
+    value, gradients, out_BTNH = value_and_gradient(splash, *given)
+    expected, expected_gradients, expected_BTNH = value_and_gradient(packed_attention, *given)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for got, want in zip(gradient, expected_gradient, strict=True):
+    used = segment_BT > 0
+    np.testing.assert_allclose(out_BTNH[used], expected_BTNH[used], atol=5e-5)
+    assert np.isfinite(out_BTNH).all()
+    for got, want in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+@pytest.mark.parametrize("segment", [1, 2, 3])
+def test_blocks_without_its_segment_are_not_even_read(segment):
+    """What is no number in a block makes numbers of no block that visits it, masked or not."""
+    segment_1T = rows([256, 128, 256, 0])
+    its_1T = segment_1T == segment
+    given = arrays(segment_1T)
+    broken = [np.where(its_1T[..., None, None], array, np.nan) for array in given]
+    _, gradients, out_1TNH = value_and_gradient(splash, broken, segment_1T, its_1T)
+    _, expected_gradients, expected_1TNH = value_and_gradient(splash, given, segment_1T, its_1T)
+    np.testing.assert_array_equal(out_1TNH[its_1T], expected_1TNH[its_1T])
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_array_equal(got[its_1T], want[its_1T])
+
+
+def random_rows(seed):
+    rng = np.random.default_rng(seed)
+    ends_BS = np.sort(rng.integers(1, 1024, size=(8, 5)), axis=1)
+    return rows(*np.diff(ends_BS, prepend=0, append=1024))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_visits_the_blocks_with_pairs_of_a_segment(seed):
+    """By the pairs themselves; the diagonal is for padding. A number stands for no order."""
+    segment_BT = random_rows(seed)
+    pairs_BTT = (segment_BT[:, :, None] == segment_BT[:, None]) & (segment_BT > 0)[:, None]
+    pairs_BTT = np.tril(pairs_BTT) | np.eye(1024, dtype=bool)
+    expected_BIJ = pairs_BTT.reshape(8, 8, BLOCK, 8, BLOCK).any(axis=(2, 4))
+    np.testing.assert_array_equal(visited_blocks(segment_BT, BLOCK), expected_BIJ)
+    renamed_BT = np.array([0, 5, 2, 9, 1, 3])[segment_BT]
+    np.testing.assert_array_equal(visited_blocks(renamed_BT, BLOCK), expected_BIJ)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fetches_what_is_visited_next(seed):
+    """Keys along rows of blocks, from one to the next; queries down a column, then the last's."""
+    for visited_IJ in np.asarray(visited_blocks(random_rows(seed), BLOCK)):
+        keys_IJ, queries_IJ = fetched_blocks(visited_IJ)
+        visits = np.flatnonzero(visited_IJ)
+        following = np.searchsorted(visits, np.arange(visited_IJ.size)) % len(visits)
+        expected_IJ = (visits[following] % len(visited_IJ)).reshape(visited_IJ.shape)
+        np.testing.assert_array_equal(keys_IJ, expected_IJ)
+        for visited_I, queries_I in zip(visited_IJ.T, np.asarray(queries_IJ).T, strict=True):
+            visits = np.flatnonzero(visited_I)
+            following = np.searchsorted(visits, np.arange(len(visited_I)))
+            expected_I = visits[np.minimum(following, len(visits) - 1)]
+            np.testing.assert_array_equal(queries_I, expected_I)
+
+
+@pytest.mark.skipif(not LIBTPU.exists(), reason="needs the TPU's compiler: `make preflight`")
+@pytest.mark.parametrize("tpu", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_compiles_for_tpu(tpu):
+    """The TPU's compiler takes forward, dq and dkv: its VMEM holds blocks of their real size."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, __file__, tpu], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["3"]
+
+
+def compile_for(tpu):
+    """Compile attention and its gradients, 32B's split 8 ways; prints the number of kernels."""
+    one = Mesh(topology_devices(tpu, slices=1)[:1], ("one",))
+
+    def array(*shape, dtype=jnp.bfloat16):
+        whole = NamedSharding(one, PartitionSpec())
+        return jax.ShapeDtypeStruct((2, 22_528, *shape), dtype, sharding=whole)
+
+    def loss(q_BTNH, k_BTKH, v_BTKH, segment_BT):
+        return jnp.sum(splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, None) ** 2)
+
+    update = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    arrays = array(5, 128), array(1, 128), array(1, 128), array(dtype=jnp.int32)
+    text = update.lower(*arrays).compile().as_text()
+    print(text.count('custom_call_target="tpu_custom_call"'))
+
+
+if __name__ == "__main__":
+    compile_for(sys.argv[1])

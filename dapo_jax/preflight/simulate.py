@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from configs.base import eval_settings
-from dapo_jax.packing import plan_rows
+from dapo_jax.preflight.attention import attention_seconds, micro_batches
 from dapo_jax.preflight.chips import Chip, ring_rates
 from dapo_jax.preflight.compile import Program, decode_name, mean_prompt
 from dapo_jax.preflight.hlo_cost import Collective, Cost
@@ -272,21 +272,23 @@ class Simulator:
         length_PG = self.lengths(mean, groups=groups, group_size=r.group_size)
         rollout = self.rollout(length_PG)
         kept_PG, prompt = length_PG[: r.num_prompts], mean_prompt(config)
-        micro = sum(
-            micro_batches(
-                update_PG,
-                prompt_tokens=prompt,
-                row_tokens=config.learner.row_tokens,
-                rows=config.learner.micro_batch_rows,
-                share_prompts=self.built.learning.kernels.shares_prompts,
-            )
-            for update_PG in np.split(kept_PG, config.updates_per_step)
+        segment_MBT = np.concatenate(
+            [
+                micro_batches(
+                    update_PG,
+                    prompt_tokens=prompt,
+                    row_tokens=config.learner.row_tokens,
+                    rows=config.learner.micro_batch_rows,
+                    share_prompts=self.built.learning.kernels.shares_prompts,
+                )
+                for update_PG in np.split(kept_PG, config.updates_per_step)
+            ]
         )
         return Step(
             mean_response_tokens=round(float(length_PG.mean())),
             rollout=rollout.seconds,
             prefill=self.prefill(rollout),
-            update=self.update(micro),
+            update=self.update(segment_MBT),
             reshard=self.seconds("reshard"),
             evaluation=self.evaluation(mean),
             save=self.save(),
@@ -294,7 +296,7 @@ class Simulator:
             trained_tokens=int(kept_PG.sum()) + kept_PG.size * prompt,
             occupancy=rollout.occupancy,
             blocks=rollout.blocks,
-            micro_batches=micro,
+            micro_batches=len(segment_MBT),
             parameters=parameter_count(self.built.sizes),
             flop_rate=self.built.mesh.size * self.slice.chip.flop_rate,
         )
@@ -363,18 +365,21 @@ class Simulator:
         bucket = self.built.engine.cache.bucket(mean_prompt(self.built.config))
         return rollout.prefills * self.seconds(f"prefill[{bucket}]") if bucket else 0.0
 
-    def update(self, micro_batches: int) -> float:
-        """The time of a step's updates, which have so many micro-batches in all."""
+    def update(self, segment_MBT) -> float:
+        """The time of a step's updates, which have these micro-batches in all."""
         config, mesh, program = self.built.config, self.built.mesh, self.programs["update"]
-        rows = config.learner.micro_batch_rows / rules.row_ways(mesh)
-        flops = attention_flops(
-            self.built.sizes, row_tokens=config.learner.row_tokens, remat=config.learner.remat
+        kernels_M = attention_seconds(
+            segment_MBT,
+            self.built.sizes,
+            remat=config.learner.remat,
+            row_ways=rules.row_ways(mesh),
+            model_ways=mesh.shape["model"],
+            flop_rate=self.slice.chip.flop_rate * self.assumed.kernels,
         )
-        rate = self.slice.chip.flop_rate * self.assumed.kernels
-        kernels = rows * flops / mesh.shape["model"] / rate
-        turn = self.slice.seconds(program.turn, self.assumed, kernels=kernels)
-        fixed = self.slice.seconds(program.fixed, self.assumed)
-        return micro_batches * turn + config.updates_per_step * fixed
+        turns = sum(
+            self.slice.seconds(program.turn, self.assumed, kernels=k) for k in kernels_M.tolist()
+        )
+        return turns + config.updates_per_step * self.slice.seconds(program.fixed, self.assumed)
 
     def evaluation(self, mean: float) -> float:
         """The time of the evaluations of all sets, over the steps between two of them."""
@@ -394,31 +399,6 @@ class Simulator:
         config = self.built.config
         state = 12 * parameter_count(self.built.sizes) / self.built.mesh.size
         return state / self.assumed.save_rate / config.checkpoint.every_steps
-
-
-def micro_batches(
-    length_PG, *, prompt_tokens: int, row_tokens: int, rows: int, share_prompts: bool
-) -> int:
-    """The number of micro-batches that the learner packs an update's responses into."""
-    packed = plan_rows(
-        [prompt_tokens] * len(length_PG),
-        length_PG.tolist(),
-        row_tokens=row_tokens,
-        share_prompts=share_prompts,
-    )
-    return math.ceil(len(packed) / rows)
-
-
-def attention_flops(sizes: ModelConfig, *, row_tokens: int, remat: str) -> float:
-    """The FLOP of splash attention in one row, forward and backward: a kernel, not counted in HLO.
-
-    It visits the blocks on and below the diagonal: T * T / 2 pairs. Forward it has two products,
-    backward four for keys and values and three for queries, as it computes the scores in each.
-    """
-    recomputed = 2 if remat in ("full", "offload") else 0
-    products = 2 + recomputed + 7
-    pairs = row_tokens**2 / 2
-    return products * 2 * pairs * sizes.num_heads * sizes.head_dim * sizes.num_layers
 
 
 def parameter_count(sizes: ModelConfig) -> int:

@@ -24,6 +24,7 @@ import time
 import types
 
 import jax
+import numpy as np
 from absl import app, flags
 
 from configs import base
@@ -169,7 +170,8 @@ def train_seconds(point: Train) -> list[float]:
     built, where = programs_of(point, config)
     with jax.set_mesh(built.mesh):
         update = {"update": compiled("update", built.lower_update())}
-    return [simulate.Simulator(built, update, where, a).update(1) for a in simulate.ENDS]
+    whole_1BT = np.ones((1, config.learner.micro_batch_rows, point.tokens), np.int32)
+    return [simulate.Simulator(built, update, where, a).update(whole_1BT) for a in simulate.ENDS]
 
 
 def main(_):

@@ -1,7 +1,7 @@
 """Attention inside packed rows on TPU: the splash kernel that ships with JAX, with segments.
 
-It visits all blocks on and below the diagonal, whatever the segments are, and knows no branches:
-every response needs its prompt to itself.
+It is told at run time which blocks of pairs to visit: those that hold two tokens of one segment.
+It knows no branches: every response needs its prompt to itself.
 """
 
 import jax
@@ -16,17 +16,51 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from models.kernels.xla import ATTENTION
 
-BLOCK_TOKENS = 512
+# Smaller blocks hold fewer pairs of different segments, but the kernel has a step for every block,
+# visited or not. Blocks of 2,048 do not fit the 16 MiB of VMEM that a kernel may have on v5e.
+BLOCK_TOKENS = 1024
+
+
+def block_tokens(row_tokens: int) -> int:
+    """The side of the blocks of a row of so many tokens, which is padded to whole blocks."""
+    return min(BLOCK_TOKENS, row_tokens + -row_tokens % 128)
+
+
+def visited_blocks(segment_BT, block: int):
+    """Says which blocks [B, queries, keys] of rows the kernel visits, forward and backward: bool.
+
+    Those that hold a pair of one segment whose key is not behind its query, and all on the
+    diagonal, so that padding (segment 0) has keys too. T must be a multiple of block, and the
+    tokens of a segment must stand side by side.
+    """
+    begins_BT = (jnp.diff(segment_BT, prepend=0) != 0) | (segment_BT == 0)
+    run_BT = jnp.cumsum(begins_BT, axis=1)  # of one segment; each token of padding is its own
+    run_BIC = run_BT.reshape(len(run_BT), -1, block)
+    return jnp.tril(run_BIC[:, :, :1] <= run_BIC[:, None, :, -1])
+
+
+def fetched_blocks(visited_IJ):
+    """Says which keys (forward, dq) and which queries (dkv) lie in memory at each step: [I, J] x 2.
+
+    At a step that visits nothing it is those that are visited next, which arrive meanwhile, or
+    still the last ones.
+    """
+    i_I1, j_J = jnp.arange(len(visited_IJ))[:, None], jnp.arange(len(visited_IJ))
+    first_I1 = i_I1 + 1 - jnp.sum(visited_IJ, axis=1, keepdims=True)
+    last_J = j_J - 1 + jnp.sum(visited_IJ, axis=0)
+    keys_IJ = jnp.where(j_J > i_I1, jnp.roll(first_I1, -1), jnp.maximum(j_J, first_I1))
+    return keys_IJ, jnp.clip(i_I1, j_J, last_J)
 
 
 def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret: bool = False):
     """Attends inside whole rows: out_BTNH in the queries' dtype.
 
-    Token t looks at the tokens s <= t of its segment. `branch_BT` is not read: no segment may have
-    more than one branch beside its prompt. What padding (segment 0) gives means nothing.
+    Token t looks at the tokens s <= t of its segment, which stand side by side. `branch_BT` is not
+    read: no segment may have more than one branch beside its prompt. What padding (segment 0) gives
+    means nothing, but is finite.
     """
     tokens, N, H = q_BTNH.shape[1:]
-    block = min(BLOCK_TOKENS, tokens + -tokens % 128)
+    block = block_tokens(tokens)
 
     def pad(array):
         return jnp.pad(array, ((0, 0), (0, -tokens % block)) + ((0, 0),) * (array.ndim - 2))
@@ -34,14 +68,26 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret
     q_BNTH, k_BKTH, v_BKTH = (pad(a).swapaxes(1, 2) for a in (q_BTNH, k_BTKH, v_BTKH))
     segment_BT = pad(segment_BT)
     T = segment_BT.shape[1]
-    sides = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv")
-    sizes = dict.fromkeys((*sides, "block_kv_dkv_compute", "block_q_dq", "block_kv_dq"), block)
-    kernel = make_splash_mha_single_device(
-        MultiHeadMask([CausalMask((T, T))] * N),
-        block_sizes=BlockSizes(**sizes),
-        residual_checkpoint_name=ATTENTION,
-        interpret=interpret,
-    )
+    sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes = BlockSizes(**dict.fromkeys(sides, block))
+
+    def attend(row):
+        q_NTH, k_KTH, v_KTH, segment_T, visited_IJ = row
+        kernel = make_splash_mha_single_device(
+            MultiHeadMask([CausalMask((T, T))] * N),
+            block_sizes=sizes,
+            residual_checkpoint_name=ATTENTION,
+            interpret=interpret,
+        )
+        keys_IJ, queries_IJ = fetched_blocks(visited_IJ)
+        for name, fetched_IJ in (("fwd", keys_IJ), ("dq", keys_IJ), ("dkv", queries_IJ)):
+            info = getattr(kernel, f"{name}_mask_info")._replace(
+                data_next=fetched_IJ[None], block_mask=visited_IJ[None].astype(jnp.int32)
+            )
+            setattr(kernel, f"{name}_mask_info", info)
+        return kernel(q_NTH, k_KTH, v_KTH, SegmentIds(segment_T, segment_T))
+
     scaled_BNTH = (q_BNTH * H**-0.5).astype(q_BNTH.dtype)
-    out_BNTH = jax.vmap(kernel)(scaled_BNTH, k_BKTH, v_BKTH, SegmentIds(segment_BT, segment_BT))
+    visited_BIJ = visited_blocks(segment_BT, block)
+    out_BNTH = jax.lax.map(attend, (scaled_BNTH, k_BKTH, v_BKTH, segment_BT, visited_BIJ))
     return out_BNTH.swapaxes(1, 2)[:, :tokens]
