@@ -30,7 +30,10 @@ CASES = (
     ("qwen2_5_7b", "v6e:4x4", 1, {"learner.micro_batch_rows": 4, "rollout.cache_mib": 14_336}),
     ("qwen2_5_14b", "v6e:8x8", 1, {}),
     ("qwen2_5_32b", "v5p:8x8x4", 1, {}),
-    ("qwen2_5_32b", "v6e:16x16", 1, {"rollout.cache_mib": 12_288}),
+    (
+        *("qwen2_5_32b", "v6e:16x16", 1),
+        {"rollout.cache_mib": 12_288, "learner.remat": "full"},
+    ),
     ("qwen2_5_7b", "v6e:4x4", 2, {"learner.micro_batch_rows": 8, "rollout.cache_mib": 14_336}),
     ("qwen2_5_7b", "v4:4x4x4", 1, {}),
     ("qwen2_5_32b", "tpu7x:4x4x4", 1, {"learner.micro_batch_rows": 16}),
