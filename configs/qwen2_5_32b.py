@@ -5,7 +5,8 @@
 
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
 On v6e-256 add --config.rollout.cache_mib=12288 --config.learner.remat=full. Not run: what the TPU's
-compiler says of it is in experiments/preflight. The paper reports 50 points on AIME 2024 (mean@32) after about 330 steps.
+compiler says of it is in experiments/preflight. The paper reports 50 points on AIME 2024 (mean@32)
+after about 330 steps.
 """
 
 from configs import base
