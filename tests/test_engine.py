@@ -16,7 +16,7 @@ from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.sampler.sampling import request_keys, uniform_at
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt, Response
 from models.kernels import KERNELS
 from models.parameters import param_axes
@@ -146,7 +146,7 @@ def drain(session):
 
 def sample_prompts(engine, params, sampling, *, run_key=RUN_KEY, prompts=PROMPTS):
     """Samples all prompts: ({(cursor, sample): response}, session)."""
-    session = Session(engine, params, run_key, sampling)
+    session = Session(engine, params, Stream(run_key, sampling))
     for cursor, prompt in prompts.items():
         session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
     return drain(session), session
@@ -363,7 +363,7 @@ def scripted(is_stop_RT):
         max_response_tokens=T,
     )
     engine, params = build(config, cache, params)
-    session = Session(engine, params, RUN_KEY, sampling)
+    session = Session(engine, params, Stream(RUN_KEY, sampling))
     for r in range(R):
         session.submit(r, Prompt(name_RT[r, :1]), group_size=1)
     responses = drain(session)
@@ -447,7 +447,7 @@ def submit(session, group):
 
 def sample_groups(engine, params, groups):
     """Samples groups that are submitted at once, in order: ({request: response}, session)."""
-    session = Session(engine, params, RUN_KEY, TO_THE_LIMIT)
+    session = Session(engine, params, Stream(RUN_KEY, TO_THE_LIMIT))
     for group in groups:
         submit(session, group)
     return drain(session), session
@@ -501,12 +501,12 @@ def test_neighbours_full_slots_and_restarts_change_no_bit(runs):
 def test_the_order_and_cancelled_groups_change_no_bit(runs, seed):
     """Another order means other slots, pages and neighbours; half of the groups are cancelled."""
     order = np.random.default_rng(seed).permutation(len(GROUPS))
-    session = Session(runs.engine, runs.params, RUN_KEY, TO_THE_LIMIT)
+    session = Session(runs.engine, runs.params, Stream(RUN_KEY, TO_THE_LIMIT))
     for i in order:
         submit(session, GROUPS[i])
     responses = by_request(session.step() + session.step())
     for i in order[::2]:
-        if GROUPS[i].cursor in session.unfinished:
+        if (0, GROUPS[i].cursor) in session.unfinished:
             session.cancel(GROUPS[i].cursor)
     responses |= drain(session)
     assert 4 * len(GROUPS) / 2 <= len(responses) < 4 * len(GROUPS)
@@ -549,7 +549,7 @@ def test_a_prompt_is_prefilled_once_for_those_who_may_share_it(roomy, sampled):
     """At most ROOMY.readers samples share; the prompt of one token has nothing to prefill."""
     _, session = sampled
     assert session.prefilled_prompts == (len(PROMPTS) - 1) * GROUP_SIZE // ROOMY.readers
-    few = Session(*roomy, RUN_KEY, SAMPLING)
+    few = Session(*roomy, Stream(RUN_KEY, SAMPLING))
     for cursor, prompt in PROMPTS.items():
         few.submit(cursor, Prompt(prompt), group_size=3)
     responses = drain(few)
@@ -571,15 +571,15 @@ def test_whatever_is_submitted_and_cancelled_every_token_is_accounted_for(runs, 
     What finishes has the bits it has alone, and every token sampled is kept or discarded.
     """
     rng = np.random.default_rng(seed)
-    session = Session(runs.engine, runs.params, RUN_KEY, TO_THE_LIMIT)
+    session = Session(runs.engine, runs.params, Stream(RUN_KEY, TO_THE_LIMIT))
     queue = [GROUPS[i] for i in rng.permutation(len(GROUPS))]
     finished, lost = {}, set()
     while queue or session.unfinished:
         for _ in range(min(len(queue), rng.integers(0, 5))):
             submit(session, queue.pop())
         if session.unfinished and rng.random() < 0.3:
-            lost.add(int(rng.choice(session.unfinished)))
-            session.cancel(*lost.intersection(session.unfinished))
+            lost.add(int(rng.choice(session.unfinished)[1]))
+            session.cancel(*lost.intersection(cursor for _, cursor in session.unfinished))
         finished |= by_request(session.step())
     assert {cursor for cursor, _ in finished} == {g.cursor for g in GROUPS} - lost
     assert len(lost) > 2
@@ -601,7 +601,7 @@ def test_the_pools_have_the_planned_bytes(roomy):
 
 @pytest.mark.parametrize("length", [0, 19])
 def test_an_impossible_prompt_is_named(roomy, length):
-    session = Session(*roomy, RUN_KEY, SAMPLING)
+    session = Session(*roomy, Stream(RUN_KEY, SAMPLING))
     message = f"cursor 8 has {length} tokens.*at least 1.*rollout.max_prompt_tokens = 18"
     with pytest.raises(ValueError, match=message):
         session.submit(8, Prompt(np.ones(length, np.int32)), group_size=1)
@@ -610,7 +610,7 @@ def test_an_impossible_prompt_is_named(roomy, length):
 
 @pytest.mark.parametrize("max_tokens", [(5,), (5, 0), (5, 21), (1, 2, 3)])
 def test_limits_are_one_a_sample_and_within_the_samplings(roomy, max_tokens):
-    session = Session(*roomy, RUN_KEY, SAMPLING)
+    session = Session(*roomy, Stream(RUN_KEY, SAMPLING))
     with pytest.raises(ValueError, match="max_tokens needs 2 numbers from 1 to 20"):
         session.submit(8, Prompt(PROMPTS[7]), group_size=2, max_tokens=max_tokens)
 
@@ -618,7 +618,7 @@ def test_limits_are_one_a_sample_and_within_the_samplings(roomy, max_tokens):
 def test_responses_longer_than_the_cache_is_planned_for_are_refused(roomy):
     longer = dataclasses.replace(SAMPLING, max_response_tokens=21)
     with pytest.raises(ValueError, match=r"responses of 21 tokens .* planned for 20"):
-        Session(*roomy, RUN_KEY, longer)
+        Session(*roomy, Stream(RUN_KEY, longer))
 
 
 def test_a_block_divides_a_page(small):

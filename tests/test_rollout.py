@@ -97,8 +97,8 @@ class ScriptedSession:
         self._scheduler.cancel(cursor)
 
     @property
-    def unfinished(self) -> list[int]:
-        return self._scheduler.unfinished
+    def unfinished(self) -> list[tuple[int, int]]:
+        return [(0, cursor) for cursor in self._scheduler.unfinished]
 
     @property
     def idle_slots(self) -> int:
@@ -110,13 +110,13 @@ class ScriptedSession:
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
         useful_B = np.zeros(self._scheduler.cache.slots, int)
         useful_B[plan.slot_N] = used_N
-        before = set(self.unfinished)
+        before = set(self._scheduler.unfinished)
         self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
-        finished = sorted(before - set(self.unfinished))
+        finished = sorted(before - set(self._scheduler.unfinished))
         self.calls.append(("step", *useful_B.tolist(), *finished))
         steps = int(useful_B.max())
         record = BlockRecord(
-            0.0, 0.0, steps, useful_B, useful_B, useful_B, plan.waiting, plan.cache_use
+            0.0, 0.0, steps, 0 * useful_B, *[useful_B] * 3, plan.waiting, plan.cache_use
         )
         self.blocks.append(record)
         return [self._group(cursor) for cursor in finished]

@@ -66,7 +66,10 @@ def sorted_top_p(logits_RV, top_p):
     return np.where(logits_RV >= cut_R1, logits_RV, -np.inf)
 
 
-jit_truncate = jit(functools.partial(truncate, axis=None), static_argnames=("top_p", "top_k"))
+@functools.partial(jit, static_argnames=("top_p", "top_k"))
+def jit_truncate(logits_RV, *, top_p, top_k):
+    """Truncates all rows alike."""
+    return truncate(logits_RV, top_p=[top_p], top_k=[top_k], axis=None)
 
 
 @pytest.fixture(params=[1, 2], ids=["whole", "in two parts"])
@@ -77,7 +80,8 @@ def kept(request):
 
     def kept(logits_RV, **limits):
         def run(logits_RV):
-            return truncate(logits_RV, **limits, axis="model" if request.param > 1 else None)
+            of_stream = {name: [limit] for name, limit in limits.items()}
+            return truncate(logits_RV, **of_stream, axis="model" if request.param > 1 else None)
 
         sharded = jax.shard_map(run, mesh=mesh, in_specs=parts, out_specs=parts, check_vma=False)
         return np.asarray(jit(sharded)(logits_RV)) > MASKED

@@ -17,7 +17,7 @@ from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.run import build
 from dapo_jax.sampler import cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from models import qwen2
 from models.kernels.packed import packed_attention
@@ -86,7 +86,7 @@ def build_policy(slices, data, model):
 def sample(policy, params, prompts):
     """Samples groups in this order: {(cursor, sample): response}, and the session."""
     params = policy.reshard(jax.device_put(params, policy.weight_shardings), None)
-    session = Session(policy.engine, params, RUN_KEY, SAMPLING)
+    session = Session(policy.engine, params, Stream(RUN_KEY, SAMPLING))
     for cursor, prompt in prompts:
         session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
     responses = {}
