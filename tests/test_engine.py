@@ -439,10 +439,10 @@ class Runs:
     used: set
 
 
-def submit(session, group):
+def submit(session, group, **stream):
     size = len(group.max_tokens)
     prompt = Prompt(group.prompt)
-    session.submit(group.cursor, prompt, group_size=size, max_tokens=group.max_tokens)
+    session.submit(group.cursor, prompt, group_size=size, max_tokens=group.max_tokens, **stream)
 
 
 def sample_groups(engine, params, groups):
@@ -540,6 +540,71 @@ def test_all_programs_are_compiled_at_first_and_none_later(runs):
     assert {name.split("[")[0] for name in names} == {"prefill", "decode"}
     assert runs.used == set(runs.engine._programs)
     assert runs.compiled == (len(names) + 1, 0)  # and one that makes the pages
+
+
+# Streams: requests that are sampled in other ways, with other keys, side by side.
+
+STREAMS = (
+    Stream(RUN_KEY, dataclasses.replace(TO_THE_LIMIT, temperature=1.0)),
+    Stream(jax.random.key(5), dataclasses.replace(TO_THE_LIMIT, temperature=1.0, top_p=0.7)),
+    Stream(jax.random.key(6), dataclasses.replace(TO_THE_LIMIT, temperature=0.6, top_k=5)),
+    Stream(jax.random.key(7), TO_THE_LIMIT),
+)
+
+
+def by_name(finished):
+    """Maps finished groups to {(stream, cursor, sample): response}."""
+    return {(f.stream, *request): r for f in finished for request, r in by_request([f]).items()}
+
+
+@pytest.fixture(scope="module")
+def side_by_side():
+    """(engine, params, {request: response}, session): every group in all streams, in turn.
+
+    Compiled as for training.
+    """
+    options = KERNELS["cpu"].compiler_options
+    engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], compiler_options=options)
+    session = Session(engine, params, *STREAMS)
+    for group in GROUPS[:8]:
+        for stream in range(len(STREAMS)):
+            submit(session, group, stream=stream)
+    responses = {}
+    while session.unfinished:
+        responses |= by_name(session.step())
+    return engine, params, responses, session
+
+
+@pytest.mark.parametrize("stream", range(4))
+def test_groups_of_other_streams_change_no_bit(side_by_side, stream):
+    engine, params, responses, session = side_by_side
+    assert session.discarded_tokens > 0
+    alone = Session(engine, params, *STREAMS)
+    for group in GROUPS[:8]:
+        submit(alone, group, stream=stream)
+    expected = {}
+    while alone.unfinished:
+        expected |= by_name(alone.step())
+    ours = {name: response for name, response in responses.items() if name[0] == stream}
+    assert ours.keys() == expected.keys()
+    same_bits(ours, expected)
+
+
+@pytest.mark.parametrize("stream", range(3))
+def test_a_program_for_several_streams_gives_the_bits_of_one_for_each(side_by_side, stream):
+    """That of one stream has its temperature as a constant, and no other's truncation.
+
+    Not so for the last stream, which has a temperature and is not truncated: alone its logits are
+    scaled in the same loop that adds them up, and log-probabilities differ by a rounding.
+    """
+    engine, params, responses, _ = side_by_side
+    alone = Session(engine, params, STREAMS[stream])
+    for group in GROUPS[:8]:
+        submit(alone, group)
+    ours = {name[1:]: response for name, response in responses.items() if name[0] == stream}
+    expected = drain(alone)
+    assert ours.keys() == expected.keys()
+    same_bits(ours, expected)
 
 
 # Host and device.
