@@ -173,6 +173,17 @@ def test_a_tail_runs_in_the_program_with_fewer_rows():
     assert found.seconds == pytest.approx(4 * 1 + 0.5 + 2 * (4 * 0.25 + 0.1))
 
 
+def test_an_evaluation_rides_in_idle_slots_and_its_steps_take_longer():
+    """A response of 8 tokens is there first; a step beside it takes 1 + 2 seconds.
+
+    Beside one response of 4 it adds 4 steps; beside two of 8, which need two slots, 8.
+    """
+    how = {"riding_PG": [[8]], "riding_seconds": {2: 2.0}}
+    assert rollout([4]).seconds == pytest.approx(4 + 0.5)
+    assert rollout([4], **how).seconds == pytest.approx(8 * 3 + 2 * 0.5)
+    assert rollout([8, 8], **how).seconds == pytest.approx(8 * 3 + 8 * 1 + 4 * 0.5)
+
+
 def test_without_pages_the_youngest_is_preempted_and_recomputed():
     """Two responses of 12 tokens take 3 pages each at the end; there are 4 beside the null page."""
     found = rollout([12, 12], pages=5)

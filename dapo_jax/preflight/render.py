@@ -88,6 +88,8 @@ def cost_lines(found: Findings) -> list[str]:
         out += one_cost(name, program.fixed, found)
         if program.turn.cycles:
             out += one_cost(f"  a turn of {name}", program.turn, found)
+        if program.plain_turn != program.turn:
+            out += one_cost("    not truncating", program.plain_turn, found)
     return [*out, "all s: without attention's kernels"]
 
 

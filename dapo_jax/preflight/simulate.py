@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -31,7 +32,6 @@ from sharding import rules
 # generations of Qwen2.5-family models.
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
 PROBLEMS_A_SET = 30  # of an evaluation set, as AIME 2024 has
-EVALUATION = "decode (evaluation)"
 STEP_PARTS = ("prefill", "rollout", "reshard", "update", "evaluation", "save")  # fields of Step
 COLLECTIVE_SECONDS = 10e-6  # from the start of an exchange to its first bytes
 
@@ -184,16 +184,20 @@ def simulate_rollout(
     prompt_tokens: int,
     step_seconds: Mapping[int, Callable[[np.ndarray, np.ndarray], np.ndarray]],
     block_seconds: Mapping[int, float],
+    riding_PG: Sequence[Sequence[int]] = (),
+    riding_seconds: Mapping[int, float] = MappingProxyType({}),
 ) -> Rollout:
     """Runs the sampler's own scheduler on groups whose responses end after so many tokens.
 
     step_seconds: (tokens that the slots of each shard read [D], occupied slots [D]) -> seconds of a
     decode step [D], and block_seconds: of a block beside its steps, by the rows of a program; each
     block runs the smallest that holds the fullest shard. All shards wait for the slowest between
-    blocks. prompt_tokens: of every prompt, of which every slot reads all but the last.
+    blocks. prompt_tokens: of every prompt, of which every slot reads all but the last. riding_PG:
+    of an evaluation's groups, submitted first; a step of a shard that has one of them takes
+    riding_seconds longer.
     """
     scheduler = Scheduler(cache, shards)
-    for cursor, limits in enumerate(length_PG):
+    for cursor, limits in enumerate([*riding_PG, *length_PG]):
         scheduler.submit(cursor, prompt_tokens, limits)
     elapsed = 0.0
     tokens = blocks = prefills = slot_steps = 0
@@ -206,7 +210,9 @@ def simulate_rollout(
         live_D = np.bincount(plan.shard_N, plan.sampled_N, minlength=shards)
         live_D += occupied_D * (prompt_tokens - 1)
         rows = min(rows for rows in step_seconds if rows >= occupied_D.max())
-        elapsed += float((steps_D * step_seconds[rows](live_D, occupied_D)).max())
+        rides_D = np.bincount(plan.shard_N, plan.cursor_N < len(riding_PG), minlength=shards) > 0
+        seconds_D = step_seconds[rows](live_D, occupied_D) + rides_D * riding_seconds.get(rows, 0.0)
+        elapsed += float((steps_D * seconds_D).max())
         elapsed += block_seconds[rows]
         tokens += int(used_N.sum())
         blocks += 1
@@ -283,7 +289,7 @@ class Simulator:
             prefill=self.prefill(rollout),
             update=self.update(micro),
             reshard=self.seconds("reshard"),
-            evaluation=self.evaluation(mean),
+            evaluation=self.evaluation(mean, length_PG, rollout),
             save=self.save(),
             sampled_tokens=rollout.tokens,
             trained_tokens=int(kept_PG.sum()) + kept_PG.size * prompt,
@@ -303,21 +309,17 @@ class Simulator:
         """The time of a program that has no dynamic loop."""
         return self.slice.seconds(self.programs[program].fixed, self.assumed)
 
-    def rollout(self, length_PG, evaluation: Program | None = None) -> Rollout:
+    def rollout(self, length_PG, riding_PG: Sequence[Sequence[int]] = ()) -> Rollout:
         """Simulates the sampling of responses of these lengths with the recipe's cache.
 
-        evaluation: a program with all rows that takes longer than training's; as much is added to
-        those with fewer.
+        riding_PG: of the groups of an evaluation in the same session.
         """
         built, assumed = self.built, self.assumed
         read = token_bytes(built.sizes, bytes_per_value=2, model_ways=built.mesh.shape["model"])
         pages_rate = self.slice.chip.hbm_rate * assumed.pages
-        longer = 0.0
-        if evaluation:
-            longer = self.turn_seconds(evaluation) - self.turn_seconds(self.programs["decode"])
 
         def step_seconds(live_D, occupied_D, *, turn, slot):
-            return turn + longer + live_D * read / pages_rate + occupied_D * slot
+            return turn + live_D * read / pages_rate + occupied_D * slot
 
         all_rows = built.engine.sizes[-1][0]
         decodes = {
@@ -331,7 +333,7 @@ class Simulator:
             step_seconds={
                 rows: functools.partial(
                     step_seconds,
-                    turn=self.turn_seconds(decode),
+                    turn=self.slice.seconds(self.training_turn(decode), assumed),
                     slot=self.slot_seconds(decode.turn),
                 )
                 for rows, decode in decodes.items()
@@ -342,11 +344,18 @@ class Simulator:
                 + rows * self.slot_seconds(decode.fixed)
                 for rows, decode in decodes.items()
             },
+            riding_PG=riding_PG,
+            riding_seconds={
+                rows: self.slice.seconds(decode.turn, assumed)
+                - self.slice.seconds(self.training_turn(decode), assumed)
+                for rows, decode in decodes.items()
+            },
         )
 
-    def turn_seconds(self, decode: Program) -> float:
-        """The time of one decode step without its kernel."""
-        return self.slice.seconds(decode.turn, self.assumed)
+    def training_turn(self, decode: Program) -> Cost:
+        """The cost of a decode step in which training's slots alone are live."""
+        r = self.built.config.rollout
+        return decode.turn if r.top_p < 1 or r.top_k > 0 else decode.plain_turn
 
     def slot_seconds(self, cost: Cost) -> float:
         """What a program's kernels take for each slot, beside its bytes."""
@@ -370,18 +379,19 @@ class Simulator:
         fixed = self.slice.seconds(program.fixed, self.assumed)
         return micro_batches * turn + config.updates_per_step * fixed
 
-    def evaluation(self, mean: float) -> float:
-        """The time of the evaluations of all sets, over the steps between two of them."""
+    def evaluation(self, mean: float, length_PG, rollout: Rollout) -> float:
+        """What an evaluation adds to the rollout that it rides in, over the steps between two."""
         config = self.built.config
         if not config.eval.every_steps:
             return 0.0
-        elapsed = 0.0
+        riding_PG: list[Sequence[int]] = []
         for settings in eval_settings(config).values():
             groups = settings["max_prompts"] or PROBLEMS_A_SET
-            length_PG = self.lengths(mean, groups=groups, group_size=settings["k"])
-            rollout = self.rollout(length_PG, self.programs.get(EVALUATION))
-            elapsed += rollout.seconds + self.prefill(rollout)
-        return elapsed / config.eval.every_steps
+            lengths = self.lengths(mean, groups=groups, group_size=settings["k"])
+            riding_PG += lengths.tolist()
+        both = self.rollout(length_PG, riding_PG)
+        longer = both.seconds + self.prefill(both) - rollout.seconds - self.prefill(rollout)
+        return longer / config.eval.every_steps
 
     def save(self) -> float:
         """The time in which a checkpoint leaves the devices, over the steps between two."""
