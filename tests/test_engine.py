@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler import sampling as sampling_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
@@ -565,7 +566,9 @@ def side_by_side():
     """
     options = KERNELS["cpu"].compiler_options
     engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], compiler_options=options)
-    session = Session(engine, params, *STREAMS)
+    with pytest.MonkeyPatch.context() as patch:  # thresholds of 8, 16 and all 32 rows
+        patch.setattr(sampling_module, "FEW_TRUNCATED", 8)
+        session = Session(engine, params, *STREAMS)
     for group in GROUPS[:8]:
         for stream in range(len(STREAMS)):
             submit(session, group, stream=stream)
@@ -573,6 +576,24 @@ def side_by_side():
     while session.unfinished:
         responses |= by_name(session.step())
     return engine, params, responses, session
+
+
+def test_rows_of_truncated_streams_come_first(side_by_side, monkeypatch):
+    """Thresholds are looked for as far as the last of them."""
+    engine, params, _, _ = side_by_side
+    session, seen = Session(engine, params, *STREAMS), []
+    decode = engine.decode
+
+    def recorded(*arguments):
+        rows = arguments[4]
+        seen.append(rows["stream"][rows["active"] > 0].tolist())
+        return decode(*arguments)
+
+    monkeypatch.setattr(engine, "decode", recorded)
+    for group, stream in zip(GROUPS[:4], (0, 1, 3, 2), strict=True):
+        submit(session, group, stream=stream)
+    session.step()
+    assert seen == [[1] * 4 + [2] * 4 + [0] * 4 + [3] * 4]
 
 
 @pytest.mark.parametrize("stream", range(4))

@@ -178,7 +178,7 @@ def test_an_evaluation_rides_in_idle_slots_and_its_steps_take_longer():
 
     Beside one response of 4 it adds 4 steps; beside two of 8, which need two slots, 8.
     """
-    how = {"riding_PG": [[8]], "riding_seconds": {2: 2.0}}
+    how = {"riding_PG": [[8]], "riding_seconds": lambda rows, slots_D: 2.0 * slots_D}
     assert rollout([4]).seconds == pytest.approx(4 + 0.5)
     assert rollout([4], **how).seconds == pytest.approx(8 * 3 + 2 * 0.5)
     assert rollout([8, 8], **how).seconds == pytest.approx(8 * 3 + 8 * 1 + 4 * 0.5)

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from dapo_jax.sampler.sampling import request_keys, sample_token, truncate, uniform_at
+from dapo_jax.sampler.sampling import (
+    request_keys,
+    sample_token,
+    truncate,
+    truncated_sizes,
+    uniform_at,
+)
 from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
 from tests.quick import jit
@@ -243,6 +249,19 @@ def test_each_row_is_truncated_as_its_stream_says(ways):
         alone_RV = jit_truncate(logits_V[None], top_p=TOP_P[stream], top_k=TOP_K[stream])
         assert np.array_equal(row_V, alone_RV[0])
     assert np.array_equal(truncated_RV[::4], logits_RV[::4])
+
+
+def test_of_many_rows_the_first_are_looked_at_as_far_as_live_ones_need_it():
+    """The sizes are 128, 256 and all 300; rows behind the last live one stay as they are."""
+    logits_RV = np.random.default_rng(0).normal(0, 3, (300, 300)).astype(np.float32)
+    alone_RV = np.asarray(jit_truncate(logits_RV, top_p=0.7, top_k=0))
+    run = jit(truncate_streams)
+    for last, size in ((1, 128), (127, 128), (128, 256), (256, 300), (299, 300)):
+        truncated_RV = np.asarray(run(logits_RV, np.ones(300, int), np.arange(300) == last))
+        assert np.array_equal(truncated_RV[:size], alone_RV[:size]), last
+        assert np.array_equal(truncated_RV[size:], logits_RV[size:]), last
+    assert truncated_sizes(300) == [0, 128, 256, 300]
+    assert truncated_sizes(128) == [0, 128]
 
 
 def test_thresholds_that_no_live_row_needs_are_not_searched_for():

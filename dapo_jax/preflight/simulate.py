@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import token_bytes
+from dapo_jax.sampler.sampling import truncated_sizes
 from dapo_jax.sampler.scheduler import Scheduler
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
@@ -185,7 +185,7 @@ def simulate_rollout(
     step_seconds: Mapping[int, Callable[[np.ndarray, np.ndarray], np.ndarray]],
     block_seconds: Mapping[int, float],
     riding_PG: Sequence[Sequence[int]] = (),
-    riding_seconds: Mapping[int, float] = MappingProxyType({}),
+    riding_seconds: Callable[[int, np.ndarray], np.ndarray] = lambda rows, slots_D: 0.0,
 ) -> Rollout:
     """Runs the sampler's own scheduler on groups whose responses end after so many tokens.
 
@@ -193,8 +193,8 @@ def simulate_rollout(
     decode step [D], and block_seconds: of a block beside its steps, by the rows of a program; each
     block runs the smallest that holds the fullest shard. All shards wait for the slowest between
     blocks. prompt_tokens: of every prompt, of which every slot reads all but the last. riding_PG:
-    of an evaluation's groups, submitted first; a step of a shard that has one of them takes
-    riding_seconds longer.
+    of an evaluation's groups, submitted first; riding_seconds(rows, their slots on each shard
+    [D]): how much longer a step takes for them.
     """
     scheduler = Scheduler(cache, shards)
     for cursor, limits in enumerate([*riding_PG, *length_PG]):
@@ -210,8 +210,8 @@ def simulate_rollout(
         live_D = np.bincount(plan.shard_N, plan.sampled_N, minlength=shards)
         live_D += occupied_D * (prompt_tokens - 1)
         rows = min(rows for rows in step_seconds if rows >= occupied_D.max())
-        rides_D = np.bincount(plan.shard_N, plan.cursor_N < len(riding_PG), minlength=shards) > 0
-        seconds_D = step_seconds[rows](live_D, occupied_D) + rides_D * riding_seconds.get(rows, 0.0)
+        riding_D = np.bincount(plan.shard_N[plan.cursor_N < len(riding_PG)], minlength=shards)
+        seconds_D = step_seconds[rows](live_D, occupied_D) + riding_seconds(rows, riding_D)
         elapsed += float((steps_D * seconds_D).max())
         elapsed += block_seconds[rows]
         tokens += int(used_N.sum())
@@ -345,12 +345,19 @@ class Simulator:
                 for rows, decode in decodes.items()
             },
             riding_PG=riding_PG,
-            riding_seconds={
-                rows: self.slice.seconds(decode.turn, assumed)
-                - self.slice.seconds(self.training_turn(decode), assumed)
-                for rows, decode in decodes.items()
-            },
+            riding_seconds=lambda rows, slots_D: np.array(
+                [self.truncating_seconds(decodes[rows], rows, slots) for slots in slots_D]
+            ),
         )
+
+    def truncating_seconds(self, decode: Program, rows: int, slots: int) -> float:
+        """What a step takes longer in which an evaluation has so many slots: of its core a part."""
+        part = next(size for size in truncated_sizes(rows) if size >= slots) / rows
+        if not part:
+            return 0.0
+        more = decode.turn - self.training_turn(decode)
+        part_of = {"cycles": part * more.cycles, "copied_bytes": part * more.copied_bytes}
+        return self.slice.seconds(dataclasses.replace(more, **part_of), self.assumed)
 
     def training_turn(self, decode: Program) -> Cost:
         """The cost of a decode step in which training's slots alone are live."""

@@ -1,5 +1,6 @@
 """Samples one token a row: truncation, the inverse CDF, and random keys that name the request."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +13,7 @@ BISECTIONS = 26  # finds the threshold to 5e-7 nats or better
 CDF_BLOCK = 128
 UNIFORM_GRID = 2.0**-23  # uniform numbers are multiples of it
 WHOLE = 2.0**31  # what a row's weights add up to as integers
+FEW_TRUNCATED = 128  # rows that a step looks at, at least, where any is truncated: a TPU's lanes
 
 
 def request_keys(run_key, cursor_B, sample_B):
@@ -58,9 +60,9 @@ def truncate(
     costs more than the model's head.
 
     top_p, top_k: of every stream. stream_R: each row's stream; live_R: the rows that count. Both
-    are looked at only where streams differ: then a step in which no live row needs a threshold
-    does not search for it. What no stream needs is not in the program. axis: as of
-    `sample_token`. Chips exchange their top k, and a sum a bisection.
+    are looked at only where streams differ: then thresholds are searched for in the first rows
+    alone, as far as live ones need any (`truncated_sizes`). What no stream needs is not in the
+    program. axis: as of `sample_token`. Chips exchange their top k, and a sum a bisection.
     """
 
     def masked(logits_RV, limits, off, threshold):
@@ -71,13 +73,7 @@ def truncate(
         if len(set(limits)) == 1:
             least_R1 = threshold(logits_RV, limit)
         else:
-            none_R1 = jnp.full_like(logits_RV[:, :1], -jnp.inf)
-            needs_R1 = limit != off
-            least_R1 = jax.lax.cond(
-                jnp.any(needs_R1 & live_R[:, None]),
-                lambda: jnp.where(needs_R1, threshold(logits_RV, limit), none_R1),
-                lambda: none_R1,
-            )
+            least_R1 = _of_first_rows(logits_RV, limit, limit != off, live_R, threshold)
         # Not what is at least the threshold: a logit that is not finite has to stay one.
         return jnp.where(logits_RV < least_R1, MASKED, logits_RV)
 
@@ -88,6 +84,29 @@ def truncate(
         return _of_mass(logits_RV, mass, axis=axis)
 
     return masked(masked(logits_RV, top_k, 0, kth_best), top_p, 1.0, of_mass)
+
+
+def truncated_sizes(rows: int) -> list[int]:
+    """Lists how many of the first rows are looked at where streams differ: none up to all."""
+    powers = [FEW_TRUNCATED * 2**i for i in range(rows.bit_length())]
+    return [0, *(size for size in powers if size < rows), rows]
+
+
+def _of_first_rows(logits_RV, limit_R1, needs_R1, live_R, threshold):
+    """Finds the thresholds of rows that need one, up to the last live one; -inf for all others."""
+    R = len(logits_RV)
+    sizes = truncated_sizes(R)
+
+    def of_first(size: int):
+        if not size:
+            return jnp.full((R, 1), -jnp.inf, logits_RV.dtype)
+        found = threshold(logits_RV[:size], limit_R1[:size])
+        found = jnp.where(needs_R1[:size], found, -jnp.inf)
+        return jnp.pad(found, ((0, R - size), (0, 0)), constant_values=-jnp.inf)
+
+    last = jnp.max(jnp.where(needs_R1[:, 0] & live_R, jnp.arange(1, R + 1), 0))
+    which = jnp.sum(last > jnp.asarray(sizes))
+    return jax.lax.switch(which, [functools.partial(of_first, size) for size in sizes])
 
 
 def _kth_best(logits_RV, k, *, most: int, axis: str | None):

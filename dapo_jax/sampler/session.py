@@ -70,6 +70,7 @@ class Session:
         self._engine, self._params, self._samplings = engine, params, samplings
         run_key_Z = np.stack([jax.random.key_data(stream.key) for stream in streams])
         self._run_key_Z = hosts.place(run_key_Z, rules.replicated(engine.mesh))
+        self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in samplings])
         self._prompt_pages, self._pages = engine.new_pages()
         self._scheduler = Scheduler(cache, engine.shards)
         self._asked: dict[int, _Asked] = {}  # by number
@@ -145,6 +146,7 @@ class Session:
         self._prefill(plan.prefills)
         prefill_seconds = time.perf_counter() - prefill_start
         rows, page_P, row_N = self._scheduler.table(self._engine.sizes)
+        row_N = self._truncated_first(plan, rows, row_N)
         rows["token"][row_N] = self._next_tokens(plan)
         rows["stream"][row_N], rows["cursor"][row_N] = self._name_QX[plan.cursor_N].T
         launched = time.perf_counter()
@@ -181,6 +183,17 @@ class Session:
                 self._params, self._prompt_pages, tokens_RT, page_RI
             )
         jax.block_until_ready(self._prompt_pages)
+
+    def _truncated_first(self, plan: Plan, rows: np.ndarray, row_N: np.ndarray) -> np.ndarray:
+        """Moves the rows of truncated streams to the front of their shard; returns the places.
+
+        There `sampling.truncate` looks for them.
+        """
+        behind_N = ~self._truncates_Z[self._name_QX[plan.cursor_N, 0]]
+        place_N = np.empty_like(row_N)
+        place_N[np.lexsort((behind_N, plan.shard_N))] = row_N
+        rows[place_N] = rows[row_N]
+        return place_N
 
     def _next_tokens(self, plan: Plan) -> np.ndarray:
         """Finds the token that each occupied slot feeds first: its newest, or its prompt's last."""
