@@ -64,7 +64,8 @@ class ScriptedSession:
     """A real Scheduler behind a Session's methods, with scripted lengths and a roomy cache.
 
     `calls` is all that was asked of it, in order; a step also has what each slot sampled and which
-    groups it finished. others: lengths of groups of stream 1, which are there from the beginning.
+    groups it finished. others: lengths of groups of stream 1, which are there from the beginning;
+    they have the script's last cursors.
     """
 
     def __init__(self, script: Script, *, slots: int, block_tokens: int, others=()):
@@ -86,7 +87,7 @@ class ScriptedSession:
         )
         self._scheduler = Scheduler(cache, shards=1)
         self._names: list[tuple[int, int]] = []
-        for cursor, lengths in enumerate(others):
+        for cursor, lengths in enumerate(others, start=len(script.length_PG) - len(others)):
             self._scheduler.submit(len(self._names), 2, np.minimum(lengths, longest).tolist())
             self._names.append((1, cursor))
 
@@ -268,7 +269,7 @@ def test_groups_of_other_streams_do_not_change_which_are_kept():
         left += len(session.unfinished)
         while session.unfinished:
             finished += session.step()
-        assert sorted(group.cursor for group in finished) == list(range(6))
+        assert sorted(group.cursor for group in finished) == list(range(18, 24))
         tokens = sum(int(b.useful_B[b.stream_B == 0].sum()) for b in session.blocks)
         assert one.stats.sampled_tokens == tokens
         assert one.stats.busy_slot_steps > tokens

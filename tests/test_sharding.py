@@ -46,7 +46,7 @@ RUN_KEY = jax.random.key(11)
 # Two of the prompts are sampled in another way, with thresholds that devices find together.
 STREAMS = (
     Stream(RUN_KEY, SAMPLING),
-    Stream(jax.random.key(12), dataclasses.replace(SAMPLING, temperature=1.0, top_p=0.7, top_k=30)),
+    Stream(jax.random.key(12), dataclasses.replace(SAMPLING, temperature=1.0, top_p=0.7, top_k=8)),
 )
 
 
