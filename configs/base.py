@@ -101,7 +101,8 @@ def get_config() -> ConfigDict:
 
     config.eval = ConfigDict()
     config.eval.sets = ConfigDict()  # name -> dataset(...); --config.eval.sets.NEW.path=FILE adds
-    config.eval.every_steps = 5  # and before training; 0: never
+    # Beside the next step's rollout; also before training, and after it alone. 0: never.
+    config.eval.every_steps = 5
     # What a set does not say itself:
     config.eval.samples_per_prompt = 32  # k of mean@k, pass@k, maj@k
     config.eval.max_prompts = 0  # the first so many of each set; 0: all

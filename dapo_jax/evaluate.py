@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings
-from dapo_jax.rollout import collect
+from dapo_jax.rollout import Grading
 from dapo_jax.run import build, checks, command
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.display import evaluation_line
@@ -32,7 +32,7 @@ from dapo_jax.run.record import (
     write_own_results,
     write_responses,
 )
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
 
@@ -80,39 +80,82 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+class Evaluation:
+    """Evaluates sets in a session that may sample other groups beside theirs.
+
+    All requests are submitted at once: where this is done first, the tails of training's groups and
+    theirs overlap. What each gives depends on the weights alone. Use it as a context manager.
+
+    first_stream: of the session's streams that of the first set; the others' follow.
+    """
+
+    def __init__(self, session: Session, sets: Mapping[str, build.EvalSet], *, first_stream: int):
+        self._session = session
+        self._sets = dict(enumerate(sets.items(), start=first_stream))
+        self._groups: list[Group] = []
+        self._grading = Grading(lambda group: self._sets[group.stream][1].dataset.grade(group))
+        for stream, (_, chosen) in self._sets.items():
+            for cursor, prompt in enumerate(chosen.dataset.prompts):
+                session.submit(cursor, prompt, group_size=chosen.k, stream=stream)
+
+    def __enter__(self) -> "Evaluation":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._grading.__exit__(*error)
+
+    def take(self, finished: Sequence[Group]) -> None:
+        """Takes finished groups of the sets; they are graded behind the decoding."""
+        self._groups += self._grading.exchange(finished)
+
+    def finish(
+        self,
+        *,
+        report: Callable[[str], None],
+        keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
+    ) -> dict[str, dict[str, float]]:
+        """Samples what is unfinished, which is theirs alone, and returns each set's scores.
+
+        keep: is given each set's name and groups of responses.
+        """
+        while self._session.unfinished:
+            report(f"evaluate: {len(self._session.unfinished)} groups to go")
+            self.take(self._session.step())
+        self.take([])
+        results = {}
+        for stream, (name, _) in self._sets.items():
+            groups = [group for group in self._groups if group.stream == stream]
+            groups.sort(key=lambda group: group.cursor)
+            results[name] = summarize(groups)
+            keep(name, groups)
+        return results
+
+
+def streams(config: ConfigDict, sets: Mapping[str, build.EvalSet]) -> list[Stream]:
+    """Returns the streams of the sets, each with its own randomness, the same each time."""
+    stream = build.key(config, build.EVAL_STREAM)
+    return [
+        Stream(jax.random.fold_in(stream, zlib.crc32(name.encode())), chosen.sampling)
+        for name, chosen in sets.items()
+    ]
+
+
 def evaluate(
     config: ConfigDict,
     programs: build.Programs,
     params,
-    sets: dict[str, build.EvalSet],
+    sets: Mapping[str, build.EvalSet],
     *,
     report: Callable[[str], None],
     keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
 ) -> dict[str, dict[str, float]]:
-    """Evaluates every set. `params` are the sampler's; the randomness is the same each time.
+    """Evaluates the sets alone, with programs for them. `params` are the sampler's.
 
     keep: is given each set's name and groups of responses.
     """
-    results = {}
-    for name, chosen in sets.items():
-        prompts = chosen.dataset.prompts
-        stream = build.key(config, build.EVAL_STREAM)
-        key = jax.random.fold_in(stream, zlib.crc32(name.encode()))  # each set its own
-        rollouts = collect(
-            Session(programs.engine, params, key, chosen.sampling),
-            prompts.__getitem__,
-            chosen.dataset.grade,
-            0,
-            group_size=chosen.k,
-            num_prompts=len(prompts),
-            max_prompts=len(prompts),
-            expected_rate=1.0,
-            dynamic_sampling=False,
-            report=lambda message, name=name: report(f"evaluate {name}: {message}"),
-        )
-        results[name] = summarize(rollouts.sampled)
-        keep(name, rollouts.sampled)
-    return results
+    session = Session(programs.engine, params, *streams(config, sets))
+    with Evaluation(session, sets, first_stream=0) as evaluation:
+        return evaluation.finish(report=report, keep=keep)
 
 
 def settings_of(config: ConfigDict) -> dict[str, dict]:
@@ -192,7 +235,7 @@ def main(_):
 
     results = evaluate(config, programs, sampler_params, data.eval_sets, report=say, keep=keep)
     paths = write_own_results(workdir, step, results, settings)
-    say(evaluation_line({"step": step - 1, **result_row(results)}))
+    say(evaluation_line(step, result_row(results)))
     for name, scores in results.items():
         if scores["no_answer_fraction"] > 0.8:
             say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))

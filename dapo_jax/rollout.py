@@ -14,6 +14,10 @@ from dapo_jax.sampler.session import Session
 from dapo_jax.types import BlockRecord, Group, Prompt, Rollouts, RolloutStats
 from sharding import hosts
 
+TRAINING = 0  # of a session's streams the one that is trained on
+# One thread for all: no task is asked by two at once.
+_GRADER = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grader")
+
 
 def collect(
     session: Session,
@@ -28,6 +32,7 @@ def collect(
     dynamic_sampling: bool,
     report: Callable[[str], None],
     success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G"),
+    beside: Callable[[Sequence[Group]], None] = lambda finished: None,
 ) -> Rollouts:
     """Samples a stream of groups until `num_prompts` are informative (dynamic sampling, Eq. 11).
 
@@ -40,19 +45,24 @@ def collect(
     before there are any). After `max_prompts` there may be fewer groups than wanted, or none: the
     caller decides what to do then. Without dynamic sampling the first `num_prompts` are all kept.
 
+    The session may have groups of other streams, submitted before: they are sampled in order, and
+    those that are unfinished when training has its groups stay so. Which groups are kept does not
+    depend on them; how many prompts are issued does, as slots fall idle at other times.
+
     prompt_at(cursor): the stream's prompts. grade(group): the group with texts and verdicts; every
-    process grades its share of the groups, and all get all verdicts.
+    process grades its share of the groups, and all get all verdicts. beside: is given the groups
+    of other streams that finish.
     """
     limit = cursor + (max_prompts if dynamic_sampling else num_prompts)
     known = _Known(cursor, success, prior_rate=expected_rate, prior_groups=num_prompts / 4)
     issued = 0
-    with _Grading(grade) as grading:
+    with Grading(grade) as grading:
         while True:
             # No group behind enough informative ones can be among the first.
             enough = dynamic_sampling and len(known.informative) >= num_prompts
             end = known.informative[num_prompts - 1] + 1 if enough else limit
-            for place in session.unfinished:
-                if place >= end:
+            for stream, place in session.unfinished:
+                if stream == TRAINING and place >= end:
                     session.cancel(place)
             if known.end >= end:
                 break
@@ -65,7 +75,9 @@ def collect(
                 issued += 1
             found = f"{len(known.informative)} informative of " if dynamic_sampling else ""
             report(f"rollout: {found}{len(known.groups)} groups, {num_prompts} wanted")
-            known.add(grading.exchange(session.step() if session.unfinished else []))
+            finished = session.step() if session.unfinished else []
+            beside([group for group in finished if group.stream != TRAINING])
+            known.add(grading.exchange([g for g in finished if g.stream == TRAINING]))
     sampled = [known.groups[place] for place in range(cursor, end)]
     kept = np.arange(num_prompts)
     if dynamic_sampling:
@@ -127,39 +139,39 @@ class _Known:
         return len(self.informative) + under_way * rate - spread
 
 
-class _Grading:
+class Grading:
     """Grades finished groups behind the decoding of the next block, a share on each process.
 
     Verdicts are used one block after the group finished, waiting if need be, so that what is
-    issued when does not depend on the grader's speed. seconds: of grading, and of waiting for it.
+    issued when does not depend on the grader's speed. Leaving the context gives up what is pending.
+    seconds: of grading, and of waiting for it.
     """
 
     def __init__(self, grade: Callable[[Group], Group]):
         self.seconds = {"verify": 0.0, "verify_wait": 0.0}
         self._grade = grade
         self._pending: list[tuple[Group, concurrent.futures.Future | None]] = []
-        self._pool = concurrent.futures.ThreadPoolExecutor(1)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self._pool.shutdown(cancel_futures=True)
+        jobs = [job for _, job in self._pending if job is not None]
+        concurrent.futures.wait([job for job in jobs if not job.cancel()])
 
     def exchange(self, finished: Sequence[Group]) -> list[Group]:
         """Begins to grade groups; returns those of the call before, graded, in their order."""
         pending, self._pending = self._pending, []
         for group in finished:
             mine = hosts.is_mine(group.cursor)
-            self._pending.append((group, self._pool.submit(self._timed, group) if mine else None))
+            self._pending.append((group, _GRADER.submit(self._timed, group) if mine else None))
         if not pending:
             return []
         start = time.perf_counter()
-        jobs = {group.cursor: job for group, job in pending if job is not None}
-        mine = {cursor: job.result().grades for cursor, job in jobs.items()}
-        grades = {cursor: it for share in hosts.gather(mine) for cursor, it in share.items()}
+        mine = {i: job.result().grades for i, (_, job) in enumerate(pending) if job is not None}
+        grades = {i: it for share in hosts.gather(mine) for i, it in share.items()}
         self.seconds["verify_wait"] += time.perf_counter() - start
-        return [group.graded(*grades[group.cursor]) for group, _ in pending]
+        return [group.graded(*grades[i]) for i, (group, _) in enumerate(pending)]
 
     def _timed(self, group: Group) -> Group:
         start = time.perf_counter()
@@ -171,22 +183,22 @@ class _Grading:
 def rollout_stats(
     session: Session, *, requests: int, grading_seconds: dict[str, float]
 ) -> RolloutStats:
-    """Adds up the session's blocks."""
+    """Adds up the session's blocks: the tokens of training, the work of all streams."""
     blocks = session.blocks
     waiting = [block for block in blocks if block.waiting]
 
     def slot_steps(of: Sequence[BlockRecord]) -> int:
         return sum(block.steps * len(block.useful_B) for block in of)
 
-    def sampled_tokens(of: Sequence[BlockRecord]) -> int:
+    def busy(of: Sequence[BlockRecord]) -> int:
         return sum(int(block.useful_B.sum()) for block in of)
 
     return RolloutStats(
-        sampled_tokens=sampled_tokens(blocks),
+        sampled_tokens=sum(int(b.useful_B[b.stream_B == TRAINING].sum()) for b in blocks),
         slot_steps=slot_steps(blocks),
-        busy_slot_steps=sampled_tokens(blocks),
+        busy_slot_steps=busy(blocks),
         waiting_slot_steps=slot_steps(waiting),
-        busy_waiting_slot_steps=sampled_tokens(waiting),
+        busy_waiting_slot_steps=busy(waiting),
         requests=requests,
         prefilled_prompts=session.prefilled_prompts,
         cache_use=max((block.cache_use for block in blocks), default=0.0),

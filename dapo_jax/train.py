@@ -18,11 +18,11 @@ import jax
 from ml_collections import ConfigDict
 
 from dapo_jax.algorithm import group_advantage, shaped_reward
-from dapo_jax.evaluate import evaluate, settings_of
+from dapo_jax.evaluate import Evaluation, settings_of, streams
 from dapo_jax.learner import TrainState, warmup_learning_rate
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.rollout import collect, minibatches, success_by
+from dapo_jax.rollout import TRAINING, collect, minibatches, success_by
 from dapo_jax.run import build, checks, command, restore
 from dapo_jax.run.alarms import (
     Alarms,
@@ -30,13 +30,11 @@ from dapo_jax.run.alarms import (
     require_finite_start,
     require_finite_to_save,
 )
-from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.failures import telling_saved_steps
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
 from dapo_jax.run.record import Record, banner, claim, result_row, write_results
 from dapo_jax.run.snapshots import Snapshots
-from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Rollouts
 from sharding import hosts
 
@@ -50,8 +48,8 @@ class Run:
     data: build.Data
     start_weights: dict | None
     update: Callable
-    sampling: Sampling
-    key: jax.Array
+    sets: dict[str, build.EvalSet]  # that are evaluated now and then
+    streams: tuple[Stream, ...]  # of every session: training's, then those of the sets
     record: Record
     alarms: Alarms
     snapshots: Snapshots
@@ -62,18 +60,25 @@ class Run:
         """The weights as the sampler shards them."""
         return self.programs.reshard(state.params, self.start_weights)
 
-    def evaluate(self, weights: dict, finished_steps: int) -> dict[str, float]:
-        """Evaluates all sets, writes the results, and returns them as keys of a metrics row."""
-        results = evaluate(
-            self.config,
-            self.programs,
-            weights,
-            self.data.eval_sets,
+    def rides(self, step: int) -> bool:
+        """Whether the policy that a step samples is evaluated in the same session."""
+        return bool(self.sets) and step % self.config.eval.every_steps == 0
+
+    def evaluate(self, weights: dict, finished_steps: int) -> None:
+        """Evaluates all sets in a session of their own."""
+        session = Session(self.programs.engine, weights, *self.streams)
+        with Evaluation(session, self.sets, first_stream=TRAINING + 1) as evaluation:
+            self.scores(evaluation, finished_steps, in_row=False)
+
+    def scores(self, evaluation: Evaluation, finished_steps: int, *, in_row: bool) -> dict:
+        """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
+        results = evaluation.finish(
             report=self.record.display.phase,
             keep=functools.partial(self.record.responses, finished_steps),
         )
         settings = settings_of(self.config)
         write_results(self.record.workdir, finished_steps, results, settings)
+        self.record.evaluation(finished_steps, result_row(results), in_row=in_row)
         return result_row(results)
 
 
@@ -87,14 +92,12 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
         run, state, progress = start(config, workdir, stack, origin)
         weights = run.sampler_weights(state)
         begins = run.first_step == run.begin_step
-        if begins and config.eval.every_steps and run.data.eval_sets:
-            scores = run.evaluate(weights, finished_steps=run.first_step)
-            run.record.display.line(evaluation_line({"step": run.first_step - 1, **scores}))
+        if begins and run.sets and not run.rides(run.first_step):  # a fork: all have a first point
+            run.evaluate(weights, run.first_step)
 
         for step in range(run.first_step, config.num_steps):
             watch = Stopwatch()
-            with watch("rollout"):  # until enough groups are informative (Eq. 11)
-                rollouts = sample(run, weights, progress)
+            rollouts, scores = sample(run, step, weights, progress, watch)
             if stopped := at_generation_cap(run, step, rollouts):
                 run.snapshots.take(step, state, progress, force=True)
                 break
@@ -111,14 +114,15 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
             rate = warmup_learning_rate(step, **schedule(config))
             with watch("update"):
                 state, updates = take_updates(run, state, rollouts, advantage_PG, rate)
-            weights, scores = run.sampler_weights(state), {}
-            if is_due(step, config.eval.every_steps, config.num_steps) and run.data.eval_sets:
-                with watch("evaluate"):
-                    scores = run.evaluate(weights, finished_steps=step + 1)
+            weights = run.sampler_weights(state)
 
             sampled_tokens = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
             done = Step(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores)
             done, stopped = run.alarms.look(done, progress["row"])
+            ends = step + 1 == config.num_steps
+            if run.sets and (ends or (stopped and run.rides(step + 1))):  # no step follows
+                with watch("evaluate"):
+                    run.evaluate(weights, step + 1)
             progress = {
                 "cursor": rollouts.cursor,
                 "sampled_tokens_total": sampled_tokens,
@@ -127,8 +131,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
             with watch("save"):
                 run.record.wait()
                 require_finite_to_save(state, updates, step)
-                last = step + 1 == config.num_steps or bool(stopped)
-                run.snapshots.take(step + 1, state, progress, force=last)
+                run.snapshots.take(step + 1, state, progress, force=ends or bool(stopped))
             run.record.step(step_row(done, watch.seconds()), rollouts, reward_PG)
             if stopped:
                 break
@@ -174,18 +177,19 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     record.display.phase("compiling the update")
     update = programs.compile_update()
     record.display.phase("compiling the sampler")
-    sampling = build.sampling(config, tokenizer)
-    programs.engine.compile(sampling)
-    for chosen in data.eval_sets.values() if config.eval.every_steps else ():
-        programs.engine.compile(chosen.sampling)
+    sets = data.eval_sets if config.eval.every_steps > 0 else {}
+    key = build.key(config, build.ROLLOUT_STREAM)
+    training = Stream(key, build.sampling(config, tokenizer))
+    of_run = (training, *streams(config, sets))
+    programs.engine.compile(*(stream.sampling for stream in of_run))
     run = Run(
         config=config,
         programs=programs,
         data=data,
         start_weights=start_weights,
         update=update,
-        sampling=sampling,
-        key=build.key(config, build.ROLLOUT_STREAM),
+        sets=sets,
+        streams=of_run,
         record=record,
         alarms=Alarms(programs, record.display.line),
         snapshots=snapshots,
@@ -195,14 +199,33 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     return run, begun.state, begun.progress
 
 
-def sample(run: Run, weights: dict, progress: dict) -> Rollouts:
-    """Samples and grades one step's groups (Eq. 11)."""
+def sample(
+    run: Run, step: int, weights: dict, progress: dict, watch: Stopwatch
+) -> tuple[Rollouts, dict[str, float]]:
+    """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
+
+    Returns (the rollouts, the scores as keys of a metrics row). The evaluation's requests, which
+    run to their ends, are asked for first: training's fill the slots that they leave.
+    """
+    session = Session(run.programs.engine, weights, *run.streams)
+    sets = run.sets if run.rides(step) else {}
+    with Evaluation(session, sets, first_stream=TRAINING + 1) as evaluation:
+        with watch("rollout"):
+            rollouts = sample_groups(run, session, progress, evaluation)
+        if not sets:
+            return rollouts, {}
+        with watch("evaluate"):
+            return rollouts, run.scores(evaluation, finished_steps=step, in_row=True)
+
+
+def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evaluation) -> Rollouts:
+    """Samples until enough of training's groups are informative."""
     r = run.config.rollout
     expected_rate = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress["row"]:
         expected_rate = last["groups/informative"] / last["groups/sampled"]
     return collect(
-        Session(run.programs.engine, weights, run.key, run.sampling),
+        session,
         run.data.stream.__getitem__,
         run.data.train.grade,
         progress["cursor"],
@@ -213,6 +236,7 @@ def sample(run: Run, weights: dict, progress: dict) -> Rollouts:
         dynamic_sampling=run.config.algo.dynamic_sampling,
         report=run.record.display.phase,
         success=success_by(run.config.algo.filter_groups, **overlong(run.config)),
+        beside=evaluation.take,
     )
 
 
@@ -262,11 +286,6 @@ def take_updates(run: Run, state: TrainState, rollouts: Rollouts, advantage_PG, 
         jax.block_until_ready(updates[-1:])
         updates.append(metrics)
     return state, hosts.fetch(updates)
-
-
-def is_due(step: int, every_steps: int, num_steps: int) -> bool:
-    """Whether what is done every so many steps (0: never), and at the end, is due after `step`."""
-    return every_steps > 0 and ((step + 1) % every_steps == 0 or step + 1 == num_steps)
 
 
 def main(_):

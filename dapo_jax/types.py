@@ -85,12 +85,14 @@ class Response:
 class Group:
     """One prompt and its G responses, by sample index; `cursor` is its place in the stream.
 
-    The properties are arrays [G]; correct_G and score_G need graded responses.
+    The properties are arrays [G]; correct_G and score_G need graded responses. stream: the
+    session's that it was sampled for.
     """
 
     cursor: int
     prompt: Prompt
     responses: tuple[Response, ...]
+    stream: int = 0
 
     def graded(self, texts: Sequence[str], verdicts: Sequence[Verdict]) -> "Group":
         """The group with a text and a verdict for each response."""
@@ -131,13 +133,15 @@ class Group:
 class BlockRecord:
     """What one block of decode steps did, for the metrics and the timeline.
 
-    cursor_B: of the request in each slot of all shards, -1 in a free one. useful_B: tokens of its
-    response that each slot sampled. waiting: whether requests were left to fill slots with.
+    stream_B, cursor_B, sample_B: of the request in each slot of all shards; the cursor is -1 in a
+    free one. useful_B: tokens of its response that each slot sampled. waiting: whether requests
+    were left to fill slots with.
     """
 
     start_seconds: float
     end_seconds: float
     steps: int
+    stream_B: np.ndarray
     cursor_B: np.ndarray
     sample_B: np.ndarray
     useful_B: np.ndarray
@@ -147,9 +151,13 @@ class BlockRecord:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStats:
-    """The work that sampling a step's groups took. Token counts include what was discarded."""
+    """The work that sampling a step's groups took, what was discarded included.
 
-    sampled_tokens: int
+    Slots, prompts and cache are those of other streams too, until training has its groups; blocks
+    go on to the session's end.
+    """
+
+    sampled_tokens: int  # for training
     slot_steps: int  # decode steps times slots
     busy_slot_steps: int  # that sampled a token of a response,
     waiting_slot_steps: int  # the same two while requests were left to refill slots with

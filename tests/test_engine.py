@@ -13,11 +13,12 @@ from flax import nnx
 
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan
+from dapo_jax.sampler import sampling as sampling_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.sampler.sampling import request_keys, uniform_at
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt, Response
 from models.kernels import KERNELS
 from models.parameters import param_axes
@@ -149,7 +150,7 @@ def drain(session):
 
 def sample_prompts(engine, params, sampling, *, run_key=RUN_KEY, prompts=PROMPTS):
     """Samples all prompts: ({(cursor, sample): response}, session)."""
-    session = Session(engine, params, run_key, sampling)
+    session = Session(engine, params, Stream(run_key, sampling))
     for cursor, prompt in prompts.items():
         session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
     return drain(session), session
@@ -366,7 +367,7 @@ def scripted(is_stop_RT):
         max_response_tokens=T,
     )
     engine, params = build(config, cache, params)
-    session = Session(engine, params, RUN_KEY, sampling)
+    session = Session(engine, params, Stream(RUN_KEY, sampling))
     for r in range(R):
         session.submit(r, Prompt(name_RT[r, :1]), group_size=1)
     responses = drain(session)
@@ -442,15 +443,15 @@ class Runs:
     used: set
 
 
-def submit(session, group):
+def submit(session, group, **stream):
     size = len(group.max_tokens)
     prompt = Prompt(group.prompt)
-    session.submit(group.cursor, prompt, group_size=size, max_tokens=group.max_tokens)
+    session.submit(group.cursor, prompt, group_size=size, max_tokens=group.max_tokens, **stream)
 
 
 def sample_groups(engine, params, groups):
     """Samples groups that are submitted at once, in order: ({request: response}, session)."""
-    session = Session(engine, params, RUN_KEY, TO_THE_LIMIT)
+    session = Session(engine, params, Stream(RUN_KEY, TO_THE_LIMIT))
     for group in groups:
         submit(session, group)
     return drain(session), session
@@ -510,12 +511,12 @@ def test_neighbours_full_slots_and_restarts_change_no_bit(runs):
 def test_the_order_and_cancelled_groups_change_no_bit(runs, seed):
     """Another order means other slots, pages and neighbours; half of the groups are cancelled."""
     order = np.random.default_rng(seed).permutation(len(GROUPS))
-    session = Session(runs.engine, runs.params, RUN_KEY, TO_THE_LIMIT)
+    session = Session(runs.engine, runs.params, Stream(RUN_KEY, TO_THE_LIMIT))
     for i in order:
         submit(session, GROUPS[i])
     responses = by_request(session.step() + session.step())
     for i in order[::2]:
-        if GROUPS[i].cursor in session.unfinished:
+        if (0, GROUPS[i].cursor) in session.unfinished:
             session.cancel(GROUPS[i].cursor)
     responses |= drain(session)
     assert 4 * len(GROUPS) / 2 <= len(responses) < 4 * len(GROUPS)
@@ -570,6 +571,91 @@ def test_all_programs_are_compiled_at_first_and_none_later(runs):
     assert runs.compiled == (len(names) + 1, 0)  # and one that makes the pages
 
 
+# Streams: requests that are sampled in other ways, with other keys, side by side.
+
+STREAMS = (
+    Stream(RUN_KEY, dataclasses.replace(TO_THE_LIMIT, temperature=1.0)),
+    Stream(jax.random.key(5), dataclasses.replace(TO_THE_LIMIT, temperature=1.0, top_p=0.7)),
+    Stream(jax.random.key(6), dataclasses.replace(TO_THE_LIMIT, temperature=0.6, top_k=5)),
+    Stream(jax.random.key(7), TO_THE_LIMIT),
+)
+
+
+def by_name(finished):
+    """Maps finished groups to {(stream, cursor, sample): response}."""
+    return {(f.stream, *request): r for f in finished for request, r in by_request([f]).items()}
+
+
+@pytest.fixture(scope="module")
+def side_by_side():
+    """(engine, params, {request: response}, session): every group in all streams, in turn.
+
+    Compiled as for training.
+    """
+    options = KERNELS["cpu"].compiler_options
+    engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], compiler_options=options)
+    with pytest.MonkeyPatch.context() as patch:  # thresholds of 8, 16 and all 32 rows
+        patch.setattr(sampling_module, "FEW_TRUNCATED", 8)
+        session = Session(engine, params, *STREAMS)
+    for group in GROUPS[:8]:
+        for stream in range(len(STREAMS)):
+            submit(session, group, stream=stream)
+    responses = {}
+    while session.unfinished:
+        responses |= by_name(session.step())
+    return engine, params, responses, session
+
+
+def test_rows_of_truncated_streams_come_first(side_by_side, monkeypatch):
+    """Thresholds are looked for as far as the last of them."""
+    engine, params, _, _ = side_by_side
+    session, seen = Session(engine, params, *STREAMS), []
+    decode = engine.decode
+
+    def recorded(*arguments):
+        rows = arguments[4]
+        seen.append(rows["stream"][rows["active"] > 0].tolist())
+        return decode(*arguments)
+
+    monkeypatch.setattr(engine, "decode", recorded)
+    for group, stream in zip(GROUPS[:4], (0, 1, 3, 2), strict=True):
+        submit(session, group, stream=stream)
+    session.step()
+    assert seen == [[1] * 4 + [2] * 4 + [0] * 4 + [3] * 4]
+
+
+@pytest.mark.parametrize("stream", range(4))
+def test_groups_of_other_streams_change_no_bit(side_by_side, stream):
+    engine, params, responses, session = side_by_side
+    assert session.discarded_tokens > 0
+    alone = Session(engine, params, *STREAMS)
+    for group in GROUPS[:8]:
+        submit(alone, group, stream=stream)
+    expected = {}
+    while alone.unfinished:
+        expected |= by_name(alone.step())
+    ours = {name: response for name, response in responses.items() if name[0] == stream}
+    assert ours.keys() == expected.keys()
+    same_bits(ours, expected)
+
+
+@pytest.mark.parametrize("stream", range(3))
+def test_a_program_for_several_streams_gives_the_bits_of_one_for_each(side_by_side, stream):
+    """That of one stream has its temperature as a constant, and no other's truncation.
+
+    Not so for the last stream, which has a temperature and is not truncated: alone its logits are
+    scaled in the same loop that adds them up, and log-probabilities differ by a rounding.
+    """
+    engine, params, responses, _ = side_by_side
+    alone = Session(engine, params, STREAMS[stream])
+    for group in GROUPS[:8]:
+        submit(alone, group)
+    ours = {name[1:]: response for name, response in responses.items() if name[0] == stream}
+    expected = drain(alone)
+    assert ours.keys() == expected.keys()
+    same_bits(ours, expected)
+
+
 # Host and device.
 
 
@@ -577,7 +663,7 @@ def test_a_prompt_is_prefilled_once_for_those_who_may_share_it(roomy, sampled):
     """At most ROOMY.readers samples share; the prompt of one token has nothing to prefill."""
     _, session = sampled
     assert session.prefilled_prompts == (len(PROMPTS) - 1) * GROUP_SIZE // ROOMY.readers
-    few = Session(*roomy, RUN_KEY, SAMPLING)
+    few = Session(*roomy, Stream(RUN_KEY, SAMPLING))
     for cursor, prompt in PROMPTS.items():
         few.submit(cursor, Prompt(prompt), group_size=3)
     responses = drain(few)
@@ -599,15 +685,15 @@ def test_whatever_is_submitted_and_cancelled_every_token_is_accounted_for(runs, 
     What finishes has the bits it has alone, and every token sampled is kept or discarded.
     """
     rng = np.random.default_rng(seed)
-    session = Session(runs.engine, runs.params, RUN_KEY, TO_THE_LIMIT)
+    session = Session(runs.engine, runs.params, Stream(RUN_KEY, TO_THE_LIMIT))
     queue = [GROUPS[i] for i in rng.permutation(len(GROUPS))]
     finished, lost = {}, set()
     while queue or session.unfinished:
         for _ in range(min(len(queue), rng.integers(0, 5))):
             submit(session, queue.pop())
         if session.unfinished and rng.random() < 0.3:
-            lost.add(int(rng.choice(session.unfinished)))
-            session.cancel(*lost.intersection(session.unfinished))
+            lost.add(int(rng.choice(session.unfinished)[1]))
+            session.cancel(*lost.intersection(cursor for _, cursor in session.unfinished))
         finished |= by_request(session.step())
     assert {cursor for cursor, _ in finished} == {g.cursor for g in GROUPS} - lost
     assert len(lost) > 2
@@ -629,7 +715,7 @@ def test_the_pools_have_the_planned_bytes(roomy):
 
 @pytest.mark.parametrize("length", [0, 19])
 def test_an_impossible_prompt_is_named(roomy, length):
-    session = Session(*roomy, RUN_KEY, SAMPLING)
+    session = Session(*roomy, Stream(RUN_KEY, SAMPLING))
     message = f"cursor 8 has {length} tokens.*at least 1.*rollout.max_prompt_tokens = 18"
     with pytest.raises(ValueError, match=message):
         session.submit(8, Prompt(np.ones(length, np.int32)), group_size=1)
@@ -638,7 +724,7 @@ def test_an_impossible_prompt_is_named(roomy, length):
 
 @pytest.mark.parametrize("max_tokens", [(5,), (5, 0), (5, 21), (1, 2, 3)])
 def test_limits_are_one_a_sample_and_within_the_samplings(roomy, max_tokens):
-    session = Session(*roomy, RUN_KEY, SAMPLING)
+    session = Session(*roomy, Stream(RUN_KEY, SAMPLING))
     with pytest.raises(ValueError, match="max_tokens needs 2 numbers from 1 to 20"):
         session.submit(8, Prompt(PROMPTS[7]), group_size=2, max_tokens=max_tokens)
 
@@ -646,7 +732,7 @@ def test_limits_are_one_a_sample_and_within_the_samplings(roomy, max_tokens):
 def test_responses_longer_than_the_cache_is_planned_for_are_refused(roomy):
     longer = dataclasses.replace(SAMPLING, max_response_tokens=21)
     with pytest.raises(ValueError, match=r"responses of 21 tokens .* planned for 20"):
-        Session(*roomy, RUN_KEY, longer)
+        Session(*roomy, Stream(RUN_KEY, longer))
 
 
 def test_a_block_divides_a_page(small):

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from dapo_jax.preflight import attention, simulate
+from dapo_jax.preflight import attention, rollouts, simulate
 from dapo_jax.preflight.chips import CHIPS, chip_of, ring_rates
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.sampler.cache import Cache
@@ -112,15 +112,15 @@ def test_what_runs_behind_the_core_counts_in_the_slow_estimate_alone():
 
 @pytest.mark.parametrize("mean", [200, 1_000, 4_000])
 def test_lengths_have_the_mean_that_was_asked_for(mean):
-    length_PG = simulate.response_lengths(mean, groups=400, group_size=16, longest=20_480, seed=1)
+    length_PG = rollouts.response_lengths(mean, groups=400, group_size=16, longest=20_480, seed=1)
     assert length_PG.shape == (400, 16)
     assert length_PG.mean() == pytest.approx(mean, rel=0.01)
     assert length_PG.min() >= 1
     assert length_PG.max() <= 20_480
     between = np.log(length_PG).mean(axis=1).std()
     within = np.log(length_PG).std(axis=1).mean()
-    assert between == pytest.approx(simulate.SIGMA_PROBLEMS, rel=0.15)
-    assert within == pytest.approx(simulate.SIGMA_SAMPLES, rel=0.15)
+    assert between == pytest.approx(rollouts.SIGMA_PROBLEMS, rel=0.15)
+    assert within == pytest.approx(rollouts.SIGMA_SAMPLES, rel=0.15)
 
 
 def rollout(lengths, *, slots=2, pages=100, group_size=1, **changes):
@@ -143,7 +143,7 @@ def rollout(lengths, *, slots=2, pages=100, group_size=1, **changes):
         "copy_seconds": 0.0,
     }
     length_PG = np.reshape(lengths, (-1, group_size)).tolist()
-    return simulate.simulate_rollout(length_PG, cache, **how | changes)
+    return rollouts.simulate_rollout(length_PG, cache, **how | changes)
 
 
 def test_slots_are_refilled_between_blocks():
@@ -181,6 +181,17 @@ def test_a_tail_runs_in_the_program_with_fewer_rows():
     seconds = {1: lambda live_D, _: np.full(1, 0.25), 2: lambda live_D, _: np.ones(1)}
     found = rollout([4, 12], step_seconds=seconds, block_seconds={1: 0.1, 2: 0.5})
     assert found.seconds == pytest.approx(4 * 1 + 0.5 + 2 * (4 * 0.25 + 0.1))
+
+
+def test_an_evaluation_rides_in_idle_slots_and_its_steps_take_longer():
+    """A response of 8 tokens is there first; a step beside it takes 1 + 2 seconds.
+
+    Beside one response of 4 it adds 4 steps; beside two of 8, which need two slots, 8.
+    """
+    how = {"riding_PG": [[8]], "riding_seconds": lambda rows, slots_D: 2.0 * slots_D}
+    assert rollout([4]).seconds == pytest.approx(4 + 0.5)
+    assert rollout([4], **how).seconds == pytest.approx(8 * 3 + 2 * 0.5)
+    assert rollout([8, 8], **how).seconds == pytest.approx(8 * 3 + 8 * 1 + 4 * 0.5)
 
 
 def test_without_pages_the_youngest_is_preempted_and_recomputed():

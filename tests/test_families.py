@@ -14,7 +14,7 @@ from dapo_jax.convert import convert, load_orbax
 from dapo_jax.run import build
 from dapo_jax.sampler import cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from models import families, load_hf, save_hf
 from models.hf import load_params
@@ -201,7 +201,7 @@ def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
     assert state.params["layers"]["q_norm_H"].is_fully_replicated
 
     params = programs.reshard(state.params, None)
-    session = Session(programs.engine, params, jax.random.key(11), SAMPLING)
+    session = Session(programs.engine, params, Stream(jax.random.key(11), SAMPLING))
     for cursor, prompt in PROMPTS.items():
         session.submit(cursor, Prompt(prompt), group_size=4)
     groups = []

@@ -308,6 +308,8 @@ def test_tpu_cycles_count_every_turn_and_what_is_fused_once():
     """The fusion's own estimate has what is in it; of a branch the dearer one counts."""
     cost = text_cost(CYCLES, loop_times={"jit(f)/while": 2.5})
     assert cost.cycles == 2.5 * 100 + 3.5 * 2 + 30 + 5
+    least = text_cost(CYCLES, loop_times={"jit(f)/while": 2.5}, branch=min)
+    assert cost.cycles - least.cycles == 30 - 10
     with pytest.raises(ValueError, match=r"jit\(f\)/while"):
         text_cost(CYCLES)
 

@@ -25,7 +25,7 @@ from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import KERNELS
 from models.parameters import param_axes
@@ -721,7 +721,7 @@ def sample(engine, weights, *, temperature: float) -> tuple[np.ndarray, Response
     )
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (4, 9)]
-    session = Session(engine, weights, jax.random.key(5), sampling)
+    session = Session(engine, weights, Stream(jax.random.key(5), sampling))
     for cursor, prompt in enumerate(prompts):
         session.submit(cursor, Prompt(prompt), group_size=4)
     finished = {}

@@ -255,9 +255,8 @@ def test_text_helpers():
     assert shorten_middle("abcdefgh", limit=5) == "abc ...(3 more)... gh"
     assert format_duration(3661.4) == "1:01:01"
     assert format_duration(2 * 86400 + 59.6) == "2 d 0:01:00"
-    assert evaluation_line(ROW) is None
-    row = {"step": 9, "eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/mean@8": 0.25}
-    line = evaluation_line(row)
+    scores = {"eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/mean@8": 0.25}
+    line = evaluation_line(10, scores)
     assert line == "evaluation after 10 steps  a: mean@8 50.0%, maj@8 62.5%; b: mean@8 25.0%"
 
 
@@ -403,8 +402,8 @@ def test_what_a_task_measures_is_averaged_over_the_responses_that_have_it():
 
 def test_a_sets_scores_are_shares_but_for_what_its_task_measures():
     """Seven lines of loops were shown as 713 %, and as the better the more there were."""
-    row = {"step": 9, "eval/long/mean@8": 0.5, "eval/long/task/loop_lines": 7.13}
-    assert evaluation_line(row) == (
+    scores = {"eval/long/mean@8": 0.5, "eval/long/task/loop_lines": 7.13}
+    assert evaluation_line(10, scores) == (
         "evaluation after 10 steps  long: mean@8 50.0%, task/loop_lines 7.13"
     )
     assert not score_metric("eval/long/task/loop_lines").higher_is_better
@@ -484,17 +483,16 @@ def test_a_log_gets_one_aligned_line_a_step_and_no_control_codes():
     def run(display):
         display.phase("rollout: 3/32 informative groups")
         display.step(ROW)
-        display.step({"step": 13, "reward/mean": 0.25, "entropy": None, "eval/set/mean@8": 0.5})
+        display.step({"step": 13, "reward/mean": 0.25, "entropy": None})
         display.line("a line [bold]with[/bold] brackets\x1b[2J")
 
-    first, second, evaluation, line = _plain(run).splitlines()
+    first, second, line = _plain(run).splitlines()
     assert first.startswith("step  12 ( 13/100)  reward -0.250  accuracy  37.5%  tokens    45.2")
     assert first.endswith(
         "truncated   3.1%  entropy 0.512  tokens/s   1234     10.0 s  eta 0:14:30"
     )
     assert second.index("entropy") == first.index("entropy")
     assert second.split("entropy")[1].split()[0] == "-"
-    assert evaluation == "evaluation after 14 steps  set: mean@8 50.0%"
     assert line == r"a line [bold]with[/bold] brackets\x1b[2J"
 
 

@@ -64,10 +64,11 @@ class ScriptedSession:
     """A real Scheduler behind a Session's methods, with scripted lengths and a roomy cache.
 
     `calls` is all that was asked of it, in order; a step also has what each slot sampled and which
-    groups it finished.
+    groups it finished. others: lengths of groups of stream 1, which are there from the beginning;
+    they have the script's last cursors.
     """
 
-    def __init__(self, script: Script, *, slots: int, block_tokens: int):
+    def __init__(self, script: Script, *, slots: int, block_tokens: int, others=()):
         self.blocks: list[BlockRecord] = []
         self.seconds = {"prefill": 1.0, "decode": 2.0, "host": 3.0}
         self.prefilled_prompts = 0
@@ -77,7 +78,7 @@ class ScriptedSession:
         cache = Cache(
             slots=slots,
             pages=3 * slots + 2,
-            prompt_pages=len(script.length_PG) + 1,
+            prompt_pages=len(script.length_PG) + len(others) + 1,
             readers=G,
             page_tokens=-(-longest // block_tokens) * block_tokens,
             block_tokens=block_tokens,
@@ -85,20 +86,25 @@ class ScriptedSession:
             max_response_tokens=longest,
         )
         self._scheduler = Scheduler(cache, shards=1)
+        self._names: list[tuple[int, int]] = []
+        for cursor, lengths in enumerate(others, start=len(script.length_PG) - len(others)):
+            self._scheduler.submit(len(self._names), 2, np.minimum(lengths, longest).tolist())
+            self._names.append((1, cursor))
 
     def submit(self, cursor: int, prompt: Prompt, *, group_size: int) -> None:
         assert prompt.token_ids.tolist() == [cursor + 1]
         self.calls.append(("submit", cursor))
         lengths = self._script.length_PG[cursor, :group_size].tolist()
-        self._scheduler.submit(cursor, 2, lengths)
+        self._scheduler.submit(len(self._names), 2, lengths)
+        self._names.append((0, cursor))
 
     def cancel(self, cursor: int) -> None:
         self.calls.append(("cancel", cursor))
-        self._scheduler.cancel(cursor)
+        self._scheduler.cancel(self._names.index((0, cursor)))
 
     @property
-    def unfinished(self) -> list[int]:
-        return self._scheduler.unfinished
+    def unfinished(self) -> list[tuple[int, int]]:
+        return [self._names[number] for number in self._scheduler.unfinished]
 
     @property
     def idle_slots(self) -> int:
@@ -108,23 +114,24 @@ class ScriptedSession:
         plan = self._scheduler.next_block()
         self.prefilled_prompts += sum(np.sum(call.cursor_R >= 0) for call in plan.prefills)
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
-        useful_B = np.zeros(self._scheduler.cache.slots, int)
+        useful_B, stream_B = np.zeros((2, self._scheduler.cache.slots), int)
         useful_B[plan.slot_N] = used_N
+        stream_B[plan.slot_N] = [self._names[number][0] for number in plan.cursor_N]
         before = set(self.unfinished)
         self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
         finished = sorted(before - set(self.unfinished))
-        self.calls.append(("step", *useful_B.tolist(), *finished))
+        self.calls.append(("step", *useful_B.tolist(), *(cursor for _, cursor in finished)))
         steps = int(useful_B.max())
         record = BlockRecord(
-            0.0, 0.0, steps, useful_B, useful_B, useful_B, plan.waiting, plan.cache_use
+            0.0, 0.0, steps, stream_B, *[useful_B] * 3, plan.waiting, plan.cache_use
         )
         self.blocks.append(record)
-        return [self._group(cursor) for cursor in finished]
+        return [self._group(*name) for name in finished]
 
-    def _group(self, cursor: int) -> Group:
+    def _group(self, stream: int, cursor: int) -> Group:
         lengths = self._script.length_PG[cursor]
         responses = (Response(np.full(n, cursor), np.zeros(n), True) for n in lengths)
-        return Group(cursor, prompt_at(cursor), tuple(responses))
+        return Group(cursor, prompt_at(cursor), tuple(responses), stream)
 
 
 def scripted_grade(script: Script):
@@ -239,6 +246,35 @@ def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
     assert 0 < capped < 50
     assert differing > 60
     assert np.mean(hasty_lengths) < 0.9 * np.mean(streamed_lengths)
+
+
+def test_groups_of_other_streams_do_not_change_which_are_kept():
+    """They are there first, and what is unfinished of them in the end goes on.
+
+    What is drawn and cancelled does depend on them: prompts are issued as slots fall idle.
+    """
+    issued, left = 0, 0
+    for seed in range(40):
+        script = long_tailed_script(seed, prompts=24)
+        how = {"slots": 24, "block_tokens": 4}
+        others = long_tailed_script(seed + 1_000, prompts=6).length_PG * 3
+        session, finished = ScriptedSession(script, others=others, **how), []
+        one = run(script, num_prompts=6, session=session, beside=finished.extend)
+        other = run(script, num_prompts=6, **how)
+        assert kept_cursors(one) == kept_cursors(other)
+        assert cursors(one) == cursors(other)
+        assert one.cursor == other.cursor
+        issued += one.issued != other.issued
+        assert {stream for stream, _ in session.unfinished} <= {1}
+        left += len(session.unfinished)
+        while session.unfinished:
+            finished += session.step()
+        assert sorted(group.cursor for group in finished) == list(range(18, 24))
+        tokens = sum(int(b.useful_B[b.stream_B == 0].sum()) for b in session.blocks)
+        assert one.stats.sampled_tokens == tokens
+        assert one.stats.busy_slot_steps > tokens
+    assert issued > 0
+    assert left > 10
 
 
 def test_golden_dynamic_sampling(shared):

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from dapo_jax.sampler.sampling import request_keys, sample_token, truncate, uniform_at
+from dapo_jax.sampler.sampling import (
+    request_keys,
+    sample_token,
+    truncate,
+    truncated_sizes,
+    uniform_at,
+)
 from models.kernels.xla import MASKED
 from sharding.mesh import make_mesh
 from tests.quick import jit
@@ -66,7 +72,10 @@ def sorted_top_p(logits_RV, top_p):
     return np.where(logits_RV >= cut_R1, logits_RV, -np.inf)
 
 
-jit_truncate = jit(functools.partial(truncate, axis=None), static_argnames=("top_p", "top_k"))
+@functools.partial(jit, static_argnames=("top_p", "top_k"))
+def jit_truncate(logits_RV, *, top_p, top_k):
+    """Truncates all rows alike."""
+    return truncate(logits_RV, top_p=[top_p], top_k=[top_k], axis=None)
 
 
 @pytest.fixture(params=[1, 2], ids=["whole", "in two parts"])
@@ -77,7 +86,8 @@ def kept(request):
 
     def kept(logits_RV, **limits):
         def run(logits_RV):
-            return truncate(logits_RV, **limits, axis="model" if request.param > 1 else None)
+            of_stream = {name: [limit] for name, limit in limits.items()}
+            return truncate(logits_RV, **of_stream, axis="model" if request.param > 1 else None)
 
         sharded = jax.shard_map(run, mesh=mesh, in_specs=parts, out_specs=parts, check_vma=False)
         return np.asarray(jit(sharded)(logits_RV)) > MASKED
@@ -208,6 +218,83 @@ def test_a_lone_token_is_always_sampled_with_probability_one():
         token_N, logp_N = draw_many(logits_V, np.linspace(0, 1 - 2**-24, 64, dtype=np.float32))
         assert np.all(np.asarray(token_N) == only)
         assert np.all(np.asarray(logp_N) == 0)
+
+
+TOP_P, TOP_K = (1.0, 0.7, 0.2, 1.0), (0, 0, 3, 20)
+
+
+def truncate_streams(logits_RV, stream_R, live_R, axis=None):
+    limits = {"top_p": TOP_P, "top_k": TOP_K, "axis": axis}
+    return truncate(logits_RV, **limits, stream_R=stream_R, live_R=live_R)
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_each_row_is_truncated_as_its_stream_says(ways):
+    """As if alone, bit for bit; rows of other streams, live or not, make no difference."""
+    rng = np.random.default_rng(0)
+    logits_RV = rng.normal(0, 3, (16, 300)).astype(np.float32)
+    stream_R, live_R = np.arange(16) % 4, np.arange(16) < 8
+    mesh = make_mesh(data=1, model=ways, devices=jax.devices()[:ways])
+    parts, whole = PartitionSpec(None, "model"), PartitionSpec()
+    axis = "model" if ways > 1 else None
+    run = jax.shard_map(
+        functools.partial(truncate_streams, axis=axis),
+        mesh=mesh,
+        in_specs=(parts, whole, whole),
+        out_specs=parts,
+        check_vma=False,
+    )
+    truncated_RV = np.asarray(jit(run)(logits_RV, stream_R, live_R))
+    for row_V, logits_V, stream in zip(truncated_RV, logits_RV, stream_R.tolist(), strict=True):
+        alone_RV = jit_truncate(logits_V[None], top_p=TOP_P[stream], top_k=TOP_K[stream])
+        assert np.array_equal(row_V, alone_RV[0])
+    assert np.array_equal(truncated_RV[::4], logits_RV[::4])
+
+
+def test_of_many_rows_the_first_are_looked_at_as_far_as_live_ones_need_it():
+    """The sizes are 128, 256 and all 300; rows behind the last live one stay as they are."""
+    logits_RV = np.random.default_rng(0).normal(0, 3, (300, 300)).astype(np.float32)
+    alone_RV = np.asarray(jit_truncate(logits_RV, top_p=0.7, top_k=0))
+    run = jit(truncate_streams)
+    for last, size in ((1, 128), (127, 128), (128, 256), (256, 300), (299, 300)):
+        truncated_RV = np.asarray(run(logits_RV, np.ones(300, int), np.arange(300) == last))
+        assert np.array_equal(truncated_RV[:size], alone_RV[:size]), last
+        assert np.array_equal(truncated_RV[size:], logits_RV[size:]), last
+    assert truncated_sizes(300) == [0, 128, 256, 300]
+    assert truncated_sizes(128) == [0, 128]
+
+
+def test_thresholds_that_no_live_row_needs_are_not_searched_for():
+    """Rows that do not count stay as they are, though their streams are truncated."""
+    logits_RV = np.random.default_rng(0).normal(0, 3, (4, 300)).astype(np.float32)
+    for live, changed in ((0, []), (1, [1, 2]), (3, [2, 3]), (2, [1, 2, 3])):
+        truncated_RV = jit(truncate_streams)(logits_RV, np.arange(4), np.arange(4) == live)
+        changed_R = np.any(np.asarray(truncated_RV) != logits_RV, axis=1)
+        assert np.flatnonzero(changed_R).tolist() == changed, live
+
+
+def test_what_no_stream_asks_for_is_not_in_the_program():
+    row_RV, stream_R, live_R = np.zeros((2, 300)), np.zeros(2, int), np.ones(2, bool)
+
+    def operations(**limits):
+        def run(logits_RV):
+            return truncate(logits_RV, **limits, axis=None, stream_R=stream_R, live_R=live_R)
+
+        return {equation.primitive.name for equation in jax.make_jaxpr(run)(row_RV).eqns}
+
+    assert operations(top_p=[1.0, 1.0], top_k=[0, 0]) == set()
+    assert "cond" not in operations(top_p=[0.7, 0.7], top_k=[0, 0])
+    mixed = operations(top_p=[1.0, 0.7], top_k=[0, 0])
+    assert "cond" in mixed
+    assert mixed.isdisjoint({"scan", "while", "top_k"})
+
+
+def test_a_logit_that_is_not_finite_is_not_hidden():
+    """A run whose policy has broken has to see it."""
+    logits_RV = np.random.default_rng(0).normal(0, 3, (4, 300)).astype(np.float32)
+    logits_RV[:, 7] = np.nan
+    truncated_RV = jit(truncate_streams)(logits_RV, np.arange(4), np.ones(4, bool))
+    assert np.isnan(np.asarray(truncated_RV)[:, 7]).all()
 
 
 def test_truncation_and_sampling_agree_on_the_distribution():

@@ -17,7 +17,7 @@ from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.run import build
 from dapo_jax.sampler import cache
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from models import qwen2
 from models.kernels.packed import packed_attention
@@ -43,6 +43,11 @@ SAMPLING = Sampling(
 PROMPTS = {7: np.array([5, 6, 7]), 100: np.arange(10, 27), 0: np.array([60]), 12: np.arange(20, 27)}
 GROUP_SIZE = 8
 RUN_KEY = jax.random.key(11)
+# Two of the prompts are sampled in another way, with thresholds that devices find together.
+STREAMS = (
+    Stream(RUN_KEY, SAMPLING),
+    Stream(jax.random.key(12), dataclasses.replace(SAMPLING, temperature=1.0, top_p=0.7, top_k=8)),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -86,9 +91,10 @@ def build_policy(slices, data, model):
 def sample(policy, params, prompts):
     """Samples groups in this order: {(cursor, sample): response}, and the session."""
     params = policy.reshard(jax.device_put(params, policy.weight_shardings), None)
-    session = Session(policy.engine, params, RUN_KEY, SAMPLING)
+    session = Session(policy.engine, params, *STREAMS)
     for cursor, prompt in prompts:
-        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
+        how = {"group_size": GROUP_SIZE, "stream": int(cursor in (7, 12))}
+        session.submit(cursor, Prompt(prompt), **how)
     responses = {}
     while session.unfinished:
         for finished in session.step():

@@ -46,7 +46,8 @@ class Program:
 
     arguments, outputs (those not in the place of an argument), temporaries: bytes. fixed: its cost
     without its dynamic loop (the micro-batches of an update, the steps of a block of decoding);
-    turn: the cost that one turn of that loop adds.
+    turn: the cost that one turn of that loop adds. plain_turn: the same where of every conditional
+    the cheaper branch runs, as in a decode step that truncates no slot's distribution.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Program:
     temporaries: int
     fixed: Cost
     turn: Cost
+    plain_turn: Cost
     compile_seconds: float
 
 
@@ -97,7 +99,7 @@ def mean_prompt(config: ConfigDict) -> int:
 
 
 def decode_name(rows: int, all_rows: int) -> str:
-    """The name of training's decoding program for so many rows."""
+    """The name of the decoding program for so many rows, of training and evaluation."""
     return "decode" if rows == all_rows else f"decode[{rows}]"
 
 
@@ -114,12 +116,8 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     sampling = build.sampling(config, ids)
     evaluating = build.eval_samplings(config, ids).values() if config.eval.every_steps else ()
     with jax.set_mesh(built.mesh):
-        sampler = built.engine.lower(sampling)
+        sampler = built.engine.lower(sampling, *evaluating)
         programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
-        for i, how in enumerate(dict.fromkeys(how for how in evaluating if how != sampling)):
-            of_evaluation = built.engine.lower(how)
-            key = max(key for key in of_evaluation if key[0] == "decode")
-            programs[f"decode (evaluation{f' {i + 1}' if i else ''})"] = of_evaluation[key]
     decodes = {key[2]: low for key, low in sampler.items() if key[0] == "decode"}
     for rows, lowered in decodes.items():
         programs[decode_name(rows, max(decodes))] = lowered
@@ -161,8 +159,9 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
     memory = program.memory_analysis()
     text = program.as_text()
 
-    def cost(turns: int) -> Cost:
-        return hlo_cost.count(text, loop_times=collections.defaultdict(lambda: turns))
+    def cost(turns: int, branch: Callable = max) -> Cost:
+        loop_times = collections.defaultdict(lambda: turns)
+        return hlo_cost.count(text, loop_times=loop_times, branch=branch)
 
     fixed = cost(0)
     return Program(
@@ -172,5 +171,6 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
         memory.temp_size_in_bytes,
         fixed,
         cost(1) - fixed,
+        cost(1, min) - cost(0, min),
         seconds,
     )

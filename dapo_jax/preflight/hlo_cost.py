@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from dapo_jax.preflight import hlo_text
@@ -70,14 +70,21 @@ def _times(cost: Cost) -> collections.Counter:
     return collections.Counter({dataclasses.astuple(c)[:-1]: c.times for c in cost.collectives})
 
 
-def count(text: str, *, loop_times: Mapping[str, float] = MappingProxyType({})) -> Cost:
+def count(
+    text: str,
+    *,
+    loop_times: Mapping[str, float] = MappingProxyType({}),
+    branch: Callable = max,
+) -> Cost:
     """Counts the cost of the program whose `compiled.as_text()` this is.
 
     loop_times: how often the loops run whose length only the run decides, by the JAX name stack of
     the loop, as "jit(update)/while" (the op_name of its instruction). A defaultdict serves where
-    all take the same number. Raises ValueError with the name of a loop that is missing.
+    all take the same number. branch: which of a conditional's branches runs, that with the most
+    cycles (max) or with the fewest (min). Raises ValueError with the name of a loop that is
+    missing.
     """
-    counter = _Counter(hlo_text.parse(text), loop_times)
+    counter = _Counter(hlo_text.parse(text), loop_times, branch)
     total = counter.executed(counter.program.entry)
     return Cost(
         total.cycles,
@@ -107,9 +114,11 @@ class _Total:
 class _Counter:
     """Adds up the costs of a program's computations, each of which is looked at once."""
 
-    def __init__(self, program: hlo_text.Program, loop_times: Mapping[str, float]):
+    def __init__(
+        self, program: hlo_text.Program, loop_times: Mapping[str, float], branch: Callable
+    ):
         self.program, self.computations = program, program.computations
-        self.loop_times = loop_times
+        self.loop_times, self.branch = loop_times, branch
         self.executed = functools.cache(self._executed)
         self.fused = functools.cache(self._fused)
 
@@ -124,7 +133,7 @@ class _Counter:
                 total.add(self.executed(i.attribute("condition")), times + 1)
             elif i.opcode == "conditional":
                 branches = [self.executed(branch) for branch in i.branches]
-                total.add(max(branches, key=lambda b: b.cycles), 1)
+                total.add(self.branch(branches, key=lambda b: b.cycles), 1)
             elif i.opcode in ("call", "async-start"):
                 key = "to_apply" if "to_apply=" in i.attributes else "calls"
                 total.add(self.executed(i.attribute(key)), 1)

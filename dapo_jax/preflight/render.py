@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from dapo_jax.preflight import simulate
+from dapo_jax.preflight import rollouts, simulate
 from dapo_jax.preflight.chips import GIB
 from dapo_jax.preflight.examine import PARTS, Findings
 from dapo_jax.preflight.hlo_cost import Cost
@@ -72,7 +72,7 @@ def assumed_lines() -> list[str]:
         "assumed, fast to slow: "
         + "; ".join(f"{key} {low} to {high}" for key, (low, high) in ends.items()),
         f"and {1e6 * simulate.COLLECTIVE_SECONDS:.0f} us a collective, log-normal lengths (sigma "
-        f"{simulate.SIGMA_PROBLEMS} between, {simulate.SIGMA_SAMPLES} within problems), "
+        f"{rollouts.SIGMA_PROBLEMS} between, {rollouts.SIGMA_SAMPLES} within problems), "
         f"{simulate.PROBLEMS_A_SET} problems an evaluation set. No TPU has confirmed them. The "
         "verifier is not counted",
     ]
@@ -88,6 +88,8 @@ def cost_lines(found: Findings) -> list[str]:
         out += one_cost(name, program.fixed, found)
         if program.turn.cycles:
             out += one_cost(f"  a turn of {name}", program.turn, found)
+        if program.plain_turn != program.turn:
+            out += one_cost("    not truncating", program.plain_turn, found)
     return [*out, "all s: without attention's kernels"]
 
 

@@ -9,7 +9,7 @@ measurements (experiments/preflight/published.py) and are not changed when the p
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -19,19 +19,15 @@ from dapo_jax.preflight.attention import attention_seconds, micro_batches
 from dapo_jax.preflight.chips import Chip, ring_rates
 from dapo_jax.preflight.compile import Program, decode_name, mean_prompt
 from dapo_jax.preflight.hlo_cost import Collective, Cost
+from dapo_jax.preflight.rollouts import Rollout, response_lengths, simulate_rollout
 from dapo_jax.run import build
-from dapo_jax.sampler.cache import Cache
-from dapo_jax.sampler.engine import COPIES, token_bytes
-from dapo_jax.sampler.scheduler import Scheduler
+from dapo_jax.sampler.engine import token_bytes
+from dapo_jax.sampler.sampling import truncated_sizes
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
 from sharding import rules
 
-# Spread of the logarithm of response lengths between and within problems, measured on 12,494
-# generations of Qwen2.5-family models.
-SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
 PROBLEMS_A_SET = 30  # of an evaluation set, as AIME 2024 has
-EVALUATION = "decode (evaluation)"
 STEP_PARTS = ("prefill", "rollout", "reshard", "update", "evaluation", "save")  # fields of Step
 COLLECTIVE_SECONDS = 10e-6  # from the start of an exchange to its first bytes
 
@@ -144,85 +140,6 @@ class Slice:
         return core + waited + (1 - assumed.hidden) * behind
 
 
-def response_lengths(mean: float, *, groups: int, group_size: int, longest: int, seed: int):
-    """Log-normal lengths [P, G], int, of the given mean after they are cut at `longest`."""
-    rng = np.random.default_rng(seed)
-    spread_P1 = SIGMA_PROBLEMS * rng.standard_normal((groups, 1))
-    shape_PG = np.exp(spread_P1 + SIGMA_SAMPLES * rng.standard_normal((groups, group_size)))
-    low, high = 0.0, float(longest)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high)
-            if np.clip(middle * shape_PG, 1, longest).mean() < mean
-            else (low, middle)
-        )
-    return np.clip(np.round(high * shape_PG), 1, longest).astype(int)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """The sampling of a step, simulated.
-
-    tokens: all that are sampled, among them discarded_tokens of responses that are preempted.
-    occupancy: tokens as a part of decode steps times slots. prefills: calls of the program.
-    """
-
-    seconds: float
-    tokens: int
-    discarded_tokens: int
-    blocks: int
-    prefills: int
-    occupancy: float
-
-
-def simulate_rollout(
-    length_PG: Sequence[Sequence[int]],
-    cache: Cache,
-    *,
-    shards: int,
-    prompt_tokens: int,
-    step_seconds: Mapping[int, Callable[[np.ndarray, np.ndarray], np.ndarray]],
-    block_seconds: Mapping[int, float],
-    copy_seconds: float,
-) -> Rollout:
-    """Runs the sampler's own scheduler on groups whose responses end after so many tokens.
-
-    step_seconds: (tokens that the slots of each shard read [D], occupied slots [D]) -> seconds of a
-    decode step [D], and block_seconds: of a block beside its steps, by the rows of a program; each
-    block runs the smallest that holds the fullest shard. All shards wait for the slowest between
-    blocks. copy_seconds: of a call that copies pages between shards. prompt_tokens: of every
-    prompt, of which every slot reads all but the last.
-    """
-    scheduler = Scheduler(cache, shards)
-    for cursor, limits in enumerate(length_PG):
-        scheduler.submit(cursor, prompt_tokens, limits)
-    elapsed = 0.0
-    tokens = blocks = prefills = slot_steps = 0
-    while scheduler.unfinished:
-        plan = scheduler.next_block()
-        used_N = np.minimum(plan.left_N, cache.block_tokens)
-        steps_D = np.zeros(shards, int)
-        np.maximum.at(steps_D, plan.shard_N, used_N)
-        occupied_D = np.bincount(plan.shard_N, minlength=shards)
-        live_D = np.bincount(plan.shard_N, plan.sampled_N, minlength=shards)
-        live_D += occupied_D * (prompt_tokens - 1)
-        rows = min(rows for rows in step_seconds if rows >= occupied_D.max())
-        elapsed += float((steps_D * step_seconds[rows](live_D, occupied_D)).max())
-        elapsed += block_seconds[rows]
-        elapsed += copy_seconds * sum(
-            math.ceil(len(copies_M4) / COPIES) for copies_M4 in plan.moves[1:]
-        )
-        tokens += int(used_N.sum())
-        blocks += 1
-        prefills += len(plan.prefills)
-        slot_steps += int(steps_D.max()) * shards * cache.slots
-        scheduler.complete(used_N, np.zeros(len(used_N), bool))
-    return Rollout(
-        elapsed, tokens, scheduler.discarded_tokens, blocks, prefills, tokens / slot_steps
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One simulated RL step at a mean response length; seconds.
@@ -290,7 +207,7 @@ class Simulator:
             prefill=self.prefill(rollout),
             update=self.update(segment_MBT),
             reshard=self.seconds("reshard"),
-            evaluation=self.evaluation(mean),
+            evaluation=self.evaluation(mean, length_PG, rollout),
             save=self.save(),
             sampled_tokens=rollout.tokens,
             trained_tokens=int(kept_PG.sum()) + kept_PG.size * prompt,
@@ -310,21 +227,17 @@ class Simulator:
         """The time of a program that has no dynamic loop."""
         return self.slice.seconds(self.programs[program].fixed, self.assumed)
 
-    def rollout(self, length_PG, evaluation: Program | None = None) -> Rollout:
+    def rollout(self, length_PG, riding_PG: Sequence[Sequence[int]] = ()) -> Rollout:
         """Simulates the sampling of responses of these lengths with the recipe's cache.
 
-        evaluation: a program with all rows that takes longer than training's; as much is added to
-        those with fewer.
+        riding_PG: of the groups of an evaluation in the same session.
         """
         built, assumed = self.built, self.assumed
         read = token_bytes(built.sizes, bytes_per_value=2, model_ways=built.mesh.shape["model"])
         pages_rate = self.slice.chip.hbm_rate * assumed.pages
-        longer = 0.0
-        if evaluation:
-            longer = self.turn_seconds(evaluation) - self.turn_seconds(self.programs["decode"])
 
         def step_seconds(live_D, occupied_D, *, turn, slot):
-            return turn + longer + live_D * read / pages_rate + occupied_D * slot
+            return turn + live_D * read / pages_rate + occupied_D * slot
 
         all_rows = built.engine.sizes[-1][0]
         decodes = {
@@ -338,7 +251,7 @@ class Simulator:
             step_seconds={
                 rows: functools.partial(
                     step_seconds,
-                    turn=self.turn_seconds(decode),
+                    turn=self.slice.seconds(self.training_turn(decode), assumed),
                     slot=self.slot_seconds(decode.turn),
                 )
                 for rows, decode in decodes.items()
@@ -350,11 +263,25 @@ class Simulator:
                 for rows, decode in decodes.items()
             },
             copy_seconds=self.seconds("copy") if "copy" in self.programs else 0.0,
+            riding_PG=riding_PG,
+            riding_seconds=lambda rows, slots_D: np.array(
+                [self.truncating_seconds(decodes[rows], rows, slots) for slots in slots_D]
+            ),
         )
 
-    def turn_seconds(self, decode: Program) -> float:
-        """The time of one decode step without its kernel."""
-        return self.slice.seconds(decode.turn, self.assumed)
+    def truncating_seconds(self, decode: Program, rows: int, slots: int) -> float:
+        """What a step takes longer in which an evaluation has so many slots: of its core a part."""
+        part = next(size for size in truncated_sizes(rows) if size >= slots) / rows
+        if not part:
+            return 0.0
+        more = decode.turn - self.training_turn(decode)
+        part_of = {"cycles": part * more.cycles, "copied_bytes": part * more.copied_bytes}
+        return self.slice.seconds(dataclasses.replace(more, **part_of), self.assumed)
+
+    def training_turn(self, decode: Program) -> Cost:
+        """The cost of a decode step in which training's slots alone are live."""
+        r = self.built.config.rollout
+        return decode.turn if r.top_p < 1 or r.top_k > 0 else decode.plain_turn
 
     def slot_seconds(self, cost: Cost) -> float:
         """What a program's kernels take for each slot, beside its bytes."""
@@ -381,18 +308,19 @@ class Simulator:
         )
         return turns + config.updates_per_step * self.slice.seconds(program.fixed, self.assumed)
 
-    def evaluation(self, mean: float) -> float:
-        """The time of the evaluations of all sets, over the steps between two of them."""
+    def evaluation(self, mean: float, length_PG, rollout: Rollout) -> float:
+        """What an evaluation adds to the rollout that it rides in, over the steps between two."""
         config = self.built.config
         if not config.eval.every_steps:
             return 0.0
-        elapsed = 0.0
+        riding_PG: list[Sequence[int]] = []
         for settings in eval_settings(config).values():
             groups = settings["max_prompts"] or PROBLEMS_A_SET
-            length_PG = self.lengths(mean, groups=groups, group_size=settings["k"])
-            rollout = self.rollout(length_PG, self.programs.get(EVALUATION))
-            elapsed += rollout.seconds + self.prefill(rollout)
-        return elapsed / config.eval.every_steps
+            lengths = self.lengths(mean, groups=groups, group_size=settings["k"])
+            riding_PG += lengths.tolist()
+        both = self.rollout(length_PG, riding_PG)
+        longer = both.seconds + self.prefill(both) - rollout.seconds - self.prefill(rollout)
+        return longer / config.eval.every_steps
 
     def save(self) -> float:
         """The time in which a checkpoint leaves the devices, over the steps between two."""

@@ -74,17 +74,14 @@ def format_duration(seconds: float) -> str:
     return (f"{days} d " if days else "") + f"{hour}:{minute:02d}:{second:02d}"
 
 
-def evaluation_line(row: Mapping) -> str | None:
-    """The row's `eval/<set>/<metric>` values on one line; None where it has none."""
+def evaluation_line(finished_steps: int, scores: Mapping[str, float]) -> str:
+    """`eval/<set>/<metric>` values on one line."""
     by_set: dict[str, list[str]] = {}
-    for key, value in row.items():
-        if key.startswith("eval/") and value is not None:
-            _, name, score = key.split("/", 2)
-            by_set.setdefault(name, []).append(f"{score} {score_metric(key).text(float(value))}")
-    if not by_set:
-        return None
+    for key, value in scores.items():
+        _, name, score = key.split("/", 2)
+        by_set.setdefault(name, []).append(f"{score} {score_metric(key).text(float(value))}")
     sets = "; ".join(f"{name}: {', '.join(values)}" for name, values in by_set.items())
-    return f"evaluation after {row['step'] + 1} steps  {sets}"
+    return f"evaluation after {finished_steps} steps  {sets}"
 
 
 class Display:
@@ -160,9 +157,6 @@ class Display:
             self._live.refresh()
         else:
             self.line(self._step_line(row))
-        evaluation = evaluation_line(row)
-        if evaluation is not None:
-            self.line(evaluation)
 
     def line(self, text: str) -> None:
         """Prints text, which may have several lines, as it is; in a terminal above the bar."""

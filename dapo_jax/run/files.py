@@ -272,6 +272,10 @@ class MetricsWriter:
         self._steps.add(step)
         self._events.write(row)
 
+    def write_events(self, row: Mapping) -> None:
+        """Appends numbers to TensorBoard's files alone."""
+        self._events.write(_plain_value(row))
+
     def close(self) -> None:
         self._events.close()
 

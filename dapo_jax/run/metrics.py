@@ -24,9 +24,9 @@ class Step:
     """The facts of a finished rollout step: all that a metric may be computed from.
 
     config: the recipe. updates: what the learner's `update` returned, a dict a mini-batch.
-    sampled_tokens_total: of the whole run so far. evaluation: `eval/<set>/<score>`, where one
-    followed the step. alarms: what dapo_jax.run.alarms adds. seconds: wall time of each phase and
-    in "total"; `step_row` fills it in.
+    sampled_tokens_total: of the whole run so far. evaluation: `eval/<set>/<score>` of the policy
+    that the step sampled, where that was evaluated. alarms: what dapo_jax.run.alarms adds.
+    seconds: wall time of each phase and in "total"; `step_row` fills it in.
     """
 
     config: Any
@@ -167,17 +167,20 @@ METRICS: list[Metric] = [
            lambda s: s.rollouts.issued - len(s.rollouts.sampled)),
     Metric("generation_batches", "batches", "The sampled groups in generation batches, rounded up.",
            lambda s: -(-len(s.rollouts.sampled) // s.config.rollout.generation_prompts)),
-    Metric("engine/occupancy", "share", "Slot-steps of decoding that sampled a response's token.",
+    Metric("engine/occupancy", "share",
+           "Slot-steps of decoding that sampled a response's token, an evaluation's too.",
            lambda s: s.stats.busy_slot_steps / s.stats.slot_steps),
     Metric("engine/occupancy_while_waiting", "share", "The same, while requests waited for slots.",
            lambda s: s.stats.busy_waiting_slot_steps / max(s.stats.waiting_slot_steps, 1)),
     Metric("engine/requests", "responses", "Responses asked for, cancelled ones included.",
            lambda s: s.stats.requests),
-    Metric("engine/prefilled_prompts", "prompts", "Prompts computed into the cache.",
+    Metric("engine/prefilled_prompts", "prompts",
+           "Prompts computed into the cache, an evaluation's too.",
            lambda s: s.stats.prefilled_prompts),
     Metric("engine/cache_use", "share", "Greatest share of the cache's pages in use.",
            lambda s: s.stats.cache_use),
-    Metric("engine/drawn_tokens", "tokens", "Tokens sampled, discarded ones included.",
+    Metric("engine/drawn_tokens", "tokens",
+           "Tokens sampled for training, discarded ones included.",
            lambda s: s.stats.sampled_tokens),
     Metric("engine/unused_tokens_fraction", "share", "Those of them that no update trains on.",
            lambda s: 1 - s.rollouts.kept_tokens / s.stats.sampled_tokens),
@@ -212,7 +215,9 @@ METRICS: list[Metric] = [
     Metric("lr", "", "Learning rate of the step.", lambda s: s.learning_rate),
     Metric("seconds/rollout", "s", "Sampling and grading.", panel=SECONDS),
     Metric("seconds/update", "s", "Packing and updates.", panel=SECONDS),
-    Metric("seconds/evaluate", "s", "Evaluation, where one is due.", panel=SECONDS),
+    Metric("seconds/evaluate", "s",
+           "What an evaluation takes behind the rollout that it rides in, or alone.",
+           panel=SECONDS),
     Metric("seconds/save", "s", "Handing over the checkpoint.", panel=SECONDS),
     Metric("seconds/total", "s", "The whole step."),
     Metric("seconds_in_rollout/prefill", "s", "Prompts, on the devices."),

@@ -13,7 +13,7 @@ from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from dapo_jax.run.build import Data, Programs
-from dapo_jax.run.display import Display, Sample
+from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import MetricsWriter, atomic_file, remove_leftovers, write_rollouts
 from dapo_jax.run.lock import locked
 from dapo_jax.run.metrics import TASK
@@ -115,6 +115,12 @@ class Record:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
         if hosts.is_main_host() and self._config.log.eval_responses:
             write_responses(self.workdir, f"{finished_steps}.{name}", groups)
+
+    def evaluation(self, finished_steps: int, scores: dict[str, float], *, in_row: bool) -> None:
+        """Shows the scores (`result_row`), in TensorBoard too where no step's row has them."""
+        self.display.line(evaluation_line(finished_steps, scores))
+        if not in_row and self._writer is not None:
+            self._writer.write_events({"step": finished_steps, **scores})
 
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row; every so many steps samples and the timeline."""

@@ -25,7 +25,9 @@ def spans(blocks: Sequence[BlockRecord]) -> list[tuple[int, float, float, int]]:
         start, end = block.start_seconds - zero, block.end_seconds - zero
         taken = np.flatnonzero(block.cursor_B >= 0)
         for slot in taken.tolist():
-            request = (int(block.cursor_B[slot]), int(block.sample_B[slot]))
+            request = tuple(
+                int(name_B[slot]) for name_B in (block.cursor_B, block.sample_B, block.stream_B)
+            )
             stop = start + (end - start) * int(block.useful_B[slot]) / block.steps
             if slot in open_stays and open_stays[slot][0] == request:
                 open_stays[slot][2] = stop

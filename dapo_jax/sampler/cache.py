@@ -18,7 +18,8 @@ ROWS = 32
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
 FEW_ROWS = (32, 64, 128, 256)  # for the tail of a rollout, when most slots are empty
 ROW_SCALARS = (
-    *("active", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens", "reader"),
+    *("active", "stream", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens"),
+    "reader",
 )
 # Of a group's samples on one shard of several, where a kernel attends and sharing a prompt saves
 # only its prefill: long responses come in groups, and all shards wait for the one that has most.
@@ -79,7 +80,8 @@ class Cache:
         """Declares a slot's row as it travels to the device; the columns are listed nowhere else.
 
         All int32. The next token to feed is `token`; `sampled` of at most `limit` tokens of sample
-        `sample` for the prompt at `cursor` have been sampled. The prompt but for its last token,
+        `sample` for the prompt at `cursor` of `stream` have been sampled. The scheduler has the
+        session's number of the group for `cursor`. The prompt but for its last token,
         `prompt_tokens`, lies in `prompt_pages`, which this slot reads as number `reader`; the other
         tokens in `response_pages`, numbered as in the block's list of pages.
         """

@@ -4,11 +4,13 @@ All run under shard_map on a (data, model) mesh. A data shard has its own pages 
 for copies exchanges nothing with the others, so that each may leave its loop when its own slots are
 done; heads, feed-forward and vocabulary are split over "model", summed by hand.
 
-Axis letters: B slots of a shard, S steps of a block, and those of models.kernels.xla.
+Axis letters: B slots of a shard, S steps of a block, Z streams of requests, and those of
+models.kernels.xla.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +19,13 @@ from flax import struct
 
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.cache import NULL_PAGE
-from dapo_jax.sampler.sampling import request_keys, sample_token, truncate, uniform_at
+from dapo_jax.sampler.sampling import (
+    of_rows,
+    request_keys,
+    sample_token,
+    truncate,
+    uniform_at,
+)
 from models.kernels import Kernels
 from models.kernels.xla import (
     PageTable,
@@ -51,11 +59,12 @@ class Slots:
     """Says what each of B slots is about to do: int32 [B], and `active_B` bool.
 
     The next token to feed is `token_B` at `position_B`; the token sampled then is number
-    `sampled_B`, of `limit_B` at most, of sample `sample_B` of the prompt at `cursor_B`. Tokens of
-    this block go to `page_B` from `offset_B` on.
+    `sampled_B`, of `limit_B` at most, of sample `sample_B` of the prompt at `cursor_B` of stream
+    `stream_B`. Tokens of this block go to `page_B` from `offset_B` on.
     """
 
     active_B: Any
+    stream_B: Any
     cursor_B: Any
     sample_B: Any
     token_B: Any
@@ -98,13 +107,13 @@ def decode_block(
     params,
     prompt_pages,
     pages,
-    run_key,
+    run_key_Z,
     slots: Slots,
     table: PageTable,
     page_P,
     *,
     config: ModelConfig,
-    sampling: Sampling,
+    samplings: Sequence[Sampling],
     block_tokens: int,
     readers: int,
     kernels: Kernels,
@@ -115,19 +124,23 @@ def decode_block(
     A slot that stops, or reaches its limit, is idle for the rest of the block: what it samples
     then means nothing. The loop ends early when all have.
 
+    run_key_Z, samplings: of the streams, which differ in key, temperature, top-p and top-k alone.
     prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC, v_PKCH) a layer; tokens of this block
     are kept apart and written to `pages` at the end, once a block. page_P: the pages that the
     table numbers; fewer than all are gathered, so that no step attends to the others. readers:
     of a prompt page at most. kernels: how to multiply, and with what to read just the live pages
     of prompt and response, if not by plain XLA. axis: the mesh axis that the heads are split over.
     """
-    s, S, B = sampling, block_tokens, len(slots.token_B)
+    S, B = block_tokens, len(slots.token_B)
+    stop_ids = jnp.asarray(samplings[0].stop_ids, jnp.int32)
+    vocab_size = samplings[0].vocab_size
+    temperature = of_rows([s.temperature for s in samplings], slots.stream_B)
     _, K, _, H = pages[0][1].shape
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
+    run_key = run_key_Z[0] if len(samplings) == 1 else run_key_Z[slots.stream_B]
     key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
     uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.sampled_B + i))(jnp.arange(S))
-    stop_ids = jnp.asarray(s.stop_ids, jnp.int32)
     if kernels.attend_pages is None:
         attend_cached = _by_pieces(prompt_pages, pages, table, page_P, readers=readers)
     else:
@@ -163,9 +176,16 @@ def decode_block(
             "BD,VD->BV", x_BTD[:, 0], head_VD, preferred_element_type=jnp.float32
         )
         logits_BV = sampling_logits(
-            logits_BV, temperature=s.temperature, vocab_size=s.vocab_size, first_id=first_id
+            logits_BV, temperature=temperature, vocab_size=vocab_size, first_id=first_id
         )
-        logits_BV = truncate(logits_BV, top_p=s.top_p, top_k=s.top_k, axis=axis)
+        logits_BV = truncate(
+            logits_BV,
+            top_p=[s.top_p for s in samplings],
+            top_k=[s.top_k for s in samplings],
+            axis=axis,
+            stream_R=slots.stream_B,
+            live_R=active_B,
+        )
         token_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
         ended_B = jnp.isin(token_B, stop_ids) | (slots.sampled_B + i + 1 >= slots.limit_B)
         return (
@@ -183,7 +203,7 @@ def decode_block(
         slots.active_B,
         slots.token_B,
         [(jnp.zeros((B, K, H, S), dtype), jnp.zeros((B, K, S, H), dtype)) for _ in pages],
-        jnp.full((S, B), s.pad_id, jnp.int32),
+        jnp.full((S, B), samplings[0].pad_id, jnp.int32),
         jnp.zeros((S, B), jnp.float32),
     )
     _, _, _, block_kv, token_SB, logp_SB = jax.lax.while_loop(unfinished, step, carry)

@@ -67,21 +67,28 @@ class Engine:
         """Describes a session's pages: ShapeDtypeStructs with shardings."""
         return self._prompt_pages, self._pages
 
-    def lower(self, sampling: Sampling) -> dict[tuple, jax.stages.Lowered]:
-        """Lowers all programs that a session may run: {(name, sampling, *sizes): program}."""
+    def lower(self, *samplings: Sampling) -> dict[tuple, jax.stages.Lowered]:
+        """Lowers all programs that a session may run: {(name, samplings, *sizes): program}.
+
+        samplings: of the session's streams, in order. Raises ValueError where they have more than
+        temperature, top-p, top-k and limits of their own.
+        """
+        if len({(s.stop_ids, s.pad_id, s.vocab_size) for s in samplings}) > 1:
+            raise ValueError("streams of one session differ in stop_ids, pad_id or vocab_size")
         lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.cache.prompt_buckets}
         if self.shards > 1:
             lowered |= {("copy", None, n): self._lower_copy(p) for n, p in self._pools.items()}
         return lowered | {
-            ("decode", sampling, *size): self._lower_decode(sampling, *size) for size in self.sizes
+            ("decode", samplings, *size): self._lower_decode(samplings, *size)
+            for size in self.sizes
         }
 
-    def compile(self, sampling: Sampling) -> None:
+    def compile(self, *samplings: Sampling) -> None:
         """Compiles all that a session may run, so that nothing is compiled later."""
-        if any(name == "decode" and how == sampling for name, how, *_ in self._programs):
+        if any(name == "decode" and how == samplings for name, how, *_ in self._programs):
             return
         self._new_pages.lower().compile()
-        missing = {k: v for k, v in self.lower(sampling).items() if k not in self._programs}
+        missing = {k: v for k, v in self.lower(*samplings).items() if k not in self._programs}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._programs |= dict(zip(missing, compiled, strict=True))
@@ -100,16 +107,17 @@ class Engine:
         program = self._programs["prefill", None, page_RI.shape[1]]
         return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
 
-    def decode(self, params, prompt_pages, pages, run_key, rows, page_P, sampling):
+    def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, samplings):
         """Decodes a block: returns (pages, token_SB, logp_SB), the latter two as NumPy arrays.
 
+        run_key_Z: the data of the streams' keys, uint32 [Z, 2]; samplings: a tuple of as many.
         rows: `Cache.row_dtype`, of all shards. page_P: the pages that its tables number.
         """
         size = (len(rows) // self.shards, len(page_P) // self.shards)
-        program = self._programs["decode", sampling, *size]
+        program = self._programs["decode", samplings, *size]
         row_BX = rows.view(np.int32).reshape(len(rows), -1)
         row_BX, page_P = hosts.place((row_BX, page_P), self._rows)
-        pages, *sampled = program(params, prompt_pages, pages, run_key, row_BX, page_P)
+        pages, *sampled = program(params, prompt_pages, pages, run_key_Z, row_BX, page_P)
         return pages, *hosts.fetch(sampled)
 
     def copy(self, pages, copy_M4: np.ndarray):
@@ -153,33 +161,36 @@ class Engine:
         arguments = (self.params, self._prompt_pages, tokens_RT, page_RI)
         return self._lower(run, arguments, out, donate=1)
 
-    def _lower_decode(self, sampling: Sampling, rows: int, pages: int) -> jax.stages.Lowered:
+    def _lower_decode(
+        self, samplings: tuple[Sampling, ...], rows: int, pages: int
+    ) -> jax.stages.Lowered:
         cache = self.cache
 
-        def run(params, prompt_pages, pages, run_key, row_BX, page_P):
+        def run(params, prompt_pages, pages, run_key_Z, row_BX, page_P):
             slots, table = split_rows(row_BX, page_P, cache)
             return decode_block(
                 params,
                 prompt_pages,
                 pages,
-                jax.random.wrap_key_data(run_key),
+                jax.random.wrap_key_data(run_key_Z),
                 slots,
                 table,
                 page_P,
                 config=self.config,
-                sampling=sampling,
+                samplings=samplings,
                 block_tokens=cache.block_tokens,
                 readers=cache.readers,
                 kernels=self._kernels,
                 axis=self._axis,
             )
 
-        run_key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=rules.replicated(self.mesh))
+        keys = (len(samplings), 2)
+        run_key_Z = jax.ShapeDtypeStruct(keys, jnp.uint32, sharding=rules.replicated(self.mesh))
         row_BX = self._host_array(self.shards * rows, cache.row_dtype.itemsize // 4)
         page_P = self._host_array(self.shards * pages)
         tokens = PartitionSpec(None, rules.ROW_AXES)
         out = (self._specs(self._pages), tokens, tokens)
-        arguments = (self.params, self._prompt_pages, self._pages, run_key, row_BX, page_P)
+        arguments = (self.params, self._prompt_pages, self._pages, run_key_Z, row_BX, page_P)
         return self._lower(run, arguments, out, donate=2)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
@@ -208,6 +219,7 @@ def split_rows(row_BX, page_P, cache: Cache) -> tuple[Slots, PageTable]:
     current_B1 = (sampled_B // cache.page_tokens)[:, None]
     slots = Slots(
         active_B=columns["active"] > 0,
+        stream_B=columns["stream"],
         cursor_B=columns["cursor"],
         sample_B=columns["sample"],
         token_B=columns["token"],

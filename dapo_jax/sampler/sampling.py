@@ -1,5 +1,8 @@
 """Samples one token a row: truncation, the inverse CDF, and random keys that name the request."""
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +13,7 @@ BISECTIONS = 26  # finds the threshold to 5e-7 nats or better
 CDF_BLOCK = 128
 UNIFORM_GRID = 2.0**-23  # uniform numbers are multiples of it
 WHOLE = 2.0**31  # what a row's weights add up to as integers
+FEW_TRUNCATED = 128  # rows that a step looks at, at least, where any is truncated: a TPU's lanes
 
 
 def request_keys(run_key, cursor_B, sample_B):
@@ -17,12 +21,16 @@ def request_keys(run_key, cursor_B, sample_B):
 
     A sample's randomness is fold_in(fold_in(fold_in(run_key, cursor), sample), position): it
     depends on nothing else, neither the slot, nor the device, nor a restart.
+
+    run_key: of all requests, or [B].
     """
 
-    def request(cursor, sample):
+    def request(run_key, cursor, sample):
         return jax.random.fold_in(jax.random.fold_in(run_key, cursor), sample)
 
-    return jax.vmap(request)(cursor_B, sample_B)
+    return jax.vmap(request, in_axes=(0 if run_key.ndim else None, 0, 0))(
+        run_key, cursor_B, sample_B
+    )
 
 
 def uniform_at(key_B, position_B):
@@ -31,48 +39,110 @@ def uniform_at(key_B, position_B):
     return jax.vmap(jax.random.uniform)(key_B)
 
 
-def truncate(logits_RV, *, top_p: float, top_k: int, axis: str | None):
+def of_rows(values: Sequence, stream_R):
+    """Gives each row its stream's value, [R, 1]; one number where all streams have the same."""
+    return values[0] if len(set(values)) == 1 else jnp.asarray(values)[stream_R][:, None]
+
+
+def truncate(
+    logits_RV,
+    *,
+    top_p: Sequence[float],
+    top_k: Sequence[int],
+    axis: str | None,
+    stream_R=None,
+    live_R=None,
+):
     """Masks what top-k (0: off), then top-p (1.0: off), leave out (Holtzman et al. 2020).
 
     Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; tokens that tie
     with the last one kept stay too. The threshold is bisected, since sorting a 152k vocabulary
     costs more than the model's head.
 
-    axis: as of `sample_token`. Chips exchange their top k, and a sum a bisection.
+    top_p, top_k: of every stream. stream_R: each row's stream; live_R: the rows that count. Both
+    are looked at only where streams differ: then thresholds are searched for in the first rows
+    alone, as far as live ones need any (`truncated_sizes`). What no stream needs is not in the
+    program. axis: as of `sample_token`. Chips exchange their top k, and a sum a bisection.
     """
+
+    def masked(logits_RV, limits, off, threshold):
+        """Masks what is below `threshold(logits_RV, limit)`, in rows whose limit is not `off`."""
+        limit = of_rows(limits, stream_R)
+        if set(limits) == {off}:
+            return logits_RV
+        if len(set(limits)) == 1:
+            least_R1 = threshold(logits_RV, limit)
+        else:
+            least_R1 = _of_first_rows(logits_RV, limit, limit != off, live_R, threshold)
+        # Not what is at least the threshold: a logit that is not finite has to stay one.
+        return jnp.where(logits_RV < least_R1, MASKED, logits_RV)
+
+    def kth_best(logits_RV, k):
+        return _kth_best(logits_RV, k, most=max(top_k), axis=axis)
+
+    def of_mass(logits_RV, mass):
+        return _of_mass(logits_RV, mass, axis=axis)
+
+    return masked(masked(logits_RV, top_k, 0, kth_best), top_p, 1.0, of_mass)
+
+
+def truncated_sizes(rows: int) -> list[int]:
+    """Lists how many of the first rows are looked at where streams differ: none up to all."""
+    powers = [FEW_TRUNCATED * 2**i for i in range(rows.bit_length())]
+    return [0, *(size for size in powers if size < rows), rows]
+
+
+def _of_first_rows(logits_RV, limit_R1, needs_R1, live_R, threshold):
+    """Finds the thresholds of rows that need one, up to the last live one; -inf for all others."""
+    R = len(logits_RV)
+    sizes = truncated_sizes(R)
+
+    def of_first(size: int):
+        if not size:
+            return jnp.full((R, 1), -jnp.inf, logits_RV.dtype)
+        found = threshold(logits_RV[:size], limit_R1[:size])
+        found = jnp.where(needs_R1[:size], found, -jnp.inf)
+        return jnp.pad(found, ((0, R - size), (0, 0)), constant_values=-jnp.inf)
+
+    last = jnp.max(jnp.where(needs_R1[:, 0] & live_R, jnp.arange(1, R + 1), 0))
+    which = jnp.sum(last > jnp.asarray(sizes))
+    return jax.lax.switch(which, [functools.partial(of_first, size) for size in sizes])
+
+
+def _kth_best(logits_RV, k, *, most: int, axis: str | None):
+    """Finds the k-th best logit of each row [R, 1]; k: a number, or [R, 1], at most `most`."""
+    best_RK = jax.lax.top_k(logits_RV, min(most, logits_RV.shape[1]))[0]
+    if axis is not None:
+        best_RK = jax.lax.all_gather(best_RK, axis, axis=1, tiled=True)
+        best_RK = jax.lax.top_k(best_RK, min(most, best_RK.shape[1]))[0]
+    place_R1 = jnp.broadcast_to(jnp.clip(k, 1, best_RK.shape[1]) - 1, (len(best_RK), 1))
+    return jnp.take_along_axis(best_RK, place_R1, axis=1)
+
+
+def _of_mass(logits_RV, mass, *, axis: str | None):
+    """Bisects the logit [R, 1] down to which the best tokens have this share of the mass."""
 
     def over(collective, x_R1):
         return x_R1 if axis is None else collective(x_R1, axis)
 
-    if top_k > 0:
-        best_RK = jax.lax.top_k(logits_RV, min(top_k, logits_RV.shape[1]))[0]
-        if axis is not None:
-            best_RK = jax.lax.all_gather(best_RK, axis, axis=1, tiled=True)
-            best_RK = jax.lax.top_k(best_RK, min(top_k, best_RK.shape[1]))[0]
-        logits_RV = jnp.where(logits_RV >= best_RK[:, -1:], logits_RV, MASKED)
-    if top_p < 1.0:
-        high_R1 = over(jax.lax.pmax, jnp.max(logits_RV, axis=-1, keepdims=True))
+    high_R1 = over(jax.lax.pmax, jnp.max(logits_RV, axis=-1, keepdims=True))
 
-        def mass_above(low_R1):
-            weight_RV = jnp.where(logits_RV >= low_R1, jnp.exp(logits_RV - high_R1), 0.0)
-            return over(jax.lax.psum, jnp.sum(weight_RV, axis=-1, keepdims=True))
+    def mass_above(low_R1):
+        weight_RV = jnp.where(logits_RV >= low_R1, jnp.exp(logits_RV - high_R1), 0.0)
+        return over(jax.lax.psum, jnp.sum(weight_RV, axis=-1, keepdims=True))
 
-        wanted_R1 = top_p * mass_above(-jnp.inf)
+    wanted_R1 = mass * mass_above(-jnp.inf)
 
-        def halve(_, bounds):
-            low_R1, high_R1 = bounds  # the mass above `low` reaches top_p, above `high` it does not
-            mid_R1 = (low_R1 + high_R1) / 2
-            enough_R1 = mass_above(mid_R1) >= wanted_R1
-            return jnp.where(enough_R1, mid_R1, low_R1), jnp.where(enough_R1, high_R1, mid_R1)
+    def halve(_, bounds):
+        low_R1, high_R1 = bounds  # the mass above `low` reaches what is wanted, above `high` not
+        mid_R1 = (low_R1 + high_R1) / 2
+        enough_R1 = mass_above(mid_R1) >= wanted_R1
+        return jnp.where(enough_R1, mid_R1, low_R1), jnp.where(enough_R1, high_R1, mid_R1)
 
-        # From the least logit where the row is flat: the steps are as fine as the row needs.
-        least_R1 = jnp.min(
-            jnp.where(logits_RV > MASKED, logits_RV, jnp.inf), axis=-1, keepdims=True
-        )
-        low_R1 = jnp.maximum(over(jax.lax.pmin, least_R1), high_R1 - RANGE_NATS)
-        low_R1, _ = jax.lax.fori_loop(0, BISECTIONS, halve, (low_R1, high_R1))
-        logits_RV = jnp.where(logits_RV >= low_R1, logits_RV, MASKED)
-    return logits_RV
+    # From the least logit where the row is flat: the steps are as fine as the row needs.
+    least_R1 = jnp.min(jnp.where(logits_RV > MASKED, logits_RV, jnp.inf), axis=-1, keepdims=True)
+    low_R1 = jnp.maximum(over(jax.lax.pmin, least_R1), high_R1 - RANGE_NATS)
+    return jax.lax.fori_loop(0, BISECTIONS, halve, (low_R1, high_R1))[0]
 
 
 def sample_token(logits_RV, uniform_R, *, axis: str | None):

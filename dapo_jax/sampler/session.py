@@ -6,11 +6,16 @@ A session keeps what neither of them knows: the values of tokens. Data flow of `
     shards -> engine.decode of one block -> tokens to the host's pages -> scheduler.complete
     -> responses of ended requests -> groups
 
-A request's tokens depend on no schedule at all.
+A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
+one, each evaluation set another, and they share slots, pages and programs. A request's tokens
+depend on no schedule at all, so they are the same beside whichever others. The scheduler knows a
+group by its number in order of submission alone.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,34 +28,55 @@ from dapo_jax.types import BlockRecord, Group, Prompt, Response
 from sharding import hosts, rules
 
 
+class Stream(NamedTuple):
+    """Requests that are sampled alike, with random numbers of their own."""
+
+    key: jax.Array
+    sampling: Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """An unfinished group; responses: None for those that have not ended."""
+
+    stream: int
+    cursor: int
+    prompt: Prompt
+    responses: list[Response | None]
+
+
 class Session:
     """Samples groups with one set of weights until the caller has what it needs.
 
     blocks: a record of every block so far. seconds: wall time of "prefill", "decode" and "host".
     """
 
-    def __init__(self, engine: Engine, params, run_key, sampling: Sampling):
+    def __init__(self, engine: Engine, params, *streams: Stream):
         """Compiles what is missing and makes empty pages.
 
-        params: the sampler's, on the mesh. Raises ValueError where the sampling's limit is more
-        than the cache is planned for.
+        params: the sampler's, on the mesh. Raises ValueError where a stream's limit is more than
+        the cache is planned for.
         """
         cache = engine.cache
-        if sampling.max_response_tokens > cache.max_response_tokens:
+        samplings = tuple(stream.sampling for stream in streams)
+        longest = max(sampling.max_response_tokens for sampling in samplings)
+        if longest > cache.max_response_tokens:
             raise ValueError(
-                f"responses of {sampling.max_response_tokens} tokens were asked for, but the cache "
-                f"is planned for {cache.max_response_tokens}"
+                f"responses of {longest} tokens were asked for, but the cache is planned for "
+                f"{cache.max_response_tokens}"
             )
-        engine.compile(sampling)
+        engine.compile(*samplings)
         self.blocks: list[BlockRecord] = []
         self.seconds = {"prefill": 0.0, "decode": 0.0, "host": 0.0}
         self.prefilled_prompts = 0
-        self._engine, self._params, self._sampling = engine, params, sampling
-        self._run_key = hosts.place(jax.random.key_data(run_key), rules.replicated(engine.mesh))
+        self._engine, self._params, self._samplings = engine, params, samplings
+        run_key_Z = np.stack([jax.random.key_data(stream.key) for stream in streams])
+        self._run_key_Z = hosts.place(run_key_Z, rules.replicated(engine.mesh))
+        self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in samplings])
         self._prompt_pages, self._pages = engine.new_pages()
         self._scheduler = Scheduler(cache, engine.shards)
-        self._prompts: dict[int, Prompt] = {}  # of unfinished groups, by cursor
-        self._responses: dict[int, list[Response | None]] = {}
+        self._asked: dict[int, _Asked] = {}  # by number
+        self._name_QX = np.zeros((0, 2), np.int32)  # (stream, cursor) by number
         # Sampled tokens lie in the host's pages as their keys and values do in the device's.
         pool = (engine.shards, cache.pages, cache.page_tokens)
         self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
@@ -63,10 +89,12 @@ class Session:
         *,
         group_size: int,
         max_tokens: Sequence[int] | None = None,
+        stream: int = 0,
     ) -> None:
         """Asks for `group_size` samples of a prompt, after all that were asked for.
 
-        max_tokens: a limit for each of them, at most the sampling's; None: the sampling's.
+        max_tokens: a limit for each of them, at most the stream's; None: the stream's. stream: its
+        place among the session's; cursors name groups within one.
         Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
         """
         length, longest = len(prompt.token_ids), self._engine.cache.max_prompt_tokens
@@ -75,23 +103,29 @@ class Session:
                 f"the prompt at cursor {cursor} has {length} tokens; it needs at least 1 and "
                 f"at most rollout.max_prompt_tokens = {longest}"
             )
-        limit = self._sampling.max_response_tokens
+        limit = self._samplings[stream].max_response_tokens
         limits = [limit] * group_size if max_tokens is None else list(max_tokens)
         if len(limits) != group_size or not all(1 <= tokens <= limit for tokens in limits):
             raise ValueError(f"max_tokens needs {group_size} numbers from 1 to {limit}")
-        self._scheduler.submit(cursor, length, limits)
-        self._prompts[cursor] = prompt
-        self._responses[cursor] = [None] * group_size
+        number = len(self._name_QX)
+        self._scheduler.submit(number, length, limits)
+        self._asked[number] = _Asked(stream, cursor, prompt, [None] * group_size)
+        self._name_QX = np.append(self._name_QX, np.int32([[stream, cursor]]), axis=0)
 
-    def cancel(self, cursor: int) -> None:
+    def cancel(self, cursor: int, stream: int = 0) -> None:
         """Forgets an unfinished group; the tokens sampled for it are discarded."""
-        self._scheduler.cancel(cursor)
-        del self._prompts[cursor], self._responses[cursor]
+        number = next(
+            n
+            for n, asked in self._asked.items()
+            if (asked.stream, asked.cursor) == (stream, cursor)
+        )
+        self._scheduler.cancel(number)
+        del self._asked[number]
 
     @property
-    def unfinished(self) -> list[int]:
-        """Lists the cursors of groups neither finished nor cancelled, in order of submission."""
-        return self._scheduler.unfinished
+    def unfinished(self) -> list[tuple[int, int]]:
+        """Lists (stream, cursor) of groups neither finished nor cancelled, as submitted."""
+        return [(asked.stream, asked.cursor) for asked in self._asked.values()]
 
     @property
     def idle_slots(self) -> int:
@@ -104,7 +138,10 @@ class Session:
         return self._scheduler.discarded_tokens
 
     def step(self) -> list[Group]:
-        """Decodes one block with refilled slots; returns the groups that finished, by cursor."""
+        """Decodes one block with refilled slots; returns the groups that finished.
+
+        They are in order of streams and cursors.
+        """
         start = time.perf_counter()
         plan = self._scheduler.next_block()
         prefill_start = time.perf_counter()
@@ -112,16 +149,18 @@ class Session:
         prefill_seconds = time.perf_counter() - prefill_start
         self._move(plan.moves)
         rows, page_P, row_N = self._scheduler.table(self._engine.sizes)
+        row_N = self._truncated_first(plan, rows, row_N)
         rows["token"][row_N] = self._next_tokens(plan)
+        rows["stream"][row_N], rows["cursor"][row_N] = self._name_QX[plan.cursor_N].T
         launched = time.perf_counter()
         self._pages, token_SB, logp_SB = self._engine.decode(
             self._params,
             self._prompt_pages,
             self._pages,
-            self._run_key,
+            self._run_key_Z,
             rows,
             page_P,
-            self._sampling,
+            self._samplings,
         )
         decoded = time.perf_counter()
         used_N, stopped_N = self._keep(plan, token_SB[:, row_N].T, logp_SB[:, row_N].T)
@@ -135,12 +174,12 @@ class Session:
 
     def _prefill(self, prefills: list[Prefill]) -> None:
         """Runs the prefill calls of a block to their end."""
-        for cursor_R, page_RI in prefills:
+        for number_R, page_RI in prefills:
             tokens = page_RI.shape[1] * self._engine.cache.page_tokens
-            tokens_RT = np.zeros((len(cursor_R), tokens), np.int32)
-            for row_T, cursor in zip(tokens_RT, cursor_R.tolist(), strict=True):
-                if cursor >= 0:
-                    prompt = self._prompts[cursor].token_ids[:-1]
+            tokens_RT = np.zeros((len(number_R), tokens), np.int32)
+            for row_T, number in zip(tokens_RT, number_R.tolist(), strict=True):
+                if number >= 0:
+                    prompt = self._asked[number].prompt.token_ids[:-1]
                     row_T[: len(prompt)] = prompt
                     self.prefilled_prompts += 1
             self._prompt_pages = self._engine.prefill(
@@ -159,11 +198,22 @@ class Session:
         ):
             table[e, to] = table[d, at]
 
+    def _truncated_first(self, plan: Plan, rows: np.ndarray, row_N: np.ndarray) -> np.ndarray:
+        """Moves the rows of truncated streams to the front of their shard; returns the places.
+
+        There `sampling.truncate` looks for them.
+        """
+        behind_N = ~self._truncates_Z[self._name_QX[plan.cursor_N, 0]]
+        place_N = np.empty_like(row_N)
+        place_N[np.lexsort((behind_N, plan.shard_N))] = row_N
+        rows[place_N] = rows[row_N]
+        return place_N
+
     def _next_tokens(self, plan: Plan) -> np.ndarray:
         """Finds the token that each occupied slot feeds first: its newest, or its prompt's last."""
         token_N = self._newest_DB[plan.shard_N, plan.slot_N]
         for n in np.flatnonzero(plan.sampled_N == 0).tolist():
-            token_N[n] = self._prompts[int(plan.cursor_N[n])].token_ids[-1]
+            token_N[n] = self._asked[int(plan.cursor_N[n])].prompt.token_ids[-1]
         return token_N
 
     def _keep(self, plan: Plan, token_NS, logp_NS) -> tuple[np.ndarray, np.ndarray]:
@@ -173,7 +223,7 @@ class Session:
         """
         N, S = token_NS.shape
         cache = self._engine.cache
-        is_stop_NS = np.isin(token_NS, self._sampling.stop_ids)
+        is_stop_NS = np.isin(token_NS, self._samplings[0].stop_ids)
         stop_N = np.where(is_stop_NS.any(axis=1), is_stop_NS.argmax(axis=1), S)
         used_N = np.minimum(stop_N + 1, np.minimum(plan.left_N, S))
         offset_NS = (plan.sampled_N % cache.page_tokens)[:, None] + np.arange(S)
@@ -187,16 +237,14 @@ class Session:
         slots = self._engine.cache.slots
         where_N = plan.shard_N * slots + plan.slot_N
         cursor_B = np.full(self._engine.shards * slots, -1, np.int64)
-        sample_B, useful_B = np.zeros((2, len(cursor_B)), np.int32)
-        cursor_B[where_N], sample_B[where_N], useful_B[where_N] = (
-            plan.cursor_N,
-            plan.sample_N,
-            used_N,
-        )
+        stream_B, sample_B, useful_B = np.zeros((3, len(cursor_B)), np.int32)
+        stream_B[where_N], cursor_B[where_N] = self._name_QX[plan.cursor_N].T
+        sample_B[where_N], useful_B[where_N] = plan.sample_N, used_N
         return BlockRecord(
             start_seconds=start,
             end_seconds=end,
             steps=int(used_N.max(initial=0)),
+            stream_B=stream_B,
             cursor_B=cursor_B,
             sample_B=sample_B,
             useful_B=useful_B,
@@ -205,17 +253,17 @@ class Session:
         )
 
     def _finish(self, ended: list[Finished]) -> list[Group]:
-        """Stores the responses of ended samples; returns the groups they finish, by cursor."""
+        """Stores the responses of ended samples; returns the groups they finish."""
         finished = []
         for request in ended:
             tokens_T, logp_T = (
                 pool_DPC[request.shard, request.pages].reshape(-1)[: request.tokens]
                 for pool_DPC in (self._token_DPC, self._logp_DPC)
             )
-            responses = self._responses[request.cursor]
-            responses[request.sample] = Response(tokens_T, logp_T, request.stopped)
-            if None not in responses:
-                del self._responses[request.cursor]
-                prompt = self._prompts.pop(request.cursor)
-                finished.append(Group(request.cursor, prompt, tuple(responses)))
-        return sorted(finished, key=lambda group: group.cursor)
+            asked = self._asked[request.cursor]
+            asked.responses[request.sample] = Response(tokens_T, logp_T, request.stopped)
+            if None not in asked.responses:
+                del self._asked[request.cursor]
+                responses = tuple(asked.responses)
+                finished.append(Group(asked.cursor, asked.prompt, responses, asked.stream))
+        return sorted(finished, key=lambda group: (group.stream, group.cursor))

@@ -14,7 +14,7 @@ import numpy as np
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from models.kernels import kernels_for, platform_of
 from models.parameters import param_axes
@@ -95,7 +95,7 @@ def sampling(config: Qwen2Config, response: int) -> Sampling:
 def run_session(engine: Engine, params, groups, how: Sampling) -> tuple[Session, float]:
     """Sample (prompt, tokens of each response) groups to the end: the session and wall seconds."""
     start = time.perf_counter()
-    session = Session(engine, params, jax.random.key(1), how)
+    session = Session(engine, params, Stream(jax.random.key(1), how))
     for cursor, (prompt, tokens) in enumerate(groups):
         session.submit(cursor, Prompt(prompt), group_size=len(tokens), max_tokens=tokens)
     while session.unfinished:

@@ -16,7 +16,7 @@ from absl import app, flags
 
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import Engine
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from experiments.benchmarks import common
 from models.kernels import kernels_for, platform_of
@@ -64,7 +64,7 @@ def measure(preset: str, context: int, bandwidth: float) -> list:
     )
     how = common.sampling(config, response)
     params = make()
-    session = Session(engine, params, jax.random.key(0), how)
+    session = Session(engine, params, Stream(jax.random.key(0), how))
     rng = np.random.default_rng(0)
     for cursor in range(FLAGS.slots):
         session.submit(cursor, Prompt(rng.integers(1, 1_000, context)), group_size=1)

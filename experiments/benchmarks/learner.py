@@ -21,7 +21,7 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax import learner
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from experiments.benchmarks import common
 from models.kernels import KERNELS
@@ -105,7 +105,7 @@ def ours(size: str, lengths: np.ndarray):
     )()
 
     def rollout():
-        session = Session(engine, reshard(state.params), jax.random.key(1), how)
+        session = Session(engine, reshard(state.params), Stream(jax.random.key(1), how))
         for cursor, prompt in enumerate(prompts):
             max_tokens = limits[cursor].tolist()
             session.submit(cursor, Prompt(prompt), group_size=GROUP, max_tokens=max_tokens)

@@ -13,7 +13,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.preflight.simulate import response_lengths
+from dapo_jax.preflight.rollouts import response_lengths
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.scheduler import Scheduler
 from experiments.benchmarks import common

@@ -18,7 +18,7 @@ from absl import app, flags
 
 from configs import forks
 from dapo_jax.run import build
-from dapo_jax.sampler.session import Session
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.tasks.base import grade_many
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Group, Prompt, Response
@@ -110,7 +110,7 @@ class Policy:
     def sample(self, task: Forks, begin: str) -> Samples:
         """Samples a group for each problem of the task; each response begins with `begin`."""
         key = jax.random.fold_in(self._key, len(begin))
-        session = Session(self._programs.engine, self._params, key, self._sampling)
+        session = Session(self._programs.engine, self._params, Stream(key, self._sampling))
         begin_ids = self.tokenizer.encode(begin)
         for cursor, example in enumerate(task.load()[0]):
             ids = [*self.tokenizer.encode_chat(example.prompt), *begin_ids]

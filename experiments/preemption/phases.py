@@ -21,7 +21,7 @@ import time
 
 from absl import app, flags
 
-from dapo_jax import train
+from dapo_jax import evaluate, train
 from dapo_jax.run import build
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.snapshots import Snapshots
@@ -83,7 +83,7 @@ def prolong(phase: str) -> None:
     elif phase == "update":  # the state before it is gone then, its memory reused
         build.Programs.compile_update = lambda *args: lasting(compile_update(*args), after=True)
     elif phase == "evaluate":
-        train.evaluate = lasting(train.evaluate)
+        evaluate.Evaluation.finish = lasting(evaluate.Evaluation.finish)
 
 
 def run_here() -> None:

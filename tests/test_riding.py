@@ -1,0 +1,196 @@
+"""An evaluation rides in the next rollout's session: the same bits, for it and for training."""
+
+import dataclasses
+import gzip
+import json
+import shutil
+
+import numpy as np
+import pytest
+from test_train import (
+    STEPS,
+    programs_compiled_once,  # noqa: F401  a fixture
+    rows_without_timings,
+    small_config,
+)
+
+from configs import base
+from dapo_jax import evaluate, train
+from dapo_jax.report.runs import load_run, summary_lines
+from dapo_jax.run import build
+
+# What depends on when slots fall idle: requests that were issued, and cancelled in the end.
+SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
+
+
+def two_sets():
+    """Makes a recipe whose sets are sampled in two ways, and training in a third."""
+    config = small_config()
+    config.eval.sets.arithmetic.top_p = 0.7
+    config.eval.sets.cool = base.dataset(
+        kind="arithmetic", levels=(2, 3), count=6, seed=4, k=2, temperature=0.6, top_p=0.9
+    )
+    config.checkpoint.every_steps = 1
+    config.checkpoint.keep = 9
+    return config
+
+
+@pytest.fixture(scope="module")
+def riding(tmp_path_factory):
+    """A run whose evaluations after 0 and 2 steps rode; the one after the last step is alone."""
+    workdir = tmp_path_factory.mktemp("runs") / "riding"
+    workdir.mkdir()
+    train.train(two_sets(), workdir)
+    return workdir
+
+
+def evaluations(workdir):
+    """Reads all files of evaluations, responses included."""
+    return {path.name: path.read_bytes() for path in (workdir / "eval").iterdir()}
+
+
+def digests(workdir, step):
+    file = workdir / "checkpoints" / str(step) / "manifest" / "metadata"
+    return json.loads(file.read_text())["arrays"]
+
+
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, step):
+    """Scores and responses bit for bit, from programs that know the sets' samplings only."""
+    config = two_sets()
+    programs = build.programs(config, build.tokenizer(config).vocab_size)
+    sets = build.load_data(config, build.tokenizer(config), training=False).eval_sets
+    params = programs.start_params()
+    if step:
+        found = build.checkpoints(config, riding, keep=9).restore(step, programs.state)
+        params = found[0].params
+
+    def keep(name, groups):
+        evaluate.write_responses(tmp_path, f"{step}.{name}", groups)
+
+    results = evaluate.evaluate(
+        config, programs, programs.reshard(params, None), sets, report=print, keep=keep
+    )
+    theirs = json.loads((riding / "eval" / f"{step}.json").read_text())
+    assert theirs["sets"] == results
+    assert results["arithmetic"] != results["cool"]
+    for name in sets:
+        file = f"eval/{step}.{name}.jsonl.gz"
+        assert (tmp_path / file).read_bytes() == (riding / file).read_bytes()
+    with gzip.open(riding / "eval" / f"{step}.cool.jsonl.gz", "rt") as file:
+        names = [(row["cursor"], row["sample"]) for row in map(json.loads, file)]
+    assert names == [(cursor, sample) for cursor in range(6) for sample in range(2)]
+
+
+def test_training_is_the_same_without_evaluations(riding, tmp_path):
+    """Responses, rewards and weights bit for bit."""
+    config = two_sets()
+    config.eval.every_steps = 0
+    train.train(config, tmp_path)
+    for step in range(STEPS):
+        ours, theirs = (d / "rollouts" / f"{step}.jsonl.gz" for d in (tmp_path, riding))
+        assert ours.read_bytes() == theirs.read_bytes()
+        assert digests(tmp_path, step + 1) == digests(riding, step + 1)
+    ours, theirs = (
+        [
+            {k: v for k, v in row.items() if not k.startswith((*SCHEDULE, "eval/"))}
+            for row in rows_without_timings(workdir)
+        ]
+        for workdir in (tmp_path, riding)
+    )
+    assert ours == theirs
+    assert not (tmp_path / "eval").exists()
+
+
+def test_rows_count_what_was_drawn_for_training_alone(riding):
+    """Slots are taken by all; a row has the scores of the policy that its step sampled."""
+    run = load_run(riding)
+    for row in run.rows:
+        assert row["sampled_tokens_total"] >= row["engine/drawn_tokens"]
+        drawn = row["response_tokens/mean"] * 8 * row["groups/sampled"]
+        assert drawn <= row["engine/drawn_tokens"] + 1e-6
+        assert ("seconds/evaluate" in row) == (row["step"] != 1)
+        scores = {key: value for key, value in row.items() if key.startswith("eval/")}
+        assert bool(scores) == (row["step"] != 1)
+        for key, value in scores.items():
+            _, name, score = key.split("/", 2)
+            assert run.evaluations[name, score][row["step"]] == value
+    assert set(run.evaluations["cool", "mean@2"]) == {0, 2, 3}
+
+
+def test_rows_that_have_the_scores_one_step_earlier_are_read_alike(riding, tmp_path):
+    """As those of runs whose evaluations followed the step: files are what readers take."""
+    run = tmp_path / "run"
+    shutil.copytree(riding, run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for key in [key for key in rows[2] if key.startswith("eval/")]:
+        rows[1][key] = rows[2].pop(key)
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    old, new = load_run(run), load_run(riding)
+    assert old.evaluations == new.evaluations
+    assert summary_lines(old) == summary_lines(new)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("where", ["before its end", "after its file"])
+def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
+    riding, tmp_path, monkeypatch, where
+):
+    """The checkpoint before it is there, and its evaluation is sampled with the step again."""
+    run = tmp_path / "run"
+    shutil.copytree(riding, run)
+    for name in ("checkpoints/3", "eval"):
+        shutil.rmtree(run / name)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:2]))
+
+    def killed(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if where == "before its end":
+            patch.setattr(evaluate, "summarize", killed)
+        else:
+            patch.setattr(train, "take_updates", killed)
+        with pytest.raises(Killed):
+            train.train(two_sets(), run)
+    assert (run / "eval" / "2.json").exists() == (where == "after its file")
+    assert len(rows_without_timings(run)) == 2
+    train.train(two_sets(), run)
+    assert rows_without_timings(run) == rows_without_timings(riding)
+    ours, theirs = evaluations(run), evaluations(riding)
+    assert ours == {name: data for name, data in theirs.items() if not name.startswith("0.")}
+    assert digests(run, 3) == digests(riding, 3)
+
+
+def test_a_run_that_stops_is_evaluated_where_that_was_due(tmp_path, monkeypatch):
+    """No step follows in whose session it could ride."""
+    advantage = train.group_advantage
+    monkeypatch.setattr(train, "group_advantage", lambda reward_PG: advantage(reward_PG) * np.nan)
+    with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out"):
+        train.train(two_sets(), tmp_path)
+    assert {path.name for path in (tmp_path / "eval").glob("*.json")} == {"0.json", "2.json"}
+
+
+def test_a_grader_that_fails_ends_the_run(tmp_path, monkeypatch):
+    load = build.load_data
+
+    def failing(group):
+        raise ValueError("no verdict on that")
+
+    def load_data(*args, **how):
+        data = load(*args, **how)
+        chosen = data.eval_sets["cool"]
+        broken = dataclasses.replace(
+            chosen, dataset=dataclasses.replace(chosen.dataset, grade=failing)
+        )
+        return dataclasses.replace(data, eval_sets=data.eval_sets | {"cool": broken})
+
+    monkeypatch.setattr(build, "load_data", load_data)
+    with pytest.raises(ValueError, match="no verdict on that"):
+        train.train(two_sets(), tmp_path)
+    assert not (tmp_path / "eval").exists()
+    assert rows_without_timings(tmp_path) == []
