@@ -77,7 +77,7 @@ def owned_once(scheduler):
     """Asserts that every page but the null page is free or has one owner, as has every request."""
     rows_DB, held_DB = scheduler._rows_DB, scheduler._held_DB
     active_DB = rows_DB["active"] > 0
-    assert not rows_DB[~active_DB].view(np.int32).any()
+    assert not any(column_DB[~active_DB].any() for column_DB in rows_DB.values())
     assert not held_DB[~active_DB].any()
     prefixes = [p for group in scheduler._groups.values() for p in group if p.pages is not None]
     for d in range(scheduler.shards):
@@ -232,7 +232,8 @@ def first_in(scheduler):
     for d in range(scheduler.shards):
         slots = np.flatnonzero(scheduler._rows_DB["active"][d])
         if len(slots):
-            row = scheduler._rows_DB[d, slots[scheduler._age_DB[d, slots].argmin()]]
+            slot = slots[scheduler._age_DB[d, slots].argmin()]
+            row = {name: column_DB[d, slot] for name, column_DB in scheduler._rows_DB.items()}
             found[d] = (int(row["cursor"]), int(row["sample"]))
     return found
 

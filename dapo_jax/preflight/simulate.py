@@ -243,6 +243,11 @@ class Simulator:
         decodes = {
             rows: self.programs[decode_name(rows, all_rows)] for rows, _ in built.engine.sizes
         }
+
+        @functools.cache
+        def truncating_seconds(rows: int, slots: int) -> float:
+            return self.truncating_seconds(decodes[rows], rows, slots)
+
         return simulate_rollout(
             length_PG.tolist(),
             built.engine.cache,
@@ -265,7 +270,7 @@ class Simulator:
             copy_seconds=self.seconds("copy") if "copy" in self.programs else 0.0,
             riding_PG=riding_PG,
             riding_seconds=lambda rows, slots_D: np.array(
-                [self.truncating_seconds(decodes[rows], rows, slots) for slots in slots_D]
+                [truncating_seconds(rows, slots) for slots in slots_D.tolist()]
             ),
         )
 

@@ -36,7 +36,11 @@ class Scheduler:
         self._groups: dict[int, list[Prefix]] = {}  # the unfinished ones, by cursor
         self._queue: collections.deque[Prefix] = collections.deque()
         self._ready = [collections.deque[tuple[Prefix, int]]() for _ in range(shards)]  # samples
-        self._rows_DB = np.zeros((shards, cache.slots), cache.row_dtype)
+        # The slots' rows (`Cache.row_dtype`), a table a column: a block looks at few of them.
+        self._rows_DB = {
+            name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
+            for name, (dtype, _) in cache.row_dtype.fields.items()
+        }
         self._prefix_DB = np.full((shards, cache.slots), None, object)
         self._age_DB = np.zeros((shards, cache.slots), np.int64)  # admissions before the slot's
         self._held_DB = np.zeros((shards, cache.slots), np.int64)  # response pages
@@ -118,7 +122,8 @@ class Scheduler:
         rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
         row_N = shard_N * rows + _ranks(shard_N)
         table = np.zeros(self.shards * rows, self.cache.row_dtype)
-        table[row_N] = self._rows_DB[shard_N, slot_N]
+        for name, column_DB in self._rows_DB.items():
+            table[name][row_N] = column_DB[shard_N, slot_N]
         if pages == self.cache.pages:
             return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
         number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
@@ -315,25 +320,31 @@ class Scheduler:
     def _move(self, moves: Moves, old: tuple[int, int], new: tuple[int, int]) -> None:
         """Moves the sample of the (shard, slot) `old` to `new`."""
         (d, _), (e, _) = old, new
-        row, age, held = self._rows_DB[old].copy(), self._age_DB[old], self._held_DB[old]
+        row = {name: column_DB[old].copy() for name, column_DB in self._rows_DB.items()}
+        age, held = self._age_DB[old], self._held_DB[old]
         part = self._part(moves, self._prefix_DB[old], int(row["sample"]), e)
         pages = np.flatnonzero(self._free_DP[e])[:held]
         moves.slots_N4.append((*old, *new))
         moves.pages_M4.extend(_copies(d, self._leave(*old), e, pages))
         self._free_DP[e, pages] = False
-        row["reader"], row["prompt_pages"][: len(part.pages)] = 0, part.pages
-        row["response_pages"][:held] = pages
-        self._rows_DB[new], self._prefix_DB[new] = row, part
-        self._age_DB[new], self._held_DB[new] = age, held
+        row["prompt_pages"][: len(part.pages)], row["response_pages"][:held] = part.pages, pages
+        for name, value in (row | {"reader": 0}).items():
+            self._rows_DB[name][new] = value
+        self._prefix_DB[new], self._age_DB[new], self._held_DB[new] = part, age, held
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
         """Puts a sample into a free slot."""
-        row = self._rows_DB[d, b]
-        row["active"] = 1
-        row["cursor"], row["sample"], row["limit"] = prefix.cursor, sample, prefix.limits[sample]
-        row["prompt_tokens"] = prefix.prompt_tokens - 1
-        row["reader"] = sample - prefix.samples.start
-        row["prompt_pages"][: len(prefix.pages)] = prefix.pages
+        row = {
+            "active": 1,
+            "cursor": prefix.cursor,
+            "sample": sample,
+            "limit": prefix.limits[sample],
+            "prompt_tokens": prefix.prompt_tokens - 1,
+            "reader": sample - prefix.samples.start,
+        }
+        for name, value in row.items():
+            self._rows_DB[name][d, b] = value
+        self._rows_DB["prompt_pages"][d, b, : len(prefix.pages)] = prefix.pages
         self._prefix_DB[d, b] = prefix
         self._age_DB[d, b] = self._admissions
         self._admissions += 1
@@ -355,7 +366,8 @@ class Scheduler:
         """Frees a slot and its sample's own pages, which are returned in order."""
         pages = self._rows_DB["response_pages"][d, b, : self._held_DB[d, b]].copy()
         self._free_DP[d, pages] = True
-        self._rows_DB[d, b] = 0
+        for column_DB in self._rows_DB.values():
+            column_DB[d, b] = 0
         self._prefix_DB[d, b] = None
         self._held_DB[d, b] = 0
         return pages

@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.scheduler
 
-32 data shards of 284 slots, about what 256 chips hold for configs/qwen2_5_32b.py. 512 groups of 16
+32 data shards of 598 slots, what 256 v5p chips hold for configs/qwen2_5_32b.py. 1,280 groups of 16
 responses, whose lengths are log-normal as measured on models of Qwen2.5's family, are sampled to
 their end. A block's time is that of `next_block`, `table` and `complete`.
 """
@@ -19,18 +19,18 @@ from dapo_jax.sampler.scheduler import Scheduler
 from experiments.benchmarks import common
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("mean", 4_000, "Mean tokens of a response.")
-SHARDS, GROUPS, GROUP, PROMPT, RESPONSE = 32, 512, 16, 150, 20_480
-SLOTS, SLOT_TOKENS, PAGE = 284, 4_608, 128
+flags.DEFINE_integer("mean", 2_925, "Mean tokens of a response.")
+SHARDS, GROUPS, GROUP, PROMPT, RESPONSE = 32, 1_280, 16, 150, 20_480
+SLOTS, PAGES, PROMPT_PAGES, READERS = 598, 14_367, 917, 4
 
 
 def main(_):
     cache = Cache(
         slots=SLOTS,
-        pages=SLOTS * SLOT_TOKENS // PAGE + 1,
-        prompt_pages=125,
-        readers=GROUP,
-        page_tokens=PAGE,
+        pages=PAGES,
+        prompt_pages=PROMPT_PAGES,
+        readers=READERS,
+        page_tokens=128,
         block_tokens=16,
         max_prompt_tokens=2_048,
         max_response_tokens=RESPONSE,
