@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.preflight.compile import LIBTPU, topology_devices
-from models.kernels import paged_tpu
-from models.kernels.paged_tpu import paged_attention, write_pages
+from models.kernels import paged_tpu, xla
+from models.kernels.paged_tpu import copy_pages, paged_attention, write_pages
 from models.kernels.xla import MASKED, PageTable, page_order
 from sharding.mesh import make_mesh
 from tests.quick import jit
@@ -287,7 +287,28 @@ def test_refuses_what_it_cannot_read_well():
 
 
 TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+
+
 # Of one chip: Qwen2.5 0.5B; 7B split 4 ways; 32B split 8 and 4 ways.
+@pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 128), (128, 16)])
+def test_pages_are_copied_as_by_plain_xla(H, C):
+    """Pages of a small pool go to places of a large one, in every layout; the rest stays."""
+    rng = np.random.default_rng(0)
+
+    def pool(pages):
+        shapes = ((pages, 2, H, C), (pages, 2, C, H))
+        return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+    large, small = pool(9), pool(4)
+    to, source = jnp.array([7, 0, 2, 0]), jnp.array([3, 1, 0, 2])
+    found = copy_pages(large, small, to, source, interpret=True)
+    wanted = xla.copy_pages(large, small, to, source)
+    for ours, theirs, before, new in zip(found, wanted, large, small, strict=True):
+        np.testing.assert_array_equal(ours[1:], theirs[1:])  # page 0 gets one of two
+        np.testing.assert_array_equal(ours[jnp.array([7, 2])], new[jnp.array([3, 0])])
+        np.testing.assert_array_equal(ours[1], before[1])
+
+
 LOCAL_HEADS = ((14, 2, 64), (7, 1, 128), (5, 1, 128), (10, 2, 128))
 
 
@@ -313,9 +334,9 @@ def test_compiles_for_tpu(tpu):
 def compile_for(tpu, *, heads):
     """Compile 8 decode-like steps of two layers on 4 chips; prints pool and temporary bytes.
 
-    The pools are then written to and returned in place of those given.
+    The pools are then written to, by block and by page, and returned in place of those given.
     """
-    (N, K, H), C, B, J, P, D, S = heads, 128, 64, 180, 16_384, 256, 16
+    (N, K, H), C, B, J, P, D, S, M = heads, 128, 64, 180, 16_384, 256, 16, 8
     mesh = make_mesh(data=2, model=2, devices=topology_devices(tpu, slices=1))
     slots, pool = PartitionSpec("data"), PartitionSpec("data", "model")
     specs = (slots, [(pool, pool)] * 2, PartitionSpec(None, "model"), *[slots] * 3)
@@ -343,7 +364,10 @@ def compile_for(tpu, *, heads):
         new = jnp.broadcast_to(x_BD[:, None, :H, None], (B, K, H, S)).astype(jnp.bfloat16)
         where = page_BX[:, 0], page_BX[:, 1] % (C // S) * S
         write = functools.partial(write_pages, interpret=False)
-        return x_BD, [write(*pool, new, new.swapaxes(2, 3), *where) for pool in pools]
+        pools = [write(*pool, new, new.swapaxes(2, 3), *where) for pool in pools]
+        few = [a[:M] for a in pools[0]]
+        copy = functools.partial(copy_pages, interpret=False)
+        return x_BD, [copy(pool, few, page_BX[:M, 2], jnp.arange(M)) for pool in pools]
 
     def abstract(spec, shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -359,7 +383,7 @@ def compile_for(tpu, *, heads):
     run = jax.shard_map(steps, mesh=mesh, in_specs=specs, out_specs=(slots, specs[1]))
     with jax.set_mesh(mesh):
         compiled = jax.jit(run, donate_argnums=1).lower(*arguments).compile()
-    assert compiled.as_text().count("tpu_custom_call") >= 4
+    assert compiled.as_text().count("tpu_custom_call") >= 6
     print(tpu, heads, P * K * C * H * 2, compiled.memory_analysis().temp_size_in_bytes)
 
 

@@ -21,7 +21,7 @@ from dapo_jax.preflight.compile import Program, decode_name, mean_prompt
 from dapo_jax.preflight.hlo_cost import Collective, Cost
 from dapo_jax.preflight.rollouts import Rollout, response_lengths, simulate_rollout
 from dapo_jax.run import build
-from dapo_jax.sampler.engine import token_bytes
+from dapo_jax.sampler.engine import COPIES, token_bytes
 from dapo_jax.sampler.sampling import truncated_sizes
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
@@ -267,7 +267,7 @@ class Simulator:
                 + rows * self.slot_seconds(decode.fixed)
                 for rows, decode in decodes.items()
             },
-            copy_seconds=self.seconds("copy") if "copy" in self.programs else 0.0,
+            copy_seconds=self.copy_seconds(),
             riding_PG=riding_PG,
             riding_seconds=lambda rows, slots_D: np.array(
                 [truncating_seconds(rows, slots) for slots in slots_D.tolist()]
@@ -291,6 +291,13 @@ class Simulator:
     def slot_seconds(self, cost: Cost) -> float:
         """What a program's kernels take for each slot, beside its bytes."""
         return sum(times for _, times in cost.kernels) * self.assumed.slot_seconds
+
+    def copy_seconds(self) -> float:
+        """The time of a call that copies pages between shards; 0 where there is one shard."""
+        if "copy" not in self.programs:
+            return 0.0
+        kernels = COPIES * self.slot_seconds(self.programs["copy"].fixed)
+        return self.seconds("copy") + kernels
 
     def prefill(self, rollout: Rollout) -> float:
         """The time of a rollout's prefills, for prompts of mean length."""

@@ -253,7 +253,7 @@ def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
     return attend
 
 
-def copy_pages(pages, copy_M4):
+def copy_pages(pages, copy_M4, *, kernels: Kernels):
     """Copies whole pages between shards, all bits of them; returns the pages.
 
     copy_M4: from shard and page to shard and page, the same on every shard; a shard that there is
@@ -261,24 +261,23 @@ def copy_pages(pages, copy_M4):
     """
     here = jax.lax.axis_index(rules.ROW_AXES)
     source_M, page_M, target_M, to_page_M = copy_M4.T
+    page_M = jnp.where(source_M == here, page_M, NULL_PAGE)
     to_page_M = jnp.where(target_M == here, to_page_M, NULL_PAGE)
+    m_M = jnp.arange(len(copy_M4))
 
-    def copied(pool_P):
-        def taken(shard, page):
-            bits = jax.lax.dynamic_index_in_dim(pool_P, page, keepdims=False)
-            bits = jax.lax.bitcast_convert_type(bits, f"uint{8 * bits.dtype.itemsize}")
-            return jnp.where(shard == here, bits, 0)
+    def exchanged(taken_M):
+        """What the shards that copies are from have there."""
+        bits = jax.lax.bitcast_convert_type(taken_M, f"uint{8 * taken_M.dtype.itemsize}")
+        is_mine = (source_M == here).reshape(-1, 1, 1, 1)
+        bits = jax.lax.psum(jnp.where(is_mine, bits, 0), rules.ROW_AXES)
+        return jax.lax.bitcast_convert_type(bits, taken_M.dtype)
 
-        bits_M = jax.lax.map(lambda copy: taken(*copy), (source_M, page_M))
-        bits_M = jax.lax.psum(bits_M, rules.ROW_AXES)  # of one shard's bits, and zeros
-        new_M = jax.lax.bitcast_convert_type(bits_M, pool_P.dtype)
+    def copied(pool):
+        empty = [jnp.empty((len(m_M), *array_P.shape[1:]), array_P.dtype) for array_P in pool]
+        taken = kernels.copy_pages(empty, pool, m_M, page_M)
+        return kernels.copy_pages(pool, tuple(map(exchanged, taken)), to_page_M, m_M)
 
-        def put(m, pool_P):
-            return jax.lax.dynamic_update_index_in_dim(pool_P, new_M[m], to_page_M[m], axis=0)
-
-        return jax.lax.fori_loop(0, len(new_M), put, pool_P)
-
-    return jax.tree.map(copied, pages)
+    return tuple(map(copied, pages))
 
 
 def write(pages, new, page_N, offset_N):

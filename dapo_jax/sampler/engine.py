@@ -4,6 +4,7 @@ Nothing here decides which request is in which slot: `scheduler` does, and `sess
 """
 
 import concurrent.futures
+import functools
 import os
 
 import jax
@@ -146,7 +147,8 @@ class Engine:
     def _lower_copy(self, pool) -> jax.stages.Lowered:
         shape, sharding = (COPIES, 4), rules.replicated(self.mesh)
         copy_M4 = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-        return self._lower(copy_pages, (pool, copy_M4), self._specs(pool), donate=0)
+        run = functools.partial(copy_pages, kernels=self._kernels)
+        return self._lower(run, (pool, copy_M4), self._specs(pool), donate=0)
 
     def _lower_prefill(self, bucket: int) -> jax.stages.Lowered:
         def run(params, prompt_pages, tokens_RT, page_RI):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from models.kernels import cpu, packed, paged_tpu, splash_tpu
+from models.kernels import cpu, packed, paged_tpu, splash_tpu, xla
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -17,10 +17,10 @@ class Kernels:
     attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT) -> out_BTNH attends inside packed
     rows; shares_prompts says whether several responses may stand there behind one prompt.
     attend_pages and write_pages are `paged_tpu`'s with their last argument given, or None where
-    plain XLA attends to pages and writes them. learn_product and decode_product are einsums with a
-    weight matrix. unrolled_layers is how many layers the learner's loop takes at once where it
-    recomputes nothing. compiler_options are the sampler's. platforms are those that can run all
-    this; None: all.
+    plain XLA attends to pages and writes them; copy_pages is `xla`'s or `paged_tpu`'s.
+    learn_product and decode_product are einsums with a weight matrix. unrolled_layers is how many
+    layers the learner's loop takes at once where it recomputes nothing. compiler_options are the
+    sampler's. platforms are those that can run all this; None: all.
     """
 
     attend_rows: Callable
@@ -29,6 +29,7 @@ class Kernels:
     write_pages: Callable | None
     learn_product: Callable
     decode_product: Callable = cpu.weights_first
+    copy_pages: Callable = xla.copy_pages
     unrolled_layers: int = 1
     compiler_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     platforms: tuple[str, ...] | None = None
@@ -40,6 +41,7 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
         shares_prompts=False,
         attend_pages=functools.partial(paged_tpu.paged_attention, interpret=interpret),
         write_pages=functools.partial(paged_tpu.write_pages, interpret=interpret),
+        copy_pages=functools.partial(paged_tpu.copy_pages, interpret=interpret),
         learn_product=jnp.einsum,
         platforms=(platform,),
     )

@@ -160,3 +160,16 @@ def combine(partials, entry_BX, *, dtype):
     columns = zip(jnp.unstack(scale_BXKG, axis=1), jnp.unstack(entry_BX, axis=1), strict=True)
     out_BKGH = sum(scale_BKG[..., None] * out_EKGH[entry_B] for scale_BKG, entry_B in columns)
     return out_BKGH.reshape(-1, K * G, H).astype(dtype)
+
+
+def copy_pages(pool, source_pool, page_M, source_page_M):
+    """As `paged_tpu.copy_pages`."""
+
+    def copied(array_P, source_P):
+        def put(m, array_P):
+            page = jax.lax.dynamic_index_in_dim(source_P, source_page_M[m], keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(array_P, page, page_M[m], axis=0)
+
+        return jax.lax.fori_loop(0, len(page_M), put, array_P)
+
+    return tuple(map(copied, pool, source_pool))
