@@ -93,7 +93,10 @@ class Evaluation:
         self._session = session
         self._sets = dict(enumerate(sets.items(), start=first_stream))
         self._groups: list[Group] = []
-        self._grading = Grading(lambda group: self._sets[group.stream][1].dataset.grade(group))
+        # Not through `self`: in a cycle the session, with its pages and the weights, would outlive
+        # its last use until Python looks for cycles.
+        graders = {stream: chosen.dataset.grade for stream, (_, chosen) in self._sets.items()}
+        self._grading = Grading(lambda group: graders[group.stream](group))
         for stream, (_, chosen) in self._sets.items():
             for cursor, prompt in enumerate(chosen.dataset.prompts):
                 session.submit(cursor, prompt, group_size=chosen.k, stream=stream)

@@ -66,16 +66,18 @@ def collect(
                     session.cancel(place)
             if known.end >= end:
                 break
+            more = False
             while cursor + issued < end:
                 expected = known.expected_informative(issued)
                 if dynamic_sampling and (session.idle_slots == 0 or expected >= num_prompts):
+                    more = expected < num_prompts
                     break
                 place = cursor + issued
                 session.submit(place, prompt_at(place), group_size=group_size)
                 issued += 1
             found = f"{len(known.informative)} informative of " if dynamic_sampling else ""
             report(f"rollout: {found}{len(known.groups)} groups, {num_prompts} wanted")
-            finished = session.step() if session.unfinished else []
+            finished = session.step(more=more) if session.unfinished else []
             beside([group for group in finished if group.stream != TRAINING])
             known.add(grading.exchange([g for g in finished if g.stream == TRAINING]))
     sampled = [known.groups[place] for place in range(cursor, end)]

@@ -1,9 +1,11 @@
 """An evaluation rides in the next rollout's session: the same bits, for it and for training."""
 
 import dataclasses
+import gc
 import gzip
 import json
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -194,3 +196,33 @@ def test_a_grader_that_fails_ends_the_run(tmp_path, monkeypatch):
         train.train(two_sets(), tmp_path)
     assert not (tmp_path / "eval").exists()
     assert rows_without_timings(tmp_path) == []
+
+
+def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
+    """Its pages and weights are the update's memory: no cycle may keep them until a collection.
+
+    An evaluation whose grading asked for it through itself kept every session of a run.
+    """
+    sessions, alive = [], []
+
+    class Kept(train.Session):
+        def __init__(self, *args):
+            super().__init__(*args)
+            sessions.append(weakref.ref(self))
+
+    def take_updates(*args):
+        alive.append(sum(session() is not None for session in sessions))
+        return updates(*args)
+
+    updates = train.take_updates
+    monkeypatch.setattr(train, "Session", Kept)
+    monkeypatch.setattr(train, "take_updates", take_updates)
+    gc.collect()
+    gc.disable()
+    try:
+        train.train(two_sets(), tmp_path)
+    finally:
+        gc.enable()
+    assert len(sessions) == STEPS + 1  # the last evaluation's is alone
+    assert alive == [0] * STEPS
+    assert sum(session() is not None for session in sessions) == 0

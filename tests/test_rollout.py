@@ -110,8 +110,8 @@ class ScriptedSession:
     def idle_slots(self) -> int:
         return self._scheduler.idle_slots
 
-    def step(self) -> list[Group]:
-        plan = self._scheduler.next_block()
+    def step(self, *, more: bool = False) -> list[Group]:
+        plan = self._scheduler.next_block(more=more)
         self.prefilled_prompts += sum(np.sum(call.cursor_R >= 0) for call in plan.prefills)
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
         useful_B, stream_B = np.zeros((2, self._scheduler.cache.slots), int)
@@ -425,9 +425,9 @@ def test_grading_runs_behind_the_next_block():
     behind = []
 
     class Watched(ScriptedSession):
-        def step(self):
+        def step(self, **how):
             with begun:
-                finished = super().step()
+                finished = super().step(**how)
                 begun.notify_all()
             return finished
 

@@ -212,6 +212,33 @@ def test_the_ends_of_the_unit_interval_give_possible_tokens(V):
         assert np.all(logp_N <= 1e-6)
 
 
+@pytest.mark.parametrize("V", [384, 2048, 5000])
+def test_a_row_has_the_same_bits_among_few_rows_and_many(V):
+    """Sums over the blocks once took another order with the number of rows."""
+    rng = np.random.default_rng(1)
+    logits_RV = (3 * rng.normal(size=(640, V))).astype(np.float32)
+    uniform_R = rng.random(640).astype(np.float32)
+    sample = jax.jit(functools.partial(sample_token, axis=None))
+    few = sample(logits_RV[:32], uniform_R[:32])
+    for rows in (64, 256, 320, 640):
+        many = sample(logits_RV[:rows], uniform_R[:rows])
+        for a, b in zip(few, many, strict=True):
+            np.testing.assert_array_equal(a, b[:32])
+
+
+def test_logits_that_are_not_finite_give_no_probability_and_no_token_beyond_the_vocabulary():
+    """The padding of a vocabulary of 300 to whole blocks is never sampled."""
+    logits_RV = np.full((4, 300), -np.inf, np.float32)
+    logits_RV[1, 3] = -2e30
+    logits_RV[2] = -3e38
+    logits_RV[3, 7] = np.nan
+    token_R, logp_R = sample_token(logits_RV, np.full(4, 0.7, np.float32), axis=None)
+    assert all(0 <= token < 300 for token in token_R.tolist())
+    assert np.isnan(logp_R).tolist() == [True, False, False, True]
+    assert token_R[1] == 3
+    assert logp_R[2] == pytest.approx(-np.log(300))
+
+
 def test_a_lone_token_is_always_sampled_with_probability_one():
     for V, only in ((300, 299), (300, 0), (256, 128), (256, 127)):
         logits_V = np.where(np.arange(V) == only, 5.0, MASKED).astype(np.float32)

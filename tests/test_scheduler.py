@@ -287,9 +287,18 @@ def test_nothing_moves_while_a_sample_waits():
     assert [plan.waiting for plan in plans[:5]] == [True] * 3 + [False] * 2
 
 
-@pytest.mark.parametrize(("prompt_pages", "moves"), [(5, 2), (4, 1)])
+def test_nothing_moves_while_groups_will_be_submitted():
+    script = Script(dataclasses.replace(CACHE, slots=4), shards=2)
+    script.submit(0, [20] * 4)
+    for more, moves in ((True, 0), (True, 0), (False, 2)):
+        plan = script.scheduler.next_block(more=more)
+        assert len(plan.moves.slots_N4) == moves
+        script.complete(plan)
+
+
+@pytest.mark.parametrize(("prompt_pages", "moves"), [(8, 2), (7, 1), (5, 0)])
 def test_a_sample_stays_where_the_other_shard_has_too_few_pages(prompt_pages, moves):
-    """Prompts have two pages; of 5 in a pool, one is the null page."""
+    """Prompts have two pages, and three stay free; one of a pool is the null page."""
     script = Script(dataclasses.replace(CACHE, slots=4, prompt_pages=prompt_pages), shards=2)
     script.submit(0, [20] * 4, prompt_tokens=17)
     script.submit(1, [1] * 4)

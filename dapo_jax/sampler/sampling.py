@@ -155,30 +155,29 @@ def sample_token(logits_RV, uniform_R, *, axis: str | None):
     axis: the mesh axis over which the vocabulary is split in equal parts, None where it is whole.
     Chips exchange their block sums and the sampled token's logit, never the logits.
     """
-    V, C = logits_RV.shape[1], CDF_BLOCK
-    # Rows last: the sums over a block are then sums of whole vectors, and picking the block's
-    # logits by a mask reads them once, where a gather would have all of them laid out anew.
-    logits_VR = jnp.pad(logits_RV.T, ((0, -V % C), (0, 0)), constant_values=MASKED)
-    logits_NCR = logits_VR.reshape(-1, C, logits_VR.shape[1])
-    max_R = jnp.max(logits_NCR, axis=(0, 1))
+    R, V = logits_RV.shape
+    logits_RV = jnp.pad(logits_RV, ((0, 0), (0, -V % CDF_BLOCK)), constant_values=-jnp.inf)
+    logits_RNC = logits_RV.reshape(R, -1, CDF_BLOCK)
+    max_R = jnp.max(logits_RV, axis=-1)
     max_R = max_R if axis is None else jax.lax.pmax(max_R, axis)
-    sum_NR = jnp.sum(jnp.exp(logits_NCR - max_R), axis=1)
-    N = len(sum_NR)
+    sum_RN = jnp.sum(jnp.exp(logits_RNC - max_R[:, None, None]), axis=-1)
+    N = sum_RN.shape[1]
     rank = 0 if axis is None else jax.lax.axis_index(axis)
-    sum_NR = sum_NR if axis is None else jax.lax.all_gather(sum_NR, axis, axis=0, tiled=True)
+    sum_RN = sum_RN if axis is None else jax.lax.all_gather(sum_RN, axis, axis=1, tiled=True)
     # The middle of the numbers that a uniform one stands for: 0 would be the first token's always.
-    block_R, rest_R = pick(sum_NR.T, uniform_R + UNIFORM_GRID / 2)
+    block_R, rest_R = pick(sum_RN, uniform_R + UNIFORM_GRID / 2)
     here_R = block_R // N == rank
     local_R = block_R % N
-    is_picked_N1R = jnp.arange(N)[:, None, None] == local_R
-    logits_CR = jnp.sum(jnp.where(is_picked_N1R, logits_NCR, 0.0), axis=0)
-    inner_R, _ = pick(jnp.exp(logits_CR - max_R).T, rest_R)
-    logit_R = jnp.take_along_axis(logits_CR, inner_R[None], axis=0)[0]
-    token_R = (local_R * C + inner_R + rank * V).astype(jnp.int32)
+    # By a mask, which reads all logits once: for a gather they would be laid out anew.
+    is_picked_RN1 = (jnp.arange(N) == local_R[:, None])[:, :, None]
+    logits_RC = jnp.sum(jnp.where(is_picked_RN1, logits_RNC, 0.0), axis=1)
+    inner_R, _ = pick(jnp.exp(logits_RC - max_R[:, None]), rest_R)
+    logit_R = jnp.take_along_axis(logits_RC, inner_R[:, None], axis=1)[:, 0]
+    token_R = (local_R * CDF_BLOCK + inner_R + rank * V).astype(jnp.int32)
     if axis is not None:
         token_R = jax.lax.psum(jnp.where(here_R, token_R, 0), axis)
         logit_R = jax.lax.psum(jnp.where(here_R, logit_R, 0.0), axis)
-    return token_R, logit_R - max_R - jnp.log(total(sum_NR.T))
+    return token_R, logit_R - max_R - jnp.log(total(sum_RN))
 
 
 def pick(weight_RN, uniform_R):

@@ -82,11 +82,14 @@ class Scheduler:
         queued = sum(prefix.unfinished for prefix in self._queue)
         return max(0, int(self._wanted_D().sum()) - queued)
 
-    def next_block(self) -> Plan:
-        """Assigns prompts to shards, gives pages to growing responses and refills the slots."""
+    def next_block(self, *, more: bool = False) -> Plan:
+        """Assigns prompts to shards, gives pages to growing responses and refills the slots.
+
+        more: whether groups will be submitted as slots fall idle; those fill the emptier shards.
+        """
         prefills = self._assign()
         self._grow()
-        moves = self._level()
+        moves = self._level(wait=more or bool(self._queue))
         self._admit()
         shard_N, slot_N = np.nonzero(self._active_DB)
         rows_DB = self._rows_DB
@@ -280,15 +283,15 @@ class Scheduler:
             self._enter(d, b, *self._ready[d].popleft())
         self._give_pages(shard_N, slot_N)
 
-    def _level(self) -> Moves:
-        """Moves samples from full shards to others, once all prompts have a shard.
+    def _level(self, *, wait: bool) -> Moves:
+        """Moves samples from full shards to others, unless to wait for prompts without a shard.
 
         First those that wait for a slot, then those with the fewest pages. Each takes a copy of its
         prompt; it stays where the other shard has too few pages for it.
         """
         moves = Moves([], [], [])
         count_D = self._active_DB.sum(axis=1) + self._ready_D()
-        for d, e in [] if self._queue else level(count_D):
+        for d, e in [] if wait else level(count_D):
             if self._ready[d]:
                 prefix, sample = self._ready[d][-1]
                 if self._has_room(e, len(prefix.pages), pages=0):
@@ -302,8 +305,9 @@ class Scheduler:
         return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
 
     def _has_room(self, d: int, prompt_pages: int, *, pages: int) -> bool:
-        free = self._free_prompt_DP[d].sum(), self._free_DP[d].sum()
-        return free[0] >= prompt_pages and free[1] >= pages
+        """Whether shard d has these pages free, and prompt pages of a longest prompt beside."""
+        free_prompt_pages = self._free_prompt_DP[d].sum() - self.cache.pages_per_prompt
+        return free_prompt_pages >= prompt_pages and self._free_DP[d].sum() >= pages
 
     def _part(self, moves: Moves, prefix: Prefix, sample: int, e: int) -> Prefix:
         """Gives one sample a copy of its prompt on shard e."""

@@ -137,13 +137,13 @@ class Session:
         """Counts the tokens that were sampled, but lost to cancellation or to preemption."""
         return self._scheduler.discarded_tokens
 
-    def step(self) -> list[Group]:
+    def step(self, *, more: bool = False) -> list[Group]:
         """Decodes one block with refilled slots; returns the groups that finished.
 
-        They are in order of streams and cursors.
+        They are in order of streams and cursors. more: as of `Scheduler.next_block`.
         """
         start = time.perf_counter()
-        plan = self._scheduler.next_block()
+        plan = self._scheduler.next_block(more=more)
         prefill_start = time.perf_counter()
         self._prefill(plan.prefills)
         prefill_seconds = time.perf_counter() - prefill_start
