@@ -16,7 +16,7 @@ ROWS = 32
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
 # occupied slots and their pages. On a CPU a row has the same bits in each; elsewhere it may not.
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
-FEW_ROWS = (32, 64, 128, 256)  # for the tail of a rollout, when most slots are empty
+FEW_ROWS = (32, 64, 128, 192, 256, 384, 512)  # as slots fall empty: a step costs by the row
 ROW_SCALARS = (
     *("active", "stream", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens"),
     "reader",
