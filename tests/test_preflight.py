@@ -108,10 +108,11 @@ def test_a_recipe_that_fits_its_slice(tmp_path, topology, small):
         "decode": max(2 * parameters / chip.hbm_rate, 2 * parameters * slots / chip.flop_rate)
         + 4 * 4 * slots * sizes.vocab_size / chip.hbm_rate,
     }
+    most = {"update": 2.0, "decode": 2.5}  # decoding has many operations of a microsecond
     for name, seconds in least.items():
         core = programs[name]["turn"]["cycles"] / chip.clock
         assert core > 0.85 * seconds
-        assert small or core < 2 * seconds
+        assert small or core < most[name] * seconds
     assert not programs["decode"]["turn"]["collectives"]
     gathered = [c for c in programs["update"]["turn"]["collectives"] if c["kind"] == "all-gather"]
     assert sum(c["bytes"] * c["times"] for c in gathered) > 2 * parameters  # bfloat16

@@ -249,7 +249,7 @@ def test_a_second_ctrl_c_ends_at_once():
 
 def test_a_stop_goes_on_where_nobody_reads_the_output_any_more(tmp_path):
     """`python -m dapo_jax.train | tee`, and Ctrl-C ends tee first: printing is an error then."""
-    broken = ALONE.replace("ctypes.CDLL(None).sleep(60)", "sys.stdin.read(); print('to nobody')")
+    broken = ALONE.replace("ctypes.CDLL(None).sleep(60)", "sys.stdin.read(); print('', flush=True)")
     arguments = ["-c", WATCHED + broken, str(tmp_path / "checkpoints"), "3"]
     with started(arguments, stdin=subprocess.PIPE) as (process,):
         while process.stdout.readline() != "ready\n":
