@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import paged_tpu, xla
-from models.kernels.paged_tpu import copy_pages, paged_attention, write_pages
-from models.kernels.xla import MASKED, PageTable, page_order
+from models.kernels.paged_tpu import paged_attention
+from models.kernels.pages_tpu import copy_pages, write_pages
+from models.kernels.xla import PageTable, page_order
 from sharding.mesh import make_mesh
 from tests.quick import jit
 
@@ -37,7 +38,8 @@ class Case:
     """Arguments of the kernel. Whatever no slot may look at is NaN."""
 
     q_BNH: Any
-    recent: tuple[Any, Any, Any]
+    recent: tuple[Any, Any]
+    recent_tokens: Any
     prompt_pool: tuple[Any, Any]
     pool: tuple[Any, Any]
     page_BX: Any
@@ -95,15 +97,11 @@ def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed
     prompt_BI[2] = prompt_BI[1]
     response_pool, response_BJ = pool(tokens_B)
     table = PageTable(prompt_BI, response_BJ, prompt_tokens_B, tokens_B, np.arange(B))
-    G = N // K
-    recent = (
-        rng.normal(size=(B, K, G, H)),
-        rng.normal(size=(B, K, G)),
-        rng.uniform(1, 16, size=(B, K, G)),
-    )
+    recent = tuple(rng.normal(size=shape).astype(dtype) for shape in ((B, K, H, 8), (B, K, 8, H)))
     return Case(
         (3 * rng.normal(size=(B, N, H))).astype(dtype),
-        tuple(x.astype(np.float32) for x in recent),
+        recent,
+        np.int32(3),
         prompt_pool,
         response_pool,
         np.asarray(page_order(table, page_tokens=C)),
@@ -113,7 +111,7 @@ def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed
 
 
 def live_tokens(case, b):
-    """(k_SKH, v_SKH) of slot b's tokens in order, float32."""
+    """(k_SKH, v_SKH) of slot b's tokens in order, the recent ones last, float32."""
     C = case.pool[1].shape[2]
     pages, lives = iter(case.page_BX[b].tolist()), []
     for pool, tokens in (
@@ -121,11 +119,12 @@ def live_tokens(case, b):
         (case.pool, case.tokens_B[b]),
     ):
         lives += [(pool, next(pages), min(C, tokens - start)) for start in range(0, tokens, C)]
+    lives.append((case.recent, b, case.recent_tokens))
     for i in (0, 1):
         parts = [np.asarray(pool[i][page], np.float32) for pool, page, _ in lives]
         parts = [part.swapaxes(1, 2) if i == 0 else part for part in parts]
         kept = [p[:, :n].swapaxes(0, 1) for p, (*_, n) in zip(parts, lives, strict=True)]
-        yield np.concatenate([np.zeros((0, *case.pool[1].shape[1::2])), *kept])
+        yield np.concatenate(kept)
 
 
 def reference(case, b):
@@ -135,11 +134,8 @@ def reference(case, b):
     of_head_N = np.arange(N) // (N // k_SKH.shape[1])
     x_NS = np.einsum("NH,SNH->NS", case.q_BNH[b].astype(np.float32), k_SKH[:, of_head_N])
     weight_NS = np.exp(x_NS / np.sqrt(H))
-    out_BKGH, max_BKG, sum_BKG = case.recent
-    scale_N = np.exp(max_BKG[b].reshape(N))
     out_NH = np.einsum("NS,SNH->NH", weight_NS, v_SKH[:, of_head_N])
-    out_NH += scale_N[:, None] * out_BKGH[b].reshape(N, H)
-    return out_NH / (weight_NS.sum(axis=1) + scale_N * sum_BKG[b].reshape(N))[:, None]
+    return out_NH / weight_NS.sum(axis=1)[:, None]
 
 
 SHAPES = {
@@ -164,7 +160,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_definition(shape):
-    """Every slot: the definition over its recent and its live tokens, and nothing else."""
+    """Every slot: the definition over its live and its recent tokens, and nothing else."""
     case = make_case(**SHAPES[shape])
     out_BNH = case()
     assert out_BNH.dtype == case.q_BNH.dtype
@@ -175,32 +171,23 @@ def test_matches_the_definition(shape):
         np.testing.assert_allclose(out_NH, expected_NH, rtol=rounding, atol=rounding)
 
 
-def test_recent_tokens_are_parts_of_the_softmax_as_any_others():
-    """Of a slot's tokens, those of its last page may as well be given as recent ones."""
-    case = make_case(**SHAPES["grouped"])
+def test_recent_tokens_may_as_well_be_in_a_page():
+    """And where none is recent, pages alone count."""
+    case = dataclasses.replace(make_case(**SHAPES["grouped"]), recent_tokens=np.int32(0))
     C = case.pool[1].shape[2]
-    b, (N, H), K = 5, case.q_BNH.shape[1:], case.pool[0].shape[1]
-    nothing = tuple(
-        np.full_like(x, fill) for x, fill in zip(case.recent, (0, MASKED, 0), strict=True)
-    )
-    expected = dataclasses.replace(case, recent=nothing)()[b]
-    closed = case.tokens_B[b] // C * C
-    k_SKH, v_SKH = (x[case.prompt_tokens_B[b] + closed :] for x in live_tokens(case, b))
-    assert len(k_SKH) == case.tokens_B[b] % C > 0
-    q_KGH = case.q_BNH[b].reshape(K, N // K, H)
-    x_KGS = np.einsum("KGH,SKH->KGS", q_KGH, k_SKH) / np.sqrt(H)
-    weight_KGS = np.exp(x_KGS - x_KGS.max(axis=2, keepdims=True))
-    of_slot = (
-        np.einsum("KGS,SKH->KGH", weight_KGS, v_SKH),
-        x_KGS.max(axis=2),
-        weight_KGS.sum(axis=2),
-    )
-    recent = tuple(x.copy() for x in nothing)
-    for x, mine in zip(recent, of_slot, strict=True):
-        x[b] = mine
+    b, closed = 5, case.tokens_B[5] // C * C
+    R = case.tokens_B[b] - closed
+    page = case.page_BX[b, -(-case.prompt_tokens_B[b] // C) + closed // C]
+    (k_PKHC, v_PKCH), (k_BKHR, v_BKRH) = case.pool, (x.copy() for x in case.recent)
+    assert 0 < R <= v_BKRH.shape[2] + 2
+    k_BKHR = np.pad(k_BKHR, ((0, 0), (0, 0), (0, 0), (0, 2)))
+    v_BKRH = np.pad(v_BKRH, ((0, 0), (0, 0), (0, 2), (0, 0)))
+    k_BKHR[b, ..., :R], v_BKRH[b, :, :R] = k_PKHC[page, ..., :R], v_PKCH[page, :, :R]
     tokens_B = np.where(np.arange(len(case.tokens_B)) == b, closed, case.tokens_B)
-    given = dataclasses.replace(case, recent=recent, tokens_B=tokens_B.astype(np.int32))()[b]
-    np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-5)
+    given = dataclasses.replace(
+        case, recent=(k_BKHR, v_BKRH), recent_tokens=np.int32(R), tokens_B=tokens_B.astype(np.int32)
+    )
+    np.testing.assert_allclose(given()[b], case()[b], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ["grouped", "tokens last"])
@@ -261,7 +248,7 @@ def test_sharded_over_slots_and_heads():
     mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
     slots, heads = PartitionSpec("data"), PartitionSpec("data", "model")
     pool = PartitionSpec(None, "model")
-    specs = (heads, (heads,) * 3, (pool,) * 2, (pool,) * 2, slots, slots, slots)
+    specs = (heads, (heads,) * 2, PartitionSpec(), (pool,) * 2, (pool,) * 2, slots, slots, slots)
     run = jax.shard_map(
         functools.partial(paged_attention, interpret=True),
         mesh=mesh,
@@ -344,18 +331,16 @@ def compile_for(tpu, *, heads):
     def steps(x_BD, pools, w_DNH, page_BX, prompt_tokens_B, tokens_B):
         axes = jax.typeof(jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)).manual_axis_type
 
-        def step(_, x_BD):
+        def step(i, x_BD):
             for k_PKHC, v_PKCH in pools:
                 q_BNH = jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)
-                recent = [
-                    jax.lax.pcast(
-                        jnp.ones((B, K, N // K, *rest)), tuple(axes.varying), to="varying"
-                    )
-                    for rest in ((H,), (), ())
-                ]
-                pool = (k_PKHC, v_PKCH)
+                k_BKHR = jax.lax.pcast(
+                    jnp.ones((B, K, H, S), q_BNH.dtype), tuple(axes.varying), to="varying"
+                )
+                recent, pool = (k_BKHR, k_BKHR.swapaxes(2, 3)), (k_PKHC, v_PKCH)
+                tokens = (prompt_tokens_B, tokens_B)
                 out_BNH = paged_attention(
-                    q_BNH, recent, pool, pool, page_BX, prompt_tokens_B, tokens_B, interpret=False
+                    q_BNH, recent, i + 1, pool, pool, page_BX, *tokens, interpret=False
                 )
                 x_BD += jax.lax.psum(jnp.einsum("BNH,DNH->BD", out_BNH, w_DNH), "model")
             return x_BD

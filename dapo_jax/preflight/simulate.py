@@ -41,7 +41,7 @@ class Assumed:
     over one after the other. links, pages, kernels: the shares of the published rates that are
     reached by links, by memory where pages of keys and values are read, and by the products of
     attention's kernel. slot_seconds: of a decoding kernel for each slot, beside the bytes of its
-    pages; by the TPU compiler's schedule some 650 bundles for a slot of one block of pages, 470 for
+    pages; by the TPU compiler's schedule some 660 bundles for a slot of one block of pages, 470 for
     each further one. informative: of the groups that are sampled (the paper's Figure 3b).
     block_seconds: of the host, for a block of decode steps. save_rate: of a device's state to its
     host, bytes a second.

@@ -142,25 +142,22 @@ def decode_block(
     key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
     uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.sampled_B + i))(jnp.arange(S))
     if kernels.attend_pages is None:
-        attend_cached = _by_pieces(prompt_pages, pages, table, page_P, readers=readers)
+        attend_slots = _by_pieces(prompt_pages, pages, table, page_P, readers=readers)
     else:
-        attend_cached = _by_kernel(kernels.attend_pages, prompt_pages, pages, table)
+        attend_slots = _by_kernel(kernels.attend_pages, prompt_pages, pages, table)
 
     def unfinished(carry):
         return (carry[0] < S) & jnp.any(carry[1])
 
     def step(carry):
         i, active_B, token_B, block_kv, token_SB, logp_SB = carry
-        live_B = jnp.full(B, i + 1)
 
         def attend(q_BTNH, k_BTKH, v_BTKH, *, layer):
             k_BKHS, v_BKSH = block_kv[layer]
             k_BKH1, v_BK1H = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2)
             k_BKHS = jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_BKH1, i, axis=3)
             v_BKSH = jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_BK1H, i, axis=2)
-            q_BNH = q_BTNH[:, 0]
-            recent = page_attention(q_BNH[:, None], k_BKHS, v_BKSH, live_B)
-            out_BNH = attend_cached(q_BNH, recent, layer)
+            out_BNH = attend_slots(q_BTNH[:, 0], (k_BKHS, v_BKSH), i + 1, layer=layer)
             return out_BNH[:, None], (k_BKHS, v_BKSH)
 
         x_BTD, new_kv = hidden_layer_by_layer(  # in the loop, or XLA would transpose before it
@@ -218,9 +215,9 @@ def decode_block(
 
 
 def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
-    """Attention over the cache by plain XLA, page by page: attend(q_BNH, recent, layer).
+    """Attention by plain XLA, page by page: attend(q_BNH, block, block_tokens, layer=).
 
-    recent: what attention over the block being decoded gave, a piece a slot.
+    block: the keys and values (k_BKHS, v_BKSH) of this block, of which the first tokens live.
     """
     where = pieces(
         table,
@@ -232,7 +229,8 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
-    def attend(q_BNH, recent, layer):
+    def attend(q_BNH, block, block_tokens, *, layer):
+        recent = page_attention(q_BNH[:, None], *block, jnp.full(len(q_BNH), block_tokens))
         q_URNH = of_readers(q_BNH, where.reader_URB)
         q_P1NH = of_readers(q_BNH, where.reader_P1B)
         prompt = page_attention(q_URNH, *prompt_pages[layer], where.live_U)
@@ -243,12 +241,13 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
 
 
 def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
-    """As `_by_pieces`, by a kernel that reads each slot's live pages."""
+    """As `_by_pieces`, by a kernel that reads just the live pages."""
     page_BX = page_order(table, page_tokens=pages[0][1].shape[2])
     tokens = (table.prompt_tokens_B, table.response_tokens_B)
 
-    def attend(q_BNH, recent, layer):
-        return attend_pages(q_BNH, recent, prompt_pages[layer], pages[layer], page_BX, *tokens)
+    def attend(q_BNH, block, block_tokens, *, layer):
+        pools = (prompt_pages[layer], pages[layer])
+        return attend_pages(q_BNH, block, block_tokens, *pools, page_BX, *tokens)
 
     return attend
 

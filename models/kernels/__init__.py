@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from models.kernels import cpu, packed, paged_tpu, splash_tpu, xla
+from models.kernels import cpu, packed, paged_tpu, pages_tpu, splash_tpu, xla
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,8 +16,8 @@ class Kernels:
 
     attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT) -> out_BTNH attends inside packed
     rows; shares_prompts says whether several responses may stand there behind one prompt.
-    attend_pages and write_pages are `paged_tpu`'s with their last argument given, or None where
-    plain XLA attends to pages and writes them; copy_pages is `xla`'s or `paged_tpu`'s.
+    attend_pages is `paged_tpu`'s and write_pages `pages_tpu`'s with their last argument given, or
+    None where plain XLA attends to pages and writes them; copy_pages is `xla`'s or `pages_tpu`'s.
     learn_product and decode_product are einsums with a weight matrix. unrolled_layers is how many
     layers the learner's loop takes at once where it recomputes nothing. compiler_options are the
     sampler's. platforms are those that can run all this; None: all.
@@ -40,8 +40,8 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
         attend_rows=functools.partial(splash_tpu.splash_attention, interpret=interpret),
         shares_prompts=False,
         attend_pages=functools.partial(paged_tpu.paged_attention, interpret=interpret),
-        write_pages=functools.partial(paged_tpu.write_pages, interpret=interpret),
-        copy_pages=functools.partial(paged_tpu.copy_pages, interpret=interpret),
+        write_pages=functools.partial(pages_tpu.write_pages, interpret=interpret),
+        copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),
         learn_product=jnp.einsum,
         platforms=(platform,),
     )

@@ -1,15 +1,16 @@
-"""Decode attention over pools of key/value pages, and their writes: Pallas kernels for TPU.
+"""Decode attention over pools of key/value pages: a Pallas kernel for TPU.
 
 Axis letters: B slots, N query heads, K key/value heads, G = N / K, H head size, C tokens of a
 page, X pages of a slot, P and U pages of the pools of responses and prompts; S slots of a grid
-step, M pages of a block, T = M * C.
+step, M pages of a block, T = M * C, R recent tokens of a slot that are in no page yet.
 
 A slot's live pages, its prompt's and then its response's, are read in blocks of M, and the reads
 run ahead of the arithmetic across slots: while one block is computed the next ones are under way,
 whichever slot they belong to. Nothing else is read, so time follows the tokens that are there and
 not the longest slot. The softmax is the running one (Milakov & Gimelshein 2018, arXiv 1805.02867;
-Dao et al. 2022, arXiv 2205.14135, Algorithm 1). It begins with the block that is still being
-decoded, which is attended to elsewhere.
+Dao et al. 2022, arXiv 2205.14135, Algorithm 1). It begins with the tokens that are in no page yet,
+for all slots of a grid step together: 11 bundles a slot by the compiler's schedule, where XLA took
+15 microseconds a layer.
 """
 
 import functools
@@ -20,23 +21,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from models.kernels.pages_tpu import LANES, as_stored, token_axes
 from models.kernels.xla import MASKED
 
-LANES = 128
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
 BUFFERS = 3  # blocks in VMEM: one being computed, two being read
 SLOTS = 32  # of a grid step; reads start afresh in each, so it has to be long
 
 
 def paged_attention(
-    q_BNH, recent, prompt_pool, pool, page_BX, prompt_tokens_B, tokens_B, *, interpret: bool
+    q_BNH,
+    recent,
+    recent_tokens,
+    prompt_pool,
+    pool,
+    page_BX,
+    prompt_tokens_B,
+    tokens_B,
+    *,
+    interpret: bool,
 ):
-    """Attends with one token a slot to the slot's closed pages and to what is given of others.
+    """Attends with one token a slot to the slot's closed pages and to its most recent tokens.
 
     q_BNH and the pools (k_UKHC, v_UKCH) of prompts, (k_PKHC, v_PKCH) of responses: one dtype,
     bfloat16 or float32; query head n reads key/value head n // (N / K).
-    recent: float32 (out_BKGH, max_BKG, sum_BKG) of other tokens of the slot: with their scores
-    x = q·k / sqrt(H), max = max(x), sum = sum(exp(x - max)), out = sum(exp(x - max) v).
+    recent: (k_BKHR, v_BKRH) in the same dtype, finite, of which the first `recent_tokens` live.
     page_BX: int32, of `xla.page_order`: the pages that `prompt_tokens_B` tokens fill from the
     front in the prompts' pool, then those that `tokens_B` fill in the responses'; the rest is
     never read.
@@ -74,18 +83,18 @@ def paged_attention(
     def of_slots(*shape, **kwargs):
         return pl.BlockSpec((S, *shape), lambda step, *_: (step,) + (0,) * len(shape), **kwargs)
 
-    out_BKGH, max_BKG, sum_BKG = recent
+    k_BKHR, v_BKRH = recent
+    recent = (k_BKHR.swapaxes(2, 3), v_BKRH)
     pages = pages_per_block(pool[1])
     out_BKGH = pl.pallas_call(
         functools.partial(_kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(pl.cdiv(B, S),),
             in_specs=[
                 of_slots(page_BX.shape[1], memory_space=pltpu.SMEM),
                 of_slots(K, G, H),
-                of_slots(K, G, H),
-                of_slots(K, G, 2),
+                *[of_slots(*a.shape[1:]) for a in recent],
                 # Not ANY: the compiler would take a small pool into VMEM and copy by vectors.
                 *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools),
             ],
@@ -94,6 +103,8 @@ def paged_attention(
                 pltpu.VMEM((BUFFERS, pages, *pools[0].shape[1:]), q_BNH.dtype),
                 pltpu.VMEM((BUFFERS, pages, *pools[1].shape[1:]), q_BNH.dtype),
                 pltpu.SemaphoreType.DMA((2, BUFFERS)),
+                pltpu.VMEM((S, K, G, H), jnp.float32),
+                pltpu.VMEM((S, K, G, 2), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(
@@ -109,37 +120,13 @@ def paged_attention(
         prompt_tokens_B,
         tokens_B,
         next_live_B,
+        jnp.reshape(recent_tokens, 1),
         page_BX,
         q_BNH.reshape(B, K, G, H),
-        out_BKGH,
-        jnp.stack([max_BKG, sum_BKG], axis=-1),
+        *recent,
         *pools,
     )
     return out_BKGH.reshape(B, N, H)
-
-
-def token_axes(page_tokens: int, head_size: int) -> tuple[int, int]:
-    """The axis (0, 1) along which a stored page of one head has its tokens: keys', values'.
-
-    XLA stores a page the other way round where that alone fills the lanes.
-    """
-    C, H = page_tokens, head_size
-    return (
-        0 if C % LANES and H % LANES == 0 else 1,
-        1 if H % LANES and C % LANES == 0 else 0,
-    )
-
-
-def as_stored(k_PKHC, v_PKCH, axes: tuple[int, int]):
-    """Transposes pools from one layout to the other and back; of the whole pools nothing moves.
-
-    axes: `token_axes`. New tokens for the pools are transposed in the same way.
-    """
-    k_token_axis, v_token_axis = axes
-    return (
-        k_PKHC if k_token_axis == 1 else k_PKHC.swapaxes(2, 3),
-        v_PKCH if v_token_axis == 0 else v_PKCH.swapaxes(2, 3),
-    )
 
 
 def pages_per_block(v_PKCH):
@@ -152,10 +139,11 @@ def _kernel(
     prompt_tokens_ref,
     tokens_ref,
     next_live_ref,
+    recent_tokens_ref,
     page_ref,
     q_ref,
-    recent_ref,
-    recent_state_ref,
+    k_recent_ref,
+    v_recent_ref,
     k_prompts_ref,
     v_prompts_ref,
     k_responses_ref,
@@ -164,6 +152,8 @@ def _kernel(
     k_ref,
     v_ref,
     semaphore_ref,
+    recent_out_ref,
+    recent_state_ref,
     *,
     k_token_axis: int,
     v_token_axis: int,
@@ -284,7 +274,7 @@ def _kernel(
 
         def recent(h):
             state_G2 = recent_state_ref[slot - first, h]
-            return state_G2[:, 0:1], state_G2[:, 1:2], recent_ref[slot - first, h]
+            return state_G2[:, 0:1], state_G2[:, 1:2], recent_out_ref[slot - first, h]
 
         num_blocks = pl.cdiv(pages_left(slot, 0), M)
         carry = (*carry, [recent(h) for h in range(K)])
@@ -296,6 +286,16 @@ def _kernel(
     item = (next_live(first), jnp.int32(0), jnp.int32(0))
     for _ in range(BUFFERS - 1):
         item = start(item)
+    for h in range(K):
+        x_SGR = _dots(q_ref[:, h], k_recent_ref[:, h], axis=2) * H**-0.5
+        is_live = lax.broadcasted_iota(jnp.int32, x_SGR.shape, 2) < recent_tokens_ref[0]
+        x_SGR = jnp.where(is_live, x_SGR, MASKED)
+        max_SG1 = x_SGR.max(axis=2, keepdims=True)
+        p_SGR = jnp.exp(x_SGR - max_SG1)
+        recent_out_ref[:, h] = _dots(p_SGR.astype(v_recent_ref.dtype), v_recent_ref[:, h], axis=1)
+        recent_state_ref[:, h, :, 0:1] = max_SG1
+        recent_state_ref[:, h, :, 1:2] = p_SGR.sum(axis=2, keepdims=True)
+
     lax.fori_loop(first, end, attend_slot, (item, jnp.int32(0)))
 
 
@@ -314,90 +314,7 @@ def _dot(a, b, *, axis: int):
     return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def write_pages(k_PKHC, v_PKCH, k_BKHS, v_BKSH, page_B, offset_B, *, interpret: bool):
-    """Writes the S tokens of each slot's block into its page, from its offset on.
-
-    S divides C and the offsets. Pages that several slots name get the tokens of any of them.
-    Returns the pools, which take the place of those given. A loop of slice updates in XLA takes 2
-    microseconds a slot and pool; here the next slot's page is read while one is written.
-    """
-    axes = token_axes(*v_PKCH.shape[2:])
-    pools, new = as_stored(k_PKHC, v_PKCH, axes), as_stored(k_BKHS, v_BKSH, axes)
-
-    def of_slot(a):
-        return pl.BlockSpec((1, *a.shape[1:]), lambda b, *_: (b, 0, 0, 0))
-
-    def of_page(a):
-        return pl.BlockSpec((1, *a.shape[1:]), lambda b, page_ref, _: (page_ref[b], 0, 0, 0))
-
-    written = pl.pallas_call(
-        functools.partial(_write_kernel, token_axes=axes),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(len(page_B),),
-            in_specs=[*map(of_slot, new), *map(of_page, pools)],
-            out_specs=[*map(of_page, pools)],
-        ),
-        out_shape=[*map(_like, pools)],
-        input_output_aliases={4: 0, 5: 1},
-        interpret=interpret,
-        name="write_pages",
-    )(page_B, offset_B, *new, *pools)
-    return as_stored(*written, axes)
-
-
-def _write_kernel(
-    _, offset_ref, k_new_ref, v_new_ref, k_in_ref, v_in_ref, k_out_ref, v_out_ref, *, token_axes
-):
-    """Copies a page, with the new tokens in place of those from the offset on."""
-    offset = offset_ref[pl.program_id(0)]
-    for new_ref, in_ref, out_ref, token_axis in (
-        (k_new_ref, k_in_ref, k_out_ref, token_axes[0]),
-        (v_new_ref, v_in_ref, v_out_ref, token_axes[1]),
-    ):
-        new, old = new_ref[...], in_ref[...]
-        axis, tokens = 2 + token_axis, new.shape[2 + token_axis]
-        everywhere = jnp.concatenate([new] * (old.shape[axis] // tokens), axis=axis)
-        token = lax.broadcasted_iota(jnp.int32, old.shape, axis)
-        is_new = (token >= offset) & (token < offset + tokens)
-        out_ref[...] = jnp.where(is_new, everywhere, old)
-
-
-def copy_pages(pool, source_pool, page_M, source_page_M, *, interpret: bool):
-    """Copies M pages of one pool of keys and values into another one's place; returns the latter.
-
-    No page may be both read and written. Pages that are written more than once get any of what is
-    written. A loop of slice updates in XLA takes 3 microseconds a page and array.
-    """
-    axes = token_axes(*pool[1].shape[2:])
-    pools, sources = as_stored(*pool, axes), as_stored(*source_pool, axes)
-
-    def of_page(a, number):
-        return pl.BlockSpec((1, *a.shape[1:]), lambda m, *pages: (pages[number][m], 0, 0, 0))
-
-    copied = pl.pallas_call(
-        _copy_kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(len(page_M),),
-            in_specs=[
-                *[of_page(a, 1) for a in sources],
-                *[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
-            ],
-            out_specs=[of_page(a, 0) for a in pools],
-        ),
-        out_shape=[*map(_like, pools)],
-        input_output_aliases={4: 0, 5: 1},
-        interpret=interpret,
-        name="copy_pages",
-    )(page_M, source_page_M, *sources, *pools)
-    return as_stored(*copied, axes)
-
-
-def _copy_kernel(_page, _source_page, k_in_ref, v_in_ref, _k, _v, k_out_ref, v_out_ref):
-    k_out_ref[...], v_out_ref[...] = k_in_ref[...], v_in_ref[...]
-
-
-def _like(a):
-    """Describes an array like `a`, which varies over the same axes of a mesh inside shard_map."""
-    return jax.ShapeDtypeStruct(a.shape, a.dtype, manual_axis_type=jax.typeof(a).manual_axis_type)
+def _dots(a_S, b_S, *, axis: int):
+    """Multiplies the matrices of S slots, each as `_dot` does."""
+    dimensions = (((2,), (axis,)), ((0,), (0,)))
+    return lax.dot_general(a_S, b_S, dimensions, preferred_element_type=jnp.float32)

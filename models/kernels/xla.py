@@ -163,7 +163,7 @@ def combine(partials, entry_BX, *, dtype):
 
 
 def copy_pages(pool, source_pool, page_M, source_page_M):
-    """As `paged_tpu.copy_pages`."""
+    """As `pages_tpu.copy_pages`."""
 
     def copied(array_P, source_P):
         def put(m, array_P):
