@@ -291,6 +291,7 @@ def _step(updates=None):
     ]
     stats = RolloutStats(
         sampled_tokens=56,
+        decode_steps=7,
         slot_steps=100,
         busy_slot_steps=56,
         waiting_slot_steps=40,
@@ -340,6 +341,7 @@ def test_a_steps_row_by_hand():
         "generation_batches": 2,
         "engine/occupancy": 0.56,
         "engine/occupancy_while_waiting": 0.75,
+        "engine/decode_steps": 7,
         "engine/requests": 10,
         "engine/prefilled_prompts": 5,
         "engine/cache_use": 0.75,

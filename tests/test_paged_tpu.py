@@ -37,9 +37,9 @@ RUN = jit(paged_attention, static_argnames="interpret")
 class Case:
     """Arguments of the kernel. Whatever no slot may look at is NaN."""
 
-    q_BNH: Any
+    q_BTNH: Any
     recent: tuple[Any, Any]
-    recent_tokens: Any
+    recent_tokens_B: Any
     prompt_pool: tuple[Any, Any]
     pool: tuple[Any, Any]
     page_BX: Any
@@ -53,8 +53,9 @@ class Case:
         """The case of some of the slots, in another order perhaps."""
         return dataclasses.replace(
             self,
-            q_BNH=self.q_BNH[slot_B],
+            q_BTNH=self.q_BTNH[slot_B],
             recent=tuple(x[slot_B] for x in self.recent),
+            recent_tokens_B=self.recent_tokens_B[slot_B],
             page_BX=self.page_BX[slot_B],
             prompt_tokens_B=self.prompt_tokens_B[slot_B],
             tokens_B=self.tokens_B[slot_B],
@@ -69,7 +70,7 @@ def two_pages_a_block(monkeypatch):
     monkeypatch.setattr(paged_tpu, "SLOTS", 8)
 
 
-def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed=0):
+def make_case(*, heads, kv_heads, head_dim, page_tokens, queries=1, dtype=jnp.float32, seed=0):
     """A case; the prompts of the second and the third slot are one, in the same pages."""
     N, K, H, C = heads, kv_heads, head_dim, page_tokens
     rng = np.random.default_rng(seed)
@@ -99,9 +100,9 @@ def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed
     table = PageTable(prompt_BI, response_BJ, prompt_tokens_B, tokens_B, np.arange(B))
     recent = tuple(rng.normal(size=shape).astype(dtype) for shape in ((B, K, H, 8), (B, K, 8, H)))
     return Case(
-        (3 * rng.normal(size=(B, N, H))).astype(dtype),
+        (3 * rng.normal(size=(B, queries, N, H))).astype(dtype),
         recent,
-        np.int32(3),
+        rng.integers(1, 7, B, np.int32),
         prompt_pool,
         response_pool,
         np.asarray(page_order(table, page_tokens=C)),
@@ -110,8 +111,8 @@ def make_case(*, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32, seed
     )
 
 
-def live_tokens(case, b):
-    """(k_SKH, v_SKH) of slot b's tokens in order, the recent ones last, float32."""
+def live_tokens(case, b, t):
+    """(k_SKH, v_SKH) that query t of slot b sees, in order, the recent ones last, float32."""
     C = case.pool[1].shape[2]
     pages, lives = iter(case.page_BX[b].tolist()), []
     for pool, tokens in (
@@ -119,7 +120,7 @@ def live_tokens(case, b):
         (case.pool, case.tokens_B[b]),
     ):
         lives += [(pool, next(pages), min(C, tokens - start)) for start in range(0, tokens, C)]
-    lives.append((case.recent, b, case.recent_tokens))
+    lives.append((case.recent, b, case.recent_tokens_B[b] + t))
     for i in (0, 1):
         parts = [np.asarray(pool[i][page], np.float32) for pool, page, _ in lives]
         parts = [part.swapaxes(1, 2) if i == 0 else part for part in parts]
@@ -127,12 +128,12 @@ def live_tokens(case, b):
         yield np.concatenate(kept)
 
 
-def reference(case, b):
-    """out_NH of a slot, from the definition."""
-    k_SKH, v_SKH = live_tokens(case, b)
-    N, H = case.q_BNH.shape[1:]
+def reference(case, b, t):
+    """out_NH of a slot's query, from the definition."""
+    k_SKH, v_SKH = live_tokens(case, b, t)
+    N, H = case.q_BTNH.shape[2:]
     of_head_N = np.arange(N) // (N // k_SKH.shape[1])
-    x_NS = np.einsum("NH,SNH->NS", case.q_BNH[b].astype(np.float32), k_SKH[:, of_head_N])
+    x_NS = np.einsum("NH,SNH->NS", case.q_BTNH[b, t].astype(np.float32), k_SKH[:, of_head_N])
     weight_NS = np.exp(x_NS / np.sqrt(H))
     out_NH = np.einsum("NS,SNH->NH", weight_NS, v_SKH[:, of_head_N])
     return out_NH / weight_NS.sum(axis=1)[:, None]
@@ -146,6 +147,13 @@ SHAPES = {
         "head_dim": 128,
         "page_tokens": 64,
         "dtype": jnp.bfloat16,
+    },
+    "several queries": {
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "page_tokens": 16,
+        "queries": 3,
     },
     # The head is small and the page is not: on TPU its tokens are stored last.
     "tokens last": {
@@ -162,18 +170,23 @@ SHAPES = {
 def test_matches_the_definition(shape):
     """Every slot: the definition over its live and its recent tokens, and nothing else."""
     case = make_case(**SHAPES[shape])
-    out_BNH = case()
-    assert out_BNH.dtype == case.q_BNH.dtype
+    out_BTNH = case()
+    assert out_BTNH.dtype == case.q_BTNH.dtype
     # In bfloat16 the weights are rounded once more than in the reference, and the result is.
-    rounding = 1e-5 if case.q_BNH.dtype == jnp.float32 else 1e-2
-    for b, out_NH in enumerate(out_BNH.astype(np.float32)):
-        expected_NH = reference(case, b)
-        np.testing.assert_allclose(out_NH, expected_NH, rtol=rounding, atol=rounding)
+    rounding = 1e-5 if case.q_BTNH.dtype == jnp.float32 else 1e-2
+    for (b, t), out_NH in zip(
+        np.ndindex(out_BTNH.shape[:2]), np.concatenate(out_BTNH), strict=True
+    ):
+        expected_NH = reference(case, b, t)
+        np.testing.assert_allclose(
+            out_NH.astype(np.float32), expected_NH, rtol=rounding, atol=rounding
+        )
 
 
 def test_recent_tokens_may_as_well_be_in_a_page():
     """And where none is recent, pages alone count."""
-    case = dataclasses.replace(make_case(**SHAPES["grouped"]), recent_tokens=np.int32(0))
+    case = make_case(**SHAPES["grouped"])
+    case = dataclasses.replace(case, recent_tokens_B=np.zeros_like(case.recent_tokens_B))
     C = case.pool[1].shape[2]
     b, closed = 5, case.tokens_B[5] // C * C
     R = case.tokens_B[b] - closed
@@ -185,12 +198,15 @@ def test_recent_tokens_may_as_well_be_in_a_page():
     k_BKHR[b, ..., :R], v_BKRH[b, :, :R] = k_PKHC[page, ..., :R], v_PKCH[page, :, :R]
     tokens_B = np.where(np.arange(len(case.tokens_B)) == b, closed, case.tokens_B)
     given = dataclasses.replace(
-        case, recent=(k_BKHR, v_BKRH), recent_tokens=np.int32(R), tokens_B=tokens_B.astype(np.int32)
+        case,
+        recent=(k_BKHR, v_BKRH),
+        recent_tokens_B=case.recent_tokens_B + np.int32(R),
+        tokens_B=tokens_B.astype(np.int32),
     )
     np.testing.assert_allclose(given()[b], case()[b], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", ["grouped", "tokens last"])
+@pytest.mark.parametrize("shape", ["grouped", "tokens last", "several queries"])
 def test_a_slot_depends_on_itself_alone(shape):
     """Bitwise: not on its place in the batch, its pages, other slots or the table's width."""
     case = make_case(**SHAPES[shape])
@@ -223,7 +239,8 @@ def test_a_slot_depends_on_itself_alone(shape):
     same_bits(others_are_idle()[5], expected[5])
 
     others_are_nan = dataclasses.replace(
-        case, q_BNH=np.where(alone[:, None, None], case.q_BNH, case.q_BNH.dtype.type(np.nan))
+        case,
+        q_BTNH=np.where(alone[:, None, None, None], case.q_BTNH, case.q_BTNH.dtype.type(np.nan)),
     )
     same_bits(others_are_nan()[5], expected[5])
 
@@ -248,12 +265,13 @@ def test_sharded_over_slots_and_heads():
     mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
     slots, heads = PartitionSpec("data"), PartitionSpec("data", "model")
     pool = PartitionSpec(None, "model")
-    specs = (heads, (heads,) * 2, PartitionSpec(), (pool,) * 2, (pool,) * 2, slots, slots, slots)
+    queries = PartitionSpec("data", None, "model")
+    specs = (queries, (heads,) * 2, slots, (pool,) * 2, (pool,) * 2, slots, slots, slots)
     run = jax.shard_map(
         functools.partial(paged_attention, interpret=True),
         mesh=mesh,
         in_specs=specs,
-        out_specs=heads,
+        out_specs=queries,
         check_vma=False,  # the interpreter does not know it; the compiler's test below has it on
     )
     np.testing.assert_array_equal(jit(run)(*vars(case).values()), case())
@@ -266,7 +284,7 @@ def test_refuses_what_it_cannot_read_well():
     with pytest.raises(ValueError, match="one dtype"):
         dataclasses.replace(case, pool=(k_PKHC, v_PKCH.astype(jnp.bfloat16)))()
     with pytest.raises(ValueError, match="head size of 8"):
-        dataclasses.replace(case, q_BNH=case.q_BNH[..., :8])()
+        dataclasses.replace(case, q_BTNH=case.q_BTNH[..., :8])()
     with pytest.raises(ValueError, match="do not go together"):
         dataclasses.replace(case, prompt_pool=tuple(x[:, :1] for x in case.prompt_pool))()
     with pytest.raises(ValueError, match="pages of 16 tokens"):
@@ -276,7 +294,7 @@ def test_refuses_what_it_cannot_read_well():
 TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 
 
-# Of one chip: Qwen2.5 0.5B; 7B split 4 ways; 32B split 8 and 4 ways.
+# Of one chip: Qwen2.5 0.5B; 7B split 4 ways; 32B split 8 ways, with drafts, and 4 ways.
 @pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 128), (128, 16)])
 def test_pages_are_copied_as_by_plain_xla(H, C):
     """Pages of a small pool go to places of a large one, in every layout; the rest stays."""
@@ -296,7 +314,7 @@ def test_pages_are_copied_as_by_plain_xla(H, C):
         np.testing.assert_array_equal(ours[1], before[1])
 
 
-LOCAL_HEADS = ((14, 2, 64), (7, 1, 128), (5, 1, 128), (10, 2, 128))
+LOCAL_HEADS = ((14, 2, 64, 1), (7, 1, 128, 1), (5, 1, 128, 4), (10, 2, 128, 1))
 
 
 @pytest.mark.skipif(not LIBTPU.exists(), reason="needs the TPU's compiler: `make preflight`")
@@ -323,7 +341,7 @@ def compile_for(tpu, *, heads):
 
     The pools are then written to, by block and by page, and returned in place of those given.
     """
-    (N, K, H), C, B, J, P, D, S, M = heads, 128, 64, 180, 16_384, 256, 16, 8
+    (N, K, H, T), C, B, J, P, D, S, M = heads, 128, 64, 180, 16_384, 256, 16, 8
     mesh = make_mesh(data=2, model=2, devices=topology_devices(tpu, slices=1))
     slots, pool = PartitionSpec("data"), PartitionSpec("data", "model")
     specs = (slots, [(pool, pool)] * 2, PartitionSpec(None, "model"), *[slots] * 3)
@@ -333,15 +351,16 @@ def compile_for(tpu, *, heads):
 
         def step(i, x_BD):
             for k_PKHC, v_PKCH in pools:
-                q_BNH = jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)
+                q_BTNH = jnp.repeat(jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)[:, None], T, axis=1)
                 k_BKHR = jax.lax.pcast(
-                    jnp.ones((B, K, H, S), q_BNH.dtype), tuple(axes.varying), to="varying"
+                    jnp.ones((B, K, H, S), q_BTNH.dtype), tuple(axes.varying), to="varying"
                 )
                 recent, pool = (k_BKHR, k_BKHR.swapaxes(2, 3)), (k_PKHC, v_PKCH)
                 tokens = (prompt_tokens_B, tokens_B)
-                out_BNH = paged_attention(
-                    q_BNH, recent, i + 1, pool, pool, page_BX, *tokens, interpret=False
+                out_BTNH = paged_attention(
+                    q_BTNH, recent, tokens_B % S + i, pool, pool, page_BX, *tokens, interpret=False
                 )
+                out_BNH = out_BTNH[:, -1]
                 x_BD += jax.lax.psum(jnp.einsum("BNH,DNH->BD", out_BNH, w_DNH), "model")
             return x_BD
 

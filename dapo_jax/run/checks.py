@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from configs.base import eval_settings, train_settings
 from dapo_jax import algorithm, learner
 from dapo_jax.run.files import read_json
+from dapo_jax.sampler.cache import DRAFT_TOKENS
 from dapo_jax.tasks.math_problems import RULES
 from models.families import Family
 from models.lora import MATRICES
@@ -30,6 +31,7 @@ CHOICES = {
     "algo.filter_groups": algorithm.FILTERS,
     "verifier.rules": RULES,
     "rollout.on_generation_cap": ("train", "stop"),
+    "rollout.draft_tokens": DRAFT_TOKENS,
     "data.on_bad_row": ("error", "skip"),
     "tokenizer.chat": ("none", "template"),
     "learner.remat": tuple(REMAT),
@@ -73,6 +75,7 @@ MAY_CHANGE = (
     "rollout.on_generation_cap",
     "rollout.cache_mib",
     "rollout.slot_tokens",
+    "rollout.draft_tokens",
     "learner.micro_batch_rows",
     "learner.row_tokens",
     "learner.remat",
@@ -99,7 +102,7 @@ def check(config: ConfigDict) -> None:
         return functools.reduce(getattr, name.split("."), config)
 
     for name, choices in CHOICES.items():
-        message = f"{name} = {value(name)!r}; choose one of {', '.join(choices)}"
+        message = f"{name} = {value(name)!r}; choose one of {', '.join(map(str, choices))}"
         _require(value(name) in choices, message)
     for bound, (names, holds) in BOUNDS.items():
         for name in names.split():

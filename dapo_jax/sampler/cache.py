@@ -24,6 +24,7 @@ ROW_SCALARS = (
 # Of a group's samples on one shard of several, where a kernel attends and sharing a prompt saves
 # only its prefill: long responses come in groups, and all shards wait for the one that has most.
 SPREAD_READERS = 4
+DRAFT_TOKENS = (0, 1, 3, 7)  # with the next token they divide ROWS
 SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots
 
 
@@ -33,7 +34,8 @@ class Cache:
 
     Page 0 of either pool is NULL_PAGE. Prompts have a pool of their own, and at most `readers`
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
-    `max_prompt_tokens` and `max_response_tokens` bound a request.
+    `max_prompt_tokens` and `max_response_tokens` bound a request. `draft_tokens` are tried beside
+    a slot's next one where few slots are occupied.
     """
 
     slots: int
@@ -44,6 +46,7 @@ class Cache:
     block_tokens: int
     max_prompt_tokens: int
     max_response_tokens: int
+    draft_tokens: int = 0
 
     @property
     def pages_per_prompt(self) -> int:
@@ -58,6 +61,10 @@ class Cache:
     def pages_of_prompt(self, prompt_tokens: int) -> int:
         """Counts a prompt's pages; its last token needs none: it is fed when decoding begins."""
         return -(-(prompt_tokens - 1) // self.page_tokens)
+
+    def positions(self, rows: int) -> int:
+        """Counts the positions that a decode step tries of every slot in a program of these."""
+        return 1 if rows % ROWS == 0 else 1 + self.draft_tokens
 
     @property
     def prompt_buckets(self) -> list[int]:
@@ -102,6 +109,7 @@ def plan_cache(
     block_tokens: int,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    draft_tokens: int,
     copies: bool,
 ) -> Cache:
     """Plans the slots and pages that a device's memory budget holds.
@@ -124,6 +132,7 @@ def plan_cache(
             block_tokens=block_tokens,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
+            draft_tokens=draft_tokens,
         )
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // readers) * min(longest, 2) + 1
@@ -159,16 +168,21 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
     """Lists the (rows, pages) of a shard that decoding is compiled for, the smallest first.
 
     kernel: whether one reads the live pages alone; then programs have all pages, and FEW_ROWS.
+    Programs of fewer than ROWS slots try several positions of each, ROWS together.
     """
     if kernel:
         all_rows = padded(cache.slots)
-        return [(rows, cache.pages) for rows in sorted({*FEW_ROWS, all_rows}) if rows <= all_rows]
-    return sorted(
-        {
+        sizes = {(rows, cache.pages) for rows in (*FEW_ROWS, all_rows) if rows <= all_rows}
+    else:
+        sizes = {
             (padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
             for slots, pages in PARTS
         }
-    )
+    if cache.draft_tokens:
+        few = ROWS // (1 + cache.draft_tokens)
+        least = min(rows for rows, _ in sizes)
+        sizes |= {(few, pages) for rows, pages in sizes if rows == least}
+    return sorted(sizes)
 
 
 def padded(slots: int) -> int:

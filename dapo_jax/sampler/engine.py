@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, Slots, copy_pages, decode_block, prefill
+from dapo_jax.sampler.drafts import source_tokens
 from models.kernels import Kernels
 from models.kernels.xla import PageTable
 from models.parameters import ModelConfig
@@ -108,17 +109,18 @@ class Engine:
         program = self._programs["prefill", None, page_RI.shape[1]]
         return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
 
-    def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, samplings):
-        """Decodes a block: returns (pages, token_SB, logp_SB), the latter two as NumPy arrays.
+    def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, source_BW, samplings):
+        """Decodes a block: returns (pages, token_SB, logp_SB, steps_D), all but pages from NumPy.
 
         run_key_Z: the data of the streams' keys, uint32 [Z, 2]; samplings: a tuple of as many.
-        rows: `Cache.row_dtype`, of all shards. page_P: the pages that its tables number.
+        rows: `Cache.row_dtype`, of all shards. page_P: the pages that its tables number. source_BW:
+        where each row's slot looks for drafts; of no width where a step tries one position.
         """
         size = (len(rows) // self.shards, len(page_P) // self.shards)
         program = self._programs["decode", samplings, *size]
         row_BX = rows.view(np.int32).reshape(len(rows), -1)
-        row_BX, page_P = hosts.place((row_BX, page_P), self._rows)
-        pages, *sampled = program(params, prompt_pages, pages, run_key_Z, row_BX, page_P)
+        of_host = hosts.place((row_BX, page_P, source_BW), self._rows)
+        pages, *sampled = program(params, prompt_pages, pages, run_key_Z, *of_host)
         return pages, *hosts.fetch(sampled)
 
     def copy(self, pages, copy_M4: np.ndarray):
@@ -168,7 +170,7 @@ class Engine:
     ) -> jax.stages.Lowered:
         cache = self.cache
 
-        def run(params, prompt_pages, pages, run_key_Z, row_BX, page_P):
+        def run(params, prompt_pages, pages, run_key_Z, row_BX, page_P, source_BW):
             slots, table = split_rows(row_BX, page_P, cache)
             return decode_block(
                 params,
@@ -178,9 +180,11 @@ class Engine:
                 slots,
                 table,
                 page_P,
+                source_BW,
                 config=self.config,
                 samplings=samplings,
                 block_tokens=cache.block_tokens,
+                positions=cache.positions(rows),
                 readers=cache.readers,
                 kernels=self._kernels,
                 axis=self._axis,
@@ -190,9 +194,11 @@ class Engine:
         run_key_Z = jax.ShapeDtypeStruct(keys, jnp.uint32, sharding=rules.replicated(self.mesh))
         row_BX = self._host_array(self.shards * rows, cache.row_dtype.itemsize // 4)
         page_P = self._host_array(self.shards * pages)
+        source_BW = self._host_array(self.shards * rows, source_tokens(cache, rows))
         tokens = PartitionSpec(None, rules.ROW_AXES)
-        out = (self._specs(self._pages), tokens, tokens)
-        arguments = (self.params, self._prompt_pages, self._pages, run_key_Z, row_BX, page_P)
+        out = (self._specs(self._pages), tokens, tokens, PartitionSpec(rules.ROW_AXES))
+        of_host = (row_BX, page_P, source_BW)
+        arguments = (self.params, self._prompt_pages, self._pages, run_key_Z, *of_host)
         return self._lower(run, arguments, out, donate=2)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:

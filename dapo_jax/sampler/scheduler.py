@@ -71,6 +71,10 @@ class Scheduler:
             self._release(prefix)
         self._queue = collections.deque(p for p in self._queue if p.cursor != cursor)
 
+    def pages(self, d: int, b: int) -> np.ndarray:
+        """Lists the pages of a slot's sample, in order."""
+        return self._rows_DB["response_pages"][d, b, : self._held_DB[d, b]]
+
     @property
     def unfinished(self) -> list[int]:
         """Lists the cursors of groups neither finished nor cancelled, in order of submission."""

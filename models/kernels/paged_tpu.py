@@ -1,8 +1,9 @@
 """Decode attention over pools of key/value pages: a Pallas kernel for TPU.
 
-Axis letters: B slots, N query heads, K key/value heads, G = N / K, H head size, C tokens of a
-page, X pages of a slot, P and U pages of the pools of responses and prompts; S slots of a grid
-step, M pages of a block, T = M * C, R recent tokens of a slot that are in no page yet.
+Axis letters: B slots, T query tokens of a slot, N query heads, K key/value heads, Q = T * N / K, H
+head size, R recent tokens of a slot that are in no page yet, C tokens of a page, X pages of a slot,
+P and U pages of the pools of responses and prompts; S slots of a grid step, M pages of a block, W =
+M * C.
 
 A slot's live pages, its prompt's and then its response's, are read in blocks of M, and the reads
 run ahead of the arithmetic across slots: while one block is computed the next ones are under way,
@@ -30,9 +31,9 @@ SLOTS = 32  # of a grid step; reads start afresh in each, so it has to be long
 
 
 def paged_attention(
-    q_BNH,
+    q_BTNH,
     recent,
-    recent_tokens,
+    recent_tokens_B,
     prompt_pool,
     pool,
     page_BX,
@@ -41,26 +42,27 @@ def paged_attention(
     *,
     interpret: bool,
 ):
-    """Attends with one token a slot to the slot's closed pages and to its most recent tokens.
+    """Attends with T tokens a slot to the slot's closed pages and to its most recent tokens.
 
-    q_BNH and the pools (k_UKHC, v_UKCH) of prompts, (k_PKHC, v_PKCH) of responses: one dtype,
+    q_BTNH and the pools (k_UKHC, v_UKCH) of prompts, (k_PKHC, v_PKCH) of responses: one dtype,
     bfloat16 or float32; query head n reads key/value head n // (N / K).
-    recent: (k_BKHR, v_BKRH) in the same dtype, finite, of which the first `recent_tokens` live.
+    recent: (k_BKHR, v_BKRH) in the same dtype, finite; a slot's first query sees the first
+    `recent_tokens_B` of them, and every further query one more.
     page_BX: int32, of `xla.page_order`: the pages that `prompt_tokens_B` tokens fill from the
     front in the prompts' pool, then those that `tokens_B` fill in the responses'; the rest is
     never read.
-    Returns out_BNH in q's dtype. A slot's numbers do not depend on other slots, on X or on which
+    Returns out_BTNH in q's dtype. A slot's numbers do not depend on other slots, on X or on which
     pages it has. The page ids of live pages have to be valid: on TPU they are not checked.
-    Inside shard_map the result varies over the mesh axes that q_BNH varies over.
+    Inside shard_map the result varies over the mesh axes that q_BTNH varies over.
     Raises ValueError for dtypes or shapes that differ, and (unless interpreted) where neither H
     nor C is a multiple of 128: XLA would copy such a pool into another layout at every call.
     """
-    B, N, H = q_BNH.shape
+    B, T, N, H = q_BTNH.shape
     _, K, C, _ = pool[1].shape
-    G, S = N // K, min(B, SLOTS)
-    if not all(a.dtype == q_BNH.dtype for a in (*prompt_pool, *pool)):
+    Q, S = T * N // K, min(B, SLOTS)
+    if not all(a.dtype == q_BTNH.dtype for a in (*prompt_pool, *pool)):
         raise ValueError(
-            f"q, k and v must have one dtype, not {q_BNH.dtype}, "
+            f"q, k and v must have one dtype, not {q_BTNH.dtype}, "
             + ", ".join(str(a.dtype) for a in (*prompt_pool, *pool))
         )
     for k_PKHC, v_PKCH in (prompt_pool, pool):
@@ -86,29 +88,31 @@ def paged_attention(
     k_BKHR, v_BKRH = recent
     recent = (k_BKHR.swapaxes(2, 3), v_BKRH)
     pages = pages_per_block(pool[1])
-    out_BKGH = pl.pallas_call(
-        functools.partial(_kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
+    q_BKQH = q_BTNH.reshape(B, T, K, -1, H).swapaxes(1, 2).reshape(B, K, Q, H)
+    out_BKQH = pl.pallas_call(
+        functools.partial(_kernel, queries=T, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=3,
             grid=(pl.cdiv(B, S),),
             in_specs=[
                 of_slots(page_BX.shape[1], memory_space=pltpu.SMEM),
-                of_slots(K, G, H),
+                of_slots(1, 1),
+                of_slots(K, Q, H),
                 *[of_slots(*a.shape[1:]) for a in recent],
                 # Not ANY: the compiler would take a small pool into VMEM and copy by vectors.
                 *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools),
             ],
-            out_specs=of_slots(K, G, H),
+            out_specs=of_slots(K, Q, H),
             scratch_shapes=[
-                pltpu.VMEM((BUFFERS, pages, *pools[0].shape[1:]), q_BNH.dtype),
-                pltpu.VMEM((BUFFERS, pages, *pools[1].shape[1:]), q_BNH.dtype),
+                pltpu.VMEM((BUFFERS, pages, *pools[0].shape[1:]), q_BTNH.dtype),
+                pltpu.VMEM((BUFFERS, pages, *pools[1].shape[1:]), q_BTNH.dtype),
                 pltpu.SemaphoreType.DMA((2, BUFFERS)),
-                pltpu.VMEM((S, K, G, H), jnp.float32),
-                pltpu.VMEM((S, K, G, 2), jnp.float32),
+                pltpu.VMEM((S, K, Q, H), jnp.float32),
+                pltpu.VMEM((S, K, Q, 2), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(
-            (B, K, G, H), q_BNH.dtype, manual_axis_type=jax.typeof(q_BNH).manual_axis_type
+            q_BKQH.shape, q_BTNH.dtype, manual_axis_type=jax.typeof(q_BTNH).manual_axis_type
         ),
         # Checks would make starting the reads slower than the arithmetic.
         compiler_params=pltpu.CompilerParams(
@@ -120,13 +124,13 @@ def paged_attention(
         prompt_tokens_B,
         tokens_B,
         next_live_B,
-        jnp.reshape(recent_tokens, 1),
         page_BX,
-        q_BNH.reshape(B, K, G, H),
+        recent_tokens_B[:, None, None],
+        q_BKQH,
         *recent,
         *pools,
     )
-    return out_BKGH.reshape(B, N, H)
+    return out_BKQH.reshape(B, K, T, -1, H).swapaxes(1, 2).reshape(B, T, N, H)
 
 
 def pages_per_block(v_PKCH):
@@ -139,8 +143,8 @@ def _kernel(
     prompt_tokens_ref,
     tokens_ref,
     next_live_ref,
-    recent_tokens_ref,
     page_ref,
+    recent_tokens_ref,
     q_ref,
     k_recent_ref,
     v_recent_ref,
@@ -155,11 +159,12 @@ def _kernel(
     recent_out_ref,
     recent_state_ref,
     *,
+    queries: int,
     k_token_axis: int,
     v_token_axis: int,
 ):
     """Computes the slots [first, end). An item (slot, block, buffer) is a block to read."""
-    S, K, _, H = q_ref.shape
+    S, K, Q, H = q_ref.shape
     M, C = v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, tokens_ref.shape[0])
@@ -259,54 +264,57 @@ def _kernel(
                     token = lax.broadcasted_iota(jnp.int32, v.shape, 1 + v_token_axis)
                     v_ref[buffer, m] = jnp.where(token < live, v, jnp.zeros_like(v))
 
-            token_1T = lax.rem(lax.broadcasted_iota(jnp.int32, (1, M * C), 1), C)
-            live_1T = token_1T < jnp.concatenate([jnp.full((1, C), n) for n in live_M], axis=1)
+            token_1W = lax.rem(lax.broadcasted_iota(jnp.int32, (1, M * C), 1), C)
+            live_1W = token_1W < jnp.concatenate([jnp.full((1, C), n) for n in live_M], axis=1)
             new_state = []
             for h in range(K):
                 k, v = (
                     jnp.concatenate([ref[buffer, m, h] for m in range(M)], axis=token_axis)
                     for ref, token_axis in ((k_ref, k_token_axis), (v_ref, v_token_axis))
                 )
-                x_GT = _dot(q_ref[slot - first, h], k, axis=1 - k_token_axis) * H**-0.5
-                x_GT = jnp.where(live_1T, x_GT, MASKED)
-                new_state.append(_accumulate(state[h], x_GT, v, token_axis=v_token_axis))
+                x_QW = _dot(q_ref[slot - first, h], k, axis=1 - k_token_axis) * H**-0.5
+                x_QW = jnp.where(live_1W, x_QW, MASKED)
+                new_state.append(_accumulate(state[h], x_QW, v, token_axis=v_token_axis))
             return item, lax.rem(buffer + 1, BUFFERS), new_state
 
         def recent(h):
-            state_G2 = recent_state_ref[slot - first, h]
-            return state_G2[:, 0:1], state_G2[:, 1:2], recent_out_ref[slot - first, h]
+            state_Q2 = recent_state_ref[slot - first, h]
+            return state_Q2[:, 0:1], state_Q2[:, 1:2], recent_out_ref[slot - first, h]
 
         num_blocks = pl.cdiv(pages_left(slot, 0), M)
         carry = (*carry, [recent(h) for h in range(K)])
         item, buffer, state = lax.fori_loop(0, num_blocks, attend_block, carry)
-        for h, (_, sum_G1, out_GH) in enumerate(state):
-            out_ref[slot - first, h] = (out_GH / sum_G1).astype(out_ref.dtype)
+        for h, (_, sum_Q1, out_QH) in enumerate(state):
+            out_ref[slot - first, h] = (out_QH / sum_Q1).astype(out_ref.dtype)
         return item, buffer
 
     item = (next_live(first), jnp.int32(0), jnp.int32(0))
     for _ in range(BUFFERS - 1):
         item = start(item)
+    live_SQ1 = recent_tokens_ref[...]
+    if queries > 1:
+        live_SQ1 += lax.broadcasted_iota(jnp.int32, (S, Q, 1), 1) // (Q // queries)
     for h in range(K):
-        x_SGR = _dots(q_ref[:, h], k_recent_ref[:, h], axis=2) * H**-0.5
-        is_live = lax.broadcasted_iota(jnp.int32, x_SGR.shape, 2) < recent_tokens_ref[0]
-        x_SGR = jnp.where(is_live, x_SGR, MASKED)
-        max_SG1 = x_SGR.max(axis=2, keepdims=True)
-        p_SGR = jnp.exp(x_SGR - max_SG1)
-        recent_out_ref[:, h] = _dots(p_SGR.astype(v_recent_ref.dtype), v_recent_ref[:, h], axis=1)
-        recent_state_ref[:, h, :, 0:1] = max_SG1
-        recent_state_ref[:, h, :, 1:2] = p_SGR.sum(axis=2, keepdims=True)
+        x_SQR = _dots(q_ref[:, h], k_recent_ref[:, h], axis=2) * H**-0.5
+        is_live = lax.broadcasted_iota(jnp.int32, x_SQR.shape, 2) < live_SQ1
+        x_SQR = jnp.where(is_live, x_SQR, MASKED)
+        max_SQ1 = x_SQR.max(axis=2, keepdims=True)
+        p_SQR = jnp.exp(x_SQR - max_SQ1)
+        recent_out_ref[:, h] = _dots(p_SQR.astype(v_recent_ref.dtype), v_recent_ref[:, h], axis=1)
+        recent_state_ref[:, h, :, 0:1] = max_SQ1
+        recent_state_ref[:, h, :, 1:2] = p_SQR.sum(axis=2, keepdims=True)
 
     lax.fori_loop(first, end, attend_slot, (item, jnp.int32(0)))
 
 
-def _accumulate(state, x_GT, v, *, token_axis: int):
-    """Adds T more scores and values to the running softmax (max_G1, sum_G1, out_GH)."""
-    max_G1, sum_G1, out_GH = state
-    new_max_G1 = jnp.maximum(max_G1, x_GT.max(axis=1, keepdims=True))
-    p_GT = jnp.exp(x_GT - new_max_G1)
-    decay_G1 = jnp.exp(max_G1 - new_max_G1)
-    sum_G1 = sum_G1 * decay_G1 + p_GT.sum(axis=1, keepdims=True)
-    return new_max_G1, sum_G1, out_GH * decay_G1 + _dot(p_GT.astype(v.dtype), v, axis=token_axis)
+def _accumulate(state, x_QW, v, *, token_axis: int):
+    """Adds W more scores and values to the running softmax (max_Q1, sum_Q1, out_QH)."""
+    max_Q1, sum_Q1, out_QH = state
+    new_max_Q1 = jnp.maximum(max_Q1, x_QW.max(axis=1, keepdims=True))
+    p_QW = jnp.exp(x_QW - new_max_Q1)
+    decay_Q1 = jnp.exp(max_Q1 - new_max_Q1)
+    sum_Q1 = sum_Q1 * decay_Q1 + p_QW.sum(axis=1, keepdims=True)
+    return new_max_Q1, sum_Q1, out_QH * decay_Q1 + _dot(p_QW.astype(v.dtype), v, axis=token_axis)
 
 
 def _dot(a, b, *, axis: int):

@@ -1,0 +1,174 @@
+"""Drafts change no bit of what is sampled, whatever they are; right ones save decode steps."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_engine import RUN_KEY, SAMPLING, SMALL, WIDE, build, by_request, random_params
+
+from dapo_jax.sampler import decode
+from dapo_jax.sampler.cache import DRAFT_TOKENS, ROWS, Cache, decode_sizes
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.drafts import NONE, propose, source
+from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.types import Prompt
+from models.kernels.cpu import DECODE_OPTIONS
+from tests.quick import jit
+
+jit_propose = jit(propose, static_argnames="count")
+
+# Cold enough that responses repeat themselves and each other; stop tokens come now and then.
+COLD = Sampling(
+    max_response_tokens=40,
+    temperature=0.05,
+    top_p=1.0,
+    top_k=0,
+    stop_ids=(3, 17),
+    pad_id=3,
+    vocab_size=61,
+)
+FEW = Cache(
+    slots=4,
+    pages=40,
+    prompt_pages=20,
+    readers=4,
+    page_tokens=8,
+    block_tokens=8,
+    max_prompt_tokens=18,
+    max_response_tokens=40,
+)
+PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 37)}
+GROUP_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def small():
+    return random_params(SMALL)[1]
+
+
+def sample(engine, params, *samplings):
+    """Samples all prompts in each stream: ({request: response}, session)."""
+    streams = [Stream(jax.random.fold_in(RUN_KEY, i), how) for i, how in enumerate(samplings)]
+    session = Session(engine, params, *streams)
+    for stream in range(len(streams)):
+        for cursor, prompt in PROMPTS.items():
+            session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE, stream=stream)
+    responses = {}
+    while session.unfinished:
+        for group in session.step():
+            responses |= {(group.stream, *k): v for k, v in by_request([group]).items()}
+    return responses, session
+
+
+def of_engine(draft_tokens, params, *samplings, config=SMALL, cache=FEW, **how):
+    cache = dataclasses.replace(cache, draft_tokens=draft_tokens)
+    return sample(*build(config, cache, params, **how), *samplings)
+
+
+def assert_same_bits(left, right):
+    assert left.keys() == right.keys()
+    for request, response in left.items():
+        assert response.stopped == right[request].stopped
+        np.testing.assert_array_equal(response.tokens_T, right[request].tokens_T)
+        np.testing.assert_array_equal(response.behavior_logp_T, right[request].behavior_logp_T)
+
+
+def steps(session):
+    return sum(block.decode_steps for block in session.blocks)
+
+
+def test_what_followed_the_most_tokens_that_agree_is_proposed():
+    """Then the latest place counts; what is behind the end, or nothing, is never proposed."""
+    text_BX = np.array(
+        [
+            # 7 8 9 agree before the first place, 9 before the second.
+            [7, 8, 9, 1, 2, 9, 5, 6, 7, 8, 9, 0, 0],
+            # As many agree twice: the later place.
+            [4, 9, 1, 4, 9, 2, 4, 9, 0, 0, 0, 0, 0],
+            # No token came before.
+            [1, 2, 3, 4, 5, 0, 0, 0, 0, 0, 0, 0, 0],
+            # Of what is nothing, none agrees.
+            [NONE, 5, NONE, 6, NONE, 0, 0, 0, 0, 0, 0, 0, 0],
+            # A token that repeats itself: all that is known, and then nothing.
+            [2, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        ]
+    )
+    end_B = np.array([11, 8, 5, 5, 4])
+    found_BT = np.asarray(jit_propose(text_BX, end_B, count=3))
+    np.testing.assert_array_equal(found_BT[0], [1, 2, 9])
+    np.testing.assert_array_equal(found_BT[1], [2, 4, 9])
+    np.testing.assert_array_equal(found_BT[4], [3, NONE, NONE])
+    for row, text in zip(found_BT[2:4], text_BX[2:4], strict=True):
+        assert set(row.tolist()) <= {NONE, *text.tolist()}
+
+
+def test_a_source_ends_in_the_slots_own_tokens():
+    """The others' ends are before them, as far as there is room."""
+    own, others = np.arange(3), [np.arange(10, 15), np.arange(20, 25)]
+    row_W = [NONE, 23, 24, NONE, 10, 11, 12, 13, 14, NONE, 0, 1, 2]
+    np.testing.assert_array_equal(source(own, others, 13)[1:], row_W[1:])
+    np.testing.assert_array_equal(source(own, others, 2), [1, 2])
+    np.testing.assert_array_equal(source(own, [], 4), [NONE, 0, 1, 2])
+
+
+@pytest.mark.parametrize("draft_tokens", [d for d in DRAFT_TOKENS if d])
+def test_drafts_change_no_bit_and_save_steps(small, draft_tokens):
+    """Responses of a group that repeat each other; two ways of sampling in one session."""
+    truncated = dataclasses.replace(COLD, temperature=0.8, top_p=0.9)
+    plain, without = of_engine(0, small, COLD, truncated)
+    drafted, session = of_engine(draft_tokens, small, COLD, truncated)
+    assert_same_bits(plain, drafted)
+    assert [b.useful_B.tolist() for b in without.blocks] == [
+        b.useful_B.tolist() for b in session.blocks
+    ]
+    assert len({len(r.tokens_T) for r in plain.values()}) > 4
+    assert any(r.stopped for r in plain.values()) and not all(r.stopped for r in plain.values())
+    assert steps(without) == sum(block.steps for block in without.blocks)
+    assert steps(session) < steps(without)
+
+
+def test_drafts_change_no_bit_at_a_width_and_compiled_as_a_run_is():
+    """At this width a sum's order shows, and whole programs are compiled as for a run."""
+    params = random_params(WIDE)[1]
+    sampling = dataclasses.replace(SAMPLING, temperature=0.4, max_response_tokens=40)
+    options = DECODE_OPTIONS
+    plain, _ = of_engine(0, params, sampling, config=WIDE, compiler_options=options)
+    drafted, _ = of_engine(3, params, sampling, config=WIDE, compiler_options=options)
+    assert_same_bits(plain, drafted)
+
+
+def test_drafts_save_steps_on_every_shard(small):
+    plain, without = of_engine(0, small, COLD, shards=2)
+    drafted, session = of_engine(3, small, COLD, shards=2)
+    assert_same_bits(plain, drafted)
+    assert steps(session) < 0.9 * steps(without)
+
+
+@pytest.mark.parametrize("wrong", ["random", "nothing", "out of range"])
+def test_no_draft_can_do_harm(small, monkeypatch, wrong):
+    """Whatever is proposed: tokens that are not sampled next, none, or what is no token."""
+    plain, without = of_engine(0, small, COLD)
+
+    def wrong_drafts(text_BX, end_B, *, count):
+        shape = (len(text_BX), count)
+        if wrong == "random":
+            return jax.random.randint(jax.random.key(end_B.sum()), shape, 0, 61)
+        return jnp.full(shape, NONE if wrong == "nothing" else 10**6)
+
+    monkeypatch.setattr(decode, "propose", wrong_drafts)
+    drafted, session = of_engine(3, small, COLD)
+    assert_same_bits(plain, drafted)
+    assert steps(session) <= steps(without)
+    assert wrong == "random" or steps(session) == steps(without)
+
+
+def test_programs_with_drafts_have_as_many_rows_as_the_smallest_without():
+    for kernel in (False, True):
+        plain = decode_sizes(FEW, kernel=kernel)
+        for draft_tokens in DRAFT_TOKENS[1:]:
+            cache = dataclasses.replace(FEW, draft_tokens=draft_tokens)
+            more = set(decode_sizes(cache, kernel=kernel)) - set(plain)
+            assert {rows * cache.positions(rows) for rows, _ in more} == {ROWS}
+            assert all(cache.positions(rows) == 1 for rows, _ in plain)
