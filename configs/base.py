@@ -63,7 +63,8 @@ def get_config() -> ConfigDict:
     config.rollout.slot_tokens = 4_608  # response tokens of cache a slot; longer ones take more
     config.rollout.page_tokens = 128  # the cache is handed out in pages of so many tokens
     config.rollout.block_tokens = 16  # decode steps between looks at which responses ended
-    # Tried beside a slot's next token where slots are idle: 1, 3 or 7; the same samples. 0: off.
+    # Tried beside a slot's next token while slots are idle, at most: 1, 3 or 7; the samples are the
+    # same. 0: off.
     config.rollout.draft_tokens = 0
 
     config.algo = ConfigDict()

@@ -171,4 +171,5 @@ def test_programs_with_drafts_have_as_many_rows_as_the_smallest_without():
             cache = dataclasses.replace(FEW, draft_tokens=draft_tokens)
             more = set(decode_sizes(cache, kernel=kernel)) - set(plain)
             assert {rows * cache.positions(rows) for rows, _ in more} == {ROWS}
+            assert max(cache.positions(rows) for rows, _ in more) == 1 + draft_tokens
             assert all(cache.positions(rows) == 1 for rows, _ in plain)

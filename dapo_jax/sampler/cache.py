@@ -34,8 +34,8 @@ class Cache:
 
     Page 0 of either pool is NULL_PAGE. Prompts have a pool of their own, and at most `readers`
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
-    `max_prompt_tokens` and `max_response_tokens` bound a request. `draft_tokens` are tried beside
-    a slot's next one where few slots are occupied.
+    `max_prompt_tokens` and `max_response_tokens` bound a request. At most `draft_tokens` are
+    tried beside a slot's next one, the more the fewer slots are occupied.
     """
 
     slots: int
@@ -62,9 +62,10 @@ class Cache:
         """Counts a prompt's pages; its last token needs none: it is fed when decoding begins."""
         return -(-(prompt_tokens - 1) // self.page_tokens)
 
-    def positions(self, rows: int) -> int:
+    @staticmethod
+    def positions(rows: int) -> int:
         """Counts the positions that a decode step tries of every slot in a program of these."""
-        return 1 if rows % ROWS == 0 else 1 + self.draft_tokens
+        return max(1, ROWS // rows)
 
     @property
     def prompt_buckets(self) -> list[int]:
@@ -178,11 +179,11 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
             (padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
             for slots, pages in PARTS
         }
-    if cache.draft_tokens:
-        few = ROWS // (1 + cache.draft_tokens)
-        least = min(rows for rows, _ in sizes)
-        sizes |= {(few, pages) for rows, pages in sizes if rows == least}
-    return sorted(sizes)
+    least = min(rows for rows, _ in sizes)
+    few = [ROWS // (1 + drafts) for drafts in DRAFT_TOKENS if 0 < drafts <= cache.draft_tokens]
+    return sorted(
+        sizes | {(slots, pages) for slots in few for rows, pages in sizes if rows == least}
+    )
 
 
 def padded(slots: int) -> int:
