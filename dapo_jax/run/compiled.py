@@ -9,7 +9,6 @@ import glob
 import hashlib
 import os
 import pathlib
-import platform
 import re
 import sys
 import tempfile
@@ -70,11 +69,12 @@ def machine() -> str:
         first, *_ = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")
     except OSError:
         first = ""
-    cpu = [line for line in first.splitlines() if CPU_FIELDS.match(line)] or platform.processor()
+    # Where it cannot be read (macOS), hosts do not share programs.
+    cpu = [line for line in first.splitlines() if CPU_FIELDS.match(line)] or os.uname().nodename
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count()
     digest = hashlib.sha256(str(cpu).encode()).hexdigest()[:8]
-    return f"{platform.machine()}-{digest}-{cores}"
+    return f"{os.uname().machine}-{digest}-{cores}"
 
 
 def trim(folder: pathlib.Path, most_bytes: int = MOST_BYTES, most_entries: int = MOST_ENTRIES):
