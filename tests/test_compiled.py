@@ -81,13 +81,21 @@ def test_a_chosen_folder_is_taken_and_several_hosts_have_no_default(tmp_path):
     assert folder is None and not (tmp_path / "xdg").exists()
 
 
-@pytest.mark.parametrize("kind", ["a file", "no such place"])
-def test_without_a_folder_to_write_the_program_runs_and_says_so(tmp_path, kind):
-    (tmp_path / "file").touch()
-    cache = {"a file": tmp_path / "file", "no such place": "/proc/nonexistent"}[kind]
-    hits, _, folder, said = start(XDG_CACHE_HOME=str(cache))
+@pytest.mark.parametrize(
+    "place",
+    [{"XDG_CACHE_HOME": "/dev/null"}, {"XDG_CACHE_HOME": "/proc/none"}, {"HOME": "/nonexistent"}],
+    ids=["a file", "not writable", "no home"],
+)
+def test_without_a_folder_to_write_the_program_runs_and_says_so(place):
+    hits, _, folder, said = start(**place)
     assert (hits, folder) == (0, None) and len(said.splitlines()) == 1
     assert said.startswith("compiled programs are not kept for the next start: /")
+
+
+def test_programs_that_another_user_could_write_are_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(OSError, match="belongs to another user"):
+        compiled._prepare(tmp_path)
 
 
 def test_a_disk_that_fills_up_is_said_once_and_what_it_cut_is_replaced(tmp_path):

@@ -5,6 +5,7 @@ that they are not kept. Without either they lie in $XDG_CACHE_HOME/dapo_jax, or 
 """
 
 import contextlib
+import errno
 import glob
 import hashlib
 import os
@@ -54,9 +55,12 @@ def default_folder() -> pathlib.Path:
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():  # the convention says to ignore it
         try:
-            cache = pathlib.Path("~/.cache").expanduser()
+            home = pathlib.Path.home()
         except RuntimeError as error:
             raise OSError("this user has no home directory") from error
+        if not home.is_dir():  # which root could make
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(home))
+        cache = home / ".cache"
     return cache / "dapo_jax" / "compiled" / machine()
 
 
