@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings
 from dapo_jax.rollout import Grading
-from dapo_jax.run import build, checks, command
+from dapo_jax.run import build, checks, command, compiled
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.files import read_json
@@ -202,6 +202,7 @@ def check_recipe(config: ConfigDict, theirs: dict, where: str) -> None:
 def main(_):
     config = CONFIG.value
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
+    compiled.keep(several=DISTRIBUTED.value)
     checks.check(config)
     if not eval_settings(config):
         raise ValueError("eval.sets has no set with k > 0: there is nothing to evaluate; add one")

@@ -23,7 +23,7 @@ from dapo_jax.learner import TrainState, warmup_learning_rate
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import TRAINING, collect, minibatches, success_by
-from dapo_jax.run import build, checks, command, restore
+from dapo_jax.run import build, checks, command, compiled, restore
 from dapo_jax.run.alarms import (
     Alarms,
     cap_advice,
@@ -290,6 +290,7 @@ def take_updates(run: Run, state: TrainState, rollouts: Rollouts, advantage_PG, 
 
 def main(_):
     hosts.start(several=DISTRIBUTED.value, cpu_devices=CONFIG.value.mesh.cpu_devices)
+    compiled.keep(several=DISTRIBUTED.value)
     origin = restore.Origin.parse(START.value) if START.value is not None else None
     train(CONFIG.value, pathlib.Path(WORKDIR.value), origin)
 

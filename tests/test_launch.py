@@ -126,6 +126,7 @@ def test_dry_run_starts_the_loop_on_all_workers(tmp_path, slices):
     assert words[:3] == ["sudo", "systemd-run", "--unit=dapo"]
     assert "--setenv=LIBTPU_INIT_ARGS=--a=1 --b=2" in words
     assert "--setenv=RUN_URL=gs://my-bucket/first" in words
+    assert "--setenv=JAX_COMPILATION_CACHE_DIR=gs://my-bucket/compiled" in words
     flags = words[words.index("experiments/launch/run_worker.sh") + 1 :]
     assert flags == [
         "--distributed",

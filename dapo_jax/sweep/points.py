@@ -170,7 +170,6 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=_environment(self._folder),
                     start_new_session=True,
                 ),
                 started=time.monotonic(),
@@ -282,9 +281,3 @@ def share(cores: Sequence[int], slot: int, jobs: int) -> list[int]:
     if len(cores) < jobs:
         return [cores[slot % len(cores)]]
     return list(cores[len(cores) * slot // jobs : len(cores) * (slot + 1) // jobs])
-
-
-def _environment(folder: pathlib.Path) -> dict[str, str]:
-    """The points' environment: what one has compiled, the others load."""
-    ours = {"JAX_COMPILATION_CACHE_DIR": str(folder.resolve() / ".compiled")}
-    return {**ours, **os.environ}

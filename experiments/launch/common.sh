@@ -76,7 +76,9 @@ load_settings() {
   ((SLICES == 1)) || train_flags+=("--config.mesh.slices=$SLICES")
   train_flags+=("${EXTRA[@]}")
 
-  worker_environment=("RUN_URL=$run_url" "WORKDIR=runs/$RUN")
+  # For all runs of the bucket: a program is found by what it is, not by its run.
+  COMPILED=${COMPILED-gs://$BUCKET/compiled}
+  worker_environment=("RUN_URL=$run_url" "WORKDIR=runs/$RUN" "JAX_COMPILATION_CACHE_DIR=$COMPILED")
   ((${#DATA[@]} == 0)) || worker_environment+=("DATA_URL=$data_url")
   [[ -z ${LIBTPU_INIT_ARGS-} ]] || worker_environment+=("LIBTPU_INIT_ARGS=$LIBTPU_INIT_ARGS")
 }

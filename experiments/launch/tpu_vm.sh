@@ -77,7 +77,7 @@ run() {
     'sudo systemctl reset-failed dapo 2>/dev/null || true' \
     "sudo systemd-run --unit=dapo --uid=\$(id -u) --gid=\$(id -g) --working-directory=\$PWD \
 --property=KillMode=mixed --property=TimeoutStopSec=90 --property=After=network-online.target \
---setenv=HOME=\$HOME --setenv=PATH=\$PATH --setenv=JAX_COMPILATION_CACHE_DIR=\$HOME/jax_cache$environment \
+--setenv=HOME=\$HOME --setenv=PATH=\$PATH$environment \
 /usr/bin/env bash experiments/launch/run_worker.sh $(print_command "${train_flags[@]}")")"
 }
 

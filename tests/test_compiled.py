@@ -1,0 +1,192 @@
+"""Compiled programs are kept for the next start: where, for whom, and with which faults."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import fsspec
+import jax
+import pytest
+from test_hf import Bucket
+
+from dapo_jax.run import compiled
+from experiments.faults.parts import untimed
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# A process says what it loaded and compiled, and where that lies.
+PROGRAM = """
+import json, sys, jax, jax.numpy as jnp
+from dapo_jax.run import compiled
+seen = []
+jax.monitoring.register_event_listener(lambda name, **_: seen.append(name.rpartition("/")[2]))
+compiled.keep(several="several" in sys.argv)
+jax.jit(lambda x: jax.lax.sort(jnp.tanh(x @ x)).sum())(jnp.ones((8, 8)))
+folder = jax.config.jax_compilation_cache_dir
+print(json.dumps([seen.count("cache_hits"), seen.count("cache_misses"), folder]))
+"""
+
+
+def clean(**more):
+    """The environment without a choice of the cache, but for `more`."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_CACHE", "XLA_"))}
+    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | more
+
+
+def start(*arguments, limit="", **more):
+    """(hits, misses, folder, what was said) of a process."""
+    command = f'{limit} exec "$0" "$@"'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, "-c", PROGRAM, *arguments],
+        env=clean(**more),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return *json.loads(done.stdout), done.stderr
+
+
+def test_the_next_start_loads_what_the_first_has_compiled(tmp_path):
+    hits, misses, folder, said = start(XDG_CACHE_HOME=str(tmp_path))
+    assert hits == 0 and misses > 0 and said == ""
+    assert pathlib.Path(folder) == tmp_path / "dapo_jax/compiled" / compiled.machine()
+    assert pathlib.Path(folder).stat().st_mode & 0o777 == 0o700
+    assert start(XDG_CACHE_HOME=str(tmp_path)) == (misses, 0, folder, "")
+
+
+def test_it_lies_in_the_home_where_the_convention_says_so(tmp_path):
+    _, _, folder, _ = start(HOME=str(tmp_path), XDG_CACHE_HOME="relative")
+    assert pathlib.Path(folder).is_relative_to(tmp_path / ".cache" / "dapo_jax")
+
+
+@pytest.mark.parametrize(
+    "choice", [{"JAX_COMPILATION_CACHE_DIR": ""}, {"JAX_ENABLE_COMPILATION_CACHE": "false"}]
+)
+def test_whoever_wants_no_cache_has_none(tmp_path, choice):
+    hits, _, folder, said = start(XDG_CACHE_HOME=str(tmp_path), **choice)
+    assert (hits, folder or None, said) == (0, None, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_chosen_folder_is_taken_and_several_hosts_have_no_default(tmp_path):
+    chosen = str(tmp_path / "chosen")
+    *_, folder, _ = start(JAX_COMPILATION_CACHE_DIR=chosen, XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    assert folder == chosen
+    *_, folder, _ = start("several", JAX_COMPILATION_CACHE_DIR=chosen)
+    assert folder == chosen
+    *_, folder, _ = start("several", XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    assert folder is None and not (tmp_path / "xdg").exists()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [{"XDG_CACHE_HOME": "/dev/null"}, {"XDG_CACHE_HOME": "/proc/none"}, {"HOME": "/nonexistent"}],
+    ids=["a file", "not writable", "no home"],
+)
+def test_without_a_folder_to_write_the_program_runs_and_says_so(place):
+    hits, _, folder, said = start(**place)
+    assert (hits, folder) == (0, None) and len(said.splitlines()) == 1
+    assert said.startswith("compiled programs are not kept for the next start: /")
+
+
+def test_programs_that_another_user_could_write_are_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(OSError, match="belongs to another user"):
+        compiled._prepare(tmp_path)
+
+
+def test_a_disk_that_fills_up_is_said_once_and_what_it_cut_is_replaced(tmp_path):
+    cache = str(tmp_path)
+    _, misses, folder, said = start(XDG_CACHE_HOME=cache, limit="ulimit -f 4;")
+    assert misses and len(said.splitlines()) == 1 and "fail at writing, the run goes on" in said
+    cut = [path for path in pathlib.Path(folder).iterdir() if path.stat().st_size == 4096]
+    assert cut
+    hits, again, _, said = start(XDG_CACHE_HOME=cache)
+    assert (hits, again) == (misses - len(cut), len(cut)) and "fail at reading" in said
+    assert start(XDG_CACHE_HOME=cache) == (misses, 0, folder, "")
+
+
+def test_a_damaged_program_is_compiled_anew_and_replaced(tmp_path):
+    _, misses, folder, _ = start(XDG_CACHE_HOME=str(tmp_path))
+    damages = (lambda d: d[: len(d) // 2], lambda d: b"", lambda d: d[:99] + b"?" + d[100:])
+    paths = sorted(pathlib.Path(folder).iterdir())
+    assert len(paths) == misses >= len(damages)
+    for path, damage in zip(paths, damages, strict=False):
+        path.write_bytes(damage(path.read_bytes()))
+    hits, again, _, said = start(XDG_CACHE_HOME=str(tmp_path))
+    assert (hits, again) == (misses - 3, 3) and len(said.splitlines()) == 1
+    assert "fail at reading, the run goes on" in said
+    assert start(XDG_CACHE_HOME=str(tmp_path)) == (misses, 0, folder, "")
+
+
+def test_other_warnings_are_shown_as_before(monkeypatch):
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: shown.append(message))
+    compiled._tell_failures_once()
+    warnings.showwarning(UserWarning("another"), UserWarning, "file", 1)
+    assert [str(message) for message in shown] == ["another"]
+
+
+def test_what_was_used_longest_ago_is_deleted(tmp_path):
+    paths = [tmp_path / "machine" / f"jit_{i}-key-cache" for i in range(4)]
+    paths[0].parent.mkdir()
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes(100))
+        os.utime(path, (1000 + i, 500))
+    other = tmp_path / "machine" / "notes"
+    other.write_bytes(bytes(1000))
+    compiled.trim(tmp_path, most_bytes=250)
+    assert [path.exists() for path in paths] == [False, False, True, True] and other.exists()
+    compiled.trim(tmp_path, most_entries=1)
+    assert [path.exists() for path in paths] == [False, False, False, True]
+
+
+def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch):
+    names = {compiled.machine()}
+    with contextlib.suppress(AttributeError):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(99))
+        names.add(compiled.machine())
+    text = "vendor_id : X\nflags : avx2\ncpu MHz : 1\n\nvendor_id : X\n"
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda _: text)
+    names.add(compiled.machine())
+    text = text.replace("avx2", "avx2 amx")
+    names.add(compiled.machine())
+    assert len(names) == 4
+    text = text.replace("MHz : 1", "MHz : 2")
+    assert compiled.machine() in names
+
+
+def test_jax_keeps_programs_in_a_bucket(monkeypatch):
+    """What the launch scripts ask for, with the packages of requirements.txt; no real bucket."""
+    monkeypatch.setenv("EPATH_USE_TF", "false")
+    fsspec.register_implementation("gcs", Bucket, clobber=True)
+    Bucket.store.clear()
+    cache = jax._src.lru_cache.LRUCache("gs://bucket/compiled", max_size=-1)
+    assert cache.get("key") is None
+    cache.put("key", b"program")
+    assert cache.get("key") == b"program" and list(Bucket.store) == ["/bucket/compiled/key-cache"]
+
+
+def test_a_run_with_loaded_programs_has_the_rows_of_one_with_fresh_ones(tmp_path):
+    def rows(name):
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "dapo_jax.train", f"--workdir={tmp_path / name}"),
+                *("--config=experiments/preemption/config.py", "--config.num_steps=2"),
+            ],
+            env=clean(XDG_CACHE_HOME=str(tmp_path / "cache")),
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [untimed(json.loads(line)) for line in lines]
+
+    fresh = rows("fresh")
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*-cache")}
+    assert len(fresh) == 2 and any("jit_update" in path.name for path in kept)
+    assert rows("loaded") == fresh
+    assert kept == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*-cache")}
