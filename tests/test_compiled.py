@@ -170,6 +170,7 @@ def test_jax_keeps_programs_in_a_bucket(monkeypatch):
     assert cache.get("key") == b"program" and list(Bucket.store) == ["/bucket/compiled/key-cache"]
 
 
+@pytest.mark.slow
 def test_a_run_with_loaded_programs_has_the_rows_of_one_with_fresh_ones(tmp_path):
     def rows(name):
         subprocess.run(

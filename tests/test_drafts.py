@@ -14,6 +14,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.drafts import NONE, propose, source
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
+from models.kernels import KERNELS, paged_tpu
 from models.kernels.cpu import DECODE_OPTIONS
 from tests.quick import jit
 
@@ -162,6 +163,21 @@ def test_no_draft_can_do_harm(small, monkeypatch, wrong):
     assert_same_bits(plain, drafted)
     assert steps(session) <= steps(without)
     assert wrong == "random" or steps(session) == steps(without)
+
+
+def test_drafts_by_the_kernels_of_a_tpu(small, monkeypatch):
+    """Their tokens; here the interpreter multiplies T queries at once in another order."""
+    monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: 2)
+    short, kernels = dataclasses.replace(COLD, max_response_tokens=16), KERNELS["tpu_interpret"]
+    plain, without = of_engine(0, small, short, kernels=kernels)
+    drafted, session = of_engine(3, small, short, kernels=kernels)
+    for request, response in plain.items():
+        np.testing.assert_array_equal(response.tokens_T, drafted[request].tokens_T)
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_allclose(
+            response.behavior_logp_T, drafted[request].behavior_logp_T, **close
+        )
+    assert steps(session) < steps(without)
 
 
 def test_programs_with_drafts_have_as_many_rows_as_the_smallest_without():

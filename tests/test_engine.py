@@ -119,7 +119,14 @@ def random_params(config, seed=0):
 
 
 def build(
-    config, cache, params, *, parts=((1, 1),), compiler_options=quick.COMPILER_OPTIONS, shards=1
+    config,
+    cache,
+    params,
+    *,
+    parts=((1, 1),),
+    compiler_options=quick.COMPILER_OPTIONS,
+    shards=1,
+    kernels=KERNELS["cpu"],
 ):
     """Builds (engine, its parameters) on a device a shard; parts: cache.PARTS, one program."""
     mesh = make_mesh(data=shards, model=1, devices=jax.devices()[:shards])
@@ -129,7 +136,7 @@ def build(
     abstract = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
-    kernels = dataclasses.replace(KERNELS["cpu"], compiler_options=compiler_options)
+    kernels = dataclasses.replace(kernels, compiler_options=compiler_options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_module, "PARTS", parts)
         return Engine(config, mesh, cache, params=abstract, kernels=kernels), params
