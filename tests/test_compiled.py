@@ -71,6 +71,7 @@ def test_whoever_wants_no_cache_has_none(tmp_path, choice):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_chosen_folder_is_taken_and_several_hosts_have_no_default(tmp_path):
     chosen = str(tmp_path / "chosen")
     *_, folder, _ = start(JAX_COMPILATION_CACHE_DIR=chosen, XDG_CACHE_HOME=str(tmp_path / "xdg"))
@@ -98,6 +99,7 @@ def test_programs_that_another_user_could_write_are_not_run(tmp_path, monkeypatc
         compiled._prepare(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_said_once_and_what_it_cut_is_replaced(tmp_path):
     cache = str(tmp_path)
     _, misses, folder, said = start(XDG_CACHE_HOME=cache, limit="ulimit -f 4;")
