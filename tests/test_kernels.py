@@ -89,6 +89,7 @@ OF_THE_CACHE = ("engine/occupancy", "engine/cache_use")
 TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 
 
+@pytest.mark.slow
 def test_a_tpus_kernels_train_as_plain_xla_does(tmp_path, monkeypatch):
     """Two whole steps with the pod's programs, interpreted: the same tokens, the rest to rounding.
 

@@ -233,6 +233,7 @@ def test_training_on_a_task_of_ones_own(workdir):
     assert row["grad_norm"] > 0 == row["accuracy/mean"]
 
 
+@pytest.mark.slow
 def test_evaluation_sets_by_flags_alone(workdir):
     """One that the recipe lacks, with its own k, beside the recipe's changed one."""
     file = workdir / "wild.jsonl"
