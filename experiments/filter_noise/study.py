@@ -73,7 +73,7 @@ HOURS = [
     )
 ]
 MEAN = Quantity("road accuracy, last 20 steps, %", mean_score)
-SPREAD = Quantity("its noise from one evaluation to the next", noise)
+SPREAD = Quantity("its noise between evaluations", noise)
 
 STUDY = Study(
     title="All groups, or the informative ones alone",
