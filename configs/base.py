@@ -66,6 +66,9 @@ def get_config() -> ConfigDict:
     # Tried beside a slot's next token while slots are idle, at most: 1, 3 or 7; the samples are the
     # same. 0: off.
     config.rollout.draft_tokens = 0
+    # A step ends when it has enough; unfinished responses go on in the next steps, so many at most,
+    # with tokens of several policies. 0: off, every step finishes what it trains on.
+    config.rollout.carry_over_steps = 0
 
     config.algo = ConfigDict()
     config.algo.loss = "dapo"  # Eq. 8; a name of dapo_jax.learner.LOSSES

@@ -160,7 +160,8 @@ class Token(NamedTuple):
     """Holds what a loss sees of tokens, in arrays of one shape: packed rows [B, T], or a chunk [C].
 
     The fields are those of Batch; prompts and padding, branch 0, are among the tokens.
-    reference_logp: the start policy's log-probabilities; None without a KL term.
+    reference_logp: the start policy's log-probabilities; None without a KL term. is_fresh: of
+    responses, without those that earlier policies sampled.
     """
 
     behavior_logp: jax.Array
@@ -169,6 +170,7 @@ class Token(NamedTuple):
     is_response: jax.Array
     branch: jax.Array
     reference_logp: jax.Array | None
+    is_fresh: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +297,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
         micro.is_response_BT,
         micro.branch_BT,
         reference_logp_BT,
+        micro.is_fresh_BT,
     )
     evaluate = head_loss if LOSSES[learning.loss].by_token else head_loss_of_rows
     loss_of = functools.partial(weighted_loss, learning=learning)
@@ -305,11 +308,13 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
 def metric_sums(logp_BT, entropy_BT, token: Token, learning: Learning):
     """Sums each metric over the response tokens, those of the loss included."""
     _, indicators = LOSSES[learning.loss].function(logp_BT, token, learning)
+    gap_BT = jnp.abs(importance_ratio(logp_BT, token.behavior_logp) - 1.0)
     per_token = indicators | {
         "tokens": jnp.ones_like(logp_BT),
+        "fresh": token.is_fresh,
         "entropy": entropy_BT,
         "mean_prob": jnp.exp(logp_BT),
-        "ratio_gap": jnp.abs(importance_ratio(logp_BT, token.behavior_logp) - 1.0),
+        "ratio_gap": jnp.where(token.is_fresh, gap_BT, 0.0),
         "kl": kl_of(logp_BT, token),
     }
     return jax.tree.map(lambda v: jnp.sum(jnp.where(token.is_response, v, 0.0)), per_token)
@@ -361,6 +366,7 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), stepped(state, grads), state)
     tokens = sums.pop("tokens")
     metrics = {key: value / jnp.maximum(tokens, 1) for key, value in sums.items()}
+    metrics["ratio_gap"] /= jnp.maximum(metrics["fresh"], jnp.finfo(jnp.float32).tiny)
     return state, metrics | {
         "loss": loss,
         "grad_norm": grad_norm,

@@ -54,7 +54,7 @@ def collect(
     of other streams that finish.
     """
     limit = cursor + (max_prompts if dynamic_sampling else num_prompts)
-    known = _Known(cursor, success, prior_rate=expected_rate, prior_groups=num_prompts / 4)
+    known = Known(cursor, success, prior_rate=expected_rate, prior_groups=num_prompts / 4)
     issued = 0
     with Grading(grade) as grading:
         while True:
@@ -103,25 +103,25 @@ def success_by(filter_groups: str, **overlong) -> Callable[[Group], np.ndarray]:
     return {"correctness": operator.attrgetter("correct_G"), "reward": by_reward}[filter_groups]
 
 
-class _Known:
+class Known:
     """Keeps the graded groups of a step, which finish in any order.
 
     groups: by cursor. informative: the cursors of those that are, ascending. end: the cursor of
     the first group that is not graded yet.
     """
 
-    def __init__(self, cursor: int, success, *, prior_rate: float, prior_groups: float):
+    def __init__(self, cursor: int, success, *, prior_rate: float = 1.0, prior_groups: float = 1.0):
         self.groups: dict[int, Group] = {}
         self.informative: list[int] = []
         self.end = self._start = cursor
-        self._success = success
+        self.success = success
         self._prior_rate, self._prior_groups = prior_rate, prior_groups
 
     def add(self, groups: Sequence[Group]) -> None:
         """Adds graded groups."""
         for group in groups:
             self.groups[group.cursor] = group
-            if informative_groups(self._success(group)[None])[0]:
+            if informative_groups(self.success(group)[None])[0]:
                 bisect.insort(self.informative, group.cursor)
         while self.end in self.groups:
             self.end += 1

@@ -17,7 +17,9 @@ from collections.abc import Callable
 import jax
 from ml_collections import ConfigDict
 
+from dapo_jax import carry_over
 from dapo_jax.algorithm import group_advantage, shaped_reward
+from dapo_jax.carry_over import collect_carrying
 from dapo_jax.evaluate import Evaluation, settings_of, streams
 from dapo_jax.learner import TrainState, warmup_learning_rate
 from dapo_jax.report import plots
@@ -127,6 +129,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
                 "cursor": rollouts.cursor,
                 "sampled_tokens_total": sampled_tokens,
                 "row": step_row(done, watch.seconds()),
+                "carried": carry_over.to_json(rollouts.carried),
             }
             with watch("save"):
                 run.record.wait()
@@ -220,24 +223,25 @@ def sample(
 
 def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evaluation) -> Rollouts:
     """Samples until enough of training's groups are informative."""
-    r = run.config.rollout
+    r, stream = run.config.rollout, run.data.stream.__getitem__
+    step = {
+        "group_size": r.group_size,
+        "num_prompts": r.num_prompts,
+        "max_prompts": r.generation_prompts * r.max_generation_batches,
+        "dynamic_sampling": run.config.algo.dynamic_sampling,
+        "report": run.record.display.phase,
+        "success": success_by(run.config.algo.filter_groups, **overlong(run.config)),
+        "beside": evaluation.take,
+    }
+    of_run = (session, stream, run.data.train.grade)
+    cursor, carried = progress["cursor"], carry_over.from_json(progress.get("carried", ()))
+    if steps := r.carry_over_steps:
+        return collect_carrying(*of_run, cursor, carried, carry_over_steps=steps, **step)
+    cursor = min([cursor, *(it.cursor for it in carried)])  # a fork of a run that carried
     expected_rate = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress["row"]:
         expected_rate = last["groups/informative"] / last["groups/sampled"]
-    return collect(
-        session,
-        run.data.stream.__getitem__,
-        run.data.train.grade,
-        progress["cursor"],
-        group_size=r.group_size,
-        num_prompts=r.num_prompts,
-        max_prompts=r.generation_prompts * r.max_generation_batches,
-        expected_rate=expected_rate,
-        dynamic_sampling=run.config.algo.dynamic_sampling,
-        report=run.record.display.phase,
-        success=success_by(run.config.algo.filter_groups, **overlong(run.config)),
-        beside=evaluation.take,
-    )
+    return collect(*of_run, cursor, expected_rate=expected_rate, **step)
 
 
 def at_generation_cap(run: Run, step: int, rollouts: Rollouts) -> str | None:

@@ -71,7 +71,9 @@ class Response:
     """One sampled response: its tokens, the stop token included, and what was found in it.
 
     tokens_T int32, behavior_logp_T float32 (nats, under the sampling distribution). stopped: False
-    where it was cut off at the length limit. text and verdict are None until it is graded.
+    where it was cut off at the length limit. text and verdict are None until it is graded. ends:
+    its tokens at the ends of earlier steps, since its group began (carry-over): those are an
+    earlier policy's.
     """
 
     tokens_T: np.ndarray
@@ -79,6 +81,17 @@ class Response:
     stopped: bool
     text: str | None = None
     verdict: Verdict | None = None
+    ends: tuple[int, ...] = ()
+
+    @property
+    def stale_tokens(self) -> int:
+        """Counts the tokens that earlier policies sampled, the first ones."""
+        return max(self.ends, default=0)
+
+    def carried(self) -> "Response":
+        """The response, ended or not, as the next step finds it: its grade is not kept."""
+        ends = (*self.ends, len(self.tokens_T))
+        return dataclasses.replace(self, ends=ends, text=None, verdict=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +140,28 @@ class Group:
         """The task's own reward of each response; NaN where it has none beside correctness."""
         scores = [response.verdict.score for response in self.responses]
         return np.array([np.nan if score is None else score for score in scores])
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """A group that a step did not train on, and that goes on in the next one.
+
+    responses: what there is of each; unfinished_G: whether more of it is to be sampled.
+    """
+
+    cursor: int
+    responses: tuple[Response, ...]
+    unfinished_G: tuple[bool, ...]
+
+    @property
+    def age_steps(self) -> int:
+        """Counts the steps since the one in which it began."""
+        return len(self.responses[0].ends)
+
+    @property
+    def tokens(self) -> int:
+        """Counts the tokens there are."""
+        return sum(len(response.tokens_T) for response in self.responses)
 
 
 @dataclasses.dataclass
@@ -180,6 +215,8 @@ class Rollouts:
     sampled: P graded groups, the last one kept being the last; at the cap, as many as it allows.
     kept: indices into `sampled`, ascending. cursor: of the next unseen prompt. issued: groups asked
     for; the next step samples the prompts of those after `sampled`, which were not needed, again.
+    With carry-over: carried: the groups that go on, instead; sampled: all others that are complete.
+    begun_tokens: that were there before.
     """
 
     sampled: list[Group]
@@ -187,6 +224,8 @@ class Rollouts:
     cursor: int
     issued: int
     stats: RolloutStats
+    carried: Sequence[Carried] = ()
+    begun_tokens: int = 0
 
     @property
     def correct_PG(self) -> np.ndarray:
@@ -227,7 +266,8 @@ class Batch:
     token that comes next. segment numbers a row's pieces from 1; 0 is padding. branch numbers a
     row's responses from 1; 0 is a prompt, which all responses of its piece follow. position counts
     from 0 along a prompt and each of its responses. weight is that of the token's loss in the whole
-    mini-batch (Eq. 12). Of the micro-batches the first `num_micro` are in use.
+    mini-batch (Eq. 12). is_fresh: a response's tokens but for those that earlier policies sampled.
+    Of the micro-batches the first `num_micro` are in use.
     """
 
     tokens_BT: Ints
@@ -239,6 +279,7 @@ class Batch:
     advantage_BT: Floats
     weight_BT: Floats
     is_response_BT: Bools
+    is_fresh_BT: Bools
     num_micro: Any
 
     @classmethod

@@ -416,6 +416,7 @@ def settings(seed):
         "max_prompt_tokens": int(rng.integers(1, 700)),
         "max_response_tokens": max_response_tokens,
         "draft_tokens": 0,
+        "carries": False,
         "copies": bool(rng.random() < 0.5),
     }
 

@@ -322,6 +322,7 @@ def _engine(config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, para
         max_prompt_tokens=r.max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,
         draft_tokens=r.draft_tokens,
+        carries=r.carry_over_steps > 0,
         copies=kernels.attend_pages is None,
     )
     return Engine(sizes, mesh, cache, params=params, kernels=kernels)

@@ -48,10 +48,10 @@ BOUNDS = {
         lambda value: value >= 1,
     ),
     "at least 0, and finite in float32": (
-        """rollout.top_k algo.eps_low algo.eps_high algo.kl_coef algo.overlong_factor
-        algo.overlong_cache_tokens learner.warmup_steps learner.weight_decay learner.lora_rank
-        alarms.min_entropy alarms.max_ratio_gap eval.every_steps eval.max_prompts mesh.cpu_devices
-        log.samples_every_steps log.rollouts_every_steps""",
+        """rollout.top_k rollout.carry_over_steps algo.eps_low algo.eps_high algo.kl_coef
+        algo.overlong_factor algo.overlong_cache_tokens learner.warmup_steps learner.weight_decay
+        learner.lora_rank alarms.min_entropy alarms.max_ratio_gap eval.every_steps eval.max_prompts
+        mesh.cpu_devices log.samples_every_steps log.rollouts_every_steps""",
         lambda value: 0 <= value <= MAX32,
     ),
     "greater than 0 and finite in float32": (

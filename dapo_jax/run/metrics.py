@@ -68,6 +68,33 @@ class Step:
         found = collections.Counter(it.verdict.status for it in self.responses)
         return {status: found[status] for status in GAVE_UP if found[status]}
 
+    @property
+    def carries(self) -> bool:
+        """Whether groups go on from step to step."""
+        return self.config.rollout.carry_over_steps > 0
+
+    @property
+    def carried_tokens(self) -> int:
+        """Tokens of the groups that go on in the next step."""
+        return sum(group.tokens for group in self.rollouts.carried)
+
+    @property
+    def spent_tokens(self) -> int:
+        """Tokens sampled for training, now or carried here, that no later step can train on."""
+        return self.stats.sampled_tokens + self.rollouts.begun_tokens - self.carried_tokens
+
+    @property
+    def trained(self) -> list[Response]:
+        """The responses that the updates are of."""
+        kept = (self.rollouts.sampled[p] for p in self.rollouts.kept)
+        return [response for group in kept for response in group.responses]
+
+    def mean_age(self, of: Callable[[Response], int]) -> float | None:
+        """Sums something of the trained responses, over their tokens; None without carry-over."""
+        if not (self.carries and self.trained):
+            return None
+        return sum(map(of, self.trained)) / self.rollouts.kept_tokens
+
     def mean_length(self, *, correct: bool) -> float | None:
         """Mean tokens of the right or of the wrong responses; None where there are none."""
         length_N = self.rollouts.length_PG[self.rollouts.correct_PG == correct]
@@ -116,7 +143,7 @@ class Metric:
         return str(value) if whole else self.form.format(value)
 
 
-NOT_AVERAGED = ("taken", "bad", "empty")  # of what an update returns
+NOT_AVERAGED = ("taken", "bad", "empty", "fresh")  # of what an update returns
 TASK = "task/"  # begins the keys of what a task measures of its own
 SECONDS = "seconds a step"  # the panel whose metrics are stacked, as parts of seconds/total
 
@@ -169,7 +196,7 @@ METRICS: list[Metric] = [
            lambda s: -(-len(s.rollouts.sampled) // s.config.rollout.generation_prompts)),
     Metric("engine/occupancy", "share",
            "Slot-steps of decoding that sampled a response's token, an evaluation's too.",
-           lambda s: s.stats.busy_slot_steps / s.stats.slot_steps),
+           lambda s: s.stats.busy_slot_steps / max(s.stats.slot_steps, 1)),
     Metric("engine/occupancy_while_waiting", "share", "The same, while requests waited for slots.",
            lambda s: s.stats.busy_waiting_slot_steps / max(s.stats.waiting_slot_steps, 1)),
     Metric("engine/decode_steps", "steps",
@@ -186,7 +213,19 @@ METRICS: list[Metric] = [
            "Tokens sampled for training, discarded ones included.",
            lambda s: s.stats.sampled_tokens),
     Metric("engine/unused_tokens_fraction", "share", "Those of them that no update trains on.",
-           lambda s: 1 - s.rollouts.kept_tokens / s.stats.sampled_tokens),
+           lambda s: 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)),
+    Metric("carry_over/groups", "groups", "Groups that go on in the next step (carry-over).",
+           lambda s: len(s.rollouts.carried) if s.carries else None, panel="groups"),
+    Metric("carry_over/tokens", "tokens", "The tokens that they have so far.",
+           lambda s: s.carried_tokens if s.carries else None),
+    Metric("staleness/tokens_fraction", "share", "Trained tokens that an earlier policy sampled.",
+           lambda s: s.mean_age(lambda r: r.stale_tokens),
+           form="{:6.1%}", panel="staleness", line="stale", summary="stale tokens"),
+    Metric("staleness/mean_steps", "steps", "Mean age of the trained tokens.",
+           lambda s: s.mean_age(lambda r: sum(r.ends))),
+    Metric("staleness/max_steps", "steps", "The age of the oldest of them.",
+           lambda s: max(sum(map(bool, r.ends)) for r in s.trained) if s.carries and s.trained
+           else None),
     Metric("updates", "updates", "Updates taken; the metrics below are means over them.",
            lambda s: len(s.taken)),
     Metric("updates_skipped", "updates", "Updates left out, since not all of them was finite.",
@@ -212,8 +251,9 @@ METRICS: list[Metric] = [
            panel="clipped tokens"),
     Metric("grad_norm", "norm", "Global gradient norm before clipping.", form="{:.3g}",
            panel="gradient norm before clipping", summary="gradient norm"),
-    Metric("ratio_gap", "ratio", "Mean |ratio - 1| in the first update: rounding, nothing else.",
-           lambda s: s.updates[0].get("ratio_gap") if s.taken else None,
+    Metric("ratio_gap", "ratio", "Mean |ratio - 1| in the first update: rounding alone.",
+           lambda s: s.updates[0].get("ratio_gap") if s.taken and s.updates[0].get("fresh", 1)
+           else None,
            panel="sampler/learner gap, mean |ratio - 1|", log=True),
     Metric("lr", "", "Learning rate of the step.", lambda s: s.learning_rate),
     Metric("seconds/rollout", "s", "Sampling and grading.", panel=SECONDS),

@@ -35,7 +35,8 @@ class Cache:
     Page 0 of either pool is NULL_PAGE. Prompts have a pool of their own, and at most `readers`
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
     `max_prompt_tokens` and `max_response_tokens` bound a request. At most `draft_tokens` are
-    tried beside a slot's next one, the more the fewer slots are occupied.
+    tried beside a slot's next one, the more the fewer slots are occupied. `carries`: responses may
+    begin with tokens that an earlier session sampled.
     """
 
     slots: int
@@ -47,6 +48,7 @@ class Cache:
     max_prompt_tokens: int
     max_response_tokens: int
     draft_tokens: int = 0
+    carries: bool = False
 
     @property
     def pages_per_prompt(self) -> int:
@@ -70,9 +72,21 @@ class Cache:
     @property
     def prompt_buckets(self) -> list[int]:
         """Lists the padded prompt lengths that prefill is compiled for, in pages: powers of two."""
-        longest = self.pages_per_prompt
-        powers = [2**i for i in range(longest.bit_length()) if 2**i < longest]
-        return [*powers, longest] if longest else []
+        return _powers_of_two(self.pages_per_prompt)
+
+    @property
+    def refill_buckets(self) -> list[int]:
+        """Lists the padded lengths, of a prompt and what its response has, of refills, in pages."""
+        longest = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
+        return _powers_of_two(longest) if self.carries else []
+
+    def refill_bucket(self, tokens: int) -> int:
+        """Finds the bucket of so many tokens of prompt and response together."""
+        return next(b for b in self.refill_buckets if b * self.page_tokens >= tokens)
+
+    def refill_rows(self, bucket: int) -> int:
+        """Counts the responses of one refill call on each shard: as many tokens in every bucket."""
+        return max(1, self.refill_buckets[-1] // bucket)
 
     def bucket(self, prompt_tokens: int) -> int:
         """Finds a prompt's bucket, by its own length alone; 0 where nothing is prefilled."""
@@ -111,6 +125,7 @@ def plan_cache(
     max_prompt_tokens: int,
     max_response_tokens: int,
     draft_tokens: int,
+    carries: bool,
     copies: bool,
 ) -> Cache:
     """Plans the slots and pages that a device's memory budget holds.
@@ -134,6 +149,7 @@ def plan_cache(
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
             draft_tokens=draft_tokens,
+            carries=carries,
         )
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // readers) * min(longest, 2) + 1
@@ -184,6 +200,11 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
     return sorted(
         sizes | {(slots, pages) for slots in few for rows, pages in sizes if rows == least}
     )
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Lists 1, 2, 4 and so on, and `most` as the last; nothing for 0."""
+    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most] if most else []
 
 
 def padded(slots: int) -> int:

@@ -86,12 +86,55 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str
     mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
 
     def attend(q, k, v):
-        return attention(q, k, v, mask_RTS), (k, v)
+        return attention(q, k, v, mask_RTS)
 
-    attends = [attend] * config.num_layers
-    _, kept = hidden_layer_by_layer(
-        params, config, tokens_RT, jnp.arange(T)[None], attends, axis=axis
-    )
+    kept = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
+    return _write_rows(pages, kept, page_RI)
+
+
+def refill(
+    params,
+    pages,
+    tokens_RT,
+    tokens_R,
+    begin_R,
+    page_RI,
+    *,
+    config: ModelConfig,
+    kernels: Kernels,
+    axis: str | None,
+):
+    """Writes the keys and values of R begun responses to `page_RI`; returns the pages.
+
+    pages, page_RI: of responses, as of prompts in `prefill`. tokens_RT: each prompt and what is fed
+    of its response, tokens_R of them, T = I * C, from the left. begin_R: where the prompt's last
+    token is, the first whose keys and values lie in the response's pages.
+    """
+    T = tokens_RT.shape[1]
+    segment_RT = (jnp.arange(T) < tokens_R[:, None]).astype(jnp.int32)
+
+    def attend(q, k, v):
+        return kernels.attend_rows(q, k, v, segment_RT, jnp.zeros_like(segment_RT))
+
+    kept = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
+    index_RT11 = jnp.minimum(begin_R[:, None] + jnp.arange(T), T - 1)[..., None, None]
+    kept = [[jnp.take_along_axis(a, index_RT11, axis=1) for a in layer] for layer in kept]
+    return _write_rows(pages, kept, page_RI)
+
+
+def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: str | None):
+    """Runs rows of tokens: each layer's (k_RTKH, v_RTKH); attend(q, k, v) -> out."""
+
+    def attend_and_keep(q, k, v):
+        return attend(q, k, v), (k, v)
+
+    position_1T = jnp.arange(tokens_RT.shape[1])[None]
+    attends = [attend_and_keep] * config.num_layers
+    return hidden_layer_by_layer(params, config, tokens_RT, position_1T, attends, axis=axis)[1]
+
+
+def _write_rows(pages, kept, page_RI):
+    """Writes whole rows of keys and values to their pages."""
     page_N = page_RI.reshape(-1)
 
     def of_pages(array_RTKH):

@@ -4,10 +4,12 @@ Host only, no jax. Axis letters: those of `scheduler`; M pages that are copied.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from dapo_jax.sampler.cache import NULL_PAGE, Cache
 
 LEVEL_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of levelling
 
@@ -16,14 +18,16 @@ LEVEL_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies 
 class Prefix:
     """A prompt in pages of one shard, and the samples that share them, at most `Cache.readers`.
 
-    limits: the greatest number of tokens of every sample of the group. pages: None while the prompt
-    waits in the queue, and once all of its samples have ended. finished_tokens: of ended samples.
+    limits: the greatest number of tokens of every sample of the group; begun: those that it has to
+    begin with. pages: None while the prompt waits in the queue, and once all of its samples have
+    ended. finished_tokens: sampled for those that have.
     """
 
     cursor: int
     prompt_tokens: int
     limits: Sequence[int]
-    samples: range
+    begun: Sequence[int]
+    samples: Sequence[int]
     unfinished: int
     finished_tokens: int = 0
     shard: int = -1
@@ -47,12 +51,37 @@ class Finished(NamedTuple):
 class Prefill(NamedTuple):
     """One prefill call, of R rows on all shards together, equally many on each.
 
-    cursor_R: the group whose prompt is in a row, -1 where the row is unused. page_RI: the pages
-    that the row is written to; I is the prompts' bucket.
+    cursor_R: the group that a row is of, -1 where it is unused; sample_R: the sample whose begun
+    response is in it, -1 where the prompt is. page_RI: the pages that the row is written to; I is
+    the bucket.
     """
 
     cursor_R: np.ndarray
+    sample_R: np.ndarray
     page_RI: np.ndarray
+
+
+def prefill_calls(
+    taken: Mapping[int, Sequence[Sequence[tuple[int, int, np.ndarray]]]],
+    rows: Callable[[int], int],
+) -> list[Prefill]:
+    """Makes the calls for what each shard has taken: {bucket: (cursor, sample, pages) of shards}.
+
+    rows: of a call on each shard, by the bucket.
+    """
+    calls = []
+    for bucket, taken_D in taken.items():
+        R = rows(bucket)
+        for first in range(0, max(map(len, taken_D)), R):
+            cursor_R, sample_R = np.full((2, len(taken_D) * R), -1, np.int64)
+            page_RI = np.full((len(cursor_R), bucket), NULL_PAGE, np.int32)
+            for d, of_shard in enumerate(taken_D):
+                row = of_shard[first : first + R]
+                for r, (cursor, sample, pages) in enumerate(row, start=d * R):
+                    cursor_R[r], sample_R[r] = cursor, sample
+                    page_RI[r, : len(pages)] = pages
+            calls.append(Prefill(cursor_R, sample_R, page_RI))
+    return calls
 
 
 class Moves(NamedTuple):
@@ -71,13 +100,14 @@ class Moves(NamedTuple):
 class Plan:
     """The work of one block of decode steps, with an entry for every occupied slot.
 
-    sampled_N: tokens sampled before the block, 0 for samples that were just admitted. left_N:
-    tokens until the limit. page_N: the slot's own page that the block writes to. waiting: whether
-    samples are left to refill slots with. cache_use: the share of response pages that are taken, on
-    the fullest shard.
+    prefills: of prompts; refills: of begun responses, into the pages of samples that were just
+    admitted. sampled_N: tokens of the sample before the block. left_N: tokens until the limit.
+    page_N: the slot's own page that the block writes to. waiting: whether samples are left to
+    refill slots with. cache_use: the share of response pages that are taken, on the fullest shard.
     """
 
     prefills: list[Prefill]
+    refills: list[Prefill]
     moves: Moves
     shard_N: np.ndarray
     slot_N: np.ndarray
@@ -103,3 +133,48 @@ def level(count_D: np.ndarray) -> list[tuple[int, int]]:
         count_D[pairs[-1][0]] -= 1
         count_D[pairs[-1][1]] += 1
     return pairs
+
+
+def block_table(
+    rows_DB: Mapping[str, np.ndarray],
+    used_DP: np.ndarray,
+    sizes: Sequence[tuple[int, int]],
+    cache: Cache,
+) -> tuple[np.ndarray, ...]:
+    """Returns (rows, page_P, row_N) of a planned block, in the smallest of the sizes.
+
+    rows_DB: the slots' rows, a table a column. used_DP: which pages are in use. sizes: the (rows,
+    pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`, on each shard those of
+    its occupied slots first; row_N is the place of each. `token` is for the caller to fill in.
+    page_P: the pages that `response_pages` numbers, those in use; where the size has the whole
+    pool, as the pool does.
+    """
+    shards = len(used_DP)
+    shard_N, slot_N = np.nonzero(rows_DB["active"])
+    count_D = np.bincount(shard_N, minlength=shards)
+    used_DP[:, NULL_PAGE] = False
+    most_rows, most_pages = count_D.max(), used_DP.sum(axis=1).max() + 1
+    rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
+    row_N = shard_N * rows + ranks(shard_N)
+    table = np.zeros(shards * rows, cache.row_dtype)
+    for name, column_DB in rows_DB.items():
+        table[name][row_N] = column_DB[shard_N, slot_N]
+    if pages == cache.pages:
+        return table, np.tile(np.arange(pages, dtype=np.int32), shards), row_N
+    number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
+    page_DP = np.full((shards, pages), NULL_PAGE, np.int32)
+    shard_U, page_U = np.nonzero(used_DP)
+    page_DP[shard_U, number_DP[shard_U, page_U]] = page_U
+    pool_NJ = table["response_pages"][row_N]
+    table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
+    return table, page_DP.reshape(-1), row_N
+
+
+def ranks(shard_N: np.ndarray) -> np.ndarray:
+    """Counts each entry's place among those of its shard; entries lie in order of shards."""
+    return np.arange(len(shard_N)) - np.searchsorted(shard_N, shard_N)
+
+
+def copies(d: int, page_M: np.ndarray, e: int, to_page_M: np.ndarray) -> list[tuple[int, ...]]:
+    """Lists copies of pages of shard d to as many of shard e, as `Moves` has them."""
+    return [(d, page, e, to) for page, to in zip(page_M.tolist(), to_page_M.tolist(), strict=True)]

@@ -14,12 +14,25 @@ slots. Axis letters: D data shards, B slots of a shard, N occupied slots of all 
 """
 
 import collections
+import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from dapo_jax.sampler.cache import NULL_PAGE, Cache
-from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill, Prefix, level
+from dapo_jax.sampler.plan import (
+    Finished,
+    Moves,
+    Plan,
+    Prefill,
+    Prefix,
+    block_table,
+    copies,
+    level,
+    prefill_calls,
+    ranks,
+)
 
 WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
 
@@ -49,31 +62,53 @@ class Scheduler:
         self._free_prompt_DP = np.ones((shards, cache.prompt_pages), bool)
         self._free_DP[:, NULL_PAGE] = self._free_prompt_DP[:, NULL_PAGE] = False
 
-    def submit(self, cursor: int, prompt_tokens: int, limits: Sequence[int]) -> None:
-        """Queues a group: one sample of at most so many tokens for each of the limits."""
-        readers, size = self.cache.readers, len(limits)
-        parts = [range(i, min(i + readers, size)) for i in range(0, size, readers)]
-        prefixes = [Prefix(cursor, prompt_tokens, limits, part, len(part)) for part in parts]
+    def submit(
+        self,
+        cursor: int,
+        prompt_tokens: int,
+        limits: Sequence[int],
+        *,
+        begun: Sequence[int | None] = (),
+    ) -> None:
+        """Queues a group: one sample of at most so many tokens for each of the limits.
+
+        begun: the tokens that each has to begin with, whole blocks of them; None: it has ended.
+        """
+        readers, begun = self.cache.readers, begun or [0] * len(limits)
+        samples = [i for i, tokens in enumerate(begun) if tokens is not None]
+        parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
+        prefixes = [Prefix(cursor, prompt_tokens, limits, begun, part, len(part)) for part in parts]
         self._queue.extend(prefixes)
         self._groups[cursor] = prefixes
 
-    def cancel(self, cursor: int) -> None:
-        """Forgets an unfinished group; the tokens sampled for it are discarded."""
+    def cancel(self, cursor: int, *, discard: bool = True) -> None:
+        """Forgets an unfinished group; discard: whether the tokens sampled for it are lost."""
+        lost = 0
         for d, b in np.argwhere(self._active_DB & (self._rows_DB["cursor"] == cursor)):
-            self.discarded_tokens += int(self._rows_DB["sampled"][d, b])
+            lost += self._sampled_here(d, b)
             self._leave(d, b)
         for prefix in self._groups.pop(cursor):
-            self.discarded_tokens += prefix.finished_tokens
+            lost += prefix.finished_tokens
             if prefix.pages is None:
                 continue
             ready = self._ready[prefix.shard]
             self._ready[prefix.shard] = collections.deque(r for r in ready if r[0] is not prefix)
             self._release(prefix)
         self._queue = collections.deque(p for p in self._queue if p.cursor != cursor)
+        self.discarded_tokens += lost if discard else 0
 
     def pages(self, d: int, b: int) -> np.ndarray:
         """Lists the pages of a slot's sample, in order."""
         return self._rows_DB["response_pages"][d, b, : self._held_DB[d, b]]
+
+    @property
+    def occupied(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """Maps the (cursor, sample) in each occupied slot to (shard, slot, its tokens)."""
+        shard_N, slot_N = np.nonzero(self._active_DB)
+        name_2N = [self._rows_DB[name][shard_N, slot_N] for name in ("cursor", "sample")]
+        place_3N = [shard_N, slot_N, self._rows_DB["sampled"][shard_N, slot_N]]
+        pairs = (map(tuple, np.transpose(a).tolist()) for a in (name_2N, place_3N))
+        return dict(zip(*pairs, strict=True))
 
     @property
     def unfinished(self) -> list[int]:
@@ -94,13 +129,14 @@ class Scheduler:
         prefills = self._assign()
         self._grow()
         moves = self._level(wait=more or bool(self._queue))
-        self._admit()
+        refills = self._admit()
         shard_N, slot_N = np.nonzero(self._active_DB)
         rows_DB = self._rows_DB
         sampled_N = rows_DB["sampled"][shard_N, slot_N]
         page = sampled_N // self.cache.page_tokens
         return Plan(
             prefills=prefills,
+            refills=refills,
             moves=moves,
             shard_N=shard_N,
             slot_N=slot_N,
@@ -114,32 +150,8 @@ class Scheduler:
         )
 
     def table(self, sizes: Sequence[tuple[int, int]]) -> tuple[np.ndarray, ...]:
-        """Returns (rows, page_P, row_N) of the planned block, in the smallest of the sizes.
-
-        sizes: the (rows, pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`,
-        on each shard those of its occupied slots first; row_N is the place of each. `token` is for
-        the caller to fill in. page_P: the pages that `response_pages` numbers, those in use; where
-        the size has the whole pool, as the pool does.
-        """
-        shard_N, slot_N = np.nonzero(self._active_DB)
-        count_D = np.bincount(shard_N, minlength=self.shards)
-        used_DP = ~self._free_DP
-        used_DP[:, NULL_PAGE] = False
-        most_rows, most_pages = count_D.max(), used_DP.sum(axis=1).max() + 1
-        rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
-        row_N = shard_N * rows + _ranks(shard_N)
-        table = np.zeros(self.shards * rows, self.cache.row_dtype)
-        for name, column_DB in self._rows_DB.items():
-            table[name][row_N] = column_DB[shard_N, slot_N]
-        if pages == self.cache.pages:
-            return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
-        number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
-        page_DP = np.full((self.shards, pages), NULL_PAGE, np.int32)
-        shard_U, page_U = np.nonzero(used_DP)
-        page_DP[shard_U, number_DP[shard_U, page_U]] = page_U
-        pool_NJ = table["response_pages"][row_N]
-        table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
-        return table, page_DP.reshape(-1), row_N
+        """Returns (rows, page_P, row_N) of the planned block, as `block_table` has them."""
+        return block_table(self._rows_DB, ~self._free_DP, sizes, self.cache)
 
     def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Finished]:
         """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
@@ -157,7 +169,7 @@ class Scheduler:
             pages = self._leave(d, b)
             finished.append(Finished(prefix.cursor, sample, tokens, bool(stopped_N[n]), d, pages))
             prefix.unfinished -= 1
-            prefix.finished_tokens += tokens
+            prefix.finished_tokens += tokens - prefix.begun[sample]
             if prefix.unfinished == 0:
                 self._release(prefix)
                 if not any(other.unfinished for other in self._groups[prefix.cursor]):
@@ -182,7 +194,7 @@ class Scheduler:
         A prefill call has a row for several prompts of a bucket: prompts whose samples find no slot
         yet take the rows that would stay empty.
         """
-        taken: dict[int, list[list[Prefix]]] = {}  # bucket -> prompts of each shard
+        taken: dict[int, list[list]] = {}  # bucket -> of each shard the rows of calls
         wanted_D = self._wanted_D()
         free_D = self._free_prompt_DP.sum(axis=1)
         while self._queue:
@@ -200,40 +212,18 @@ class Scheduler:
                 break
             d = int(np.where(able_D, wanted_D, np.iinfo(np.int64).min).argmax())
             self._queue.popleft()
-            self._accept(prefix, d, pages)
-            taken_D[d].append(prefix)
+            self._place(prefix, d, pages)
+            self._ready[d].extend((prefix, sample) for sample in prefix.samples)
+            taken_D[d].append((prefix.cursor, -1, prefix.pages))
             wanted_D[d] -= len(prefix.samples)
             free_D[d] -= pages
-        return [
-            prefill
-            for bucket, taken_D in taken.items()
-            if bucket
-            for prefill in self._prefills(bucket, taken_D)
-        ]
-
-    def _accept(self, prefix: Prefix, d: int, pages: int) -> None:
-        """Gives a prompt its pages on shard d; its samples are ready."""
-        self._place(prefix, d, pages)
-        self._ready[d].extend((prefix, sample) for sample in prefix.samples)
+        taken.pop(0, None)
+        return prefill_calls(taken, self.cache.prefill_rows)
 
     def _place(self, prefix: Prefix, d: int, pages: int) -> None:
         """Gives a prompt the lowest free pages of shard d."""
         prefix.shard, prefix.pages = d, np.flatnonzero(self._free_prompt_DP[d])[:pages]
         self._free_prompt_DP[d, prefix.pages] = False
-
-    def _prefills(self, bucket: int, taken_D: list[list[Prefix]]) -> list[Prefill]:
-        """Makes the prefill calls for the prompts of one bucket that each shard has taken."""
-        rows = self.cache.prefill_rows(bucket)
-        calls = []
-        for first in range(0, max(map(len, taken_D)), rows):
-            cursor_R = np.full(self.shards * rows, -1, np.int64)
-            page_RI = np.full((self.shards * rows, bucket), NULL_PAGE, np.int32)
-            for d, prefixes in enumerate(taken_D):
-                for r, prefix in enumerate(prefixes[first : first + rows], start=d * rows):
-                    cursor_R[r] = prefix.cursor
-                    page_RI[r, : len(prefix.pages)] = prefix.pages
-            calls.append(Prefill(cursor_R, page_RI))
-        return calls
 
     def _grow(self) -> None:
         """Gives a page to every response whose last one is full, the oldest sample first.
@@ -262,30 +252,50 @@ class Scheduler:
 
     def _preempt(self, d: int, b: int) -> None:
         """Makes a sample start again when there is room; its tokens will be the same."""
-        self.discarded_tokens += int(self._rows_DB["sampled"][d, b])
+        self.discarded_tokens += self._sampled_here(d, b)
         self._ready[d].appendleft((self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])))
         self._leave(d, b)
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Prefill]:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.
 
         The pages that occupied slots fill in WATERMARK_BLOCKS blocks stay free: a sample that is
-        admitted too soon has to be preempted.
+        admitted too soon has to be preempted. Returns the calls that refill begun responses.
         """
         cache = self.cache
         occupied_D = self._active_DB.sum(axis=1)
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
         k_K = np.arange(most_D.max())
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
-        free_DK = self._free_DP.sum(axis=1)[:, None] - k_K
+        held_DK = np.ones((self.shards, len(k_K)), np.int64)
+        for held_K, ready, most in zip(held_DK, self._ready, most_D.tolist(), strict=True):
+            first = itertools.islice(ready, most)
+            held_K[:most] = [1 + p.begun[s] // cache.page_tokens for p, s in first]
+        free_DK = self._free_DP.sum(axis=1)[:, None] - (held_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
-        admitted_D = fits_DK.sum(axis=1)
+        admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
         shard_N, slot_N = np.nonzero(~self._active_DB)
-        first_N = _ranks(shard_N) < admitted_D[shard_N]
+        first_N = ranks(shard_N) < admitted_D[shard_N]
         shard_N, slot_N = shard_N[first_N], slot_N[first_N]
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             self._enter(d, b, *self._ready[d].popleft())
-        self._give_pages(shard_N, slot_N)
+        begun_N = self._rows_DB["sampled"][shard_N, slot_N]
+        for places in range(int(begun_N.max(initial=0)) // cache.page_tokens + 1):
+            more_N = begun_N // cache.page_tokens >= places
+            self._give_pages(shard_N[more_N], slot_N[more_N])
+        return self._refills(shard_N[begun_N > 0], slot_N[begun_N > 0])
+
+    def _refills(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
+        """Makes the calls for begun responses in these slots, which lie in order of shards."""
+        taken: dict[int, list[list]] = {}  # as in `_assign`
+        for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
+            prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
+            tokens = prefix.begun[sample]
+            bucket = self.cache.refill_bucket(prefix.prompt_tokens + tokens - 1)
+            pages = self.pages(d, b)[: -(-tokens // self.cache.page_tokens)]
+            taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
+            taken_D[d].append((prefix.cursor, sample, pages))
+        return prefill_calls(taken, self.cache.refill_rows)
 
     def _level(self, *, wait: bool) -> Moves:
         """Moves samples from full shards to others, unless to wait for prompts without a shard.
@@ -315,11 +325,12 @@ class Scheduler:
 
     def _part(self, moves: Moves, prefix: Prefix, sample: int, e: int) -> Prefix:
         """Gives one sample a copy of its prompt on shard e."""
-        alone = range(sample, sample + 1)
-        part = Prefix(prefix.cursor, prefix.prompt_tokens, prefix.limits, alone, unfinished=1)
+        part = dataclasses.replace(
+            prefix, samples=[sample], unfinished=1, finished_tokens=0, shard=-1, pages=None
+        )
         self._groups[prefix.cursor].append(part)
         self._place(part, e, len(prefix.pages))
-        moves.prompt_pages_M4.extend(_copies(prefix.shard, prefix.pages, e, part.pages))
+        moves.prompt_pages_M4.extend(copies(prefix.shard, prefix.pages, e, part.pages))
         prefix.unfinished -= 1
         if prefix.unfinished == 0:
             self._release(prefix)
@@ -333,12 +344,17 @@ class Scheduler:
         part = self._part(moves, self._prefix_DB[old], int(row["sample"]), e)
         pages = np.flatnonzero(self._free_DP[e])[:held]
         moves.slots_N4.append((*old, *new))
-        moves.pages_M4.extend(_copies(d, self._leave(*old), e, pages))
+        moves.pages_M4.extend(copies(d, self._leave(*old), e, pages))
         self._free_DP[e, pages] = False
         row["prompt_pages"][: len(part.pages)], row["response_pages"][:held] = part.pages, pages
         for name, value in (row | {"reader": 0}).items():
             self._rows_DB[name][new] = value
         self._prefix_DB[new], self._age_DB[new], self._held_DB[new] = part, age, held
+
+    def _sampled_here(self, d: int, b: int) -> int:
+        """Counts the tokens of a slot's sample that it did not begin with."""
+        sample = int(self._rows_DB["sample"][d, b])
+        return int(self._rows_DB["sampled"][d, b]) - self._prefix_DB[d, b].begun[sample]
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
         """Puts a sample into a free slot."""
@@ -346,9 +362,10 @@ class Scheduler:
             "active": 1,
             "cursor": prefix.cursor,
             "sample": sample,
+            "sampled": prefix.begun[sample],
             "limit": prefix.limits[sample],
             "prompt_tokens": prefix.prompt_tokens - 1,
-            "reader": sample - prefix.samples.start,
+            "reader": prefix.samples.index(sample),
         }
         for name, value in row.items():
             self._rows_DB[name][d, b] = value
@@ -384,13 +401,3 @@ class Scheduler:
         """Frees a prompt's pages."""
         self._free_prompt_DP[prefix.shard, prefix.pages] = True
         prefix.pages = None
-
-
-def _ranks(shard_N: np.ndarray) -> np.ndarray:
-    """Counts each entry's place among those of its shard; entries lie in order of shards."""
-    return np.arange(len(shard_N)) - np.searchsorted(shard_N, shard_N)
-
-
-def _copies(d: int, page_M: np.ndarray, e: int, to_page_M: np.ndarray) -> list[tuple[int, ...]]:
-    """Lists copies of pages of shard d to as many of shard e, as `Moves` has them."""
-    return [(d, page, e, to) for page, to in zip(page_M.tolist(), to_page_M.tolist(), strict=True)]

@@ -3,8 +3,8 @@
 A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
 
     scheduler.next_block -> engine.prefill of new prompts -> engine.copy of samples that change
-    shards -> engine.decode of one block -> tokens to the host's pages -> scheduler.complete
-    -> responses of ended requests -> groups
+    shards -> engine.refill of begun responses -> engine.decode of one block -> tokens to the host's
+    pages -> scheduler.complete -> responses of ended requests -> groups
 
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
 one, each evaluation set another, and they share slots, pages and programs. A request's tokens
@@ -26,8 +26,10 @@ from dapo_jax.sampler.drafts import NONE, source, source_tokens
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
 from dapo_jax.sampler.scheduler import Scheduler
-from dapo_jax.types import BlockRecord, Group, Prompt, Response
+from dapo_jax.types import BlockRecord, Carried, Group, Prompt, Response
 from sharding import hosts, rules
+
+_NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
 
 
 class Stream(NamedTuple):
@@ -39,12 +41,16 @@ class Stream(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """An unfinished group; responses: None for those that have not ended."""
+    """An unfinished group; responses: None for those that have not ended.
+
+    begun: what there was of each when the group was submitted.
+    """
 
     stream: int
     cursor: int
     prompt: Prompt
     responses: list[Response | None]
+    begun: Sequence[Response]
 
 
 class Session:
@@ -92,11 +98,13 @@ class Session:
         group_size: int,
         max_tokens: Sequence[int] | None = None,
         stream: int = 0,
+        begun: Carried | None = None,
     ) -> None:
         """Asks for `group_size` samples of a prompt, after all that were asked for.
 
         max_tokens: a limit for each of them, at most the stream's; None: the stream's. stream: its
-        place among the session's; cursors name groups within one.
+        place among the session's; cursors name groups within one. begun: what an earlier session
+        had of the group, which goes on behind whole blocks of it.
         Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
         """
         length, longest = len(prompt.token_ids), self._engine.cache.max_prompt_tokens
@@ -110,9 +118,22 @@ class Session:
         if len(limits) != group_size or not all(1 <= tokens <= limit for tokens in limits):
             raise ValueError(f"max_tokens needs {group_size} numbers from 1 to {limit}")
         number = len(self._name_QX)
-        self._scheduler.submit(number, length, limits)
-        self._asked[number] = _Asked(stream, cursor, prompt, [None] * group_size)
+        responses = begun.responses if begun else [_NOTHING] * group_size
+        unfinished_G = begun.unfinished_G if begun else [True] * group_size
+        of_samples = list(zip(responses, unfinished_G, limits, strict=True))
+        tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
+        self._scheduler.submit(number, length, limits, begun=tokens)
+        ended = [None if more else response for response, more, _ in of_samples]
+        self._asked[number] = _Asked(stream, cursor, prompt, ended, responses)
         self._name_QX = np.append(self._name_QX, np.int32([[stream, cursor]]), axis=0)
+
+    def _whole_blocks(self, response: Response, limit: int) -> int:
+        """Counts the tokens of a begun response that it goes on behind: there is one more to come.
+
+        So its blocks lie inside of pages.
+        """
+        tokens = min(len(response.tokens_T), limit - 1)
+        return tokens - tokens % self._engine.cache.block_tokens
 
     def cancel(self, cursor: int, stream: int = 0) -> None:
         """Forgets an unfinished group; the tokens sampled for it are discarded."""
@@ -123,6 +144,26 @@ class Session:
         )
         self._scheduler.cancel(number)
         del self._asked[number]
+
+    def take_unfinished(self, stream: int = 0) -> list[Carried]:
+        """Ends a stream's unfinished groups: returns what there is of them, as submitted."""
+        slots = self._scheduler.occupied
+        taken = []
+        for number, asked in list(self._asked.items()):
+            if asked.stream != stream:
+                continue
+            responses = []
+            for g, response in enumerate(asked.responses):
+                if response is None and (number, g) in slots:
+                    d, b, tokens = slots[number, g]
+                    pages = self._scheduler.pages(d, b)
+                    response = self._response(asked, g, d, pages, tokens, stopped=False)
+                responses.append((response or asked.begun[g]).carried())
+            unfinished_G = tuple(response is None for response in asked.responses)
+            taken.append(Carried(asked.cursor, tuple(responses), unfinished_G))
+            self._scheduler.cancel(number, discard=False)
+            del self._asked[number]
+        return taken
 
     @property
     def unfinished(self) -> list[tuple[int, int]]:
@@ -150,6 +191,9 @@ class Session:
         self._prefill(plan.prefills)
         prefill_seconds = time.perf_counter() - prefill_start
         self._move(plan.moves)
+        refill_start = time.perf_counter()
+        self._refill(plan)
+        prefill_seconds += time.perf_counter() - refill_start
         rows, page_P, row_N = self._scheduler.table(self._engine.sizes)
         row_N = self._truncated_first(plan, rows, row_N)
         rows["token"][row_N] = self._next_tokens(plan)
@@ -178,7 +222,7 @@ class Session:
 
     def _prefill(self, prefills: list[Prefill]) -> None:
         """Runs the prefill calls of a block to their end."""
-        for number_R, page_RI in prefills:
+        for number_R, _, page_RI in prefills:
             tokens = page_RI.shape[1] * self._engine.cache.page_tokens
             tokens_RT = np.zeros((len(number_R), tokens), np.int32)
             for row_T, number in zip(tokens_RT, number_R.tolist(), strict=True):
@@ -201,6 +245,32 @@ class Session:
             (self._newest_DB, moves.slots_N4.T),
         ):
             table[e, to] = table[d, at]
+
+    def _refill(self, plan: Plan) -> None:
+        """Gives begun responses that were just admitted their tokens, keys and values."""
+        C = self._engine.cache.page_tokens
+        names = zip(plan.cursor_N.tolist(), plan.sample_N.tolist(), strict=True)
+        place = {name: n for n, name in enumerate(names)} if plan.refills else {}
+        for number_R, sample_R, page_RI in plan.refills:
+            tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
+            tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
+            for r in np.flatnonzero(number_R >= 0).tolist():
+                number, sample = int(number_R[r]), int(sample_R[r])
+                n = place[number, sample]
+                d, b, tokens = plan.shard_N[n], plan.slot_N[n], plan.sampled_N[n]
+                prompt, begun = self._asked[number].prompt, self._asked[number].begun[sample]
+                fed = np.append(prompt.token_ids, begun.tokens_T[: tokens - 1])
+                tokens_RT[r, : len(fed)] = fed
+                tokens_R[r], begin_R[r] = len(fed), len(prompt.token_ids) - 1
+                index_T = np.arange(tokens)
+                where = (d, self._scheduler.pages(d, b)[index_T // C], index_T % C)
+                self._token_DPC[where] = begun.tokens_T[:tokens]
+                self._logp_DPC[where] = begun.behavior_logp_T[:tokens]
+                self._newest_DB[d, b] = begun.tokens_T[tokens - 1]
+            self._pages = self._engine.refill(
+                self._params, self._pages, tokens_RT, tokens_R, begin_R, page_RI
+            )
+        jax.block_until_ready(self._pages)
 
     def _truncated_first(self, plan: Plan, rows: np.ndarray, row_N: np.ndarray) -> np.ndarray:
         """Moves the rows of truncated streams to the front of their shard; returns the places.
@@ -284,14 +354,29 @@ class Session:
         """Stores the responses of ended samples; returns the groups they finish."""
         finished = []
         for request in ended:
-            tokens_T, logp_T = (
-                pool_DPC[request.shard, request.pages].reshape(-1)[: request.tokens]
-                for pool_DPC in (self._token_DPC, self._logp_DPC)
-            )
             asked = self._asked[request.cursor]
-            asked.responses[request.sample] = Response(tokens_T, logp_T, request.stopped)
+            asked.responses[request.sample] = self._response(
+                asked,
+                request.sample,
+                request.shard,
+                request.pages,
+                request.tokens,
+                stopped=request.stopped,
+            )
             if None not in asked.responses:
                 del self._asked[request.cursor]
                 responses = tuple(asked.responses)
                 finished.append(Group(asked.cursor, asked.prompt, responses, asked.stream))
         return sorted(finished, key=lambda group: (group.stream, group.cursor))
+
+    def _response(
+        self, asked: _Asked, sample: int, d: int, pages: np.ndarray, tokens: int, *, stopped: bool
+    ) -> Response:
+        """Makes a response of what shard d's pages have of it."""
+        tokens_T, logp_T = (
+            pool_DPC[d, pages].reshape(-1)[:tokens]
+            for pool_DPC in (self._token_DPC, self._logp_DPC)
+        )
+        # Less where it went on behind whole blocks.
+        ends = tuple(min(end, tokens) for end in asked.begun[sample].ends)
+        return Response(tokens_T, logp_T, stopped, ends=ends)

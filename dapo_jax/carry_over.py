@@ -1,0 +1,152 @@
+"""Carry-over: what a step has not finished goes on in the next one (`rollout.carry_over_steps`).
+
+A step ends as soon as it has enough, and new prompts fill idle slots until then: no slot waits for
+the longest response (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2; APRIL, arXiv
+2509.18521). A response may then have tokens of several policies, each with the log-probability at
+which it was sampled, so that every ratio (Eq. 8) is to the policy that sampled the token.
+
+    step s:     carried groups first, then new ones -> groups complete in any order
+                -> enough informative ones, and none that is due unfinished: the step ends
+    step s + 1: their tokens so far are computed again with the new weights, and sampling goes on
+
+Which groups a step trains on depends on which are complete first, and so on the lengths of
+responses, on the slots and on evaluations beside: on the same mesh a run is repeated and resumed
+bitwise, on another one it is another run.
+"""
+
+import base64
+import operator
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dapo_jax.algorithm import first_informative
+from dapo_jax.rollout import TRAINING, Grading, Known, rollout_stats
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import Carried, Group, Prompt, Response, Rollouts
+
+
+def collect_carrying(
+    session: Session,
+    prompt_at: Callable[[int], Prompt],
+    grade: Callable[[Group], Group],
+    cursor: int,
+    carried: Sequence[Carried],
+    *,
+    carry_over_steps: int,
+    group_size: int,
+    num_prompts: int,
+    max_prompts: int,
+    dynamic_sampling: bool,
+    report: Callable[[str], None],
+    success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G"),
+    beside: Callable[[Sequence[Group]], None] = lambda finished: None,
+) -> Rollouts:
+    """Samples until `num_prompts` groups are complete and informative; the others are carried.
+
+    As `rollout.collect`, but: groups count as they are complete, and of those that are, the first
+    in prompt order are kept. Others that are informative are carried too, complete as they are. A
+    group goes on for `carry_over_steps` steps at most: a step does not end before those that it
+    finds at this age are complete. Of new prompts a step begins with `max_prompts` at most.
+
+    carried: of the step before.
+    """
+    known = Known(cursor, success if dynamic_sampling else lambda group: np.array([True, False]))
+    due = {it.cursor for it in carried if it.age_steps >= carry_over_steps}
+    complete = []
+    for it in carried:
+        prompt = prompt_at(it.cursor)
+        if any(it.unfinished_G):
+            session.submit(it.cursor, prompt, group_size=group_size, begun=it)
+        else:
+            complete.append(Group(it.cursor, prompt, it.responses))
+    issued = 0
+    with Grading(grade) as grading:
+        known.add(grading.exchange(complete))
+        known.add(grading.exchange([]))
+        while True:
+            enough = len(known.informative) >= num_prompts
+            while not enough and session.idle_slots and issued < max_prompts:
+                place = cursor + issued
+                session.submit(place, prompt_at(place), group_size=group_size)
+                issued += 1
+            waiting = {place for stream, place in session.unfinished if stream == TRAINING}
+            if (enough and not due & waiting) or (issued == max_prompts and not waiting):
+                break
+            found = f"{len(known.informative)} informative of {len(known.groups)} groups"
+            report(f"rollout: {found}, {num_prompts} wanted, {len(waiting)} under way")
+            done = session.step(more=issued < max_prompts and not enough)
+            beside([group for group in done if group.stream != TRAINING])
+            known.add(grading.exchange([group for group in done if group.stream == TRAINING]))
+        known.add(grading.exchange([]))
+    surplus = known.informative[num_prompts:]
+    sampled = [known.groups[place] for place in sorted(known.groups) if place not in surplus]
+    unfinished = session.take_unfinished(TRAINING)
+    go_on = [*unfinished, *(_complete(known.groups[place]) for place in surplus)]
+    kept = np.arange(min(num_prompts, len(sampled)))
+    if dynamic_sampling:
+        success_PG = np.stack([known.success(group) for group in sampled])
+        kept = first_informative(success_PG, num_prompts=num_prompts)
+    return Rollouts(
+        sampled=sampled,
+        kept=kept,
+        cursor=cursor + issued,
+        issued=len(sampled),
+        stats=rollout_stats(session, requests=issued * group_size, grading_seconds=grading.seconds),
+        carried=sorted(go_on, key=operator.attrgetter("cursor")),
+        begun_tokens=sum(it.tokens for it in carried),
+    )
+
+
+def _complete(group: Group) -> Carried:
+    """Carries a group of which all responses have ended."""
+    responses = tuple(response.carried() for response in group.responses)
+    return Carried(group.cursor, responses, (False,) * len(responses))
+
+
+def to_json(carried: Sequence[Carried]) -> list[dict]:
+    """Describes carried groups for a checkpoint, bit by bit."""
+    return [
+        {
+            "cursor": it.cursor,
+            "responses": [
+                {
+                    "tokens": _text(response.tokens_T, "<i4"),
+                    "behavior_logp": _text(response.behavior_logp_T, "<f4"),
+                    "stopped": bool(response.stopped),
+                    "unfinished": bool(unfinished),
+                    "ends": list(response.ends),
+                }
+                for response, unfinished in zip(it.responses, it.unfinished_G, strict=True)
+            ],
+        }
+        for it in carried
+    ]
+
+
+def from_json(described: Sequence[dict]) -> list[Carried]:
+    """Undoes `to_json`."""
+    return [
+        Carried(
+            it["cursor"],
+            tuple(
+                Response(
+                    _array(response["tokens"], "<i4"),
+                    _array(response["behavior_logp"], "<f4"),
+                    stopped=response["stopped"],
+                    ends=tuple(response["ends"]),
+                )
+                for response in it["responses"]
+            ),
+            tuple(response["unfinished"] for response in it["responses"]),
+        )
+        for it in described
+    ]
+
+
+def _text(array: np.ndarray, dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, dtype)).decode()
+
+
+def _array(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).astype(np.dtype(dtype).newbyteorder("="))
