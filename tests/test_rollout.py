@@ -84,6 +84,7 @@ class ScriptedSession:
             block_tokens=block_tokens,
             max_prompt_tokens=2,
             max_response_tokens=longest,
+            carries=True,
         )
         self._scheduler = Scheduler(cache, shards=1)
         self._names: list[tuple[int, int]] = []

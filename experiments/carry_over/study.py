@@ -1,0 +1,46 @@
+"""Carry-over: what tokens of earlier policies do to learning, and what they save in decoding."""
+
+from dapo_jax.report.quantities import Quantity, final_score, last, mean
+from experiments.study import CLIPPED, Claim, Study
+
+ROAD = final_score("road", "mean@4")
+STEPS = mean("decode steps a step", "engine/decode_steps", form="{:.0f}")
+BUSY = mean("busy slots while decoding, %", "engine/occupancy", scale=100)
+ACCURACY = last("accuracy, %", "accuracy/mean", scale=100)
+STALE: tuple[Quantity, ...] = (
+    mean("trained tokens of earlier policies, %", "staleness/tokens_fraction", scale=100),
+    mean("their mean age over all, steps", "staleness/mean_steps", form="{:.2f}"),
+)
+
+STUDY = Study(
+    title="Responses that go on in the next step, against steps that finish theirs",
+    config="configs/forks.py",
+    settings={"num_steps": "40", "eval.every_steps": "20"},
+    seeds=(0, 1, 2),
+    arms={
+        "off": "rollout.carry_over_steps=0",
+        "one": "rollout.carry_over_steps=1",
+        "four": "rollout.carry_over_steps=4",
+    },
+    quantities=(
+        STEPS,
+        BUSY,
+        *STALE,
+        ACCURACY,
+        ROAD,
+        last("response tokens", "response_tokens/mean"),
+        last("entropy, nats", "entropy", form="{:.3f}"),
+        *CLIPPED,
+    ),
+    drawn={
+        "accuracy/mean": "accuracy of the sampled responses",
+        "engine/decode_steps": "decode steps a rollout step",
+        "response_tokens/mean": "response tokens",
+    },
+    claims=(
+        Claim(STEPS, "one", -1, "off"),
+        Claim(BUSY, "one", +1, "off"),
+        Claim(ACCURACY, "one", -1, "off"),
+        Claim(ACCURACY, "four", -1, "off"),
+    ),
+)

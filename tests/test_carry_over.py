@@ -1,0 +1,384 @@
+"""Carried-over responses go on as if nothing had been, nothing is lost, and runs resume bitwise."""
+
+import dataclasses
+import gzip
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_engine import RUN_KEY, SAMPLING, SMALL, build, by_request, drain, random_params
+from test_riding import Killed, digests
+from test_rollout import G, ScriptedSession, long_tailed_script, prompt_at, scripted_grade
+from test_train import (
+    programs_compiled_once,  # noqa: F401  a fixture
+    rows_without_timings,
+    small_config,
+)
+
+from dapo_jax import train
+from dapo_jax.carry_over import collect_carrying, from_json, to_json
+from dapo_jax.packing import pack
+from dapo_jax.run.restore import Origin
+from dapo_jax.sampler.cache import Cache
+from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.types import Carried, Group, Prompt, Response
+from models.kernels import KERNELS, paged_tpu
+
+ROOMY = Cache(
+    slots=9,
+    pages=60,
+    prompt_pages=20,
+    readers=4,
+    page_tokens=8,
+    block_tokens=4,
+    max_prompt_tokens=18,
+    max_response_tokens=20,
+    carries=True,
+)
+# Pages for a part of what the slots may hold: samples are preempted.
+TIGHT = dataclasses.replace(ROOMY, pages=13)
+PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 29), 12: np.arange(40, 58)}
+GROUP_SIZE = 5
+CPU, TPU = KERNELS["cpu"], KERNELS["tpu_interpret"]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return random_params(SMALL)[1]
+
+
+def interrupted(engine, params, *, blocks, later=None):
+    """Samples PROMPTS, taking all out after so many blocks: (responses, what was carried)."""
+    session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+    for cursor, prompt in PROMPTS.items():
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
+    responses = {}
+    for _ in range(blocks):
+        responses |= by_request(session.step())
+    carried = session.take_unfinished()
+    assert not session.unfinished
+    session = Session(engine, params if later is None else later, Stream(RUN_KEY, SAMPLING))
+    for it in carried:
+        prompt = Prompt(PROMPTS[it.cursor])
+        session.submit(it.cursor, prompt, group_size=GROUP_SIZE, begun=it)
+    return responses | drain(session), carried
+
+
+def whole(engine, params):
+    session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+    for cursor, prompt in PROMPTS.items():
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
+    return drain(session)
+
+
+@pytest.mark.parametrize(
+    ("cache", "kernels", "shards", "blocks"),
+    [
+        (ROOMY, CPU, 1, (1, 2, 5)),
+        (TIGHT, CPU, 1, (3, 6)),
+        (dataclasses.replace(TIGHT, slots=5), CPU, 2, (2, 4)),
+        pytest.param(ROOMY, TPU, 1, (3,), marks=pytest.mark.slow),
+    ],
+    ids=["roomy", "tight", "two shards", "tpu_interpret"],
+)
+def test_a_response_goes_on_as_if_it_had_never_stopped(
+    small, monkeypatch, cache, kernels, shards, blocks
+):
+    """With the same weights its tokens are those of an uninterrupted session."""
+    monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: 2)
+    engine, params = build(SMALL, cache, small, shards=shards, kernels=kernels)
+    expected = whole(engine, params)
+    for after in blocks:
+        responses, carried = interrupted(engine, params, blocks=after)
+        assert any(len(r.tokens_T) > 0 for it in carried for r in it.responses)
+        assert responses.keys() == expected.keys()
+        for request, response in responses.items():
+            there = expected[request]
+            np.testing.assert_array_equal(response.tokens_T, there.tokens_T)
+            assert response.stopped == there.stopped
+            np.testing.assert_allclose(
+                response.behavior_logp_T, there.behavior_logp_T, rtol=0, atol=2e-5
+            )
+
+
+def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(small):
+    """Tokens and log-probabilities of the first part bit by bit; `ends` says where it ends."""
+    engine, params = build(SMALL, ROOMY, small)
+    later = jax.tree.map(lambda p: 0.9 * p, params)
+    expected = whole(engine, params)
+    responses, carried = interrupted(engine, params, blocks=3, later=later)
+    begun = {(it.cursor, i): r for it in carried for i, r in enumerate(it.responses)}
+    unfinished = {
+        (it.cursor, i) for it in carried for i, more in enumerate(it.unfinished_G) if more
+    }
+    assert unfinished and begun.keys() - unfinished
+    for request, before in begun.items():
+        after, n = responses[request], len(before.tokens_T)
+        assert after.ends == before.ends == (n,)
+        assert after.stale_tokens == n
+        np.testing.assert_array_equal(after.tokens_T[:n], before.tokens_T)
+        np.testing.assert_array_equal(after.behavior_logp_T[:n], before.behavior_logp_T)
+        assert (len(after.tokens_T) > n) == (request in unfinished)
+    changed = [
+        not np.array_equal(responses[name].behavior_logp_T, expected[name].behavior_logp_T)
+        for name in unfinished
+    ]
+    assert all(changed)
+
+
+def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
+    """Whoever carried it may have had another block or a greater limit: blocks lie in pages."""
+    engine, params = build(SMALL, ROOMY, small)
+    expected = whole(engine, params)
+    request = max(expected, key=lambda request: len(expected[request].tokens_T))
+    there = expected[request]
+    for tokens, limit, kept in ((7, 20, 4), (len(there.tokens_T), 9, 8)):
+        begun = Response(there.tokens_T[:tokens], there.behavior_logp_T[:tokens], stopped=False)
+        session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+        session.submit(
+            request[0],
+            Prompt(PROMPTS[request[0]]),
+            group_size=request[1] + 1,
+            max_tokens=[limit] * (request[1] + 1),
+            begun=Carried(
+                request[0],
+                (*[dataclasses.replace(begun, stopped=True)] * request[1], begun.carried()),
+                (*[False] * request[1], True),
+            ),
+        )
+        response = drain(session)[request]
+        np.testing.assert_array_equal(response.tokens_T, there.tokens_T[:limit])
+        assert response.ends == (min(tokens, len(response.tokens_T)),)
+        assert kept < len(response.tokens_T)
+
+
+def test_a_checkpoint_describes_carried_groups_bit_by_bit():
+    rng = np.random.default_rng(0)
+    logp_T = rng.standard_normal(5).astype(np.float32)
+    logp_T[2] = -np.inf
+    responses = (
+        Response(np.arange(5, dtype=np.int32), logp_T, stopped=True, ends=(3, 5)),
+        Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, ends=(0, 0)),
+    )
+    carried = [Carried(12, responses, (False, True)), Carried(3, responses[::-1], (True, False))]
+    again = from_json(json.loads(json.dumps(to_json(carried))))
+    assert [it.cursor for it in again] == [12, 3]
+    for before, after in zip(carried, again, strict=True):
+        assert after.unfinished_G == before.unfinished_G
+        assert after.age_steps == 2
+        for r, s in zip(before.responses, after.responses, strict=True):
+            assert (r.stopped, r.ends) == (s.stopped, s.ends)
+            for array, other in (
+                (r.tokens_T, s.tokens_T),
+                (r.behavior_logp_T, s.behavior_logp_T),
+            ):
+                assert array.dtype == other.dtype
+                assert array.tobytes() == other.tobytes()
+
+
+class CarryingSession(ScriptedSession):
+    """A scripted session whose groups may have begun before."""
+
+    def submit(self, cursor, prompt, *, group_size, begun=None):
+        self.calls.append(("submit", cursor))
+        lengths = self._script.length_PG[cursor].tolist()
+        tokens = [0] * group_size
+        if begun:
+            pairs = zip(begun.responses, begun.unfinished_G, strict=True)
+            tokens = [len(r.tokens_T) if more else None for r, more in pairs]
+            self._begun[cursor] = begun
+        self._scheduler.submit(len(self._names), 2, lengths, begun=tokens)
+        self._names.append((0, cursor))
+
+    @property
+    def _begun(self):
+        return self.__dict__.setdefault("begun", {})
+
+    def take_unfinished(self, stream):
+        taken, slots = [], self._scheduler.occupied
+        for number in list(self._scheduler.unfinished):
+            cursor = self._names[number][1]
+            begun, responses, unfinished_G = self._begun.get(cursor), [], []
+            for g in range(G):
+                was = begun.responses[g] if begun else Response(np.zeros(0), np.zeros(0), False)
+                more = (number, g) in slots or self._waits(number, g)
+                n = slots[number, g][2] if (number, g) in slots else len(was.tokens_T)
+                n = n if more else int(self._script.length_PG[cursor, g])
+                response = Response(np.full(n, cursor), np.zeros(n), not more, ends=was.ends)
+                responses.append(response.carried())
+                unfinished_G.append(more)
+            taken.append(Carried(cursor, tuple(responses), tuple(unfinished_G)))
+            self._scheduler.cancel(number, discard=False)
+        return taken
+
+    def _waits(self, number, g):
+        ready = [r for shard in self._scheduler._ready for r in shard]
+        queued = [(prefix, s) for prefix in self._scheduler._queue for s in prefix.samples]
+        return any(p.cursor == number and s == g for p, s in [*ready, *queued])
+
+    def _group(self, stream, cursor):
+        group = super()._group(stream, cursor)
+        begun = self._begun.get(cursor)
+        if begun:
+            pairs = zip(group.responses, begun.responses, strict=True)
+            responses = tuple(dataclasses.replace(r, ends=was.ends) for r, was in pairs)
+            group = dataclasses.replace(group, responses=responses)
+        return group
+
+
+@pytest.mark.parametrize("carry_over_steps", [1, 3])
+def test_no_slot_waits_no_group_is_lost_and_none_is_older_than_allowed(carry_over_steps):
+    """Many steps of long-tailed lengths: each group is sampled once, whole, and in the end used.
+
+    Slots stay full to a step's end but where groups that are due are waited for.
+    """
+    script = long_tailed_script(0, prompts=600)
+    cursor, carried, seen, idle, ages = 0, [], [], [], []
+    for _ in range(25):
+        session = CarryingSession(script, slots=16, block_tokens=2)
+        rollouts = collect_carrying(
+            session,
+            prompt_at,
+            scripted_grade(script),
+            cursor,
+            carried,
+            carry_over_steps=carry_over_steps,
+            group_size=G,
+            num_prompts=4,
+            max_prompts=40,
+            dynamic_sampling=True,
+            report=lambda text: None,
+        )
+        cursor, before, carried = rollouts.cursor, carried, rollouts.carried
+        kept = [rollouts.sampled[p].cursor for p in rollouts.kept]
+        seen += [group.cursor for group in rollouts.sampled]
+        assert kept == [c for c in (g.cursor for g in rollouts.sampled) if c in script.informative]
+        assert len(kept) == 4
+        for group in rollouts.sampled:
+            lengths = [len(r.tokens_T) for r in group.responses]
+            assert lengths == script.length_PG[group.cursor].tolist()
+        ages += [it.age_steps for it in carried if any(it.unfinished_G)]
+        steps = [call for call in session.calls if call[0] == "step"]
+        waits = any(it.age_steps == carry_over_steps and any(it.unfinished_G) for it in before)
+        if not waits:
+            idle += [sum(used == 0 for used in call[1:17]) for call in steps]
+        assert sorted([*seen, *(it.cursor for it in carried)]) == list(range(cursor))
+        spent = rollouts.stats.sampled_tokens + rollouts.begun_tokens
+        used = sum(group.length_G.sum() for group in rollouts.sampled)
+        assert spent == used + sum(it.tokens for it in carried)
+    assert max(ages) == carry_over_steps
+    assert sum(idle) == 0
+
+
+def test_at_the_cap_a_step_ends_with_what_there_is():
+    """None of the prompts is informative, and only so many may begin."""
+    script = long_tailed_script(0, prompts=100)
+    script = dataclasses.replace(script, correct_PG=np.zeros_like(script.correct_PG))
+    rollouts = collect_carrying(
+        CarryingSession(script, slots=16, block_tokens=2),
+        prompt_at,
+        scripted_grade(script),
+        0,
+        (),
+        carry_over_steps=2,
+        group_size=G,
+        num_prompts=4,
+        max_prompts=10,
+        dynamic_sampling=True,
+        report=lambda text: None,
+    )
+    assert (len(rollouts.sampled), len(rollouts.kept), rollouts.carried) == (10, 0, [])
+
+
+def test_trained_tokens_know_which_of_them_the_newest_policy_sampled():
+    """`is_fresh` is False for the tokens before the last step's end, and for prompts."""
+    prompt = Prompt(np.array([1, 2, 3], np.int32))
+    logp_T = np.zeros(4, np.float32)
+    responses = tuple(
+        Response(np.arange(4, dtype=np.int32), logp_T, True, ends=ends)
+        for ends in ((), (2,), (1, 4))
+    )
+    batch = pack(
+        [Group(0, prompt, responses)],
+        np.ones((1, 3)),
+        np.ones((1, 3, 4)),
+        row_tokens=16,
+        share_prompts=True,
+    )
+    fresh = [
+        batch.is_fresh_BT[batch.branch_BT == branch].astype(int).tolist() for branch in (1, 2, 3)
+    ]
+    assert fresh == [[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+    assert not batch.is_fresh_BT[batch.branch_BT == 0].any()
+
+
+def carrying_config():
+    config = small_config()
+    config.num_steps = 4
+    config.rollout.carry_over_steps = 1
+    config.checkpoint.every_steps = 1
+    config.checkpoint.keep = 9
+    return config
+
+
+@pytest.fixture(scope="module")
+def carrying(tmp_path_factory):
+    """An uninterrupted run."""
+    workdir = tmp_path_factory.mktemp("runs") / "carrying"
+    workdir.mkdir()
+    train.train(carrying_config(), workdir)
+    return workdir
+
+
+def rollout_lines(workdir, step):
+    return gzip.open(workdir / "rollouts" / f"{step}.jsonl.gz").read()
+
+
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
+    """What was carried is in the checkpoint; rows, rollouts and weights are what they would be."""
+    run = tmp_path / "run"
+
+    def killed(*args):
+        if rows_without_timings(run)[step - 1 :]:
+            raise Killed
+        return take_updates(*args)
+
+    take_updates = train.take_updates
+    run.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "take_updates", killed)
+        with pytest.raises(Killed):
+            train.train(carrying_config(), run)
+    assert len(rows_without_timings(run)) == step
+    train.train(carrying_config(), run)
+    rows = rows_without_timings(carrying)
+    assert rows_without_timings(run) == rows
+    assert digests(run, 4) == digests(carrying, 4)
+    assert rollout_lines(run, 3) == rollout_lines(carrying, 3)
+
+
+def test_rows_say_how_stale_the_trained_tokens_are(carrying):
+    """The first step has none; the gap to the sampler is that of fresh tokens, if there are any."""
+    rows = rows_without_timings(carrying)
+    assert rows[0]["staleness/tokens_fraction"] == rows[0]["staleness/max_steps"] == 0
+    assert any(row["staleness/tokens_fraction"] > 0 and "ratio_gap" in row for row in rows)
+    for row in rows:
+        assert row["carry_over/groups"] > 0 and row["carry_over/tokens"] > 0
+        assert row["staleness/mean_steps"] >= row["staleness/tokens_fraction"]
+        assert row.get("ratio_gap", 0) < 1e-5
+        assert 0 <= row["engine/unused_tokens_fraction"] < 1
+        assert row["groups/cancelled"] == 0
+
+
+@pytest.mark.slow
+def test_a_fork_without_carry_over_samples_what_was_under_way_anew(carrying, tmp_path):
+    config = carrying_config()
+    config.rollout.carry_over_steps = 0
+    origin = Origin(carrying.resolve(), 2)
+    progress = json.loads((carrying / "checkpoints/2/progress/metadata").read_text())
+    (tmp_path / "fork").mkdir()
+    train.train(config, tmp_path / "fork", origin)
+    first = json.loads(rollout_lines(tmp_path / "fork", 2).splitlines()[0])
+    assert first["cursor"] == min(it["cursor"] for it in progress["carried"])
