@@ -16,6 +16,7 @@ FLOORS = (
     ("dapo_jax.train", "dapo_jax.sweep"),
     ("dapo_jax.evaluate", "dapo_jax.convert", "dapo_jax.preflight", "dapo_jax.report"),
     ("dapo_jax.run",),
+    ("dapo_jax.carry_over",),
     ("dapo_jax.rollout",),
     ("dapo_jax.sampler", "dapo_jax.learner"),
     ("dapo_jax.logprobs", "dapo_jax.verifier"),

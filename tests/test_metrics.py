@@ -304,7 +304,7 @@ def _step(updates=None):
     )
     return Step(
         config=types.SimpleNamespace(
-            rollout=types.SimpleNamespace(generation_prompts=3),
+            rollout=types.SimpleNamespace(generation_prompts=3, carry_over_steps=0),
             algo=types.SimpleNamespace(filter_groups="correctness"),
         ),
         step=12,

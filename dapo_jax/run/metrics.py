@@ -220,7 +220,7 @@ METRICS: list[Metric] = [
            lambda s: s.carried_tokens if s.carries else None),
     Metric("staleness/tokens_fraction", "share", "Trained tokens that an earlier policy sampled.",
            lambda s: s.mean_age(lambda r: r.stale_tokens),
-           form="{:6.1%}", panel="staleness", line="stale", summary="stale tokens"),
+           form="{:6.1%}", panel="staleness", summary="stale tokens"),
     Metric("staleness/mean_steps", "steps", "Mean age of the trained tokens.",
            lambda s: s.mean_age(lambda r: sum(r.ends))),
     Metric("staleness/max_steps", "steps", "The age of the oldest of them.",

@@ -15,8 +15,8 @@ slots. Axis letters: D data shards, B slots of a shard, N occupied slots of all 
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -49,8 +49,7 @@ class Scheduler:
         self._groups: dict[int, list[Prefix]] = {}  # the unfinished ones, by cursor
         self._queue: collections.deque[Prefix] = collections.deque()
         self._ready = [collections.deque[tuple[Prefix, int]]() for _ in range(shards)]  # samples
-        # The slots' rows (`Cache.row_dtype`), a table a column: a block looks at few of them.
-        self._rows_DB = {
+        self._rows_DB = {  # of the slots: a table a column, a block looks at few
             name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
             for name, (dtype, _) in cache.row_dtype.fields.items()
         }
@@ -105,10 +104,9 @@ class Scheduler:
     def occupied(self) -> dict[tuple[int, int], tuple[int, int, int]]:
         """Maps the (cursor, sample) in each occupied slot to (shard, slot, its tokens)."""
         shard_N, slot_N = np.nonzero(self._active_DB)
-        name_2N = [self._rows_DB[name][shard_N, slot_N] for name in ("cursor", "sample")]
-        place_3N = [shard_N, slot_N, self._rows_DB["sampled"][shard_N, slot_N]]
-        pairs = (map(tuple, np.transpose(a).tolist()) for a in (name_2N, place_3N))
-        return dict(zip(*pairs, strict=True))
+        columns = (self._rows_DB[name][shard_N, slot_N] for name in ("cursor", "sample", "sampled"))
+        rows = np.stack([*columns, shard_N, slot_N], axis=1).tolist()
+        return {(cursor, g): (d, b, tokens) for cursor, g, tokens, d, b in rows}
 
     @property
     def unfinished(self) -> list[int]:
@@ -269,8 +267,7 @@ class Scheduler:
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
         held_DK = np.ones((self.shards, len(k_K)), np.int64)
         for held_K, ready, most in zip(held_DK, self._ready, most_D.tolist(), strict=True):
-            first = itertools.islice(ready, most)
-            held_K[:most] = [1 + p.begun[s] // cache.page_tokens for p, s in first]
+            held_K[:most] += [p.begun[s] // cache.page_tokens for p, s in islice(ready, most)]
         free_DK = self._free_DP.sum(axis=1)[:, None] - (held_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
@@ -280,9 +277,9 @@ class Scheduler:
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             self._enter(d, b, *self._ready[d].popleft())
         begun_N = self._rows_DB["sampled"][shard_N, slot_N]
-        for places in range(int(begun_N.max(initial=0)) // cache.page_tokens + 1):
-            more_N = begun_N // cache.page_tokens >= places
-            self._give_pages(shard_N[more_N], slot_N[more_N])
+        for page in range(int(begun_N.max(initial=0)) // cache.page_tokens + 1):
+            needed_N = begun_N >= page * cache.page_tokens
+            self._give_pages(shard_N[needed_N], slot_N[needed_N])
         return self._refills(shard_N[begun_N > 0], slot_N[begun_N > 0])
 
     def _refills(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
