@@ -260,14 +260,14 @@ class Scheduler:
         The pages that occupied slots fill in WATERMARK_BLOCKS blocks stay free: a sample that is
         admitted too soon has to be preempted. Returns the calls that refill begun responses.
         """
-        cache = self.cache
-        occupied_D = self._active_DB.sum(axis=1)
+        cache, occupied_D = self.cache, self._active_DB.sum(axis=1)
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
         k_K = np.arange(most_D.max())
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
         held_DK = np.ones((self.shards, len(k_K)), np.int64)
         for held_K, ready, most in zip(held_DK, self._ready, most_D.tolist(), strict=True):
-            held_K[:most] += [p.begun[s] // cache.page_tokens for p, s in islice(ready, most)]
+            begun = [prefix.begun[sample] for prefix, sample in islice(ready, most)]
+            held_K[:most] += np.array(begun, int) // cache.page_tokens
         free_DK = self._free_DP.sum(axis=1)[:, None] - (held_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
@@ -283,7 +283,7 @@ class Scheduler:
         return self._refills(shard_N[begun_N > 0], slot_N[begun_N > 0])
 
     def _refills(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
-        """Makes the calls for begun responses in these slots, which lie in order of shards."""
+        """Makes the calls for begun responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
@@ -335,7 +335,7 @@ class Scheduler:
 
     def _move(self, moves: Moves, old: tuple[int, int], new: tuple[int, int]) -> None:
         """Moves the sample of the (shard, slot) `old` to `new`."""
-        (d, _), (e, _) = old, new
+        d, e = old[0], new[0]
         row = {name: column_DB[old].copy() for name, column_DB in self._rows_DB.items()}
         age, held = self._age_DB[old], self._held_DB[old]
         part = self._part(moves, self._prefix_DB[old], int(row["sample"]), e)
