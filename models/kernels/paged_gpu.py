@@ -25,7 +25,7 @@ from models.kernels.xla import MASKED, require_one_kind
 
 SPLIT_TOKENS = 512  # a quarter to half a MiB of keys and values for each head: some microseconds
 TILE_TOKENS = 64
-STAGES = 3  # tiles: one being multiplied, two being read
+STAGES = 3  # of a loop: a page's number is read, then its tile, while another one is multiplied
 
 
 def paged_attention(
@@ -77,6 +77,7 @@ def paged_attention(
         out_shape=[rows_of(splits, H), rows_of(splits), rows_of(splits)],
         name="paged_attention",
         interpret=interpret,
+        warps=2 * q_BTNH.dtype.itemsize,  # float32 would run out of registers with 4
         stages=STAGES,
     )
     k_BKHR, v_BKRH = recent

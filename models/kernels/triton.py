@@ -38,7 +38,7 @@ def call(
 ):
     """Runs a kernel over a grid, of which programs that differ in the last place run last.
 
-    warps: of 32 threads a program. stages: iterations of a loop whose loads are under way at once.
+    warps: of 32 threads a program. stages: iterations of a loop that are under way at once.
     aliases: which inputs the outputs take the place of, {input: output}.
     """
     return pl.pallas_call(
