@@ -10,17 +10,13 @@ A kernel gets references to whole arrays in global memory and loads what it need
 loaded are powers of two.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-
-with warnings.catch_warnings():  # one day at the import
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from jax.experimental.pallas import triton as plgpu
+from jax.experimental.pallas import triton as plgpu
 
 ROWS = 16  # the fewest that a product takes
 
