@@ -121,6 +121,32 @@ def test_splits_behind_a_rows_last_page_are_left_alone(monkeypatch):
     assert np.isfinite(out_BTNH).all()
 
 
+def test_no_tile_behind_a_rows_last_token_is_computed(monkeypatch):
+    """Where all tiles are full, masked scores could as well be zeros: there are none."""
+    monkeypatch.setattr(paged_gpu, "TILE_TOKENS", 8)
+    case = make_case(None, **SHAPES["groups of 5"])
+
+    def finite(arrays):
+        return tuple(np.nan_to_num(a, nan=1.0) for a in arrays)
+
+    k_BKHR, v_BKRH = case.recent
+    full = dataclasses.replace(
+        case,
+        recent=(np.concatenate([k_BKHR] * 2, axis=3), np.concatenate([v_BKRH] * 2, axis=2)),
+        recent_tokens_B=np.full_like(case.recent_tokens_B, 16),
+        prompt_pool=finite(case.prompt_pool),
+        pool=finite(case.pool),
+        prompt_tokens_B=case.prompt_tokens_B // 8 * 8,
+        tokens_B=case.tokens_B // 8 * 8,
+    )
+    outs = []
+    for masked in (xla.MASKED, 0.0):
+        monkeypatch.setattr(paged_gpu, "MASKED", masked)
+        again = jit(functools.partial(paged_attention, interpret=True))
+        outs.append(again(*full.arguments))
+    np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-5)
+
+
 def test_sharded_over_slots_and_heads():
     """Under shard_map each shard has its slots and heads and gives the same bits."""
     case = make_case(RUN, **SHAPES["groups of 5"]).of_slots(slice(10))  # divides by the shards
@@ -216,12 +242,12 @@ def test_an_engine_samples_what_plain_xla_does(monkeypatch):
 
 # For a GPU. None is needed to lower programs, and none to compile them.
 
-# Qwen2.5 0.5B, 1.5B, 7B with drafts, 14B and 32B's heads on one device, and pages of 64 tokens.
+# Heads, key heads, head size, page, positions, block and dtype: Qwen2.5 0.5B, 1.5B, 7B and 32B.
 HEADS = (
-    (14, 2, 64, 128, 1, jnp.bfloat16),
-    (12, 2, 128, 128, 1, jnp.bfloat16),
-    (28, 4, 128, 64, 4, jnp.bfloat16),
-    (40, 8, 128, 128, 1, jnp.float32),
+    (14, 2, 64, 128, 1, 16, jnp.bfloat16),
+    (12, 2, 128, 128, 1, 16, jnp.bfloat16),
+    (28, 4, 128, 64, 4, 8, jnp.bfloat16),
+    (40, 8, 128, 128, 1, 16, jnp.float32),
 )
 # What XLA asks of an H100 that is not there.
 H100 = """
@@ -241,11 +267,8 @@ dnn_version_info { major: 9 }
 
 
 def steps(heads, *, sharding=None):
-    """(jitted decode-like steps of two layers, arguments); the pools are written and returned.
-
-    The last argument but one of `heads` is T.
-    """
-    (N, K, H, C, T, dtype), B, X, P, D, S, M = heads, 64, 180, 16_384, 256, 16, 8
+    """(jitted decode-like steps of two layers, arguments); the pools are written and returned."""
+    (N, K, H, C, T, S, dtype), B, X, P, D, M = heads, 64, 180, 16_384, 256, 8
 
     def run(x_BD, pools, w_DNH, page_BX, prompt_tokens_B, tokens_B):
         def step(i, x_BD):

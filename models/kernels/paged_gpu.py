@@ -1,8 +1,7 @@
 """Decode attention over pools of key/value pages: Pallas kernels for GPU.
 
-Axis letters: those of `paged_tpu`, but B slots have T positions each, R = B * T rows; G = N / K
-query heads of a key/value head, Q = triton.ROWS that they are padded to; W tokens of a tile, F
-tiles of a page, M pages of a split.
+Axis letters: those of `paged_tpu`, but E = B * T rows, one for each position of a slot; Q query
+heads of one key/value head, padded; W tokens of a tile, F tiles of a page, M pages of a split.
 
 This is flash-decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): a
 row's live pages, its prompt's and then its response's, are divided into splits of M pages, and a
@@ -23,7 +22,7 @@ from jax.experimental import pallas as pl
 from models.kernels import triton
 from models.kernels.xla import MASKED, require_one_kind
 
-SPLIT_TOKENS = 512  # a quarter to half a MiB of keys and values for each head: some microseconds
+SPLIT_TOKENS = 512  # of one head, 128 to 256 KiB of keys and values in bfloat16
 TILE_TOKENS = 64
 STAGES = 3  # of a loop: a page's number is read, then its tile, while another one is multiplied
 
@@ -44,13 +43,13 @@ def paged_attention(
 
     Arguments and result are `paged_tpu.paged_attention`'s. A slot's numbers do not depend on other
     slots, on X, on T or on which pages it has. The page ids of live pages have to be valid: they
-    are not checked. Beside its arguments it holds a float32 out_RNH for each split of X pages.
+    are not checked. Beside its arguments it holds a float32 out_ENH for each split of X pages.
     Raises ValueError for dtypes or shapes that differ, and (unless interpreted) where H or C is no
     power of two from 16 on.
     """
     B, T, N, H = q_BTNH.shape
     _, K, C, _ = pool[1].shape
-    X, R, G = page_BX.shape[1], B * T, N // K
+    X, E, heads = page_BX.shape[1], B * T, N // K
     require_one_kind(q_BTNH, prompt_pool, pool)
     if not interpret and any(size < triton.ROWS or size & (size - 1) for size in (H, C)):
         raise ValueError(
@@ -60,20 +59,20 @@ def paged_attention(
     pages = pages_per_split(C)
     splits = pl.cdiv(X, pages)
     tokens = (prompt_tokens_B, tokens_B)
-    q_rows = q_BTNH.reshape(R * N, H)
+    q_rows = q_BTNH.reshape(E * N, H)
     axes = jax.typeof(q_BTNH).manual_axis_type
 
     def rows_of(count, *shape, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct((count * R * N, *shape), dtype, manual_axis_type=axes)
+        return jax.ShapeDtypeStruct((count * E * N, *shape), dtype, manual_axis_type=axes)
 
     pieces = triton.call(
-        functools.partial(_split_kernel, positions=T, heads=G, pages=pages),
+        functools.partial(_split_kernel, positions=T, heads=heads, pages=pages),
         *tokens,
         page_BX,
         q_rows,
         *prompt_pool,
         *pool,
-        grid=(K, R, splits),
+        grid=(K, E, splits),
         out_shape=[rows_of(splits, H), rows_of(splits), rows_of(splits)],
         name="paged_attention",
         interpret=interpret,
@@ -81,16 +80,16 @@ def paged_attention(
         stages=STAGES,
     )
     k_BKHR, v_BKRH = recent
-    missing = -v_BKRH.shape[2] % triton.ROWS
+    missing = triton.padded(v_BKRH.shape[2]) - v_BKRH.shape[2]
     (out_rows,) = triton.call(
-        functools.partial(_combine_kernel, positions=T, heads=G, pages=pages, page_tokens=C),
+        functools.partial(_combine_kernel, positions=T, heads=heads, pages=pages, page_tokens=C),
         *tokens,
         recent_tokens_B,
         q_rows,
         jnp.pad(k_BKHR, ((0, 0),) * 3 + ((0, missing),)),
         jnp.pad(v_BKRH, ((0, 0),) * 2 + ((0, missing), (0, 0))),
         *pieces,
-        grid=(K, R),
+        grid=(K, E),
         out_shape=[rows_of(1, H, dtype=q_BTNH.dtype)],
         name="combine",
         interpret=interpret,
@@ -124,7 +123,7 @@ def _split_kernel(
     """Attends to one split of a row's pages, for the query heads of one key/value head."""
     h, row, split = (pl.program_id(axis) for axis in range(3))
     b = lax.div(row, positions)
-    C, H = v_responses_ref.shape[2:]
+    H, C = k_responses_ref.shape[2:]
     W = min(C, TILE_TOKENS)
     F = C // W
     prompt_tokens, tokens = prompt_tokens_ref[b], tokens_ref[b]
@@ -151,8 +150,7 @@ def _split_kernel(
         begin, end = (jnp.maximum(first + i, 0) * F for i in (0, pages))
         return lax.fori_loop(begin, jnp.minimum(end, pl.cdiv(tokens, W)), add_tile, state)
 
-    Q = q_QH.shape[0]
-    state = (jnp.full((Q, 1), MASKED), jnp.zeros((Q, 1)), jnp.zeros((Q, H)))
+    state = _no_tokens(q_QH)
     state = attend(k_prompts_ref, v_prompts_ref, prompt_tokens, first, 0, state)
     state = attend(
         k_responses_ref, v_responses_ref, tokens, first - prompt_pages, prompt_pages, state
@@ -160,9 +158,7 @@ def _split_kernel(
 
     @pl.when(first < prompt_pages + pl.cdiv(tokens, C))
     def _():
-        where = pl.ds(
-            (split * pl.num_programs(1) + row) * pl.num_programs(0) * heads + h * heads, Q
-        )
+        where = _place(split * pl.num_programs(1) + row, h, heads=heads)
         max_Q1, sum_Q1, out_QH = state
         triton.store(out_ref.at[where, :], out_QH, mask=is_head_Q[:, None])
         triton.store(max_ref.at[where], max_Q1[:, 0], mask=is_head_Q)
@@ -189,19 +185,17 @@ def _combine_kernel(
     """Attends to a row's recent tokens and adds the pieces of its splits, one after the other."""
     h, row = (pl.program_id(axis) for axis in range(2))
     b = lax.div(row, positions)
-    R, H = v_recent_ref.shape[2:]
+    H, R = k_recent_ref.shape[2:]
     q_QH, is_head_Q = _queries(q_ref, row, h, heads=heads)
     x_QR = triton.dot(q_QH, k_recent_ref[b, h]) * H**-0.5
     is_live_R = jnp.arange(R) < recent_tokens_ref[b] + lax.rem(row, positions)
-    state = (jnp.full((len(q_QH), 1), MASKED), jnp.zeros((len(q_QH), 1)), jnp.zeros(q_QH.shape))
-    state = _accumulate(state, jnp.where(is_live_R[None], x_QR, MASKED), v_recent_ref[b, h])
+    x_QR = jnp.where(is_live_R[None], x_QR, MASKED)
+    state = _accumulate(_no_tokens(q_QH), x_QR, v_recent_ref[b, h])
     row_pages = sum(pl.cdiv(ref[b], page_tokens) for ref in (prompt_tokens_ref, tokens_ref))
-    at = (row * pl.num_programs(0) + h) * heads
-    stride = pl.num_programs(0) * pl.num_programs(1) * heads
 
     def add_piece(split, state):
         max_Q1, sum_Q1, out_QH = state
-        where = pl.ds(split * stride + at, len(q_QH))
+        where = _place(split * pl.num_programs(1) + row, h, heads=heads)
         other_max_Q1 = triton.load(max_ref.at[where], mask=is_head_Q, other=MASKED)[:, None]
         other_sum_Q1 = triton.load(sum_ref.at[where], mask=is_head_Q, other=0.0)[:, None]
         other_QH = triton.load(out_pieces_ref.at[where, :], mask=is_head_Q[:, None], other=0.0)
@@ -212,14 +206,25 @@ def _combine_kernel(
 
     _, sum_Q1, out_QH = lax.fori_loop(0, pl.cdiv(row_pages, pages), add_piece, state)
     out_QH = (out_QH / sum_Q1).astype(out_ref.dtype)
-    triton.store(out_ref.at[pl.ds(at, len(q_QH)), :], out_QH, mask=is_head_Q[:, None])
+    triton.store(out_ref.at[_place(row, h, heads=heads), :], out_QH, mask=is_head_Q[:, None])
 
 
 def _queries(q_ref, row, h, *, heads: int):
     """Loads the queries q_QH of a row that read key/value head h, and which of Q there are."""
-    is_head_Q = jnp.arange(-(-heads // triton.ROWS) * triton.ROWS) < heads
-    where = pl.ds((row * pl.num_programs(0) + h) * heads, len(is_head_Q))
+    is_head_Q = jnp.arange(triton.padded(heads)) < heads
+    where = _place(row, h, heads=heads)
     return triton.load(q_ref.at[where, :], mask=is_head_Q[:, None], other=0.0), is_head_Q
+
+
+def _place(row, h, *, heads: int):
+    """Finds the query heads of a key/value head among all rows' heads, and some more to make Q."""
+    return pl.ds((row * pl.num_programs(0) + h) * heads, triton.padded(heads))
+
+
+def _no_tokens(q_QH):
+    """Makes the state (max_Q1, sum_Q1, out_QH) of a running softmax before its first token."""
+    Q, H = q_QH.shape
+    return jnp.full((Q, 1), MASKED), jnp.zeros((Q, 1)), jnp.zeros((Q, H))
 
 
 def _accumulate(state, x_QW, v_WH):

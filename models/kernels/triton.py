@@ -21,6 +21,11 @@ from jax.experimental.pallas import triton as plgpu
 ROWS = 16  # the fewest that a product takes
 
 
+def padded(size: int) -> int:
+    """Rounds a side of a product up to what Triton takes."""
+    return max(ROWS, pl.next_power_of_2(size))
+
+
 def call(
     kernel: Callable,
     *arrays,
