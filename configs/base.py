@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     config.model.family = "qwen2"  # or a module of one's own, "my_models.qwen3" (models/README.md)
     config.model.preset = ""  # the family's name for sizes: what path has, or for random weights
     config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
-    config.model.kernels = "auto"  # by platform; or cpu, gpu, tpu, tpu_interpret (models/kernels)
+    config.model.kernels = "auto"  # or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret
 
     config.tokenizer = ConfigDict()
     config.tokenizer.path = ""  # directory; "": model.path
