@@ -15,13 +15,15 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from dapo_jax import carry_over
-from dapo_jax.algorithm import group_advantage, shaped_reward
+from dapo_jax.algorithm import shaped_reward
 from dapo_jax.carry_over import collect_carrying
 from dapo_jax.evaluate import Evaluation, settings_of, streams
 from dapo_jax.learner import TrainState, warmup_learning_rate
+from dapo_jax.losses import ADVANTAGES
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import TRAINING, collect, minibatches, success_by
@@ -104,11 +106,11 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
                 run.snapshots.take(step, state, progress, force=True)
                 break
 
-            # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9).
+            # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9, or another scale).
             reward_PG = shaped_reward(
                 rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
             )
-            advantage_PG = group_advantage(reward_PG)
+            advantage_PG = advantages(config, rollouts, reward_PG)
             run.record.rollouts(step, rollouts, reward_PG)  # behind the updates
 
             # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
@@ -274,6 +276,14 @@ def schedule(config: ConfigDict) -> dict[str, float]:
     """The settings of the learning rate."""
     c = config.learner
     return {"learning_rate": c.learning_rate, "warmup_steps": c.warmup_steps}
+
+
+def advantages(config: ConfigDict, rollouts: Rollouts, reward_PG: np.ndarray) -> np.ndarray:
+    """The advantages of the kept groups' responses, scaled as the recipe says; others' are 0."""
+    kept, advantage_PG = rollouts.kept, np.zeros_like(reward_PG)
+    scaled = ADVANTAGES[config.algo.advantage_scale]
+    advantage_PG[kept] = scaled(reward_PG[kept], rollouts.length_PG[kept])
+    return advantage_PG
 
 
 def take_updates(run: Run, state: TrainState, rollouts: Rollouts, advantage_PG, rate: float):
