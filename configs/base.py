@@ -62,6 +62,7 @@ LOSS_PRESETS = {
         "algo.eps_high": 4.0,
         "algo.advantage_scale": "batch_std",
         "algo.loss_aggregation": "prompt_mean",
+        "algo.retire_pass_rate": 0.9,
     },
     # arXiv 2505.22617: Eq. 10, 13 and 14, Listing 1; the share is its 7B model's (32B: 2e-4)
     "kl_cov": {
@@ -142,6 +143,8 @@ def get_config() -> ConfigDict:
     # Tokens that earlier policies sampled (carry-over) weigh their ratio, so much at most, in place
     # of the gate. 0.0: the gate is theirs too.
     config.algo.tis_cap = 0.0
+    # Prompts of which so many responses were right are left out of later epochs. 0.0: none are.
+    config.algo.retire_pass_rate = 0.0
     config.algo.dynamic_sampling = True  # Eq. 11
     config.algo.filter_groups = "correctness"  # Eq. 11's; or "reward": lengths pass groups too
     config.algo.overlong_filtering = False  # mask the loss of truncated responses

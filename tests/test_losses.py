@@ -375,6 +375,7 @@ def test_a_loss_of_one_s_own_takes_no_choices():
         ({"ratio": "sentence"}, r"algo\.ratio = 'sentence'; choose one of token, sequence"),
         ({"advantage_scale": "std"}, r"advantage_scale = 'std'; choose one of group_std, batch"),
         ({"kl_cov_share": 0.0}, r"kl_cov_share = 0\.0, but must be over 0"),
+        ({"retire_pass_rate": 1.1}, r"retire_pass_rate = 1\.1, but must be from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             checks.check(recipe(**changes))

@@ -68,6 +68,7 @@ BOUNDS = {
         "rollout.top_p learner.learning_rate eval.top_p algo.kl_cov_share",
         lambda value: 0 < value <= 1,
     ),
+    "from 0 to 1": ("algo.retire_pass_rate", lambda value: 0 <= value <= 1),
     "from 0 to below 1": ("learner.adam_b1 learner.adam_b2", lambda value: 0 <= value < 1),
     "from 0 to 4294967295": ("seed", lambda value: 0 <= value < 2**32),
 }
