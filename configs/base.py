@@ -88,7 +88,7 @@ def get_config() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.path = ""  # Hugging Face directory of the start policy; "": random weights
-    config.model.family = "qwen2"  # or a module of one's own, "my_models.qwen3" (models/README.md)
+    config.model.family = "qwen2"  # or qwen3, llama, a module of one's own "my_models.x"
     config.model.preset = ""  # the family's name for sizes: what path has, or for random weights
     config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
     config.model.kernels = "auto"  # or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret

@@ -115,7 +115,7 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], ModelConfig, dict[s
         kept, model_types = content["hf"], families.known()
         if model_type not in model_types:
             raise ValueError(f"model_type {model_type!r} is unknown; --family names its module")
-        config = model_types[model_type].config(**content["model"])
+        config = model_types[model_type].config.of(content["model"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} cannot be read as a model config: {error!r}") from error
     _, abstract = abstract_params(config)

@@ -3,6 +3,7 @@
 Its model_type picks the family; whatever the family does not compute is refused.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from dapo_jax.untrusted import listing, present, quoted, read_json
+from dapo_jax.untrusted import listing, present, quoted, read_json, shown
 from models import families
 from models.parameters import ModelConfig
+from models.rope import SCALINGS, RopeScaling, YarnScaling, scaling_of
 
 CONFIG_FILE = "config.json"
 
@@ -37,13 +39,9 @@ MAX_SIZES = {
 }
 SIZE_RULE = "must be a positive integer"
 MAX_NUMBER = 1e30  # that float32 still holds
-# Rotary embeddings without scaling, and keys that have no effect on them.
-PLAIN_ROPE = {
-    "rope_type": ("default",),
-    "type": ("default",),
-    "factor": (1,),
-    "partial_rotary_factor": (1,),
-}
+# Values with which a key of rotary embeddings has no effect: of unscaled ones, and of scaled ones.
+PLAIN_ROPE = {"factor": (1,), "partial_rotary_factor": (1,)}
+SCALED_ROPE = {"truncate": (True,), "partial_rotary_factor": (1,)}
 # Keys that change what transformers computes, and the values with which they do not; null never
 # does. What a family computes beside that is in its `computes`.
 NEUTRAL = {
@@ -74,8 +72,9 @@ def load_config(path) -> ModelConfig:
     """Reads the model's sizes from the config.json of a Hugging Face directory.
 
     Raises FileNotFoundError where there is none, and ValueError, with file, key and value, for
-    anything that the family does not compute: another architecture or activation, scaled rotary
-    embeddings, sliding windows, quantised weights, sizes that do not fit together.
+    anything that the family does not compute: another architecture or activation, rotary
+    embeddings scaled in another way than those of models.rope, sliding windows, quantised weights,
+    sizes that do not fit together.
     """
     raw = read_config(path)
     try:
@@ -115,14 +114,16 @@ def _config(raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("max_position_embeddings") is not None:
         _require("max_position_embeddings", raw["max_position_embeddings"], _is_size, SIZE_RULE)
     tie = raw.get("tie_word_embeddings")
+    rope_theta, rope_scaling = _rope(raw)
     return family(
         **sizes,
         head_dim=head_dim,
         tie_embeddings=_require(
             "tie_word_embeddings", tie, lambda v: isinstance(v, bool), "must be true or false"
         ),
-        rope_theta=_rope_theta(raw),
+        rope_theta=rope_theta,
         rms_norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps")),
+        rope_scaling=rope_scaling,
     )
 
 
@@ -157,13 +158,13 @@ def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
         _refuse("auto_map", code, "a model of the directory's own code is not supported")
 
 
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """Reads the base of the rotary angles; refuses scaled ones and places that disagree.
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Reads the base of the rotary angles and their scaling; refuses places that disagree.
 
     Older versions of transformers have rope_theta at top level beside rope_scaling, transformers 5
     has it in rope_parameters, and files that both have touched have all three.
     """
-    found = {"rope_theta": raw.get("rope_theta")}
+    found, scalings = {"rope_theta": raw.get("rope_theta")}, []
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key)
         if rope is None or rope == {}:
@@ -172,9 +173,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
             _refuse(key, rope, "must be null or an object")
         rope = {name: value for name, value in rope.items() if value is not None}
         found[f"{key}.rope_theta"] = rope.pop("rope_theta", None)
-        for name, value in rope.items():
-            if isinstance(value, bool) or value not in PLAIN_ROPE.get(name, ()):
-                _refuse(key, raw[key], "only rope_type 'default' (no scaling) is supported")
+        scalings.append(_scaling(key, raw[key], rope))
     given = {key: _number(key, value) for key, value in found.items() if value is not None}
     if not given:
         _number("rope_theta", None)
@@ -182,7 +181,36 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     for key, value in others:
         if value != theta:
             _refuse(key, value, f"must be {first}, which is {theta}")
-    return theta
+    scaling = next(iter(scalings), None)
+    if any(other != scaling for other in scalings):
+        _refuse("rope_scaling", raw["rope_scaling"], "must say the same as rope_parameters")
+    # At top level transformers takes it, too.
+    key = "original_max_position_embeddings"
+    if scaling is not None and raw.get(key) not in (None, getattr(scaling, key)):
+        _refuse(key, raw[key], f"{getattr(scaling, key)} beside the rope_type")
+    if isinstance(scaling, YarnScaling) and theta <= 1:
+        _refuse(first, theta, "must be more than 1 for rope_type 'yarn'")
+    return theta, scaling
+
+
+def _scaling(key: str, given: Mapping[str, Any], rope: dict[str, Any]) -> RopeScaling | None:
+    """Reads `rope`, the entries of `given` without nulls and rope_theta; None: unscaled."""
+    kinds = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
+    kind = kinds[0]
+    if kinds != [kind] * len(kinds) or kind not in ("default", *SCALINGS):
+        supported = ", ".join(map(repr, SCALINGS))
+        _refuse(key, given, f"only rope_type 'default' (no scaling), {supported} are supported")
+    neutral = PLAIN_ROPE if kind == "default" else SCALED_ROPE
+    rope = {n: v for n, v in rope.items() if not _is_one_of(v, neutral.get(n, ()))}
+    if kind == "default":
+        if rope:
+            others = ", ".join(map(shown, rope))
+            _refuse(key, given, f"rope_type 'default' (no scaling) has no {others}")
+        return None
+    try:
+        return scaling_of({"rope_type": kind, **rope})
+    except ValueError as error:
+        _refuse(key, given, str(error))
 
 
 def config_json(
@@ -200,6 +228,7 @@ def config_json(
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_embeddings,
+        **({"rope_scaling": _rope_entries(config.rope_scaling)} if config.rope_scaling else {}),
         **config.computes,
         "torch_dtype": dtype.name,
     }
@@ -215,6 +244,11 @@ def config_json(
         "use_cache": True,
     }
     return fixed | free | dict(extra)
+
+
+def _rope_entries(scaling: RopeScaling) -> dict[str, Any]:
+    entries = dataclasses.asdict(scaling)
+    return {name: value for name, value in entries.items() if value is not None}
 
 
 def write_json(file, value):
@@ -241,6 +275,10 @@ def _size(key: str, value: Any) -> int:
 
 def _number(key: str, value: Any) -> float:
     return float(_require(key, value, _is_positive, "must be a positive number"))
+
+
+def _is_one_of(value, values) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 def _is_size(value) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from models.rope import RopeScaling, scaling_of
+
 # Logical axes; `sharding.rules` maps them to mesh axes.
 AXES = {
     "V": "vocab",
@@ -127,11 +129,18 @@ class ModelConfig:
     tie_embeddings: bool
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
+    rope_scaling: RopeScaling | None = None
 
     layer: ClassVar[type]  # of models.transformer.Layer
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     computes: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, Any]) -> "ModelConfig":
+        """Makes the config of what dataclasses.asdict gave, or an earlier version of it."""
+        scaling = sizes.get("rope_scaling")
+        return cls(**{**sizes, "rope_scaling": scaling and scaling_of(scaling)})
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -69,10 +69,14 @@ def rotation(position_BT, config: ModelConfig):
 
     Made once for all layers and heads; the barrier keeps XLA from making them again in each.
     """
-    half = config.head_dim // 2
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency
+    half, scaling = config.head_dim // 2, config.rope_scaling
+    frequency_H = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is not None:
+        frequency_H = scaling.frequencies(frequency_H, theta=config.rope_theta)
+    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency_H
     cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    if scaling is not None:
+        cos, sin = scaling.amplitude * cos, scaling.amplitude * sin
     cos, sin = jnp.stack([cos, cos], axis=2), jnp.stack([-sin, sin], axis=2)
     return jax.lax.optimization_barrier((cos[:, :, None], sin[:, :, None]))
 

@@ -1,9 +1,9 @@
-"""Writes golden_data/qwen2_transformers.npz: small random Qwen2 models and their logits.
+"""Writes golden_data/NAME_transformers.npz: small random models and their logits.
 
 It runs transformers, in an environment of its own, away from the project's:
 
     python3 -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers numpy
-    /tmp/golden/bin/python tests/make_transformers_golden.py
+    /tmp/golden/bin/python tests/make_transformers_golden.py qwen2 qwen2_yarn qwen3 llama
 
 Keys are MODEL/config (config.json's text), MODEL/weights/NAME (float16, exact: the models' float32
 weights are rounded to it first) and MODEL/CASE/{tokens_BT,segment_BT,logits_BTV}. Logits are
@@ -12,12 +12,13 @@ come from each of its sequences run alone.
 """
 
 import pathlib
+import sys
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-FILE = pathlib.Path(__file__).parent / "golden_data" / "qwen2_transformers.npz"
+FOLDER = pathlib.Path(__file__).parent / "golden_data"
 VOCAB = 96
 COMMON = {
     "vocab_size": VOCAB,
@@ -25,27 +26,96 @@ COMMON = {
     "num_key_value_heads": 2,
     "attn_implementation": "eager",  # the one that hands out attention weights
 }
+SMALL = COMMON | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+# Texts of a few tokens are as long as these models know, so that all kinds of angles occur.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 MODELS = {
-    "tied": Qwen2Config(
-        **COMMON,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        head_dim=8,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    "untied": Qwen2Config(
-        **COMMON,
-        intermediate_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        head_dim=16,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    ),
+    "qwen2": {
+        "tied": Qwen2Config(
+            **COMMON,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            head_dim=8,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        "untied": Qwen2Config(
+            **COMMON,
+            intermediate_size=40,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            head_dim=16,
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+    },
+    "qwen2_yarn": {
+        "tied": Qwen2Config(
+            **SMALL,
+            max_position_embeddings=1024,
+            num_attention_heads=4,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+    },
+    "qwen3": {
+        "tied": Qwen3Config(
+            **SMALL,
+            num_attention_heads=6,
+            head_dim=8,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        "untied": Qwen3Config(
+            **SMALL,
+            num_attention_heads=4,
+            head_dim=16,
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        "yarn": Qwen3Config(
+            **SMALL,
+            num_attention_heads=4,
+            head_dim=16,
+            tie_word_embeddings=False,
+            max_position_embeddings=1024,
+            rope_parameters=YARN | {"beta_fast": 16.0, "attention_factor": 1.3},
+        ),
+    },
+    "llama": {
+        "untied": LlamaConfig(
+            **SMALL,
+            num_attention_heads=4,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        ),
+        "llama3": LlamaConfig(
+            **SMALL,
+            num_attention_heads=4,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-5,
+            rope_parameters=LLAMA3,
+        ),
+    },
 }
 # Segments of every row: (number, tokens); number 0 is padding.
 CASES = {
@@ -57,11 +127,12 @@ CASES = {
 
 def random_model(config, generator):
     """Weights of a size that gives logits of order 1 and uneven attention; nothing stays 0 or 1."""
-    model = Qwen2ForCausalLM(config).to(torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            value = 1 + 0.3 * noise
+            gain = 1.5 if "q_norm" in name or "k_norm" in name else 1.0
+            value = gain * (1 + 0.3 * noise)
         elif name.endswith("bias"):
             value = 0.5 * noise
         elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
@@ -93,10 +164,11 @@ def run_alone(model, tokens_BT, segment_BT):
     return logits
 
 
-def main():
+def write(name_of_file: str):
+    """Writes one file."""
     generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
-    arrays = {}
-    for name, config in MODELS.items():
+    arrays, file = {}, FOLDER / f"{name_of_file}_transformers.npz"
+    for name, config in MODELS[name_of_file].items():
         model = random_model(config, generator)
         arrays[f"{name}/config"] = np.array(config.to_json_string(use_diff=False))
         for key, value in model.state_dict().items():
@@ -118,10 +190,11 @@ def main():
                 f"{name} {case}: logits' standard deviation {deviation:.2f}, "
                 f"largest attention weight of a last token {largest:.2f} on average"
             )
-    FILE.parent.mkdir(exist_ok=True)
-    np.savez_compressed(FILE, **arrays)
-    print(f"{FILE}: {FILE.stat().st_size} bytes")
+    FOLDER.mkdir(exist_ok=True)
+    np.savez_compressed(file, **arrays)
+    print(f"{file}: {file.stat().st_size} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    for argument in sys.argv[1:]:
+        write(argument)

@@ -14,7 +14,7 @@ from dapo_jax.run import arguments, build, checks
 from sharding.mesh import make_mesh
 
 SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
-RECIPES = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES))
+RECIPES = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES), "qwen3_8b", "qwen3_32b")
 
 
 def recipe(name: str, preset: str = ""):

@@ -314,7 +314,7 @@ def test_config_of_older_and_newer_transformers(folder):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "llama"),
+        ("model_type", "gpt2"),
         ("model_type", "ABSENT"),
         ("hidden_act", "gelu"),
         ("use_sliding_window", True),

@@ -26,6 +26,7 @@ from models.hf_config import load_config, read_config
 from models.kernels import Kernels, kernels_for, platform_of
 from models.lora import Lora, init_adapters
 from models.parameters import ModelConfig, param_axes
+from models.rope import YarnScaling
 from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
@@ -143,6 +144,9 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
         return family.presets[preset]
     positions = read_config(path).get("max_position_embeddings")
     sizes = load_config(path)
+    if positions and isinstance(sizes.rope_scaling, YarnScaling):
+        # Qwen's model cards add the scaling and leave the number as it was.
+        positions = max(positions, sizes.rope_scaling.positions)
     checks.check_model(config, family, sizes, positions)
     check_files(path, sizes)
     return sizes

@@ -217,12 +217,14 @@ def check_model(
     _require(
         positions is None or longest <= positions,
         f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the "
-        f"{positions} positions of {path} (max_position_embeddings in its config.json)",
+        f"{positions} positions of {path} (max_position_embeddings in its config.json; "
+        "rope_scaling there with rope_type 'yarn' makes them more)",
     )
     _require(
         type(sizes) is family.config,
         f"model.family = {config.model.family!r} computes model_type {family.config.model_type!r}, "
-        f"but {path} has {sizes.model_type!r} (in its config.json)",
+        f"but {path} has {sizes.model_type!r} (in its config.json); set model.family to the family "
+        "of the directory",
     )
     if preset and sizes != family.presets[preset]:
         ours, theirs = (dataclasses.asdict(c) for c in (family.presets[preset], sizes))

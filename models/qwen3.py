@@ -1,8 +1,4 @@
-"""A model family of one's own, from outside the packages: Qwen3, dense (arXiv 2505.09388).
-
-    PYTHONPATH=tests/ext_models python -m dapo_jax.train --config=FILE --workdir=DIR \
-        --config.model.family=qwen3 --config.model.path=Qwen3-0.6B-Base
-"""
+"""Qwen3, dense (arXiv 2505.09388): the published sizes; norms of queries and keys, no biases."""
 
 from models.families import register
 from models.parameters import ModelConfig, norm
@@ -10,7 +6,7 @@ from models.transformer import Layer, rms_norm
 
 
 class Qwen3Layer(Layer):
-    """The shared layer with norms of each head's query and key; no biases."""
+    """The shared layer with a norm of each head's query and key (section 2)."""
 
     parameters = (
         *Layer.parameters,
@@ -26,7 +22,7 @@ class Qwen3Layer(Layer):
 
 
 class Qwen3Config(ModelConfig):
-    """Holds the sizes of one dense Qwen3 model."""
+    """Sizes of one dense Qwen3 model."""
 
     layer = Qwen3Layer
     model_type = "qwen3"
@@ -34,6 +30,8 @@ class Qwen3Config(ModelConfig):
     computes = ModelConfig.computes | {"attention_bias": False}
 
 
+# The published sizes (https://huggingface.co/Qwen, config.json of each model; the base models and
+# those trained further have the same).
 PRESETS = {
     "0.6b": Qwen3Config(151_936, 1_024, 3_072, 28, 16, 8, 128, True),
     "1.7b": Qwen3Config(151_936, 2_048, 6_144, 28, 16, 8, 128, True),

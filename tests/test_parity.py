@@ -1,0 +1,218 @@
+"""The built-in families against transformers: logits, directories, sizes; and a sampled step.
+
+    python -m tests.test_parity
+
+prints the table of models/README.md.
+"""
+
+import json
+import math
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from configs import base
+from dapo_jax.convert import convert
+from dapo_jax.run import build
+from models import families, load_hf
+from models.hf_config import load_config
+from models.transformer import abstract_params, split
+from tests import sampled_step
+from tests.quick import jit
+
+FOLDER = pathlib.Path(__file__).parent / "golden_data"
+# The files of make_transformers_golden.py, and the models in each.
+GOLDEN = {
+    "qwen2": ("tied", "untied"),
+    "qwen2_yarn": ("tied",),
+    "qwen3": ("tied", "untied", "yarn"),
+    "llama": ("untied", "llama3"),
+}
+MODELS = [f"{file}/{name}" for file, names in GOLDEN.items() for name in names]
+CASES = ("right_padded", "left_padded", "packed")
+
+
+def golden(model: str) -> dict[str, np.ndarray]:
+    """The arrays of "file/model"."""
+    file, _, name = model.partition("/")
+    with np.load(FOLDER / f"{file}_transformers.npz") as arrays:
+        start = f"{name}/"
+        return {k.removeprefix(start): a for k, a in arrays.items() if k.startswith(start)}
+
+
+def directory(model: str, folder: pathlib.Path) -> pathlib.Path:
+    """The model's directory, in transformers' own names and config."""
+    arrays, start = golden(model), "weights/"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(str(arrays["config"]))
+    weights = {k.removeprefix(start): a for k, a in arrays.items() if k.startswith(start)}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@jit(static_argnums=0)
+def forward(graph, params, tokens_BT, segment_BT):
+    """logits_BTV of a model's parts."""
+    return nnx.merge(graph, params)(tokens_BT, segment_BT=segment_BT)
+
+
+def difference(model: str, folder: pathlib.Path, case: str) -> float:
+    """The largest difference of a logit from transformers', over all tokens of the case."""
+    arrays = golden(model)
+    tokens_BT, segment_BT, expected_BTV = (
+        arrays[f"{case}/{key}"] for key in ("tokens_BT", "segment_BT", "logits_BTV")
+    )
+    logits_BTV = forward(*split(load_hf(folder)), tokens_BT, segment_BT)
+    real = segment_BT > 0
+    assert np.std(expected_BTV[real]) > 0.5
+    return float(np.abs(logits_BTV - expected_BTV)[real].max())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_equal_transformers(model, tmp_path):
+    folder = directory(model, tmp_path)
+    assert max(difference(model, folder, case) for case in CASES) <= 1e-4
+
+
+def test_without_segments_every_row_is_one_sequence(tmp_path):
+    arrays = golden("qwen2/tied")
+    tokens_BT = arrays["right_padded/tokens_BT"][:1]
+    graph, params = split(load_hf(directory("qwen2/tied", tmp_path)))
+    logits_BTV = jit(lambda params: nnx.merge(graph, params)(tokens_BT))(params)
+    np.testing.assert_allclose(logits_BTV, arrays["right_padded/logits_BTV"][:1], atol=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_directory_leaves_as_it_came(model, tmp_path):
+    """Tensors keep their names and bits; config.json means the same, scaled angles included."""
+    start, orbax, end = tmp_path / "start", tmp_path / "orbax", tmp_path / "end"
+    config = load_config(directory(model, start))
+    convert(f"hf:{start}", f"orbax:{orbax}", dtype="float32")
+    convert(f"orbax:{orbax}", f"hf:{end}", dtype="float32")
+    assert load_config(end) == config
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, end))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name], tensor, err_msg=name)
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (end, start))
+    rope = theirs.pop("rope_parameters")
+    assert ours["rope_theta"] == rope.pop("rope_theta")
+    scaling = ours.get("rope_scaling", {"rope_type": "default"})
+    assert {key: scaling[key] for key in rope} == rope
+    same = ours.keys() & theirs.keys() - {"architectures"}
+    assert len(same) >= 15
+    assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+
+
+# Parameters in all, as the published files hold them (Qwen3: keras-hub's presets at commit
+# 1df65da, and the model cards' billions without embeddings; Llama: the model cards).
+PUBLISHED = {
+    ("qwen3", "0.6b"): (596_049_920, 0.44),
+    ("qwen3", "1.7b"): (1_720_574_976, 1.4),
+    ("qwen3", "4b"): (4_022_468_096, 3.6),
+    ("qwen3", "8b"): (8_190_735_360, 6.95),
+    ("qwen3", "14b"): (14_768_307_200, 13.2),
+    ("qwen3", "32b"): (32_762_123_264, 31.2),
+    ("llama", "3-8b"): (8_030_261_248, None),
+    ("llama", "3-70b"): (70_553_706_496, None),
+    ("llama", "3.1-8b"): (8_030_261_248, None),
+    ("llama", "3.1-70b"): (70_553_706_496, None),
+    ("llama", "3.2-1b"): (1_235_814_400, None),
+    ("llama", "3.2-3b"): (3_212_749_824, None),
+    ("llama", "3.3-70b"): (70_553_706_496, None),
+}
+
+
+def test_presets_have_the_published_number_of_parameters():
+    presets = {
+        (name, size): config
+        for name in ("qwen3", "llama")
+        for size, config in families.load(name).presets.items()
+    }
+    assert presets.keys() == PUBLISHED.keys()
+    for name, config in presets.items():
+        _, params = abstract_params(config)
+        total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        tables = [math.prod(params[k].shape) for k in ("embed_VD", "head_DV") if k in params]
+        exact, body_billions = PUBLISHED[name]
+        assert total == exact, name
+        if body_billions:
+            body = (total - sum(tables)) / 1e9
+            assert body == pytest.approx(body_billions, rel=0.02), name
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "named"),
+    [
+        ("qwen3/tied", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("qwen3/tied", {"layer_types": ["sliding_attention"] * 2}, "layer_types is "),
+        ("qwen3/tied", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3/tied", {"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
+        ("llama/untied", {"attention_bias": True}, "attention_bias is True"),
+        ("llama/untied", {"mlp_bias": True}, "mlp_bias is True"),
+        ("llama/untied", {"architectures": ["LlamaForX"]}, "architectures is "),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused(model, changes, named, tmp_path):
+    file = directory(model, tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=rf"config.json: {named}"):
+        load_config(tmp_path)
+
+
+def test_yarn_lengthens_the_texts_that_a_run_may_have(tmp_path):
+    """The model card of Qwen2.5 adds rope_scaling and leaves max_position_embeddings as it was."""
+    recipe = base.get_config()
+    recipe.rollout.max_prompt_tokens, recipe.rollout.max_response_tokens = 24, 1_000
+    file = directory("qwen2_yarn/tied", tmp_path) / "config.json"
+    raw = json.loads(file.read_text())
+    recipe.model.path = str(tmp_path)
+    file.write_text(json.dumps(raw | {"max_position_embeddings": 256}))
+    assert build.model_sizes(recipe).rope_scaling.factor == 4
+    recipe.rollout.max_response_tokens = 1_001
+    with pytest.raises(ValueError, match=r"= 1025 exceeds the 1024 positions.*'yarn'"):
+        build.model_sizes(recipe)
+    recipe.rollout.max_response_tokens = 1_000
+    plain = {"rope_parameters": {"rope_theta": 1e4}, "max_position_embeddings": 256}
+    file.write_text(json.dumps(raw | plain))
+    with pytest.raises(ValueError, match=r"= 1024 exceeds the 256 positions"):
+        build.model_sizes(recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "lora_rank"),
+    [("qwen3/untied", 0), ("qwen3/tied", 2), ("qwen2_yarn/tied", 0), ("llama/llama3", 0)],
+)
+def test_sampler_and_learner_agree(model, lora_rank, tmp_path):
+    """A recipe samples what the model gives, over two shards of heads, and learns from it."""
+    folder = directory(model, tmp_path)
+    built = sampled_step.programs(load_config(folder).model_type, folder, lora_rank=lora_rank)
+    before, groups, state, metrics = sampled_step.step(built)
+    graph, params = split(load_hf(folder))
+
+    def logits_of(tokens_T):
+        padded_BT = np.zeros((1, 40), np.int32)
+        padded_BT[0, : len(tokens_T)] = tokens_T
+        segment_BT = (np.arange(40) < len(tokens_T)).astype(np.int32)[None]
+        return np.asarray(forward(graph, params, padded_BT, segment_BT))[0, : len(tokens_T)]
+
+    sampled_step.check_log_probs(groups, logits_of)
+    assert metrics["ratio_gap"] <= 1e-5  # the mean of |ratio - 1|
+    assert metrics["taken"]
+    changed = jax.tree.map(lambda a, b: (np.asarray(a) != b).any(), state.params, before)
+    assert all(jax.tree.leaves(changed)), changed
+
+
+if __name__ == "__main__":
+    print("| model | right-padded | left-padded | packed |\n|---|---:|---:|---:|")
+    for model in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = directory(model, pathlib.Path(folder))
+            found = (f"{difference(model, path, case):.1e}" for case in CASES)
+            print(f"| {model} | {' | '.join(found)} |")
