@@ -134,7 +134,7 @@ def test_plain_prompts_are_templated_unless_told_and_messages_never(tmp_path):
         assert [(e.text, e.answer, e.row) for e in examples] == [(text, "1", 1), ("s\n\nu", "2", 3)]
         assert [m["role"] for m in examples[1].prompt] == ["system", "user"]
         assert report.rows == 2  # a blank line is no row
-        said = "  plain prompts are in the template dapo (none: as they are)"
+        said = "  plain prompts are in the template dapo (template=none: as they are)"
         assert report.lines()[1:] == ([] if template else [said])
     examples, report = read(write_lines(path := tmp_path / "m.jsonl", lines[2:]))
     assert len(report.lines()) == 1

@@ -170,7 +170,9 @@ def read(
     fields = [prompt_field, answer_field]
     examples, report = read_rows(path, fields, make, file_format=file_format, on_bad_row=on_bad_row)
     if plain and not template:
-        note = f"plain prompts are in the template {default_template} (none: as they are)"
+        known = default_template in TEMPLATES
+        name = f"template {default_template}" if known else "task's own template"
+        note = f"plain prompts are in the {name} (template=none: as they are)"
         report = dataclasses.replace(report, notes=(note,))
     return examples, report
 
