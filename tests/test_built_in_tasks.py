@@ -4,8 +4,13 @@ import csv
 import importlib.util
 import itertools
 import json
+import math
+import os
+import pathlib
 import random
 import re
+import subprocess
+import sys
 import time
 
 import pyarrow as pa
@@ -20,6 +25,7 @@ from dapo_jax.tasks.multiple_choice import MultipleChoice
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 needs_reasoning_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,
     reason="needs the optional package reasoning-gym",
@@ -314,6 +320,27 @@ def test_a_generator_by_its_name_is_graded_by_its_scorer(name):
 
 
 @needs_reasoning_gym
+@pytest.mark.parametrize("name", ["word_ladder", "isomorphic_strings"])
+def test_problems_are_the_same_whatever_order_sets_have(name):
+    """Four generators of 103 gave a resumed process other problems."""
+    code = (
+        "from dapo_jax.tasks.reasoning_gym import ReasoningGym\n"
+        f"print(*ReasoningGym(name={name!r}, count=6).load()[0])"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1 and "question" in printed.pop()
+
+
+@needs_reasoning_gym
 def test_a_generator_that_is_not_there_or_takes_other_arguments_is_named():
     for args, message in (
         ({"name": "chainsum"}, r"args.name is 'chainsum'.*near are chain_sum"),
@@ -326,6 +353,44 @@ def test_a_generator_that_is_not_there_or_takes_other_arguments_is_named():
     ):
         with pytest.raises(DataError, match=message):
             made(task="reasoning_gym", count=3000, args=args).load()
+
+
+# The guide
+
+
+def test_the_guide_s_task_of_40_lines_works_as_it_is_written(tmp_path, monkeypatch):
+    readme = (ROOT / "dapo_jax" / "tasks" / "README.md").read_text()
+    blocks = dict(re.findall(r"```(csv|python|sh)\n(.*?)```", readme, re.DOTALL))
+    assert len(blocks["python"].splitlines()) <= 45
+    (tmp_path / "estimates.py").write_text(blocks["python"])
+    (tmp_path / "estimates.csv").write_text(blocks["csv"] + "nonsense,0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (key,) = set(re.findall(r"--config\.eval\.sets\.(estimates)\.", blocks["sh"]))
+    assert f"--config.eval.sets.{key}.task=estimates:Estimates" in blocks["sh"]
+
+    config = base.get_config()
+    config.data.on_bad_row = "skip"
+    config.data.train = base.dataset(
+        task="estimates:Estimates", path=str(tmp_path / "estimates.csv"), args={"near": 0.1}
+    )
+    task = make_task("data.train", base.train_settings(config))
+    examples, report = load_examples(task, "")
+    assert (report.kept, report.bad_rows) == (3, 1) and task.near == 0.1
+    assert "value is 0.0, but must be above 0" in report.bad_row_notes[0]
+    answers = (
+        "Answer: 330",
+        "Answer: 350",
+        "Answer: 400",
+        "Answer: 9,999,999",
+        "tall",
+        "Answer: 0",
+    )
+    verdicts = grade_many(task, answers, examples[0])
+    assert [verdict.correct for verdict in verdicts] == [True, True, False, False, False, False]
+    assert [verdict.score for verdict in verdicts[:2]] == [1.0, 1.0]
+    assert verdicts[2].score == pytest.approx(0.5 - math.log(400 / 330))
+    assert [verdict.score for verdict in verdicts[3:]] == [-1.0] * 3
+    assert not any(verdict.correct for verdict in grade_many(task, HOSTILE, examples[0]))
 
 
 # All of them

@@ -11,13 +11,17 @@ import importlib
 import importlib.util
 import json
 import math
+import multiprocessing
+import multiprocessing.connection
+import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.tasks import symbolic
+from dapo_jax.tasks import interpreter, symbolic
 from dapo_jax.tasks.arithmetic import TEST_SHARE, is_of
 from dapo_jax.tasks.format_answer import tagged_answer
 from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
@@ -28,6 +32,7 @@ TEMPLATE = (
     "and </answer>."
 )
 MAX_ANSWER_CHARS = 20_000  # grids are answers too
+SCORES, GENERATES = range(2)  # what a process of this module does
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,28 +51,15 @@ class ReasoningGym:
 
     def load(self) -> tuple[list[Example], DataReport]:
         """Generates the problems; DataError without the package, or for wrong arguments."""
-        own = np.random.SeedSequence(self.seed).generate_state(1)  # seeds beside each other overlap
-        tries = (2 if self.split == "train" else 2 * TEST_SHARE) * self.count + 1_000
-        dataset = make_dataset(self.name, size=tries, seed=int(own[0]), **self.config)
-        entries: dict[str, dict] = {}
-        for place in range(tries):
-            if len(entries) == self.count:
-                break
-            entry = dataset[place]
-            if is_of(self.split, entry["question"]):
-                entries.setdefault(entry["question"], entry)
-        if len(entries) < self.count:
-            raise DataError(
-                f"count is {self.count}, but reasoning-gym's {self.name} gave only {len(entries)} "
-                f"questions of the split {self.split} in {tries:,}: ask for fewer, or change "
-                "args.config"
-            )
+        entries = _in_another_process(
+            self.name, self.count, self.seed, self.split, dict(self.config)
+        )
         rows = Rows(f"{self.name} (reasoning-gym, {self.split})", "row", "error")
-        for row, (question, entry) in enumerate(entries.items()):
+        for row, entry in enumerate(entries):
             with rows.reading(row):
                 answer = entry["answer"]  # some have none: their scorers know what is right
                 text = "" if answer is None else str(answer)
-                rows.add(row, templated(question, TEMPLATE), text, entry)
+                rows.add(row, templated(entry["question"], TEMPLATE), text, entry)
         return rows.result()
 
     def grade(self, response: str, example: Example) -> Verdict:
@@ -82,13 +74,63 @@ class ReasoningGym:
         return [verdicts[answer, truth] if answer else _without(answer) for answer in answers]
 
 
-def make_dataset(name: str, **config):
-    """Makes a generator of reasoning-gym; DataError where it cannot be."""
+def _in_another_process(*request) -> list[dict]:
+    """Generates in an interpreter that orders sets the same each time: some problems depend on it.
+
+    A resumed run would have others, and be refused.
+    """
+    require_package()
+    connection, far_end = multiprocessing.Pipe()
+    with subprocess.Popen(
+        interpreter.command(__name__, far_end.fileno(), GENERATES),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[far_end.fileno()],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    ) as process:
+        far_end.close()
+        try:
+            connection.send(request)
+            entries = connection.recv()
+        except (EOFError, OSError) as error:
+            message = f"ended with status {process.wait()}, and what it said is on the error output"
+            raise DataError(f"reasoning-gym's {request[0]} {message}") from error
+        finally:
+            connection.close()
+    if isinstance(entries, str):
+        raise DataError(entries)
+    return entries
+
+
+def generate(name: str, count: int, seed: int, split: str, config: dict) -> list[dict]:
+    """Returns entries with different questions, those of a split; DataError where there are few."""
+    own = np.random.SeedSequence(seed).generate_state(1)  # seeds beside each other overlap
+    tries = (2 if split == "train" else 2 * TEST_SHARE) * count + 1_000
+    dataset = make_dataset(name, size=tries, seed=int(own[0]), **config)
+    entries: dict[str, dict] = {}
+    for place in range(tries):
+        if len(entries) == count:
+            return list(entries.values())
+        entry = dataset[place]
+        if is_of(split, entry["question"]):
+            entries.setdefault(entry["question"], entry)
+    raise DataError(
+        f"count is {count}, but reasoning-gym's {name} gave only {len(entries)} questions of the "
+        f"split {split} in {tries:,}: ask for fewer, or change args.config"
+    )
+
+
+def require_package() -> None:
+    """Raises DataError, with how to install it, where reasoning-gym is not there."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DataError(
             "the task reasoning_gym needs the package reasoning-gym, which is not installed: "
             f"{sys.executable} -m pip install reasoning-gym"
         )
+
+
+def make_dataset(name: str, **config):
+    """Makes a generator of reasoning-gym; DataError where it cannot be."""
     factory = importlib.import_module("reasoning_gym.factory")
     importlib.import_module("reasoning_gym")  # registers them
     if name not in factory.DATASETS:
@@ -114,9 +156,16 @@ def _scorers() -> symbolic.Workers:
     return symbolic.Workers(symbolic.one_a_core(), seconds, module=__name__, name="reasoning_gym")
 
 
-def serve(pipe: int) -> None:
-    """Scores, inside a worker, what comes through the pipe."""
-    symbolic.serve_by(score, pipe, prepared=_prepared)
+def serve(pipe: int, what: int = SCORES) -> None:
+    """Scores, inside a worker, what comes through the pipe, or generates what it asks for, once."""
+    if what == SCORES:
+        symbolic.serve_by(score, pipe, prepared=_prepared)
+        return
+    with multiprocessing.connection.Connection(pipe) as connection:
+        try:
+            connection.send(generate(*connection.recv()))
+        except DataError as error:
+            connection.send(str(error))
 
 
 def _prepared(truth: bytes) -> tuple:
