@@ -233,7 +233,7 @@ def eval_settings(config: ConfigDict) -> dict[str, dict]:
 
 
 def _filled(config: ConfigDict, settings: ConfigDict, **defaults) -> dict:
-    filled = {**settings, "args": dict(settings.args), "on_bad_row": config.data.on_bad_row}
+    filled = {**settings, "args": settings.args.to_dict(), "on_bad_row": config.data.on_bad_row}
     filled["rules"] = settings.rules or config.verifier.rules
     if "weight" not in defaults:
         del filled["weight"]  # of training sets
