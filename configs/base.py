@@ -1,7 +1,7 @@
 """Every configuration key once: type, default, unit, and the section of the paper it is from.
 
 A recipe (tiny.py, qwen2_5_32b.py) starts from `get_config()` and sets what differs. `FILE:PRESET`
-on the command line applies a row of the paper's Table 1 to any recipe.
+on the command line applies a row of the paper's Table 1, or another paper's loss, to any recipe.
 """
 
 import difflib
@@ -21,6 +21,63 @@ TABLE_1 = (
     "dapo",
 )
 
+NO_DUAL_CLIP = 1e9  # above the largest ratio, e^20
+# The losses of other papers: what each one changes of a DAPO recipe. README.md has their index.
+LOSS_PRESETS = {
+    # arXiv 2503.20783: section 3.2, Listing 1, Table 6
+    "dr_grpo": {
+        "algo.advantage_scale": "none",
+        "algo.loss_aggregation": "constant",
+        "algo.eps_low": 0.2,
+        "algo.eps_high": 0.2,
+        "algo.dual_clip": NO_DUAL_CLIP,
+    },
+    # arXiv 2507.18071: Eq. 5 to 7, section 5.1
+    "gspo": {
+        "algo.ratio": "sequence",
+        "algo.loss_aggregation": "sequence_mean",
+        "algo.eps_low": 3e-4,
+        "algo.eps_high": 4e-4,
+        "algo.dual_clip": NO_DUAL_CLIP,
+    },
+    # arXiv 2506.13585: Eq. 4 and 5, without a lower bound; it keeps its upper one to itself, which
+    # is ScaleRL's here.
+    "cispo": {
+        "algo.gate": "cispo",
+        "algo.eps_low": 1.0,
+        "algo.eps_high": 4.0,
+    },
+    # arXiv 2501.03262: section 3.2, Eq. 6 and 7; the clip is its first version's (Table 1)
+    "reinforce_pp": {
+        "algo.advantage_scale": "token_whiten",
+        "algo.loss_aggregation": "sequence_mean",  # Eq. 1
+        "algo.eps_low": 0.2,
+        "algo.eps_high": 0.2,
+        "algo.dual_clip": NO_DUAL_CLIP,
+    },
+    # arXiv 2510.13786: section 4; a weight of 5 at most (of 4, 5 and 8 in appendix A.17)
+    "scalerl": {
+        "algo.gate": "cispo",
+        "algo.eps_low": 1.0,
+        "algo.eps_high": 4.0,
+        "algo.advantage_scale": "batch_std",
+        "algo.loss_aggregation": "prompt_mean",
+        "algo.retire_pass_rate": 0.9,
+    },
+    # arXiv 2505.22617: Eq. 10, 13 and 14, Listing 1; the share is its 7B model's (32B: 2e-4)
+    "kl_cov": {
+        "algo.gate": "kl_cov",
+        "algo.kl_cov_share": 2e-3,
+        "algo.kl_cov_coef": 1.0,
+    },
+    # fengyao.notion.site/off-policy-rl, with its C = 2
+    "tis": {
+        "algo.tis_cap": 2.0,
+        "rollout.carry_over_steps": 1,
+    },
+}
+PRESETS = (*TABLE_1, *LOSS_PRESETS)
+
 
 def get_config() -> ConfigDict:
     """The defaults: DAPO's settings (paper, section 4.1) where it has one."""
@@ -34,7 +91,7 @@ def get_config() -> ConfigDict:
     config.model.family = "qwen2"  # or a module of one's own, "my_models.qwen3" (models/README.md)
     config.model.preset = ""  # the family's name for sizes: what path has, or for random weights
     config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
-    config.model.kernels = "auto"  # by platform; or cpu, gpu, tpu, tpu_interpret (models/kernels)
+    config.model.kernels = "auto"  # or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret
 
     config.tokenizer = ConfigDict()
     config.tokenizer.path = ""  # directory; "": model.path
@@ -73,11 +130,23 @@ def get_config() -> ConfigDict:
     config.rollout.carry_over_steps = 0
 
     config.algo = ConfigDict()
-    config.algo.loss = "dapo"  # Eq. 8; a name of dapo_jax.learner.LOSSES
+    # "dapo" is Eq. 8, or what the four choices of dapo_jax/losses.py make of it: ratio, gate,
+    # advantage_scale, loss_aggregation. Or another name of its LOSSES.
+    config.algo.loss = "dapo"
+    config.algo.ratio = "token"  # Eq. 8; or sequence, GSPO's
+    config.algo.gate = "clip"  # Eq. 8; or cispo; none; kl_cov
+    config.algo.advantage_scale = "group_std"  # Eq. 9; or batch_std; token_whiten; none
     config.algo.eps_low = 0.2  # Eq. 10
     config.algo.eps_high = 0.28  # Eq. 10, clip-higher
     config.algo.dual_clip = 10.0  # bound on the loss of negative advantages (recipe)
-    config.algo.loss_aggregation = "token_mean"  # Eq. 12; or sequence_mean, GRPO's
+    config.algo.loss_aggregation = "token_mean"  # Eq. 12; or sequence_mean, prompt_mean, constant
+    config.algo.kl_cov_share = 2e-3  # of a mini-batch's tokens, which the gate kl_cov holds back
+    config.algo.kl_cov_coef = 1.0  # weight of their KL penalty
+    # Tokens that earlier policies sampled (carry-over) weigh their ratio, so much at most, in place
+    # of the gate. 0.0: the gate is theirs too.
+    config.algo.tis_cap = 0.0
+    # Prompts of which so many responses were right are left out of later epochs. 0.0: none are.
+    config.algo.retire_pass_rate = 0.0
     config.algo.dynamic_sampling = True  # Eq. 11
     config.algo.filter_groups = "correctness"  # Eq. 11's; or "reward": lengths pass groups too
     config.algo.overlong_filtering = False  # mask the loss of truncated responses
@@ -241,17 +310,21 @@ def _filled(config: ConfigDict, settings: ConfigDict, **defaults) -> dict:
 
 
 def apply_preset(config: ConfigDict, preset: str) -> ConfigDict:
-    """Take away from a DAPO recipe what a row of Table 1 does not have yet; "" changes nothing.
+    """Makes a DAPO recipe one of PRESETS; "" changes nothing.
 
-    Soft overlong punishment replaces overlong filtering, as in the best published run. Raises
-    ValueError for an unknown name.
+    A row of Table 1 takes away what it does not have yet. Soft overlong punishment replaces
+    overlong filtering, as in the best published run. One of LOSS_PRESETS changes the loss, and
+    leaves data, lengths and dynamic sampling as they are. Raises ValueError for an unknown name.
     """
     if preset == "":
         return config
+    if preset in LOSS_PRESETS:
+        config.update_from_flattened_dict(LOSS_PRESETS[preset])
+        return config
     if preset not in TABLE_1:
-        near = difflib.get_close_matches(preset, TABLE_1, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"preset {preset!r} is unknown; did you mean {near!r}? There are {', '.join(TABLE_1)}"
+            f"preset {preset!r} is unknown; did you mean {near!r}? There are {', '.join(PRESETS)}"
         )
     row, algo = TABLE_1.index(preset), config.algo
     algo.overlong_filtering = preset in ("overlong_filtering", "clip_higher")

@@ -118,23 +118,34 @@ def clip_indicators(
     )
 
 
+def centred_reward(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
+    """Takes the group's mean away from each reward: the numerator of Eq. 9.
+
+    A group of equal rewards gets exactly 0, decided by comparison: the rounding of a mean over
+    rewards such as -1.3 would otherwise leave advantages of 0.1 (the reference implementation
+    trains on those).
+
+    `reward_PG`: floats [P, G]. Returns the same shape and dtype.
+    """
+    xp, reward_PG = _array(reward_PG)
+    mean_P1 = xp.mean(reward_PG, axis=1, keepdims=True)
+    equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
+    return xp.where(equal_P1, 0.0, reward_PG - mean_P1)
+
+
 def group_advantage(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
     """Computes each response's advantage in its group (Eq. 9): `(R - mean) / (std + 1e-6)`.
 
     The standard deviation is unbiased (divides by G - 1). A group of one has nothing to compare
-    with: mean 0, standard deviation 1. A group of equal rewards gets exactly 0, decided by
-    comparison: the rounding of a mean over rewards such as -1.3 would otherwise leave advantages
-    of 0.1 (the reference implementation trains on those).
+    with: mean 0, standard deviation 1. A group of equal rewards gets exactly 0.
 
     `reward_PG`: floats [P, G]. Returns the same shape and dtype.
     """
     xp, reward_PG = _array(reward_PG)
     if reward_PG.shape[1] == 1:
         return reward_PG / (1.0 + ADVANTAGE_EPSILON)
-    mean_P1 = xp.mean(reward_PG, axis=1, keepdims=True)
     std_P1 = xp.std(reward_PG, axis=1, keepdims=True, ddof=1)
-    equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
-    return xp.where(equal_P1, 0.0, (reward_PG - mean_P1) / (std_P1 + ADVANTAGE_EPSILON))
+    return centred_reward(reward_PG) / (std_P1 + ADVANTAGE_EPSILON)
 
 
 def informative_groups(correct_PG: np.ndarray | jax.Array) -> np.ndarray | jax.Array:

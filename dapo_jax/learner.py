@@ -1,14 +1,15 @@
 """Updates the policy: gradients summed over micro-batches, clipped, and one AdamW step.
 
 From `update` to Eq. 8: `micro_batch_loss` runs the model, `weighted_loss` is computed where the
-logits are, `dapo` (or another of LOSSES) in it, and in that algorithm.token_policy_loss. Axis
-letters: M micro-batches, B packed rows (dapo_jax.packing), T tokens.
+logits are, losses.four_choices (or another of LOSSES) in it, and in that
+algorithm.token_policy_loss. Axis letters: M micro-batches, B packed rows (dapo_jax.packing), T
+tokens.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,11 @@ import numpy as np
 import optax
 from flax import nnx, struct
 
-from dapo_jax.algorithm import (
-    clip_indicators,
-    importance_ratio,
-    kl_k3,
-    token_policy_loss,
-    token_weights,
-)
+from dapo_jax.algorithm import importance_ratio, kl_k3
 from dapo_jax.logprobs import chosen_logprobs, head_loss, head_loss_of_rows
+from dapo_jax.losses import LOSSES, Token, high_covariance, is_by_token, loss_weights
+from dapo_jax.losses import Loss as Loss  # these two are for a loss of one's own
+from dapo_jax.losses import response_mean as response_mean
 from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
@@ -45,7 +43,11 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """Fixes an update. loss is a name of LOSSES, temperature the sampler's."""
+    """Fixes an update. loss, ratio, gate: names of dapo_jax.losses. temperature: the sampler's.
+
+    kl_cov_coef: of the gate kl_cov. tis_cap: of the weight of tokens that earlier policies sampled;
+    0: the gate is theirs too.
+    """
 
     loss: str
     eps_low: float
@@ -63,6 +65,10 @@ class Learning:
     remat: str
     lora: Lora | None
     kernels: Kernels
+    ratio: str = "token"
+    gate: str = "clip"
+    kl_cov_coef: float = 1.0
+    tis_cap: float = 0.0
 
 
 def optimizer(learning: Learning) -> optax.GradientTransformation:
@@ -119,22 +125,37 @@ def make_batch(
     micro_batch_rows: int,
     num_micro: int,
     share_prompts: bool,
+    max_response_tokens: int | None = None,
+    kl_cov_share: float = 0.0,
 ) -> Batch:
     """Packs one mini-batch of groups into host arrays [M, B, T], each token's weight included.
 
     The weights (Eq. 12) are those of the whole mini-batch, before any split. Overlong filtering
     gives those of responses that were cut off weight 0. `num_micro` fixes the shape: responses /
-    micro_batch_rows rounded up holds any.
+    micro_batch_rows rounded up holds any. max_response_tokens: for the average "constant".
+    kl_cov_share: of the tokens that KL-Cov holds back, by the probabilities at which they were
+    sampled; its Eq. 10 has the current policy's, the same in a step's first update.
     """
     length_R = np.concatenate([group.length_G for group in groups])
     mask_RT = np.arange(length_R.max()) < length_R[:, None]
     if overlong_filtering:
         mask_RT &= np.concatenate([group.stopped_G for group in groups])[:, None]
-    weight_RT = token_weights(mask_RT, mode=loss_aggregation).astype(np.float32)
-    weight_PGT = weight_RT.reshape(*advantage_PG.shape, -1)
+    mask_PGT = mask_RT.reshape(*advantage_PG.shape, -1)
+    weight_PGT = loss_weights(mask_PGT, mode=loss_aggregation, max_tokens=max_response_tokens)
     packed = pack(
-        groups, advantage_PG, weight_PGT, row_tokens=row_tokens, share_prompts=share_prompts
+        groups,
+        advantage_PG,
+        weight_PGT.astype(np.float32),
+        row_tokens=row_tokens,
+        share_prompts=share_prompts,
     )
+    if kl_cov_share > 0:
+        packed.is_high_cov_BT[:] = high_covariance(
+            packed.behavior_logp_BT,
+            packed.advantage_BT,
+            packed.weight_BT > 0,
+            share=kl_cov_share,
+        )
     return into_micro_batches(packed, num_micro=num_micro, rows=micro_batch_rows)
 
 
@@ -154,64 +175,6 @@ def abstract_batch(shape: tuple[int, int, int], mesh) -> Batch:
     rows = {name: jax.ShapeDtypeStruct(shape, d) for name, d in Batch.row_fields().items()}
     num_micro = jax.ShapeDtypeStruct((), jnp.int32)
     return rules.abstract(Batch(**rows, num_micro=num_micro), batch_shardings(mesh))
-
-
-class Token(NamedTuple):
-    """Holds what a loss sees of tokens, in arrays of one shape: packed rows [B, T], or a chunk [C].
-
-    The fields are those of Batch; prompts and padding, branch 0, are among the tokens.
-    reference_logp: the start policy's log-probabilities; None without a KL term. is_fresh: of
-    responses, without those that earlier policies sampled.
-    """
-
-    behavior_logp: jax.Array
-    advantage: jax.Array
-    weight: jax.Array
-    is_response: jax.Array
-    branch: jax.Array
-    reference_logp: jax.Array | None
-    is_fresh: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """Declares a policy loss that config.algo.loss can choose.
-
-    function(logp, token, learning) -> (loss, indicators), from log pi of the targets. loss: each
-    token's, before its weight; indicators: name -> a value for each token, such as whether a clip
-    holds it, of which the metrics have the mean over the response tokens.
-
-    by_token: whether a token's loss depends on no other token. False: the function gets whole rows
-    [B, T], and so whole responses (see `response_mean`), at the price of a second pass of the head.
-    """
-
-    function: Callable[[jax.Array, Token, Learning], tuple[jax.Array, dict[str, jax.Array]]]
-    by_token: bool = True
-
-
-def response_mean(value_BT, token: Token):
-    """Gives every token of the packed rows the mean of a value over its response."""
-
-    def of_row(value_T, branch_T):
-        def total(terms_T):
-            return jax.ops.segment_sum(terms_T, branch_T, num_segments=len(branch_T) + 1)
-
-        return (total(value_T) / jnp.maximum(total(jnp.ones_like(value_T)), 1))[branch_T]
-
-    return jax.vmap(of_row)(value_BT, token.branch)
-
-
-def dapo(logp, token: Token, learning: Learning):
-    """Computes DAPO's loss of each token (Eq. 8 with the dual clip), and which bounds hold it."""
-    s = learning
-    clip = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
-    arguments = (logp, token.behavior_logp, token.advantage)
-    held = clip_indicators(*arguments, **clip)
-    indicators = {f"clip_fraction/{bound}": value for bound, value in held._asdict().items()}
-    return token_policy_loss(*arguments, **clip), indicators
-
-
-LOSSES = {"dapo": Loss(dapo)}
 
 
 def weighted_loss(logp, token: Token, learning: Learning):
@@ -298,8 +261,9 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
         micro.branch_BT,
         reference_logp_BT,
         micro.is_fresh_BT,
+        micro.is_high_cov_BT if learning.gate == "kl_cov" else None,
     )
-    evaluate = head_loss if LOSSES[learning.loss].by_token else head_loss_of_rows
+    evaluate = head_loss if is_by_token(learning) else head_loss_of_rows
     loss_of = functools.partial(weighted_loss, learning=learning)
     loss, logp_BT, entropy_BT = evaluate(x_BTD, head_DV, micro.target_BT, token, loss_of, **head)
     return loss, metric_sums(logp_BT, entropy_BT, token, learning)

@@ -15,13 +15,15 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from dapo_jax import carry_over
-from dapo_jax.algorithm import group_advantage, shaped_reward
+from dapo_jax.algorithm import shaped_reward
 from dapo_jax.carry_over import collect_carrying
 from dapo_jax.evaluate import Evaluation, settings_of, streams
 from dapo_jax.learner import TrainState, warmup_learning_rate
+from dapo_jax.losses import ADVANTAGES
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import TRAINING, collect, minibatches, success_by
@@ -37,6 +39,7 @@ from dapo_jax.run.metrics import Step, Stopwatch, step_row
 from dapo_jax.run.record import Record, banner, claim, result_row, write_results
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.tasks.datasets import RemainingStream
 from dapo_jax.types import Rollouts
 from sharding import hosts
 
@@ -104,11 +107,11 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
                 run.snapshots.take(step, state, progress, force=True)
                 break
 
-            # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9).
+            # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9, or another scale).
             reward_PG = shaped_reward(
                 rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
             )
-            advantage_PG = group_advantage(reward_PG)
+            advantage_PG = advantages(config, rollouts, reward_PG)
             run.record.rollouts(step, rollouts, reward_PG)  # behind the updates
 
             # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
@@ -119,7 +122,11 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
             weights = run.sampler_weights(state)
 
             sampled_tokens = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
-            done = Step(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores)
+            retired = retire_solved(run, rollouts, progress)
+            done = Step(
+                *(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores),
+                retired_prompts=len(retired),
+            )
             done, stopped = run.alarms.look(done, progress["row"])
             ends = step + 1 == config.num_steps
             if run.sets and (ends or (stopped and run.rides(step + 1))):  # no step follows
@@ -130,6 +137,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
                 "sampled_tokens_total": sampled_tokens,
                 "row": step_row(done, watch.seconds()),
                 "carried": carry_over.to_json(rollouts.carried),
+                "retired": sorted(retired.items()),
             }
             with watch("save"):
                 run.record.wait()
@@ -223,7 +231,7 @@ def sample(
 
 def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evaluation) -> Rollouts:
     """Samples until enough of training's groups are informative."""
-    r, stream = run.config.rollout, run.data.stream.__getitem__
+    r, stream = run.config.rollout, remaining(run, progress).__getitem__
     step = {
         "group_size": r.group_size,
         "num_prompts": r.num_prompts,
@@ -242,6 +250,19 @@ def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evalua
     if last := progress["row"]:
         expected_rate = last["groups/informative"] / last["groups/sampled"]
     return collect(*of_run, cursor, expected_rate=expected_rate, **step)
+
+
+def remaining(run: Run, progress: dict) -> RemainingStream:
+    """The training prompts in the order of sampling, without those that are retired."""
+    return RemainingStream(run.data.stream, dict(progress.get("retired", ())))
+
+
+def retire_solved(run: Run, rollouts: Rollouts, progress: dict) -> dict[int, int]:
+    """The retired prompts after a step, in which some may have been solved."""
+    least, found = run.config.algo.retire_pass_rate, []
+    if least > 0:
+        found = [it.cursor for it in rollouts.sampled if it.correct_G.mean() >= least]
+    return remaining(run, progress).retire(found, next_cursor=rollouts.cursor)
 
 
 def at_generation_cap(run: Run, step: int, rollouts: Rollouts) -> str | None:
@@ -274,6 +295,14 @@ def schedule(config: ConfigDict) -> dict[str, float]:
     """The settings of the learning rate."""
     c = config.learner
     return {"learning_rate": c.learning_rate, "warmup_steps": c.warmup_steps}
+
+
+def advantages(config: ConfigDict, rollouts: Rollouts, reward_PG: np.ndarray) -> np.ndarray:
+    """The advantages of the kept groups' responses, scaled as the recipe says; others' are 0."""
+    kept, advantage_PG = rollouts.kept, np.zeros_like(reward_PG)
+    scaled = ADVANTAGES[config.algo.advantage_scale]
+    advantage_PG[kept] = scaled(reward_PG[kept], rollouts.length_PG[kept])
+    return advantage_PG
 
 
 def take_updates(run: Run, state: TrainState, rollouts: Rollouts, advantage_PG, rate: float):

@@ -268,7 +268,8 @@ class Batch:
     row's responses from 1; 0 is a prompt, which all responses of its piece follow. position counts
     from 0 along a prompt and each of its responses. weight is that of the token's loss in the whole
     mini-batch (Eq. 12). is_fresh: a response's tokens but for those that earlier policies sampled.
-    Of the micro-batches the first `num_micro` are in use.
+    is_high_cov: the tokens that KL-Cov holds back. Of the micro-batches the first `num_micro` are
+    in use.
     """
 
     tokens_BT: Ints
@@ -281,6 +282,7 @@ class Batch:
     weight_BT: Floats
     is_response_BT: Bools
     is_fresh_BT: Bools
+    is_high_cov_BT: Bools
     num_micro: Any
 
     @classmethod

@@ -14,7 +14,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.drafts import NONE, propose, source
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
-from models.kernels import KERNELS, paged_tpu
+from models.kernels import KERNELS, paged_gpu, paged_tpu
 from models.kernels.cpu import DECODE_OPTIONS
 from tests.quick import jit
 
@@ -183,6 +183,17 @@ def test_drafts_by_the_kernels_of_a_tpu(small, monkeypatch):
         np.testing.assert_allclose(
             response.behavior_logp_T, drafted[request].behavior_logp_T, **close
         )
+    assert steps(session) < steps(without)
+
+
+@pytest.mark.slow
+def test_drafts_by_the_kernels_of_a_gpu(small, monkeypatch):
+    """A position is a row of its own there, so the bits are the same."""
+    monkeypatch.setattr(paged_gpu, "pages_per_split", lambda page_tokens: 2)
+    short, kernels = dataclasses.replace(COLD, max_response_tokens=16), KERNELS["gpu_interpret"]
+    plain, without = of_engine(0, small, short, kernels=kernels)
+    drafted, session = of_engine(3, small, short, kernels=kernels)
+    assert_same_bits(plain, drafted)
     assert steps(session) < steps(without)
 
 

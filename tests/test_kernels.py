@@ -11,14 +11,21 @@ from configs import tiny
 from dapo_jax import train
 from dapo_jax.run import build
 from dapo_jax.run.files import read_rows
-from models.kernels import KERNELS, kernels_for, paged_tpu, platform_of, splash_tpu
+from models.kernels import (
+    KERNELS,
+    kernels_for,
+    paged_gpu,
+    paged_tpu,
+    platform_of,
+    splash_tpu,
+)
 from models.qwen2 import PRESETS, Qwen2Config
 from sharding.mesh import make_mesh
 from tests.quick import jit
 
 
 @pytest.mark.parametrize(
-    ("platform", "row"), [("cpu", "cpu"), ("gpu", "gpu"), ("tpu", "tpu"), ("another", "gpu")]
+    ("platform", "row"), [("cpu", "cpu"), ("gpu", "gpu"), ("tpu", "tpu"), ("another", "xla")]
 )
 def test_auto_is_the_platforms_own_row(platform, row):
     assert kernels_for("auto", platform) is KERNELS[row]
@@ -30,8 +37,9 @@ def test_a_mesh_has_the_platform_of_its_devices():
 
 def test_a_name_is_taken_where_the_platform_can_run_it():
     assert kernels_for("tpu_interpret", "cpu") is KERNELS["tpu_interpret"]
-    for platform in ("cpu", "gpu", "tpu"):  # plain XLA
-        assert kernels_for("gpu", platform) is KERNELS["gpu"]
+    assert kernels_for("gpu_interpret", "cpu") is KERNELS["gpu_interpret"]
+    for platform in ("cpu", "gpu", "tpu", "another"):
+        assert kernels_for("xla", platform) is KERNELS["xla"]
 
 
 @pytest.mark.parametrize(
@@ -40,14 +48,20 @@ def test_a_name_is_taken_where_the_platform_can_run_it():
         (
             "tpuv5",
             "cpu",
-            "model.kernels = 'tpuv5' is unknown; choose one of auto, cpu, gpu, tpu, ",
+            "model.kernels = 'tpuv5' is unknown; choose one of auto, cpu, gpu, gpu_interpret, tpu, "
+            "tpu_interpret, xla$",
         ),
-        ("tpu", "cpu", r"'tpu' runs on tpu only, .* are cpu; .* auto, cpu, gpu, tpu_interpret$"),
-        ("cpu", "gpu", r"'cpu' runs on cpu only, .* are gpu; .* auto, gpu$"),
+        (
+            "tpu",
+            "cpu",
+            r"'tpu' runs on tpu only, .* are cpu; .* auto, cpu, gpu_interpret, tpu_interpret, xla$",
+        ),
+        ("gpu", "tpu", r"'gpu' runs on gpu only, .* are tpu; .* auto, tpu, xla$"),
+        ("cpu", "gpu", r"'cpu' runs on cpu only, .* are gpu; .* auto, gpu, xla$"),
         (
             "tpu_interpret",
             "tpu",
-            r"'tpu_interpret' runs on cpu only, .* are tpu; .* auto, gpu, tpu$",
+            r"'tpu_interpret' runs on cpu only, .* are tpu; .* auto, tpu, xla$",
         ),
     ],
 )
@@ -90,51 +104,57 @@ TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 
 
 @pytest.mark.slow
-def test_a_tpus_kernels_train_as_plain_xla_does(tmp_path, monkeypatch):
-    """Two whole steps with the pod's programs, interpreted: the same tokens, the rest to rounding.
+@pytest.mark.parametrize(
+    ("interpreted", "used"),
+    [("tpu_interpret", {"blocks", "splash"}), ("gpu_interpret", {"splits"})],
+)
+def test_an_accelerators_kernels_train_as_plain_xla_does(tmp_path, monkeypatch, interpreted, used):
+    """Two whole steps with its programs, interpreted: the same tokens, the rest to rounding.
 
-    Both kernels have several blocks, of pages and of a row's tokens.
+    The kernels have several blocks, of pages and of a row's tokens.
     """
     traced, make_splash = set(), splash_tpu.make_splash_mha_single_device
 
-    def one_page(v_PKCH):
-        traced.add("paged")
+    def one_page(what):
+        traced.add(what)
         return 1
 
     def splash(*args, **options):
         traced.add("splash")
         return make_splash(*args, **options)
 
-    monkeypatch.setattr(paged_tpu, "pages_per_block", one_page)
+    monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: one_page("blocks"))
+    monkeypatch.setattr(paged_gpu, "pages_per_split", lambda page_tokens: one_page("splits"))
     monkeypatch.setattr(splash_tpu, "make_splash_mha_single_device", splash)
     monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", 128)
     monkeypatch.setitem(PRESETS, "small", Qwen2Config(384, 64, 128, 2, 4, 2, 16, True))
     monkeypatch.setattr(jax, "jit", jit)
     runs = {}
-    for kernels in ("gpu", "tpu_interpret"):
+    for kernels in ("xla", interpreted):
         config, workdir = small_config(kernels), tmp_path / kernels
         train.train(config, workdir)
-        assert traced == ({"paged", "splash"} if kernels == "tpu_interpret" else set())
+        assert traced == (used if kernels == interpreted else set())
         programs = build.programs(config, vocab_size=384)
         checkpoints = build.checkpoints(config, workdir, keep=None)
         params = [checkpoints.restore(step, programs.state)[0].params for step in (1, 2)]
         checkpoints.close()
         change = jax.tree.map(lambda before, after: np.asarray(after) - before, *params)
         runs[kernels] = workdir, programs, change
-    (plain, _, expected_change), (pods, programs, change) = runs.values()
-    assert len(programs.engine.sizes) == 2 and not programs.learning.kernels.shares_prompts
+    (plain, _, expected_change), (ours, programs, change) = runs.values()
+    assert len(programs.engine.sizes) == 2
+    assert programs.learning.kernels.shares_prompts == ("splash" not in used)
     for step in range(2):
         file = pathlib.Path("rollouts", f"{step}.jsonl.gz")
-        rows, expected = (gzip.decompress((run / file).read_bytes()) for run in (pods, plain))
+        rows, expected = (gzip.decompress((run / file).read_bytes()) for run in (ours, plain))
         assert rows == expected
     for row, expected in zip(
-        *(read_rows(run / "metrics.jsonl") for run in (pods, plain)), strict=True
+        *(read_rows(run / "metrics.jsonl") for run in (ours, plain)), strict=True
     ):
-        ours, theirs = (
+        found, wanted = (
             {k: v for k, v in r.items() if not k.startswith((*OF_THE_CACHE, *TIMINGS))}
             for r in (row, expected)
         )
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         assert row["grad_norm"] > 0.1
     for name, delta in flat(change).items():
         # Softmax does not see a key's bias: Adam makes its step of a gradient that is rounding.

@@ -19,7 +19,7 @@ FLOORS = (
     ("dapo_jax.carry_over",),
     ("dapo_jax.rollout",),
     ("dapo_jax.sampler", "dapo_jax.learner"),
-    ("dapo_jax.logprobs", "dapo_jax.verifier"),
+    ("dapo_jax.logprobs", "dapo_jax.losses", "dapo_jax.verifier"),
     ("models", "dapo_jax.tasks", "dapo_jax.packing"),
     ("sharding", "configs", "dapo_jax.types", "dapo_jax.untrusted", "dapo_jax.algorithm"),
 )
@@ -35,7 +35,7 @@ HOST_ROOMS = (
 )
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "models", "sharding"}
 # Host rooms may not import these either: they compute with jax arrays.
-DEVICE_ROOMS = ("dapo_jax.algorithm", "dapo_jax.logprobs")
+DEVICE_ROOMS = ("dapo_jax.algorithm", "dapo_jax.logprobs", "dapo_jax.losses")
 
 
 def sources():

@@ -123,6 +123,10 @@ def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
         ({"data.train.weight": -1.0}, "data.train.weight = -1.0, but must be finite and at least"),
         ({"data.train.weight": 0.0}, "data.train.weight = 0, and no set of data.mixture has a"),
         ({"eval.sets.arithmetic.weight": 1.0}, r"eval.sets.arithmetic.weight is set, but is for t"),
+        (
+            {"data.mixture.more.weight": 2.0, "algo.retire_pass_rate": 0.9},
+            r"algo.retire_pass_rate = 0.9, but there are 2 training sets \(data.mixture\)",
+        ),
         ({"data.mixture.more.k": 3}, r"data.mixture.more.k is set, but is for evaluation sets"),
         ({"data.mixture.more.rules": "x"}, r"data.mixture.more.rules = 'x', but must be one of da"),
     ],

@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
+from test_files import _events
 from test_train import (
     STEPS,
     programs_compiled_once,  # noqa: F401  a fixture
@@ -170,8 +171,8 @@ def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
 
 def test_a_run_that_stops_is_evaluated_where_that_was_due(tmp_path, monkeypatch):
     """No step follows in whose session it could ride."""
-    advantage = train.group_advantage
-    monkeypatch.setattr(train, "group_advantage", lambda reward_PG: advantage(reward_PG) * np.nan)
+    nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
+    monkeypatch.setattr(train, "ADVANTAGES", nan)
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out"):
         train.train(two_sets(), tmp_path)
     assert {path.name for path in (tmp_path / "eval").glob("*.json")} == {"0.json", "2.json"}
@@ -226,3 +227,20 @@ def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
     assert len(sessions) == STEPS + 1  # the last evaluation's is alone
     assert alive == [0] * STEPS
     assert sum(session() is not None for session in sessions) == 0
+
+
+def test_tensorboard_keeps_an_evaluation_that_no_row_has(riding, tmp_path):
+    """A resume's purge mark hid the scores after the last step, and nothing wrote them again."""
+    run = tmp_path / "run"
+    shutil.copytree(riding, run)
+    config = two_sets()
+    config.num_steps += 1
+    train.train(config, run)
+    shown = {}  # (step, key): as TensorBoard shows it
+    for event in _events(run):
+        if event.HasField("session_log"):
+            shown = {place: value for place, value in shown.items() if place[0] < event.step}
+        shown |= {(event.step, v.tag): v.simple_value for v in event.summary.value}
+    scores = json.loads((run / "eval" / "3.json").read_text())["sets"]["cool"]
+    assert shown[3, "eval/cool/mean_2"] == pytest.approx(scores["mean@2"])
+    assert {step for step, _ in shown} == {0, 1, 2, 3, 4}

@@ -106,8 +106,8 @@ def decode_name(rows: int, all_rows: int) -> str:
 def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     """The recipe's programs by name, ready for the compiler.
 
-    Prefill is there for a prompt of mean length and for the longest one, decoding for all rows
-    ("decode") and for fewer ("decode[32]").
+    Prefill is there for a prompt of mean length and for the longest one, refill (carry-over) for
+    the longest response, decoding for all rows ("decode") and for fewer ("decode[32]").
     """
     config, sizes = built.config, built.sizes
     ids = types.SimpleNamespace(  # stands for the tokenizer, of which programs need only this
@@ -125,6 +125,8 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     mean_bucket = built.engine.cache.bucket(mean_prompt(config))
     for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
+    for bucket in built.engine.cache.refill_buckets[-1:]:
+        programs[f"refill[{bucket}]"] = sampler["refill", None, bucket]
     if copies := [key for key in sampler if key[0] == "copy"]:
         programs["copy"] = sampler[max(copies)]
     programs["update"] = built.lower_update()

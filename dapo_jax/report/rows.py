@@ -17,7 +17,8 @@ from dapo_jax.report.runs import Run, sweep_label
 from dapo_jax.run.files import write_rollouts
 from dapo_jax.run.metrics import METRICS, TASK
 
-LEFT_OUT = ("engine/", "seconds_in_rollout/")  # of a machine and a day, and no result
+LEFT_OUT = ("engine/", "seconds_in_rollout/")  # of a machine and a day, and no result,
+BUT = ("engine/decode_steps", "engine/occupancy")  # but for what a schedule is compared by
 OF_THE_MACHINE = ("host", "pid", "folder")  # of a start's line
 DIGITS = 6  # significant ones of a float
 ABSOLUTE = re.compile(r"""(?:^|(?<=[=:,'"\[]))/(?!/)[^\s,=:'"\]]*""")  # no gs://, no </s>
@@ -74,7 +75,8 @@ def _line(arm: str, run: Run) -> dict:
 
 def _columns(rows: list[dict]) -> dict[str, list]:
     """Key -> its value of each row, of the keys that any row has."""
-    kept = [metric.key for metric in METRICS if not metric.key.startswith(LEFT_OUT)]
+    keys = [metric.key for metric in METRICS]
+    kept = [key for key in keys if key in BUT or not key.startswith(LEFT_OUT)]
     kept += sorted({key for row in rows for key in row if key.startswith(TASK)})
     columns = {key: [rounded(row.get(key)) for row in rows] for key in kept}
     return {key: values for key, values in columns.items() if values.count(None) < len(values)}

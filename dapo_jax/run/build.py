@@ -66,11 +66,14 @@ class Programs:
     def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
         """One update's batch on the mesh: the groups' responses, packed into rows."""
         num_micro, rows, row_tokens = batch_shape(self.config)
+        a = self.config.algo
         batch = learner.make_batch(
             groups,
             advantage_PG,
-            loss_aggregation=self.config.algo.loss_aggregation,
-            overlong_filtering=self.config.algo.overlong_filtering,
+            loss_aggregation=a.loss_aggregation,
+            overlong_filtering=a.overlong_filtering,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+            kl_cov_share=a.kl_cov_share if a.gate == "kl_cov" else 0.0,
             row_tokens=row_tokens,
             micro_batch_rows=rows,
             num_micro=num_micro,
@@ -299,6 +302,10 @@ def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.L
         remat=c.remat,
         lora=lora,
         kernels=kernels,
+        ratio=a.ratio,
+        gate=a.gate,
+        kl_cov_coef=a.kl_cov_coef,
+        tis_cap=a.tis_cap,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
-from dapo_jax import algorithm, learner
+from dapo_jax import algorithm, losses
 from dapo_jax.run.files import read_json
 from dapo_jax.sampler.cache import DRAFT_TOKENS
 from dapo_jax.tasks.math_problems import RULES
@@ -26,8 +26,11 @@ from sharding import rules
 TINY32, MAX32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
-    "algo.loss": learner.LOSSES,
-    "algo.loss_aggregation": algorithm.AGGREGATIONS,
+    "algo.loss": losses.LOSSES,
+    "algo.ratio": losses.RATIOS,
+    "algo.gate": losses.GATES,
+    "algo.advantage_scale": losses.ADVANTAGES,
+    "algo.loss_aggregation": losses.AGGREGATIONS,
     "algo.filter_groups": algorithm.FILTERS,
     "verifier.rules": RULES,
     "rollout.on_generation_cap": ("train", "stop"),
@@ -49,9 +52,10 @@ BOUNDS = {
     ),
     "at least 0, and finite in float32": (
         """rollout.top_k rollout.carry_over_steps algo.eps_low algo.eps_high algo.kl_coef
-        algo.overlong_factor algo.overlong_cache_tokens learner.warmup_steps learner.weight_decay
-        learner.lora_rank alarms.min_entropy alarms.max_ratio_gap eval.every_steps eval.max_prompts
-        mesh.cpu_devices log.samples_every_steps log.rollouts_every_steps""",
+        algo.kl_cov_coef algo.tis_cap algo.overlong_factor algo.overlong_cache_tokens
+        learner.warmup_steps learner.weight_decay learner.lora_rank alarms.min_entropy
+        alarms.max_ratio_gap eval.every_steps eval.max_prompts mesh.cpu_devices
+        log.samples_every_steps log.rollouts_every_steps""",
         lambda value: 0 <= value <= MAX32,
     ),
     "greater than 0 and finite in float32": (
@@ -61,9 +65,10 @@ BOUNDS = {
     ),
     "greater than 1 and finite in float32": ("algo.dual_clip", lambda value: 1 < value <= MAX32),
     "over 0 and at most 1": (
-        "rollout.top_p learner.learning_rate eval.top_p",
+        "rollout.top_p learner.learning_rate eval.top_p algo.kl_cov_share",
         lambda value: 0 < value <= 1,
     ),
+    "from 0 to 1": ("algo.retire_pass_rate", lambda value: 0 <= value <= 1),
     "from 0 to below 1": ("learner.adam_b1 learner.adam_b2", lambda value: 0 <= value < 1),
     "from 0 to 4294967295": ("seed", lambda value: 0 <= value < 2**32),
 }
@@ -116,6 +121,11 @@ def check(config: ConfigDict) -> None:
     training = mixture_settings(config)
     message = "data.train.weight = 0, and no set of data.mixture has a weight: nothing to train on"
     _require(bool(training), message)
+    _require(
+        len(training) == 1 or config.algo.retire_pass_rate == 0,
+        f"algo.retire_pass_rate = {config.algo.retire_pass_rate}, but there are {len(training)} "
+        "training sets (data.mixture): prompts are retired by the epochs of one; set it to 0",
+    )
     for key, settings in training.items():
         _check_data_set(key, settings)
         for name in ("k", "temperature", "top_p"):
@@ -136,7 +146,7 @@ def _check_algorithm(config: ConfigDict) -> None:
         r.group_size >= 2,
         f"rollout.group_size = {r.group_size}, but a group of 1 has no advantage; use 2 or more",
     )
-    _require(a.eps_low < 1, f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0")
+    _check_loss(a, r.carry_over_steps)
     _require(
         r.num_prompts % config.updates_per_step == 0,
         f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "
@@ -153,6 +163,31 @@ def _check_algorithm(config: ConfigDict) -> None:
         a.overlong_cache_tokens <= r.max_response_tokens,
         f"algo.overlong_cache_tokens = {a.overlong_cache_tokens} exceeds "
         f"rollout.max_response_tokens = {r.max_response_tokens}",
+    )
+
+
+def _check_loss(algo: ConfigDict, carry_over_steps: int) -> None:
+    a = algo
+    _require(
+        a.eps_low < 1 or (a.eps_low == 1 and a.gate == "cispo"),
+        f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0 (algo.gate = "
+        "'cispo' may do without, with 1.0)",
+    )
+    for name, default in (("ratio", "token"), ("gate", "clip"), ("tis_cap", 0.0)):
+        _require(
+            a.loss == "dapo" or a[name] == default,
+            f"algo.{name} = {a[name]!r} is a choice of algo.loss = 'dapo', but that is {a.loss!r}; "
+            f"set algo.{name} = {default!r}",
+        )
+    _require(
+        a.tis_cap == 0 or carry_over_steps > 0,
+        f"algo.tis_cap = {a.tis_cap} is for tokens of earlier policies, which there are none of "
+        "with rollout.carry_over_steps = 0; set that to 1 or more, or algo.tis_cap to 0",
+    )
+    _require(
+        a.tis_cap == 0 or a.ratio == "token",
+        f"algo.tis_cap = {a.tis_cap} is for single tokens, but algo.ratio = {a.ratio!r} is one of "
+        "whole responses; set one of them to its default",
     )
 
 

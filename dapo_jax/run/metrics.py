@@ -25,7 +25,8 @@ class Step:
 
     config: the recipe. updates: what the learner's `update` returned, a dict a mini-batch.
     sampled_tokens_total: of the whole run so far. evaluation: `eval/<set>/<score>` of the policy
-    that the step sampled, where that was evaluated. alarms: what dapo_jax.run.alarms adds.
+    that the step sampled, where that was evaluated. retired_prompts: that later epochs do without
+    (algo.retire_pass_rate). alarms: what dapo_jax.run.alarms adds.
     seconds: wall time of each phase and in "total"; `step_row` fills it in.
     """
 
@@ -37,6 +38,7 @@ class Step:
     learning_rate: float
     sampled_tokens_total: int
     evaluation: Mapping[str, float]
+    retired_prompts: int = 0
     alarms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -152,6 +154,8 @@ METRICS: list[Metric] = [
     Metric("step", "", "The rollout step, from 0.", lambda s: s.step),
     Metric("prompts_seen", "prompts", "Prompts of the stream that the run has gone through.",
            lambda s: s.rollouts.cursor),
+    Metric("prompts_retired", "prompts", "Solved ones, which later epochs do without.",
+           lambda s: s.retired_prompts or None),
     Metric("sampled_tokens_total", "tokens", "Tokens sampled for training by the run so far.",
            lambda s: s.sampled_tokens_total),
     Metric("reward/mean", "reward", "Mean reward (Eq. 7 and 13) of the sampled responses.",
@@ -248,6 +252,9 @@ METRICS: list[Metric] = [
     Metric("clip_fraction/low", "share", "Tokens clipped at the lower bound.",
            panel="clipped tokens"),
     Metric("clip_fraction/dual", "share", "Tokens held by the dual clip.",
+           panel="clipped tokens"),
+    Metric("clip_fraction/tis", "share",
+           "Tokens of earlier policies whose weight `algo.tis_cap` holds.",
            panel="clipped tokens"),
     Metric("grad_norm", "norm", "Global gradient norm before clipping.", form="{:.3g}",
            panel="gradient norm before clipping", summary="gradient norm"),

@@ -14,7 +14,13 @@ from ml_collections import ConfigDict
 
 from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
-from dapo_jax.run.files import MetricsWriter, atomic_file, remove_leftovers, write_rollouts
+from dapo_jax.run.files import (
+    MetricsWriter,
+    atomic_file,
+    read_json,
+    remove_leftovers,
+    write_rollouts,
+)
 from dapo_jax.run.lock import locked
 from dapo_jax.run.metrics import TASK
 from dapo_jax.run.provenance import add_start
@@ -85,10 +91,23 @@ class Record:
             resumed = self._first_step > self._begin_step
             if resumed and not self._writer.has_row(resume_step):
                 self._writer.write(self._last_row)
+            if resumed:
+                self._write_hidden_scores()
         self.display.__enter__()
         for note in self._writer.notes if self._writer else ():
             self.display.line(note)
         return self
+
+    def _write_hidden_scores(self) -> None:
+        """Gives TensorBoard again what a resume's purge mark hides: evaluations without a row."""
+        for finished_steps in (self._first_step - 1, self._first_step):
+            file = self.workdir / "eval" / f"{finished_steps}.json"
+            in_row = finished_steps == self._last_row["step"] and any(
+                key.startswith("eval/") for key in self._last_row
+            )
+            if file.exists() and not in_row:
+                scores = result_row(read_json(file)["sets"])
+                self._writer.write_events({"step": finished_steps, **scores})
 
     def __exit__(self, *exception) -> None:
         self.display.__exit__(*exception)

@@ -1,7 +1,7 @@
 """The plan of a sweep: arms, seeds and the command of each point, from flags; kept in sweep.json.
 
 An arm is what runs have in common that differ in their seed alone: values of keys of the recipe,
-`preset` (a row of Table 1) among them. A point is an arm and a seed.
+`preset` (of configs.base) among them. A point is an arm and a seed.
 """
 
 import dataclasses

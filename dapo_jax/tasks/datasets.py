@@ -101,6 +101,8 @@ class PromptStream(Generic[T]):
             for items, own in zip(sets, seeds, strict=True)
         ]
         self._dataset = grain.MapDataset.mix(endless, weights) if len(sets) > 1 else endless[0]
+        self._places = grain.MapDataset.range(len(sets[0])).shuffle(seed=seed).repeat()
+        self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         """Number of items, of all sets."""
@@ -113,6 +115,67 @@ class PromptStream(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         raise TypeError("A PromptStream has no end: take stream[cursor].")
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The epoch's items as places in the data, in their order; of a stream of one set."""
+        if epoch not in self._orders:
+            first = epoch * len(self)
+            order = [self._places[cursor] for cursor in range(first, first + len(self))]
+            self._orders[epoch] = np.array(order)
+        return self._orders[epoch]
+
+
+class RemainingStream(Generic[T]):
+    """Leaves retired items out of the later epochs of a stream (ScaleRL, 2510.13786, section 3.2).
+
+    retired: an item's place in the data -> the first epoch without it. Cursors count what remains:
+    those gone through mean the same, whatever is retired after them.
+    """
+
+    def __init__(self, stream: PromptStream[T], retired: Mapping[int, int]):
+        self._stream = stream
+        self._retired = dict(retired)
+        self._first_epochs = np.sort(list(retired.values()))
+        self._remaining: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, cursor: int) -> T:
+        if not self._retired:
+            return self._stream[cursor]
+        epoch, i = self._find(cursor)
+        return self._stream[epoch * len(self._stream) + self._remains(epoch)[i]]
+
+    def retire(self, cursors: Sequence[int], *, next_cursor: int) -> dict[int, int]:
+        """The retired items, and those at `cursors`: out of each epoch that has not begun yet."""
+        epoch, i = self._find(next_cursor)
+        found = {}
+        for cursor in cursors:
+            of_epoch, j = self._find(cursor)
+            place = self._stream.order(of_epoch)[self._remains(of_epoch)[j]]
+            found[int(place)] = epoch + (i > 0)
+        return found | self._retired
+
+    def _find(self, cursor: int) -> tuple[int, int]:
+        """The epoch of a cursor, and how many of what remains there come before."""
+        epoch = 0
+        while cursor >= (size := self._size(epoch)):
+            if size == 0:
+                raise DataError(
+                    f"data.train: all {len(self._stream)} prompts are retired, being solved "
+                    "(algo.retire_pass_rate); add harder ones"
+                )
+            cursor, epoch = cursor - size, epoch + 1
+        return epoch, cursor
+
+    def _size(self, epoch: int) -> int:
+        return len(self._stream) - int(np.searchsorted(self._first_epochs, epoch, side="right"))
+
+    def _remains(self, epoch: int) -> np.ndarray:
+        """What remains of an epoch, as places in its order."""
+        if epoch not in self._remaining:
+            gone = [place for place, first in self._retired.items() if first <= epoch]
+            remains = ~np.isin(self._stream.order(epoch), gone)
+            self._remaining[epoch] = np.flatnonzero(remains)
+        return self._remaining[epoch]
 
 
 def _seed_of(seed: int, index: int) -> int:

@@ -114,6 +114,18 @@ def best_seconds(run, *, repeats: int) -> float:
     return min(times)
 
 
+def update_flops(config: Qwen2Config, prompt: int, length_PG: np.ndarray) -> float:
+    """Counts an update's products, forward and backward, the prompts computed once a group."""
+    _, params = abstract_params(config)
+    if not config.tie_embeddings:
+        del params["embed_VD"]  # the tied one is the head's, too
+    weights = sum(p.size for p in jax.tree.leaves(params))
+    tokens = len(length_PG) * (prompt - 1) + length_PG.sum()
+    seen = len(length_PG) * prompt * (prompt - 1) / 2
+    seen += np.sum(length_PG * (prompt + (length_PG - 1) / 2))
+    return 6 * weights * tokens + 12 * config.num_layers * config.num_heads * config.head_dim * seen
+
+
 def measured_rates(mesh) -> tuple[float, float]:
     """(bytes a second read and written by a copy, FLOP a second of a product), all devices."""
     ways, rows = rules.row_ways(mesh), rules.rows(mesh)

@@ -26,7 +26,6 @@ from dapo_jax.types import Prompt
 from experiments.benchmarks import common
 from models.kernels import KERNELS
 from models.parameters import param_axes
-from models.qwen2 import Qwen2Config
 from models.transformer import Transformer, abstract_params, split, unstack
 from sharding import hosts, rules
 from sharding.mesh import make_mesh, split_cpu
@@ -144,15 +143,6 @@ def ours(size: str, lengths: np.ndarray):
     )
 
 
-def update_flops(config: Qwen2Config, lengths: np.ndarray) -> float:
-    """FLOP of an update's products, forward and backward, the prompts computed once a group."""
-    _, params = abstract_params(config)
-    weights = sum(p.size for p in jax.tree.leaves(params))  # the embedding's are the head's
-    tokens = PROMPTS * (PROMPT - 1) + lengths.sum()
-    seen = PROMPTS * PROMPT * (PROMPT - 1) / 2 + np.sum(lengths * (PROMPT + (lengths - 1) / 2))
-    return 6 * weights * tokens + 12 * config.num_layers * config.num_heads * config.head_dim * seen
-
-
 def peer_arguments(size: str, new_tokens: int) -> list[str]:
     """The model's and the work's sizes as the peers' flags."""
     return common.peer_arguments(
@@ -214,7 +204,11 @@ def main(_):
                 best = max((r for p, r in rates.items() if p != "dapo_jax"), default=float("nan"))
                 shown = [f"{rate:,.0f}" for rate in rates.values()]
                 table.append([f"{size} M, {work}", name, *shown, f"{rates['dapo_jax'] / best:.2f}"])
-            flops = update_flops(common.SIZES[size], lengths) / seconds["dapo_jax"]["update"]
+            length_PG = lengths.reshape(PROMPTS, GROUP)
+            flops = (
+                common.update_flops(common.SIZES[size], PROMPT, length_PG)
+                / seconds["dapo_jax"]["update"]
+            )
             shares.append(f"{size} M, {work}: {flops / 1e9:.0f} GFLOP/s, {flops / rate:.0%}")
     print(f"\n{common.machine()}, commit {common.commit()}; response tokens per second")
     print(common.table(["", "", *seconds, "over the better peer"], table))

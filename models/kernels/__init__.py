@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from models.kernels import cpu, packed, paged_tpu, pages_tpu, splash_tpu, xla
+from models.kernels import (
+    cpu,
+    packed,
+    paged_gpu,
+    paged_tpu,
+    pages_gpu,
+    pages_tpu,
+    splash_tpu,
+    xla,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,8 +25,9 @@ class Kernels:
 
     attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT) -> out_BTNH attends inside packed
     rows; shares_prompts says whether several responses may stand there behind one prompt.
-    attend_pages is `paged_tpu`'s and write_pages `pages_tpu`'s with their last argument given, or
-    None where plain XLA attends to pages and writes them; copy_pages is `xla`'s or `pages_tpu`'s.
+    attend_pages is `paged_tpu`'s or `paged_gpu`'s, write_pages `pages_tpu`'s or `pages_gpu`'s, with
+    their last argument given, or None where plain XLA attends to pages and writes them; copy_pages
+    is one of theirs or `xla`'s.
     learn_product and decode_product are einsums with a weight matrix. unrolled_layers is how many
     layers the learner's loop takes at once where it recomputes nothing. compiler_options are the
     sampler's. platforms are those that can run all this; None: all.
@@ -47,6 +57,23 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
     )
 
 
+def _gpu(*, interpret: bool, platform: str) -> Kernels:
+    return dataclasses.replace(
+        XLA,
+        attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
+        write_pages=functools.partial(pages_gpu.write_pages, interpret=interpret),
+        copy_pages=functools.partial(pages_gpu.copy_pages, interpret=interpret),
+        platforms=(platform,),
+    )
+
+
+XLA = Kernels(
+    attend_rows=packed.packed_attention,
+    shares_prompts=True,
+    attend_pages=None,
+    write_pages=None,
+    learn_product=jnp.einsum,
+)
 KERNELS = {
     "cpu": Kernels(
         attend_rows=packed.packed_attention,
@@ -58,15 +85,11 @@ KERNELS = {
         compiler_options=cpu.DECODE_OPTIONS,
         platforms=("cpu",),
     ),
-    "gpu": Kernels(  # plain XLA
-        attend_rows=packed.packed_attention,
-        shares_prompts=True,
-        attend_pages=None,
-        write_pages=None,
-        learn_product=jnp.einsum,
-    ),
+    "gpu": _gpu(interpret=False, platform="gpu"),
+    "gpu_interpret": _gpu(interpret=True, platform="cpu"),  # a GPU's programs, slowly
     "tpu": _tpu(interpret=False, platform="tpu"),
     "tpu_interpret": _tpu(interpret=True, platform="cpu"),  # the pod's programs, slowly
+    "xla": XLA,
 }
 
 
@@ -77,7 +100,7 @@ def kernels_for(name: str, platform: str) -> Kernels:
     and for kernels that the platform cannot run.
     """
     if name == "auto":
-        return KERNELS.get(platform, KERNELS["gpu"])
+        return KERNELS.get(platform, XLA)
     if name not in KERNELS:
         raise ValueError(
             f"model.kernels = {name!r} is unknown; choose one of {', '.join(('auto', *KERNELS))}"

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.pages_tpu import LANES, as_stored, token_axes
-from models.kernels.xla import MASKED
+from models.kernels.xla import MASKED, require_one_kind
 
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
 BUFFERS = 3  # blocks in VMEM: one being computed, two being read
@@ -60,18 +60,7 @@ def paged_attention(
     B, T, N, H = q_BTNH.shape
     _, K, C, _ = pool[1].shape
     Q, S = T * N // K, min(B, SLOTS)
-    if not all(a.dtype == q_BTNH.dtype for a in (*prompt_pool, *pool)):
-        raise ValueError(
-            f"q, k and v must have one dtype, not {q_BTNH.dtype}, "
-            + ", ".join(str(a.dtype) for a in (*prompt_pool, *pool))
-        )
-    for k_PKHC, v_PKCH in (prompt_pool, pool):
-        P = len(k_PKHC)
-        if (k_PKHC.shape, v_PKCH.shape) != ((P, K, H, C), (P, K, C, H)):
-            raise ValueError(
-                f"pages of keys {k_PKHC.shape} and of values {v_PKCH.shape} do not go together "
-                f"with a head size of {H}, {K} key/value heads and {C} tokens"
-            )
+    require_one_kind(q_BTNH, prompt_pool, pool)
     if H % LANES and C % LANES and not interpret:
         raise ValueError(
             f"head size {H} with pages of {C} tokens: set the tokens of a page to a multiple of "

@@ -1,0 +1,250 @@
+"""The policy loss as four choices, each a table; a row of each makes a published loss.
+
+    algo.ratio             RATIOS        how far the policy is from the one that sampled
+    algo.gate              GATES         what becomes of tokens whose ratio is far from 1
+    algo.advantage_scale   ADVANTAGES    what a reward's distance from its group's mean is scaled by
+    algo.loss_aggregation  AGGREGATIONS  how the losses of a mini-batch's tokens are averaged
+
+The first row of each is DAPO's (arXiv 2503.14476); configs/README.md has the index of the papers
+that take others. LOSSES is for a loss that these do not make. Axes as in dapo_jax.algorithm, and B
+packed rows (dapo_jax.packing).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax import algorithm
+from dapo_jax.algorithm import (
+    ADVANTAGE_EPSILON,
+    centred_reward,
+    clamped_log_ratio,
+    clip_indicators,
+    group_advantage,
+    importance_ratio,
+    token_policy_loss,
+    token_weights,
+)
+
+AGGREGATIONS = (*algorithm.AGGREGATIONS, "prompt_mean", "constant")
+
+
+class Token(NamedTuple):
+    """Holds what a loss sees of tokens, in arrays of one shape: packed rows [B, T], or a chunk [C].
+
+    The fields are those of Batch; prompts and padding, branch 0, are among the tokens.
+    reference_logp: the start policy's log-probabilities; None without a KL term. is_fresh: of
+    responses, without those that earlier policies sampled. is_high_cov: None but for KL-Cov.
+    """
+
+    behavior_logp: jax.Array
+    advantage: jax.Array
+    weight: jax.Array
+    is_response: jax.Array
+    branch: jax.Array
+    reference_logp: jax.Array | None
+    is_fresh: jax.Array
+    is_high_cov: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Declares a policy loss that config.algo.loss can choose.
+
+    function(logp, token, learning) -> (loss, indicators), from log pi of the targets. loss: each
+    token's, before its weight; indicators: name -> a value for each token, such as whether a clip
+    holds it, of which the metrics have the mean over the response tokens.
+
+    by_token: whether a token's loss depends on no other token. False: the function gets whole rows
+    [B, T], and so whole responses (see `response_mean`), at the price of a second pass of the head.
+    """
+
+    function: Callable[[jax.Array, Token, Any], tuple[jax.Array, dict[str, jax.Array]]]
+    by_token: bool = True
+
+
+def response_mean(value_BT, token: Token):
+    """Gives every token of the packed rows the mean of a value over its response."""
+
+    def of_row(value_T, branch_T):
+        def total(terms_T):
+            return jax.ops.segment_sum(terms_T, branch_T, num_segments=len(branch_T) + 1)
+
+        return (total(value_T) / jnp.maximum(total(jnp.ones_like(value_T)), 1))[branch_T]
+
+    return jax.vmap(of_row)(value_BT, token.branch)
+
+
+# Ratios: two log-probabilities, of which the difference is log r.
+
+
+def token_ratio(logp, token: Token):
+    """Compares each token's own probabilities (Eq. 8)."""
+    return logp, token.behavior_logp
+
+
+def sequence_ratio(logp_BT, token: Token):
+    """Compares whole responses by the geometric mean of their ratios (GSPO, 2507.18071, Eq. 7)."""
+    log_ratio_BT = response_mean(jnp.subtract(logp_BT, token.behavior_logp), token)
+    return log_ratio_BT, jnp.zeros_like(log_ratio_BT)
+
+
+RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
+
+
+# Gates: from a ratio to each token's loss, and which bounds hold it.
+
+
+def clip(compared, logp, token: Token, learning):
+    """Bounds the objective (Eq. 8 with the dual clip): beyond a bound a token has no gradient."""
+    s = learning
+    bounds = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
+    arguments = (*compared, token.advantage)
+    held = clip_indicators(*arguments, **bounds)
+    indicators = {f"clip_fraction/{bound}": value for bound, value in held._asdict().items()}
+    return token_policy_loss(*arguments, **bounds), indicators
+
+
+def cispo(compared, logp, token: Token, learning):
+    """Bounds the weight of log pi alone (CISPO, 2506.13585, Eq. 4 and 5): all keep a gradient."""
+    ratio = importance_ratio(*compared)
+    low, high = 1.0 - learning.eps_low, 1.0 + learning.eps_high
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
+    held = {"clip_fraction/high": ratio > high, "clip_fraction/low": ratio < low}
+    return -weight * token.advantage * logp, held
+
+
+def unbounded(compared, logp, token: Token, learning):
+    """Bounds nothing: the importance-weighted policy gradient, -r A."""
+    return -importance_ratio(*compared) * token.advantage, {}
+
+
+def kl_cov(compared, logp, token: Token, learning):
+    """Holds back the tokens of high covariance alone (KL-Cov, 2505.22617, Eq. 14, Listing 1).
+
+    The penalty |log r| is Listing 1's estimate of their KL divergence; its slope is 0 at r = 1, and
+    +-1 elsewhere, however near: where sampler and learner round differently, that decides.
+    """
+    loss, _ = unbounded(compared, logp, token, learning)
+    log_ratio = clamped_log_ratio(logp, token.behavior_logp)
+    # jnp.abs has slope 1 at 0.
+    penalty = log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
+    return loss + learning.kl_cov_coef * jnp.where(token.is_high_cov, penalty, 0.0), {}
+
+
+GATES = {"clip": clip, "cispo": cispo, "none": unbounded, "kl_cov": kl_cov}
+
+
+def high_covariance(logp, advantage, mask, *, share: float) -> np.ndarray:
+    """Marks the share of tokens with the largest covariance (KL-Cov, 2505.22617, Eq. 10 and 13).
+
+    A token's is (log pi - mean)(A - mean), with means over the tokens of `mask`: those of the whole
+    mini-batch. One is marked at least, if there are any. NumPy arrays of one shape; returns bool.
+    """
+    count = max(np.sum(mask), 1)
+    deviation = [value - np.sum(value, where=mask) / count for value in (logp, advantage)]
+    covariance = np.where(mask, deviation[0] * deviation[1], -np.inf)
+    marked = np.zeros(mask.shape, bool)
+    order = np.argsort(-covariance, axis=None, kind="stable")
+    marked.flat[order[: max(int(share * count), 1)]] = True
+    return marked & mask
+
+
+def truncated(logp, token: Token, *, cap: float):
+    """Weighs log pi by min(r, cap), r to the policy that sampled the token: (loss, whether capped).
+
+    Truncated importance sampling (fengyao.notion.site/off-policy-rl): min(pi_old / pi_sampler, C)
+    times the gradient at pi_old, the policy at the beginning of the step. In later updates of the
+    step r has the current policy in pi_old's place, which would take a pass of its own.
+    """
+    ratio = importance_ratio(logp, token.behavior_logp)
+    weight = jax.lax.stop_gradient(jnp.minimum(ratio, cap))
+    return -weight * token.advantage * logp, ratio > cap
+
+
+# Advantages: reward_PG, length_PG of the groups that a step trains on -> [P, G]; NumPy.
+
+
+def group_std(reward_PG, length_PG):
+    """Divides by the standard deviation in the group (Eq. 9)."""
+    return group_advantage(reward_PG)
+
+
+def batch_std(reward_PG, length_PG):
+    """Divides by that of all responses (ScaleRL, 2510.13786, section 4; 2501.03262, Eq. 7)."""
+    return _whitened(centred_reward(reward_PG), np.ones_like(length_PG))
+
+
+def token_whiten(reward_PG, length_PG):
+    """Makes mean 0 and deviation 1 over all tokens (REINFORCE++ baseline, 2501.03262, Eq. 6, 7)."""
+    return _whitened(centred_reward(reward_PG), length_PG)
+
+
+def unscaled(reward_PG, length_PG):
+    """Divides by nothing (Dr. GRPO, 2503.20783, section 3.2)."""
+    return centred_reward(reward_PG)
+
+
+def _whitened(value_PG, count_PG):
+    """Takes the mean away and divides by the unbiased deviation, each value counted so often."""
+    total = count_PG.sum()
+    centred_PG = value_PG - (value_PG * count_PG).sum() / max(total, 1)
+    variance = (centred_PG**2 * count_PG).sum() / max(total - 1, 1)
+    return (centred_PG / (np.sqrt(variance) + ADVANTAGE_EPSILON)).astype(value_PG.dtype)
+
+
+ADVANTAGES = {
+    "group_std": group_std,
+    "batch_std": batch_std,
+    "token_whiten": token_whiten,
+    "none": unscaled,
+}
+
+
+def loss_weights(mask_PGT, *, mode: str, max_tokens: int | None = None) -> np.ndarray:
+    """Weighs each token's loss in one update, by a name of AGGREGATIONS.
+
+    token_mean, sequence_mean: as `algorithm.token_weights`. prompt_mean: every prompt alike, and
+    every token of its responses (ScaleRL, 2510.13786, section 3.2 and 4); a prompt without tokens
+    does not count. constant: `1 / (R max_tokens)`, whatever the lengths (Dr. GRPO, 2503.20783,
+    Listing 1).
+
+    `mask_PGT`: nonzero at response tokens, of the WHOLE mini-batch, as there. max_tokens: of a
+    response at most. Returns floats [P, G, T]; masked tokens weigh 0.
+    """
+    mask_PGT = mask_PGT != 0
+    P, G, T = mask_PGT.shape
+    if mode == "prompt_mean":
+        tokens_P11 = mask_PGT.sum(axis=(1, 2), keepdims=True)
+        return mask_PGT / (max(np.sum(tokens_P11 > 0), 1) * np.maximum(tokens_P11, 1))
+    if mode == "constant":
+        return mask_PGT / (P * G * max_tokens)
+    return token_weights(mask_PGT.reshape(P * G, T), mode=mode).reshape(P, G, T)
+
+
+def four_choices(logp, token: Token, learning):
+    """Computes each token's loss by the recipe's ratio and gate, and which bounds hold it.
+
+    With learning.tis_cap the tokens that earlier policies sampled are `truncated` instead.
+    """
+    compared = RATIOS[learning.ratio](logp, token)
+    loss, held = GATES[learning.gate](compared, logp, token, learning)
+    if learning.tis_cap > 0:
+        stale = token.is_response & ~token.is_fresh
+        stale_loss, capped = truncated(logp, token, cap=learning.tis_cap)
+        loss = jnp.where(stale, stale_loss, loss)
+        held = {name: value & ~stale for name, value in held.items()}
+        held["clip_fraction/tis"] = capped & stale
+    return loss, held
+
+
+LOSSES = {"dapo": Loss(four_choices)}
+
+
+def is_by_token(learning) -> bool:
+    """Tells whether a token's loss depends on no other token."""
+    return LOSSES[learning.loss].by_token and learning.ratio == "token"

@@ -1,0 +1,238 @@
+"""Decode attention over pools of key/value pages: Pallas kernels for GPU.
+
+Axis letters: those of `paged_tpu`, but E = B * T rows, one for each position of a slot; Q query
+heads of one key/value head, padded; W tokens of a tile, F tiles of a page, M pages of a split.
+
+This is flash-decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): a
+row's live pages, its prompt's and then its response's, are divided into splits of M pages, and a
+program attends to one split for the query heads of one key/value head. It gives what `xla.combine`
+calls a piece, and a second kernel adds up the pieces of a row, after the tokens that are in no page
+yet. Programs of splits behind a row's last page end at once, so time follows the tokens that are
+there. Splits have a fixed size, a row's pieces are added up in order and every position of a slot
+is a row of its own: a row's bits depend on its own tokens alone.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from models.kernels import triton
+from models.kernels.xla import MASKED, require_one_kind
+
+SPLIT_TOKENS = 512  # of one head, 128 to 256 KiB of keys and values in bfloat16
+TILE_TOKENS = 64
+STAGES = 3  # of a loop: a page's number is read, then its tile, while another one is multiplied
+
+
+def paged_attention(
+    q_BTNH,
+    recent,
+    recent_tokens_B,
+    prompt_pool,
+    pool,
+    page_BX,
+    prompt_tokens_B,
+    tokens_B,
+    *,
+    interpret: bool,
+):
+    """Attends with T tokens a slot to the slot's closed pages and to its most recent tokens.
+
+    Arguments and result are `paged_tpu.paged_attention`'s. A slot's numbers do not depend on other
+    slots, on X, on T or on which pages it has. The page ids of live pages have to be valid: they
+    are not checked. Beside its arguments it holds a float32 out_ENH for each split of X pages.
+    Raises ValueError for dtypes or shapes that differ, and (unless interpreted) where H or C is no
+    power of two from 16 on.
+    """
+    B, T, N, H = q_BTNH.shape
+    _, K, C, _ = pool[1].shape
+    X, E, heads = page_BX.shape[1], B * T, N // K
+    require_one_kind(q_BTNH, prompt_pool, pool)
+    if not interpret and any(size < triton.ROWS or size & (size - 1) for size in (H, C)):
+        raise ValueError(
+            f"head size {H} with pages of {C} tokens: the GPU's kernels need powers of two, 16 or "
+            'more; set rollout.page_tokens to one, or model.kernels = "xla"'
+        )
+    pages = pages_per_split(C)
+    splits = pl.cdiv(X, pages)
+    tokens = (prompt_tokens_B, tokens_B)
+    q_rows = q_BTNH.reshape(E * N, H)
+    axes = jax.typeof(q_BTNH).manual_axis_type
+
+    def rows_of(count, *shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((count * E * N, *shape), dtype, manual_axis_type=axes)
+
+    pieces = triton.call(
+        functools.partial(_split_kernel, positions=T, heads=heads, pages=pages),
+        *tokens,
+        page_BX,
+        q_rows,
+        *prompt_pool,
+        *pool,
+        grid=(K, E, splits),
+        out_shape=[rows_of(splits, H), rows_of(splits), rows_of(splits)],
+        name="paged_attention",
+        interpret=interpret,
+        warps=2 * q_BTNH.dtype.itemsize,  # float32 would run out of registers with 4
+        stages=STAGES,
+    )
+    k_BKHR, v_BKRH = recent
+    missing = triton.padded(v_BKRH.shape[2]) - v_BKRH.shape[2]
+    (out_rows,) = triton.call(
+        functools.partial(_combine_kernel, positions=T, heads=heads, pages=pages, page_tokens=C),
+        *tokens,
+        recent_tokens_B,
+        q_rows,
+        jnp.pad(k_BKHR, ((0, 0),) * 3 + ((0, missing),)),
+        jnp.pad(v_BKRH, ((0, 0),) * 2 + ((0, missing), (0, 0))),
+        *pieces,
+        grid=(K, E),
+        out_shape=[rows_of(1, H, dtype=q_BTNH.dtype)],
+        name="combine",
+        interpret=interpret,
+        stages=STAGES,
+    )
+    return out_rows.reshape(B, T, N, H)
+
+
+def pages_per_split(page_tokens: int) -> int:
+    """Counts the pages of a split; depends on the tokens of a page alone."""
+    return max(1, SPLIT_TOKENS // page_tokens)
+
+
+def _split_kernel(
+    prompt_tokens_ref,
+    tokens_ref,
+    page_ref,
+    q_ref,
+    k_prompts_ref,
+    v_prompts_ref,
+    k_responses_ref,
+    v_responses_ref,
+    out_ref,
+    max_ref,
+    sum_ref,
+    *,
+    positions: int,
+    heads: int,
+    pages: int,
+):
+    """Attends to one split of a row's pages, for the query heads of one key/value head."""
+    h, row, split = (pl.program_id(axis) for axis in range(3))
+    b = lax.div(row, positions)
+    H, C = k_responses_ref.shape[2:]
+    W = min(C, TILE_TOKENS)
+    F = C // W
+    prompt_tokens, tokens = prompt_tokens_ref[b], tokens_ref[b]
+    prompt_pages, first = pl.cdiv(prompt_tokens, C), split * pages
+    q_QH, is_head_Q = _queries(q_ref, row, h, heads=heads)
+    token_W = jnp.arange(W)
+
+    def attend(k_ref, v_ref, tokens, first, before, state):
+        """Adds tiles of `pages` pages, of which the first is number `first` of its pool's.
+
+        before: the row's pages of other pools before this one's.
+        """
+
+        def add_tile(tile, state):
+            page = page_ref[b, before + lax.div(tile, F)]
+            is_live_W = token_W < tokens - tile * W
+            where = pl.ds(lax.rem(tile, F) * W, W)
+            # No mask: it would make these loads single tokens, and masked scores do as well.
+            x_QW = triton.dot(q_QH, k_ref[page, h, :, where]) * H**-0.5
+            # What does not live may be anything, NaN included, and 0 * NaN is NaN.
+            v_WH = triton.load(v_ref.at[page, h, where, :], mask=is_live_W[:, None], other=0.0)
+            return _accumulate(state, jnp.where(is_live_W[None], x_QW, MASKED), v_WH)
+
+        begin, end = (jnp.maximum(first + i, 0) * F for i in (0, pages))
+        return lax.fori_loop(begin, jnp.minimum(end, pl.cdiv(tokens, W)), add_tile, state)
+
+    state = _no_tokens(q_QH)
+    state = attend(k_prompts_ref, v_prompts_ref, prompt_tokens, first, 0, state)
+    state = attend(
+        k_responses_ref, v_responses_ref, tokens, first - prompt_pages, prompt_pages, state
+    )
+
+    @pl.when(first < prompt_pages + pl.cdiv(tokens, C))
+    def _():
+        where = _place(split * pl.num_programs(1) + row, h, heads=heads)
+        max_Q1, sum_Q1, out_QH = state
+        triton.store(out_ref.at[where, :], out_QH, mask=is_head_Q[:, None])
+        triton.store(max_ref.at[where], max_Q1[:, 0], mask=is_head_Q)
+        triton.store(sum_ref.at[where], sum_Q1[:, 0], mask=is_head_Q)
+
+
+def _combine_kernel(
+    prompt_tokens_ref,
+    tokens_ref,
+    recent_tokens_ref,
+    q_ref,
+    k_recent_ref,
+    v_recent_ref,
+    out_pieces_ref,
+    max_ref,
+    sum_ref,
+    out_ref,
+    *,
+    positions: int,
+    heads: int,
+    pages: int,
+    page_tokens: int,
+):
+    """Attends to a row's recent tokens and adds the pieces of its splits, one after the other."""
+    h, row = (pl.program_id(axis) for axis in range(2))
+    b = lax.div(row, positions)
+    H, R = k_recent_ref.shape[2:]
+    q_QH, is_head_Q = _queries(q_ref, row, h, heads=heads)
+    x_QR = triton.dot(q_QH, k_recent_ref[b, h]) * H**-0.5
+    is_live_R = jnp.arange(R) < recent_tokens_ref[b] + lax.rem(row, positions)
+    x_QR = jnp.where(is_live_R[None], x_QR, MASKED)
+    state = _accumulate(_no_tokens(q_QH), x_QR, v_recent_ref[b, h])
+    row_pages = sum(pl.cdiv(ref[b], page_tokens) for ref in (prompt_tokens_ref, tokens_ref))
+
+    def add_piece(split, state):
+        max_Q1, sum_Q1, out_QH = state
+        where = _place(split * pl.num_programs(1) + row, h, heads=heads)
+        other_max_Q1 = triton.load(max_ref.at[where], mask=is_head_Q, other=MASKED)[:, None]
+        other_sum_Q1 = triton.load(sum_ref.at[where], mask=is_head_Q, other=0.0)[:, None]
+        other_QH = triton.load(out_pieces_ref.at[where, :], mask=is_head_Q[:, None], other=0.0)
+        new_max_Q1 = jnp.maximum(max_Q1, other_max_Q1)
+        decay_Q1, weight_Q1 = jnp.exp(max_Q1 - new_max_Q1), jnp.exp(other_max_Q1 - new_max_Q1)
+        sum_Q1 = sum_Q1 * decay_Q1 + other_sum_Q1 * weight_Q1
+        return new_max_Q1, sum_Q1, out_QH * decay_Q1 + other_QH * weight_Q1
+
+    _, sum_Q1, out_QH = lax.fori_loop(0, pl.cdiv(row_pages, pages), add_piece, state)
+    out_QH = (out_QH / sum_Q1).astype(out_ref.dtype)
+    triton.store(out_ref.at[_place(row, h, heads=heads), :], out_QH, mask=is_head_Q[:, None])
+
+
+def _queries(q_ref, row, h, *, heads: int):
+    """Loads the queries q_QH of a row that read key/value head h, and which of Q there are."""
+    is_head_Q = jnp.arange(triton.padded(heads)) < heads
+    where = _place(row, h, heads=heads)
+    return triton.load(q_ref.at[where, :], mask=is_head_Q[:, None], other=0.0), is_head_Q
+
+
+def _place(row, h, *, heads: int):
+    """Finds the query heads of a key/value head among all rows' heads, and some more to make Q."""
+    return pl.ds((row * pl.num_programs(0) + h) * heads, triton.padded(heads))
+
+
+def _no_tokens(q_QH):
+    """Makes the state (max_Q1, sum_Q1, out_QH) of a running softmax before its first token."""
+    Q, H = q_QH.shape
+    return jnp.full((Q, 1), MASKED), jnp.zeros((Q, 1)), jnp.zeros((Q, H))
+
+
+def _accumulate(state, x_QW, v_WH):
+    """Adds W more scores and values to the running softmax (max_Q1, sum_Q1, out_QH)."""
+    max_Q1, sum_Q1, out_QH = state
+    new_max_Q1 = jnp.maximum(max_Q1, x_QW.max(axis=1, keepdims=True))
+    p_QW = jnp.exp(x_QW - new_max_Q1)
+    decay_Q1 = jnp.exp(max_Q1 - new_max_Q1)
+    sum_Q1 = sum_Q1 * decay_Q1 + p_QW.sum(axis=1, keepdims=True)
+    out_QH = out_QH * decay_Q1 + triton.dot(p_QW.astype(v_WH.dtype), v_WH)
+    return new_max_Q1, sum_Q1, out_QH

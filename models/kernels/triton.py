@@ -1,0 +1,74 @@
+"""Pallas's Triton back end: all that is particular to it in our kernels for GPUs.
+
+Triton and not Mosaic GPU, its successor, since decoding has 5 to 8 query rows for each key head:
+Triton multiplies tiles of 16 rows, Mosaic's products on a Hopper have 64. It also runs on GPUs
+before Hopper, and in the interpreter that every CPU has. JAX 0.11 calls Triton deprecated and warns
+where it is lowered; 0.12 still has it. Another back end replaces this module, and in the kernels
+the slices of references to global memory.
+
+A kernel gets references to whole arrays in global memory and loads what it needs; sizes of what is
+loaded are powers of two.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+ROWS = 16  # the fewest that a product takes
+
+
+def padded(size: int) -> int:
+    """Rounds a side of a product up to what Triton takes."""
+    return max(ROWS, pl.next_power_of_2(size))
+
+
+def call(
+    kernel: Callable,
+    *arrays,
+    grid: tuple[int, ...],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    name: str,
+    interpret: bool,
+    warps: int = 4,
+    stages: int = 1,
+    aliases: Mapping[int, int] | None = None,
+):
+    """Runs a kernel over a grid, of which programs that differ in the last place run last.
+
+    warps: of 32 threads a program. stages: iterations of a loop that are under way at once.
+    aliases: which inputs the outputs take the place of, {input: output}.
+    """
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=out_shape,
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+
+
+def load(ref, *, mask, other):
+    """Loads what the reference points to where the mask is True, and `other` elsewhere."""
+    return plgpu.load(ref, mask=mask, other=other)
+
+
+def store(ref, value, *, mask):
+    """Stores a value where the mask is True."""
+    plgpu.store(ref, value, mask=mask)
+
+
+def dot(a, b):
+    """Multiplies two matrices, with sums in float32; float32 factors are not rounded to TF32."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,384 @@
+"""dapo_jax.losses: each choice by cases computed by hand, each preset by its paper's equation.
+
+Whole mini-batches go through `make_batch` and `weighted_loss` without a model: the slope of the
+loss in each token's log-probability is all that a preset changes of the gradient.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gspo import gspo
+from quick import jit
+
+from configs import base
+from dapo_jax import learner, losses
+from dapo_jax.losses import Token
+from dapo_jax.run import build, checks
+from dapo_jax.types import Group, Prompt, Response
+from models.kernels import KERNELS
+
+MAX_TOKENS = 50
+
+
+def recipe(preset: str = "", **changes):
+    """The defaults with a preset, and keys of algo changed."""
+    config = base.apply_preset(base.get_config(), preset)
+    config.rollout.max_response_tokens = MAX_TOKENS
+    config.algo.overlong_cache_tokens = 0
+    for name, value in changes.items():
+        config.algo[name] = value
+    return config
+
+
+def learning_of(config):
+    checks.check(config)
+    return build.learning(config, 60, KERNELS["cpu"])
+
+
+def token_of(ratio, advantage, *, branch=None, fresh=True, marked=None):
+    """(logp, token) of [1, T] tokens, each sampled with probability 1/e; branch 0 is a prompt's."""
+    shape = (1, len(ratio))
+    branch_BT = np.arange(1, shape[1] + 1)[None] if branch is None else np.array([branch])
+    token = Token(
+        behavior_logp=np.full(shape, -1.0, np.float32),
+        advantage=np.array([advantage], np.float32),
+        weight=np.ones(shape, np.float32),
+        is_response=branch_BT > 0,
+        branch=branch_BT,
+        reference_logp=None,
+        is_fresh=(branch_BT > 0) & np.broadcast_to(fresh, shape),
+        is_high_cov=marked,
+    )
+    return np.log(np.array([ratio], np.float32)) - 1, token
+
+
+def loss_and_slope(logp, token, learning):
+    """Each token's loss, the slope of their sum in each log-probability, and the indicators."""
+
+    @jit
+    def run(logp, token):
+        function = losses.LOSSES[learning.loss].function
+        loss, pull, held = jax.vjp(lambda x: function(x, token, learning), logp, has_aux=True)
+        return loss, pull(jnp.ones_like(loss))[0], held
+
+    return jax.device_get(run(logp, token))
+
+
+# A ratio below, inside, on and above every bound, first with A = 2 and then with A = -2.
+RATIOS = (0.5, 0.9, 1.0, 1.5, 8.0, 11.0)
+PLUS_AND_MINUS = (RATIOS * 2, (2.0,) * 6 + (-2.0,) * 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "slope", "high", "low"),
+    [
+        (  # DAPO: no gradient above 1.28 for A > 0; below 0.8 and above 10 for A < 0
+            {},
+            [-1.0, -1.8, -2.0, 0.0, 0.0, 0.0, 0.0, 1.8, 2.0, 3.0, 16.0, 0.0],
+            [3, 4, 5],
+            [6],
+        ),
+        (  # CISPO without a lower bound: the weight is the ratio, 5 at most, for both signs
+            {"gate": "cispo", "eps_low": 1.0, "eps_high": 4.0},
+            [-1.0, -1.8, -2.0, -3.0, -10.0, -10.0, 1.0, 1.8, 2.0, 3.0, 10.0, 10.0],
+            [4, 5, 10, 11],
+            [],
+        ),
+        (  # and with both bounds of Eq. 5
+            {"gate": "cispo"},
+            [-1.6, -1.8, -2.0, -2.56, -2.56, -2.56, 1.6, 1.8, 2.0, 2.56, 2.56, 2.56],
+            [3, 4, 5, 9, 10, 11],
+            [0, 6],
+        ),
+        (
+            {"gate": "none"},
+            [-1.0, -1.8, -2.0, -3.0, -16.0, -22.0, 1.0, 1.8, 2.0, 3.0, 16.0, 22.0],
+            None,
+            None,
+        ),
+    ],
+    ids=["clip", "cispo", "cispo, both bounds", "none"],
+)
+def test_the_slope_of_each_gate_by_hand(changes, slope, high, low):
+    logp, token = token_of(*PLUS_AND_MINUS)
+    _, slope_BT, held = loss_and_slope(logp, token, learning_of(recipe(**changes)))
+    np.testing.assert_allclose(slope_BT[0], slope, rtol=1e-5)
+    np.testing.assert_array_equal(slope_BT[0] == 0, np.array(slope) == 0)
+    if high is None:
+        assert not held
+        return
+    for name, places in (("high", high), ("low", low)):
+        assert np.flatnonzero(held[f"clip_fraction/{name}"]).tolist() == places
+
+
+def test_the_losses_of_the_gates_by_hand():
+    logp, token = token_of([0.5, 8.0], [2.0, -2.0])
+    by_hand = {
+        "clip": [-1.0, 16.0],
+        "none": [-1.0, 16.0],
+        "cispo": [-0.8 * 2 * (math.log(0.5) - 1), 1.28 * 2 * (math.log(8) - 1)],
+    }
+    for gate, expected in by_hand.items():
+        loss_BT, *_ = loss_and_slope(logp, token, learning_of(recipe(gate=gate)))
+        np.testing.assert_allclose(loss_BT[0], expected, rtol=1e-5, err_msg=gate)
+
+
+def test_kl_cov_penalises_the_marked_tokens_alone_by_hand():
+    """-r A, and beta |log r| at marked tokens: its slope is beta times the sign of log r."""
+    ratio, advantage = [0.5, 8.0, 1.0, 0.5, 8.0], [2.0, 2.0, 2.0, -2.0, -2.0]
+    marked = np.array([[True, True, True, True, False]])
+    logp, token = token_of(ratio, advantage, marked=marked)
+    learning = learning_of(recipe("kl_cov", kl_cov_coef=0.25))
+    loss_BT, slope_BT, held = loss_and_slope(logp, token, learning)
+    log2, log8 = math.log(2), math.log(8)
+    expected = [-1 + log2 / 4, -16 + log8 / 4, -2, 1 + log2 / 4, 16]
+    np.testing.assert_allclose(loss_BT[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(slope_BT[0], [-1.25, -15.75, -2, 0.75, 16], rtol=1e-5)
+    assert not held
+
+
+def test_tokens_of_earlier_policies_weigh_their_ratio_so_much_at_most():
+    """Where the clip would leave those far from 1 no gradient; fresh tokens keep the clip."""
+    ratio, advantage = [0.5, 1.5, 8.0] * 3, [2.0] * 3 + [-2.0] * 3 + [2.0] * 3
+    fresh = np.array([[False] * 6 + [True] * 3])
+    logp, token = token_of(ratio, advantage, fresh=fresh)
+    _, slope_BT, held = loss_and_slope(logp, token, learning_of(recipe("tis")))
+    np.testing.assert_allclose(slope_BT[0], [-1, -3, -4, 1, 3, 4, -1, 0, 0], rtol=1e-5)
+    places = {name: np.flatnonzero(value).tolist() for name, value in held.items()}
+    assert places == {
+        "clip_fraction/tis": [2, 5],
+        "clip_fraction/high": [7, 8],
+        "clip_fraction/low": [],
+        "clip_fraction/dual": [],
+    }
+
+
+def test_the_sequence_ratio_is_the_geometric_mean_by_hand():
+    """Three responses of a row behind a prompt: two inside the bounds, one above with A > 0."""
+    branch = [0, 0, 1, 1, 2, 2, 2, 3, 3, 0]
+    ratio = [9.0, 9.0, 1.5, 0.9, 0.7, 1.1, 1.0, 2.0, 1.0, 9.0]
+    advantage = [0.0, 0.0, 1.0, 1.0, -1.0, -1.0, -1.0, 1.0, 1.0, 0.0]
+    logp, token = token_of(ratio, advantage, branch=branch)
+    learning = learning_of(recipe(ratio="sequence"))
+    loss_BT, slope_BT, held = loss_and_slope(logp, token, learning)
+    s = [1.35**0.5, 0.77 ** (1 / 3), 2**0.5]
+    np.testing.assert_allclose(loss_BT[0, 2:9], [-s[0]] * 2 + [s[1]] * 3 + [-1.28] * 2, rtol=1e-5)
+    # Each of |y| losses has the slope s A / |y| in each of the response's log-probabilities.
+    np.testing.assert_allclose(slope_BT[0, 2:9], [-s[0]] * 2 + [s[1]] * 3 + [0.0] * 2, rtol=1e-5)
+    np.testing.assert_array_equal(held["clip_fraction/high"][0, 2:9], [0] * 5 + [1] * 2)
+    theirs = loss_and_slope(logp, token, dataclasses.replace(learning, loss="gspo"))
+    assert losses.LOSSES["gspo"].function is gspo  # tests/gspo.py's, written for itself
+    np.testing.assert_allclose(loss_BT, theirs[0], rtol=1e-5)
+    np.testing.assert_allclose(slope_BT, theirs[1], rtol=1e-5)
+
+
+# Advantages, averages and the choice of KL-Cov
+
+
+def test_each_advantage_scale_by_hand():
+    reward_PG = np.array([[1, -1, -1, -1], [1, 1, 1, -1]], np.float32)
+    length_PG = np.array([[1, 1, 1, 1], [1, 1, 1, 5]])
+    centred = np.array([[1.5, -0.5, -0.5, -0.5], [0.5, 0.5, 0.5, -1.5]])
+    by_hand = {
+        "group_std": centred,  # the deviation of each of these groups is 1
+        "batch_std": centred / math.sqrt(6 / 7),
+        # Over 12 tokens the mean is -6/12, and the sum of squares around it 12.
+        "token_whiten": np.array([[2, 0, 0, 0], [1, 1, 1, -1]]) / math.sqrt(12 / 11),
+        "none": centred,
+    }
+    assert by_hand.keys() == losses.ADVANTAGES.keys()
+    for name, expected in by_hand.items():
+        advantage_PG = losses.ADVANTAGES[name](reward_PG, length_PG)
+        assert advantage_PG.dtype == np.float32
+        np.testing.assert_allclose(advantage_PG, expected, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("name", losses.ADVANTAGES)
+def test_equal_rewards_and_no_groups_are_no_trouble(name):
+    equal_PG, length_PG = np.full((3, 5), -1.3, np.float32), np.ones((3, 5), int)
+    assert not losses.ADVANTAGES[name](equal_PG, length_PG).any()
+    assert losses.ADVANTAGES[name](equal_PG[:0], length_PG[:0]).shape == (0, 5)
+
+
+def test_the_scales_differ_where_groups_do():
+    """A group of mixed rewards beside one of nearly equal ones: only Eq. 9 makes them alike."""
+    reward_PG = np.array([[1, -1, 1, -1], [1, 1, 1, -1]], np.float32)
+    length_PG = np.ones((2, 4), int)
+    largest = {
+        name: np.abs(scale(reward_PG, length_PG)).max(axis=1)
+        for name, scale in losses.ADVANTAGES.items()
+    }
+    np.testing.assert_allclose(largest["group_std"], [math.sqrt(3) / 2, 1.5], rtol=1e-5)
+    np.testing.assert_allclose(largest["none"], [1.0, 1.5], rtol=1e-5)
+    np.testing.assert_allclose(largest["batch_std"], [1.0, 1.5] / np.sqrt(7 / 7), rtol=1e-5)
+
+
+def test_loss_weights_by_hand():
+    mask_PGT = np.array([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]], [[0] * 3] * 2])
+    weights = {
+        mode: losses.loss_weights(mask_PGT, mode=mode, max_tokens=10)
+        for mode in losses.AGGREGATIONS
+    }
+    # Two of the prompts and three of the responses have tokens.
+    np.testing.assert_allclose(weights["token_mean"], mask_PGT / 6, rtol=1e-6)
+    sequence = mask_PGT / np.array([[[9.0], [3.0]], [[6.0], [3.0]], [[1.0], [1.0]]])
+    np.testing.assert_allclose(weights["sequence_mean"], sequence, rtol=1e-6)
+    prompt = mask_PGT / np.array([[[8.0]], [[4.0]], [[1.0]]])
+    np.testing.assert_allclose(weights["prompt_mean"], prompt, rtol=1e-6)
+    np.testing.assert_allclose(weights["constant"], mask_PGT / (6 * 10), rtol=1e-6)
+    for mode in losses.AGGREGATIONS:
+        assert not losses.loss_weights(np.zeros((2, 2, 3)), mode=mode, max_tokens=10).any()
+
+
+def test_the_largest_covariances_by_hand():
+    logp = np.array([-1.0, -2.0, -3.0, 0.0])
+    advantage, mask = np.array([1.0, 1.0, -2.0, 9.0]), np.array([True, True, True, False])
+    # Around the means -2 and 0: 1 * 1, 0 * 1 and -1 * -2.
+    for share, marked in ((1e-9, [2]), (0.34, [2]), (0.67, [0, 2]), (1.0, [0, 1, 2])):
+        found = losses.high_covariance(logp, advantage, mask, share=share)
+        assert np.flatnonzero(found).tolist() == marked
+    assert not losses.high_covariance(logp, advantage, np.zeros(4, bool), share=0.5).any()
+
+
+# Whole mini-batches
+
+LENGTHS = (1, 2, 3, 30, 4, 28, 9, 5)
+ADVANTAGE_PG = np.array([[1.5, -0.5, -0.5, -0.5], [0.9, -0.9, 0.9, -0.9]], np.float32)
+
+
+def sampled():
+    """Two groups of four with a long tail; (groups, log ratio of each token by log-probability).
+
+    Half of the tokens of long responses are an earlier policy's. No two tokens have the same
+    log-probability, so that it says which token an entry of a packed row is.
+    """
+    rng = np.random.default_rng(0)
+    behavior = np.split(-rng.permutation(np.arange(1, 83)).astype(np.float32) / 32, CUTS)
+    log_ratio = np.split(rng.normal(0, 0.3, 82) + 2.0 * (rng.random(82) < 0.2), CUTS)
+    responses = [
+        Response(np.arange(n, dtype=np.int32), logp, stopped=True, ends=(n // 2,) if n > 9 else ())
+        for n, logp in zip(LENGTHS, behavior, strict=True)
+    ]
+    prompts = [Prompt(np.arange(n, dtype=np.int32)) for n in (3, 5)]
+    groups = [Group(i, p, tuple(responses[4 * i : 4 * i + 4])) for i, p in enumerate(prompts)]
+    return groups, log_ratio
+
+
+CUTS = np.cumsum(LENGTHS)[:-1]
+LAYOUTS = {
+    "packed": {"row_tokens": 40, "micro_batch_rows": 2, "num_micro": 4},
+    "one long row": {"row_tokens": 120, "micro_batch_rows": 1, "num_micro": 8},
+    "a prompt for each": {
+        "row_tokens": 40,
+        "micro_batch_rows": 4,
+        "num_micro": 4,
+        "share_prompts": False,
+    },
+}
+
+
+def slopes(config, layout: dict) -> list[np.ndarray]:
+    """The slope of the mini-batch's loss in each response's log-probabilities, micro by micro."""
+    groups, log_ratio = sampled()
+    batch = learner.make_batch(
+        groups,
+        ADVANTAGE_PG,
+        loss_aggregation=config.algo.loss_aggregation,
+        overlong_filtering=False,
+        max_response_tokens=MAX_TOKENS,
+        kl_cov_share=config.algo.kl_cov_share if config.algo.gate == "kl_cov" else 0.0,
+        **{"share_prompts": True} | layout,
+    )
+    learning = learning_of(config)
+    behavior = np.concatenate([r.behavior_logp_T for group in groups for r in group.responses])
+    order = np.argsort(behavior)
+
+    @jit
+    def slope(logp_BT, token):
+        total = lambda logp_BT: jnp.sum(learner.weighted_loss(logp_BT, token, learning))  # noqa: E731
+        return jax.grad(total)(logp_BT)
+
+    found = np.full(len(behavior), np.nan)
+    for m in range(int(batch.num_micro)):
+        token = Token(
+            batch.behavior_logp_BT[m],
+            batch.advantage_BT[m],
+            batch.weight_BT[m],
+            batch.is_response_BT[m],
+            batch.branch_BT[m],
+            None,
+            batch.is_fresh_BT[m],
+            batch.is_high_cov_BT[m],
+        )
+        place_BT = order[np.searchsorted(behavior[order], token.behavior_logp).clip(max=81)]
+        logp_BT = token.behavior_logp + np.concatenate(log_ratio)[place_BT]
+        slope_BT = np.asarray(slope(logp_BT.astype(np.float32), token))
+        assert not slope_BT[~token.is_response].any()
+        found[place_BT[token.is_response]] = slope_BT[token.is_response]
+    return np.split(found, CUTS)
+
+
+def slopes_by_hand(preset: str) -> list[np.ndarray]:
+    """The same from the paper's equation, response by response."""
+    groups, log_ratio = sampled()
+    R, N = len(LENGTHS), sum(LENGTHS)
+    logp = np.concatenate([r.behavior_logp_T for group in groups for r in group.responses])
+    advantage = np.repeat(ADVANTAGE_PG.flat, LENGTHS)
+    covariance = (logp - logp.mean()) * (advantage - advantage.mean())
+    marked = np.split(covariance >= np.sort(covariance)[-max(int(2e-3 * N), 1)], CUTS)
+
+    def clipped(r, A, low, high, dual=np.inf):
+        held = (r > high) if A > 0 else (r < low) | (r > dual)
+        return np.where(held, 0.0, -r * A)
+
+    def of_response(i):
+        n, A, r = LENGTHS[i], ADVANTAGE_PG.flat[i], np.exp(log_ratio[i])
+        in_prompt = sum(LENGTHS[4 * (i // 4) : 4 * (i // 4) + 4])
+        s = np.exp(log_ratio[i].mean())
+        stale = np.arange(n) < (n // 2 if n > 9 else 0)
+        return {
+            "dr_grpo": lambda: clipped(r, A, 0.8, 1.2) / (R * MAX_TOKENS),
+            "gspo": lambda: np.full(n, clipped(s, A, 1 - 3e-4, 1 + 4e-4) / (R * n)),
+            "cispo": lambda: -np.minimum(r, 5) * A / N,
+            "reinforce_pp": lambda: clipped(r, A, 0.8, 1.2) / (R * n),
+            "scalerl": lambda: -np.minimum(r, 5) * A / (2 * in_prompt),
+            "kl_cov": lambda: (-r * A + marked[i] * np.sign(log_ratio[i])) / N,
+            "tis": lambda: np.where(stale, -np.minimum(r, 2) * A, clipped(r, A, 0.8, 1.28, 10)) / N,
+        }[preset]()
+
+    return [of_response(i) for i in range(R)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", base.LOSS_PRESETS)
+def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout):
+    found, by_hand = slopes(recipe(preset), LAYOUTS[layout]), slopes_by_hand(preset)
+    largest = max(np.abs(slope).max() for slope in by_hand)
+    assert largest > 0
+    for ours, theirs in zip(found, by_hand, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest)
+
+
+def test_a_loss_of_one_s_own_takes_no_choices():
+    for changes, message in (
+        (
+            {"loss": "gspo", "gate": "cispo"},
+            r"algo\.gate = 'cispo' is a choice of .*that is 'gspo'",
+        ),
+        ({"tis_cap": 2.0}, r"algo\.tis_cap = 2\.0 .*carry_over_steps = 0; set that to 1"),
+        ({"eps_low": 1.0}, r"algo\.eps_low = 1\.0, but .*'cispo'"),
+        ({"gate": "cisp"}, r"algo\.gate = 'cisp'; choose one of clip, cispo, none, kl_cov"),
+        ({"ratio": "sentence"}, r"algo\.ratio = 'sentence'; choose one of token, sequence"),
+        ({"advantage_scale": "std"}, r"advantage_scale = 'std'; choose one of group_std, batch"),
+        ({"kl_cov_share": 0.0}, r"kl_cov_share = 0\.0, but must be over 0"),
+        ({"retire_pass_rate": 1.1}, r"retire_pass_rate = 1\.1, but must be from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checks.check(recipe(**changes))
+    config = recipe("tis", ratio="sequence")
+    with pytest.raises(ValueError, match=r"tis_cap = 2\.0 is for single tokens.*'sequence'"):
+        checks.check(config)

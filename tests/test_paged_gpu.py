@@ -1,0 +1,353 @@
+"""Decode attention over pages: the GPU's kernels interpreted on CPU, lowered, and compiled."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from test_engine import (
+    PROMPTS,
+    ROOMY,
+    SAMPLING,
+    SMALL,
+    build,
+    random_params,
+    same_bits,
+    sample_prompts,
+)
+
+from models.kernels import KERNELS, paged_gpu, triton, xla
+from models.kernels.paged_gpu import paged_attention
+from models.kernels.pages_gpu import copy_pages, write_pages
+from sharding.mesh import make_mesh
+from tests.paged import (
+    a_slot_depends_on_itself_alone,
+    make_case,
+    matches_the_definition,
+    recent_tokens_may_as_well_be_in_a_page,
+)
+from tests.quick import jit
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Here the plugin with the GPU's compiler may be: jax-cuda13-plugin and jax-cuda13-pjrt of JAX's
+# version, nvidia-cuda-nvcc and nvidia-nvvm, by pip install --no-deps --target .venv/cuda.
+PLUGIN = ROOT / ".venv" / "cuda"
+RUN = jit(paged_attention, static_argnames="interpret")
+TINY = {"head_dim": 16, "page_tokens": 16}
+SHAPES = {
+    "groups of 5": {"heads": 10, "kv_heads": 2, **TINY},
+    "groups of 2": {"heads": 4, "kv_heads": 2, **TINY},
+    "several queries": {"heads": 6, "kv_heads": 1, "queries": 3, **TINY},
+    "more heads than rows": {"heads": 20, "kv_heads": 1, **TINY},
+    "half precision": {"heads": 7, "kv_heads": 1, "dtype": jnp.bfloat16, **TINY},
+    "0.5B": {
+        "heads": 14,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "page_tokens": 32,
+        "dtype": jnp.bfloat16,
+    },
+    "70B": {"heads": 8, "kv_heads": 1, "head_dim": 128, "page_tokens": 64, "dtype": jnp.bfloat16},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch):
+    """Splits of two pages and tiles of at most 32 tokens, so that small cases have several."""
+    monkeypatch.setattr(paged_gpu, "pages_per_split", lambda page_tokens: 2)
+    monkeypatch.setattr(paged_gpu, "TILE_TOKENS", 32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_the_definition(shape):
+    matches_the_definition(make_case(RUN, **SHAPES[shape]))
+
+
+def test_recent_tokens_may_as_well_be_in_a_page():
+    recent_tokens_may_as_well_be_in_a_page(make_case(RUN, **SHAPES["groups of 5"]))
+
+
+@pytest.mark.parametrize("shape", ["groups of 5", "several queries", "half precision"])
+def test_a_slot_depends_on_itself_alone(shape):
+    a_slot_depends_on_itself_alone(make_case(RUN, **SHAPES[shape]))
+
+
+def test_a_position_has_the_bits_of_one_by_itself():
+    """What a draft's row gives is what the token's row gives when its turn comes."""
+    case = make_case(RUN, **SHAPES["several queries"])
+    together = case()
+    for t in range(together.shape[1]):
+        alone = dataclasses.replace(
+            case,
+            q_BTNH=case.q_BTNH[:, t : t + 1],
+            recent_tokens_B=case.recent_tokens_B + np.int32(t),
+        )
+        np.testing.assert_array_equal(alone()[:, 0], together[:, t])
+
+
+def test_splits_behind_a_rows_last_page_are_left_alone(monkeypatch):
+    """Their programs write nothing, and nobody reads what they would have written."""
+    case = make_case(RUN, **SHAPES["groups of 5"])
+    outputs, call = [], triton.call
+
+    def recorded(*arguments, **options):
+        outputs.append(call(*arguments, **options))
+        return outputs[-1]
+
+    monkeypatch.setattr(triton, "call", recorded)
+    out_BTNH = paged_attention(
+        *map(jnp.asarray, case.arguments[:1]), *case.arguments[1:], interpret=True
+    )
+    pieces, _ = outputs
+    B, _, N, _ = case.q_BTNH.shape
+    C = case.pool[1].shape[2]
+    pages_B = -(-case.prompt_tokens_B // C) - -case.tokens_B // C
+    for piece in pieces:  # the interpreter's memory is NaN until it is written
+        piece_XBN = np.asarray(piece).reshape(-1, B, N, *piece.shape[1:])
+        is_live_XB = 2 * np.arange(len(piece_XBN))[:, None] < pages_B
+        assert 0 < is_live_XB.sum() < is_live_XB.size
+        is_number_XB = np.isfinite(piece_XBN).reshape(*is_live_XB.shape, -1)
+        np.testing.assert_array_equal(is_number_XB.all(axis=2), is_live_XB)
+        np.testing.assert_array_equal(is_number_XB.any(axis=2), is_live_XB)
+    assert np.isfinite(out_BTNH).all()
+
+
+def test_no_tile_behind_a_rows_last_token_is_computed(monkeypatch):
+    """Where all tiles are full, masked scores could as well be zeros: there are none."""
+    monkeypatch.setattr(paged_gpu, "TILE_TOKENS", 8)
+    case = make_case(None, **SHAPES["groups of 5"])
+
+    def finite(arrays):
+        return tuple(np.nan_to_num(a, nan=1.0) for a in arrays)
+
+    k_BKHR, v_BKRH = case.recent
+    full = dataclasses.replace(
+        case,
+        recent=(np.concatenate([k_BKHR] * 2, axis=3), np.concatenate([v_BKRH] * 2, axis=2)),
+        recent_tokens_B=np.full_like(case.recent_tokens_B, 16),
+        prompt_pool=finite(case.prompt_pool),
+        pool=finite(case.pool),
+        prompt_tokens_B=case.prompt_tokens_B // 8 * 8,
+        tokens_B=case.tokens_B // 8 * 8,
+    )
+    outs = []
+    for masked in (xla.MASKED, 0.0):
+        monkeypatch.setattr(paged_gpu, "MASKED", masked)
+        again = jit(functools.partial(paged_attention, interpret=True))
+        outs.append(again(*full.arguments))
+    np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-5)
+
+
+def test_sharded_over_slots_and_heads():
+    """Under shard_map each shard has its slots and heads and gives the same bits."""
+    case = make_case(RUN, **SHAPES["groups of 5"]).of_slots(slice(10))  # divides by the shards
+    mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    slots, heads = PartitionSpec("data"), PartitionSpec("data", "model")
+    pool = PartitionSpec(None, "model")
+    queries = PartitionSpec("data", None, "model")
+    specs = (queries, (heads,) * 2, slots, (pool,) * 2, (pool,) * 2, slots, slots, slots)
+    run = jax.shard_map(
+        functools.partial(paged_attention, interpret=True),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=queries,
+        check_vma=False,  # the interpreter does not know it
+    )
+    np.testing.assert_array_equal(jit(run)(*case.arguments), case())
+
+
+def test_refuses_what_it_cannot_read():
+    """One dtype and shape, and powers of two; the interpreter takes other sizes of pages."""
+    case = make_case(RUN, **SHAPES["groups of 5"])
+    k_PKHC, v_PKCH = case.pool
+    with pytest.raises(ValueError, match="one dtype"):
+        dataclasses.replace(case, pool=(k_PKHC, v_PKCH.astype(jnp.bfloat16)))()
+    with pytest.raises(ValueError, match="head size of 8"):
+        dataclasses.replace(case, q_BTNH=case.q_BTNH[..., :8])()
+    with pytest.raises(ValueError, match="do not go together"):
+        dataclasses.replace(case, prompt_pool=tuple(x[:, :1] for x in case.prompt_pool))()
+    for C in (8, 48):
+        other = make_case(RUN, heads=2, kv_heads=2, head_dim=16, page_tokens=C)
+        with pytest.raises(ValueError, match=f"pages of {C} tokens.* powers of two"):
+            other(interpret=False)
+
+
+def random_pools(*counts, heads=2, head_dim=64, page_tokens=32):
+    """Pools (k_PKHC, v_PKCH) of so many pages each, in bfloat16."""
+    rng = np.random.default_rng(0)
+    K, H, C = heads, head_dim, page_tokens
+    for P in counts:
+        shapes = ((P, K, H, C), (P, K, C, H))
+        yield tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+
+
+@pytest.mark.parametrize("S", [4, 32])
+def test_a_block_is_written_to_its_page_and_nowhere_else(S):
+    (pool,) = random_pools(9)
+    C = pool[1].shape[2]
+    rng = np.random.default_rng(1)
+    page_B, offset_B = np.array([3, 8, 0, 5]), rng.integers(0, C // S, 4) * S
+    new = [
+        jnp.asarray(rng.normal(size=(4, *a.shape[1:])), a.dtype).take(np.arange(S), axis=axis)
+        for a, axis in zip(pool, (3, 2), strict=True)
+    ]
+    expected_k, expected_v = (np.array(a) for a in pool)
+    for b, (page, offset) in enumerate(zip(page_B, offset_B, strict=True)):
+        expected_k[page, :, :, offset : offset + S] = new[0][b]
+        expected_v[page, :, offset : offset + S] = new[1][b]
+    found = write_pages(*pool, *new, page_B, offset_B, interpret=True)
+    for ours, expected in zip(found, (expected_k, expected_v), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_pages_are_copied_as_by_plain_xla():
+    """Pages of a small pool go to places of a large one; the rest stays."""
+    large, small = random_pools(9, 4)
+    to, source = jnp.array([7, 0, 2]), jnp.array([3, 1, 0])
+    found = copy_pages(large, small, to, source, interpret=True)
+    for ours, wanted in zip(found, xla.copy_pages(large, small, to, source), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+
+
+# The engine as a whole.
+
+
+def test_an_engine_samples_what_plain_xla_does(monkeypatch):
+    """And bit for bit the same alone as beside others."""
+    monkeypatch.setattr(paged_gpu, "pages_per_split", lambda page_tokens: 1)
+    params = random_params(SMALL)[1]
+    engines = {
+        name: build(SMALL, ROOMY, params, kernels=KERNELS[name])
+        for name in ("xla", "gpu_interpret")
+    }
+    (expected, _), (found, _) = (sample_prompts(*e, SAMPLING) for e in engines.values())
+    assert found.keys() == expected.keys()
+    for request, response in found.items():
+        wanted, close = expected[request], {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_array_equal(response.tokens_T, wanted.tokens_T)
+        np.testing.assert_allclose(response.behavior_logp_T, wanted.behavior_logp_T, **close)
+    some = {cursor: PROMPTS[cursor] for cursor in (7, 12)}
+    alone, _ = sample_prompts(*engines["gpu_interpret"], SAMPLING, prompts=some)
+    same_bits(alone, {request: found[request] for request in alone})
+
+
+# For a GPU. None is needed to lower programs, and none to compile them.
+
+# Heads, key heads, head size, page, positions, block and dtype: Qwen2.5 0.5B, 1.5B, 7B and 32B.
+HEADS = (
+    (14, 2, 64, 128, 1, 16, jnp.bfloat16),
+    (12, 2, 128, 128, 1, 16, jnp.bfloat16),
+    (28, 4, 128, 64, 4, 8, jnp.bfloat16),
+    (40, 8, 128, 128, 1, 16, jnp.float32),
+)
+# What XLA asks of an H100 that is not there.
+H100 = """
+platform_name: "CUDA"
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 device_memory_size: 84929347584
+}
+runtime_version { major: 13 }
+dnn_version_info { major: 9 }
+"""
+
+
+def steps(heads, *, sharding=None):
+    """(jitted decode-like steps of two layers, arguments); the pools are written and returned."""
+    (N, K, H, C, T, S, dtype), B, X, P, D, M = heads, 64, 180, 16_384, 256, 8
+
+    def run(x_BD, pools, w_DNH, page_BX, prompt_tokens_B, tokens_B):
+        def step(i, x_BD):
+            for pool in pools:
+                q_BTNH = jnp.repeat(jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)[:, None], T, axis=1)
+                k_BKHS = jnp.ones((B, K, H, S), dtype)
+                recent, tokens = (k_BKHS, k_BKHS.swapaxes(2, 3)), (prompt_tokens_B, tokens_B)
+                out_BTNH = paged_attention(
+                    q_BTNH, recent, tokens_B % S + i, pool, pool, page_BX, *tokens, interpret=False
+                )
+                x_BD += jnp.einsum("BNH,DNH->BD", out_BTNH[:, -1], w_DNH)
+            return x_BD
+
+        x_BD = jax.lax.fori_loop(0, 8, step, x_BD)
+        new = jnp.broadcast_to(x_BD[:, None, :H, None], (B, K, H, S)).astype(dtype)
+        where = page_BX[:, 0], page_BX[:, 1] % (C // S) * S
+        pools = [
+            write_pages(*pool, new, new.swapaxes(2, 3), *where, interpret=False) for pool in pools
+        ]
+        few, numbers = [a[:M] for a in pools[0]], (page_BX[:M, 2], jnp.arange(M))
+        return x_BD, [copy_pages(pool, few, *numbers, interpret=False) for pool in pools]
+
+    def abstract(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    pool = abstract(P, K, H, C), abstract(P, K, C, H)
+    of_slots = abstract(B, dtype=jnp.int32)
+    pages = abstract(B, X, dtype=jnp.int32)
+    arguments = (abstract(B, D), [pool] * 2, abstract(D, N, H), pages, of_slots, of_slots)
+    return jax.jit(run, donate_argnums=1), arguments
+
+
+def an_h100():
+    """Tells JAX from 0.11 on which GPU to lower for; those before lower for one like it."""
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+@pytest.fixture
+def real_splits(monkeypatch):
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+def test_lowers_for_a_gpu(real_splits, heads):
+    """Two kernels a layer that attend, and one each that write and copy in the pools' place."""
+    run, arguments = steps(heads)
+    with an_h100():
+        text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.split("\n") if "xla.gpu.triton" in line]
+    assert len(calls) == 2 * (2 + 1 + 1)
+    assert sum("output_operand_alias" in line for line in calls) == 2 * (1 + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"needs the GPU's compiler in {PLUGIN}")
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX looks for a GPU")
+def test_compiles_for_an_h100():
+    """And none of the pools is copied: the program's own memory is far below one pool's."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{PLUGIN}", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.split("\n")[:-1]
+    assert len(lines) == len(HEADS)
+    for line in lines:
+        pool_bytes, temporary_bytes = (int(field) for field in line.split()[-2:])
+        assert temporary_bytes < pool_bytes / 4, line
+
+
+if __name__ == "__main__":
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    mesh = make_mesh(data=1, model=1, devices=topology.devices)
+    for heads in HEADS:
+        run, arguments = steps(heads, sharding=NamedSharding(mesh, PartitionSpec()))
+        memory = run.lower(*arguments).compile().memory_analysis()
+        (k_PKHC, _), _ = arguments[1]
+        print(heads, k_PKHC.size * k_PKHC.dtype.itemsize, memory.temp_size_in_bytes)

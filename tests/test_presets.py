@@ -1,0 +1,90 @@
+"""Each preset of base.LOSS_PRESETS: with every recipe, and two steps of training each."""
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+from test_riding import Killed, digests
+from test_train import (
+    programs_compiled_once,  # noqa: F401  a fixture
+    rows_without_timings,
+    small_config,
+)
+
+from configs import base
+from dapo_jax import train
+from dapo_jax.run import checks
+
+RECIPES = ("tiny", "forks", *(f"qwen2_5_{size}" for size in ("0_5b", "1_5b", "7b", "32b")))
+
+
+@pytest.mark.parametrize("preset", base.LOSS_PRESETS)
+def test_a_preset_goes_with_every_recipe_and_changes_the_loss_alone(preset):
+    for name in RECIPES:
+        module = importlib.import_module(f"configs.{name}")
+        config, plain = module.get_config(preset), module.get_config()
+        checks.check(config)
+        differing = {key for key, *_ in checks.differences(plain.to_dict(), config.to_dict())}
+        assert differing <= base.LOSS_PRESETS[preset].keys()
+        assert differing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", base.LOSS_PRESETS)
+def test_a_preset_trains(preset, tmp_path):
+    """Two steps of two updates: every weight moves by finite gradients, and the row says so."""
+    config = small_config(preset)
+    config.num_steps = 2
+    config.eval.every_steps = 0
+    train.train(config, tmp_path)
+    rows = rows_without_timings(tmp_path)
+    assert [row["updates"] for row in rows] == [2, 2]
+    for row in rows:
+        assert np.isfinite(row["loss"])
+        assert row["grad_norm"] > 0
+        assert row["updates_zero_gradient"] == 0
+        held = {key for key in row if key.startswith("clip_fraction/")}
+        bounds = {"cispo": {"high", "low"}, "kl_cov": set()}.get(
+            config.algo.gate, {"high", "low", "dual"}
+        )
+        bounds |= {"tis"} if preset == "tis" else set()
+        assert held == {f"clip_fraction/{bound}" for bound in bounds}
+
+
+@pytest.mark.slow
+def test_a_killed_run_that_retires_prompts_resumes_bitwise(tmp_path, monkeypatch):
+    """What is retired is in the checkpoint; few prompts, so that epochs are short."""
+
+    def config():
+        it = small_config()
+        it.num_steps = 5
+        it.eval.every_steps = 0
+        it.checkpoint.every_steps = 1
+        it.data.train.count = 10
+        it.algo.retire_pass_rate = 0.5
+        return it
+
+    def killed(*args):
+        if len(rows_without_timings(run)) == 3:
+            raise Killed
+        return take_updates(*args)
+
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for workdir in (whole, run):
+        workdir.mkdir()
+        (workdir / "metrics.jsonl").touch()
+    train.train(config(), whole)
+    take_updates = train.take_updates
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "take_updates", killed)
+        with pytest.raises(Killed):
+            train.train(config(), run)
+    progress = json.loads((run / "checkpoints/3/progress/metadata").read_text())
+    assert progress["retired"]
+    train.train(config(), run)
+    rows = rows_without_timings(whole)
+    assert rows[2]["prompts_retired"] == len(progress["retired"])
+    assert rows[-1]["prompts_seen"] > 2 * 10
+    assert rows_without_timings(run) == rows
+    assert digests(run, 5) == digests(whole, 5)
