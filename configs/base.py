@@ -100,6 +100,8 @@ def get_config() -> ConfigDict:
 
     config.data = ConfigDict()
     config.data.train = dataset()
+    # More training sets, mixed by weight: name -> dataset(...); --config.data.mixture.NEW.path=FILE
+    config.data.mixture = ConfigDict()
     config.data.on_bad_row = "error"  # or "skip": count and go on
 
     config.verifier = ConfigDict()
@@ -218,6 +220,7 @@ def dataset(
     split: str = "train",
     args: Mapping = MappingProxyType({}),
     max_prompts: int | None = None,
+    weight: float | None = None,
     k: int | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -225,14 +228,17 @@ def dataset(
     """One data set: whose task it is, where its rows are, and how an evaluation set is sampled.
 
     task: "module:Class" (`dapo_jax.tasks.base`); "": math problems of the kind.
-    kind: the file's schema, "dapo_parquet", "gsm8k_jsonl", "jsonl", "json", "csv" ("": by the
-        path's ending), or "arithmetic", which is generated.
+    kind: the file's schema, one of `dapo_jax.tasks.readers.KINDS` ("": by the path's ending), or
+        "arithmetic", which is generated.
     path, prompt_field, answer_field, template: `dapo_jax.tasks.readers.read` says what they mean.
     rules: those that grade it; "": verifier.rules.
     levels, count, seed, split: of generated problems.
     args: more arguments of a task of one's own.
-    max_prompts: the first so many; 0: all. k (0: the set is left out), temperature, top_p: of an
-        evaluation set alone. None: what config.eval says.
+    max_prompts: the first so many; 0: all.
+    weight: of a training set beside others, how often its prompts are taken; 0: it is left out.
+        None: 1.
+    k (0: the set is left out), temperature, top_p: of an evaluation set alone. None: what
+        config.eval says.
     """
     return ConfigDict(
         {
@@ -249,6 +255,7 @@ def dataset(
             "split": split,
             "args": dict(args),
             "max_prompts": _open(max_prompts, int),
+            "weight": _open(weight, float),
             "k": _open(k, int),
             "temperature": _open(temperature, float),
             "top_p": _open(top_p, float),
@@ -263,7 +270,18 @@ def _open(value, kind: type):
 
 def train_settings(config: ConfigDict) -> dict:
     """Returns the training set's settings with those that it leaves open filled in."""
-    return _filled(config, config.data.train, max_prompts=0)
+    return _filled(config, config.data.train, max_prompts=0, weight=1.0)
+
+
+def mixture_settings(config: ConfigDict) -> dict[str, dict]:
+    """Returns the settings of each training set that is not left out, by its config key."""
+    sets = {"data.train": train_settings(config)} | {
+        f"data.mixture.{name}": _filled(
+            config, config.data.mixture[name], max_prompts=0, weight=1.0
+        )
+        for name in sorted(config.data.mixture)
+    }
+    return {key: settings for key, settings in sets.items() if settings["weight"] != 0}
 
 
 def eval_settings(config: ConfigDict) -> dict[str, dict]:
@@ -284,8 +302,10 @@ def eval_settings(config: ConfigDict) -> dict[str, dict]:
 
 
 def _filled(config: ConfigDict, settings: ConfigDict, **defaults) -> dict:
-    filled = {**settings, "args": dict(settings.args), "on_bad_row": config.data.on_bad_row}
+    filled = {**settings, "args": settings.args.to_dict(), "on_bad_row": config.data.on_bad_row}
     filled["rules"] = settings.rules or config.verifier.rules
+    if "weight" not in defaults:
+        del filled["weight"]  # of training sets
     return filled | {name: value for name, value in defaults.items() if filled[name] is None}
 
 

@@ -248,10 +248,13 @@ def main(_):
 
 def no_answer_line(name: str, settings: dict, fraction: float) -> str:
     """Says that hardly a response had an answer, and which settings it may be."""
+    share = f"{name}: {fraction:.0%} of the responses have no answer that is found"
+    if settings["task"]:
+        return f"{share}; does eval.sets.{name}.task = {settings['task']!r} grade what it writes?"
     return (
-        f"{name}: {fraction:.0%} of the responses have no answer that is found; does the prompt "
-        f"say where to put it? (eval.sets.{name}.template = {settings['template']!r}, rules = "
-        f'{settings["rules"]!r}; template=dapo asks for a line "Answer: ...")'
+        f"{share}; does the prompt say where to put it? (eval.sets.{name}.template = "
+        f"{settings['template']!r}, rules = {settings['rules']!r}; template=dapo asks for a line "
+        '"Answer: ...")'
     )
 
 

@@ -42,11 +42,12 @@ class Example:
 class Prompt:
     """A tokenized example; token_ids is int32 [prompt tokens].
 
-    example: None where nothing is graded, as in benchmarks.
+    example: None where nothing is graded, as in benchmarks. key: the config key of its data set.
     """
 
     token_ids: np.ndarray
     example: Example | None = None
+    key: str = ""
 
 
 class Verdict(NamedTuple):

@@ -562,7 +562,8 @@ def with_answer(answer):
     prompts = [Prompt(np.zeros(1, np.int32), Example(
         ({"role": "user", "content": "?"},), answer if row == 17 else "7", "file", row))
         for row in range(40)]
-    return SimpleNamespace(train=SimpleNamespace(prompts=prompts), eval_sets={})
+    sets = {"data.train": SimpleNamespace(prompts=prompts)}
+    return SimpleNamespace(train=SimpleNamespace(sets=sets), eval_sets={})
 config, process = get_config(), hosts.gather(0) and (0 if hosts.is_main_host() else 1)
 def refused(config, data):
     try:

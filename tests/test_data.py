@@ -1,5 +1,6 @@
 """Data: what is read, merged, dropped, refused and counted, and the stream of prompts."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from dapo_jax.tasks import formats
 from dapo_jax.tasks.arithmetic import Arithmetic
 from dapo_jax.tasks.datasets import PromptStream, RemainingStream, load_dataset
 from dapo_jax.tasks.math_problems import RULES, MathProblems, check_ground_truth
-from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read
+from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read, read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
 
 DAPO_TYPE = pa.schema(
@@ -25,10 +26,10 @@ DAPO_TYPE = pa.schema(
 )
 
 
-def load_prompts(path, tokenizer, *, max_prompt_tokens, kind="", on_bad_row="error"):
+def load_prompts(path, tokenizer, *, max_prompt_tokens, on_bad_row="error", **settings):
     """A file's prompts and report, as a command loads them."""
     config = base.get_config()
-    config.data.train = base.dataset(path=str(path), kind=kind)
+    config.data.train = base.dataset(path=str(path), **settings)
     config.data.on_bad_row = on_bad_row
     settings = base.train_settings(config)
     loaded = load_dataset("data.train", settings, tokenizer, max_prompt_tokens=max_prompt_tokens)
@@ -120,17 +121,50 @@ def test_gsm8k_takes_the_result_without_commas_and_applies_the_template(tmp_path
     assert example.row == 1
 
 
-def test_plain_jsonl_is_used_as_it_is(tmp_path):
+def test_plain_prompts_are_templated_unless_told_and_messages_never(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "n"}]
     lines = [
         b'\xef\xbb\xbf{"prompt": "p", "answer": "1"}\r',
         b"",
         {"prompt": messages, "answer": " 2 "},
     ]
-    examples, report = read(write_lines(tmp_path / "d.jsonl", lines), on_bad_row="error")
-    assert [(e.text, e.answer, e.row) for e in examples] == [("p", "1", 1), ("s\n\nu", "2", 3)]
-    assert [m["role"] for m in examples[1].prompt] == ["system", "user"]
-    assert report.rows == 2  # a blank line is no row
+    path = write_lines(tmp_path / "d.jsonl", lines)
+    for template, text in (("", PROMPT_TEMPLATE.replace("{problem}", "p")), ("none", "p")):
+        examples, report = read(path, template=template)
+        assert [(e.text, e.answer, e.row) for e in examples] == [(text, "1", 1), ("s\n\nu", "2", 3)]
+        assert [m["role"] for m in examples[1].prompt] == ["system", "user"]
+        assert report.rows == 2  # a blank line is no row
+        said = "  plain prompts are in the template dapo (template=none: as they are)"
+        assert report.lines()[1:] == ([] if template else [said])
+    examples, report = read(write_lines(path := tmp_path / "m.jsonl", lines[2:]))
+    assert len(report.lines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "template", "asks_for", "notes"),
+    [
+        ("dapo", "", "Answer:", 1),
+        ("math_verify", "", "Answer:", 1),
+        ("strict_box", "", r"\boxed{}", 1),
+        ("math_verify", "boxed", r"\boxed{}", 0),
+        ("dapo", "none", None, 0),
+        ("strict_box", "dapo", "Answer:", 1),
+        ("dapo", "Say {problem} twice.", None, 0),
+    ],
+)
+def test_a_plain_prompt_asks_for_what_its_rules_read(tmp_path, rules, template, asks_for, notes):
+    """A model that is never told where its answer goes scores 0 %."""
+    path = write_lines(tmp_path / "d.jsonl", [{"prompt": "1+1", "answer": 2}])
+    (example,), report = MathProblems(path=path, rules=rules, template=template).load()
+    text = template.replace("{problem}", "1+1") if "{" in template else "1+1"
+    assert text in example.text and (example.text == text) == (asks_for is None)
+    assert asks_for is None or asks_for in example.text
+    assert len(report.notes) == notes
+    if (rules, template) == ("strict_box", "dapo"):
+        assert report.lines()[1] == (
+            "  template=dapo asks for what rules=strict_box do not read; these read what "
+            "template=boxed asks for"
+        )
 
 
 def test_arithmetic_is_templated_and_repeatable():
@@ -152,9 +186,12 @@ BAD_LINES = {
     "missing key": ({"prompt": "a", "solution": "1"}, "'answer' is missing; there are 'prompt', "),
     "null answer": ({"prompt": "a", "answer": None}, "answer is null"),
     "answer of another type": (
-        {"prompt": "a", "answer": [1]},
-        "answer is a list, not a text or a n",
+        {"prompt": "a", "answer": {"value": 1}},
+        "answer is a dict, not a text or a n",
     ),
+    "two answers": ({"prompt": "a", "answer": ["1", "2"]}, "answer has 2 answers, not one"),
+    "answer in a list in a list": ({"prompt": "a", "answer": [["1"]]}, "answer is a list, not a "),
+    "no answer in the list": ({"prompt": "a", "answer": []}, "answer has 0 answers, not one"),
     "answer that is true": ({"prompt": "a", "answer": True}, "answer is a bool, not a text or a n"),
     "answer that is no number": (b'{"prompt": "a", "answer": NaN}', "answer is nan"),
     "empty answer": ({"prompt": "a", "answer": ""}, "answer is empty"),
@@ -405,8 +442,12 @@ def test_missing_file_and_wrong_settings_name_the_key(tmp_path, byte_tokenizer):
         read("x", kind="xlsx")
     with pytest.raises(DataError, match=r"kind = '': .*the ending of path = 'x\.txt'"):
         read("x.txt")
-    with pytest.raises(DataError, match=r"template = 'chat': must be one of none, dapo"):
+    with pytest.raises(
+        DataError, match=r"template = 'chat': must be one of none, dapo, boxed, or a text of your "
+    ):
         read("x.jsonl", template="chat")
+    with pytest.raises(DataError, match=r"path = 'x\.txt': its ending must be one of \.parquet, "):
+        read("x.txt", kind="math")
     with pytest.raises(DataError, match=r"data\.on_bad_row = 'ignore'"):
         read("x.jsonl", on_bad_row="ignore")
 
@@ -434,7 +475,7 @@ def write_wild(path):
 def test_files_in_the_wild_are_read_by_the_names_of_their_fields(tmp_path, name):
     path = write_wild(tmp_path / name)
     fields = {"prompt_field": "problem", "answer_field": "solution.value"}
-    examples, report = read(path, **fields)
+    examples, report = read(path, **fields, template="none")
     assert [(e.text, e.answer) for e in examples] == [("1+1?", "2"), ("{x}", "0.5")]
     assert rows_accounted(report) == report.rows == 2
     examples, _ = read(path, **fields, template="dapo")
@@ -457,6 +498,87 @@ def test_a_number_is_written_out_as_an_answer(tmp_path, number, answer):
     path = tmp_path / "d.jsonl"
     path.write_text(f'{{"prompt": "q", "answer": {number}}}')
     assert read(str(path))[0][0].answer == answer
+
+
+PUBLISHED = {
+    "GSM8K": ("gsm8k", {"question": "q", "answer": "So 1,200 + 34.\n#### 1,234"}, "1234"),
+    "MATH-500": (
+        "math",
+        {"problem": "q", "solution": "", "answer": r"\frac{1}{2}", "level": 1},
+        r"\frac{1}{2}",
+    ),
+    "AIME, as text": ("math", {"id": 0, "problem": "q", "answer": "033"}, "33"),
+    "AIME, nothing": ("math", {"problem": "q", "answer": "000"}, "0"),
+    "AIME, as a number": ("math", {"problem_idx": 1, "problem": "q", "answer": 33}, "33"),
+    "AMC": ("math", {"problem": "q", "answer": 27.0}, "27"),
+    "Minerva": (
+        "math_solutions",
+        {"problem": "q", "solution": r"$\boxed{1}$ no: $\boxed{4.5e33}$ erg", "type": "x"},
+        "4.5e33",
+    ),
+    "MATH": (
+        "math_solutions",
+        {"problem": "q", "level": "Level 5", "solution": r"So $\boxed{\frac{1}{\sqrt{2}}}$."},
+        r"\frac{1}{\sqrt{2}}",
+    ),
+    "OlympiadBench": (
+        "olympiad_bench",
+        {"question": "q", "final_answer": ["$2$"], "is_multiple_answer": False, "unit": None},
+        "$2$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "row", "answer"), PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "csv"])
+def test_files_as_published(tmp_path, ending, kind, row, answer):
+    """Rows of the published schemas, in each format; a csv has lists and numbers as text."""
+    path = tmp_path / f"d.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    elif ending == "csv":
+        row = {name: it[0] if isinstance(it, list) else it for name, it in row.items()}
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, row)
+            writer.writeheader()
+            writer.writerow(row)
+    else:
+        path.write_text(json.dumps([row] if ending == "json" else row))
+    (example,), _ = read(str(path), kind=kind)
+    assert example.answer == answer
+    assert example.text == PROMPT_TEMPLATE.replace("{problem}", "q")
+
+
+@pytest.mark.parametrize("solution", ["So 7.", r"\boxed{7", r"\boxed{ }"])
+def test_a_solution_without_a_box_has_no_answer(tmp_path, solution):
+    path = write_lines(tmp_path / "d.jsonl", [{"problem": "q", "solution": solution}])
+    with pytest.raises(DataError, match=r"line 1: the last box of solution is (null|empty)"):
+        read(path, kind="math_solutions")
+
+
+@pytest.mark.parametrize("answer", ["0", "0.5", "-7", "00a", "1e-07", "0x10", "1.0", "0 1"])
+def test_other_texts_than_padded_integers_stay_as_they_are(tmp_path, answer):
+    path = write_lines(tmp_path / "d.jsonl", [{"prompt": "q", "answer": answer}])
+    assert read(path)[0][0].answer == answer
+
+
+def test_rows_of_ones_own(tmp_path):
+    """A field that is missing or null is named; what `make` refuses is a bad row like any other."""
+    path = tmp_path / "d.csv"
+    path.write_text("country,capital\nPeru,Lima\nMali,\nPeru,Lima\nOman,?\nChad\n")
+
+    def make(row):
+        if row["capital"] == "?":
+            raise ValueError("nobody knows")
+        return ({"role": "user", "content": row["country"]},), row["capital"], {"n": 1}
+
+    examples, report = read_rows(str(path), ["country", "capital"], make, on_bad_row="skip")
+    assert [(e.text, e.answer, e.extra) for e in examples] == [("Peru", "Lima", {"n": 1})]
+    assert (report.duplicates, report.bad_rows) == (1, 3)
+    reasons = [note.partition("(from 0): ")[2] for note in report.bad_row_notes]
+    assert reasons == ["the answer is empty", "nobody knows", "capital is null"]
+    with pytest.raises(DataError, match="'town' is missing; there are 'country', 'capital'"):
+        read_rows(str(path), ["town"], make)
 
 
 def test_a_field_that_is_not_there_is_named_with_its_setting(tmp_path):
@@ -482,7 +604,9 @@ def test_a_template_takes_plain_text_alone(tmp_path):
 def test_load_prompts_drops_overlong_prompts_and_counts(tmp_path, byte_tokenizer):
     rows = [{"prompt": "x" * length, "answer": "1"} for length in (3, 9, 10, 11, 40, 9)]
     source = write_lines(tmp_path / "d.jsonl", [*rows, b"broken"])
-    prompts, report = load_prompts(source, byte_tokenizer, max_prompt_tokens=10, on_bad_row="skip")
+    prompts, report = load_prompts(
+        source, byte_tokenizer, max_prompt_tokens=10, on_bad_row="skip", template="none"
+    )
     assert [len(p.token_ids) for p in prompts] == [3, 9, 10]
     assert prompts[0].token_ids.dtype == "int32"
     assert byte_tokenizer.decode(prompts[1].token_ids) == prompts[1].example.text == "x" * 9

@@ -11,6 +11,7 @@ import pytest
 
 from configs import base
 from dapo_jax.run import checks, identity
+from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Example, Prompt
 from experiments.preemption.config import get_config
 
@@ -28,20 +29,31 @@ def prompts(count: int, **answers: str) -> list[Prompt]:
     ]
 
 
-def data(train, held_out) -> types.SimpleNamespace:
-    """Makes the part of a run's data that its identity sees."""
+def data(sets, held_out) -> types.SimpleNamespace:
+    """Makes the part of a run's data that its identity sees. sets: key -> (prompts, weight)."""
 
     def dataset(prompts):
         return types.SimpleNamespace(prompts=prompts)
 
     chosen = types.SimpleNamespace(dataset=dataset(held_out))
-    return types.SimpleNamespace(train=dataset(train), eval_sets={"arithmetic": chosen})
+    train = Mixture(
+        {key: dataset(prompts) for key, (prompts, _) in sets.items()},
+        {key: weight for key, (_, weight) in sets.items()},
+    )
+    return types.SimpleNamespace(train=train, eval_sets={"arithmetic": chosen})
 
 
-def identity_of(train=None, held_out=None, **settings) -> dict:
+def identity_of(train=None, held_out=None, mixture=(), weights=(1.0,), **settings) -> dict:
+    """mixture: the prompts of further training sets. weights: of all of them, data.train's last."""
     config = get_config()
     config.update_from_flattened_dict(settings)
-    whole = data(train or prompts(20), held_out or prompts(5))
+    sets = {f"data.mixture.set{i}": prompts for i, prompts in enumerate(mixture)}
+    with config.unlocked():
+        for i in range(len(sets)):
+            config.data.mixture[f"set{i}"] = base.dataset(weight=weights[i])
+    sets["data.train"] = train or prompts(20)
+    sets = dict(zip(sets, zip(sets.values(), weights, strict=True), strict=True))
+    whole = data(sets, held_out or prompts(5))
     saved = json.dumps(identity.of_run(config, whole))
     return json.loads(saved)
 
@@ -77,6 +89,30 @@ def test_another_input_is_refused_by_its_key(new, message):
     """A changed or added row, and another recipe under the same checkpoint.directory, went on."""
     with pytest.raises(identity.OtherRunError, match=message):
         said_of(identity_of(**new))
+
+
+TWO = {"mixture": [prompts(30)], "weights": (1.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({}, r"there are 1 training sets \(data.train, data.mixture\), not 2"),
+        (TWO | {"mixture": [prompts(30, r3="8")]}, r"data.mixture.set0: 1 of 30 prompts differ"),
+        (TWO | {"mixture": [prompts(20)], "train": prompts(30)}, r"set0 has 20 prompts, not 30"),
+        (TWO | {"weights": (2.0, 2.0)}, r"set0: its share of the prompts is 0\.5, not 0\.333333"),
+    ],
+    ids=["one alone", "answers", "the sets change places", "weights"],
+)
+def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
+    """The place in the prompt stream means something in the same stream alone."""
+    old = identity_of(**TWO)
+    assert said_of(identity_of(**TWO), old) == []
+    with pytest.raises(identity.OtherRunError, match="is of another run"):
+        said_of(identity_of(**new), old)
+    with pytest.raises(identity.OtherRunError, match=f"cannot be forked: .*{message}"):
+        identity.require_parent(old, identity_of(**new), "checkpoint 5 in DIR")
+    identity.require_parent(old, identity_of(**TWO | {"weights": (2.0, 4.0)}), "checkpoint 5")
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])

@@ -17,6 +17,7 @@ import pytest
 from absl import flags
 
 from configs import base, tiny
+from dapo_jax import evaluate
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
 from dapo_jax.run import build, checks, command
 from dapo_jax.tasks.base import graded, load_examples, make_task
@@ -324,6 +325,19 @@ def test_what_a_set_gives_its_own_task_is_changed_by_flags(monkeypatch):
         "--config.eval.sets.new.args={'numbers': 4}",
     )
     assert config.eval.sets.new.args.numbers == 4
+
+
+def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):
+    """A section inside args was a ConfigDict, which no task expects and no JSON file takes."""
+    args = {"name": "chain_sum", "config": {"max_terms": 3}}
+    config = parsed(
+        monkeypatch,
+        "--config.eval.sets.new.task=reasoning_gym",
+        f"--config.eval.sets.new.args={args}",
+    )
+    settings = base.eval_settings(config)["new"]
+    assert settings["args"] == args and type(settings["args"]["config"]) is dict
+    assert evaluate.settings_of(config)["new"]["args"] == args
 
 
 def test_a_recipes_own_set_is_left_out_by_k_0(monkeypatch):

@@ -678,9 +678,9 @@ def test_an_answer_that_wants_all_memory_gets_a_gigabyte():
     """A worker took 2.5 GB. An answer may add 1 GiB to what its worker has, and no more."""
     program = (
         "from dapo_jax.tasks import symbolic\n"
-        "symbolic.grade_symbolic = lambda answer, truth: bytearray(int(answer) << 20)\n"
-        "print(symbolic._grade_in_child('1100', '', 5.0).status)\n"
-        "print(len(symbolic._grade_in_child('10', '', 5.0)) >> 20)\n"
+        "grade = lambda answer, truth: bytearray(int(answer) << 20)\n"
+        "print(symbolic._grade_in_child(grade, '1100', '', 5.0).status)\n"
+        "print(len(symbolic._grade_in_child(grade, '10', '', 5.0)) >> 20)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

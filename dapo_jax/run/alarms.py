@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from configs.base import train_settings
+from configs.base import mixture_settings
 from dapo_jax.learner import TrainState, all_finite, checked_names, leaf_names
 from dapo_jax.run.build import Programs
 from dapo_jax.run.metrics import Step, step_row
@@ -185,12 +185,12 @@ def _no_answers(row, f: Facts) -> str:
 
 
 def _template_advice(config: ConfigDict) -> str:
-    settings = train_settings(config)
+    key, settings = next(iter(mixture_settings(config).items()))
     if settings["task"]:
-        return f"Does data.train.task = {settings['task']!r} grade what this model writes?"
+        return f"Does {key}.task = {settings['task']!r} grade what this model writes?"
     return (
         "Does the prompt say where to put it, in the form that the rules look for? "
-        f"(data.train.template = {settings['template']!r}, rules = {settings['rules']!r}, "
+        f"({key}.template = {settings['template']!r}, rules = {settings['rules']!r}, "
         f'model.path = {str(config.model.path)!r}; template=dapo asks for a line "Answer: ...")'
     )
 

@@ -14,13 +14,13 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs.base import dataset
 
-SET_FLAG = re.compile(r"--?config\.eval\.sets\.([^=]+)")
+SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=]+)")
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 
 
 class RecipeParser(ConfigFileFlagParser):
-    """Loads a recipe and adds the evaluation sets that flags name and the recipe does not have.
+    """Loads a recipe and adds the data sets that flags name and the recipe does not have.
 
     What the flags say of such a set is then checked and set as in any other. A flag of a key that
     the recipe lacks is refused here, where the keys of all sections are known. argv: the command
@@ -35,29 +35,33 @@ class RecipeParser(ConfigFileFlagParser):
         """Returns the recipe's config, locked."""
         config = super().parse(path)
         argv = sys.argv if self._argv is None else self._argv
-        keys: dict[str, set[str]] = {}
+        keys: dict[tuple[str, str], set[str]] = {}
         for argument in argv:
-            if (match := SET_FLAG.match(argument)) and "." in match[1]:
-                name, key = _name_and_key(match[1].split("."))
-                keys.setdefault(name, set()).add(key)
+            if (match := SET_FLAG.match(argument)) and "." in match[2]:
+                name, key = _name_and_key(match[2].split("."))
+                keys.setdefault((match[1], name), set()).add(key)
+        sections = {"eval.sets": config.eval.sets, "data.mixture": config.data.mixture}
         with config.unlocked():
-            for name in keys.keys() - config.eval.sets.keys():
+            for (section, name), named in keys.items():
+                sets = sections[section]
+                if name in sets:
+                    continue
                 if not name.isidentifier():
                     message = "the name of a set has letters, digits and _ and begins with no digit"
-                    raise ValueError(f"eval.sets.{name}: {message}")
-                if keys[name].isdisjoint(NEEDED):
-                    near = difflib.get_close_matches(name, config.eval.sets, n=1)
+                    raise ValueError(f"{section}.{name}: {message}")
+                if named.isdisjoint(NEEDED):
+                    near = difflib.get_close_matches(name, sets, n=1)
                     hint = f" (did you mean {near[0]!r}?)" if near else ""
                     message = f"the recipe has no such set{hint}; a new one needs a path or a task"
-                    raise ValueError(f"eval.sets.{name}: {message}")
-                config.eval.sets[name] = dataset()
+                    raise ValueError(f"{section}.{name}: {message}")
+                sets[name] = dataset()
         if message := unknown_key(config, argv[1:]):
             raise ValueError(message)
         return config
 
 
 def _name_and_key(parts: list[str]) -> tuple[str, str]:
-    """Splits what a flag says after eval.sets: NAME.KEY, or NAME.args.KEY."""
+    """Splits what a flag says after its section: NAME.KEY, or NAME.args.KEY."""
     if len(parts) > 2 and parts[1] in dataset():
         return parts[0], parts[1]
     return ".".join(parts[:-1]), parts[-1]

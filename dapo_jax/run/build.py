@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings, train_settings
+from configs.base import eval_settings, mixture_settings
 from dapo_jax import learner
 from dapo_jax.run import checks
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.sampler.cache import SPREAD_READERS, plan_cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
-from dapo_jax.tasks.datasets import Dataset, PromptStream, load_dataset
+from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.types import Batch, Group
 from models import families
@@ -181,19 +181,23 @@ class EvalSet:
 class Data:
     """The data sets that a command reads; train and stream are None where it does not train."""
 
-    train: Dataset | None
+    train: Mixture | None
     stream: PromptStream | None
     eval_sets: dict[str, EvalSet]
 
     def report_lines(self) -> list[str]:
         """Accounts for each row of each data set."""
-        train = [self.train] if self.train else []
+        train = self.train.sets.values() if self.train else []
         sets = [*train, *(chosen.dataset for chosen in self.eval_sets.values())]
-        return [line for dataset in sets for line in dataset.report.lines()]
+        lines = [line for dataset in sets for line in dataset.report.lines()]
+        if self.train and len(self.train.sets) > 1:
+            shares = [f"{share:.1%} {key}" for key, share in self.train.shares.items()]
+            lines.append(f"training prompts: {', '.join(shares)}")
+        return lines
 
 
 def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Data:
-    """Loads and tokenizes the evaluation sets, and the training set if `training`."""
+    """Loads and tokenizes the evaluation sets, and the training sets if `training`."""
     load = functools.partial(
         load_dataset, tokenizer=tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
     )
@@ -204,9 +208,12 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Da
     }
     if not training:
         return Data(None, None, eval_sets)
-    train = load("data.train", train_settings(config))
-    checks.check_enough_prompts(config, len(train.prompts))
-    return Data(train, PromptStream(train.prompts, seed=config.seed), eval_sets)
+    settings = mixture_settings(config)
+    sets = {key: load(key, of_set) for key, of_set in settings.items()}
+    train = Mixture(sets, {key: of_set["weight"] for key, of_set in settings.items()})
+    for key, share in train.shares.items():
+        checks.check_enough_prompts(config, key, len(sets[key].prompts), share)
+    return Data(train, train.stream(config.seed), eval_sets)
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:

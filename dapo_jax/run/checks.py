@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings, train_settings
+from configs.base import eval_settings, mixture_settings
 from dapo_jax import algorithm, losses
 from dapo_jax.run.files import read_json
 from dapo_jax.sampler.cache import DRAFT_TOKENS
@@ -116,10 +116,21 @@ def check(config: ConfigDict) -> None:
     _check_lora(config.learner)
     for name, settings in eval_settings(config).items():
         _check_data_set(f"eval.sets.{name}", settings)
-    _check_data_set("data.train", train_settings(config))
-    for name in ("k", "temperature", "top_p"):
-        message = f"data.train.{name} is set, but is for evaluation sets; set rollout's keys"
-        _require(config.data.train[name] is None, message)
+        message = f"eval.sets.{name}.weight is set, but is for training sets; see max_prompts"
+        _require(config.eval.sets[name].weight is None, message)
+    training = mixture_settings(config)
+    message = "data.train.weight = 0, and no set of data.mixture has a weight: nothing to train on"
+    _require(bool(training), message)
+    _require(
+        len(training) == 1 or config.algo.retire_pass_rate == 0,
+        f"algo.retire_pass_rate = {config.algo.retire_pass_rate}, but there are {len(training)} "
+        "training sets (data.mixture): prompts are retired by the epochs of one; set it to 0",
+    )
+    for key, settings in training.items():
+        _check_data_set(key, settings)
+        for name in ("k", "temperature", "top_p"):
+            message = f"{key}.{name} is set, but is for evaluation sets; set rollout's keys"
+            _require(settings[name] is None, message)
     r = config.rollout
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
     _require(
@@ -196,11 +207,12 @@ def _check_data_set(key: str, settings: dict) -> None:
     for name, holds, bound in (
         ("k", lambda k: k >= 1, "at least 1, or 0 to leave the set out"),
         ("max_prompts", lambda prompts: prompts >= 0, "at least 0"),
+        ("weight", lambda value: 0 < value < math.inf, "finite and at least 0"),
         ("temperature", lambda value: 0 < value < math.inf, "greater than 0 and finite"),
         ("top_p", lambda value: 0 < value <= 1, "over 0 and at most 1"),
         ("rules", lambda rules: rules in RULES, f"one of {', '.join(RULES)}"),
     ):
-        value = settings[name]  # None: left open, as sampling is of the training set
+        value = settings.get(name)  # None: left open, as sampling is of the training set
         _require(value is None or holds(value), f"{key}.{name} = {value!r}, but must be {bound}")
 
 
@@ -255,13 +267,18 @@ def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
     )
 
 
-def check_enough_prompts(config: ConfigDict, prompts: int) -> None:
-    """Refuses a training set with fewer prompts than one generation batch takes (ValueError)."""
+def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: float) -> None:
+    """Refuses a training set with fewer prompts than one generation batch takes (ValueError).
+
+    key: the set's. share: the part of the prompts that are of this set.
+    """
     size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
+    part = "" if share == 1 else f"its part, {share:.1%}, of "
     _require(
-        prompts >= config.rollout[size],
-        f"data.train has {prompts} usable prompts, fewer than one generation batch of "
-        f"rollout.{size} = {config.rollout[size]}; add data or lower that key",
+        prompts >= int(share * config.rollout[size]),
+        f"{key} has {prompts} usable prompts, fewer than {part}one generation batch of "
+        f"rollout.{size} = {config.rollout[size]}; add data or lower that key"
+        + (f" or {key}.weight" if part else ""),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from etils import epath
 from ml_collections import ConfigDict
 
+from configs.base import mixture_settings
 from dapo_jax.run import checks
 from dapo_jax.run.files import read_json, read_rows
 from dapo_jax.types import Prompt
@@ -45,7 +46,7 @@ def of_run(config: ConfigDict, data) -> dict:
     digests = {file.name: of_file(file) for file in files if file.is_file()}
     own = {
         "recipe": json.loads(config.to_json_best_effort()),
-        "data": {_key("data.train", config.data.train): of_prompts(data.train.prompts)},
+        "data": _of_training(config, data.train),
         "eval": {
             _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(chosen.dataset.prompts)
             for name, chosen in data.eval_sets.items()
@@ -69,6 +70,21 @@ def of_run(config: ConfigDict, data) -> dict:
         if weights:
             own["files"]["model.path"] |= of_weights
     return own
+
+
+def _of_training(config: ConfigDict, train) -> dict:
+    """Digests each training set, with its share where there are several."""
+    settings = mixture_settings(config)
+    digests = {
+        _key(key, settings[key]): of_prompts(dataset.prompts) for key, dataset in train.sets.items()
+    }
+    if len(digests) == 1:
+        return digests
+    shares = train.shares.values()
+    return {
+        key: it | {"share": round(share, 6)}
+        for (key, it), share in zip(digests.items(), shares, strict=True)
+    }
 
 
 def of_prompts(prompts: Sequence[Prompt]) -> dict:
@@ -136,8 +152,14 @@ def differences(old: dict, new: dict, **keys) -> Iterator[str]:
     keys: as of `checks.recipe_differences`, which the recipes' part is.
     """
     yield from checks.recipe_differences(old["recipe"], new["recipe"], **keys)
-    ((key, ours),), (theirs,) = new["data"].items(), old["data"].values()
-    yield from _data_differences({key: theirs}, {key: ours})  # generated or read from a file
+    before, now = sorted(old["data"].items()), sorted(new["data"].items())
+    if len(before) != len(now):
+        yield f"there are {len(now)} training sets (data.train, data.mixture), not {len(before)}"
+    else:  # in their order: a set may have been generated, and be read from a file now
+        for (_, theirs), (key, ours) in zip(before, now, strict=True):
+            yield from _data_differences({key: theirs}, {key: ours})
+            if theirs.get("share") != ours.get("share"):
+                yield f"{key}: its share of the prompts is {ours['share']}, not {theirs['share']}"
     for key in old["files"].keys() & new["files"].keys():
         a, b = old["files"][key], new["files"][key]
         for name in sorted(a.keys() | b.keys()):
@@ -167,8 +189,8 @@ def check_checkpoint_is_there(
         )
 
 
-def _key(name: str, settings: ConfigDict) -> str:
-    return f"{name}.path" if settings.path else name
+def _key(name: str, settings: Mapping) -> str:
+    return f"{name}.path" if settings["path"] else name
 
 
 def _of_block(block: Sequence[Prompt]) -> str:

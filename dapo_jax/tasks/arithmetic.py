@@ -8,7 +8,7 @@ share one, whatever the seeds.
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -83,7 +83,13 @@ class Problem:
     steps: tuple[tuple[str, int], ...]
 
 
-P = TypeVar("P", bound=Problem)
+class HasQuestion(Protocol):
+    """A problem that is told from others by its question alone."""
+
+    question: str
+
+
+P = TypeVar("P", bound=HasQuestion)
 
 
 def apply(value: int, operation: str, operand: int) -> int:
@@ -117,8 +123,6 @@ def distinct(
     sample: makes one problem of either split. source: what the problems are made from, for
     messages. Raises DataError for an unknown split, a negative seed, or too few questions.
     """
-    if split not in ("train", "test"):
-        raise DataError(f"split is {split!r}, but must be 'train' or 'test'")
     if seed < 0:
         raise DataError(f"seed is {seed}, but must be at least 0")
     rng = np.random.default_rng(seed)
@@ -127,13 +131,19 @@ def distinct(
         if len(problems) == count:
             return list(problems.values())
         problem = sample(rng)
-        is_test = zlib.crc32(problem.question.encode()) % TEST_SHARE == 0
-        if is_test == (split == "test"):
+        if is_of(split, problem.question):
             problems.setdefault(problem.question, problem)
     raise DataError(
         f"{source} gave only {len(problems)} distinct problems of the {count} asked for; ask for "
         "fewer or add more kinds"
     )
+
+
+def is_of(split: str, question: str) -> bool:
+    """Tells whether a question belongs to a split; DataError for one that is not there."""
+    if split not in ("train", "test"):
+        raise DataError(f"split is {split!r}, but must be 'train' or 'test'")
+    return (zlib.crc32(question.encode()) % TEST_SHARE == 0) == (split == "test")
 
 
 def worked_solution(

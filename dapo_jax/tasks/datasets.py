@@ -42,7 +42,7 @@ def load_dataset(
     task = make_task(key, settings)
     try:
         examples, report = load_examples(task, settings["task"] or key)
-        prompts, overlong = tokenize(examples, tokenizer, max_prompt_tokens=max_prompt_tokens)
+        prompts, overlong = tokenize(examples, tokenizer, key, max_prompt_tokens=max_prompt_tokens)
         lengths = [len(prompt.token_ids) for prompt in prompts]
         report = dataclasses.replace(
             report,
@@ -67,11 +67,11 @@ def load_dataset(
 
 
 def tokenize(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, max_prompt_tokens: int
+    examples: Sequence[Example], tokenizer: Tokenizer, key: str, *, max_prompt_tokens: int
 ) -> tuple[list[Prompt], int]:
     """Tokenizes the examples of at most `max_prompt_tokens` tokens, and counts the longer ones."""
     prompts = [
-        Prompt(np.asarray(token_ids, np.int32), example)
+        Prompt(np.asarray(token_ids, np.int32), example, key)
         for example in examples
         if len(token_ids := tokenizer.encode_chat(example.prompt)) <= max_prompt_tokens
     ]
@@ -81,24 +81,32 @@ def tokenize(
 class PromptStream(Generic[T]):
     """Orders the training prompts without end: stream[cursor] for every integer cursor >= 0.
 
-    Epoch e is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once, in an
-    order that depends on the seed and e alone. Access is random and costs the same anywhere, so
-    the cursor is all the state there is. seed: 0 to 2**32 - 1.
+    Epoch e of one set is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once,
+    in an order that depends on the seed and e alone. Of several sets, each is taken so, and the
+    next prompt is of the set that is furthest behind its share: the order of the sets depends on
+    the weights alone. Access is random and costs the same anywhere, so the cursor is all the state
+    there is. seed: 0 to 2**32 - 1. weights: one for each set, above 0, counted to 1 % of the least.
     """
 
-    def __init__(self, items: Sequence[T], *, seed: int):
-        if len(items) == 0:
+    def __init__(self, *sets: Sequence[T], seed: int, weights: Sequence[float] | None = None):
+        if not all(map(len, sets)):
             raise DataError("No training prompts: change data.train.")
         if not 0 <= seed < 2**32:
             raise DataError(f"The data seed is {seed}: must be 0 to 2**32 - 1.")
-        self._epoch_items = len(items)
-        self._dataset = grain.MapDataset.source(items).shuffle(seed=seed).repeat()
-        self._places = grain.MapDataset.range(len(items)).shuffle(seed=seed).repeat()
+        self._items = sum(map(len, sets))
+        # Sets of the same length would be shuffled in the same order.
+        seeds = (seed, *(_seed_of(seed, i) for i in range(1, len(sets))))
+        endless = [
+            grain.MapDataset.source(items).shuffle(seed=own).repeat()
+            for items, own in zip(sets, seeds, strict=True)
+        ]
+        self._dataset = grain.MapDataset.mix(endless, weights) if len(sets) > 1 else endless[0]
+        self._places = grain.MapDataset.range(len(sets[0])).shuffle(seed=seed).repeat()
         self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
-        """Number of items of one epoch."""
-        return self._epoch_items
+        """Number of items, of all sets."""
+        return self._items
 
     def __getitem__(self, cursor: int) -> T:
         if cursor < 0:
@@ -109,7 +117,7 @@ class PromptStream(Generic[T]):
         raise TypeError("A PromptStream has no end: take stream[cursor].")
 
     def order(self, epoch: int) -> np.ndarray:
-        """The epoch's items as places in the data, in their order."""
+        """The epoch's items as places in the data, in their order; of a stream of one set."""
         if epoch not in self._orders:
             first = epoch * len(self)
             order = [self._places[cursor] for cursor in range(first, first + len(self))]
@@ -168,3 +176,45 @@ class RemainingStream(Generic[T]):
             remains = ~np.isin(self._stream.order(epoch), gone)
             self._remaining[epoch] = np.flatnonzero(remains)
         return self._remaining[epoch]
+
+
+def _seed_of(seed: int, index: int) -> int:
+    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Holds the training sets and their weights, by config key; one set alone is a mixture too."""
+
+    sets: Mapping[str, Dataset]
+    weights: Mapping[str, float]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of all sets, set by set."""
+        return [prompt for dataset in self.sets.values() for prompt in dataset.prompts]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The part of the stream that each set has, by config key."""
+        total = sum(self.weights.values())
+        return {key: weight / total for key, weight in self.weights.items()}
+
+    def stream(self, seed: int) -> PromptStream[Prompt]:
+        """Orders the prompts of all sets."""
+        prompts = [dataset.prompts for dataset in self.sets.values()]
+        return PromptStream(*prompts, seed=seed, weights=list(self.weights.values()))
+
+    def grade(self, group: Group) -> Group:
+        """Grades a group as its set does; of several sets, each measures its own accuracy."""
+        key = group.prompt.key
+        group = self.sets[key].grade(group)
+        if len(self.sets) == 1:
+            return group
+        texts, verdicts = group.grades
+        name = f"accuracy_{key.rpartition('.')[2]}"
+        measured = [
+            verdict._replace(measures={name: float(verdict.correct), **(verdict.measures or {})})
+            for verdict in verdicts
+        ]
+        return group.graded(texts, measured)

@@ -19,6 +19,13 @@ from dapo_jax.types import Example, Verdict
 
 _GRADERS = {"dapo": grade_dapo, "strict": grade_strict, "strict_box": grade_box}
 RULES = (*_GRADERS, "math_verify")
+# The templates that ask for what rules read; the first is that of plain prompts by default.
+TEMPLATES_OF = {
+    "dapo": ("dapo",),
+    "strict": ("dapo",),
+    "strict_box": ("boxed",),
+    "math_verify": ("dapo", "boxed"),
+}
 
 
 def verify(response: str, ground_truth: str, *, rules: str) -> Verdict:
@@ -107,12 +114,23 @@ class MathProblems(MathTask):
 
     def load(self) -> tuple[list[Example], DataReport]:
         """Reads the file; raises what `readers.read` raises."""
+        asking = TEMPLATES_OF[self.rules]
+        examples, report = self.read(default_template=asking[0])
+        if self.template in ("dapo", "boxed") and self.template not in asking:
+            note = f"template={self.template} asks for what rules={self.rules} do not read; these "
+            note += f"read what template={' or '.join(asking)} asks for"
+            report = dataclasses.replace(report, notes=(*report.notes, note))
+        return examples, report
+
+    def read(self, *, default_template: str) -> tuple[list[Example], DataReport]:
+        """Reads the file, for a task that asks for its answers in another way."""
         return readers.read(
             self.path,
             kind=self.kind,
             prompt_field=self.prompt_field,
             answer_field=self.answer_field,
             template=self.template,
+            default_template=default_template,
             on_bad_row=self.on_bad_row,
             check_answer=functools.partial(check_ground_truth, rules=self.rules),
         )

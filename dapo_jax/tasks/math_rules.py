@@ -134,10 +134,11 @@ def grade_dapo(response: str, truth: str) -> Verdict:
 
 def grade_box(response: str, truth: str) -> Verdict:
     """Grades by the rules "strict_box": the last box of the tail, character by character."""
-    return compare(_last_box(response[-BOX_TAIL_CHARS:]), truth)
+    return compare(last_box(response[-BOX_TAIL_CHARS:]), truth)
 
 
-def _last_box(text: str) -> str | None:
+def last_box(text: str) -> str | None:
+    r"""Returns what the last `\boxed{...}` holds; None where there is none, or it does not end."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None

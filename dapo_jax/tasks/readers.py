@@ -12,10 +12,13 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
+from typing import Any
 
 from dapo_jax.tasks.formats import FORMATS, DataError, cut, typed
+from dapo_jax.tasks.math_rules import last_box
 from dapo_jax.types import Example, Message
 
 # The prompt of DAPO, section 4.1.
@@ -25,34 +28,46 @@ PROMPT_TEMPLATE = (
     "{problem}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
-TEMPLATES = {"none": "{problem}", "dapo": PROMPT_TEMPLATE}
+TEMPLATES = {
+    "none": "{problem}",
+    "dapo": PROMPT_TEMPLATE,
+    "boxed": "{problem}\n\nReason step by step, and put your final answer within \\boxed{}.",
+}
+BOX = "\\boxed"
 SHOWN_BAD_ROWS = 5
 SHOWN_KEYS = 50
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A schema of files: the format and, where settings do not say otherwise, fields and template.
+    """A schema of files: the format and, where settings do not say otherwise, the fields.
 
-    answer_mark: the answer is what follows the last occurrence of it.
+    format: a name of FORMATS; "": by the path's ending. answer_mark: the answer is what follows the
+    last occurrence of it; BOX: what the last box holds.
     """
 
-    format: str
+    format: str = ""
     prompt_field: str = "prompt"
     answer_field: str = "answer"
-    template: str = "none"
     answer_mark: str = ""
 
 
 KINDS = {
-    # DAPO-Math-17k and AIME 2024 as published; their prompts carry the template.
+    # DAPO-Math-17k and its AIME 2024 as published; their prompts carry the template.
     "dapo_parquet": Kind("parquet", answer_field="reward_model.ground_truth"),
-    "gsm8k_jsonl": Kind("jsonl", "question", "answer", "dapo", answer_mark="####"),
+    "gsm8k": Kind("", "question", answer_mark="####"),
+    "gsm8k_jsonl": Kind("jsonl", "question", answer_mark="####"),
+    "math": Kind("", "problem"),  # MATH-500, AIME and AMC
+    "math_solutions": Kind("", "problem", "solution", BOX),  # MATH, Minerva
+    "olympiad_bench": Kind("", "question", "final_answer"),
     "jsonl": Kind("jsonl"),
     "json": Kind("json"),
     "csv": Kind("csv"),
 }
-KIND_OF_ENDING = {".parquet": "dapo_parquet", ".jsonl": "jsonl", ".json": "json", ".csv": "csv"}
+FORMAT_OF_ENDING = {f".{name}": name for name in FORMATS}
+KIND_OF_ENDING = {**FORMAT_OF_ENDING, ".parquet": "dapo_parquet"}
+_LEADING_ZEROS = re.compile(r"^([+-]?)0+(?=[0-9]+$)")
+_WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +91,7 @@ class DataReport:
     max_prompt_tokens: int | None = None  # the limit, once prompts are tokenized
     mean_tokens: float = 0.0  # of the kept prompts
     longest_tokens: int = 0
+    notes: tuple[str, ...] = ()  # what else a person should know of it
 
     def lines(self) -> list[str]:
         """Formats the report for the start banner, one string a line."""
@@ -97,7 +113,7 @@ class DataReport:
         lines += [f"  skipped {note}" for note in self.bad_row_notes]
         if self.bad_rows > len(self.bad_row_notes):
             lines.append(f"  ... and {self.bad_rows - len(self.bad_row_notes):,} more")
-        return lines
+        return lines + [f"  {note}" for note in self.notes]
 
 
 def read(
@@ -107,48 +123,100 @@ def read(
     prompt_field: str = "",
     answer_field: str = "",
     template: str = "",
+    default_template: str = "dapo",
     on_bad_row: str = "error",
     check_answer: Callable[[str], None] = lambda answer: None,
 ) -> tuple[list[Example], DataReport]:
-    """Reads a file and merges its rows, in the order of their first occurrence.
+    """Reads problems and their answers, merged as `read_rows` does.
 
     kind: a name of KINDS; "": by the ending of the path.
     prompt_field, answer_field: where a row has the prompt (text, or messages with role and
-        content) and the answer (text or a number); "a.b" is field b of field a. "": the kind's.
-    template: a name of TEMPLATES, for prompts of plain text. "": the kind's.
-    on_bad_row: "error" raises DataError at the first row that has bad UTF-8, invalid JSON, a
-        missing key, a null, a wrong type, an empty prompt or an empty answer; "skip" counts it.
+        content) and the answer (text, a number, or a list of one); "a.b" is field b of field a.
+        "": the kind's.
+    template: for prompts of plain text, as `template_text` reads it. "": default_template for
+        those, which the report then says, and none for messages.
     check_answer: raises ValueError for an answer that makes its row a bad one.
 
-    Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
-    for a wrong setting, a file of another format and a parquet file without a needed column.
+    Raises what `read_rows` does, and DataError for a wrong setting.
     """
     if not path:
         raise DataError("path is empty: set it to the data set's file.")
-    file = pathlib.Path(path)
-    kind = kind or KIND_OF_ENDING.get(file.suffix, "")
+    ending = pathlib.Path(path).suffix
+    kind = kind or KIND_OF_ENDING.get(ending, "")
     if kind not in KINDS:
         raise DataError(
             f"kind = {kind!r}: must be one of {', '.join(KINDS)} or arithmetic"
             + ("." if kind else f"; the ending of path = {path!r} does not say which.")
         )
     spec = KINDS[kind]
-    template = template or spec.template
-    if template not in TEMPLATES:
-        raise DataError(f"template = {template!r}: must be one of {', '.join(TEMPLATES)}.")
-    rows = Rows(path, "line" if spec.format == "jsonl" else "row", on_bad_row)
-    if not file.is_file():
-        raise FileNotFoundError(f"No data file at {path!r}: set path.")
     prompt_field = prompt_field or spec.prompt_field
     answer_field = answer_field or spec.answer_field
-    for row, record_of in FORMATS[spec.format](file, [prompt_field, answer_field]):
+    text = template_text(template or default_template)
+    file_format = spec.format or _format_of(path)
+    plain = 0
+
+    def make(row: dict) -> tuple[tuple[Message, ...], str]:
+        nonlocal plain
+        value = field(row, prompt_field)
+        plain += isinstance(value, str)
+        if not isinstance(value, str) and template not in ("", "none"):
+            raise ValueError(f"{prompt_field} has messages, which take no template: set it to none")
+        answer = _answer(field(row, answer_field), answer_field, spec.answer_mark)
+        if file_format == "csv":  # it has no numbers: 27.0 is how they are written into one
+            answer = _WHOLE.sub(r"\1", answer) if _WHOLE.fullmatch(answer) else answer
+        check_answer(answer)
+        return _prompt(value, prompt_field, text), answer
+
+    fields = [prompt_field, answer_field]
+    examples, report = read_rows(path, fields, make, file_format=file_format, on_bad_row=on_bad_row)
+    if plain and not template:
+        known = default_template in TEMPLATES
+        name = f"template {default_template}" if known else "task's own template"
+        note = f"plain prompts are in the {name} (template=none: as they are)"
+        report = dataclasses.replace(report, notes=(note,))
+    return examples, report
+
+
+def read_rows(
+    path: str,
+    fields: Sequence[str],
+    make: Callable[[dict], tuple],
+    *,
+    file_format: str = "",
+    on_bad_row: str = "error",
+) -> tuple[list[Example], DataReport]:
+    """Makes an example of each row of a file and merges them, in the order of their first rows.
+
+    fields: those that each row must have. make: (row) -> (messages, answer) or (messages, answer,
+        extra); its ValueError makes the row a bad one. file_format: a name of FORMATS; "": by the
+        ending of the path.
+    on_bad_row: "error" raises DataError at the first row that has bad UTF-8, invalid JSON, a
+        missing field, a null, a wrong type, an empty prompt or an empty answer; "skip" counts it.
+
+    Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
+    for a file of another format and a parquet file without a needed column.
+    """
+    file_format = file_format or _format_of(path)
+    rows = Rows(path, "line" if file_format == "jsonl" else "row", on_bad_row)
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"No data file at {path!r}: set path.")
+    for row, record_of in FORMATS[file_format](file, fields):
         with rows.reading(row):
             record = record_of()
-            prompt = _prompt(_field(record, prompt_field), prompt_field, template)
-            answer = _answer(_field(record, answer_field), answer_field, spec.answer_mark)
-            check_answer(answer)
-            rows.add(row, prompt, answer)
+            for name in fields:
+                typed(field(record, name), object, name)
+            messages, answer, *extra = make(record)
+            rows.add(row, messages, _text(answer, "the answer"), *extra)
     return rows.result()
+
+
+def _format_of(path: str) -> str:
+    try:
+        return FORMAT_OF_ENDING[pathlib.Path(path).suffix]
+    except KeyError:
+        endings = ", ".join(FORMAT_OF_ENDING)
+        raise DataError(f"path = {path!r}: its ending must be one of {endings}.") from None
 
 
 class Rows:
@@ -187,14 +255,14 @@ class Rows:
             if len(self._bad_row_notes) < SHOWN_BAD_ROWS:
                 self._bad_row_notes.append(f"{self._name}, {counted}: {error}")
 
-    def add(self, row: int, prompt: tuple[Message, ...], answer: str) -> None:
+    def add(self, row: int, prompt: tuple[Message, ...], answer: str, extra: Any = None) -> None:
         """Takes a good row, unless its prompt is already there."""
         parts = [(message["role"], message["content"]) for message in prompt]
         digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
         self._occurrences[digest] = self._occurrences.get(digest, 0) + 1
         first = self._first.get(digest)
         if first is None:
-            self._first[digest] = Example(prompt, answer, self._name, row)
+            self._first[digest] = Example(prompt, answer, self._name, row, extra)
         elif first.answer != answer:
             self._conflicts.add(digest)
 
@@ -222,22 +290,39 @@ def _prompt(value: object, name: str, template: str) -> tuple[Message, ...]:
     for i, message in enumerate(typed(value, list, name)):
         message = typed(message, dict, f"{name}[{i}]")
         messages.append(
-            {key: _text(_field(message, key), f"{name}[{i}].{key}") for key in ("role", "content")}
+            {key: _text(field(message, key), f"{name}[{i}].{key}") for key in ("role", "content")}
         )
     if not messages:
         raise ValueError(f"{name} is empty")
-    if template != "none":
-        raise ValueError(f"{name} has messages, which take no template: set template=none")
     return tuple(messages)
 
 
+def template_text(template: str) -> str:
+    """Returns the text of a name of TEMPLATES, or a text of one's own; DataError for another."""
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if "{problem}" not in template:
+        raise DataError(
+            f"template = {template!r}: must be one of {', '.join(TEMPLATES)}, or a text of your "
+            "own that has {problem} where the problem goes."
+        )
+    return template
+
+
 def templated(problem: str, template: str) -> tuple[Message, ...]:
-    """Makes a user's message of a problem in plain text."""
-    return ({"role": "user", "content": TEMPLATES[template].replace("{problem}", problem)},)
+    """Makes a user's message of a problem in plain text; template: as `template_text` reads it."""
+    return ({"role": "user", "content": template_text(template).replace("{problem}", problem)},)
 
 
 def _answer(value: object, name: str, mark: str) -> str:
-    """Reads an answer; a number is written out in decimals: 42.0 is "42", 1e-7 is "0.0000001"."""
+    """Reads an answer; a number is written out in decimals: 42.0 is "42", 1e-7 is "0.0000001".
+
+    A list of one answer is that answer. An integer as text has no leading zeros: AIME's 025 is 25.
+    """
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise ValueError(f"{name} has {len(value)} answers, not one")
+        value = value[0]
     if isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
@@ -245,15 +330,17 @@ def _answer(value: object, name: str, mark: str) -> str:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{name} is a {type(value).__name__}, not a text or a number")
     answer = _text(value, name)
-    if mark:
+    if mark == BOX:
+        answer, name = last_box(answer), f"the last box of {name}"
+    elif mark:
         _, found, answer = answer.rpartition(mark)
         if not found:
             raise ValueError(f'{name} has no "{mark}" before its result')
         answer, name = answer.replace(",", ""), f'{name} after "{mark}"'
-    return _text(answer, name).strip()
+    return _LEADING_ZEROS.sub(r"\1", _text(answer, name).strip())
 
 
-def _field(record: dict, name: str) -> object:
+def field(record: dict, name: str) -> object:
     """Looks up a field, or field b of field a under the name "a.b"."""
     if name in record:
         return record[name]
@@ -261,7 +348,7 @@ def _field(record: dict, name: str) -> object:
     if outer not in record:
         there = cut(", ".join(map(repr, itertools.islice(record, SHOWN_KEYS))) or "none")
         raise ValueError(f"{outer!r} is missing; there are {there} (prompt_field, answer_field)")
-    return _field(typed(record[outer], dict, outer), inner)
+    return field(typed(record[outer], dict, outer), inner)
 
 
 def _text(value: object, name: str) -> str:

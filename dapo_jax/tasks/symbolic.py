@@ -1,8 +1,9 @@
-"""Runs the library math-verify in processes that cannot hang, harm or end this one.
+"""Runs libraries that grade in processes that cannot hang, harm or end this one.
 
-The library may take forever on an answer, or all memory. A worker is an interpreter that has
-imported it and forks itself for each answer: the child has a limit of CPU time and of memory, and
-what it does ends with it, so that no verdict depends on the answers before.
+A library (math-verify, or the scorers of reasoning-gym) may take forever on an answer, or all
+memory. A worker is an interpreter that has imported it and forks itself for each answer: the child
+has a limit of CPU time and of memory, and what it does ends with it, so that no verdict depends on
+the answers before.
 """
 
 import atexit
@@ -21,8 +22,9 @@ import resource
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from dapo_jax.tasks import interpreter
 from dapo_jax.tasks.math_rules import pairs, refuse
@@ -40,42 +42,42 @@ SILENCE_SECONDS = 120.0  # of a worker that starts, or grades: no verdict hangs 
 _MEMORY_STATUS = 3
 
 
-class SymbolicVerifier:
-    """Grades by the rules "math_verify" (`symbolic_rules`), the algebra in processes of its own.
+class Workers:
+    """Grades answers in processes: of each question once, as many at a time as there are workers.
 
-    Equal pairs of a call are graded once. An answer that takes longer than `cpu_seconds` of a
-    core's time (not of the wall's: a busy host changes no verdict) is a "timeout", one that wants
-    over ANSWER_MEMORY_BYTES is "memory", one that ends its process is "crashed". A process that was
-    killed from outside is no answer's fault: its answer is graded again, up to TRIES times. After
-    PATIENCE timeouts that less than one answer in a hundred explains, answers get
-    IMPATIENT_CPU_SECONDS each; only then do verdicts depend on the answers before.
+    module: has `serve(pipe)`, which runs in a worker. name: of what it grades by, for messages.
+
+    An answer that takes longer than `cpu_seconds` of a core's time (not of the wall's: a busy host
+    changes no verdict) is a "timeout", one that wants over ANSWER_MEMORY_BYTES is "memory", one
+    that ends its process is "crashed". A process that was killed from outside is no answer's fault:
+    its answer is graded again, up to TRIES times. After PATIENCE timeouts that less than one answer
+    in a hundred explains, answers get IMPATIENT_CPU_SECONDS each; only then do verdicts depend on
+    the answers before.
 
     Workers start at once and live until `close`, the end of the `with` block or of the process,
     and exit on their own when this process is gone. Safe to share by threads.
 
-    Raises ImportError without math-verify, ValueError for a number of workers or a time that is not
-    positive, and RuntimeError where workers cannot be started.
+    Raises ValueError for a number of workers or a time that is not positive, and RuntimeError where
+    workers cannot be started.
     """
 
-    def __init__(self, num_workers: int, cpu_seconds: float = ANSWER_CPU_SECONDS) -> None:
+    def __init__(self, num_workers: int, cpu_seconds: float, *, module: str, name: str) -> None:
         if num_workers < 1 or cpu_seconds <= 0:
             raise ValueError(
                 f"{num_workers} workers with {cpu_seconds} seconds: both must be positive"
             )
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError('the rules "math_verify" need the package math-verify')
-        self._cpu_seconds = cpu_seconds
+        self._cpu_seconds, self._module, self._name = cpu_seconds, module, name
         self._patience = float(PATIENCE)
         self._lock = threading.Lock()
         self._closed = False
-        self._workers = [_Worker() for _ in range(num_workers)]
+        self._workers = [_Worker(module) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="math_verify")
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
         atexit.register(self.close)
 
-    def __enter__(self) -> "SymbolicVerifier":
+    def __enter__(self):
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -95,27 +97,22 @@ class SymbolicVerifier:
         """Lists the process ids of the present workers, without those of replaced ones."""
         return [worker.process.pid for worker in self._workers]
 
-    def verify(self, response: str, ground_truth: str) -> Verdict:
-        """Grades one pair, as `verify_many` does."""
-        return self.verify_many([response], [ground_truth])[0]
+    def grade(self, questions: Iterable[tuple]) -> dict[tuple, Verdict]:
+        """Has each question (answer, what it is compared with) graded, equal ones once.
 
-    def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
-        """Grades pairs, as many at a time as there are workers; verdicts come in the pairs' order.
-
-        Raises ValueError where the lengths differ, RuntimeError after `close`.
+        Raises RuntimeError after `close`.
         """
-        if self._closed:
-            raise RuntimeError("this SymbolicVerifier is closed")
-        decided = [
-            refuse(response, truth) or decide_locally(response, truth)
-            for response, truth in pairs(responses, ground_truths)
-        ]
-        questions = dict.fromkeys(it for it in decided if not isinstance(it, Verdict))
-        answers = dict(zip(questions, self._threads.map(self._grade, questions), strict=True))
-        return [it if isinstance(it, Verdict) else answers[it] for it in decided]
+        self.check_open()
+        questions = dict.fromkeys(questions)
+        return dict(zip(questions, self._threads.map(self._grade, questions), strict=True))
 
-    def _grade(self, question: tuple[str, str]) -> Verdict:
-        """Has a worker grade two formulas; runs in a thread of its own for each worker."""
+    def check_open(self) -> None:
+        """Raises RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError(f"this {type(self).__name__} is closed")
+
+    def _grade(self, question: tuple) -> Verdict:
+        """Has a worker grade an answer; runs in a thread of its own for each worker."""
         with self._lock:
             patient = self._patience >= 1
         seconds = self._cpu_seconds if patient else min(IMPATIENT_CPU_SECONDS, self._cpu_seconds)
@@ -125,7 +122,7 @@ class SymbolicVerifier:
             self._idle.put(worker if worker.alive else self._replaced(worker))
             if worker.failed_starts >= TRIES:
                 raise RuntimeError(
-                    f"{TRIES} math_verify workers in a row were never ready; the last one "
+                    f"{TRIES} {self._name} workers in a row were never ready; the last one "
                     f"{worker.failure}, and what it said is on the error output"
                 )
             if verdict is not None:
@@ -142,9 +139,38 @@ class SymbolicVerifier:
             if self._closed:
                 return worker
             worker.kill()
-            fresh = _Worker(worker.failed_starts)
+            fresh = _Worker(self._module, worker.failed_starts)
             self._workers[self._workers.index(worker)] = fresh
             return fresh
+
+
+class SymbolicVerifier(Workers):
+    """Grades by the rules "math_verify" (`symbolic_rules`), the algebra in processes of its own.
+
+    Raises ImportError without math-verify, and what `Workers` raises.
+    """
+
+    def __init__(self, num_workers: int, cpu_seconds: float = ANSWER_CPU_SECONDS) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError('the rules "math_verify" need the package math-verify')
+        super().__init__(num_workers, cpu_seconds, module=__name__, name="math_verify")
+
+    def verify(self, response: str, ground_truth: str) -> Verdict:
+        """Grades one pair, as `verify_many` does."""
+        return self.verify_many([response], [ground_truth])[0]
+
+    def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
+        """Grades pairs, as many at a time as there are workers; verdicts come in the pairs' order.
+
+        Raises ValueError where the lengths differ, RuntimeError after `close`.
+        """
+        self.check_open()
+        decided = [
+            refuse(response, truth) or decide_locally(response, truth)
+            for response, truth in pairs(responses, ground_truths)
+        ]
+        answers = self.grade(it for it in decided if not isinstance(it, Verdict))
+        return [it if isinstance(it, Verdict) else answers[it] for it in decided]
 
 
 def decide_locally(response: str, truth: str) -> Verdict | tuple[str, str]:
@@ -160,10 +186,10 @@ class _Worker:
     became of this one, once it is no longer alive.
     """
 
-    def __init__(self, failed_starts: int = 0) -> None:
+    def __init__(self, module: str, failed_starts: int = 0) -> None:
         self.connection, far_end = multiprocessing.Pipe()
         self.process = subprocess.Popen(
-            interpreter.command(__name__, far_end.fileno()),
+            interpreter.command(module, far_end.fileno()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[far_end.fileno()],
@@ -174,7 +200,7 @@ class _Worker:
         self.alive, self.failure = True, ""
         self.failed_starts, self._ready = failed_starts, False
 
-    def ask(self, answer: str, truth: str, cpu_seconds: float) -> Verdict | None:
+    def ask(self, answer: str, truth: str | bytes, cpu_seconds: float) -> Verdict | None:
         """Returns its verdict; None where it, or its child, was killed, or where it is silent."""
         try:
             if not self._ready:
@@ -207,29 +233,46 @@ class _Worker:
 @functools.cache
 def default_verifier() -> SymbolicVerifier:
     """Starts the pool that this process shares, one worker a core, at the first call."""
-    return SymbolicVerifier(min(_cores(), MAX_WORKERS))
+    return SymbolicVerifier(one_a_core())
 
 
-def _cores() -> int:
+def one_a_core() -> int:
+    """Counts the workers of a pool: one a core, and MAX_WORKERS at most."""
     affinity = getattr(os, "sched_getaffinity", None)  # not every system has it
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_WORKERS)
 
 
 def serve(pipe: int) -> None:
-    """Grades, inside a worker, what comes through the pipe until its other end is closed."""
+    """Grades by math-verify, inside a worker, what comes through the pipe."""
+    serve_by(grade_symbolic, pipe, warm_up=WARM_UP)
+
+
+def serve_by(
+    grade: Callable[[str, Any], Verdict],
+    pipe: int,
+    *,
+    warm_up: Iterable[tuple] = (),
+    prepared: Callable[[Any], Any] = lambda truth: truth,
+) -> None:
+    """Grades, inside a worker, what comes through the pipe until its other end is closed.
+
+    warm_up: is graded first. prepared: makes, in the worker itself, what its children compare
+    answers with.
+    """
     logging.disable(logging.CRITICAL)
-    for answer, truth in WARM_UP:
-        grade_symbolic(answer, truth)
+    for answer, truth in warm_up:
+        grade(answer, truth)
     gc.collect()
     gc.freeze()  # a child's collector need not touch, and so copy, all that was imported
     connection = multiprocessing.connection.Connection(pipe)
     with contextlib.suppress(EOFError, OSError):
         connection.send(None)
         while True:
-            connection.send(_grade_in_child(*connection.recv()))
+            answer, truth, cpu_seconds = connection.recv()
+            connection.send(_grade_in_child(grade, answer, prepared(truth), cpu_seconds))
 
 
-def _grade_in_child(answer: str, truth: str, cpu_seconds: float) -> Verdict | None:
+def _grade_in_child(grade: Callable, answer: str, truth: Any, cpu_seconds: float) -> Verdict | None:
     """Grades in a forked process with limits; None where something outside killed it."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -237,7 +280,7 @@ def _grade_in_child(answer: str, truth: str, cpu_seconds: float) -> Verdict | No
         status = 1
         try:
             _limit(cpu_seconds)
-            os.write(writer, pickle.dumps(grade_symbolic(answer, truth)))
+            os.write(writer, pickle.dumps(grade(answer, truth)))
             status = 0
         except MemoryError:
             status = _MEMORY_STATUS

@@ -1,0 +1,153 @@
+"""Countdown: reach a target from given numbers, each used once. A task of search, graded.
+
+Many expressions are right, and the reward tells three kinds apart: right; the given numbers with
+another value; anything else.
+"""
+
+import ast
+import dataclasses
+import operator
+import re
+from fractions import Fraction
+
+import numpy as np
+
+from dapo_jax.tasks import arithmetic
+from dapo_jax.tasks.math_rules import last_answer, retracts
+from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
+from dapo_jax.types import Example, Verdict
+
+MAX_TARGET = 999
+MAX_CHARS = 200  # of an expression: Python's parser is safe with so many
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_READABLE = re.compile(rf"[0-9+\-*/() ]{{1,{MAX_CHARS}}}")
+_SPELLINGS = (
+    *((sign, "*") for sign in ("\u00d7", r"\times", r"\cdot", "\u00b7")),
+    *((sign, "/") for sign in ("\u00f7", r"\div")),
+    *((sign, "-") for sign in ("\u2212", "\u2013")),
+    *((sign, "") for sign in (r"\left", r"\right", r"\(", r"\)", r"\[", r"\]", "$", "`")),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Puzzle:
+    """Numbers, from least to greatest, and a target that they reach."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+    @property
+    def question(self) -> str:
+        """The puzzle in words; one of the same numbers and target has the same."""
+        return (
+            f"Use {', '.join(map(str, self.numbers))}, each once, with + - * / and brackets to "
+            f"make {self.target}. The answer is the expression, such as (1+2)*3."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Countdown:
+    """Generated puzzles that have a solution; train and test share none.
+
+    numbers: how many a puzzle has. largest: of them. tried: the reward of an expression of the
+    given numbers, each once, that has another value; a right one's is 1, anything else's -1.
+    template: as `readers.template_text` reads it, which has to ask for a last line "Answer: ...".
+    """
+
+    count: int = 10_000
+    seed: int = 0
+    split: str = "train"
+    template: str = ""
+    numbers: int = 4
+    largest: int = 20
+    tried: float = -0.8
+
+    def load(self) -> tuple[list[Example], DataReport]:
+        """Generates the puzzles; raises DataError for arguments that cannot be."""
+        for name, value, least, most in (
+            ("numbers", self.numbers, 2, 8),
+            ("largest", self.largest, 2, 10**6),
+            ("tried", self.tried, -1, 1),
+        ):
+            if not least <= value <= most:
+                raise DataError(f"args.{name} is {value}: must be {least} to {most}")
+        puzzles = arithmetic.distinct(
+            lambda rng: _sample(rng, self.numbers, self.largest),
+            self.count,
+            self.seed,
+            split=self.split,
+            source=f"countdown of {self.numbers} numbers to {self.largest}",
+        )
+        rows = Rows(f"countdown ({self.split})", "row", "error")
+        for row, puzzle in enumerate(puzzles):
+            with rows.reading(row):
+                prompt = templated(puzzle.question, self.template or "dapo")
+                rows.add(row, prompt, str(puzzle.target), {"numbers": puzzle.numbers})
+        return rows.result()
+
+    def grade(self, response: str, example: Example) -> Verdict:
+        """Grades the expression on the last line "Answer: ..."; "= target" may follow it."""
+        answer, rest = last_answer(response)
+        if answer is None or not answer.strip():
+            status = "no_answer" if answer is None else "empty_answer"
+            return Verdict(False, None, status, score=-1.0)
+        expression, *equals = plain(answer).split("=")
+        prediction = expression.replace(" ", "")
+        read = evaluate(expression)
+        if read is None or any(side.strip() != example.answer for side in equals):
+            return Verdict(False, prediction, "unreadable_answer", score=-1.0)
+        value, used = read
+        if sorted(used) != sorted(example.extra["numbers"]):
+            return Verdict(False, prediction, "other_numbers", score=-1.0)
+        if value != Fraction(example.answer) or retracts(rest):
+            return Verdict(False, prediction, "wrong", score=self.tried)
+        return Verdict(True, prediction, "correct", score=1.0)
+
+
+def plain(answer: str) -> str:
+    """Spells an expression with + - * / and brackets, without what is put around formulas."""
+    for sign, spelling in _SPELLINGS:
+        answer = answer.replace(sign, spelling)
+    return answer.strip(" *.")
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+    """Returns the exact value of sums, products and quotients, and the numbers in it.
+
+    None for anything else, a sign before a number and a division by 0 included.
+    """
+    if not _READABLE.fullmatch(expression):
+        return None
+    used: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        if not isinstance(node, ast.Constant):
+            raise ValueError("no number, sum, product or quotient")
+        used.append(node.value)
+        return Fraction(node.value)
+
+    try:
+        return value(ast.parse(expression.strip(), mode="eval").body), used
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _sample(rng: np.random.Generator, count: int, largest: int) -> Puzzle:
+    """Joins random numbers by random operations, so that their result can be reached."""
+    while True:
+        numbers = [int(number) for number in rng.integers(1, largest + 1, size=count)]
+        values = list(numbers)
+        while len(values) > 1:
+            a, b = (values.pop(int(rng.integers(len(values)))) for _ in range(2))
+            a, b = max(a, b), min(a, b)
+            results = [a + b, a - b, a * b] + ([a // b] if b and a % b == 0 else [])
+            values.append(results[int(rng.integers(len(results)))])
+        if 1 <= values[0] <= MAX_TARGET:
+            return Puzzle(tuple(sorted(numbers)), values[0])

@@ -1,0 +1,450 @@
+"""The built-in tasks beside math: what they ask, what they reward, and what they never do."""
+
+import csv
+import importlib.util
+import itertools
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from configs import base
+from dapo_jax.tasks.base import grade_many, load_examples, make_task
+from dapo_jax.tasks.countdown import Countdown, evaluate
+from dapo_jax.tasks.format_answer import FormatAnswer
+from dapo_jax.tasks.multiple_choice import MultipleChoice
+from dapo_jax.tasks.readers import DataError
+from dapo_jax.types import Example
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+needs_reasoning_gym = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None,
+    reason="needs the optional package reasoning-gym",
+)
+
+
+def made(**settings):
+    config = base.get_config()
+    config.data.train = base.dataset(**settings)
+    return make_task("data.train", base.train_settings(config))
+
+
+def example(answer, **extra):
+    return Example(({"role": "user", "content": "?"},), answer, "f", 0, extra or None)
+
+
+# Countdown
+
+
+def reachable(numbers):
+    """Every value of + - * / over the numbers, each used once, found by brute force."""
+    if len(numbers) == 1:
+        return set(numbers)
+    found = set()
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        a, b = numbers[i], numbers[j]
+        for value in {a + b, a - b, a * b} | ({a // b} if b and a % b == 0 else set()):
+            found |= reachable((value, *rest))
+    return found
+
+
+def test_countdown_puzzles_have_a_solution_and_splits_share_none():
+    train, test = (
+        load_examples(
+            made(task="countdown", count=40, seed=seed, split=split, args={"numbers": 3}), ""
+        )
+        for seed, split in ((0, "train"), (1, "test"))
+    )
+    puzzles = [
+        {(*e.extra["numbers"], int(e.answer)) for e in loaded[0]} for loaded in (train, test)
+    ]
+    assert len(puzzles[0]) == len(puzzles[1]) == 40 and not puzzles[0] & puzzles[1]
+    assert all(target in reachable(tuple(numbers)) for *numbers, target in puzzles[0])
+    first = train[0][0]
+    assert f"to make {first.answer}." in first.text and "Answer:" in first.text
+    assert train == load_examples(made(task="countdown", count=40, seed=0, args={"numbers": 3}), "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "score"),
+    [
+        ("Answer: (1+2)*8", "correct", 1.0),
+        ("Answer: 8 * (2 + 1)", "correct", 1.0),
+        ("**Answer:** $(1+2)\\times 8$", "correct", 1.0),
+        ("Answer: \\(8 \\cdot (1 + 2)\\) = 24", "correct", 1.0),
+        ("Answer: 1+2+8", "wrong", -0.8),
+        ("Answer: (1+2)*8\nNo wait, that is wrong.", "wrong", -0.8),
+        ("Answer: 8*3", "other_numbers", -1.0),
+        ("Answer: 24", "other_numbers", -1.0),
+        ("Answer: (1+2)*8+1-1", "other_numbers", -1.0),
+        ("Answer: 1+2+8=24", "wrong", -0.8),
+        ("Answer: (1+2)*8 = 25", "unreadable_answer", -1.0),
+        ("Answer: 8**2-1", "unreadable_answer", -1.0),
+        ("Answer: 18+2//1", "unreadable_answer", -1.0),
+        ("Answer: -1+2+8", "unreadable_answer", -1.0),
+        ("Answer: 8/(2-1-1)", "unreadable_answer", -1.0),
+        ("Answer: eight times three", "unreadable_answer", -1.0),
+        ("Answer:", "empty_answer", -1.0),
+        ("It is (1+2)*8.", "no_answer", -1.0),
+    ],
+)
+def test_countdown_rewards_right_ones_and_a_little_what_tries(answer, status, score):
+    verdict = Countdown(tried=-0.8).grade(answer, example("24", numbers=(1, 2, 8)))
+    assert (verdict.status, verdict.score) == (status, score)
+    assert verdict.correct == (status == "correct")
+
+
+def test_countdown_counts_in_exact_fractions():
+    of = example("24", numbers=(3, 3, 8, 8))
+    assert Countdown().grade("Answer: 8/(3-8/3)", of).correct
+
+
+def test_countdown_values_are_python_s():
+    rng = random.Random(0)
+    for _ in range(300):
+        text = str(rng.randint(1, 9))
+        for _ in range(4):
+            a, b = (text, str(rng.randint(1, 9)))[:: rng.choice((1, -1))]
+            text = f"({a}{rng.choice('+-*')}{b})"
+        value, used = evaluate(text)
+        assert value == eval(text) and sorted(used) == sorted(map(int, re.findall("[0-9]", text)))
+
+
+@pytest.mark.parametrize("args", [{"numbers": 1}, {"largest": 0}, {"tried": 2.0}])
+def test_countdown_names_an_argument_that_cannot_be(args):
+    with pytest.raises(DataError, match=f"args.{next(iter(args))} is "):
+        made(task="countdown", count=3, args=args).load()
+
+
+# Multiple choice
+
+FOUR = ["Lima", "Rome", "Oslo", "Bern"]
+SCHEMAS = {
+    "MMLU": ({"question": "q", "choices": FOUR, "answer": 2}, {}, {}),
+    "ARC": (
+        {"question": "q", "choices": {"text": FOUR, "label": ["1", "2", "3", "4"]}, "key": "3"},
+        {"answer_field": "key"},
+        {},
+    ),
+    "MedQA": (
+        {"question": "q", "options": dict(zip("ABCD", FOUR, strict=True)), "answer_idx": "C"},
+        {"answer_field": "answer_idx"},
+        {"choices": "options"},
+    ),
+    "GPQA": (
+        {"Question": "q", "Right": "Oslo", "Wrong 1": "Lima", "Wrong 2": "Rome"},
+        {"prompt_field": "Question", "answer_field": "Right"},
+        {"choices": "Wrong 1,Wrong 2,Right"},
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+@pytest.mark.parametrize(("row", "fields", "args"), SCHEMAS.values(), ids=SCHEMAS)
+def test_published_choices(tmp_path, ending, row, fields, args):
+    path = tmp_path / f"d.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    elif ending == "jsonl":
+        path.write_text(json.dumps(row))
+    elif "Right" in row:
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([row.keys(), row.values()])
+    else:
+        pytest.skip("a csv has no lists")
+    task = made(task="multiple_choice", path=str(path), **fields, args=args)
+    ((loaded,), _) = load_examples(task, "")
+    assert loaded.answer == "C" and "\nC) Oslo" in loaded.text and "Answer: X" in loaded.text
+    assert task.grade("Answer: C", loaded).correct
+
+
+@pytest.mark.parametrize(
+    ("response", "prediction", "status"),
+    [
+        ("Answer: C", "C", "correct"),
+        ("Answer: (C)", "C", "correct"),
+        ("**Answer: C) Oslo**", "C", "correct"),
+        ("Answer: c.", "C", "correct"),
+        ("Answer: Oslo", "C", "correct"),
+        ("So it is $\\boxed{C}$.", "C", "correct"),
+        ("Answer: \\text{C}", "C", "correct"),
+        ("Answer: A", "A", "wrong"),
+        ("Answer: C) Rome", None, "unreadable_answer"),
+        ("Answer: A or C", None, "unreadable_answer"),
+        ("Answer: ABCD", None, "unreadable_answer"),
+        ("Answer: E", None, "unreadable_answer"),
+        ("Answer: C\nNo wait, A.", "C", "retracted"),
+        ("Answer: ", None, "empty_answer"),
+        ("\\boxed{}", None, "empty_answer"),
+        ("C", None, "no_answer"),
+    ],
+)
+def test_a_choice_is_one_letter_or_its_text(response, prediction, status):
+    verdict = MultipleChoice(path="").grade(response, example("C", choices=FOUR))
+    assert (verdict.correct, verdict.status) == (status == "correct", status)
+    assert prediction is None or verdict.prediction == prediction
+
+
+def test_letters_come_before_texts_that_look_like_them():
+    grade = MultipleChoice(path="").grade
+    assert grade("Answer: A", example("A", choices=["B", "A", "."])).correct
+    assert not grade("Answer: A", example("B", choices=["B", "A", "."])).correct
+    assert not grade("Answer: .", example("C", choices=["B", "A", "."])).correct
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"choices": FOUR, "answer": 4}, "the answer 4 is no label and no text of the choices"),
+        ({"choices": FOUR, "answer": "E"}, "the answer 'E' is no label"),
+        ({"choices": FOUR, "answer": True}, "the answer True is no label"),
+        ({"choices": ["a"], "answer": 0}, "2 to 26 texts, in a list"),
+        ({"choices": "abcd", "answer": 0}, "2 to 26 texts, in a list"),
+        ({"choices": ["a", "a "], "answer": 0}, "are the same, or one is empty"),
+        ({"choices": ["a", ""], "answer": 0}, "are the same, or one is empty"),
+        ({"choices": None, "answer": 0}, "choices is null"),
+        ({"options": FOUR, "answer": 0}, "'choices' is missing; there are 'options', 'answer', "),
+    ],
+)
+def test_a_row_that_is_no_question_is_named_or_skipped(tmp_path, row, message):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(row | {"question": "q"}))
+    with pytest.raises(DataError, match=re.escape(message)):
+        MultipleChoice(path=str(path)).load()
+    assert MultipleChoice(path=str(path), on_bad_row="skip").load()[1].bad_rows == 1
+
+
+def test_shuffled_choices_are_the_same_each_time_and_not_all_first(tmp_path):
+    path = tmp_path / "d.jsonl"
+    rows = [{"question": f"q{i}", "choices": FOUR, "answer": 0} for i in range(200)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    args = {"shuffle": True}
+    task, again, other = (
+        made(task="multiple_choice", path=str(path), seed=seed, args=args) for seed in (0, 0, 1)
+    )
+    (examples, _), (same, _), (different, _) = (it.load() for it in (task, again, other))
+    assert examples == same != different
+    counts = [sum(e.answer == letter for e in examples) for letter in "ABCD"]
+    assert sum(counts) == 200 and min(counts) > 25
+    assert all(f"\n{e.answer}) Lima" in e.text for e in examples)
+
+
+# Form and answer
+
+GOOD = "<think>1+1</think>\n<answer>{}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "correct"),
+    [
+        (GOOD.format("2"), 1.0, True),
+        (f" {GOOD.format(' $2$ ')}\n", 1.0, True),
+        ("So <answer>2</answer>", 0.75, True),
+        ("<think> </think><answer>2</answer>", 0.75, True),
+        ("<think>a</think>b<answer>2</answer>", 0.75, True),
+        ("<answer>1</answer><answer>2</answer>", 0.75, True),
+        (GOOD.format("3"), -0.75, False),
+        ("<answer>3</answer>", -1.0, False),
+        (GOOD.format("2") + " No, 3.", -1.0, False),
+        (GOOD.format(""), -1.0, False),
+        (GOOD.format("3\nAnswer: 2"), -1.0, False),
+        (GOOD.format("2" + " " * 300 + "2"), -1.0, False),
+        ("<answer>2</answer></answer>", -1.0, False),
+        ("Answer: 2", -1.0, False),
+        ("", -1.0, False),
+    ],
+)
+@pytest.mark.parametrize("rules", ["dapo", "strict", "math_verify"])
+def test_the_reward_grades_answer_and_form(rules, response, score, correct):
+    task = FormatAnswer(path="", form_reward=0.25, rules=rules)
+    verdict = task.grade(response, example("2"))
+    assert (verdict.score, verdict.correct) == (score, correct)
+    assert verdict.measures == {"in_form": float(score in (1.0, -0.75))}
+
+
+def test_the_form_is_asked_for_and_its_part_of_the_reward_is_below_the_answers(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "1+1", "answer": "#### 2"}')
+    task = made(task="format_answer", path=str(path), kind="gsm8k", rules="strict_box")
+    ((loaded,), report) = load_examples(task, "")
+    assert loaded.text.startswith("1+1\n\nThink first, between <think>")
+    assert report.notes == (
+        "plain prompts are in the task's own template (template=none: as they are)",
+    )
+    assert task.grade(GOOD.format("2"), loaded).correct
+    assert not task.grade(GOOD.format("02"), loaded).correct
+    with pytest.raises(DataError, match=r"args.form_reward is 1.0: must be 0 to below 1"):
+        made(task="format_answer", path=str(path), args={"form_reward": 1.0}).load()
+
+
+# Reasoning-gym
+
+
+def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "reasoning_gym" else find(name)
+    )
+    with pytest.raises(DataError, match=r"which is not installed: .*python.* -m pip install reas"):
+        made(task="reasoning_gym", count=3, args={"name": "chain_sum"}).load()
+    with pytest.raises(DataError, match=r"missing a required argument: 'name' \(data.train.args\)"):
+        made(task="reasoning_gym")
+
+
+@needs_reasoning_gym
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "word_ladder", "graph_color", "acre"])
+def test_a_generator_by_its_name_is_graded_by_its_scorer(name):
+    settings = {"task": "reasoning_gym", "seed": 3, "args": {"name": name}}
+    task = made(count=6, **settings)
+    examples, report = load_examples(task, "")
+    assert report.kept == 6 and examples == load_examples(made(count=6, **settings), "")[0]
+    held_out, _ = load_examples(made(count=3, split="test", **settings), "")
+    assert not {e.text for e in examples} & {e.text for e in held_out}
+    for it in examples[:2]:
+        right, wrong, none = grade_many(
+            task, [f"So\n<answer>{it.answer}</answer>", "<answer>qqq</answer>", it.answer], it
+        )
+        assert not it.answer or (right.correct, right.score) == (True, 1.0)
+        assert not wrong.correct and -1 <= wrong.score < 1
+        assert none == (False, None, "no_answer", -1.0, None)
+
+
+@needs_reasoning_gym
+@pytest.mark.parametrize("name", ["word_ladder", "isomorphic_strings"])
+def test_problems_are_the_same_whatever_order_sets_have(name):
+    """Four generators of 103 gave a resumed process other problems."""
+    code = (
+        "from dapo_jax.tasks.reasoning_gym import ReasoningGym\n"
+        f"print(*ReasoningGym(name={name!r}, count=6).load()[0])"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1 and "question" in printed.pop()
+
+
+@needs_reasoning_gym
+def test_a_generator_that_is_not_there_or_takes_other_arguments_is_named():
+    for args, message in (
+        ({"name": "chainsum"}, r"args.name is 'chainsum'.*near are chain_sum"),
+        ({"name": "chain_sum", "config": {"terms": 3}}, r"args.config of chain_sum .*'terms'"),
+        (
+            {"name": "chain_sum", "config": {"min_terms": 0}},
+            r"args.config of chain_sum .*min_terms",
+        ),
+        ({"name": "coin_flip", "config": {"min_trials": 1, "max_trials": 1}}, r"gave only \d+ que"),
+    ):
+        with pytest.raises(DataError, match=message):
+            made(task="reasoning_gym", count=3000, args=args).load()
+
+
+# The guide
+
+
+def test_the_guide_s_task_of_40_lines_works_as_it_is_written(tmp_path, monkeypatch):
+    readme = (ROOT / "dapo_jax" / "tasks" / "README.md").read_text()
+    blocks = dict(re.findall(r"```(csv|python|sh)\n(.*?)```", readme, re.DOTALL))
+    assert len(blocks["python"].splitlines()) <= 45
+    (tmp_path / "estimates.py").write_text(blocks["python"])
+    (tmp_path / "estimates.csv").write_text(blocks["csv"] + "nonsense,0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (key,) = set(re.findall(r"--config\.eval\.sets\.(estimates)\.", blocks["sh"]))
+    assert f"--config.eval.sets.{key}.task=estimates:Estimates" in blocks["sh"]
+
+    config = base.get_config()
+    config.data.on_bad_row = "skip"
+    config.data.train = base.dataset(
+        task="estimates:Estimates", path=str(tmp_path / "estimates.csv"), args={"near": 0.1}
+    )
+    task = make_task("data.train", base.train_settings(config))
+    examples, report = load_examples(task, "")
+    assert (report.kept, report.bad_rows) == (3, 1) and task.near == 0.1
+    assert "value is 0.0, but must be above 0" in report.bad_row_notes[0]
+    answers = (
+        "Answer: 330",
+        "Answer: 350",
+        "Answer: 400",
+        "Answer: 9,999,999",
+        "tall",
+        "Answer: 0",
+    )
+    verdicts = grade_many(task, answers, examples[0])
+    assert [verdict.correct for verdict in verdicts] == [True, True, False, False, False, False]
+    assert [verdict.score for verdict in verdicts[:2]] == [1.0, 1.0]
+    assert verdicts[2].score == pytest.approx(0.5 - math.log(400 / 330))
+    assert [verdict.score for verdict in verdicts[3:]] == [-1.0] * 3
+    assert not any(verdict.correct for verdict in grade_many(task, HOSTILE, examples[0]))
+
+
+# All of them
+
+HOSTILE = (
+    "",
+    " \n",
+    "Answer:",
+    "\\boxed{}",
+    "<answer></answer>",
+    "<answer> \u200b </answer>",
+    "Answer: " + "(" * 10_000,
+    "Answer: " + "9**" * 50 + "9",
+    "Answer: 9" + "*9" * 90,
+    "Answer: " + "=" * 200,
+    "Answer: \ud800 \x00 \u202e",
+    "Answer: __import__('os').abort()",
+    "<answer>" * 30_000,
+    "<think>" * 30_000 + "</think>" * 30_000,
+    "<answer>9**9**9**9</answer>",
+    "<answer>" + "(" * 3_000 + "</answer>",
+    "<answer>__import__('os').abort()</answer>",
+    "<answer>\ud800\x00</answer>",
+    "Answer: " * 40_000,
+    "a" * 2_000_000,
+)
+TASKS = (
+    (Countdown(), example("24", numbers=(1, 2, 8))),
+    (MultipleChoice(path=""), example("C", choices=FOUR)),
+    (FormatAnswer(path="", rules="strict"), example("2")),
+)
+
+
+@pytest.mark.parametrize(("task", "of"), TASKS, ids=[type(task).__name__ for task, _ in TASKS])
+def test_no_response_raises_hangs_or_is_rewarded_for_nothing(task, of):
+    began = time.process_time()
+    verdicts = grade_many(task, HOSTILE, of)
+    assert not any(verdict.correct for verdict in verdicts)
+    assert [verdict.prediction for verdict in verdicts[:5]] == [None] * 5
+    assert verdicts == grade_many(task, HOSTILE, of)
+    assert time.process_time() - began < 5
+
+
+@needs_reasoning_gym
+def test_no_response_harms_a_scorer_of_reasoning_gym():
+    """Countdown's scorer gives what it reads to sympy, which takes 9**9**9**9 for a number."""
+    task = made(task="reasoning_gym", count=1, args={"name": "countdown"})
+    ((of,), _) = load_examples(task, "")
+    verdicts = grade_many(task, [*HOSTILE, f"<answer>{of.answer}</answer>"], of)
+    assert not any(verdict.correct for verdict in verdicts[:-1]) and verdicts[-1].correct
+    found = {text: verdict.status for text, verdict in zip(HOSTILE, verdicts[:-1], strict=True)}
+    assert found["<answer>9**9**9**9</answer>"] in (
+        "timeout",
+        "memory",
+        "unreadable_answer",
+        "wrong",
+    )

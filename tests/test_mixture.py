@@ -1,0 +1,163 @@
+"""Several training sets: the order of their prompts, whose grader grades, what is refused."""
+
+import collections
+import json
+import sys
+
+import numpy as np
+import pytest
+from absl import flags
+
+from configs import base, tiny
+from dapo_jax.run import build, checks, command
+from dapo_jax.tasks.datasets import PromptStream
+from dapo_jax.types import Group, Response
+
+SHARES = {"a": 30, "b": 20, "c": 10}  # of 60 prompts
+A, B, C = ([f"{name}{i}" for i in range(n)] for name, n in (("a", 50), ("b", 50), ("c", 7)))
+
+
+def taken(*sets, count, **how):
+    stream = PromptStream(*sets, **how)
+    return [stream[cursor] for cursor in range(count)]
+
+
+def test_every_stretch_of_the_stream_has_each_sets_share():
+    items = taken(A, B, C, seed=3, weights=(3, 2, 1), count=600)
+    assert collections.Counter(item[0] for item in items) == {"a": 300, "b": 200, "c": 100}
+    for first in range(0, 600, 60):
+        stretch = collections.Counter(item[0] for item in items[first : first + 60])
+        assert all(abs(stretch[name] - share) <= 1 for name, share in SHARES.items())
+
+
+def test_each_set_goes_through_epochs_of_its_own_and_the_first_as_if_alone():
+    items = taken(A, B, C, seed=3, weights=(3, 2, 1), count=600)
+    alone = [item for item in items if item[0] == "a"]
+    assert alone == taken(A, seed=3, count=300)
+    small = [item for item in items if item[0] == "c"]
+    assert all(sorted(small[e : e + 7]) == C for e in range(0, 98, 7))
+    order_a, order_b = ([int(x[1:]) for x in items if x[0] == name][:50] for name in "ab")
+    assert order_a != order_b  # two sets of one length
+
+
+def test_a_mixture_depends_on_seed_cursor_and_the_ratio_of_weights_alone():
+    stream = PromptStream(A, C, seed=3, weights=(0.2, 0.1))
+    cursors = [999, 0, 3, 10**12, 3]
+    first = [stream[cursor] for cursor in cursors]
+    again = PromptStream(A, C, seed=3, weights=(4, 2))
+    assert [again[cursor] for cursor in cursors] == first
+    assert taken(A, C, seed=4, weights=(2, 1), count=99) != taken(
+        A, C, seed=3, weights=(2, 1), count=99
+    )
+
+
+SMALL = "--config=experiments/preemption/config.py"
+
+
+def parsed(monkeypatch, *arguments):
+    """The config that a command gets from its flags."""
+    values = flags.FlagValues()
+    holder = command.define_config(values)
+    monkeypatch.setattr(sys, "argv", ["command", SMALL, *arguments])
+    values(sys.argv)
+    return holder.value
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "more.jsonl"
+    rows = [{"question": f"{n}+1", "answer": f"So #### {n + 1}"} for n in range(60)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_sets_by_flags_alone_are_graded_each_by_its_own_task(monkeypatch, file):
+    config = parsed(
+        monkeypatch,
+        f"--config.data.mixture.more.path={file}",
+        "--config.data.mixture.more.kind=gsm8k",
+        "--config.data.mixture.more.weight=3",
+        "--config.data.mixture.more.rules=strict",
+        "--config.data.train.count=200",
+    )
+    checks.check(config)
+    data = build.load_data(config, build.tokenizer(config), training=True)
+    lines = data.report_lines()
+    assert lines[-1] == "training prompts: 25.0% data.train, 75.0% data.mixture.more"
+    assert any(line.startswith("more.jsonl: 60 rows") for line in lines)
+    prompts = [data.stream[cursor] for cursor in range(40)]
+    assert sum(prompt.key == "data.mixture.more" for prompt in prompts) == 30
+
+    tokenizer = build.tokenizer(config)
+    for prompt in prompts[:8]:
+        text = f"Answer: {prompt.example.answer}.0"  # right by `strict`, wrong by `dapo`
+        tokens = np.array(tokenizer.encode(text), np.int32)
+        response = Response(tokens, np.zeros(len(tokens), np.float32), True)
+        (verdict,) = data.train.grade(Group(0, prompt, (response,))).grades[1]
+        strict = prompt.key == "data.mixture.more"
+        name = "accuracy_more" if strict else "accuracy_train"
+        assert verdict.correct == strict and verdict.measures == {name: float(strict)}
+
+
+def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
+    config = tiny.get_config()
+    config.data.train.count = 60
+    alone = build.load_data(config, build.tokenizer(config), training=True)
+    prompts = alone.train.sets["data.train"].prompts
+    stream = PromptStream(prompts, seed=config.seed)
+    assert all(alone.stream[cursor] is stream[cursor] for cursor in range(100))
+    assert not any(line.startswith("training prompts") for line in alone.report_lines())
+    response = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), True)
+    (verdict,) = alone.train.grade(Group(0, prompts[0], (response,))).grades[1]
+    assert verdict.measures is None
+
+    config.data.train.weight = 0.0  # left out: the other set alone
+    config.data.mixture.more = base.dataset(path=str(file), kind="gsm8k")
+    other = build.load_data(config, build.tokenizer(config), training=True)
+    assert list(other.train.sets) == ["data.mixture.more"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data.train.weight": -1.0}, "data.train.weight = -1.0, but must be finite and at least"),
+        ({"data.train.weight": 0.0}, "data.train.weight = 0, and no set of data.mixture has a"),
+        ({"eval.sets.arithmetic.weight": 1.0}, r"eval.sets.arithmetic.weight is set, but is for t"),
+        (
+            {"data.mixture.more.weight": 2.0, "algo.retire_pass_rate": 0.9},
+            r"algo.retire_pass_rate = 0.9, but there are 2 training sets \(data.mixture\)",
+        ),
+        ({"data.mixture.more.k": 3}, r"data.mixture.more.k is set, but is for evaluation sets"),
+        ({"data.mixture.more.rules": "x"}, r"data.mixture.more.rules = 'x', but must be one of da"),
+    ],
+)
+def test_what_a_mixture_cannot_be_is_refused_by_its_key(settings, message):
+    config = tiny.get_config()
+    if any("mixture" in key for key in settings):
+        config.data.mixture.more = base.dataset(path="x.jsonl")
+    config.update_from_flattened_dict(settings)
+    with pytest.raises(ValueError, match=message):
+        checks.check(config)
+
+
+def test_a_set_too_small_for_its_part_of_a_batch_is_refused(file):
+    config = tiny.get_config()
+    config.data.train.count = 60
+    config.rollout.generation_prompts = 100
+    config.data.mixture.more = base.dataset(path=str(file), kind="gsm8k", weight=3.0)
+    message = r"more has 60 usable prompts, fewer than its part, 75.0%, of one .* or data.mixture"
+    with pytest.raises(ValueError, match=message):
+        build.load_data(config, build.tokenizer(config), training=True)
+
+
+def test_a_misspelt_set_and_key_are_refused(monkeypatch, file):
+    with pytest.raises(flags.Error, match=r"data.mixture.a-b: the name of a set has letters"):
+        parsed(monkeypatch, f"--config.data.mixture.a-b.path={file}")
+    with pytest.raises(flags.Error, match=r"data.mixture.more: the recipe has no such set; a new"):
+        parsed(monkeypatch, "--config.data.mixture.more.weight=2")
+    with pytest.raises((flags.Error, AttributeError, KeyError), match="wieght"):
+        parsed(
+            monkeypatch,
+            f"--config.data.mixture.more.path={file}",
+            "--config.data.mixture.more.wieght=2",
+        )
