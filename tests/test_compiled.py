@@ -99,6 +99,21 @@ def test_programs_that_another_user_could_write_are_not_run(tmp_path, monkeypatc
         compiled._prepare(tmp_path)
 
 
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_programs_in_a_folder_that_others_may_write_are_not_run(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(OSError, match="can be written by other users; chmod go-w"):
+        compiled._prepare(tmp_path)
+
+
+def test_an_empty_home_is_not_the_root(monkeypatch):
+    """Python takes it for /, and root made /.cache there."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    with pytest.raises(OSError, match="HOME is empty"):
+        compiled.default_folder()
+
+
 @pytest.mark.slow
 def test_a_disk_that_fills_up_is_said_once_and_what_it_cut_is_replaced(tmp_path):
     cache = str(tmp_path)

@@ -508,6 +508,36 @@ def same_bits(responses, expected):
     )
 
 
+@pytest.mark.parametrize("draft_tokens", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_programs_of_other_sizes_change_no_bit(draft_tokens):
+    """XLA's products of 32 and of 128 rows have other bits, and so had a request's log-probs."""
+    config = Qwen2Config(512, 64, 192, 2, 4, 2, 16, True)
+    cache = Cache(
+        slots=128,
+        pages=400,
+        prompt_pages=40,
+        readers=8,
+        page_tokens=8,
+        block_tokens=8,
+        max_prompt_tokens=9,
+        max_response_tokens=48,
+        draft_tokens=draft_tokens,
+        rows=cache_module.XLA_ROWS,
+    )
+    engine, params = build(
+        config,
+        cache,
+        random_params(config)[1],
+        parts=((1 / 4, 1), (1, 1)),
+        compiler_options=KERNELS["cpu"].compiler_options,
+    )
+    groups = [Asked(cursor, np.arange(3 + cursor % 5), (16,) * 8) for cursor in range(16)]
+    alone, _ = sample_groups(engine, params, groups[:1])
+    together, session = sample_groups(engine, params, groups)
+    assert max(np.sum(block.useful_B > 0) for block in session.blocks) == 128
+    same_bits(alone, together)
+
+
 def test_neighbours_full_slots_and_restarts_change_no_bit(runs):
     assert runs.together.keys() == runs.alone.keys()
     assert runs.session.discarded_tokens > 0

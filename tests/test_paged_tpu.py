@@ -126,7 +126,6 @@ def test_refuses_what_it_cannot_read_well():
 TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 
 
-# Of one chip: Qwen2.5 0.5B; 7B split 4 ways; 32B split 8 ways, with drafts, and 4 ways.
 @pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 128), (128, 16)])
 def test_pages_are_copied_as_by_plain_xla(H, C):
     """Pages of a small pool go to places of a large one, in every layout; the rest stays."""
@@ -146,6 +145,7 @@ def test_pages_are_copied_as_by_plain_xla(H, C):
         np.testing.assert_array_equal(ours[1], before[1])
 
 
+# Of one chip: Qwen2.5 0.5B; 7B split 4 ways; 32B split 8 ways, with drafts, and 4 ways.
 LOCAL_HEADS = ((14, 2, 64, 1), (7, 1, 128, 1), (5, 1, 128, 4), (10, 2, 128, 1))
 
 

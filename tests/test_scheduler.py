@@ -423,7 +423,7 @@ def settings(seed):
 
 def needed_bytes(cache, *, token_bytes, copies):
     """Adds up both pools, a copy of the largest part of one, and the block's own tokens."""
-    rows = -(-cache.slots // cache_module.ROWS) * cache_module.ROWS
+    rows = -(-cache.slots // cache.rows) * cache.rows
     copied = -(-cache.pages // 2) if copies else 0
     in_pages = (cache.prompt_pages + cache.pages + copied) * cache.page_tokens
     return (in_pages + rows * cache.block_tokens) * token_bytes
@@ -443,6 +443,7 @@ def test_a_plan_keeps_to_its_budget_and_uses_it():
         assert needed <= given["cache_bytes"], seed
         assert cache.pages - 1 >= cache.pages_per_response
         assert cache.prompt_pages - 1 >= cache.pages_per_prompt
+        assert cache.rows == (64 if given["copies"] else 32)
         one = cache.slots == 1
         assert one or (cache.pages - 1) * cache.page_tokens >= cache.slots * given["slot_tokens"]
     assert len(kept) > 100

@@ -152,7 +152,7 @@ def test_sampling_exchanges_nothing_over_data_and_no_cache_over_model(policy):
         assert not exchanged
         return
     assert {name for _, name in exchanged} == {"all-reduce", "all-gather"}
-    tokens = 16 + cache.padded(policy.engine.cache.slots)
+    tokens = 16 + policy.engine.cache.padded(policy.engine.cache.slots)
     largest = max(math.prod(map(int, re.findall(r"\d+", shape)[1:])) for shape, _ in exchanged)
     assert largest <= tokens * SMALL.width
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import pathlib
 import re
+import stat
 import sys
 import tempfile
 import warnings
@@ -58,6 +59,8 @@ def default_folder() -> pathlib.Path:
             home = pathlib.Path.home()
         except RuntimeError as error:
             raise OSError("this user has no home directory") from error
+        if not os.environ.get("HOME", "unset"):  # which Python takes for /
+            raise OSError("HOME is empty")
         if not home.is_dir():  # which root could make
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(home))
         cache = home / ".cache"
@@ -97,13 +100,16 @@ def trim(folder: pathlib.Path, most_bytes: int = MOST_BYTES, most_entries: int =
 
 
 def _prepare(folder: pathlib.Path) -> None:
-    """Makes the folder; raises OSError where it cannot be written or is another user's.
+    """Makes the folder; raises OSError where it cannot be written, or another user could write it.
 
     A cached program is machine code that this process will run.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.geteuid():
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
         raise OSError(f"{folder} belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"{folder} can be written by other users; chmod go-w makes it this user's")
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(4096))
 

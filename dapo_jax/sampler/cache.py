@@ -10,9 +10,9 @@ import math
 import numpy as np
 
 NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
-# Batches are padded to a multiple: products of other sizes have other bits in each row. 16 was
-# enough on the CPUs tried first, AMD's Zen 5 needs 32.
-ROWS = 32
+# Batches are padded to a multiple. Where plain XLA computes them on a CPU, products of other sizes
+# have other bits in each row: 32 and 96 rows others than 64, 128 and so on.
+ROWS, XLA_ROWS = 32, 64
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
 # occupied slots and their pages. On a CPU a row has the same bits in each; elsewhere it may not.
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
@@ -24,7 +24,7 @@ ROW_SCALARS = (
 # Of a group's samples on one shard of several, where a kernel attends and sharing a prompt saves
 # only its prefill: long responses come in groups, and all shards wait for the one that has most.
 SPREAD_READERS = 4
-DRAFT_TOKENS = (0, 1, 3, 7)  # with the next token they divide ROWS
+DRAFT_TOKENS = (0, 1, 3, 7)  # with the next token they divide the rows of a batch
 SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots
 
 
@@ -36,7 +36,7 @@ class Cache:
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
     `max_prompt_tokens` and `max_response_tokens` bound a request. At most `draft_tokens` are
     tried beside a slot's next one, the more the fewer slots are occupied. `carries`: responses may
-    begin with tokens that an earlier session sampled.
+    begin with tokens that an earlier session sampled. `rows`: batches are padded to a multiple.
     """
 
     slots: int
@@ -49,6 +49,7 @@ class Cache:
     max_response_tokens: int
     draft_tokens: int = 0
     carries: bool = False
+    rows: int = ROWS
 
     @property
     def pages_per_prompt(self) -> int:
@@ -64,10 +65,13 @@ class Cache:
         """Counts a prompt's pages; its last token needs none: it is fed when decoding begins."""
         return -(-(prompt_tokens - 1) // self.page_tokens)
 
-    @staticmethod
-    def positions(rows: int) -> int:
-        """Counts the positions that a decode step tries of every slot in a program of these."""
-        return max(1, ROWS // rows)
+    def padded(self, slots: int) -> int:
+        """Rounds slots up to the rows of a batch."""
+        return -(-slots // self.rows) * self.rows
+
+    def positions(self, slots: int) -> int:
+        """Counts the positions that a decode step tries of every slot in a program of so many."""
+        return max(1, self.rows // slots)
 
     @property
     def prompt_buckets(self) -> list[int]:
@@ -150,10 +154,12 @@ def plan_cache(
             max_response_tokens=max_response_tokens,
             draft_tokens=draft_tokens,
             carries=carries,
+            rows=XLA_ROWS if copies else ROWS,
         )
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // readers) * min(longest, 2) + 1
-        left = budget_bytes - padded(slots) * block_tokens * token_bytes - prompt_pages * page_bytes
+        block_bytes = limits.padded(slots) * block_tokens * token_bytes
+        left = budget_bytes - block_bytes - prompt_pages * page_bytes
         pages = max(0, left // page_bytes)
         pages = pages * 4 // 7 if copies else pages
         return dataclasses.replace(limits, prompt_pages=prompt_pages, pages=pages)
@@ -185,18 +191,19 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
     """Lists the (rows, pages) of a shard that decoding is compiled for, the smallest first.
 
     kernel: whether one reads the live pages alone; then programs have all pages, and FEW_ROWS.
-    Programs of fewer than ROWS slots try several positions of each, ROWS together.
+    Programs of fewer than `cache.rows` slots try several positions of each, so many together.
     """
     if kernel:
-        all_rows = padded(cache.slots)
+        all_rows = cache.padded(cache.slots)
         sizes = {(rows, cache.pages) for rows in (*FEW_ROWS, all_rows) if rows <= all_rows}
     else:
         sizes = {
-            (padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
+            (cache.padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
             for slots, pages in PARTS
         }
     least = min(rows for rows, _ in sizes)
-    few = [ROWS // (1 + drafts) for drafts in DRAFT_TOKENS if 0 < drafts <= cache.draft_tokens]
+    tried = [1 + drafts for drafts in DRAFT_TOKENS if 0 < drafts <= cache.draft_tokens]
+    few = [cache.rows // positions for positions in tried]
     return sorted(
         sizes | {(slots, pages) for slots in few for rows, pages in sizes if rows == least}
     )
@@ -205,8 +212,3 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
 def _powers_of_two(most: int) -> list[int]:
     """Lists 1, 2, 4 and so on, and `most` as the last; nothing for 0."""
     return [*(2**i for i in range(most.bit_length()) if 2**i < most), most] if most else []
-
-
-def padded(slots: int) -> int:
-    """Rounds slots up to the rows of a batch."""
-    return -(-slots // ROWS) * ROWS

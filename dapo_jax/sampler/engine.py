@@ -46,6 +46,11 @@ class Engine:
                 f"rollout.page_tokens = {cache.page_tokens} is not a multiple of "
                 f"rollout.block_tokens = {cache.block_tokens}"
             )
+        if cache.draft_tokens and cache.block_tokens == 1:
+            raise ValueError(
+                f"rollout.draft_tokens = {cache.draft_tokens} with rollout.block_tokens = 1, whose "
+                "blocks end after one token; set one of them to another value"
+            )
         self.config, self.mesh, self.cache = config, mesh, cache
         self.shards = rules.row_ways(mesh)
         self._axis = "model" if mesh.shape["model"] > 1 else None

@@ -297,19 +297,24 @@ class Session:
         source_BW = np.full((len(rows), width), NONE, np.int32)
         if not width:
             return source_BW
-        tokens_N = [
-            self._token_DPC[d, self._scheduler.pages(d, b)].reshape(-1)[:sampled]
-            for d, b, sampled in zip(plan.shard_N, plan.slot_N, plan.sampled_N, strict=True)
-        ]
+        C = cache.page_tokens
+
+        def newest(d: int, b: int, sampled: int) -> np.ndarray:  # as many as count, if so many
+            first = max(0, sampled - width) // C
+            pages = self._scheduler.pages(d, b)[first:]
+            return self._token_DPC[d, pages].reshape(-1)[: sampled - first * C]
+
+        tokens_N = list(map(newest, plan.shard_N, plan.slot_N, plan.sampled_N))
         running = collections.defaultdict(list)
         for n, number in enumerate(plan.cursor_N.tolist()):
             running[number].append(n)
         for n, number in enumerate(plan.cursor_N.tolist()):
             asked = self._asked[number]
-            prompt = np.asarray(asked.prompt.token_ids, np.int32)
             ended = [r.tokens_T for r in asked.responses if r is not None]
             others = [tokens_N[other] for other in running[number] if other != n]
-            own = np.concatenate([prompt, tokens_N[n]])
+            own = tokens_N[n]
+            if plan.sampled_N[n] < width:
+                own = np.concatenate([np.asarray(asked.prompt.token_ids, np.int32), own])
             source_BW[row_N[n]] = source(own, [*ended, *others], width)
         return source_BW
 

@@ -22,7 +22,7 @@ def weights_first(spec, x, w, **options):
     """Multiplies for decoding: the transpose of the product of the transposes.
 
     The weights are on the left then, which is faster for few rows of x, and a row has the same
-    bits in every batch of a multiple of the engine's ROWS.
+    bits in every batch of a multiple of the engine's XLA_ROWS.
     """
     x_axes, w_axes, out_axes = re.split(",|->", spec)
     of_w = "".join(axis for axis in w_axes if axis not in x_axes)
