@@ -37,6 +37,7 @@ def collect_carrying(
     group_size: int,
     num_prompts: int,
     max_prompts: int,
+    expected_rate: float,
     dynamic_sampling: bool,
     report: Callable[[str], None],
     success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G"),
@@ -47,7 +48,9 @@ def collect_carrying(
     As `rollout.collect`, but: groups count as they are complete, and of those that are, the first
     in prompt order are kept. Others that are informative are carried too, complete as they are. A
     group goes on for `carry_over_steps` steps at most: a step does not end before those that it
-    finds at this age are complete. Of new prompts a step begins with `max_prompts` at most.
+    finds at this age are complete, and the last of them that it has no use for are discarded. So
+    that there are few, no more prompts are issued than so many steps can train on, by the share of
+    groups that is expected to be informative. A step begins `max_prompts` at most.
 
     carried: of the step before.
     """
@@ -60,13 +63,20 @@ def collect_carrying(
             session.submit(it.cursor, prompt, group_size=group_size, begun=it)
         else:
             complete.append(Group(it.cursor, prompt, it.responses))
+    rate = expected_rate if dynamic_sampling else 1.0
     issued = 0
+
+    def few() -> bool:
+        under_way = len(carried) + issued - len(known.groups)
+        expected = len(known.informative) + rate * under_way
+        return expected < num_prompts * (1 + carry_over_steps)
+
     with Grading(grade) as grading:
         known.add(grading.exchange(complete))
         known.add(grading.exchange([]))
         while True:
             enough = len(known.informative) >= num_prompts
-            while not enough and session.idle_slots and issued < max_prompts:
+            while not enough and session.idle_slots and issued < max_prompts and few():
                 place = cursor + issued
                 session.submit(place, prompt_at(place), group_size=group_size)
                 issued += 1
@@ -75,11 +85,11 @@ def collect_carrying(
                 break
             found = f"{len(known.informative)} informative of {len(known.groups)} groups"
             report(f"rollout: {found}, {num_prompts} wanted, {len(waiting)} under way")
-            done = session.step(more=issued < max_prompts and not enough)
+            done = session.step(more=issued < max_prompts and not enough and few())
             beside([group for group in done if group.stream != TRAINING])
             known.add(grading.exchange([group for group in done if group.stream == TRAINING]))
         known.add(grading.exchange([]))
-    surplus = known.informative[num_prompts:]
+    surplus = [place for place in known.informative[num_prompts:] if place not in due]
     sampled = [known.groups[place] for place in sorted(known.groups) if place not in surplus]
     unfinished = session.take_unfinished(TRAINING)
     go_on = [*unfinished, *(_complete(known.groups[place]) for place in surplus)]
@@ -102,6 +112,17 @@ def _complete(group: Group) -> Carried:
     """Carries a group of which all responses have ended."""
     responses = tuple(response.carried() for response in group.responses)
     return Carried(group.cursor, responses, (False,) * len(responses))
+
+
+def fits(carried: Sequence[Carried], *, group_size: int, max_tokens: int) -> bool:
+    """Tells whether a recipe could have sampled these; that of a fork may be another."""
+    return all(
+        len(it.responses) == group_size
+        and len(response.tokens_T) <= max_tokens
+        and (response.stopped or unfinished or len(response.tokens_T) == max_tokens)
+        for it in carried
+        for response, unfinished in zip(it.responses, it.unfinished_G, strict=True)
+    )
 
 
 def to_json(carried: Sequence[Carried]) -> list[dict]:

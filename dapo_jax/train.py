@@ -241,15 +241,17 @@ def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evalua
         "success": success_by(run.config.algo.filter_groups, **overlong(run.config)),
         "beside": evaluation.take,
     }
+    step["expected_rate"] = min(1.0, r.num_prompts / r.generation_prompts)
+    if last := progress["row"]:
+        step["expected_rate"] = last["groups/informative"] / last["groups/sampled"]
     of_run = (session, stream, run.data.train.grade)
     cursor, carried = progress["cursor"], carry_over.from_json(progress.get("carried", ()))
+    sizes = {"group_size": r.group_size, "max_tokens": r.max_response_tokens}
+    if not (r.carry_over_steps and carry_over.fits(carried, **sizes)):  # a fork, of another recipe
+        cursor, carried = min([cursor, *(it.cursor for it in carried)]), []
     if steps := r.carry_over_steps:
         return collect_carrying(*of_run, cursor, carried, carry_over_steps=steps, **step)
-    cursor = min([cursor, *(it.cursor for it in carried)])  # a fork of a run that carried
-    expected_rate = min(1.0, r.num_prompts / r.generation_prompts)
-    if last := progress["row"]:
-        expected_rate = last["groups/informative"] / last["groups/sampled"]
-    return collect(*of_run, cursor, expected_rate=expected_rate, **step)
+    return collect(*of_run, cursor, **step)
 
 
 def remaining(run: Run, progress: dict) -> RemainingStream:

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from test_train import (
 )
 
 from dapo_jax import train
-from dapo_jax.carry_over import collect_carrying, from_json, to_json
+from dapo_jax.carry_over import collect_carrying, fits, from_json, to_json
 from dapo_jax.packing import pack
 from dapo_jax.run.restore import Origin
 from dapo_jax.sampler.cache import Cache
@@ -153,6 +154,22 @@ def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
         assert kept < len(response.tokens_T)
 
 
+def test_a_fork_takes_over_only_what_its_own_recipe_could_have_sampled():
+    """Responses above its limit were trained on, and a group of another size was an odd error."""
+
+    def response(tokens, *, stopped):
+        return Response(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), stopped)
+
+    cut, ended, begun = (
+        response(n, stopped=stopped) for n, stopped in ((9, False), (4, True), (6, False))
+    )
+    carried = [Carried(3, (cut, ended, begun), (False, False, True))]
+    assert fits(carried, group_size=3, max_tokens=9)
+    assert fits([], group_size=8, max_tokens=1)
+    for group_size, max_tokens in ((2, 9), (4, 9), (3, 8), (3, 10)):
+        assert not fits(carried, group_size=group_size, max_tokens=max_tokens)
+
+
 def test_a_checkpoint_describes_carried_groups_bit_by_bit():
     rng = np.random.default_rng(0)
     logp_T = rng.standard_normal(5).astype(np.float32)
@@ -227,67 +244,92 @@ class CarryingSession(ScriptedSession):
         return group
 
 
+def steps_of(script, *, steps, slots, carry_over_steps, num_prompts=4, **settings):
+    """Runs steps one after the other: [(session, what was carried before, rollouts)]."""
+    cursor, carried, found = 0, [], []
+    for _ in range(steps):
+        session = CarryingSession(script, slots=slots, block_tokens=2)
+        given = {
+            "carry_over_steps": carry_over_steps,
+            "group_size": G,
+            "num_prompts": num_prompts,
+            "max_prompts": 400,
+            "expected_rate": 0.5,
+            "dynamic_sampling": True,
+            "report": lambda text: None,
+        }
+        grade = scripted_grade(script)
+        rollouts = collect_carrying(session, prompt_at, grade, cursor, carried, **given | settings)
+        found.append((session, carried, rollouts))
+        cursor, carried = rollouts.cursor, rollouts.carried
+    return found
+
+
 @pytest.mark.parametrize("carry_over_steps", [1, 3])
-def test_no_slot_waits_no_group_is_lost_and_none_is_older_than_allowed(carry_over_steps):
+def test_no_slot_waits_and_no_group_is_lost(carry_over_steps):
     """Many steps of long-tailed lengths: each group is sampled once, whole, and in the end used.
 
     Slots stay full to a step's end but where groups that are due are waited for.
     """
-    script = long_tailed_script(0, prompts=600)
-    cursor, carried, seen, idle, ages = 0, [], [], [], []
-    for _ in range(25):
-        session = CarryingSession(script, slots=16, block_tokens=2)
-        rollouts = collect_carrying(
-            session,
-            prompt_at,
-            scripted_grade(script),
-            cursor,
-            carried,
-            carry_over_steps=carry_over_steps,
-            group_size=G,
-            num_prompts=4,
-            max_prompts=40,
-            dynamic_sampling=True,
-            report=lambda text: None,
-        )
-        cursor, before, carried = rollouts.cursor, carried, rollouts.carried
+    script, seen, idle, ages = long_tailed_script(0, prompts=600), [], [], []
+    for session, before, rollouts in steps_of(
+        script, steps=25, slots=16, carry_over_steps=carry_over_steps
+    ):
         kept = [rollouts.sampled[p].cursor for p in rollouts.kept]
         seen += [group.cursor for group in rollouts.sampled]
-        assert kept == [c for c in (g.cursor for g in rollouts.sampled) if c in script.informative]
-        assert len(kept) == 4
+        informative = [g.cursor for g in rollouts.sampled if g.cursor in script.informative]
+        assert kept == informative[:4] and len(kept) == 4
         for group in rollouts.sampled:
             lengths = [len(r.tokens_T) for r in group.responses]
             assert lengths == script.length_PG[group.cursor].tolist()
-        ages += [it.age_steps for it in carried if any(it.unfinished_G)]
-        steps = [call for call in session.calls if call[0] == "step"]
+        ages += [it.age_steps for it in rollouts.carried]
         waits = any(it.age_steps == carry_over_steps and any(it.unfinished_G) for it in before)
         if not waits:
+            steps = [call for call in session.calls if call[0] == "step"]
             idle += [sum(used == 0 for used in call[1:17]) for call in steps]
-        assert sorted([*seen, *(it.cursor for it in carried)]) == list(range(cursor))
+        carried = [it.cursor for it in rollouts.carried]
+        assert sorted([*seen, *carried]) == list(range(rollouts.cursor))
         spent = rollouts.stats.sampled_tokens + rollouts.begun_tokens
         used = sum(group.length_G.sum() for group in rollouts.sampled)
-        assert spent == used + sum(it.tokens for it in carried)
+        assert spent == used + sum(it.tokens for it in rollouts.carried)
     assert max(ages) == carry_over_steps
     assert sum(idle) == 0
+
+
+@pytest.mark.parametrize("slots", [16, 64, 256])
+@pytest.mark.parametrize("carry_over_steps", [1, 2])
+def test_no_trained_token_is_older_than_allowed_however_many_slots_there_are(
+    slots, carry_over_steps
+):
+    """With slots for 16 times as many groups as a step trains on, tokens were 13 steps old."""
+    script = long_tailed_script(1, prompts=2000)
+    discarded = 0
+    for _, _, rollouts in steps_of(
+        script, steps=20, slots=slots, carry_over_steps=carry_over_steps
+    ):
+        trained = [rollouts.sampled[p] for p in rollouts.kept]
+        assert len(trained) == 4
+        assert max(len(r.ends) for group in trained for r in group.responses) <= carry_over_steps
+        informative = sum(group.cursor in script.informative for group in rollouts.sampled)
+        discarded += informative - len(trained)
+    assert discarded <= 20 * 2  # groups that were sampled for nothing: half of what is trained on
+
+
+def test_without_dynamic_sampling_the_first_complete_groups_are_kept():
+    script = long_tailed_script(0, prompts=300)
+    for _, _, rollouts in steps_of(
+        script, steps=8, slots=64, carry_over_steps=1, dynamic_sampling=False
+    ):
+        assert [rollouts.sampled[p].cursor for p in rollouts.kept] == [
+            group.cursor for group in rollouts.sampled[:4]
+        ]
 
 
 def test_at_the_cap_a_step_ends_with_what_there_is():
     """None of the prompts is informative, and only so many may begin."""
     script = long_tailed_script(0, prompts=100)
     script = dataclasses.replace(script, correct_PG=np.zeros_like(script.correct_PG))
-    rollouts = collect_carrying(
-        CarryingSession(script, slots=16, block_tokens=2),
-        prompt_at,
-        scripted_grade(script),
-        0,
-        (),
-        carry_over_steps=2,
-        group_size=G,
-        num_prompts=4,
-        max_prompts=10,
-        dynamic_sampling=True,
-        report=lambda text: None,
-    )
+    ((_, _, rollouts),) = steps_of(script, steps=1, slots=16, carry_over_steps=2, max_prompts=10)
     assert (len(rollouts.sampled), len(rollouts.kept), rollouts.carried) == (10, 0, [])
 
 
@@ -370,6 +412,26 @@ def test_rows_say_how_stale_the_trained_tokens_are(carrying):
         assert row.get("ratio_gap", 0) < 1e-5
         assert 0 <= row["engine/unused_tokens_fraction"] < 1
         assert row["groups/cancelled"] == 0
+
+
+def test_a_step_that_decodes_nothing_ends_like_any_other(carrying, tmp_path, monkeypatch):
+    """Enough was carried: there was no block to plot, and the run ended with a traceback."""
+    config, run = carrying_config(), tmp_path / "run"
+    shutil.copytree(carrying, run)
+    config.num_steps += 1
+    config.log.samples_every_steps = 1
+
+    def without_blocks(*given, **settings):
+        rollouts = collect_carrying(*given, **settings)
+        nothing = dict.fromkeys(
+            ("decode_steps", "slot_steps", "busy_slot_steps", "waiting_slot_steps"), 0
+        )
+        stats = dataclasses.replace(rollouts.stats, blocks=[], sampled_tokens=0, **nothing)
+        return dataclasses.replace(rollouts, stats=stats)
+
+    monkeypatch.setattr(train, "collect_carrying", without_blocks)
+    train.train(config, run)
+    assert rows_without_timings(run)[-1]["engine/decode_steps"] == 0
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ class Record:
             self._writer.write(row)
         if _every(self._config.log.samples_every_steps, row["step"]):
             self.display.samples(row["step"], samples(rollouts, reward_PG))
-            if hosts.is_main_host():
+            if hosts.is_main_host() and rollouts.stats.blocks:  # none where enough was carried
                 plot_timeline(rollouts.stats.blocks, self.workdir / "timeline.png")
         self.display.step(row)
 
