@@ -21,6 +21,7 @@ from dapo_jax import train
 from dapo_jax.carry_over import collect_carrying, fits, from_json, to_json
 from dapo_jax.packing import pack
 from dapo_jax.run.restore import Origin
+from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Carried, Group, Prompt, Response
@@ -362,6 +363,14 @@ def carrying_config():
     config.checkpoint.every_steps = 1
     config.checkpoint.keep = 9
     return config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_program_for_decoding():
+    """The runs here are for what is carried: few programs are compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "PARTS", ((1, 1),))
+        yield
 
 
 @pytest.fixture(scope="module")

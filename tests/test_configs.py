@@ -208,7 +208,7 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
         ({"mesh.model": 4}, "mesh.model = 4 does not divide the model's 2 key/value heads"),
         (
             {"rollout.cache_mib": 1},
-            r"cache_mib = 1 does not hold .* 96 tokens and .* 80 on a device; 2 does",
+            r"cache_mib = 1 does not hold .* 96 tokens and .* 80 on a device; 3 does",
         ),
     ],
 )

@@ -152,7 +152,7 @@ def test_drafts_save_steps_on_every_shard(small):
     assert steps(session) < 0.9 * steps(without)
 
 
-@pytest.mark.parametrize("wrong", ["random", "out of range"])
+@pytest.mark.parametrize("wrong", [pytest.param("random", marks=SLOW), "out of range"])
 def test_no_draft_can_do_harm(small, monkeypatch, wrong):
     """Whatever is proposed: tokens that are not sampled next, or what is no token."""
     plain, without = of_engine(0, small, COLD)

@@ -123,7 +123,7 @@ def test_refuses_what_it_cannot_read_well():
         case(interpret=False)
 
 
-TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+TPUS = ("v5e:2x2", "v5p:2x2x1", pytest.param("v6e:2x2", marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 128), (128, 16)])

@@ -229,6 +229,7 @@ def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
     assert sum(session() is not None for session in sessions) == 0
 
 
+@pytest.mark.slow
 def test_tensorboard_keeps_an_evaluation_that_no_row_has(riding, tmp_path):
     """A resume's purge mark hid the scores after the last step, and nothing wrote them again."""
     run = tmp_path / "run"

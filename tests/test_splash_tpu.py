@@ -121,7 +121,9 @@ def test_fetches_what_is_visited_next(seed):
 
 
 @pytest.mark.skipif(not LIBTPU.exists(), reason="needs the TPU's compiler: `make preflight`")
-@pytest.mark.parametrize("tpu", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+    "tpu", ["v5e:2x2", "v5p:2x2x1", pytest.param("v6e:2x2", marks=pytest.mark.slow)]
+)
 def test_compiles_for_tpu(tpu):
     """The TPU's compiler takes forward, dq and dkv: its VMEM holds blocks of their real size."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -233,6 +233,7 @@ def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path,
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
     """The baseline: no filter, no group discarded, a KL term that starts at zero."""
     config = small_config("naive_grpo")
