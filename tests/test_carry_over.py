@@ -386,7 +386,8 @@ def rollout_lines(workdir, step):
     return gzip.open(workdir / "rollouts" / f"{step}.jsonl.gz").read()
 
 
-@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2])
 def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
     """What was carried is in the checkpoint; rows, rollouts and weights are what they would be."""
     run = tmp_path / "run"
@@ -410,6 +411,7 @@ def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
     assert rollout_lines(run, 3) == rollout_lines(carrying, 3)
 
 
+@pytest.mark.slow
 def test_rows_say_how_stale_the_trained_tokens_are(carrying):
     """The first step has none; the gap to the sampler is that of fresh tokens, if there are any."""
     rows = rows_without_timings(carrying)
@@ -423,6 +425,7 @@ def test_rows_say_how_stale_the_trained_tokens_are(carrying):
         assert row["groups/cancelled"] == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_decodes_nothing_ends_like_any_other(carrying, tmp_path, monkeypatch):
     """Enough was carried: there was no block to plot, and the run ended with a traceback."""
     config, run = carrying_config(), tmp_path / "run"

@@ -138,7 +138,9 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-@pytest.mark.parametrize("where", ["before its end", "after its file"])
+@pytest.mark.parametrize(
+    "where", ["before its end", pytest.param("after its file", marks=pytest.mark.slow)]
+)
 def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
     riding, tmp_path, monkeypatch, where
 ):

@@ -120,9 +120,12 @@ def test_fetches_what_is_visited_next(seed):
             np.testing.assert_array_equal(queries_I, expected_I)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.skipif(not LIBTPU.exists(), reason="needs the TPU's compiler: `make preflight`")
 @pytest.mark.parametrize(
-    "tpu", ["v5e:2x2", "v5p:2x2x1", pytest.param("v6e:2x2", marks=pytest.mark.slow)]
+    "tpu", ["v5p:2x2x1", *(pytest.param(tpu, marks=SLOW) for tpu in ("v5e:2x2", "v6e:2x2"))]
 )
 def test_compiles_for_tpu(tpu):
     """The TPU's compiler takes forward, dq and dkv: its VMEM holds blocks of their real size."""

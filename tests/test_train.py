@@ -172,6 +172,7 @@ def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
     """The reference crashes here. Impossible problems: no group is ever informative."""
     config = small_config()
