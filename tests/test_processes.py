@@ -95,6 +95,7 @@ def two_processes(runs):
     return run(runs / "two_processes", processes=2, devices=2)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run_bitwise(runs, two_processes):
     """The same prompts, samples, verdicts, decisions, updates and evaluations, written once."""
     two_devices = run(runs / "two_devices", devices=2)
