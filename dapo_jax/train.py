@@ -104,7 +104,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
             watch = Stopwatch()
             rollouts, scores = sample(run, step, weights, progress, watch)
             if stopped := at_generation_cap(run, step, rollouts):
-                run.snapshots.take(step, state, progress, force=True)
+                run.snapshots.take(step, state, saved(progress), force=True)
                 break
 
             # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9, or another scale).
@@ -136,13 +136,14 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
                 "cursor": rollouts.cursor,
                 "sampled_tokens_total": sampled_tokens,
                 "row": step_row(done, watch.seconds()),
-                "carried": carry_over.to_json(rollouts.carried),
+                "carried": rollouts.carried,
                 "retired": sorted(retired.items()),
             }
             with watch("save"):
                 run.record.wait()
                 require_finite_to_save(state, updates, step)
-                run.snapshots.take(step + 1, state, progress, force=ends or bool(stopped))
+                force = ends or bool(stopped)
+                run.snapshots.take(step + 1, state, saved(progress), force=force)
             run.record.step(step_row(done, watch.seconds()), rollouts, reward_PG)
             if stopped:
                 break
@@ -207,7 +208,13 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         first_step=begun.step,
         begin_step=begun.begin_step,
     )
-    return run, begun.state, begun.progress
+    carried = carry_over.from_json(begun.progress.get("carried", ()))
+    return run, begun.state, begun.progress | {"carried": carried}
+
+
+def saved(progress: dict) -> dict:
+    """The progress as a checkpoint describes it."""
+    return progress | {"carried": carry_over.to_json(progress["carried"])}
 
 
 def sample(
@@ -245,7 +252,7 @@ def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evalua
     if last := progress["row"]:
         step["expected_rate"] = last["groups/informative"] / last["groups/sampled"]
     of_run = (session, stream, run.data.train.grade)
-    cursor, carried = progress["cursor"], carry_over.from_json(progress.get("carried", ()))
+    cursor, carried = progress["cursor"], progress["carried"]
     sizes = {"group_size": r.group_size, "max_tokens": r.max_response_tokens}
     if not (r.carry_over_steps and carry_over.fits(carried, **sizes)):  # a fork, of another recipe
         cursor, carried = min([cursor, *(it.cursor for it in carried)]), []

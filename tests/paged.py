@@ -1,13 +1,18 @@
 """Cases of decode attention over pages, and what every kernel that attends has to give for them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from models.kernels.xla import PageTable, page_order
+from sharding.mesh import make_mesh
+from tests.quick import jit
 
 # Tokens of responses and of prompts in pages of C: neither, either, one token, part of a page,
 # whole pages, and more blocks than are read ahead.
@@ -200,3 +205,20 @@ def a_slot_depends_on_itself_alone(case):
 
     wide = np.concatenate([case.page_BX, np.zeros((B, 9), np.int32)], axis=1)
     same_bits(dataclasses.replace(case, page_BX=wide)(), expected)
+
+
+def sharded(attend, arguments):
+    """Runs a kernel under shard_map, slots and heads over two devices each, pages on both."""
+    mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    slots, heads = PartitionSpec("data"), PartitionSpec("data", "model")
+    pool = PartitionSpec(None, "model")
+    queries = PartitionSpec("data", None, "model")
+    specs = (queries, (heads,) * 2, slots, (pool,) * 2, (pool,) * 2, slots, slots, slots)
+    run = jax.shard_map(
+        functools.partial(attend, interpret=True),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=queries,
+        check_vma=False,  # the interpreter does not know it
+    )
+    return jit(run)(*arguments)

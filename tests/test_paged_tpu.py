@@ -24,6 +24,7 @@ from tests.paged import (
     make_case,
     matches_the_definition,
     recent_tokens_may_as_well_be_in_a_page,
+    sharded,
 )
 from tests.quick import jit
 
@@ -94,19 +95,7 @@ def test_reads_are_waited_for_and_in_bounds(capfd):
 def test_sharded_over_slots_and_heads():
     """Under shard_map each shard has its slots and heads and gives the same bits."""
     case = make_case(RUN, **SHAPES["grouped"]).of_slots(slice(10))  # divides by the shards
-    mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
-    slots, heads = PartitionSpec("data"), PartitionSpec("data", "model")
-    pool = PartitionSpec(None, "model")
-    queries = PartitionSpec("data", None, "model")
-    specs = (queries, (heads,) * 2, slots, (pool,) * 2, (pool,) * 2, slots, slots, slots)
-    run = jax.shard_map(
-        functools.partial(paged_attention, interpret=True),
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=queries,
-        check_vma=False,  # the interpreter does not know it; the compiler's test below has it on
-    )
-    np.testing.assert_array_equal(jit(run)(*case.arguments), case())
+    np.testing.assert_array_equal(sharded(paged_attention, case.arguments), case())
 
 
 def test_refuses_what_it_cannot_read_well():

@@ -16,7 +16,6 @@ from configs import base
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.run import build
 from dapo_jax.sampler import cache
-from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from models import qwen2
@@ -27,19 +26,11 @@ from models.transformer import abstract_params
 from sharding import hosts, rules
 from sharding.mesh import AXES, make_mesh
 from tests.quick import jit
+from tests.sampled_step import SAMPLING
 
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
 # (slices, data, model); the last exceeds the 2 key/value heads
 MESHES = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 4)]
-SAMPLING = Sampling(
-    max_response_tokens=20,
-    temperature=0.7,
-    top_p=1.0,
-    top_k=0,
-    stop_ids=(3, 17, 40),
-    pad_id=0,
-    vocab_size=61,
-)
 PROMPTS = {7: np.array([5, 6, 7]), 100: np.arange(10, 27), 0: np.array([60]), 12: np.arange(20, 27)}
 GROUP_SIZE = 8
 RUN_KEY = jax.random.key(11)

@@ -248,9 +248,11 @@ class Session:
 
     def _refill(self, plan: Plan) -> None:
         """Gives begun responses that were just admitted their tokens, keys and values."""
+        if not plan.refills:
+            return
         C = self._engine.cache.page_tokens
         names = zip(plan.cursor_N.tolist(), plan.sample_N.tolist(), strict=True)
-        place = {name: n for n, name in enumerate(names)} if plan.refills else {}
+        place = {name: n for n, name in enumerate(names)}
         for number_R, sample_R, page_RI in plan.refills:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
