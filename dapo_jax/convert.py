@@ -16,12 +16,11 @@ from typing import Any
 import jax
 from absl import flags
 from etils import epath
-from ml_collections import ConfigDict
 
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command
 from dapo_jax.run.alarms import require_finite
-from dapo_jax.run.files import read_json
+from dapo_jax.run.policy import run_recipe
 from dapo_jax.untrusted import present
 from models import families, hf
 from models.hf_config import load_config, read_config
@@ -135,13 +134,7 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
 
     Raises FileNotFoundError for a directory without a run, or without that checkpoint.
     """
-    file = workdir / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
-    recipe = ConfigDict(read_json(file))
-    # Here, not on the machine that trained.
-    recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
-    recipe.model.kernels = "auto"
+    recipe = run_recipe(workdir)
     programs = build.programs(recipe, vocab_size=0)
     checkpoints = build.checkpoints(recipe, workdir, keep=None)
     step = checkpoints.latest_step() if step is None else step

@@ -1,10 +1,15 @@
 """Evaluates a policy on sets of problems: mean@k, pass@k and maj@k.
 
     python -m dapo_jax.evaluate --config=configs/tiny.py --workdir=DIR [--step=N]
+    python -m dapo_jax.evaluate --model=MODEL --workdir=DIR --set=NAME:TASK:PATH \
+        [--k=32 --temperature=0.6 --top_p=0.95 --max_tokens=8192]
 
-evaluates the checkpoint after N rollout steps (default: the newest) into
-DIR/eval/N.<set>.<settings>.json, and the responses beside it. The run in DIR may be going on. The
-config has to be the run's in all that makes the policy; how it is evaluated may differ.
+The first evaluates the checkpoint after N rollout steps (default: the newest) of the run in DIR,
+which may be going on. The config has to be the run's in all that makes the policy; how it is
+evaluated may differ. The second evaluates a Hugging Face directory as it is, with no recipe and no
+run (configs/any_model.py); a temperature of 0 is greedy decoding. Both write
+DIR/eval/N.<set>.<settings>.json, the responses beside it, and a page to read them;
+`python -m dapo_jax.report --evaluation=FILE --evaluation=FILE` compares two, problem by problem.
 """
 
 import collections
@@ -20,11 +25,12 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings
+from dapo_jax.report import evaluations
+from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
 from dapo_jax.run import build, checks, command, compiled
-from dapo_jax.run.alarms import require_finite_start
+from dapo_jax.run import policy as policies
 from dapo_jax.run.display import evaluation_line
-from dapo_jax.run.files import read_json
 from dapo_jax.run.metrics import TASK, mean_measures
 from dapo_jax.run.record import (
     result_row,
@@ -55,12 +61,17 @@ def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
 
 
 def summarize(groups: Sequence[Group]) -> dict[str, float]:
-    """Summarizes one set from its groups of k responses: scores are means over problems."""
+    """Summarizes one set from its groups of k responses: scores are means over problems.
+
+    "interval/low" and "interval/high" bound mean@k over other problems of the kind (95 %; a problem
+    is a cluster of responses, arXiv 2411.00640, section 2.2).
+    """
     correct_PK = np.stack([group.correct_G for group in groups])
     length_PK = np.stack([group.length_G for group in groups])
     k = correct_PK.shape[1]
     responses = [response for group in groups for response in group.responses]
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
+    interval = share_interval(correct_PK.mean(axis=1), samples=correct_PK.size)
     return {
         f"mean@{k}": float(correct_PK.mean()),
         f"maj@{k}": float(
@@ -70,6 +81,8 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
             f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
             for n in powers
         },
+        "interval/low": interval.low,
+        "interval/high": interval.high,
         "problems": len(groups),
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
@@ -173,63 +186,18 @@ def settings_of(config: ConfigDict) -> dict[str, dict]:
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
 
-def check_same_policy(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Refuses a config that makes another policy than the run's in `workdir` (ValueError).
-
-    Without a config.json there is nothing to compare; `check_recipe` compares the checkpoint's.
-    """
-    file = workdir / "config.json"
-    if file.exists():
-        check_recipe(config, read_json(file), f"the run in {workdir}")
-
-
-def check_recipe(config: ConfigDict, theirs: dict, where: str) -> None:
-    """Refuses a config that makes another policy than a run's recipe does (ValueError).
-
-    That is the model, its tokenizer and LoRA's shape, and the seed where it makes the weights. A
-    path may be written in another way.
-    """
-    ours = json.loads(config.to_json_best_effort())
-    compared = checks.POLICY_KEYS + (() if config.model.path else ("seed",))
-    differing = checks.recipe_differences(theirs, ours, among=compared, but=checks.FREE_KEYS)
-    if differing:
-        raise ValueError(
-            f"{where} is of another policy: {'; '.join(differing)}. Give the run's recipe and "
-            "values (its config.json), or its own --workdir"
-        )
-
-
 def main(_):
-    config = CONFIG.value
+    config, workdir = CONFIG.value, pathlib.Path(WORKDIR.value)
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
     compiled.keep(several=DISTRIBUTED.value)
-    checks.check(config)
-    if not eval_settings(config):
-        raise ValueError("eval.sets has no set with k > 0: there is nothing to evaluate; add one")
-    workdir = pathlib.Path(WORKDIR.value)
-    hosts.on_main(lambda: require_directory(workdir))
-    hosts.on_main(lambda: check_same_policy(config, workdir))
     say = print if hosts.is_main_host() else lambda message: None
-    tokenizer = build.tokenizer(config)
-    programs = build.programs(config, tokenizer.vocab_size)
-    data = build.load_data(config, tokenizer, training=False)
-    say("\n".join(data.report_lines()))
-    checkpoints = build.checkpoints(config, workdir, keep=None)
-    step = hosts.on_main(checkpoints.latest_step) if STEP.value is None else STEP.value
-    if step is None:
-        raise FileNotFoundError(f"{checkpoints.directory} is empty: there is nothing to evaluate")
-    if step == 0:
-        params = programs.start_params()
-    else:
-        params = checkpoints.restore(step, programs.state)[0].params
-        if identity := checkpoints.identity_of(step):
-            where = f"checkpoint {step} in {checkpoints.directory}"
-            check_recipe(config, identity["recipe"], where)
-    checkpoints.close()
-    # LoRA adapts them; the KL term, which needs them too, is training's.
-    start_weights = programs.load_start_weights() if programs.learning.lora else None
-    require_finite_start(programs, checkpoints.directory, step, params, start_weights)
-    sampler_params = programs.reshard(params, start_weights)
+    if not eval_settings(config):
+        raise ValueError(
+            "eval.sets has no set with k > 0: there is nothing to evaluate; add one "
+            "(--set=NAME:TASK:PATH)"
+        )
+    of = model_and_data if MODEL.value else run_and_data
+    step, policy, data = of(config, workdir, say)
     settings = settings_of(config)
 
     def keep(name, groups):
@@ -237,13 +205,62 @@ def main(_):
             label = settings_label(settings[name])
             write_responses(workdir, f"{step}.{name}.{label}", groups)
 
-    results = evaluate(config, programs, sampler_params, data.eval_sets, report=say, keep=keep)
+    results = evaluate(
+        config, policy.programs, policy.weights, data.eval_sets, report=say, keep=keep
+    )
     paths = write_own_results(workdir, step, results, settings)
     say(evaluation_line(step, result_row(results)))
     for name, scores in results.items():
+        say(interval_line(name, scores))
         if scores["no_answer_fraction"] > 0.8:
             say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
     say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
+    if hosts.is_main_host():
+        say(f"to read them: {evaluations.write_page(paths)}")
+
+
+def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):
+    """(finished steps, policy, data) of the run in a directory."""
+    checks.check(config)
+    hosts.on_main(lambda: require_directory(workdir))
+    hosts.on_main(lambda: policies.check_same(config, workdir))
+    data = build.load_data(config, build.tokenizer(config), training=False)
+    say("\n".join(data.report_lines()))
+    return *policies.of_run(config, workdir, STEP.value), data
+
+
+def model_and_data(config: ConfigDict, workdir: pathlib.Path, say):
+    """(0, policy, data) of model.path as it is; the results' directory must not be a run's."""
+    if (workdir / "config.json").exists():
+        raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
+    hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
+    policies.fit_model(config)
+    tokenizer = build.tokenizer(config)
+    data = build.load_data(config, tokenizer, training=False)
+    sets = data.eval_sets.values()
+    prompts = [prompt for of_set in sets for prompt in of_set.dataset.prompts]
+    policies.fit_lengths(config, max(len(prompt.token_ids) for prompt in prompts))
+    policies.fit_cache(config, sum(len(of_set.dataset.prompts) * of_set.k for of_set in sets))
+    checks.check(config)
+    r = config.rollout
+    say("\n".join(data.report_lines()))
+    say(
+        f"{config.model.path}: {config.model.family} in {config.model.compute_dtype}, responses of "
+        f"at most {r.max_response_tokens:,} tokens (--max_tokens), {r.cache_mib:,} MiB of cache"
+    )
+    # The samplings have the lengths that were open when the data was read.
+    data = build.with_samplings(config, tokenizer, data)
+    return 0, policies.of_model(config, tokenizer), data
+
+
+def interval_line(name: str, scores: Mapping[str, float]) -> str:
+    """Says a set's mean over problems with its 95 % confidence interval."""
+    mean = next(key for key in scores if key.startswith("mean@"))
+    text = f"{name}: {mean} {scores[mean]:.1%}"
+    return (
+        f"{text} [{scores['interval/low']:.1%}, {scores['interval/high']:.1%}] (95 %, over "
+        f"{scores['problems']} problems)"
+    )
 
 
 def no_answer_line(name: str, settings: dict, fraction: float) -> str:
@@ -265,10 +282,19 @@ def require_directory(workdir: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
+    command.define_short(
+        model=("model.path", "A Hugging Face directory to evaluate, with no recipe and no run."),
+        set=("eval.sets", "NAME:TASK:PATH of a set; TASK is one, or a kind of file. Repeat it."),
+        k=("eval.samples_per_prompt", "Responses a problem."),
+        temperature=("eval.temperature", "0: greedy decoding."),
+        top_p=("eval.top_p", "The share of the probability that is sampled from."),
+        max_tokens=("rollout.max_response_tokens", "Of a response, at most."),
+    )
     CONFIG = command.define_config()
     WORKDIR = command.define_workdir()
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )
     DISTRIBUTED = command.define_distributed()
+    MODEL = flags.FLAGS["model"]
     command.run(main)

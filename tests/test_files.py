@@ -22,7 +22,7 @@ from configs import tiny
 from dapo_jax import evaluate
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
-from dapo_jax.run import arguments, build, command, failures, lock, provenance, record
+from dapo_jax.run import arguments, build, command, failures, lock, policy, provenance, record
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.files import MetricsWriter, append_line, read_rows, remove_leftovers
 from dapo_jax.run.snapshots import Snapshots
@@ -446,17 +446,17 @@ def test_evaluate_compares_the_policy_with_the_runs(tmp_path, monkeypatch, chang
     """It loaded a run's weights into whatever model the command line described."""
     monkeypatch.chdir(ROOT)
     config = tiny.get_config()
-    evaluate.check_same_policy(config, tmp_path)  # no run: nothing to compare
+    policy.check_same(config, tmp_path)  # no run: nothing to compare
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
     config.update_from_flattened_dict(changes)
     if refused is None:
-        evaluate.check_same_policy(config, tmp_path)
+        policy.check_same(config, tmp_path)
     else:
         with pytest.raises(ValueError, match=re.escape(refused)):
-            evaluate.check_same_policy(config, tmp_path)
+            policy.check_same(config, tmp_path)
     (tmp_path / "config.json").write_text("")
     with pytest.raises(ValueError, match=r"config\.json is empty"):
-        evaluate.check_same_policy(config, tmp_path)
+        policy.check_same(config, tmp_path)
 
 
 def test_evaluate_compares_the_policy_with_the_checkpoints(tmp_path):
@@ -466,10 +466,10 @@ def test_evaluate_compares_the_policy_with_the_checkpoints(tmp_path):
     checkpoints.identity = {"recipe": json.loads(config.to_json_best_effort())}
     checkpoints.save(1, {"a": jnp.ones(1)}, {})
     recipe = checkpoints.identity_of(1)["recipe"]
-    evaluate.check_recipe(config, recipe, "checkpoint 1")
+    policy.check_recipe(config, recipe, "checkpoint 1")
     config.tokenizer.path = "another"
     with pytest.raises(ValueError, match=r"checkpoint 1 is of another policy: tokenizer\.path is"):
-        evaluate.check_recipe(config, recipe, "checkpoint 1")
+        policy.check_recipe(config, recipe, "checkpoint 1")
 
 
 def test_a_run_of_several_slices_converts_on_one_device(tmp_path):

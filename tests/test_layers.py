@@ -14,7 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 FLOORS = (
     ("experiments",),
     ("dapo_jax.train", "dapo_jax.sweep"),
-    ("dapo_jax.evaluate", "dapo_jax.convert", "dapo_jax.preflight", "dapo_jax.report"),
+    ("dapo_jax.evaluate", "dapo_jax.sample", "dapo_jax.convert", "dapo_jax.preflight"),
+    ("dapo_jax.report",),
     ("dapo_jax.run",),
     ("dapo_jax.carry_over",),
     ("dapo_jax.rollout",),

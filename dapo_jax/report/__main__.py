@@ -2,8 +2,12 @@
 
     python -m dapo_jax.report --workdir=DIR [--workdir=DIR2 ...] [--rows=FILE ...] [--paper=FILE]
 
-writes report.html, curves.png and accuracy_vs_tokens.png into the first folder, or beside the first
-file of rows. A DIR is a run's or a sweep's folder, FILE a rows.jsonl.gz of an experiment.
+    python -m dapo_jax.report --evaluation=FILE [--evaluation=FILE2 ...]
+
+The first writes report.html, curves.png and accuracy_vs_tokens.png into the first folder, or beside
+the first file of rows. A DIR is a run's or a sweep's folder, FILE a rows.jsonl.gz of an experiment.
+The second writes evaluation.html beside the first evaluation, an eval/*.json of a run or of
+`dapo_jax.evaluate`, and compares those of one set, problem by problem.
 """
 
 import pathlib
@@ -12,7 +16,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from dapo_jax.report import events, paper, plots, runs
+from dapo_jax.report import evaluations, events, paper, plots, runs
 from dapo_jax.report.page import render
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
@@ -72,9 +76,15 @@ def main(argv: Sequence[str]) -> None:
         [part for value in values or () for part in value.split(",") if part]
         for values in (given.workdir, given.rows)
     )
-    if not workdirs and not rows:
-        sys.exit("dapo_jax.report: give --workdir=DIR or --rows=FILE")
+    if not workdirs and not rows and not given.evaluation:
+        sys.exit("dapo_jax.report: give --workdir=DIR, --rows=FILE or --evaluation=FILE")
     try:
+        if given.evaluation:
+            found = [of for path in given.evaluation for of in evaluations.read(path)]
+            for pair in evaluations.pairs(found):
+                print("\n".join(evaluations.compare(*pair).lines()))
+            print(evaluations.write_page(given.evaluation))
+            return
         print(write_report(workdirs, rows=rows, paper_file=given.paper))
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"dapo_jax.report: {error}")
@@ -84,5 +94,6 @@ if __name__ == "__main__":
     several = "repeat it or separate by commas"
     flags.DEFINE_multi_string("workdir", None, f"Folder of a run or of a sweep; {several}.")
     flags.DEFINE_multi_string("rows", None, f"A rows.jsonl.gz; {several}.")
+    flags.DEFINE_multi_string("evaluation", None, "An eval/*.json; two are compared.")
     flags.DEFINE_string("paper", None, "The paper's curves, digitised, to be drawn beside ours.")
     app.run(main)

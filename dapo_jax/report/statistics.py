@@ -64,6 +64,27 @@ def paired_spread(a_S, b_S) -> float:
     return 0.0 if sd < ROUNDING * max(np.abs(a_S).max(), np.abs(b_S).max()) else sd
 
 
+def share_interval(share_P, *, samples: int) -> Interval:
+    """Returns the interval of a mean of shares from 0 to 1, which keeps inside of them.
+
+    Wilson's (1927) of p = mean(share) in n' samples, with t(P - 1) for his quantile. n' is as many
+    as independent ones that would spread as the P shares do, p (1 - p) / (var(share) / P); P where
+    they are all 0 or all 1, and `samples`, those there were, at most. Its `difference` is p.
+    """
+    share_P = np.asarray(share_P, np.float64)
+    P, p = len(share_P), float(share_P.mean())
+    if P < 2:
+        return Interval(p, 0.0, 1.0)
+    spreads, error = p * (1 - p), spread(share_P) ** 2 / P
+    n = float(P)
+    if spreads > 0:
+        n = spreads / max(error, spreads / samples)
+    t = quantile(P - 1)
+    middle = (p + t**2 / (2 * n)) / (1 + t**2 / n)
+    half = t / (1 + t**2 / n) * math.sqrt(spreads / n + t**2 / (4 * n**2))
+    return Interval(p, max(0.0, middle - half), min(1.0, middle + half))
+
+
 def paired_interval(a_S, b_S) -> Interval:
     """Returns the Student interval of the mean of a - b, whose values share seeds.
 

@@ -13,6 +13,8 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs.base import dataset
+from dapo_jax.tasks.base import BUILT_IN
+from dapo_jax.tasks.readers import KINDS
 
 SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=]+)")
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
@@ -94,6 +96,49 @@ def nearest_key(name: str, known: Sequence[str]) -> str | None:
     by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
     near = difflib.get_close_matches(parts[-1], by_last, n=1, cutoff=0.7)
     return by_last[near[0]] if near else None
+
+
+def expanded(arguments: Sequence[str], short: Mapping[str, str], *, recipe: str) -> list[str]:
+    """Writes a command's short flags out: --k=8 is --config.eval.samples_per_prompt=8.
+
+    short: flag -> key. Of the two that are more than that, --set=NAME:TASK:PATH makes an evaluation
+    set, and --model=DIR stays, and takes `recipe` where no --config is given. Raises ValueError for
+    a set that cannot be read.
+    """
+    result, rest = [], iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not argument.startswith("-") or name not in short:
+            result.append(argument)
+            continue
+        value = value if equals else next(rest, "")
+        if name == "set":
+            result += _set_flags(value)
+            continue
+        if name == "model":
+            result.append(f"--model={value}")
+            given = (text.lstrip("-").partition("=")[0] for text in arguments)
+            result += [] if "config" in given else [f"--config={recipe}"]
+        result.append(f"--config.{short[name]}={value}")
+    return result
+
+
+def _set_flags(text: str) -> list[str]:
+    """The flags of NAME:TASK:PATH; TASK may be a kind of file, or module:Class; PATH be empty."""
+    name, _, rest = text.partition(":")
+    task, colon, path = rest.partition(":")
+    if not name or not task or not colon:
+        raise ValueError(
+            f"--set={text}: must be NAME:TASK:PATH, for instance aime24:math:aime24.jsonl; TASK is "
+            f"{', '.join(BUILT_IN)}, module:Class of one's own, or a kind of file: "
+            f"{', '.join(KINDS)}"
+        )
+    if task not in BUILT_IN and task not in KINDS:
+        class_name, colon, path = path.partition(":")
+        task = f"{task}:{class_name}"
+    key = "kind" if task in KINDS and task not in BUILT_IN else "task"
+    flags = [f"--config.eval.sets.{name}.{key}={task}"]
+    return flags + ([f"--config.eval.sets.{name}.path={path}"] if path else [])
 
 
 def unknown_key(config: ConfigDict, arguments: Sequence[str]) -> str | None:

@@ -14,7 +14,7 @@ from configs.base import eval_settings, mixture_settings
 from dapo_jax import learner
 from dapo_jax.run import checks
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.sampler.cache import SPREAD_READERS, plan_cache
+from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream, load_dataset
@@ -142,14 +142,20 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
         raise ValueError(f"model.preset = {preset!r} is unknown; {config.model.family} has {known}")
     if not path:
         return family.presets[preset]
-    positions = read_config(path).get("max_position_embeddings")
     sizes = load_config(path)
-    if positions and isinstance(sizes.rope_scaling, YarnScaling):
-        # Qwen's model cards add the scaling and leave the number as it was.
-        positions = max(positions, sizes.rope_scaling.positions)
+    positions = positions_of(path, sizes)
     checks.check_model(config, family, sizes, positions)
     check_files(path, sizes)
     return sizes
+
+
+def positions_of(path: str, sizes: ModelConfig) -> int | None:
+    """How many positions the model of a directory was made for; None where it does not say."""
+    positions = read_config(path).get("max_position_embeddings")
+    if positions and isinstance(sizes.rope_scaling, YarnScaling):
+        # Qwen's model cards add the scaling and leave the number as it was.
+        positions = max(positions, sizes.rope_scaling.positions)
+    return positions
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
@@ -216,14 +222,28 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Da
     return Data(train, train.stream(config.seed), eval_sets)
 
 
-def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
-    """How training samples."""
+def with_samplings(config: ConfigDict, tokenizer: Tokenizer, data: Data) -> Data:
+    """The data with its evaluation sets sampled as the config says by now."""
+    samplings = eval_samplings(config, tokenizer)
+    sets = {
+        name: dataclasses.replace(chosen, sampling=samplings[name])
+        for name, chosen in data.eval_sets.items()
+    }
+    return dataclasses.replace(data, eval_sets=sets)
+
+
+def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
+    """How training samples, with changes of its temperature, top-p and top-k.
+
+    A temperature of 0 is greedy decoding: the likeliest token each time.
+    """
     r = config.rollout
+    how = {"temperature": r.temperature, "top_p": r.top_p, "top_k": r.top_k} | changes
+    if how["temperature"] == 0:
+        how = {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
     return Sampling(
         max_response_tokens=r.max_response_tokens,
-        temperature=r.temperature,
-        top_p=r.top_p,
-        top_k=r.top_k,
+        **how,
         stop_ids=tuple(tokenizer.stop_ids),
         pad_id=tokenizer.pad_id,
         vocab_size=tokenizer.vocab_size,
@@ -232,10 +252,9 @@ def sampling(config: ConfigDict, tokenizer: Tokenizer) -> Sampling:
 
 def eval_samplings(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Sampling]:
     """How each set is sampled: as in training, but for temperature and top-p, and never top-k."""
-    training = sampling(config, tokenizer)
     return {
-        name: dataclasses.replace(
-            training, temperature=settings["temperature"], top_p=settings["top_p"], top_k=0
+        name: sampling(
+            config, tokenizer, temperature=settings["temperature"], top_p=settings["top_p"], top_k=0
         )
         for name, settings in eval_settings(config).items()
     }
@@ -324,10 +343,18 @@ def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):
 
 def _engine(config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, params) -> Engine:
     """The rollout engine with the slots that rollout.cache_mib holds."""
+    cache = cache_plan(config, sizes, mesh, kernels, cache_bytes=config.rollout.cache_mib * 2**20)
+    return Engine(sizes, mesh, cache, params=params, kernels=kernels)
+
+
+def cache_plan(
+    config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, *, cache_bytes: int
+) -> Cache:
+    """The slots and pages that so many bytes of a device hold. ValueError where they hold none."""
     r = config.rollout
     spread = rules.row_ways(mesh) > 1 and kernels.attend_pages is not None
-    cache = plan_cache(
-        cache_bytes=r.cache_mib * 2**20,
+    return plan_cache(
+        cache_bytes=cache_bytes,
         token_bytes=token_bytes(
             sizes,
             bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
@@ -343,7 +370,6 @@ def _engine(config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, para
         carries=r.carry_over_steps > 0,
         copies=kernels.attend_pages is None,
     )
-    return Engine(sizes, mesh, cache, params=params, kernels=kernels)
 
 
 def batch_shape(config: ConfigDict) -> tuple[int, int, int]:

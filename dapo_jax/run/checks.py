@@ -55,12 +55,11 @@ BOUNDS = {
         algo.kl_cov_coef algo.tis_cap algo.overlong_factor algo.overlong_cache_tokens
         learner.warmup_steps learner.weight_decay learner.lora_rank alarms.min_entropy
         alarms.max_ratio_gap eval.every_steps eval.max_prompts mesh.cpu_devices
-        log.samples_every_steps log.rollouts_every_steps""",
+        log.samples_every_steps log.rollouts_every_steps eval.temperature""",
         lambda value: 0 <= value <= MAX32,
     ),
     "greater than 0 and finite in float32": (
-        """rollout.temperature learner.adam_eps learner.max_grad_norm learner.lora_alpha
-        eval.temperature""",
+        "rollout.temperature learner.adam_eps learner.max_grad_norm learner.lora_alpha",
         lambda value: TINY32 <= value <= MAX32,
     ),
     "greater than 1 and finite in float32": ("algo.dual_clip", lambda value: 1 < value <= MAX32),
@@ -118,6 +117,11 @@ def check(config: ConfigDict) -> None:
         _check_data_set(f"eval.sets.{name}", settings)
         message = f"eval.sets.{name}.weight is set, but is for training sets; see max_prompts"
         _require(config.eval.sets[name].weight is None, message)
+        _require(
+            settings["temperature"] > 0 or settings["k"] == 1,
+            f"eval.sets.{name} is decoded greedily (temperature = 0): its {settings['k']} "
+            "responses to a problem would all be the same; set k to 1",
+        )
     training = mixture_settings(config)
     message = "data.train.weight = 0, and no set of data.mixture has a weight: nothing to train on"
     _require(bool(training), message)
@@ -208,7 +212,7 @@ def _check_data_set(key: str, settings: dict) -> None:
         ("k", lambda k: k >= 1, "at least 1, or 0 to leave the set out"),
         ("max_prompts", lambda prompts: prompts >= 0, "at least 0"),
         ("weight", lambda value: 0 < value < math.inf, "finite and at least 0"),
-        ("temperature", lambda value: 0 < value < math.inf, "greater than 0 and finite"),
+        ("temperature", lambda value: 0 <= value < math.inf, "finite and at least 0"),
         ("top_p", lambda value: 0 < value <= 1, "over 0 and at most 1"),
         ("rules", lambda rules: rules in RULES, f"one of {', '.join(RULES)}"),
     ):

@@ -6,6 +6,7 @@ the same. `--debug` shows the traceback.
 
 import contextlib
 import os
+import pathlib
 import re
 import sys
 import traceback
@@ -15,8 +16,11 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.run import failures, stops
-from dapo_jax.run.arguments import RecipeParser, leftover
+from dapo_jax.run.arguments import RecipeParser, expanded, leftover
 from sharding import hosts
+
+# The recipe of a model that comes without one.
+ANY_MODEL = str(pathlib.Path(__file__).parents[2] / "configs" / "any_model.py")
 
 
 def define_config(
@@ -43,6 +47,20 @@ def read_recipe(arguments: Sequence[str]) -> ConfigDict:
     except (flags.Error, AttributeError, KeyError, OSError) as error:
         raise ValueError(flag_error_line(error)) from None
     return holder.value
+
+
+def define_short(**flags_: tuple[str, str]) -> None:
+    """Defines short flags, name=(key of the recipe, help), and writes out those of this command.
+
+    The process's command line holds the keys' own flags from then on.
+    """
+    for name, (key, help_) in flags_.items():
+        flags.DEFINE_string(name, None, f"{help_} Sets --config.{key}.")
+    short = {name: key for name, (key, _) in flags_.items()}
+    try:
+        sys.argv[1:] = expanded(sys.argv[1:], short, recipe=ANY_MODEL)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 def define_workdir(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:

@@ -147,9 +147,17 @@ class Session:
 
     def take_unfinished(self, stream: int = 0) -> list[Carried]:
         """Ends a stream's unfinished groups: returns what there is of them, as submitted."""
+        taken = self.so_far(stream)
+        for number in [n for n, asked in self._asked.items() if asked.stream == stream]:
+            self._scheduler.cancel(number, discard=False)
+            del self._asked[number]
+        return taken
+
+    def so_far(self, stream: int = 0) -> list[Carried]:
+        """What there is of a stream's unfinished groups, as submitted; they go on."""
         slots = self._scheduler.occupied
-        taken = []
-        for number, asked in list(self._asked.items()):
+        found = []
+        for number, asked in self._asked.items():
             if asked.stream != stream:
                 continue
             responses = []
@@ -160,10 +168,8 @@ class Session:
                     response = self._response(asked, g, d, pages, tokens, stopped=False)
                 responses.append((response or asked.begun[g]).carried())
             unfinished_G = tuple(response is None for response in asked.responses)
-            taken.append(Carried(asked.cursor, tuple(responses), unfinished_G))
-            self._scheduler.cancel(number, discard=False)
-            del self._asked[number]
-        return taken
+            found.append(Carried(asked.cursor, tuple(responses), unfinished_G))
+        return found
 
     @property
     def unfinished(self) -> list[tuple[int, int]]:

@@ -1,0 +1,214 @@
+"""Evaluations, problem by problem: a page to read the responses, and two compared.
+
+An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl.gz beside it. Two
+are compared on the problems that both have, paired: a problem is hard for both.
+"""
+
+import dataclasses
+import gzip
+import json
+import pathlib
+import statistics as python_statistics
+from collections.abc import Mapping, Sequence
+
+import jinja2
+
+from dapo_jax.report import statistics
+from dapo_jax.report.samples import verdict
+from dapo_jax.report.statistics import Interval
+from dapo_jax.run.files import atomic_file
+from dapo_jax.tasks.readers import PROMPT_TEMPLATE
+
+PAGE_RESPONSES = 4  # shown of a problem
+HEAD, TAIL = 3_000, 1_500  # characters shown of a response
+SHOWN_PROBLEMS = 10  # of a comparison in the terminal, on either side
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem's responses, as the rows of the file have them."""
+
+    prompt: str
+    truth: str
+    rows: Sequence[Mapping]
+
+    @property
+    def text(self) -> str:
+        """The problem in one line, without DAPO's template around it."""
+        before, after = PROMPT_TEMPLATE.split("{problem}")
+        return " ".join(self.prompt.removeprefix(before).removesuffix(after).split())
+
+    @property
+    def mean(self) -> float:
+        """The share of responses that are right."""
+        return python_statistics.mean(row["correct"] for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """One evaluation of one set: its scores and settings, and its problems by place and answer."""
+
+    path: pathlib.Path
+    name: str
+    scores: Mapping[str, float]
+    settings: Mapping
+    problems: Mapping[tuple, Problem]
+
+    @property
+    def label(self) -> str:
+        """The workdir and the file, which two evaluations differ in."""
+        return f"{self.path.resolve().parents[1].name}/{self.path.name.removesuffix('.json')}"
+
+
+def read(path: str | pathlib.Path) -> list[Evaluated]:
+    """Reads the sets of a result with their responses.
+
+    Raises FileNotFoundError where one of its files is missing, ValueError for another file.
+    """
+    path = pathlib.Path(path)
+    try:
+        document = json.loads(path.read_text())
+        sets, step = document["sets"], document["step"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no evaluation: it needs 'step' and 'sets'") from error
+    found = []
+    for name, scores in sets.items():
+        stem = path.name.removesuffix(".json")
+        responses = path.with_name(f"{stem if 'label' in document else f'{step}.{name}'}.jsonl.gz")
+        if not responses.is_file():
+            raise FileNotFoundError(
+                f"{responses}, the responses of {path}, is missing (log.eval_responses)"
+            )
+        settings = document.get("settings", {}).get(name, {})
+        found.append(Evaluated(path, name, scores, settings, _problems(responses)))
+    return found
+
+
+def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
+    rows: dict[tuple, list] = {}
+    try:
+        with gzip.open(path, "rt") as lines:
+            for line in lines:
+                row = json.loads(line)
+                rows.setdefault((row["row"], str(row["ground_truth"])), []).append(row)
+    except (EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return {
+        key: Problem(str(found[0]["prompt"]), key[1], sorted(found, key=lambda row: row["sample"]))
+        for key, found in rows.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two evaluations on the problems they share: what b - a is, problem by problem.
+
+    deltas: (b's mean - a's, key), the greatest gain first. alone: problems that one of them has.
+    """
+
+    a: Evaluated
+    b: Evaluated
+    interval: Interval
+    deltas: Sequence[tuple[float, tuple]]
+    alone: int
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """(better, equal, worse) problems of b."""
+        signs = [(delta > 0) - (delta < 0) for delta, _ in self.deltas]
+        return signs.count(1), signs.count(0), signs.count(-1)
+
+    def lines(self) -> list[str]:
+        """Says it in words: the difference, the counts, and the problems that moved most."""
+        i, (better, equal, worse) = self.interval, self.counts
+        lines = [
+            f"a: {self.a.label}\nb: {self.b.label}",
+            f"mean over {len(self.deltas)} problems: a {self._mean(self.a):.1%}, "
+            f"b {self._mean(self.b):.1%}, b - a {100 * i.difference:+.1f} points"
+            + (
+                f" [{100 * i.low:+.1f}, {100 * i.high:+.1f}] (95 %, paired by problem)"
+                if len(self.deltas) > 1
+                else ""
+            ),
+            f"b is better on {better}, equal on {equal}, worse on {worse}",
+        ]
+        if self.alone:
+            lines.append(f"{self.alone} problems are in one of them alone, and left out")
+        moved = [item for item in self.deltas if item[0] != 0]
+        for delta, key in [*moved[:SHOWN_PROBLEMS], *moved[SHOWN_PROBLEMS:][-SHOWN_PROBLEMS:]]:
+            one, other = self.a.problems[key], self.b.problems[key]
+            text = one.text
+            lines.append(
+                f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * delta:+6.1f}  row {key[0]}: "
+                f"{text[:60]}{'...' if len(text) > 60 else ''}"
+            )
+        return lines
+
+    def _mean(self, evaluated: Evaluated) -> float:
+        return python_statistics.mean(evaluated.problems[key].mean for _, key in self.deltas)
+
+
+def compare(a: Evaluated, b: Evaluated) -> Comparison:
+    """Compares two evaluations, which may be of different policies, settings and k.
+
+    A problem is the same where its row and its answer are. Raises ValueError where none is.
+    """
+    shared = [key for key in a.problems if key in b.problems]
+    if not shared:
+        raise ValueError(f"{a.label} and {b.label} have no problem in common (row and answer)")
+    means_a, means_b = ([of.problems[key].mean for key in shared] for of in (a, b))
+    deltas = sorted(
+        ((y - x, key) for x, y, key in zip(means_a, means_b, shared, strict=True)),
+        key=lambda item: -item[0],
+    )
+    interval = statistics.paired_interval(means_b, means_a)
+    return Comparison(a, b, interval, deltas, len({*a.problems} ^ {*b.problems}))
+
+
+def write_page(paths: Sequence[str | pathlib.Path]) -> pathlib.Path:
+    """Writes evaluation.html beside the first result: scores, problems, responses.
+
+    Where there are two results of one set it has their comparison. Returns the page's path.
+    """
+    found = [evaluated for path in paths for evaluated in read(path)]
+    comparisons = [compare(*pair) for pair in pairs(found)]
+    folder = pathlib.Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template("evaluation.html.j2").render(
+        style=(folder / "page.css").read_text(),
+        found=found,
+        comparisons=comparisons,
+        verdict=verdict,
+        without_middle=without_middle,
+        shown=PAGE_RESPONSES,
+    )
+    target = pathlib.Path(paths[0]).resolve().parent / "evaluation.html"
+    with atomic_file(target) as file:
+        file.write(text.encode(errors="backslashreplace"))
+    return target
+
+
+def pairs(found: Sequence[Evaluated]) -> list[tuple[Evaluated, Evaluated]]:
+    """Pairs the first evaluation of each set with every later one of it."""
+    first: dict[str, Evaluated] = {}
+    paired = []
+    for evaluated in found:
+        if evaluated.name in first:
+            paired.append((first[evaluated.name], evaluated))
+        else:
+            first[evaluated.name] = evaluated
+    return paired
+
+
+def without_middle(text: str) -> str:
+    """A long text with a note in place of its middle."""
+    left_out = len(text) - HEAD - TAIL
+    if left_out <= 0:
+        return text
+    return f"{text[:HEAD]}\n[... {left_out:,} characters ...]\n{text[-TAIL:]}"

@@ -1,0 +1,188 @@
+"""A policy to sample from, with no training around it: a model's directory, or a run's checkpoint.
+
+configs/any_model.py leaves open what depends on the model, the data and the devices. In order:
+`fit_model` (family, type of numbers, positions), then the data is read, then `fit_lengths`, then
+`fit_cache`. A run's policy has all of it in its recipe.
+"""
+
+import json
+import math
+import os
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from dapo_jax.run import build, checks
+from dapo_jax.run.alarms import require_finite_start
+from dapo_jax.run.files import read_json
+from dapo_jax.tasks.tokenizer import Tokenizer
+from models import families
+from models.hf_config import load_config, read_config
+from models.kernels import kernels_for, platform_of
+from models.transformer import abstract_params
+from sharding import hosts, rules
+from sharding.mesh import make_mesh
+
+LONGEST_RESPONSE = 20_480  # tokens, where the model has positions for more
+MOST_SLOTS = 512  # on each group of devices: more of them save little
+CACHE_SHARE = 0.8  # of what the weights leave of a device; programs need the rest
+HOST_SHARE = 0.25  # of a host's memory, where it is the device
+SLOT_SHARE = 0.5  # of the longest response is what a slot is planned with: few are so long
+
+
+class Policy(NamedTuple):
+    """What samples: the recipe it was made by, its tokenizer, programs, and weights for them."""
+
+    config: ConfigDict
+    tokenizer: Tokenizer
+    programs: build.Programs
+    weights: dict
+
+
+def run_recipe(workdir: pathlib.Path) -> ConfigDict:
+    """The recipe of the run in a directory, for these devices and not those that trained.
+
+    Raises FileNotFoundError where there is no run.
+    """
+    file = workdir / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
+    recipe = ConfigDict(read_json(file))
+    recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
+    recipe.model.kernels = "auto"
+    return recipe
+
+
+def of_run(config: ConfigDict, workdir: pathlib.Path, step: int | None) -> tuple[int, Policy]:
+    """(finished steps, the policy after them) of the run in a directory; None: the newest.
+
+    Raises FileNotFoundError where there is no such checkpoint.
+    """
+    tokenizer = build.tokenizer(config)
+    programs = build.programs(config, tokenizer.vocab_size)
+    checkpoints = build.checkpoints(config, workdir, keep=None)
+    step = hosts.on_main(checkpoints.latest_step) if step is None else step
+    if step is None:
+        raise FileNotFoundError(f"{checkpoints.directory} is empty: there is no policy in it")
+    if step == 0:
+        params = programs.start_params()
+    else:
+        params = checkpoints.restore(step, programs.state)[0].params
+        if identity := checkpoints.identity_of(step):
+            check_recipe(
+                config, identity["recipe"], f"checkpoint {step} in {checkpoints.directory}"
+            )
+    checkpoints.close()
+    # LoRA adapts them; the KL term, which needs them too, is training's.
+    start_weights = programs.load_start_weights() if programs.learning.lora else None
+    require_finite_start(programs, checkpoints.directory, step, params, start_weights)
+    return step, Policy(config, tokenizer, programs, programs.reshard(params, start_weights))
+
+
+def check_same(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses a config that makes another policy than the run's in `workdir` (ValueError).
+
+    Without a config.json there is nothing to compare; `check_recipe` compares the checkpoint's.
+    """
+    file = workdir / "config.json"
+    if file.exists():
+        check_recipe(config, read_json(file), f"the run in {workdir}")
+
+
+def check_recipe(config: ConfigDict, theirs: dict, where: str) -> None:
+    """Refuses a config that makes another policy than a run's recipe does (ValueError).
+
+    That is the model, its tokenizer and LoRA's shape, and the seed where it makes the weights. A
+    path may be written in another way.
+    """
+    ours = json.loads(config.to_json_best_effort())
+    compared = checks.POLICY_KEYS + (() if config.model.path else ("seed",))
+    differing = checks.recipe_differences(theirs, ours, among=compared, but=checks.FREE_KEYS)
+    if differing:
+        raise ValueError(
+            f"{where} is of another policy: {'; '.join(differing)}. Give the run's recipe and "
+            "values (its config.json), or its own --workdir"
+        )
+
+
+def of_model(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
+    """The policy of model.path, whose lengths and cache are fitted."""
+    programs = build.programs(config, tokenizer.vocab_size)
+    weights = programs.load_weights(dtype=config.model.compute_dtype)
+    require_finite_start(programs, None, 0, weights, None)
+    return Policy(config, tokenizer, programs, programs.reshard(weights, None))
+
+
+def fit_model(config: ConfigDict) -> None:
+    """Fills in what the model's directory and the devices say: family, dtype, most positions.
+
+    Raises FileNotFoundError where there is none, ValueError where it does not fit.
+    """
+    path, r = config.model.path, config.rollout
+    if not config.model.family:
+        model_type = read_config(path).get("model_type")
+        config.model.family = model_type if model_type in families.BUILT_IN else "qwen2"
+    if not config.model.compute_dtype:
+        on_cpu = _device_bytes() is None
+        config.model.compute_dtype = "float32" if on_cpu else "bfloat16"
+    positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
+    # As many as there can be, until the data has been read.
+    r.max_prompt_tokens = r.max_prompt_tokens or positions - max(1, r.max_response_tokens)
+    if r.max_prompt_tokens < 1:
+        raise ValueError(
+            f"--max_tokens={r.max_response_tokens} leaves no position for a prompt: {path} has "
+            f"{positions} (max_position_embeddings in its config.json)"
+        )
+    config.learner.row_tokens = max(config.learner.row_tokens, 2 * positions)
+
+
+def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
+    """Fills in how long responses may be, behind prompts of at most so many tokens."""
+    path, r = config.model.path, config.rollout
+    positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
+    r.max_prompt_tokens = prompt_tokens
+    if not r.max_response_tokens:
+        r.max_response_tokens = min(LONGEST_RESPONSE, positions - prompt_tokens)
+
+
+def fit_cache(config: ConfigDict, requests: int) -> None:
+    """Fills in the cache: slots for so many requests, as far as the devices have memory.
+
+    Raises ValueError where not one request fits beside the weights.
+    """
+    m, r = config.mesh, config.rollout
+    r.slot_tokens = min(r.slot_tokens, max(1, math.ceil(r.max_response_tokens * SLOT_SHARE)))
+    if r.cache_mib:
+        return
+    sizes = build.model_sizes(config)
+    mesh = make_mesh(data=m.data, model=m.model, slices=m.slices)
+    kernels = kernels_for(config.model.kernels, platform_of(mesh))
+    wanted = min(MOST_SLOTS, -(-requests // rules.row_ways(mesh)))
+    if (device := _device_bytes()) is None:
+        most = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most /= jax.local_device_count()
+    else:
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))
+        weights = parameters * jnp.dtype(config.model.compute_dtype).itemsize
+        most = CACHE_SHARE * (device - weights / mesh.shape["model"])
+
+    def slots(mib: int) -> int:
+        try:
+            return build.cache_plan(config, sizes, mesh, kernels, cache_bytes=mib * 2**20).slots
+        except ValueError:
+            return 0
+
+    most_mib = max(1, int(most) // 2**20)
+    mib = 1
+    while mib < most_mib and slots(mib) < wanted:
+        mib = min(most_mib, mib + 1 + mib // 8)
+    r.cache_mib = mib
+
+
+def _device_bytes() -> int | None:
+    """The memory of a device that programs may take; None for a CPU, which tells of none."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats else None

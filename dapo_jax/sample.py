@@ -1,0 +1,186 @@
+"""Tries a policy: a question, or a conversation in the terminal, its tokens as they are sampled.
+
+    python -m dapo_jax.sample --workdir=DIR [--step=N] [--prompt="What is 7 * 8?"]
+    python -m dapo_jax.sample --model=DIR [--chat] [--n=4] [--temperature=0] [--max_tokens=512]
+
+The policy is a run's checkpoint (the newest, or that after N steps) or a Hugging Face directory.
+Without --prompt each line that is typed is one; an empty line, or the end of the input, ends it.
+With --chat they are turns of one conversation, in the tokenizer's chat template; without, each
+stands alone, in the template that training put around its problems (--template).
+"""
+
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from configs import any_model
+from dapo_jax.run import build, checks, command, compiled
+from dapo_jax.run import policy as policies
+from dapo_jax.run.policy import Policy
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.tasks.readers import templated
+from dapo_jax.types import Example, Message, Prompt, Response
+from sharding import hosts
+
+TALK_TOKENS = 1_024  # of a conversation so far, at most, and of an answer
+BLOCK_TOKENS, PAGE_TOKENS = 4, 128  # decode steps between two looks at what there is; of cache
+
+
+def answers(
+    policy: Policy, sampling: Sampling, messages: Sequence[Message], *, n: int, cursor: int
+) -> Iterator[list[Response]]:
+    """Yields what there is of n responses to a prompt after each block, and the whole ones last.
+
+    cursor: names the prompt; another one has other random numbers. Raises ValueError for a prompt
+    that is empty, or longer than the cache was planned for.
+    """
+    prompt = Prompt(
+        np.asarray(policy.tokenizer.encode_chat(messages), np.int32),
+        Example(tuple(messages), "", "typed", cursor),
+        "typed",
+    )
+    key = build.key(policy.config, build.EVAL_STREAM)
+    session = Session(policy.programs.engine, policy.weights, Stream(key, sampling))
+    session.submit(cursor, prompt, group_size=n)
+    while session.unfinished:
+        if finished := session.step():
+            yield list(finished[0].responses)
+        else:
+            yield list(session.so_far()[0].responses)
+
+
+def shown(text: str, response: Response, tokenizer) -> str:
+    """What a response adds to the text of it that is shown; half a character waits."""
+    whole = tokenizer.decode(response.tokens_T.tolist())
+    if not response.stopped:
+        whole = whole.rstrip("\ufffd")
+    return whole[len(text) :] if whole.startswith(text) else ""
+
+
+def answer(policy: Policy, sampling: Sampling, messages, *, n: int, cursor: int) -> str:
+    """Prints the responses, the first one as it is sampled; returns its text."""
+    start, text, responses = time.perf_counter(), "", []
+    for responses in answers(policy, sampling, messages, n=n, cursor=cursor):
+        added = shown(text, responses[0], policy.tokenizer)
+        text += added
+        print(added, end="", flush=True)
+    print(flush=True)
+    for i, response in enumerate(responses[1:], start=2):
+        print(f"--- {i} of {n}\n{policy.tokenizer.decode(response.tokens_T.tolist())}", flush=True)
+    seconds, tokens = time.perf_counter() - start, sum(len(r.tokens_T) for r in responses)
+    cut = sum(not response.stopped for response in responses)
+    note = f", {cut} cut at --max_tokens={sampling.max_response_tokens}" if cut else ""
+    print(f"[{tokens} tokens in {seconds:.1f} s{note}]", file=sys.stderr, flush=True)
+    return text
+
+
+def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
+    """(the policy that the flags name, the template around a question).
+
+    Raises FileNotFoundError and ValueError where there is none, or the prompt is too long.
+    """
+    given = flags.FLAGS
+    if bool(given.workdir) == bool(given.model):
+        raise ValueError("give --workdir=DIR, a run's, or --model=DIR, a model's: one of the two")
+    workdir = pathlib.Path(given.workdir) if given.workdir else None
+    config = policies.run_recipe(workdir) if workdir else any_model.get_config()
+    r = config.rollout
+    if given.model:
+        config.model.path = given.model
+    template = given.template or (_trained_with(config) if workdir else "none")
+    config.seed = given.seed
+    config.tokenizer.chat = "template" if given.chat else config.tokenizer.chat
+    r.max_response_tokens = given.max_tokens or r.max_response_tokens or TALK_TOKENS
+    r.block_tokens, r.page_tokens = BLOCK_TOKENS, PAGE_TOKENS
+    r.draft_tokens, r.carry_over_steps, r.cache_mib = 0, 0, 0
+    config.algo.overlong_cache_tokens = 0
+    if config.model.path:
+        _fit_lengths(config, prompt, template)
+    policies.fit_cache(config, n)
+    checks.check(config)
+    if workdir:
+        step, policy = policies.of_run(config, workdir, given.step)
+        where = f"{workdir} after {step} steps"
+    else:
+        policy, where = policies.of_model(config, build.tokenizer(config)), given.model
+    asks = "its chat template" if given.chat else f"template {template!r}"
+    print(f"{where}, {asks}", file=sys.stderr)
+    return policy, template
+
+
+def _fit_lengths(config: ConfigDict, prompt: str | None, template: str) -> None:
+    """Makes room for the prompt, or for a conversation, and for a response behind it."""
+    r, wanted = config.rollout, config.rollout.max_response_tokens
+    r.max_prompt_tokens = 0
+    policies.fit_model(config)
+    if prompt is None:
+        tokens = min(TALK_TOKENS, r.max_prompt_tokens)
+    else:
+        tokens = len(build.tokenizer(config).encode_chat(templated(prompt, template)))
+    if tokens > r.max_prompt_tokens:
+        raise ValueError(
+            f"--prompt has {tokens} tokens, but only {r.max_prompt_tokens} fit before a response "
+            f"of --max_tokens={wanted}"
+        )
+    policies.fit_lengths(config, max(1, tokens))
+
+
+def _trained_with(config: ConfigDict) -> str:
+    train = config.data.train
+    return train.template or ("none" if train.task else "dapo")
+
+
+def main(_):
+    hosts.start(several=False, cpu_devices=0)
+    compiled.keep(several=False)
+    given = flags.FLAGS
+    start = time.perf_counter()
+    policy, template = load(given.prompt, n=given.n)
+    how = {"temperature": given.temperature, "top_p": given.top_p}
+    sampling = build.sampling(
+        policy.config,
+        policy.tokenizer,
+        **{name: value for name, value in how.items() if value is not None},
+    )
+    policy.programs.engine.compile(sampling)
+    print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    if given.prompt is not None:
+        answer(policy, sampling, templated(given.prompt, template), n=given.n, cursor=0)
+        return
+    talk: list[Message] = []
+    for cursor, line in enumerate(typed()):
+        talk = [*talk, *templated(line, template)] if given.chat else templated(line, template)
+        text = answer(policy, sampling, talk, n=given.n, cursor=cursor)
+        talk = [*talk, {"role": "assistant", "content": text}]
+
+
+def typed() -> Iterator[str]:
+    """Yields the lines that are typed, up to an empty one or the end of the input."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", None, "A run's directory.")
+    flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
+    flags.DEFINE_string("model", None, "A Hugging Face directory.")
+    flags.DEFINE_string("prompt", None, "One question; without it, those that are typed.")
+    flags.DEFINE_bool("chat", False, "A conversation in the tokenizer's chat template.")
+    flags.DEFINE_string("template", None, "dapo, boxed, none, or a text with {problem}.")
+    flags.DEFINE_integer("n", 1, "Responses to each prompt.", lower_bound=1)
+    flags.DEFINE_float("temperature", None, "0: greedy. Default: the run's, or 1.", lower_bound=0)
+    flags.DEFINE_float("top_p", None, "Default: the run's, or 1.", lower_bound=1e-6, upper_bound=1)
+    flags.DEFINE_integer("max_tokens", None, "Of a response, at most.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Another one, other random numbers.", lower_bound=0)
+    command.run(main)

@@ -1,0 +1,228 @@
+"""Evaluations of a model as it is: flags, what is fitted, intervals, comparisons, the page."""
+
+import gzip
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from scipy.special import stdtrit
+
+from configs import any_model, tiny
+from dapo_jax import sample
+from dapo_jax.report import evaluations
+from dapo_jax.report.statistics import share_interval
+from dapo_jax.run import arguments, build, checks, policy
+from dapo_jax.tasks.readers import templated
+from dapo_jax.types import Response
+from tests import quick
+
+MODEL = "experiments/tiny_base/checkpoint"
+SHORT = {"model": "model.path", "set": "eval.sets", "k": "eval.samples_per_prompt"}
+
+
+def expand(*given):
+    return arguments.expanded(given, SHORT, recipe="any.py")
+
+
+def test_short_flags_are_the_keys_own():
+    assert expand("--k=8", "--debug", "-k", "4") == [
+        "--config.eval.samples_per_prompt=8",
+        "--debug",
+        "--config.eval.samples_per_prompt=4",
+    ]
+    assert expand("--model=DIR") == ["--model=DIR", "--config=any.py", "--config.model.path=DIR"]
+    assert expand("--model=DIR", "--config=mine.py") == [
+        "--model=DIR",
+        "--config.model.path=DIR",
+        "--config=mine.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("aime:math:a.jsonl", {"task": "math", "path": "a.jsonl"}),
+        ("g:gsm8k:gs://bucket/b.jsonl", {"kind": "gsm8k", "path": "gs://bucket/b.jsonl"}),
+        ("mine:my.tasks:Mine:c.csv", {"task": "my.tasks:Mine", "path": "c.csv"}),
+        ("sums:arithmetic:", {"task": "arithmetic"}),
+    ],
+)
+def test_a_set_is_named_with_task_and_path(text, flags):
+    name = text.partition(":")[0]
+    expected = [f"--config.eval.sets.{name}.{key}={value}" for key, value in flags.items()]
+    assert expand(f"--set={text}") == expected
+
+
+@pytest.mark.parametrize("text", ["", "name", "name:math", ":math:path"])
+def test_a_set_that_cannot_be_read_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="must be NAME:TASK:PATH, for instance"):
+        expand(f"--set={text}")
+
+
+@pytest.mark.parametrize("share", [[0, 1, 1, 1, 0, 1, 1], [0.25, 0.5, 1, 0.75, 0.5]])
+def test_the_interval_of_shares_is_wilsons(share):
+    """Its bounds q solve (p - q)^2 = t^2 q (1 - q) / n', n' = p (1 - p) / (s^2 / P)."""
+    interval = share_interval(share, samples=1_000)
+    P, p = len(share), np.mean(share)
+    n, t = p * (1 - p) / (np.var(share, ddof=1) / P), stdtrit(P - 1, 0.975)
+    assert 0 < interval.low < p < interval.high < 1
+    for q in (interval.low, interval.high):
+        assert (p - q) ** 2 == pytest.approx(t**2 * q * (1 - q) / n)
+
+
+def test_the_interval_of_equal_shares_is_no_point():
+    """All problems right: Student's interval would say that the next ones are too, surely."""
+    assert share_interval([1.0] * 30, samples=30).low == pytest.approx(0.878, abs=1e-3)
+    assert share_interval([0.0] * 30, samples=30).high == pytest.approx(0.122, abs=1e-3)
+    half = share_interval([0.5] * 30, samples=60)  # as wide as 60 coins', t in place of z
+    assert half.high - half.low == pytest.approx(0.256, abs=1e-3)
+    one = share_interval([0.5], samples=2)
+    assert (one.low, one.high) == (0.0, 1.0)
+
+
+def write(folder, name, correct_PK, *, rows=None):
+    """An evaluation of a set "sums" as `evaluate` writes it."""
+    (folder / "eval").mkdir(parents=True)
+    path = folder / "eval" / f"0.sums.{name}.json"
+    scores = {"mean@2": float(np.mean(correct_PK)), "problems": len(correct_PK)}
+    path.write_text(json.dumps({"step": 0, "sets": {"sums": scores}, "label": name}))
+    with gzip.open(path.with_name(f"0.sums.{name}.jsonl.gz"), "wt") as file:
+        for row, correct_K in zip(rows or range(len(correct_PK)), correct_PK, strict=True):
+            for k, correct in enumerate(correct_K):
+                line = {"row": row, "ground_truth": str(row), "prompt": f"<b>{row} + 0?</b>"}
+                line |= {"sample": k, "correct": bool(correct), "response": "<script>alert(1)"}
+                line |= {"prediction": None, "status": "ok", "tokens": 3, "truncated": False}
+                file.write(json.dumps(line) + "\n")
+    return path
+
+
+def test_two_evaluations_are_compared_problem_by_problem(tmp_path):
+    one = write(tmp_path / "a", "t1", [[0, 0], [1, 0], [1, 1], [0, 0]])
+    other = write(tmp_path / "b", "t0", [[1, 1], [1, 0], [1, 0], [1, 1]], rows=[0, 1, 2, 9])
+    (a,), (b,) = evaluations.read(one), evaluations.read(other)
+    compared = evaluations.compare(a, b)
+    assert [(delta, key[0]) for delta, key in compared.deltas] == [(1.0, 0), (0.0, 1), (-0.5, 2)]
+    assert compared.counts == (1, 1, 1)
+    assert compared.alone == 2  # row 3 of a, row 9 of b
+    assert compared.interval.difference == pytest.approx(0.5 / 3)
+    half = stdtrit(2, 0.975) * np.std([1, 0, -0.5], ddof=1) / np.sqrt(3)
+    assert compared.interval.high == pytest.approx(0.5 / 3 + half)
+    text = "\n".join(compared.lines())
+    assert "b - a +16.7 points" in text
+    assert "b is better on 1, equal on 1, worse on 1" in text
+    assert "2 problems are in one of them alone" in text
+
+
+def test_the_page_shows_responses_as_text(tmp_path):
+    paths = [write(tmp_path / name, name, [[1, 0], [0, 0]]) for name in "ab"]
+    page = evaluations.write_page(paths).read_text()
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script>" not in page
+    assert "Compared, problem by problem" in page
+    assert "Compared" not in evaluations.write_page(paths[:1]).read_text()
+
+
+def test_what_is_no_evaluation_is_refused(tmp_path):
+    path = write(tmp_path / "a", "t1", [[1, 0]])
+    other = write(tmp_path / "b", "t1", [[1, 0]], rows=[5])
+    with pytest.raises(ValueError, match="have no problem in common"):
+        evaluations.compare(*evaluations.read(path), *evaluations.read(other))
+    responses = path.with_name("0.sums.t1.jsonl.gz")
+    responses.write_bytes(responses.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"jsonl\.gz cannot be read"):
+        evaluations.read(path)
+    responses.unlink()
+    with pytest.raises(FileNotFoundError, match=r"the responses of .* is missing"):
+        evaluations.read(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="is no evaluation"):
+        evaluations.read(path)
+
+
+def fitted(prompt_tokens, requests, **changes):
+    config = any_model.get_config()
+    config.model.path = MODEL
+    config.update_from_flattened_dict(changes)
+    policy.fit_model(config)
+    policy.fit_lengths(config, prompt_tokens)
+    policy.fit_cache(config, requests)
+    checks.check(config)
+    return config
+
+
+def slots(config):
+    """Of all groups of devices."""
+    engine = build.programs(config, 384).engine
+    return engine.cache.slots * engine.shards
+
+
+def test_a_model_without_a_recipe_gets_its_lengths_and_cache(monkeypatch):
+    config = fitted(100, 200)
+    assert (config.model.family, config.model.compute_dtype) == ("qwen2", "float32")
+    r = config.rollout
+    assert (r.max_prompt_tokens, r.max_response_tokens) == (100, 20_480)
+    assert slots(config) >= 200
+    assert fitted(30_000, 1).rollout.max_response_tokens == 32_768 - 30_000
+    assert fitted(100, 1, **{"rollout.max_response_tokens": 64}).rollout.max_response_tokens == 64
+
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    share = 8 * 2**20 * jax.local_device_count() / host_bytes  # 8 MiB: fewer slots than requests
+    monkeypatch.setattr(policy, "HOST_SHARE", share)
+    few = fitted(100, 200, **{"rollout.max_response_tokens": 64})
+    assert 1 <= slots(few) < 200
+
+
+def test_a_limit_without_room_for_a_prompt_is_refused():
+    with pytest.raises(ValueError, match=r"--max_tokens=32768 leaves no position for a prompt"):
+        fitted(1, 1, **{"rollout.max_response_tokens": 32_768})
+
+
+def test_temperature_0_is_greedy_and_needs_one_response():
+    config = tiny.get_config()
+    config.eval.sets.arithmetic.update(temperature=0.0, k=1)
+    checks.check(config)
+    (sampling,) = build.eval_samplings(config, build.tokenizer(config)).values()
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 1)
+    config.eval.sets.arithmetic.k = 2
+    with pytest.raises(ValueError, match=r"its 2 responses to a problem would all be the same"):
+        checks.check(config)
+
+
+class Letters:
+    """Decodes ids as bytes of UTF-8."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_half_a_character_is_shown_when_the_other_half_is_there():
+    ids, text, added = "a\u00e9!".encode(), "", []
+    for tokens in range(1, len(ids) + 1):
+        response = Response(np.array(list(ids[:tokens])), np.zeros(tokens), stopped=False)
+        added.append(sample.shown(text, response, Letters()))
+        text += added[-1]
+    assert added == ["a", "", "\u00e9", "!"]
+
+
+@pytest.mark.slow
+def test_an_answer_grows_token_by_token(monkeypatch):
+    """Each look shows a beginning of the whole; two prompts of one text differ by their cursor."""
+    monkeypatch.setattr("jax.jit", quick.jit)
+    config = fitted(96, 2, **{"rollout.max_response_tokens": 48})
+    config.rollout.block_tokens, config.rollout.page_tokens = 4, 32
+    it = policy.of_model(config, build.tokenizer(config))
+    sampling = build.sampling(config, it.tokenizer)
+    messages = templated("7+5*2-3", "dapo")
+    looks = list(sample.answers(it, sampling, messages, n=2, cursor=0))
+    whole = [response.tokens_T.tolist() for response in looks[-1]]
+    assert len(looks) > 2
+    for responses in looks:
+        for response, tokens in zip(responses, whole, strict=True):
+            assert response.tokens_T.tolist() == tokens[: len(response.tokens_T)]
+    *_, other = sample.answers(it, sampling, messages, n=2, cursor=1)
+    assert [response.tokens_T.tolist() for response in other] != whole
+    greedy = build.sampling(config, it.tokenizer, temperature=0)
+    *_, (one, two) = sample.answers(it, greedy, messages, n=2, cursor=0)
+    assert one.tokens_T.tolist() == two.tokens_T.tolist()
