@@ -560,6 +560,7 @@ def test_the_order_and_cancelled_groups_change_no_bit(runs, seed):
     same_bits(responses, runs.alone)
 
 
+@pytest.mark.slow
 def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
     """Every other group ends soon, so shards run out of work and take samples of others."""
     monkeypatch.setattr(plan, "LEVEL_SLACK", -1.0)

@@ -167,6 +167,7 @@ def test_weights_keep_their_names_and_bits_through_every_directory(
         load_orbax(tmp_path / "orbax", dtype="float32")
 
 
+@pytest.mark.slow
 def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
     """What a recipe builds samples as the reference does; its update sees the same log-probs."""
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
