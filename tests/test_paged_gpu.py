@@ -323,7 +323,7 @@ def test_what_only_a_gpu_would_round_or_overflow(real_splits, monkeypatch, capsy
     """Read from the programs for Triton: float32 is not rounded, and offsets have 64 bits.
 
     The interpreter shows neither: with `triton.dot` at the default precision, which is TF32 on a
-    GPU, and three decimals in float32, all other tests passed.
+    GPU, all other tests of this file passed.
     """
     printing = functools.partial(triton.pl.pallas_call, debug=True)
     monkeypatch.setattr(triton.pl, "pallas_call", printing)
