@@ -70,6 +70,15 @@ def test_other_names_and_other_platforms_are_refused(name, platform, message):
         kernels_for(name, platform)
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_platforms_row_is_compiled_and_the_other_one_interpreted(platform):
+    """A GPU's kernels, interpreted on that GPU, would give the same tokens and take hours."""
+    for name, interpret in ((platform, False), (f"{platform}_interpret", True)):
+        kernels = KERNELS[name]
+        for kernel in (kernels.attend_pages, kernels.write_pages, kernels.copy_pages):
+            assert kernel.keywords == {"interpret": interpret}
+
+
 def flat(params):
     return {
         jax.tree_util.keystr(path): leaf

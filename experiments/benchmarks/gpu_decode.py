@@ -85,7 +85,12 @@ def slots_that_fit(preset: str, context: int) -> int:
 
 
 def step_seconds(preset: str, context: int, slots: int, kernels: str) -> float:
-    """The time of a decode step when every slot has sampled `context` tokens; best of repeats."""
+    """The time of a decode step when every slot has sampled `context` tokens; best of repeats.
+
+    Raises MemoryError where the weights leave no room for a slot.
+    """
+    if slots < 1:
+        raise MemoryError("the weights leave no room for a slot")
     config, mesh = PRESETS[preset], one_device()
     abstract, make = common.engine_params(config, mesh, jnp.bfloat16)
     own = -(-(context + BLOCK) // FLAGS.page_tokens)
@@ -136,8 +141,8 @@ def step_seconds(preset: str, context: int, slots: int, kernels: str) -> float:
     return min(seconds[1:])
 
 
-def torch_step(preset: str, context: int) -> tuple[int, float]:
-    """(slots, seconds of a step) of transformers, with as many slots as fit."""
+def torch_step(preset: str, context: int) -> tuple[str, int, float]:
+    """(name with its device, slots, seconds of a step) of transformers, as many slots as fit."""
     c = PRESETS[preset]
     sizes = {
         "layers": c.num_layers,
@@ -157,15 +162,27 @@ def torch_step(preset: str, context: int) -> tuple[int, float]:
     command += [item for name, value in sizes.items() for item in (f"--{name}", str(value))]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     result = common.last_json(run.stdout)
-    return result["slots"], result["step_s"]
+    return f"transformers, {result['device']}", result["slots"], result["step_s"]
+
+
+def result_or_reason(run, *arguments, **options):
+    """(what a run gives, ""), or (None, why there is nothing), so that the other runs go on."""
+    try:
+        return run(*arguments, **options), ""
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        reason = str(error)
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr or str(error)).strip().splitlines()[-1]
+    return None, " ".join(reason.split())[:60]
 
 
 def main(_):
     works = [(preset, int(context)) for preset in FLAGS.presets for context in FLAGS.contexts]
     peers = {}
     if FLAGS.torch_python:  # before JAX takes the device's memory
-        peers = {work: torch_step(*work) for work in works}
-        print(json.dumps({" ".join(map(str, work)): of for work, of in peers.items()}), flush=True)
+        for work in works:
+            peers[work] = result_or_reason(torch_step, *work)
+            print(json.dumps([*work, *peers[work]]), flush=True)
     bandwidth, flop_rate = rates()
     rows = []
 
@@ -175,23 +192,34 @@ def main(_):
         rows.append([preset, f"{context:,}", party, slots, *shown, f"{floor / seconds:.0%}"])
         print(rows[-1], flush=True)
 
+    def add_reason(preset, context, party, slots, reason):
+        rows.append([preset, f"{context:,}", party, slots, reason, "", "", ""])
+        print(rows[-1], flush=True)
+
     for preset, context in works:
         slots = slots_that_fit(preset, context)
         for kernels in FLAGS.kernels:
-            try:
-                seconds = step_seconds(preset, context, slots, kernels)
-            except jax.errors.JaxRuntimeError as error:  # out of memory: say so and go on
-                rows.append([preset, f"{context:,}", kernels, slots, str(error)[:60], "", "", ""])
+            seconds, reason = result_or_reason(step_seconds, preset, context, slots, kernels)
+            if reason:
+                add_reason(preset, context, kernels, slots, reason)
             else:
                 add(preset, context, kernels, slots, seconds)
-        if (preset, context) in peers:
-            add(preset, context, "transformers", *peers[preset, context])
+        peer, reason = peers.get((preset, context), (None, ""))
+        if reason:
+            add_reason(preset, context, "transformers", "", reason)
+        elif peer:
+            add(preset, context, *peer)
     updates = []
     for preset in FLAGS.update_presets:
         for row_tokens in map(int, FLAGS.row_tokens):
-            seconds, flop = gpu_update.measure(preset, row_tokens, repeats=FLAGS.repeats)
-            rate = flop / seconds
-            shown = [f"{seconds:.3f}", f"{rate / 1e12:.2f}", f"{rate / flop_rate:.0%}"]
+            measured, reason = result_or_reason(
+                gpu_update.measure, preset, row_tokens, repeats=FLAGS.repeats
+            )
+            shown = [reason, "", ""]
+            if measured:
+                seconds, flop = measured
+                rate = flop / seconds
+                shown = [f"{seconds:.3f}", f"{rate / 1e12:.2f}", f"{rate / flop_rate:.0%}"]
             updates.append([preset, f"{row_tokens:,}", *shown])
             print(updates[-1], flush=True)
     print(f"\n{common.machine()}, commit {common.commit()}; copy {bandwidth / 1e9:,.0f} GB/s,")

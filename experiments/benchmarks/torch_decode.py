@@ -2,7 +2,7 @@
 
 A model of the given sizes with random weights and a cache of random keys and values, as `generate`
 keeps it, samples one more token of every slot. Where the slots do not fit, half as many are tried.
-Prints one JSON line: the slots, and the best seconds of a step.
+Prints one JSON line: the device, the slots, and the best seconds of a step.
 """
 
 import argparse
@@ -13,12 +13,11 @@ SIZES = ("layers", "width", "heads", "kv", "head_dim", "mlp", "vocab", "tied")
 WORK = ("slots", "context", "repeats")
 
 
-def step_seconds(a, slots: int) -> float:
+def step_seconds(a, slots: int, device: str) -> float:
     """The best time of a step; each leaves one more token in the cache."""
     import torch
     from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     config = Qwen2Config(
         vocab_size=a.vocab,
         hidden_size=a.width,
@@ -56,10 +55,11 @@ def main():
     a = parser.parse_args()
     import torch
 
-    slots = a.slots
+    slots, device = a.slots, "cuda" if torch.cuda.is_available() else "cpu"
     while True:
         try:
-            print(json.dumps({"slots": slots, "step_s": step_seconds(a, slots)}))
+            step_s = step_seconds(a, slots, device)
+            print(json.dumps({"device": device, "slots": slots, "step_s": step_s}))
             return
         except torch.OutOfMemoryError:
             slots //= 2

@@ -1,10 +1,10 @@
 """Pallas's Triton back end: all that is particular to it in our kernels for GPUs.
 
 Triton and not Mosaic GPU, its successor, since decoding has 5 to 8 query rows for each key head:
-Triton multiplies tiles of 16 rows, Mosaic's products on a Hopper have 64. It also runs on GPUs
-before Hopper, and in the interpreter that every CPU has. JAX 0.11 calls Triton deprecated and warns
-where it is lowered; 0.12 still has it. Another back end replaces this module, and in the kernels
-the slices of references to global memory.
+Triton multiplies tiles of 16 rows, Mosaic's products on a Hopper have 64. It also compiles for
+Ampere and Ada (XLA refuses it for GPUs before), and runs in the interpreter that every CPU has. JAX
+0.11 calls Triton deprecated and warns where it is lowered; 0.12 still has it. Another back end
+replaces this module, and in the kernels the slices of references to global memory.
 
 A kernel gets references to whole arrays in global memory and loads what it needs; sizes of what is
 loaded are powers of two.
