@@ -4,13 +4,13 @@ import csv
 import json
 import os
 import pathlib
-import subprocess
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.run.provenance import code_version
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
@@ -33,8 +33,10 @@ NO_STOP = 1 << 30
 
 def commit() -> str:
     """The commit that is measured, with a mark where files were changed since."""
-    run = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
-    return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+    version = code_version(pathlib.Path(__file__).parents[2])
+    if version["commit"] is None:
+        return "a copy without git"
+    return version["commit"][:7] + ("-dirty" if version["changed"] else "")
 
 
 def machine() -> str:
