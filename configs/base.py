@@ -82,7 +82,7 @@ PRESETS = (*TABLE_1, *LOSS_PRESETS)
 def get_config() -> ConfigDict:
     """The defaults: DAPO's settings (paper, section 4.1) where it has one."""
     config = ConfigDict()
-    config.seed = 0
+    config.seed = 0  # of the prompts' order, of all sampling and of random weights
     config.num_steps = 300  # rollout steps
     config.updates_per_step = 16  # mini-batches, each one optimizer update, one pass
 
@@ -99,7 +99,7 @@ def get_config() -> ConfigDict:
     config.tokenizer.chat = "none"  # or "template": the tokenizer's chat template
 
     config.data = ConfigDict()
-    config.data.train = dataset()
+    config.data.train = dataset()  # the training prompts
     # More training sets, mixed by weight: name -> dataset(...); --config.data.mixture.NEW.path=FILE
     config.data.mixture = ConfigDict()
     config.data.on_bad_row = "error"  # or "skip": count and go on
@@ -112,8 +112,8 @@ def get_config() -> ConfigDict:
     config.rollout.group_size = 16  # responses a prompt (G)
     config.rollout.max_prompt_tokens = 2_048  # longer prompts are dropped at the start
     config.rollout.max_response_tokens = 20_480  # L_max of Eq. 13
-    config.rollout.temperature = 1.0
-    config.rollout.top_p = 1.0
+    config.rollout.temperature = 1.0  # of training's responses
+    config.rollout.top_p = 1.0  # 1.0: off, as the update's ratio has it
     config.rollout.top_k = 0  # 0: off
     config.rollout.generation_prompts = 1_536  # the first guess of how many prompts a step needs
     config.rollout.max_generation_batches = 10  # times as many prompts at most in a step (Eq. 11)
@@ -155,20 +155,20 @@ def get_config() -> ConfigDict:
     config.algo.kl_coef = 0.0  # weight of GRPO's KL term to the start policy; DAPO has none
 
     config.learner = ConfigDict()
-    config.learner.learning_rate = 1e-6
+    config.learner.learning_rate = 1e-6  # of AdamW, after the warm-up (section 4.1)
     config.learner.warmup_steps = 20  # rollout steps, linear
-    config.learner.adam_b1 = 0.9
-    config.learner.adam_b2 = 0.999
-    config.learner.adam_eps = 1e-8
-    config.learner.weight_decay = 0.1
-    config.learner.max_grad_norm = 1.0
+    config.learner.adam_b1 = 0.9  # decay of the first moment
+    config.learner.adam_b2 = 0.999  # decay of the second moment
+    config.learner.adam_eps = 1e-8  # beside the root of the second moment
+    config.learner.weight_decay = 0.1  # decoupled, of AdamW
+    config.learner.max_grad_norm = 1.0  # global norm to which gradients are clipped
     config.learner.max_skipped_updates = 3  # in a row, not being finite: then the run stops
     config.learner.row_tokens = 22_528  # a packed row; holds the longest prompt and response
     config.learner.micro_batch_rows = 32  # rows of one gradient-accumulation step, all devices
     config.learner.remat = "full"  # recomputed: all; none, keep_products, keep_attention, offload
     config.learner.lora_rank = 0  # train low-rank factors instead of all weights; 0: off
     config.learner.lora_alpha = 32.0  # the factors' product counts alpha / rank
-    config.learner.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")
+    config.learner.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")  # the adapted matrices
 
     config.mesh = ConfigDict()
     config.mesh.slices = 1  # TPU slices side by side; the data centre's network is between them
@@ -183,12 +183,12 @@ def get_config() -> ConfigDict:
     # What a set does not say itself:
     config.eval.samples_per_prompt = 32  # k of mean@k, pass@k, maj@k
     config.eval.max_prompts = 0  # the first so many of each set; 0: all
-    config.eval.temperature = 1.0
-    config.eval.top_p = 0.7
+    config.eval.temperature = 1.0  # of an evaluation's responses
+    config.eval.top_p = 0.7  # of an evaluation's responses
 
     config.checkpoint = ConfigDict()
     config.checkpoint.directory = ""  # one that all hosts see, gs://...; "": WORKDIR/checkpoints
-    config.checkpoint.every_steps = 5
+    config.checkpoint.every_steps = 5  # rollout steps from save to save
     config.checkpoint.keep = 2  # newest checkpoints kept
     # "stop": a failed save ends the run. "continue": it is said, and a run of one process goes on;
     # of several, which wait for each other in a save, it ends all.
@@ -237,7 +237,7 @@ def dataset(
     max_prompts: the first so many; 0: all.
     weight: of a training set beside others, how often its prompts are taken; 0: it is left out.
         None: 1.
-    k (0: the set is left out), temperature, top_p: of an evaluation set alone. None: what
+    k, temperature, top_p: of an evaluation set alone; with k = 0 it is left out. None: what
         config.eval says.
     """
     return ConfigDict(

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs.base import dataset
+from dapo_jax.run import places
 from dapo_jax.tasks.base import BUILT_IN
 from dapo_jax.tasks.readers import KINDS
 
@@ -35,7 +36,7 @@ class RecipeParser(ConfigFileFlagParser):
 
     def parse(self, path: str):
         """Returns the recipe's config, locked."""
-        config = super().parse(path)
+        config = super().parse(places.found(path))
         argv = sys.argv if self._argv is None else self._argv
         keys: dict[tuple[str, str], set[str]] = {}
         for argument in argv:
@@ -57,6 +58,7 @@ class RecipeParser(ConfigFileFlagParser):
                     message = f"the recipe has no such set{hint}; a new one needs a path or a task"
                     raise ValueError(f"{section}.{name}: {message}")
                 sets[name] = dataset()
+            places.complete(config)
         if message := unknown_key(config, argv[1:]):
             raise ValueError(message)
         return config

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from ml_collections import ConfigDict
 from configs.base import eval_settings, mixture_settings
 from dapo_jax import algorithm, losses
 from dapo_jax.run.files import read_json
+from dapo_jax.run.recipes import MAY_CHANGE, recipe_differences
 from dapo_jax.sampler.cache import DRAFT_TOKENS
 from dapo_jax.tasks.math_problems import RULES
 from models.families import Family
@@ -71,27 +71,6 @@ BOUNDS = {
     "from 0 to below 1": ("learner.adam_b1 learner.adam_b2", lambda value: 0 <= value < 1),
     "from 0 to 4294967295": ("seed", lambda value: 0 <= value < 2**32),
 }
-# A resumed run may change these; anything else would make it another run. Where it runs on other
-# devices, the work has to be divided in another way.
-MAY_CHANGE = (
-    "num_steps",
-    "rollout.max_generation_batches",
-    "rollout.on_generation_cap",
-    "rollout.cache_mib",
-    "rollout.slot_tokens",
-    "rollout.draft_tokens",
-    "learner.micro_batch_rows",
-    "learner.row_tokens",
-    "learner.remat",
-    "learner.max_skipped_updates",
-    "alarms.",
-    "eval.",
-    "checkpoint.",
-    "log.",
-    "mesh.",
-    "model.kernels",
-)
-
 
 # What makes a policy, beside its weights: the model, its tokenizer and LoRA's shape. Where and how
 # it is computed may differ.
@@ -311,38 +290,6 @@ def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None
         f"num_steps = {config.num_steps}, but the run in {directory} has finished "
         f"{finished_steps} steps; give num_steps = {finished_steps} or more",
     )
-
-
-def recipe_differences(
-    old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
-) -> list[str]:
-    """Says, key by key, in what two recipes differ; a path may be written in another way.
-
-    among, but: the beginnings of the keys that count, and of those that do not. before: how an old
-    value is told of.
-    """
-    return [
-        f"{name} is {b!r}, but {before.format(repr(a))}"
-        for name, a, b in differences(old, new)
-        if name.startswith(among) and not name.startswith(but) and not _same_place(name, a, b)
-    ]
-
-
-def _same_place(key: str, one, other) -> bool:
-    """Whether two values of a path mean the same folder."""
-    if not key.endswith(".path") or not one or not other or "://" in f"{one}{other}":
-        return False
-    return pathlib.Path(one).resolve() == pathlib.Path(other).resolve()
-
-
-def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """(dotted name, old value, new value) of every leaf that differs; None where it is missing."""
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if {type(a), type(b)} <= {dict, type(None)}:  # a section may be new
-            yield from differences(a or {}, b or {}, f"{prefix}{name}.")
-        elif a != b:
-            yield prefix + name, a, b
 
 
 def _require(condition: bool, message: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from ml_collections import ConfigDict
 
 from dapo_jax.report.runs import sweep_label
-from dapo_jax.run import checks, command
+from dapo_jax.run import checks, command, recipes
 from dapo_jax.run.files import atomic_file, read_json
 
 PRESET = "preset"
@@ -273,10 +273,10 @@ def check_same(plan: Plan, folder: pathlib.Path) -> None:
     """
     if not (old := _read(folder)):
         return
-    may_change = [key for key in checks.MAY_CHANGE if key != "eval."]
+    may_change = [key for key in recipes.MAY_CHANGE if key != "eval."]
     found = [
         f"{name} is {new!r}, but was {was!r}"
-        for name, was, new in checks.differences(old["recipe"], _common_recipe(plan))
+        for name, was, new in recipes.differences(old["recipe"], _common_recipe(plan))
         if not name.startswith(tuple(may_change))
     ]
     for arm, settings in plan.arms.items():
