@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from absl import flags
 from ml_collections import ConfigDict
 
 from dapo_jax import carry_over
@@ -27,7 +28,7 @@ from dapo_jax.losses import ADVANTAGES
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import TRAINING, collect, minibatches, success_by
-from dapo_jax.run import build, checks, command, compiled, restore
+from dapo_jax.run import build, checks, command, compiled, dry_run, restore
 from dapo_jax.run.alarms import (
     Alarms,
     cap_advice,
@@ -35,6 +36,7 @@ from dapo_jax.run.alarms import (
     require_finite_to_save,
 )
 from dapo_jax.run.failures import telling_saved_steps
+from dapo_jax.run.files import append_log
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
 from dapo_jax.run.record import Record, banner, claim, result_row, write_results
 from dapo_jax.run.snapshots import Snapshots
@@ -148,11 +150,15 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
             if stopped:
                 break
     if stopped:
+        if hosts.is_main_host():
+            append_log(workdir, stopped)
         raise SystemExit(stopped)
     if hosts.is_main_host():
         summary = load_run(workdir)
         plots.save(plots.curves({workdir.name: summary}), workdir / "curves.png")
-        print("\n".join([*summary_lines(summary), f"curves: {workdir / 'curves.png'}"]))
+        text = "\n".join([*summary_lines(summary), f"curves: {workdir / 'curves.png'}"])
+        print(text)
+        append_log(workdir, text)
 
 
 def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):
@@ -332,9 +338,15 @@ def take_updates(run: Run, state: TrainState, rollouts: Rollouts, advantage_PG, 
 
 def main(_):
     hosts.start(several=DISTRIBUTED.value, cpu_devices=CONFIG.value.mesh.cpu_devices)
-    compiled.keep(several=DISTRIBUTED.value)
+    if not DRY_RUN.value:
+        compiled.keep(several=DISTRIBUTED.value)
     origin = restore.Origin.parse(START.value) if START.value is not None else None
-    train(CONFIG.value, pathlib.Path(WORKDIR.value), origin)
+    workdir = pathlib.Path(WORKDIR.value)
+    if DRY_RUN.value:
+        say = print if hosts.is_main_host() else lambda line: None
+        dry_run.run(CONFIG.value, workdir, origin, say)
+    else:
+        train(CONFIG.value, workdir, origin)
 
 
 if __name__ == "__main__":
@@ -342,4 +354,7 @@ if __name__ == "__main__":
     WORKDIR = command.define_workdir()
     START = command.define_start()
     DISTRIBUTED = command.define_distributed()
+    DRY_RUN = flags.DEFINE_bool(
+        "dry_run", False, "Stop after the checks, the data's report and the memory; write nothing."
+    )
     command.run(main)

@@ -462,7 +462,7 @@ def test_failures_are_kept_apart_and_retried_at_the_end(tmp_path, program):
     line = json.loads((folder / "points.jsonl").read_text().splitlines()[0])
     assert line["error"] == ["working", "error: no such model", "(--debug shows where)"]
     assert line["num_steps"] == 2 and line["seconds"] >= 0
-    log = (folder / a / "seed_0" / "log.txt").read_text()
+    log = (folder / a / "seed_0" / "output.txt").read_text()
     assert log.startswith("working")
 
     # Given again, only what is not done is run; with more steps, all is.
@@ -550,7 +550,7 @@ def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, 
         sweep(more, folder, **settings)
     assert ended.value.code == 1
     captured = capsys.readouterr()
-    assert "seed_2/log.txt: error: no such model" in captured.err
+    assert "seed_2/output.txt: error: no such model" in captured.err
     assert "eps_high=0.3/seed_2: done" in captured.out, "a failure stops nothing"
 
 
@@ -561,7 +561,7 @@ def test_a_sweep_that_fails_as_a_whole_says_why(tmp_path, program, capsys):
         sweep(plan, folder, jobs=1, retries=0, baseline="", program=program)
     captured = capsys.readouterr()
     assert ended.value.code == 1
-    assert f"failed: {points[0].workdir / 'log.txt'}: error: no such model" in captured.err
+    assert f"failed: {points[0].workdir / 'output.txt'}: error: no such model" in captured.err
     assert "No run has finished." in captured.out
 
 
@@ -636,7 +636,7 @@ def test_the_display_tells_of_all_runs(tmp_path):
         "[1/4] eps_high=0.3/seed_1: failed with status 1 after 0 of 10 steps and 0:00:00  "
         "11 min left"
     )
-    log = points[3].workdir / "log.txt"
+    log = points[3].workdir / "output.txt"
     assert reason == f"  error: [bold]no[/bold]\\x1b model  ({log})"
     assert killed == (
         "[1/4] eps_high=0.3/seed_0: killed by signal 9 after 4 of 10 steps and 0:00:00  "

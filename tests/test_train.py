@@ -14,7 +14,7 @@ from configs import tiny
 from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
 from dapo_jax.rollout import minibatches
-from dapo_jax.run import build
+from dapo_jax.run import build, dry_run
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.metrics import METRICS
 from dapo_jax.sampler import cache
@@ -170,6 +170,43 @@ def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         train.train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, tmp_path):
+    def lines(workdir, **settings):
+        config, said = small_config(), []
+        config.update_from_flattened_dict(settings)
+        dry_run.run(config, workdir, None, said.append)
+        return "\n".join(said)
+
+    new = lines(tmp_path / "new")
+    assert "200 rows" in new
+    assert f"dry run: {tmp_path / 'new'} is not there yet; step 0 would be the first, of 3" in new
+    assert not (tmp_path / "new").exists()
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    assert "has finished all 3 steps; none would come" in lines(finished)
+    assert "step 3 of 7 would come next" in lines(finished, num_steps=7)
+    for settings, message in (
+        ({"algo.eps_high": 0.5}, "algo.eps_high is 0.5, but was 0.28"),
+        ({"num_steps": 2}, "num_steps = 2, but the run in .* has finished 3 steps"),
+        ({"rollout.group_size": 1}, "a group of 1 has no advantage"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lines(finished, **settings)
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_a_dry_run_counts_what_a_device_holds():
+    """By hand: 1,034,368 parameters over four devices, AdamW's two moments, float32."""
+    config = small_config()
+    held = dry_run.memory(build.programs(config, 384))
+    weights = 4 * 1_034_368
+    assert held["update"]["gradients"] == pytest.approx(weights / 4, rel=0.01)
+    state = held["rollout"]["state (weights, moments)"]
+    assert state == pytest.approx(3 * weights / 4, rel=0.01)
+    assert held["rollout"]["sampler's weights"] == pytest.approx(weights, rel=0.05)
+    assert held["rollout"]["keys and values"] <= config.rollout.cache_mib * 2**20
+    assert held["rollout"]["start weights"] == 0
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -14,6 +13,7 @@ from dapo_jax.preflight.chips import GIB, Chip, chip_of
 from dapo_jax.preflight.compile import DoesNotFit, Program, compiled_programs
 from dapo_jax.preflight.simulate import Step
 from dapo_jax.run import build, checks
+from dapo_jax.run.dry_run import device_bytes
 
 # Mean response lengths over a run, as parts of the greatest length: the paper's grew from 743 to
 # 4,537 tokens of 20,480.
@@ -157,14 +157,6 @@ def memory_phases(built: build.Programs, programs: dict[str, Program]) -> list[P
             parts = resharding if name == "reshard" else sampling
         phases.append(Phase(name, parts | {"temporaries": program.temporaries}))
     return phases
-
-
-def device_bytes(tree) -> int:
-    """The bytes of ShapeDtypeStructs with shardings on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def suggested(config: ConfigDict, devices, chip: Chip, *, slices: int) -> dict[str, int]:

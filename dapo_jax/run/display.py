@@ -5,9 +5,10 @@ Text of the model, of data or of errors prints literally, whatever it holds.
 
 import collections
 import dataclasses
+import io
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -92,6 +93,7 @@ class Display:
         first_step: the first step that this process does (0, or the one after a restored step).
         console: where to print; None means standard output.
         quiet: print nothing.
+        log: is given all that is printed for good, as plain text; of the live lines nothing.
 
     Steps carry the number that metrics.jsonl and rollouts/ use; the count beside it (1 after
     step 0) is that of finished steps.
@@ -104,12 +106,13 @@ class Display:
         *,
         console: Console | None = None,
         quiet: bool = False,
+        log: Callable[[str], None] = lambda text: None,
     ):
         if console is None:
             console = Console(quiet=quiet)
             if not console.is_terminal:
                 console.width = PLAIN_WIDTH
-        self._console = console
+        self._console, self._log = console, log
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._num_steps = num_steps
         self._done = first_step
@@ -153,16 +156,16 @@ class Display:
         self._done = int(row["step"]) + 1
         if row.get("seconds/total") is not None:
             self._step_seconds.append(float(row["seconds/total"]))
+        self.line(self._step_line(row))  # stays in the terminal's scrollback
         if self._is_live:
             self._live.refresh()
-        else:
-            self.line(self._step_line(row))
 
     def line(self, text: str) -> None:
         """Prints text, which may have several lines, as it is; in a terminal above the bar."""
         self._last_line_seconds = time.monotonic()
         for line in text.split("\n"):
             self._console.print(Text(self._safe(line)), soft_wrap=True, highlight=False)
+        self._log("\n".join(map(printable, text.split("\n"))))
 
     def last_line(self, text: str) -> None:
         """Prints text and leaves the terminal as it was; for a process that ends at once."""
@@ -174,6 +177,9 @@ class Display:
         self.line(f"samples of step {step}")
         for sample in samples:
             self._console.print(*self._sample(sample), sep="\n", highlight=False)
+            plain = Console(file=io.StringIO(), width=PLAIN_WIDTH, color_system=None)
+            plain.print(*self._sample(sample), sep="\n", highlight=False)
+            self._log(plain.file.getvalue().removesuffix("\n"))
 
     def _safe(self, text: str) -> str:
         """Printable text in the console's encoding, which may be plain ASCII."""

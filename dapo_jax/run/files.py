@@ -4,6 +4,7 @@ Host only. Numbers arrive as Python or 0-d array scalars; everything on disk is 
 """
 
 import contextlib
+import datetime
 import gzip
 import itertools
 import json
@@ -14,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
+LOG = "log.txt"
 FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
 
 
@@ -105,6 +107,20 @@ def append_line(path: str | os.PathLike, row: Mapping) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
+
+
+def append_log(workdir: str | os.PathLike, text: str) -> None:
+    """Appends lines, each with the time (UTC), to the run's log.txt.
+
+    What cannot be written is left out: where a disk is full, a row or a checkpoint says so.
+    """
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    lines = "".join(f"{now}  {line}".rstrip() + "\n" for line in text.split("\n"))
+    with (
+        contextlib.suppress(OSError),
+        pathlib.Path(workdir, LOG).open("a", encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        file.write(lines)
 
 
 def read_starts(path: str | os.PathLike) -> list[dict]:

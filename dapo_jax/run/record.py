@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import json
 import pathlib
@@ -16,6 +17,7 @@ from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import (
     MetricsWriter,
+    append_log,
     atomic_file,
     read_json,
     remove_leftovers,
@@ -70,7 +72,9 @@ class Record:
         self, config: ConfigDict, workdir: pathlib.Path, begun: Begun, tokenizer: Tokenizer
     ):
         self.workdir = workdir
-        self.display = Display(config.num_steps, begun.step, quiet=not hosts.is_main_host())
+        log = {"log": functools.partial(append_log, workdir)} if hosts.is_main_host() else {}
+        quiet = not hosts.is_main_host()
+        self.display = Display(config.num_steps, begun.step, quiet=quiet, **log)
         self._config, self._tokenizer = config, tokenizer
         # Not `begun` itself, which has the training state.
         self._first_step, self._begin_step = begun.step, begun.begin_step
@@ -109,8 +113,10 @@ class Record:
                 scores = result_row(read_json(file)["sets"])
                 self._writer.write_events({"step": finished_steps, **scores})
 
-    def __exit__(self, *exception) -> None:
-        self.display.__exit__(*exception)
+    def __exit__(self, kind, error, traceback) -> None:
+        self.display.__exit__(kind, error, traceback)
+        if error is not None and hosts.is_main_host():
+            append_log(self.workdir, f"ended by {kind.__name__}: {error}")
         self._background.shutdown()
         if self._rollouts is not None and (lost := self._rollouts.exception()):
             print(f"the step's responses were not written: {lost}", file=sys.stderr)

@@ -24,7 +24,7 @@ from sharding import hosts
 
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
 ATTEMPTS = "points.jsonl"
-LOG = "log.txt"
+LOG = "output.txt"  # log.txt is the run's own
 AGAIN_LIMIT = 5  # status 75 so often in a row is a failure
 AGAIN_SECONDS = 10.0  # a storage that does not answer shall have some time
 POLL_SECONDS = 0.2

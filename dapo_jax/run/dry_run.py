@@ -1,0 +1,128 @@
+"""`train --dry_run`: all that is refused, what the data loses, and the memory, without a step.
+
+Nothing is written, locked, loaded to the devices or compiled. Preflight compiles, for TPUs.
+"""
+
+import math
+import pathlib
+import types
+from collections.abc import Callable, Iterator
+
+import jax
+from ml_collections import ConfigDict
+
+from dapo_jax import learner
+from dapo_jax.run import build, checks, identity, restore
+from dapo_jax.run.lock import NAME as LOCK
+from sharding import hosts
+
+MIB = 2**20
+
+
+def run(
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    origin: restore.Origin | None,
+    say: Callable[[str], None],
+) -> None:
+    """Refuses what a start in `workdir` would refuse before its weights, and says what it would do.
+
+    origin: what --start says. Raises ValueError or OSError, as the start does.
+    """
+    checks.check(config)
+    origin = hosts.on_main(lambda: restore.origin_of(workdir, origin))
+    directory = config.checkpoint.directory or workdir / "checkpoints"
+    step = hosts.on_main(lambda: _finished_steps(directory))
+    at = types.SimpleNamespace(latest_step=lambda: step)
+    restore.check_parent(config, at, origin)
+    tokenizer = build.tokenizer(config)
+    programs = build.programs(config, tokenizer.vocab_size)
+    checks.check_divides(config, programs.mesh)
+    hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
+    data = build.load_data(config, tokenizer, training=True)
+    say("\n".join(data.report_lines()))
+    ours = identity.of_run(config, data) | {"origin": origin and str(origin)}
+    if step is not None:
+        _check_own(config, directory, step, ours, say)
+    say("\n".join(memory_lines(programs)))
+    say("\n".join(_next_lines(config, workdir, step, origin)))
+
+
+def device_bytes(tree) -> int:
+    """Counts the bytes of ShapeDtypeStructs with shardings on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def memory(programs: build.Programs) -> dict[str, dict[str, int]]:
+    """Phase of a step -> what a device holds in it -> bytes; what programs need beside is not in.
+
+    As shapes and shardings say it: the rounded copies and activations inside the compiled programs
+    are the compiler's.
+    """
+    batch = learner.abstract_batch(build.batch_shape(programs.config), programs.mesh)
+    state = {
+        "state (weights, moments)": device_bytes(programs.state),
+        "start weights": device_bytes(programs.start_weights),
+    }
+    return {
+        "rollout": state
+        | {
+            "sampler's weights": device_bytes(programs.engine.params),
+            "keys and values": device_bytes(programs.engine.pages),
+        },
+        "update": state
+        | {"gradients": device_bytes(programs.state.params), "batch": device_bytes(batch)},
+    }
+
+
+def memory_lines(programs: build.Programs) -> Iterator[str]:
+    """Says what a device holds in each phase, and what it has where that is known."""
+    device, mesh = jax.local_devices()[0], programs.mesh
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    yield f"devices: {mesh.size} x {device.device_kind}, mesh {axes}"
+    yield "memory of a device, MiB, without the programs' temporaries:"
+    for phase, parts in memory(programs).items():
+        held = "  ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items() if size)
+        yield f"  {phase:8} {sum(parts.values()) / MIB:10,.1f}  =  {held}"
+    has = (device.memory_stats() or {}).get("bytes_limit")
+    yield f"  the device has {has / MIB:,.0f}" if has else "  what the device has is not known here"
+
+
+def _finished_steps(directory) -> int | None:
+    """The step of the newest checkpoint; None without any."""
+    folder = build.epath.Path(directory)
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def _check_own(config, directory, step: int, ours: dict, say: Callable[[str], None]) -> None:
+    checks.check_steps_left(config, step, directory)
+    checkpoints = build.Checkpoints(directory, keep=None)  # it is there: nothing is made
+    theirs = hosts.on_main(lambda: checkpoints.identity_of(step))
+    checkpoints.close()
+    if theirs is not None:
+        where = f"checkpoint {step} in {directory}"
+        identity.require_same(theirs, ours, report=say, where=where)
+
+
+def _next_lines(config: ConfigDict, workdir, step: int | None, origin) -> Iterator[str]:
+    r = config.rollout
+    yield (
+        f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
+        f"{r.max_response_tokens} tokens, {config.updates_per_step} updates"
+    )
+    if (workdir / LOCK).exists():
+        yield f"note: {workdir / LOCK} is there; a start is refused while its run is going on"
+    if step is None:
+        first = f"step {origin.step} would be the first, from {origin}" if origin else "step 0"
+        first = first if origin else f"{first} would be the first, of {config.num_steps}"
+        where = "has no checkpoint" if workdir.exists() else "is not there yet"
+        yield f"dry run: {workdir} {where}; {first}"
+    elif step == config.num_steps:
+        yield f"dry run: the run in {workdir} has finished all {step} steps; none would come"
+    else:
+        yield f"dry run: step {step} of {config.num_steps} would come next in {workdir}"
+    yield "Nothing was written, loaded to devices or compiled."
