@@ -202,6 +202,7 @@ def get_config() -> ConfigDict:
     config.log.samples_every_steps = 10  # a table of completions; 0: never
     config.log.rollouts_every_steps = 1  # rollouts/<step>.jsonl.gz; 0: never
     config.log.eval_responses = True  # eval/<finished steps>.<set>.jsonl.gz
+    config.log.writers = ()  # more places for the numbers: "wandb", "module:Class" of one's own
     return config
 
 

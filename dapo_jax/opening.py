@@ -5,6 +5,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import pathlib
 import sys
@@ -20,11 +21,12 @@ def begin(command: str, arguments: Sequence[str]) -> None:
     """
     if wants_help(arguments):
         if text := help_of(command, arguments):
-            print(text)
-            sys.exit(0)
+            _end_with(text)
         return
     if recipe := _value(arguments, "config"):
         _say(f"{command}: reading {recipe} ...")
+    if command == "dapo_jax.train" and (lines := finished_lines(arguments)):
+        _end_with("\n".join(lines))
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
@@ -65,6 +67,66 @@ def help_of(command: str, arguments: Sequence[str]) -> str | None:
             delattr(flags.FLAGS, name)
 
 
+def finished_lines(arguments: Sequence[str]) -> list[str] | None:
+    """Says that the run of a training command is finished, where nothing is left to do or refuse.
+
+    None where it is not, or where the command has to find out: its recipe is another, the run is
+    another's fork, is going on, or lacks what a finished one has.
+    """
+    from dapo_jax.run import recipe_flags, recipes, words
+    from dapo_jax.run.files import read_json, read_rows
+
+    known = dict.fromkeys(("config", "workdir", "start"))
+    try:
+        given = words.understood(arguments, known, recipe_flags.own_keys(arguments))
+        of_recipe = recipe_flags.config_flags_of(given)
+        workdir, start = (_value(given, flag) for flag in ("workdir", "start"))
+        apart = {workdir, start, *(flag.partition("=")[2] for flag in of_recipe)}
+        if not workdir or any(not _is_known(word) and word not in apart for word in given):
+            return None
+        config, workdir = recipe_flags.read_recipe(of_recipe), pathlib.Path(workdir)
+        directory = pathlib.Path(config.checkpoint.directory or workdir / "checkpoints")
+        steps = [int(path.name) for path in directory.iterdir() if path.name.isdecimal()]
+        needed = [workdir / name for name in ("config.json", "metrics.jsonl", "curves.png")]
+        if config.eval.every_steps > 0 and config.eval.sets:
+            needed.append(workdir / "eval" / f"{config.num_steps}.json")
+        ours, theirs = json.loads(config.to_json_best_effort()), read_json(needed[0])
+        if (
+            max(steps, default=0) != config.num_steps
+            or (workdir / "run.lock").exists()
+            or not all(file.is_file() for file in needed)
+            or recipes.recipe_differences(theirs, ours, but=recipes.MAY_CHANGE)
+            or (start and not _began_with(workdir, start))
+            or read_rows(needed[1])[-1]["step"] + 1 != config.num_steps
+        ):
+            return None
+    except Exception:  # whatever it is, the command says it in its own words
+        return None
+
+    from dapo_jax.report.runs import load_run, summary_lines
+
+    done = config.num_steps
+    return [
+        f"finished: {done} of {done} steps in {workdir}; raise num_steps to go on, as "
+        f"--config.num_steps={2 * done}",
+        *summary_lines(load_run(workdir)),
+        f"curves: {workdir / 'curves.png'}",
+    ]
+
+
+def _is_known(word: str) -> bool:
+    return word.startswith(("--config", "-config", "--noconfig", "--workdir", "--start"))
+
+
+def _began_with(workdir: pathlib.Path, start: str) -> bool:
+    """Whether the run began with the checkpoint run:DIR@STEP, as --start has it."""
+    from dapo_jax.run.files import read_starts
+
+    folder, _, step = start.removeprefix("run:").rpartition("@")
+    begun = f"run:{pathlib.Path(folder).resolve()}@{step}"
+    return read_starts(workdir / "starts.jsonl")[-1].get("origin") == begun
+
+
 def _value(arguments: Sequence[str], flag: str) -> str | None:
     """The value of a flag, behind = or as the next argument; of several the last."""
     value = None
@@ -73,6 +135,14 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
         if name in (f"--{flag}", f"-{flag}"):
             value = text if equals else following
     return value
+
+
+def _end_with(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has read enough; Python would print a traceback at its end
+        os._exit(0)
+    sys.exit(0)
 
 
 def _say(line: str) -> None:

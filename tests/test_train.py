@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax import evaluate, train
+from dapo_jax import evaluate, opening, train
 from dapo_jax.convert import convert, load_orbax
 from dapo_jax.rollout import minibatches
 from dapo_jax.run import build, dry_run
@@ -194,6 +194,39 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
         with pytest.raises(ValueError, match=message):
             lines(finished, **settings)
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_a_finished_run_says_so_and_what_is_to_be_refused_is_left_to_the_command(
+    finished, tmp_path
+):
+    """Before: the model was loaded and everything compiled, to do nothing."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("from test_train import small_config as get_config\n")
+    line = [f"--config={recipe}", f"--workdir={finished}"]
+    first, *_, last = opening.finished_lines(line)
+    assert first.startswith(f"finished: 3 of 3 steps in {finished}; raise num_steps to go on")
+    assert last == f"curves: {finished / 'curves.png'}"
+    assert opening.finished_lines([*line[:1], "--workdir", str(finished), "num_steps=3"])
+    assert opening.finished_lines([*line, "--config.log.samples_every_steps", "7"])
+    for more in (
+        "num_steps=4",
+        "num_steps=2",
+        "algo.eps_high=0.5",
+        "--config.num_stepss=3",
+        "+num_steps=3",
+        "--distributed",
+        "--dry_run",
+        "--start=run:elsewhere@1",
+        f"--workdir={tmp_path}",
+        f"checkpoint.directory={tmp_path}",
+        "another",
+    ):
+        assert opening.finished_lines([*line, more]) is None, more
+    for name in ("curves.png", "run.lock", "eval/3.json"):
+        copy = tmp_path / name.replace("/", "_")
+        shutil.copytree(finished, copy)
+        (copy / name).unlink() if (copy / name).exists() else (copy / name).touch()
+        assert opening.finished_lines([line[0], f"--workdir={copy}"]) is None, name
 
 
 def test_a_dry_run_counts_what_a_device_holds():

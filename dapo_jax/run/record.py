@@ -28,6 +28,7 @@ from dapo_jax.run.metrics import TASK
 from dapo_jax.run.provenance import add_start
 from dapo_jax.run.restore import Begun, Origin, origin_of
 from dapo_jax.run.timeline import plot_timeline
+from dapo_jax.run.writers import Writers
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import Tokenizer, token_texts
 from dapo_jax.types import Group, Response, Rollouts
@@ -80,6 +81,7 @@ class Record:
         self._first_step, self._begin_step = begun.step, begun.begin_step
         self._last_row = begun.progress["row"]
         self._writer: MetricsWriter | None = None
+        self._others: Writers | None = None
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._rollouts: concurrent.futures.Future | None = None
 
@@ -97,6 +99,13 @@ class Record:
                 self._writer.write(self._last_row)
             if resumed:
                 self._write_hidden_scores()
+            self._others = Writers(
+                self._config.log.writers,
+                json.loads(self._config.to_json_best_effort()),
+                self.workdir,
+                resume_step if resumed else None,
+                self.display.line,
+            )
         self.display.__enter__()
         for note in self._writer.notes if self._writer else ():
             self.display.line(note)
@@ -122,6 +131,8 @@ class Record:
             print(f"the step's responses were not written: {lost}", file=sys.stderr)
         if self._writer is not None:
             self._writer.close()
+        if self._others is not None:
+            self._others.close()
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
         """Begins to write all responses to rollouts/<step>.jsonl.gz, every so many steps."""
@@ -146,11 +157,14 @@ class Record:
         self.display.line(evaluation_line(finished_steps, scores))
         if not in_row and self._writer is not None:
             self._writer.write_events({"step": finished_steps, **scores})
+        if self._others is not None:
+            self._others.evaluation(finished_steps, scores)
 
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row; every so many steps samples and the timeline."""
         if self._writer is not None:
             self._writer.write(row)
+            self._others.step(row)
         if _every(self._config.log.samples_every_steps, row["step"]):
             self.display.samples(row["step"], samples(rollouts, reward_PG))
             if hosts.is_main_host() and rollouts.stats.blocks:  # none where enough was carried

@@ -1,0 +1,141 @@
+"""Places of one's own for a run's numbers, beside its directory: `log.writers`.
+
+A writer is a class with four methods (`Writer`), named "wandb" or "module:Class". One that fails is
+left out for the rest of the run, which says so once: the numbers are in the run's directory anyway.
+"""
+
+import importlib
+import importlib.util
+import pathlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from dapo_jax.run.files import atomic_file
+
+SHOWN_ERROR = 200
+
+
+class Writer(Protocol):
+    """Takes a run's numbers; the main process alone makes and calls it, as the run goes on.
+
+    A call that takes long holds the run up.
+    """
+
+    def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
+        """config: the recipe, JSON-able. resume_step: the last step done; None in a new run.
+
+        Rows up to that step were given before. A killed run gives some rows after it again, equal
+        but for what was timed.
+        """
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Takes a step's row, as metrics.jsonl has it; row["step"] counts from 0."""
+
+    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
+        """Takes the scores (eval/<set>/<score>) of the policy after so many steps.
+
+        The row of that step comes later, if there is one, and so may that of the step before.
+        """
+
+    def close(self) -> None:
+        """Ends, whether the run is done, stopped or failed."""
+
+
+class WandB:
+    """Weights & Biases. A resumed run goes on in the same one there, by the id in wandb_id.txt.
+
+    WANDB_MODE=offline, WANDB_PROJECT and its other variables hold.
+    """
+
+    def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
+        import wandb
+
+        file = workdir / "wandb_id.txt"
+        if not file.exists():
+            with atomic_file(file) as opened:
+                opened.write(secrets.token_hex(4).encode())
+        settings = {"id": file.read_text().strip(), "resume": "allow", "allow_val_change": True}
+        self._run = wandb.init(config=config, dir=str(workdir), name=workdir.name, **settings)
+        self._scores: dict[int, Mapping] = {}  # its steps may not go back, as an evaluation's do
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        scores = self._scores.pop(row["step"], {})
+        self._run.log({**scores, **row}, step=row["step"])
+
+    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
+        self._scores[finished_steps] = scores
+
+    def close(self) -> None:
+        for finished_steps, scores in sorted(self._scores.items()):
+            self._run.log(dict(scores), step=finished_steps)
+        self._run.finish()
+
+
+BUILT_IN = {"wandb": WandB}
+PIP = {"wandb": 'pip install "dapo_jax[wandb]", or pip install "wandb>=0.19,<1"'}
+
+
+def find(name: str) -> Callable[..., Writer]:
+    """Returns a writer's class; ValueError where log.writers names none, or it is not installed."""
+    setting = f"log.writers has {name!r}"
+    if name in BUILT_IN:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"{setting}, but that package is not installed: {PIP[name]}")
+        return BUILT_IN[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f'{setting}; give one of {", ".join(BUILT_IN)}, or "module:Class"')
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{setting}, which cannot be imported: {error}") from error
+    missing = [each for each in ("step", "evaluation", "close") if not hasattr(found, each)]
+    if missing:
+        raise ValueError(f"{setting}, which has no method {', '.join(missing)}")
+    return found
+
+
+class Writers:
+    """All writers of a run, none of which can end it. say: is told, once each, of what failed."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        config: dict,
+        workdir: pathlib.Path,
+        resume_step: int | None,
+        say: Callable[[str], None],
+    ):
+        self._say, self._writers = say, {}
+        for name in names:
+            self._call(name, lambda name=name: self._begin(name, config, workdir, resume_step))
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Gives all of them a step's row."""
+        for name, writer in list(self._writers.items()):
+            self._call(name, lambda writer=writer: writer.step(row))
+
+    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
+        """Gives all of them an evaluation's scores."""
+        for name, writer in list(self._writers.items()):
+            self._call(name, lambda writer=writer: writer.evaluation(finished_steps, scores))
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for name, writer in list(self._writers.items()):
+            self._call(name, writer.close)
+
+    def _begin(self, name: str, *of_run) -> None:
+        self._writers[name] = find(name)(*of_run)
+
+    def _call(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._writers.pop(name, None)
+            brief = " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN_ERROR]
+            self._say(
+                f"note: the writer {name!r} of log.writers failed and is left out, the run goes on "
+                f"({brief})"
+            )

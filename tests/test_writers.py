@@ -1,0 +1,169 @@
+"""Writers of one's own: what they are given, and that none of them ends a run."""
+
+import importlib.machinery
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from configs import tiny
+from dapo_jax.run import checks, writers
+
+
+class Kept:
+    """A writer that keeps what it was given; `fails` names the method that raises."""
+
+    made: list = []  # noqa: RUF012 - what tests look at
+    fails = ""
+
+    def __init__(self, config, workdir, resume_step):
+        self.given = [("begin", config["num_steps"], workdir.name, resume_step)]
+        self.made.append(self)
+        self._maybe_fail("begin")
+
+    def step(self, row):
+        self.given.append(("step", dict(row)))
+        self._maybe_fail("step")
+
+    def evaluation(self, finished_steps, scores):
+        self.given.append(("evaluation", finished_steps, dict(scores)))
+        self._maybe_fail("evaluation")
+
+    def close(self):
+        self.given.append(("close",))
+        self._maybe_fail("close")
+
+    def _maybe_fail(self, name):
+        if name == self.fails:
+            raise OSError(f"no network at {name}")
+
+
+class Broken(Kept):
+    """Fails as a class attribute says."""
+
+
+KEPT, BROKEN = f"{__name__}:Kept", f"{__name__}:Broken"
+
+
+def give(tmp_path, names, monkeypatch, fails=""):
+    """Gives a small run to the writers; returns (what each of them was given, what was said)."""
+    monkeypatch.setattr(Kept, "made", [])
+    monkeypatch.setattr(Broken, "fails", fails)
+    said = []
+    of_run = writers.Writers(names, {"num_steps": 2}, tmp_path, 4, said.append)
+    of_run.evaluation(0, {"eval/a/mean@8": 0.5})
+    for step in range(2):
+        of_run.step({"step": step, "entropy": 0.25})
+    of_run.close()
+    return [one.given for one in Kept.made], said
+
+
+def test_a_writer_gets_the_recipe_rows_evaluations_and_the_end(tmp_path, monkeypatch):
+    (given,), said = give(tmp_path, [KEPT], monkeypatch)
+    assert given == [
+        ("begin", 2, tmp_path.name, 4),
+        ("evaluation", 0, {"eval/a/mean@8": 0.5}),
+        ("step", {"step": 0, "entropy": 0.25}),
+        ("step", {"step": 1, "entropy": 0.25}),
+        ("close",),
+    ]
+    assert said == []
+
+
+@pytest.mark.parametrize("fails", ["begin", "step", "evaluation", "close"])
+def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch, fails):
+    (broken, kept), said = give(tmp_path, [BROKEN, KEPT], monkeypatch, fails)
+    assert len(kept) == 5
+    assert broken[-1][0] == fails  # it is given nothing more
+    (line,) = said
+    assert line.startswith(f"note: the writer '{BROKEN}' of log.writers failed and is left out")
+    assert f"OSError: no network at {fails}" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandb", r"log.writers has 'wandb', but that package is not installed: pip install"),
+        ("mlflow", r"log.writers has 'mlflow'; give one of wandb, or \"module:Class\""),
+        ("no_such_module:Class", "which cannot be imported: No module named 'no_such_module'"),
+        (f"{__name__}:Absent", "which cannot be imported: .*Absent"),
+        (f"{__name__}:pytest", "has no method step, evaluation, close"),
+    ],
+)
+def test_a_name_that_is_no_writers_is_refused_at_the_start(name, message, monkeypatch):
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
+    config = tiny.get_config()
+    config.log.writers = (name,)
+    with pytest.raises(ValueError, match=message):
+        checks.check(config)
+
+
+class FakeWandB(types.ModuleType):
+    """Weights & Biases as far as it is used: steps that go back are dropped, as it does."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.rows, self.settings, self.step = {}, [], -1
+
+    def init(self, **settings):
+        self.settings.append(settings)
+        return self
+
+    def log(self, values, step):
+        if step >= self.step:
+            self.step = step
+            self.rows[step] = self.rows.get(step, {}) | values
+
+    def finish(self):
+        self.settings.append("finished")
+
+
+def test_wandb_gets_all_of_a_run_and_a_resumed_one_goes_on_in_it(tmp_path, monkeypatch):
+    """The last evaluation comes before the row of the last step, whose number is below."""
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for resume_step, steps in ((None, (0, 1)), (1, (2, 3))):
+        of_run = writers.Writers(["wandb"], {"num_steps": 4}, tmp_path, resume_step, pytest.fail)
+        of_run.evaluation(steps[0], {"eval/a/mean@8": steps[0] / 10})
+        of_run.step({"step": steps[0], "entropy": 1.0})
+        of_run.evaluation(steps[1] + 1, {"eval/a/mean@8": 0.9})
+        of_run.step({"step": steps[1], "entropy": 2.0})
+        of_run.close()
+    ids = [settings["id"] for settings in fake.settings if settings != "finished"]
+    assert ids == [(tmp_path / "wandb_id.txt").read_text()] * 2
+    assert len(ids[0]) == 8
+    assert fake.settings.count("finished") == 2
+    assert fake.rows == {
+        0: {"step": 0, "entropy": 1.0, "eval/a/mean@8": 0.0},
+        1: {"step": 1, "entropy": 2.0},
+        2: {"step": 2, "entropy": 1.0, "eval/a/mean@8": 0.2},
+        3: {"step": 3, "entropy": 2.0},
+        4: {"eval/a/mean@8": 0.9},
+    }
+
+
+def test_wandb_itself_without_a_network(tmp_path):
+    """Runs where the optional extra is installed, in its offline mode."""
+    if importlib.util.find_spec("wandb") is None:
+        pytest.skip('needs the optional extra: pip install "wandb>=0.19,<1"')
+    code = (
+        "import pathlib, sys; from dapo_jax.run.writers import Writers; said = []\n"
+        "w = Writers(['wandb'], {'num_steps': 2}, pathlib.Path(sys.argv[1]), None, said.append)\n"
+        "w.step({'step': 0, 'entropy': 1.0}); w.evaluation(1, {'eval/a/mean@8': 0.5})\n"
+        "w.close(); import json; print(json.dumps(said))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert folder.name.endswith((tmp_path / "wandb_id.txt").read_text())
+    assert list(folder.glob("*.wandb"))
