@@ -1,5 +1,6 @@
 """Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -21,11 +22,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from configs import tiny
 from dapo_jax.report import plots
 from dapo_jax.report.page import render
 from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.run import metrics
+from dapo_jax.run import metrics, texts
 from dapo_jax.run.display import (
     Display,
     Sample,
@@ -34,7 +37,13 @@ from dapo_jax.run.display import (
     printable,
     shorten_middle,
 )
-from dapo_jax.run.files import MetricsWriter, append_log, atomic_file, read_rows, write_rollouts
+from dapo_jax.run.files import (
+    MetricsWriter,
+    append_log,
+    atomic_file,
+    read_rows,
+    write_rollouts,
+)
 from dapo_jax.run.metrics import (
     METRICS,
     Metric,
@@ -98,6 +107,70 @@ def _tensorboard_events(workdir):
             events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
             at += 16 + length
     return events
+
+
+def _shown_in_tensorboard(workdir) -> collections.Counter:
+    """(tag, step) -> how often it is shown: a START mark hides earlier files' events from there."""
+    shown = []
+    for event in _tensorboard_events(workdir):
+        if event.session_log.status == event_pb2.SessionLog.START:
+            shown = [(tag, step) for tag, step in shown if step < event.step]
+        shown += [(value.tag, event.step) for value in event.summary.value]
+    return collections.Counter(shown)
+
+
+HPARAMS = tuple(f"_hparams_/{part}" for part in ("experiment", "session_start_info"))
+
+
+def test_tensorboard_has_recipe_samples_and_hparams_once_over_all_resumes(tmp_path):
+    of_run = {"texts": {"recipe": "    {}"}, "hparams": {"seed": 3, "algo.loss": "dapo"}}
+    of_run["scores"] = ["eval/a/mean@8"]
+    for resume_step in (None, None, 0, 1, 3):
+        first = 0 if resume_step is None else resume_step + 1
+        with MetricsWriter(tmp_path, resume_step=resume_step, **of_run) as writer:
+            for step in range(first, first + 3):
+                writer.write({"step": step, "x": 1.0})
+                writer.write_text(step, "samples", f"of step {step}")
+            if resume_step is not None:  # as a record does
+                writer.write_text(resume_step, "samples", f"of step {resume_step}")
+        shown = _shown_in_tensorboard(tmp_path)
+        for tag in ("recipe/text_summary", *HPARAMS):
+            assert shown[tag, 0] == 1, (resume_step, tag)
+            assert sum(times for (name, _), times in shown.items() if name == tag) == 1
+        steps = range(first + 3)
+        assert all(shown["samples/text_summary", step] == 1 for step in steps), resume_step
+        assert all(shown["x", step] == 1 for step in steps)
+
+
+def test_the_hparams_tab_gets_the_recipes_numbers_and_the_tags_of_the_scores(tmp_path):
+    config = tiny.get_config()
+    config.algo.eps_high = 0.5
+    config = json.loads(config.to_json_best_effort())
+    assert texts.scores(config) == ["eval/arithmetic/mean@8", "accuracy/mean"]
+    row = {"hparams": texts.hparams(config), "scores": texts.scores(config)}
+    with MetricsWriter(tmp_path, resume_step=None, begin_step=20, **row) as writer:
+        writer.write({"step": 20, "eval/arithmetic/mean@8": 0.5, "accuracy/mean": 0.25})
+    values = [value for event in _tensorboard_events(tmp_path) for value in event.summary.value]
+    data = {
+        value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
+        for value in values
+        if value.tag.startswith("_hparams_/")
+    }
+    given = data["_hparams_/session_start_info"].session_start_info.hparams
+    assert given["algo.eps_high"].number_value == 0.5
+    assert given["data.train.levels"].string_value == "[2, 3, 4]"
+    assert given["algo.dynamic_sampling"].bool_value is True
+    assert not any(name.startswith(("log.", "checkpoint.")) for name in given)
+    tags = [info.name.tag for info in data["_hparams_/experiment"].experiment.metric_infos]
+    assert set(tags) <= {value.tag for value in values}  # else the tab's columns stay empty
+    assert len(tags) == 2
+
+
+def test_a_shown_text_cannot_be_markdown_or_move_the_cursor():
+    shown = texts.of_samples([SAMPLE, CUT_SAMPLE])
+    assert "\u202e" not in shown and "\x1b" not in shown
+    assert all(line.startswith("    ") for line in shown.splitlines() if "[bold" in line)
+    assert "[bold" in shown
 
 
 def test_numbers_read_back_as_written(tmp_path):

@@ -13,7 +13,8 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 LOG = "log.txt"
 FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
@@ -182,6 +183,12 @@ def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: i
             zipped.write(_json_line(row))
 
 
+def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
+    """Yields the responses that `write_rollouts` wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
 def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:
     """The file's lines, as written and as parsed; a torn last line is left out."""
     pairs = []
@@ -219,12 +226,24 @@ class MetricsWriter:
             metrics.cut-<n>.jsonl, and a purge mark hides them from TensorBoard. A torn last line
             goes too. Kept lines keep their bytes. `cut_rows` counts the rows cut.
         begin_step: the run's first step; a fork's is not 0.
+        texts: what TensorBoard has of the whole run, name -> Markdown.
+        hparams, scores: keys of the recipe with their values, and the metrics' tags, by which
+            TensorBoard compares runs.
 
     NaN and infinities are written as null, which keeps the file strict JSON (rows read back as
     None), and are left out of TensorBoard. notes: what a person should know of the rows found.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None, begin_step: int = 0):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        resume_step: int | None,
+        begin_step: int = 0,
+        texts: Mapping[str, str] = MappingProxyType({}),
+        hparams: Mapping[str, bool | float | str] = MappingProxyType({}),
+        scores: Sequence[str] = (),
+    ):
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self.path = workdir / "metrics.jsonl"
@@ -249,7 +268,10 @@ class MetricsWriter:
                 f"{first_step}: it was deleted or cut short; the run itself goes on from its "
                 "checkpoint"
             )
-        self._events = EventFile(workdir / "tensorboard", purge_step=max(0, first_step - 1))
+        purge_step = max(0, first_step - 1)
+        self._events = EventFile(workdir / "tensorboard", purge_step=purge_step)
+        if self._events.is_first or purge_step <= begin_step:  # else an earlier file has them
+            self._events.write_run(begin_step, texts, hparams, scores)
         # The last row may not have reached TensorBoard before the stop; the mark hides it if so.
         rows = [row for _, row in kept]
         last = [row for row in rows[-1:] if row["step"] == resume_step]
@@ -291,6 +313,10 @@ class MetricsWriter:
     def write_events(self, row: Mapping) -> None:
         """Appends numbers to TensorBoard's files alone."""
         self._events.write(_plain_value(row))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Appends a text, in Markdown, to TensorBoard's files alone."""
+        self._events.write_run(step, {name: text}, {}, ())
 
     def close(self) -> None:
         self._events.close()
@@ -338,6 +364,21 @@ class EventFile:
                 event.summary.value.extend(self._scalar(key, value).value)
         with _naming(self._folder):
             self._add(event, row["step"])
+
+    def write_run(self, step: int, texts: Mapping, hparams: Mapping, scores: Sequence) -> None:
+        """Appends texts, and a run's hyperparameters with the tags of its scores."""
+        from tensorboardX import summary
+
+        event = self._event()
+        for name, text in texts.items():
+            event.summary.value.extend(summary.text(name, text).value)
+        if hparams:
+            tags = dict.fromkeys(self._scalar(name, 0.0).value[0].tag for name in scores)
+            for part in summary.hparams(dict(hparams), tags):
+                event.summary.value.extend(part.value)
+        if event.summary.value:
+            with _naming(self._folder):
+                self._add(event, step)
 
     def _add(self, event, step: int) -> None:
         event.step, event.wall_time = step, time.time()

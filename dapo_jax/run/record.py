@@ -4,15 +4,18 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from clu import parameter_overview
 from ml_collections import ConfigDict
 
+from dapo_jax.run import texts
 from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import (
@@ -20,6 +23,7 @@ from dapo_jax.run.files import (
     append_log,
     atomic_file,
     read_json,
+    read_rollouts,
     remove_leftovers,
     write_rollouts,
 )
@@ -87,21 +91,26 @@ class Record:
 
     def __enter__(self) -> "Record":
         if hosts.is_main_host():
-            _write_json(
-                self.workdir / "config.json", json.loads(self._config.to_json_best_effort())
-            )
+            config = json.loads(self._config.to_json_best_effort())
+            _write_json(self.workdir / "config.json", config)
             resume_step = self._first_step - 1 if self._first_step else None
             self._writer = MetricsWriter(
-                self.workdir, resume_step=resume_step, begin_step=self._begin_step
+                self.workdir,
+                resume_step=resume_step,
+                begin_step=self._begin_step,
+                texts={"recipe": texts.of_recipe(config)},
+                hparams=texts.hparams(config),
+                scores=texts.scores(config),
             )
             resumed = self._first_step > self._begin_step
             if resumed and not self._writer.has_row(resume_step):
                 self._writer.write(self._last_row)
             if resumed:
                 self._write_hidden_scores()
+                self._write_hidden_samples(resume_step)
             self._others = Writers(
                 self._config.log.writers,
-                json.loads(self._config.to_json_best_effort()),
+                config,
                 self.workdir,
                 resume_step if resumed else None,
                 self.display.line,
@@ -121,6 +130,19 @@ class Record:
             if file.exists() and not in_row:
                 scores = result_row(read_json(file)["sets"])
                 self._writer.write_events({"step": finished_steps, **scores})
+
+    def _write_hidden_samples(self, step: int) -> None:
+        """Gives TensorBoard again the samples that the mark hides, from the step's responses."""
+        file = self.workdir / "rollouts" / f"{step}.jsonl.gz"
+        if not _every(self._config.log.samples_every_steps, step):
+            return
+        with contextlib.suppress(EOFError, OSError, ValueError, KeyError, zlib.error):
+            rows = (row for row in read_rollouts(file) if row["sample"] == 0)
+            shown = [
+                texts.sample_of(row, problem_of(row["prompt"]))
+                for row in itertools.islice(rows, SHOWN_SAMPLES)
+            ]
+            self._writer.write_text(step, "samples", texts.of_samples(shown))
 
     def __exit__(self, kind, error, traceback) -> None:
         self.display.__exit__(kind, error, traceback)
@@ -166,7 +188,10 @@ class Record:
             self._writer.write(row)
             self._others.step(row)
         if _every(self._config.log.samples_every_steps, row["step"]):
-            self.display.samples(row["step"], samples(rollouts, reward_PG))
+            shown = samples(rollouts, reward_PG)
+            self.display.samples(row["step"], shown)
+            if self._writer is not None:
+                self._writer.write_text(row["step"], "samples", texts.of_samples(shown))
             if hosts.is_main_host() and rollouts.stats.blocks:  # none where enough was carried
                 plot_timeline(rollouts.stats.blocks, self.workdir / "timeline.png")
         self.display.step(row)
@@ -303,13 +328,12 @@ def response_row(group: Group, sample: int, **scores: float) -> dict:
 
 def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
     """The first response of the step's first groups, for a person to read."""
-    before, after = PROMPT_TEMPLATE.split("{problem}")
     shown = []
     for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
         example, response = group.prompt.example, group.responses[0]
         shown.append(
             Sample(
-                prompt=example.text.removeprefix(before).removesuffix(after),
+                prompt=problem_of(example.text),
                 response=response.text,
                 truth=example.answer,
                 prediction=response.verdict.prediction,
@@ -321,6 +345,12 @@ def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
             )
         )
     return shown
+
+
+def problem_of(prompt: str) -> str:
+    """A prompt without the words that the template puts around the problem."""
+    before, after = PROMPT_TEMPLATE.split("{problem}")
+    return prompt.removeprefix(before).removesuffix(after)
 
 
 def _is_same(one, other) -> bool:
