@@ -231,7 +231,10 @@ def dataset(
     task: "module:Class" (`dapo_jax.tasks.base`); "": math problems of the kind.
     kind: the file's schema, one of `dapo_jax.tasks.readers.KINDS` ("": by the path's ending), or
         "arithmetic", which is generated.
-    path, prompt_field, answer_field, template: `dapo_jax.tasks.readers.read` says what they mean.
+    path: the file with its rows.
+    prompt_field, answer_field: of a row; "a.b" is field b of field a. "": those of the kind.
+    template: dapo, boxed, none, or a text with {problem}. "": the task's own for
+        questions, none for chats.
     rules: those that grade it; "": verifier.rules.
     levels, count, seed, split: of generated problems.
     args: more arguments of a task of one's own.

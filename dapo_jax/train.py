@@ -28,7 +28,7 @@ from dapo_jax.losses import ADVANTAGES
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import TRAINING, collect, minibatches, success_by
-from dapo_jax.run import build, checks, command, compiled, dry_run, restore
+from dapo_jax.run import build, checks, command, compiled, dry_run, restore, writers
 from dapo_jax.run.alarms import (
     Alarms,
     cap_advice,
@@ -167,6 +167,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     Everything is refused, loaded and compiled here. What has to be closed goes onto the stack.
     """
     checks.check(config)
+    writers.check(config.log.writers)
     origin = claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     stack.enter_context(telling_saved_steps(checkpoints.latest_step, checkpoints.directory))

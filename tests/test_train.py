@@ -296,6 +296,7 @@ def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path,
         train.train(config, tmp_path)
     for text in ("the loss or a metric of it was not finite", "learner.learning_rate = 5e-05"):
         assert text in str(stopped.value)
+        assert text in (tmp_path / "log.txt").read_text()
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["updates_skipped_in_a_row"] for row in rows] == [2, 4]
     programs = build.programs(config, build.tokenizer(config).vocab_size)

@@ -1,6 +1,8 @@
 """Writers of one's own: what they are given, and that none of them ends a run."""
 
+import contextlib
 import importlib.machinery
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +12,8 @@ import types
 import pytest
 
 from configs import tiny
-from dapo_jax.run import checks, writers
+from dapo_jax import train
+from dapo_jax.run import writers
 
 
 class Kept:
@@ -93,12 +96,13 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch,
         (f"{__name__}:pytest", "has no method step, evaluation, close"),
     ],
 )
-def test_a_name_that_is_no_writers_is_refused_at_the_start(name, message, monkeypatch):
+def test_a_name_that_is_no_writers_is_refused_at_the_start(name, message, tmp_path, monkeypatch):
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     config = tiny.get_config()
     config.log.writers = (name,)
-    with pytest.raises(ValueError, match=message):
-        checks.check(config)
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=message):
+        train.start(config, tmp_path / "new", stack)
+    assert not (tmp_path / "new").exists()
 
 
 class FakeWandB(types.ModuleType):

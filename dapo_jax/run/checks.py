@@ -12,7 +12,6 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
 from dapo_jax import algorithm, losses
-from dapo_jax.run import writers
 from dapo_jax.run.files import read_json
 from dapo_jax.run.recipes import MAY_CHANGE, recipe_differences
 from dapo_jax.sampler.cache import DRAFT_TOKENS
@@ -91,8 +90,6 @@ def check(config: ConfigDict) -> None:
     for bound, (names, holds) in BOUNDS.items():
         for name in names.split():
             _require(holds(value(name)), f"{name} = {value(name)}, but must be {bound}")
-    for name in config.log.writers:
-        writers.find(name)
     _check_algorithm(config)
     _check_lora(config.learner)
     for name, settings in eval_settings(config).items():

@@ -12,7 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
-from dapo_jax.run import build, checks, identity, restore
+from dapo_jax.run import build, checks, identity, restore, writers
 from dapo_jax.run.lock import NAME as LOCK
 from sharding import hosts
 
@@ -30,6 +30,7 @@ def run(
     origin: what --start says. Raises ValueError or OSError, as the start does.
     """
     checks.check(config)
+    writers.check(config.log.writers)
     origin = hosts.on_main(lambda: restore.origin_of(workdir, origin))
     directory = config.checkpoint.directory or workdir / "checkpoints"
     step = hosts.on_main(lambda: _finished_steps(directory))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from dapo_jax.run import build, checks
+from dapo_jax.run import build, checks, places
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.files import read_json
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -51,6 +51,8 @@ def run_recipe(workdir: pathlib.Path) -> ConfigDict:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
     recipe = ConfigDict(read_json(file))
+    places.complete(recipe)
+    places.complete(recipe)
     recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
     recipe.model.kernels = "auto"
     return recipe
