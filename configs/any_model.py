@@ -1,6 +1,6 @@
 """Any model as it is: what `evaluate` and `sample` do with --model=DIR where no run is there.
 
-    python -m dapo_jax.evaluate --model=DIR --workdir=runs/qwen --set=aime24:math:aime24.jsonl \
+    python -m dapo_jax.evaluate --model=DIR --workdir=runs/qwen --set=aime24:math:aime24.jsonl \\
         --k=32 --temperature=0.6 --top_p=0.95
     python -m dapo_jax.sample --model=DIR --prompt="What is 7 * 8?"
 

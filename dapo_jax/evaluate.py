@@ -1,7 +1,7 @@
 """Evaluates a policy on sets of problems: mean@k, pass@k and maj@k.
 
     python -m dapo_jax.evaluate --config=configs/tiny.py --workdir=DIR [--step=N]
-    python -m dapo_jax.evaluate --model=MODEL --workdir=DIR --set=NAME:TASK:PATH \
+    python -m dapo_jax.evaluate --model=MODEL --workdir=DIR --set=NAME:TASK:PATH \\
         [--k=32 --temperature=0.6 --top_p=0.95 --max_tokens=8192]
 
 The first evaluates the checkpoint after N rollout steps (default: the newest) of the run in DIR,
