@@ -5,7 +5,7 @@
 The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
 the run in DIR, under another recipe (a fork). On several hosts the command is given on each of
 them, with --distributed. Exit status: 0 done; 75 stopped by a signal with the last finished step
-saved, to be given again; anything else is an error. `train` holds one RL step, top to bottom.
+saved, to be given again; anything else is an error. `rl_step` is one RL step, top to bottom.
 """
 
 import contextlib
@@ -28,17 +28,28 @@ from dapo_jax.losses import ADVANTAGES
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.rollout import TRAINING, collect, minibatches, success_by
-from dapo_jax.run import build, checks, command, compiled, dry_run, restore, writers
+from dapo_jax.run import (
+    build,
+    checks,
+    command,
+    compiled,
+    digests,
+    dry_run,
+    ending,
+    restore,
+    writers,
+)
 from dapo_jax.run.alarms import (
     Alarms,
     cap_advice,
     require_finite_start,
     require_finite_to_save,
 )
+from dapo_jax.run.chain import STATE
 from dapo_jax.run.failures import telling_saved_steps
 from dapo_jax.run.files import append_log
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
-from dapo_jax.run.record import Record, banner, claim, result_row, write_results
+from dapo_jax.run.record import Record, banner, claim, result_row
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.tasks.datasets import RemainingStream
@@ -83,8 +94,7 @@ class Run:
             report=self.record.display.phase,
             keep=functools.partial(self.record.responses, finished_steps),
         )
-        settings = settings_of(self.config)
-        write_results(self.record.workdir, finished_steps, results, settings)
+        self.record.results(finished_steps, results, settings_of(self.config))
         self.record.evaluation(finished_steps, result_row(results), in_row=in_row)
         return result_row(results)
 
@@ -97,56 +107,11 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
     stopped = None
     with contextlib.ExitStack() as stack:
         run, state, progress = start(config, workdir, stack, origin)
-        weights = run.sampler_weights(state)
         begins = run.first_step == run.begin_step
         if begins and run.sets and not run.rides(run.first_step):  # a fork: all have a first point
-            run.evaluate(weights, run.first_step)
-
+            run.evaluate(run.sampler_weights(state), run.first_step)
         for step in range(run.first_step, config.num_steps):
-            watch = Stopwatch()
-            rollouts, scores = sample(run, step, weights, progress, watch)
-            if stopped := at_generation_cap(run, step, rollouts):
-                run.snapshots.take(step, state, saved(progress), force=True)
-                break
-
-            # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9, or another scale).
-            reward_PG = shaped_reward(
-                rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
-            )
-            advantage_PG = advantages(config, rollouts, reward_PG)
-            run.record.rollouts(step, rollouts, reward_PG)  # behind the updates
-
-            # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
-            del weights  # their memory is the update's
-            rate = warmup_learning_rate(step, **schedule(config))
-            with watch("update"):
-                state, updates = take_updates(run, state, rollouts, advantage_PG, rate)
-            weights = run.sampler_weights(state)
-
-            sampled_tokens = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
-            retired = retire_solved(run, rollouts, progress)
-            done = Step(
-                *(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores),
-                retired_prompts=len(retired),
-            )
-            done, stopped = run.alarms.look(done, progress["row"])
-            ends = step + 1 == config.num_steps
-            if run.sets and (ends or (stopped and run.rides(step + 1))):  # no step follows
-                with watch("evaluate"):
-                    run.evaluate(weights, step + 1)
-            progress = {
-                "cursor": rollouts.cursor,
-                "sampled_tokens_total": sampled_tokens,
-                "row": step_row(done, watch.seconds()),
-                "carried": rollouts.carried,
-                "retired": sorted(retired.items()),
-            }
-            with watch("save"):
-                run.record.wait()
-                require_finite_to_save(state, updates, step)
-                force = ends or bool(stopped)
-                run.snapshots.take(step + 1, state, saved(progress), force=force)
-            run.record.step(step_row(done, watch.seconds()), rollouts, reward_PG)
+            state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:
                 break
     if stopped:
@@ -159,6 +124,64 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | No
         text = "\n".join([*summary_lines(summary), f"curves: {workdir / 'curves.png'}"])
         print(text)
         append_log(workdir, text)
+        print(f"digest: {ending.write(workdir)} (of {ending.NAME}; dapo_jax.audit compares it)")
+
+
+def rl_step(
+    run: Run, step: int, state: TrainState, progress: dict
+) -> tuple[TrainState, dict, str | None]:
+    """Samples, grades and trains one step, and records it.
+
+    Returns (state, progress, the message to stop with or None).
+    """
+    config, watch = run.config, Stopwatch()
+    weights = run.sampler_weights(state)
+    rollouts, scores = sample(run, step, weights, progress, watch)
+    if stopped := at_generation_cap(run, step, rollouts):
+        run.snapshots.take(step, state, saved(progress), force=True)
+        return state, progress, stopped
+
+    # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9, or another scale).
+    reward_PG = shaped_reward(
+        rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
+    )
+    advantage_PG = advantages(config, rollouts, reward_PG)
+    run.record.rollouts(step, rollouts, reward_PG)  # behind the updates
+
+    # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
+    del weights  # their memory is the update's
+    rate = warmup_learning_rate(step, **schedule(config))
+    with watch("update"):
+        state, updates = take_updates(run, state, rollouts, advantage_PG, rate)
+    sums = digests.sums_on_devices(state)
+
+    sampled_tokens = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
+    retired = retire_solved(run, rollouts, progress)
+    done = Step(
+        *(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores),
+        retired_prompts=len(retired),
+    )
+    done, stopped = run.alarms.look(done, progress["row"])
+    ends = step + 1 == config.num_steps
+    if run.sets and (ends or (stopped and run.rides(step + 1))):  # no step follows
+        with watch("evaluate"):
+            run.evaluate(run.sampler_weights(state), step + 1)
+    with watch("save"):
+        made = run.record.wait() | {STATE: digests.of_state(state, sums)}
+    row = run.record.chained(step_row(done, watch.seconds()), made, progress["row"])
+    progress = {
+        "cursor": rollouts.cursor,
+        "sampled_tokens_total": sampled_tokens,
+        "row": row,
+        "carried": rollouts.carried,
+        "retired": sorted(retired.items()),
+    }
+    with watch("save"):
+        require_finite_to_save(state, updates, step)
+        force = ends or bool(stopped)
+        run.snapshots.take(step + 1, state, saved(progress), force=force)
+    run.record.step(row | step_row(done, watch.seconds()), rollouts, reward_PG)
+    return state, progress, stopped
 
 
 def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):
@@ -187,6 +210,13 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
     data = build.load_data(config, tokenizer, training=True)
     begun = restore.restore(config, workdir, programs, data, checkpoints, origin)
+    run = ready(config, workdir, stack, tokenizer, programs, data, begun, snapshots)
+    carried = carry_over.from_json(begun.progress.get("carried", ()))
+    return run, begun.state, begun.progress | {"carried": carried}
+
+
+def ready(config, workdir, stack, tokenizer, programs, data, begun, snapshots) -> Run:
+    """Loads and compiles what every step needs, and opens the record in `workdir`."""
     start_weights = programs.load_start_weights()
     require_finite_start(programs, begun.directory, begun.step, begun.state, start_weights)
 
@@ -201,7 +231,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     training = Stream(key, build.sampling(config, tokenizer))
     of_run = (training, *streams(config, sets))
     programs.engine.compile(*(stream.sampling for stream in of_run))
-    run = Run(
+    return Run(
         config=config,
         programs=programs,
         data=data,
@@ -215,8 +245,6 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         first_step=begun.step,
         begin_step=begun.begin_step,
     )
-    carried = carry_over.from_json(begun.progress.get("carried", ()))
-    return run, begun.state, begun.progress | {"carried": carried}
 
 
 def saved(progress: dict) -> dict:

@@ -14,7 +14,7 @@ import pytest
 from test_hf import Bucket
 
 from dapo_jax.run import compiled
-from experiments.faults.parts import untimed
+from dapo_jax.run.chain import untimed
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A process says what it loaded and compiled, and where that lies.

@@ -4,8 +4,12 @@ import pytest
 
 from experiments.faults import parts
 
+SLOW = ("tamper",)  # its audits do steps again
 
-@pytest.mark.parametrize("name", parts.NAMES)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in parts.NAMES]
+)
 def test_every_fault_is_survived_and_said(name, tmp_path):
     part = parts.load(name)
     outcomes = list(part.inject(part.short, 0, tmp_path))

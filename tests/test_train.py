@@ -15,6 +15,7 @@ from dapo_jax import evaluate, opening, train
 from dapo_jax.convert import convert, load_orbax
 from dapo_jax.rollout import minibatches
 from dapo_jax.run import build, dry_run
+from dapo_jax.run.chain import CLOCKED
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.metrics import METRICS
 from dapo_jax.sampler import cache
@@ -27,7 +28,7 @@ from models.hf_config import load_config
 OPTIONAL = ("seconds/evaluate", "carry_over/", "staleness/", "clip_fraction/tis", "prompts_retired")
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
 STEPS = 3
-TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
+TIMINGS = CLOCKED
 MADE, UPDATES = {}, {}  # programs, of this module and of others that use the fixture
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dapo_jax.run.chain import numbers
 from dapo_jax.run.display import format_duration
 from dapo_jax.run.files import read_json, read_rows, read_starts
 from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
@@ -54,7 +55,7 @@ def load_run(workdir: str | pathlib.Path) -> Run:
     path = workdir / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --workdir={workdir} holds no training run")
-    rows = read_rows(path)
+    rows = [*map(numbers, read_rows(path))]
     if not rows:
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config_path = workdir / "config.json"

@@ -217,7 +217,7 @@ class Checkpoints:
             content = _reading(lambda: self._restored(folder, abstract_state))
             parts = {
                 name: digests.of_shards(leaf, replicas=True)
-                for name, leaf in _named(content[0]).items()
+                for name, leaf in digests.named(content[0]).items()
             }
             if digests.of_json(content[1]) != manifest["progress"]:
                 outcome, why = DAMAGED, "its progress is not what was saved"
@@ -249,7 +249,9 @@ class Checkpoints:
         if require is not None and theirs is not None:
             require(theirs, where=f"checkpoint {step} in {self.directory}")
         there = {name: shape for name, (shape, _) in manifest["arrays"].items()}
-        here = {name: _shape(leaf) for name, leaf in _named(abstract_state).items()}
+        here = {
+            name: digests.shape_text(leaf) for name, leaf in digests.named(abstract_state).items()
+        }
         differing = [
             f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
             for name in sorted(there.keys() | here.keys(), key=lambda name: (name.count("."), name))
@@ -269,7 +271,7 @@ class Checkpoints:
 
         The others tell it their parts in the key-value store: nothing waits for devices.
         """
-        leaves = _named(state)
+        leaves = digests.named(state)
         sums = [
             sum(part for _, part in digests.of_shards(leaf, replicas=False))
             for leaf in leaves.values()
@@ -286,7 +288,7 @@ class Checkpoints:
             mine = next(filter(hosts.is_mine, processes))
             hosts.kv_put(f"digests/{self._saves}/{mine}", json.dumps(sums))
         return {
-            name: (_shape(leaf), digests.text(total))
+            name: (digests.shape_text(leaf), digests.text(total))
             for (name, leaf), total in zip(leaves.items(), sums, strict=True)
         }
 
@@ -324,8 +326,8 @@ def save_params(path, params) -> None:
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(path, params)
     described = {
-        name: (_shape(leaf), digests.text(digests.of_whole(np.asarray(leaf))[1]))
-        for name, leaf in _named(params).items()
+        name: (digests.shape_text(leaf), digests.text(digests.of_whole(np.asarray(leaf))[1]))
+        for name, leaf in digests.named(params).items()
     }
     manifest = {"arrays": described}
     manifest["digest"] = digests.of_json(manifest)
@@ -351,7 +353,7 @@ def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], 
         manifest = read(lambda: _read_manifest(path / PARAMS_MANIFEST))
         check(read(lambda: checkpointer.metadata(path).item_metadata.tree))
         params = read(lambda: checkpointer.restore(path, args=restore))
-    parts = {name: [digests.of_whole(leaf)] for name, leaf in _named(params).items()}
+    parts = {name: [digests.of_whole(leaf)] for name, leaf in digests.named(params).items()}
     if wrong := _differing(manifest["arrays"], [parts]):
         raise DamagedError(f"{path} cannot be read: {wrong}")
     return jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), params)
@@ -388,13 +390,3 @@ def _differing(described: dict, processes: Sequence[dict]) -> str:
         return ""
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"{wrong[0]}{more} is not what was saved"
-
-
-def _named(tree) -> dict[str, Any]:
-    """Lists the leaves by their dotted names."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _shape(array) -> str:
-    return f"{np.dtype(array.dtype).name}{list(array.shape)}"

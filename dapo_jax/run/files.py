@@ -6,15 +6,17 @@ Host only. Numbers arrive as Python or 0-d array scalars; everything on disk is 
 import contextlib
 import datetime
 import gzip
+import hashlib
 import itertools
 import json
-import math
 import os
 import pathlib
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+
+from dapo_jax.run import chain
 
 LOG = "log.txt"
 FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
@@ -99,7 +101,7 @@ def append_line(path: str | os.PathLike, row: Mapping) -> None:
     with _naming(path), path.open("r+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a kill in a line
-        line = b"\n" * torn + _json_line(row)
+        line = b"\n" * torn + json_line(row)
         try:
             while line:
                 line = line[file.write(line) :]
@@ -150,37 +152,40 @@ def read_json(path: str | os.PathLike) -> dict:
     return value
 
 
-def _plain_value(value):
-    """A JSON-ready copy: 0-d arrays become Python scalars, NaN and infinities become None."""
-    if isinstance(value, Mapping):
-        return {key: _plain_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain_value(item) for item in value]
-    if hasattr(value, "ndim"):
-        value = _plain_value(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _json_line(row: Mapping) -> bytes:
+def json_line(row: Mapping) -> bytes:
     """One row as a line of strict JSON; a float reads back as the same double."""
-    return json.dumps(_plain_value(row), allow_nan=False).encode() + b"\n"
+    return json.dumps(chain.plain_value(row), allow_nan=False).encode() + b"\n"
 
 
-def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: int = 9) -> None:
+def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: int = 9) -> str:
     """Writes one response a line to a gzipped JSON-lines file, DIR/rollouts/<step>.jsonl.gz.
 
-    Equal rows give equal bytes (no time or name in the gzip header). The file appears complete
-    or not at all. NaN and infinities are written as null. level: of compression; 1 is seven times
-    as fast as 9, for half as many bytes more.
+    Returns the SHA-256 of its bytes. Equal rows give equal bytes (no time or name in the gzip
+    header). The file appears complete or not at all. NaN and infinities are written as null.
+    level: of compression; 1 is seven times as fast as 9, for half as many bytes more.
     """
-    with (
-        atomic_file(path) as file,
-        gzip.GzipFile(filename="", mode="wb", compresslevel=level, fileobj=file, mtime=0) as zipped,
-    ):
-        for row in rows:
-            zipped.write(_json_line(row))
+    with atomic_file(path) as file:
+        hashed = _Hashed(file)
+        with gzip.GzipFile(
+            filename="", mode="wb", compresslevel=level, fileobj=hashed, mtime=0
+        ) as zipped:
+            for row in rows:
+                zipped.write(json_line(row))
+    return hashed.digest.hexdigest()
+
+
+class _Hashed:
+    """Writes to a file and keeps the digest of its bytes."""
+
+    def __init__(self, file):
+        self.digest, self._file = hashlib.sha256(), file
+
+    def write(self, data) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
@@ -297,13 +302,15 @@ class MetricsWriter:
         Raises TypeError for a value that is not a number, ValueError for a step that does not come
         after the last one.
         """
-        row = _plain_value(row)
+        row = chain.plain_value(row)
         step = row.get("step")
         if type(step) is not int:
             raise TypeError(f"a metrics row needs an integer 'step', got {step!r}")
         if self._steps and step <= max(self._steps):
             raise ValueError(f"step {step} is not after the last step {max(self._steps)}")
         for key, value in row.items():
+            if isinstance(value, str) and chain.is_text(key):
+                continue
             if value is not None and not isinstance(value, (bool, int, float)):
                 raise TypeError(f"metric {key!r} of step {step} is not a number: {value!r}")
         append_line(self.path, row)
@@ -312,7 +319,7 @@ class MetricsWriter:
 
     def write_events(self, row: Mapping) -> None:
         """Appends numbers to TensorBoard's files alone."""
-        self._events.write(_plain_value(row))
+        self._events.write(chain.plain_value(row))
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Appends a text, in Markdown, to TensorBoard's files alone."""
@@ -360,7 +367,7 @@ class EventFile:
         """Appends the numbers of a row."""
         event = self._event()
         for key, value in row.items():
-            if key != "step" and value is not None:
+            if key != "step" and value is not None and not isinstance(value, str):
                 event.summary.value.extend(self._scalar(key, value).value)
         with _naming(self._folder):
             self._add(event, row["step"])

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.run import chain
 from dapo_jax.tasks.math_rules import GAVE_UP
 from dapo_jax.types import Response, Rollouts, RolloutStats
 
@@ -336,6 +337,7 @@ def step_row(step: Step, seconds: Mapping[str, float]) -> dict[str, float]:
 def described() -> list[str]:
     """The table as lines of Markdown, for the README."""
     rows = [f"| `{metric.key}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
+    rows += [f"| `{key}` | SHA-256 | {meaning} |" for key, meaning in chain.KEYS.items()]
     return ["| key | unit | meaning |", "|---|---|---|", *rows]
 
 

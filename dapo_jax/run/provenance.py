@@ -13,10 +13,12 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import jax
 from ml_collections import ConfigDict
 
+from dapo_jax.run import chain
 from dapo_jax.run.files import append_line
 from sharding import hosts
 
@@ -30,8 +32,17 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, origin: str | None = No
 
     origin: the checkpoint of another run that the run began from, as --start has it.
     """
-    (workdir / NAME).touch()
-    append_line(workdir / NAME, {**this_start(config), "origin": origin})
+    path = workdir / NAME
+    path.touch()
+    row = {**this_start(config), "origin": origin}
+    append_line(path, {**row, chain.SEAL: seal(path.read_bytes(), row)})
+
+
+def seal(before: bytes, start: Mapping) -> str:
+    """Returns the seal of a line of starts.jsonl; before: what is in the file before it."""
+    if before and not before.endswith(b"\n"):  # cut by a kill: the line after it begins anew
+        before += b"\n"
+    return chain.seal(hashlib.sha256(before).hexdigest(), start)
 
 
 def this_start(config: ConfigDict) -> dict:
@@ -51,13 +62,24 @@ def this_start(config: ConfigDict) -> dict:
             "processes": hosts.count(),
         },
         "config_sha256": config_digest(config),
+        "steps_sha256": steps_digest(json.loads(config.to_json_best_effort())),
     }
 
 
 def config_digest(config: ConfigDict) -> str:
     """SHA-256 of the recipe: equal recipes have equal ones, in whatever order of the keys."""
-    plain = json.dumps(json.loads(config.to_json_best_effort()), sort_keys=True)
-    return hashlib.sha256(plain.encode()).hexdigest()
+    return recipe_digest(json.loads(config.to_json_best_effort()))
+
+
+def recipe_digest(recipe: Mapping) -> str:
+    """The same of a recipe as config.json has it."""
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+
+def steps_digest(recipe: Mapping) -> str:
+    """SHA-256 of what a recipe says of a step: all but how many there are, and what is saved."""
+    of_step = {k: v for k, v in recipe.items() if k not in ("num_steps", "checkpoint")}
+    return recipe_digest(of_step)
 
 
 def package_versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ import jax
 from clu import parameter_overview
 from ml_collections import ConfigDict
 
-from dapo_jax.run import texts
+from dapo_jax.run import chain, ending, texts
 from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import (
@@ -24,6 +24,7 @@ from dapo_jax.run.files import (
     atomic_file,
     read_json,
     read_rollouts,
+    read_rows,
     remove_leftovers,
     write_rollouts,
 )
@@ -86,14 +87,18 @@ class Record:
         self._last_row = begun.progress["row"]
         self._writer: MetricsWriter | None = None
         self._others: Writers | None = None
+        self._seals: chain.Seals | None = None
+        self._evaluated: dict[int, dict[str, str]] = {}  # finished steps -> digests of its files
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._rollouts: concurrent.futures.Future | None = None
 
     def __enter__(self) -> "Record":
         if hosts.is_main_host():
+            ending.remove(self.workdir)
             config = json.loads(self._config.to_json_best_effort())
             _write_json(self.workdir / "config.json", config)
             resume_step = self._first_step - 1 if self._first_step else None
+            earlier = [*self.workdir.glob("tensorboard/*")]
             self._writer = MetricsWriter(
                 self.workdir,
                 resume_step=resume_step,
@@ -103,8 +108,15 @@ class Record:
                 scores=texts.scores(config),
             )
             resumed = self._first_step > self._begin_step
-            if resumed and not self._writer.has_row(resume_step):
-                self._writer.write(self._last_row)
+            missing = resumed and not self._writer.has_row(resume_step)
+            self._seals = chain.Seals(
+                self.workdir,
+                read_rows(self._writer.path),
+                [*earlier, *self.workdir.glob("metrics.cut-*.jsonl")],
+                "" if missing else (self._last_row or {}).get(chain.CHAIN, ""),
+            )
+            if missing:
+                self._writer.write(self._seals.sealed(self._last_row))
             if resumed:
                 self._write_hidden_scores()
                 self._write_hidden_samples(resume_step)
@@ -157,22 +169,63 @@ class Record:
             self._others.close()
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
-        """Begins to write all responses to rollouts/<step>.jsonl.gz, every so many steps."""
-        if hosts.is_main_host() and _every(self._config.log.rollouts_every_steps, step):
-            rows = rollout_rows(rollouts, reward_PG, self._tokenizer)
-            path = self.workdir / "rollouts" / f"{step}.jsonl.gz"
-            self._rollouts = self._background.submit(write_rollouts, path, rows, level=1)
+        """Begins to digest all responses, and every so many steps to write them.
 
-    def wait(self) -> None:
-        """Waits until the responses are on disk. Raises what writing them raised."""
-        if self._rollouts is not None:
-            self._rollouts.result()
-            self._rollouts = None
+        To rollouts/<step>.jsonl.gz.
+        """
+        if hosts.is_main_host():
+            self._rollouts = self._background.submit(self._keep, step, rollouts, reward_PG)
+
+    def _keep(self, step: int, rollouts: Rollouts, reward_PG) -> dict[str, str]:
+        found = chain.of_samples(rollouts.sampled, reward_PG)
+        if _every(self._config.log.rollouts_every_steps, step):
+            name = f"rollouts/{step}.jsonl.gz"
+            rows = rollout_rows(rollouts, reward_PG, self._tokenizer)
+            found[chain.DIGEST + name] = write_rollouts(self.workdir / name, rows, level=1)
+        return found
+
+    def wait(self) -> dict[str, str]:
+        """Waits until the responses are on disk, and returns their digests as keys of a row.
+
+        Empty on all processes but the main one. Raises what writing them raised.
+        """
+        if self._rollouts is None:
+            return {}
+        self._rollouts, done = None, self._rollouts
+        return done.result()
+
+    def chained(self, row: dict, digests: dict[str, str], before: Mapping | None) -> dict:
+        """Returns a step's row with the digests of what the step made, linked to the row before.
+
+        Evaluations that no row has, which a run's end or a fork's begin asks for, are sealed.
+        Only the main process has the files: the others' rows stay as they are.
+        """
+        if not hosts.is_main_host():
+            return row
+        rode = any(key.startswith("eval/") for key in row)
+        for finished_steps, files in self._evaluated.items():
+            if rode and finished_steps == row["step"]:
+                digests = digests | {chain.DIGEST + name: it for name, it in files.items()}
+            else:
+                for name, digest in files.items():
+                    self._seals.add(name, digest)
+        self._evaluated = {}
+        row = row | digests
+        return row | {chain.CHAIN: chain.link((before or {}).get(chain.CHAIN, ""), row)}
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
         if hosts.is_main_host() and self._config.log.eval_responses:
-            write_responses(self.workdir, f"{finished_steps}.{name}", groups)
+            name = f"{finished_steps}.{name}"
+            files = self._evaluated.setdefault(finished_steps, {})
+            files[f"eval/{name}.jsonl.gz"] = write_responses(self.workdir, name, groups)
+
+    def results(self, finished_steps: int, results: dict, settings: Mapping[str, dict]) -> None:
+        """Writes an evaluation's scores to eval/<finished rollout steps>.json."""
+        if hosts.is_main_host():
+            files = self._evaluated.setdefault(finished_steps, {})
+            digest = write_results(self.workdir, finished_steps, results, settings)
+            files[f"eval/{finished_steps}.json"] = digest
 
     def evaluation(self, finished_steps: int, scores: dict[str, float], *, in_row: bool) -> None:
         """Shows the scores (`result_row`), in TensorBoard too where no step's row has them."""
@@ -185,8 +238,8 @@ class Record:
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row; every so many steps samples and the timeline."""
         if self._writer is not None:
-            self._writer.write(row)
-            self._others.step(row)
+            self._writer.write(self._seals.sealed(row))
+            self._others.step(chain.numbers(row))
         if _every(self._config.log.samples_every_steps, row["step"]):
             shown = samples(rollouts, reward_PG)
             self.display.samples(row["step"], shown)
@@ -224,14 +277,13 @@ def banner(
 
 def write_results(
     workdir: pathlib.Path, finished_steps: int, results: dict, settings: Mapping[str, dict]
-) -> None:
+) -> str:
     """Writes training's scores of every evaluation set to eval/<finished rollout steps>.json.
 
-    settings: how each set was sampled and graded.
+    settings: how each set was sampled and graded. Returns the SHA-256 of the file.
     """
-    if hosts.is_main_host():
-        document = {"step": finished_steps, "sets": results, "settings": settings}
-        _write_json(workdir / "eval" / f"{finished_steps}.json", document)
+    document = {"step": finished_steps, "sets": results, "settings": settings}
+    return _write_json(workdir / "eval" / f"{finished_steps}.json", document)
 
 
 def write_own_results(
@@ -260,12 +312,12 @@ def settings_label(settings: Mapping) -> str:
     return f"{few}_{settings['rules']}_s{settings['seed']}.{digest}"
 
 
-def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
-    """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line."""
+def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> str:
+    """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line; returns its SHA-256."""
     rows = (
         response_row(group, sample) for group in groups for sample in range(len(group.responses))
     )
-    write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
+    return write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
 
 
 def result_row(results: dict) -> dict[str, float]:
@@ -361,6 +413,8 @@ def _every(steps: int, step: int) -> bool:
     return steps > 0 and step % steps == 0
 
 
-def _write_json(path: pathlib.Path, content: dict) -> None:
+def _write_json(path: pathlib.Path, content: dict) -> str:
+    data = (json.dumps(content, indent=1) + "\n").encode()
     with atomic_file(path) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
+        file.write(data)
+    return hashlib.sha256(data).hexdigest()

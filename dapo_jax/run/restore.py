@@ -145,13 +145,17 @@ def restore(
         )
     )
     if origin:
-        return _forked(programs, ours, origin)
-    progress = {"cursor": 0, "sampled_tokens_total": 0, "row": None}
-    return Begun(0, programs.start_state(), progress, None, None)
+        return forked(programs, ours, origin)
+    return Begun(0, programs.start_state(), new_progress(), None, None)
 
 
-def _forked(programs: build.Programs, ours: dict, origin: Origin) -> Begun:
-    """Reads the parent's checkpoint."""
+def new_progress() -> dict:
+    """The progress of a run that has done nothing yet."""
+    return {"cursor": 0, "sampled_tokens_total": 0, "row": None}
+
+
+def forked(programs: build.Programs, ours: dict, origin: Origin) -> Begun:
+    """Reads the parent's checkpoint, with which a fork begins."""
     directory, recipe = hosts.on_main(lambda: _parent(origin))
     parent = Checkpoints(directory, keep=None)
     same = functools.partial(identity.require_parent, ours=ours)
@@ -164,6 +168,14 @@ def _forked(programs: build.Programs, ours: dict, origin: Origin) -> Begun:
     finally:
         parent.close()
     return Begun(origin.step, state, progress, epath.Path(directory), origin)
+
+
+def is_there(origin: Origin) -> bool:
+    """Whether the parent still has the checkpoint."""
+    try:
+        return (_parent(origin)[0] / str(origin.step)).is_dir()
+    except (ValueError, OSError):
+        return False
 
 
 def _parent(origin: Origin) -> tuple[epath.Path, dict]:

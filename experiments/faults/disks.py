@@ -22,8 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from dapo_jax.run import checks, failures, lock
+from dapo_jax.run.chain import untimed
 from dapo_jax.run.files import MetricsWriter, atomic_file, read_rows, remove_leftovers
-from experiments.faults.parts import Outcome, Part, compiled, untimed
+from experiments.faults.parts import Outcome, Part, compiled
 from experiments.preemption.config import get_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -32,6 +33,7 @@ STEPS = 3
 COMMANDS = 12  # of the full part; the others take milliseconds
 HOLD = """
 import pathlib, sys, time
+from dapo_jax.run.chain import untimed
 from dapo_jax.run.files import atomic_file
 from dapo_jax.run.lock import locked
 with locked(sys.argv[1]), atomic_file(pathlib.Path(sys.argv[1], "eval", "3.json")) as file:

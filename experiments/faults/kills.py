@@ -17,8 +17,9 @@ import sys
 import time
 from collections.abc import Iterator
 
+from dapo_jax.run.chain import untimed
 from dapo_jax.run.files import read_rows
-from experiments.faults.parts import Outcome, Part, compiled, untimed
+from experiments.faults.parts import Outcome, Part, compiled
 
 KILLS_A_RUN = 10
 AT_ONCE = 2

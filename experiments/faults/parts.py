@@ -11,8 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 # A module of this package each, in the order of the table; every one has its Part as PART.
-NAMES = ("kills", "flips", "inputs", "numbers", "answers", "models", "disks", "processes")
-TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
+NAMES = ("kills", "flips", "inputs", "numbers", "answers", "models", "disks", "processes", "tamper")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
 
@@ -51,11 +50,6 @@ class Part:
 def load(name: str) -> Part:
     """Returns the part of the module of this package with that name."""
     return importlib.import_module(f"experiments.faults.{name}").PART
-
-
-def untimed(row: dict) -> dict:
-    """Returns a row of metrics.jsonl without what a clock decides."""
-    return {key: value for key, value in row.items() if not key.startswith(TIMINGS)}
 
 
 def compiled(folder: pathlib.Path) -> dict[str, str]:

@@ -23,6 +23,7 @@ from absl import app, flags
 
 from dapo_jax import evaluate, train
 from dapo_jax.run import build
+from dapo_jax.run.chain import untimed
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler import cache, engine
@@ -41,7 +42,6 @@ PHASES = ("compile", "prefill", "decode", "verify", "update", "evaluate")
 STEP = 2  # finished when the signal comes
 LASTS_SECONDS = 60
 READY = "the phase is under way"
-TIMINGS = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")
 
 
 def last_a_minute() -> None:
@@ -148,10 +148,7 @@ def stop_in(phase: str, workdir: pathlib.Path, *, processes: int) -> list[str]:
 
 def contents(workdir: pathlib.Path) -> list:
     """Reads all of a run that no clock decides."""
-    rows = [
-        {k: v for k, v in row.items() if not k.startswith(TIMINGS)}
-        for row in read_rows(workdir / "metrics.jsonl")
-    ]
+    rows = [untimed(row) for row in read_rows(workdir / "metrics.jsonl")]
     rollouts = [
         gzip.decompress((workdir / "rollouts" / f"{row['step']}.jsonl.gz").read_bytes())
         for row in rows

@@ -1,0 +1,190 @@
+"""Does steps of a run again, from its checkpoints, by `train.rl_step`, and compares every bit.
+
+The run's directory is only read: what a step writes goes to a temporary one.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import logging
+import pathlib
+import random
+import tempfile
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+from dapo_jax import carry_over, train
+from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
+from dapo_jax.audit.written import Written, saved_steps
+from dapo_jax.report.events import spans
+from dapo_jax.run import build, chain, checks, identity, provenance, restore
+from dapo_jax.run.checkpoint import Checkpoints, DamagedError
+from dapo_jax.run.files import read_rows
+from dapo_jax.run.record import Record
+
+NAMES = {
+    chain.TOKENS: "samples",
+    chain.LOGP: "log-probabilities",
+    chain.VERDICTS: "verdicts",
+    chain.STATE: "weights",
+}
+OF_BITS = ("jax", "jaxlib")  # packages whose version decides them
+
+
+class Unsaved:
+    """Stands where a run has its snapshots: nothing is saved."""
+
+    def take(self, step, state, progress, *, force=False) -> None:
+        """Leaves the checkpoint out."""
+
+
+def check(run: Written, *, steps: int, seed: int) -> Iterator[Finding]:
+    """Restores every checkpoint, and does so many random steps again."""
+    if not steps:
+        yield Finding(UNCHECKED, "--steps=0: no step was done again, no checkpoint's arrays read")
+        return
+    try:
+        yield from _check(run, steps, random.Random(seed), f"--seed={seed}")
+    except DamagedError as error:
+        yield Finding(WRONG, str(error))
+    except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
+        # The latter of a config.json that is no recipe.
+        yield Finding(REFUSED, f"no step can be done again: {error or type(error).__name__}")
+
+
+def _check(run: Written, steps: int, chance: random.Random, seed: str) -> Iterator[Finding]:
+    config = ConfigDict(run.config)
+    checks.check(config)
+    here = provenance.this_start(config)
+    refusals = {}
+    for index, row in enumerate(run.rows):
+        if chain.CHAIN in row and (why := other_bits(run.start_of(index), here)):
+            refusals.setdefault(why, []).append(row["step"])
+    for why, of in refusals.items():
+        yield Finding(REFUSED, f"step {spans(of)}: {why}")
+    commits = {run.start_of(index).get("commit") for index in range(len(run.rows))}
+    if others := sorted(str(commit)[:9] for commit in commits - {here["commit"]}):
+        code = f"commit {listed(others)}, and here is {str(here['commit'])[:9]}"
+        yield Finding(UNCHECKED, f"steps were done by {code}: other code may give other bits")
+    can = {row["step"] for row in run.rows if chain.CHAIN in row}
+    can -= {step for of in refusals.values() for step in of}
+
+    saved = saved_steps(run)
+    begun = run.start_of(-1).get("origin")
+    origin = restore.Origin.parse(begun) if begun else None
+    begins = origin is None or restore.is_there(origin)
+    bases = sorted({*saved, *([run.begin_step] if begins else [])})
+    reach = reached(bases, can, run_on=config.checkpoint.every_steps)
+    if not reach:
+        yield Finding(REFUSED, f"of the checkpoints {bases} none has a step that can be done again")
+        return
+    chosen = sorted(chance.sample(sorted(reach), min(steps, len(reach))))
+    last = {reach[step]: step for step in chosen}  # of each base, the farthest
+    every = spans([row["step"] for row in run.rows])
+    said = f"of the steps {every} can be done again {spans(sorted(reach))}"
+    why = f"from checkpoints {bases} (checkpoint.keep = {config.checkpoint.keep} decides)"
+    yield Finding(SAME, f"{said}, {why}; chosen with {seed}: {listed(chosen)}")
+    if len(chosen) < steps:
+        yield Finding(REFUSED, f"--steps={steps}, but only {len(chosen)} can be done again")
+    yield from _again(run, config, origin, saved, last)
+
+
+def other_bits(start: dict, here: dict) -> str:
+    """Says why a start's steps have other bits here; "" where they have the same."""
+    if not start:
+        return "starts.jsonl does not tell where it was done"
+    there, now = start["devices"], here["devices"]
+    if (there["kind"], there["count"]) != (now["kind"], now["count"]):
+        return (
+            f"was done on {there['count']} x {there['kind']}, and here are {now['count']} x "
+            f"{now['kind']}: other devices give other bits"
+        )
+    for name in OF_BITS:
+        if (was := start["versions"].get(name)) != (its := here["versions"][name]):
+            return f"was done with {name} {was}, and here is {its}: it gives other bits"
+    if start["steps_sha256"] != here["steps_sha256"]:
+        return "was done under another recipe than config.json's, which a resumed run may change"
+    return ""
+
+
+def reached(bases: list[int], can: set[int], *, run_on: int) -> dict[int, int]:
+    """Step -> the checkpoint from which it is done again, by running on for so many steps."""
+    found = {}
+    for base in bases:
+        for step in range(base, base + run_on):
+            if step not in can:
+                break
+            found[step] = base  # a later checkpoint is nearer
+    return found
+
+
+def _again(
+    run: Written,
+    config: ConfigDict,
+    origin: restore.Origin | None,
+    saved: list[int],
+    last: dict[int, int],
+) -> Iterator[Finding]:
+    tokenizer = build.tokenizer(config)
+    programs = build.programs(config, tokenizer.vocab_size)
+    checks.check_divides(config, programs.mesh)
+    data = build.load_data(config, tokenizer, training=True)
+    ours = identity.of_run(config, data) | {"origin": None}
+    same = functools.partial(identity.require_same, ours=ours, report=logging.warning)
+    shared, config.log.writers = None, ()  # it tells nobody else
+    for base in sorted({*saved, *last}):
+        if base in saved:
+            checkpoints = Checkpoints(run.checkpoints, keep=None)
+            try:
+                state, progress = checkpoints.restore(base, programs.state, require=same)
+            finally:
+                checkpoints.close()
+            yield Finding(SAME, f"checkpoint {base}: its arrays, bit by bit, and whose run it is")
+        elif origin:
+            _, state, progress, *_ = restore.forked(programs, ours, origin)
+        else:
+            state, progress = programs.start_state(), restore.new_progress()
+        if base not in last:
+            continue
+        begun = restore.Begun(base, state, progress, run.checkpoints, None)
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            workdir = pathlib.Path(folder)
+            if shared is None:
+                shared = train.ready(
+                    *(config, workdir, stack, tokenizer, programs, data, begun, Unsaved())
+                )
+                again = shared
+            else:
+                record = stack.enter_context(Record(config, workdir, begun, tokenizer))
+                again = dataclasses.replace(shared, record=record, first_step=base)
+            carried = carry_over.from_json(progress.get("carried", ()))
+            progress = progress | {"carried": carried}
+            for step in range(base, last[base] + 1):
+                state, progress, _ = train.rl_step(again, step, state, progress)
+            rows = read_rows(workdir / "metrics.jsonl")
+        found = {row["step"]: row for row in rows}
+        for step in range(base, last[base] + 1):
+            yield compared(run, step, found.get(step, {}))
+
+
+def compared(run: Written, step: int, again: dict) -> Finding:
+    """Compares a row of the run with that of the step done again, but for times."""
+    row = next(row for row in run.rows if row["step"] == step)
+    # What the run's end alone asks for is evaluated again too.
+    ends = {f"eval/{step + 1}.json"} & run.known.keys()
+    wanted = {**chain.untimed(row), **{name: run.known[name] for name in ends}}
+    found = {
+        **chain.untimed(again),
+        **{name: again.get(chain.SEALED + name, run.known[name]) for name in ends},
+    }
+    keys = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
+    if not keys:
+        return Finding(
+            SAME, f"step {step} done again: {', '.join(NAMES.values())} and metrics, bit by bit"
+        )
+    names = [NAMES[key] for key in NAMES if key in keys]
+    names += [key for key in keys if key not in NAMES and key != chain.CHAIN]
+    return Finding(WRONG, f"step {step} done again has other {listed(names or [chain.CHAIN])}")

@@ -1,0 +1,429 @@
+"""The audit: the chain's equations, what it finds of a directory's files, and steps done again."""
+
+import gzip
+import hashlib
+import json
+import pathlib
+import shutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_train import programs_compiled_once, small_config  # noqa: F401
+
+from dapo_jax import train
+from dapo_jax.audit import again, written
+from dapo_jax.audit.__main__ import audit, verdict
+from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding
+from dapo_jax.run import chain, digests, ending, provenance
+from dapo_jax.run.files import MetricsWriter, append_line, read_rows, write_rollouts
+from dapo_jax.types import Group, Response, Verdict
+
+CONFIG = {"num_steps": 3, "seed": 0, "checkpoint": {"directory": "", "keep": 2}}
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# The chain
+
+
+def test_the_chain_is_what_the_docstring_says():
+    row = {"step": 1, "loss": float("nan"), "seconds/total": 2.5, "sealed/a": "x", "digest/b": "y"}
+    linked = chain.link("before", row)
+    assert linked == sha('before\n{"digest/b": "y", "loss": null, "step": 1}')
+    row["chain"] = linked
+    assert chain.link("before", row) == linked
+    plain = f'{{"chain": "{linked}", "digest/b": "y", "loss": null, "sealed/a": "x", '
+    plain += '"seconds/total": 2.5, "step": 1}'
+    assert chain.seal("before", row) == sha(f"before\n{plain}")
+    assert chain.seal("before", row | {"seal": "any"}) == chain.seal("before", row)
+
+
+def test_times_and_seals_change_the_seal_alone():
+    row = {"step": 1, "loss": 0.5}
+    for key in ("seconds/total", "tokens_per_second/step", "sealed/starts.jsonl"):
+        assert chain.link("", row | {key: 1.0}) == chain.link("", row)
+        assert chain.seal("", row | {key: 1.0}) != chain.seal("", row)
+    assert chain.link("", row | {"loss": 0.5000001}) != chain.link("", row)
+    assert chain.link("other", row) != chain.link("", row)
+
+
+def group_of(logp=(-1.5, -0.25), correct=True, tokens=(3, 7)) -> Group:
+    response = Response(
+        np.array(tokens, np.int32),
+        np.array(logp, np.float32),
+        True,
+        "text",
+        Verdict(correct, "4", "right"),
+    )
+    return Group(9, None, (response,))
+
+
+def test_samples_are_digested_by_what_they_are():
+    reward_PG = np.array([[1.0]])
+    first = chain.of_samples([group_of()], reward_PG)
+    tokens = b"[9, 2, true, []]\n" + b"\x03\0\0\0\x07\0\0\0"
+    assert first[chain.TOKENS] == hashlib.sha256(tokens).hexdigest()
+    assert first[chain.LOGP] == hashlib.sha256(b"\0\0\xc0\xbf\0\0\x80\xbe").hexdigest()
+    line = b'[true, "4", "right", null, null]\n' + b"\0\0\0\0\0\0\xf0?"
+    assert first[chain.VERDICTS] == hashlib.sha256(line).hexdigest()
+    other_logp = group_of(logp=(-1.5, np.nextafter(np.float32(-0.25), np.float32(0))))
+    for group, key in (
+        (other_logp, chain.LOGP),
+        (group_of(correct=False), chain.VERDICTS),
+        (group_of(tokens=(3, 8)), chain.TOKENS),
+    ):
+        found = chain.of_samples([group], reward_PG)
+        assert [k for k in found if found[k] != first[k]] == [key]
+    assert chain.of_samples([group_of()], reward_PG * 2)[chain.VERDICTS] != first[chain.VERDICTS]
+
+
+@pytest.mark.parametrize("sharding", [(), ("x",), (None, "x")])
+def test_digests_on_devices_are_those_of_a_manifest(sharding):
+    """Whatever the sharding: so a row names the checkpoint that its step ended with."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    rng = np.random.default_rng(0)
+    tree = {
+        "cube": jnp.asarray(rng.normal(size=(4, 8, 3)), jnp.float32),
+        "half": jnp.asarray(rng.normal(size=(8, 4)), jnp.bfloat16),
+        "count": jnp.int32(-5),
+    }
+    tree = {
+        name: jax.device_put(it, NamedSharding(mesh, PartitionSpec(*sharding[: it.ndim])))
+        for name, it in tree.items()
+    }
+    expected = {
+        name: [
+            digests.shape_text(it),
+            digests.text(sum(part for _, part in digests.of_shards(it, replicas=False))),
+        ]
+        for name, it in tree.items()
+    }
+    assert digests.of_state(tree, digests.sums_on_devices(tree)) == digests.of_json(expected)
+    tree["half"] = tree["half"].at[2, 1].multiply(-1)
+    assert digests.of_state(tree, digests.sums_on_devices(tree)) != digests.of_json(expected)
+
+
+# A directory made by hand, without devices
+
+
+def write_start(workdir: pathlib.Path, config: dict, **others) -> None:
+    path = workdir / "starts.jsonl"
+    path.touch()
+    start = {"config_sha256": provenance.recipe_digest(config), "origin": None, **others}
+    append_line(path, start | {"seal": provenance.seal(path.read_bytes(), start)})
+
+
+def write_checkpoint(workdir: pathlib.Path, step: int, row: dict, arrays: dict) -> None:
+    progress = {"cursor": 0, "row": chain.numbers(row) | {"chain": row["chain"]}}
+    progress["row"] |= {key: it for key, it in row.items() if key.startswith(chain.DIGEST)}
+    manifest = {"arrays": arrays, "progress": digests.of_json(progress), "identity": None}
+    folder = workdir / "checkpoints" / str(step)
+    for name, content in (
+        ("progress", progress),
+        ("manifest", manifest | {"digest": digests.of_json(manifest)}),
+    ):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "metadata").write_text(json.dumps(content))
+
+
+def make_run(workdir: pathlib.Path, *, before: str = "", origin=None, first: int = 0) -> None:
+    """Writes what a run of three steps leaves; the second is of another start."""
+    config = CONFIG | {"num_steps": first + 3}
+    (workdir / "eval").mkdir(parents=True)
+    (workdir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    linked = before
+    for steps in (range(first, first + 1), range(first + 1, first + 3)):
+        write_start(workdir, config, origin=origin, commit=f"{steps[0]}")
+        resumed = steps[0] - 1 if steps[0] > first else (first or 1) - 1 if first else None
+        earlier = [*workdir.glob("tensorboard/*")]
+        with MetricsWriter(workdir, resume_step=resumed, begin_step=first) as writer:
+            seals = chain.Seals(workdir, read_rows(writer.path), earlier, linked)
+            for step in steps:
+                arrays = {"w": [["float32[1]", f"{step:016x}"]]}
+                row = {"step": step, "loss": 0.5 / (step + 1), "seconds/total": 1.0 + step}
+                row["digest/state"] = digests.of_json(arrays)
+                names = [f"rollouts/{step}.jsonl.gz", f"eval/{step}.a.jsonl.gz"]
+                for name in names:
+                    content = [{"response": f"{step} {name}", "correct": True}]
+                    row["digest/" + name] = write_rollouts(workdir / name, content)
+                row["chain"] = linked = chain.link(linked, row)
+                writer.write(seals.sealed(row))
+    write_checkpoint(workdir, first + 3, row, arrays)
+    (workdir / "curves.png").write_bytes(b"a picture")
+    ending.write(workdir)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("audit") / "made"
+    make_run(workdir)
+    return workdir
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def found(workdir: pathlib.Path, digest=None) -> list[Finding]:
+    return [*audit(workdir, steps=0, seed=0, digest=digest)]
+
+
+def wrong(findings: list[Finding]) -> list[str]:
+    return [finding.what for finding in findings if finding.kind == WRONG]
+
+
+def state_of(folder: pathlib.Path) -> dict:
+    return {
+        str(path): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in folder.rglob("*")
+    }
+
+
+def test_an_untouched_run_is_found_so_and_left_so(made):
+    before = state_of(made)
+    findings = found(made, digest=chain.of_file(made / "seal.json"))
+    assert wrong(findings) == []
+    assert verdict(findings) == ("OK: as the run wrote it; 1 lines say what is not checked", 0)
+    assert state_of(made) == before
+    row = read_rows(made / "metrics.jsonl")[1]
+    assert wrong(found(made, digest=row["seal"])) == []
+    assert "neither" in wrong(found(made, digest="0" * 64))[0]
+
+
+def rows_with(workdir: pathlib.Path, edit) -> None:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    edit(rows)
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def replaced(name: str, old: bytes, new: bytes):
+    def change(workdir):
+        content = (workdir / name).read_bytes()
+        assert old in content
+        (workdir / name).write_bytes(content.replace(old, new, 1))
+
+    return change
+
+
+def swap(workdir):
+    a, b = (workdir / "rollouts" / f"{step}.jsonl.gz" for step in (0, 2))
+    content = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(content)
+
+
+def regzip(workdir):
+    path = workdir / "rollouts" / "1.jsonl.gz"
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), mtime=5))
+
+
+def flip_event(workdir):
+    path = min((workdir / "tensorboard").iterdir())
+    content = bytearray(path.read_bytes())
+    content[-6] ^= 1
+    path.write_bytes(content)
+
+
+def forged(workdir):
+    """The chain and the end computed anew, TensorBoard forgotten."""
+
+    def edit(rows):
+        rows[1]["loss"] = before = sealed = ""
+        rows[1]["loss"] = 0.125
+        for row in rows:
+            row["chain"] = before = chain.link(before, row)
+            row["seal"] = sealed = chain.seal(sealed, row)
+
+    rows_with(workdir, edit)
+    ending.write(workdir)
+
+
+TAMPERINGS = {
+    "a number": (lambda w: rows_with(w, lambda r: r[0].update(loss=9.0)), "chain does not hold"),
+    "a time": (
+        lambda w: rows_with(w, lambda r: r[2].update({"seconds/total": 1.0})),
+        "chain does not hold at step 2",
+    ),
+    "a space": (replaced("metrics.jsonl", b": ", b":"), "not written as the run writes it"),
+    "a row less": (lambda w: rows_with(w, lambda r: r.pop(1)), "rows are of the steps 0, 2"),
+    "the last row": (lambda w: rows_with(w, lambda r: r.pop()), "seal.json: not of these rows"),
+    "a row more": (lambda w: rows_with(w, lambda r: r.append(r[2] | {"step": 3})), "chain does"),
+    "no chain in one": (lambda w: rows_with(w, lambda r: r[2].pop("chain")), "at step 2"),
+    "a start": (replaced("starts.jsonl", b'"commit": "1"', b'"commit": "2"'), "starts.jsonl: line"),
+    "a start less": (
+        lambda w: (w / "starts.jsonl").write_bytes((w / "starts.jsonl").read_bytes()[:100]),
+        "of its states that rows tell of",
+    ),
+    "the recipe": (replaced("config.json", b'"seed": 0', b'"seed": 1'), "config.json: not what"),
+    "the recipe's form": (replaced("config.json", b"\n ", b"\n  "), "config.json: not what"),
+    "no recipe": (lambda w: (w / "config.json").unlink(), "config.json: not what"),
+    "two rollouts swapped": (swap, "rollouts/0.jsonl.gz: not what the run wrote"),
+    "another compression": (regzip, "rollouts/1.jsonl.gz: not what the run wrote"),
+    "no rollouts": (lambda w: (w / "rollouts" / "1.jsonl.gz").unlink(), "1.jsonl.gz: gone"),
+    "an evaluation": (
+        lambda w: (w / "eval" / "0.a.jsonl.gz").write_bytes(b""),
+        "eval/0.a.jsonl.gz: not what",
+    ),
+    "a file more": (
+        lambda w: (w / "rollouts" / "7.jsonl.gz").write_bytes(b"x"),
+        "rollouts/7.jsonl.gz: no row has it",
+    ),
+    "a picture": (lambda w: (w / "curves.png").write_bytes(b"b"), "curves.png: not what was"),
+    "TensorBoard": (flip_event, "damaged at byte"),
+    "no TensorBoard": (lambda w: shutil.rmtree(w / "tensorboard"), "tensorboard: gone"),
+    "the end": (replaced("seal.json", b'"rows": 3', b'"rows": 2'), "seal.json: not of these rows"),
+    "no end": (lambda w: (w / "seal.json").unlink(), "seal.json: not there, though all steps"),
+    "a checkpoint's arrays": (
+        replaced("checkpoints/3/manifest/metadata", b"00002", b"00003"),
+        "checkpoint 3: its manifest, its arrays' digests: not what the rows say",
+    ),
+    "a checkpoint's progress": (
+        replaced("checkpoints/3/progress/metadata", b'"cursor": 0', b'"cursor": 8'),
+        "checkpoint 3: its progress",
+    ),
+    "a checkpoint gone": (lambda w: shutil.rmtree(w / "checkpoints"), "metadata: gone"),
+    "a forged chain": (forged, "tensorboard: other numbers than the rows' at step 1"),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERINGS)
+def test_tampering_is_found_and_named(copy, what):
+    change, message = TAMPERINGS[what]
+    change(copy)
+    findings = found(copy)
+    assert any(message in line for line in wrong(findings)), findings
+    assert verdict(findings)[1] == 1
+
+
+def test_a_forged_chain_is_not_that_of_the_digest(copy):
+    published = chain.of_file(copy / "seal.json")
+    forged(copy)
+    assert f"--digest={published} is neither" in "".join(wrong(found(copy, digest=published)))
+
+
+def test_what_others_write_into_the_directory_is_named(copy):
+    """`evaluate` and `report` come later; nobody has digests of what they wrote."""
+    for name in ("eval/3.a.t1_p1_k4_dapo_s0.0123ab.json", "report.html"):
+        (copy / name).write_text("{}")
+    findings = found(copy)
+    assert wrong(findings) == []
+    (line,) = (f.what for f in findings if f.kind == UNCHECKED and "no digest of" in f.what)
+    assert line == "no digest of: eval/3.a.t1_p1_k4_dapo_s0.0123ab.json, report.html"
+
+
+def test_a_run_of_an_earlier_version_is_said(copy):
+    def plain(rows):
+        rows[:] = map(chain.numbers, rows)
+
+    rows_with(copy, plain)
+    assert wrong(found(copy))[0].startswith("metrics.jsonl: no row has a chain: an earlier version")
+
+
+def test_rows_of_an_earlier_version_before_the_chain_are_named(tmp_path):
+    """The run was updated in its middle; taken out later, they break the chain."""
+    make_run(tmp_path / "run")
+    workdir = tmp_path / "run"
+
+    def begun_late(rows):
+        rows[0] = chain.numbers(rows[0])
+        before = sealed = ""
+        for row in rows[1:]:
+            row["chain"] = before = chain.link(before, row)
+            row["seal"] = sealed = chain.seal(sealed, row)
+
+    rows_with(workdir, begun_late)
+    found_rows = [*written.rows(written.read(workdir))]
+    assert [f.kind for f in found_rows] == [UNCHECKED, SAME]
+    assert "steps 0 are of an earlier version" in found_rows[0].what
+
+
+def test_a_forks_chain_goes_on_from_its_parents(tmp_path):
+    make_run(tmp_path / "parent")
+    last = read_rows(tmp_path / "parent" / "metrics.jsonl")[-1]
+    fork, origin = tmp_path / "fork", f"run:{tmp_path / 'parent'}@3"
+    make_run(fork, before=last["chain"], origin=origin, first=3)
+    (row, *_) = read_rows(fork / "metrics.jsonl")
+    assert (row["step"], row[chain.BEFORE]) == (3, last["chain"])
+    findings = found(fork)
+    assert wrong(findings) == []
+    assert any("the chain goes on from row 2" in finding.what for finding in findings)
+    shutil.rmtree(tmp_path / "parent")
+    assert any("is the parent's: " in f.what for f in found(fork) if f.kind == UNCHECKED)
+
+
+# Which steps can be done again, and whether they can here
+
+START = {
+    "devices": {"kind": "cpu", "count": 2, "processes": 1},
+    "versions": {"jax": "1", "jaxlib": "1"},
+    "steps_sha256": "a",
+}
+
+
+@pytest.mark.parametrize(
+    ("here", "why"),
+    [
+        ({}, ""),
+        ({"devices": {"kind": "TPU v5", "count": 2}}, "2 x cpu, and here are 2 x TPU v5"),
+        ({"devices": {"kind": "cpu", "count": 4}}, "2 x cpu, and here are 4 x cpu"),
+        ({"versions": {"jax": "2", "jaxlib": "1"}}, "jax 1, and here is 2"),
+        ({"steps_sha256": "b"}, "under another recipe"),
+    ],
+)
+def test_steps_of_other_machines_and_recipes_are_not_compared(here, why):
+    said = again.other_bits(START, START | here)
+    assert why in said if why else said == ""
+    assert "does not tell" in again.other_bits({}, START)
+
+
+def test_a_step_is_done_again_from_the_nearest_checkpoint():
+    can = {0, 1, 2, 3, 4, 5}
+    assert again.reached([0, 4, 6], can, run_on=2) == {0: 0, 1: 0, 4: 4, 5: 4}
+    assert again.reached([0, 1], can, run_on=3) == {0: 0, 1: 1, 2: 1, 3: 1}
+    assert again.reached([4], can - {5}, run_on=9) == {4: 4}
+
+
+def test_a_step_that_differs_is_named_by_what_differs():
+    row = {"step": 4, "loss": 1.0, "seconds/total": 3.0, chain.STATE: "a", chain.LOGP: "b"}
+    run = types.SimpleNamespace(rows=[row], known={})
+    assert again.compared(run, 4, row | {"seconds/total": 9.0}).kind == SAME
+    other = again.compared(run, 4, row | {"loss": 2.0, chain.STATE: "c"})
+    assert other == Finding(WRONG, "step 4 done again has other weights, loss")
+
+
+def test_a_check_that_could_not_be_made_is_no_success():
+    findings = [Finding(SAME, ""), Finding(REFUSED, "")]
+    assert verdict(findings) == ("nothing wrong was found, but 1 checks could not be made", 1)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp_path):
+    """Stopped after two steps, a step's rows lost, and resumed."""
+    config = small_config()
+    config.num_steps = 2
+    train.train(config, tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')
+    train.train(small_config(), tmp_path)
+    before = state_of(tmp_path)
+    findings = [*audit(tmp_path, steps=3, seed=0)]
+    assert [f for f in findings if f.kind != SAME] == []
+    assert sum("done again: samples" in finding.what for finding in findings) == 3
+    assert state_of(tmp_path) == before
+
+    def forge(rows):
+        rows[2]["entropy"] *= 1.5
+        rows[2]["chain"] = chain.link(rows[1]["chain"], rows[2])
+        rows[2]["seal"] = chain.seal(rows[1]["seal"], rows[2])
+
+    rows_with(tmp_path, forge)
+    lines = wrong([*audit(tmp_path, steps=3, seed=0)])
+    assert "step 2 done again has other entropy" in lines
