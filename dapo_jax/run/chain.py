@@ -123,9 +123,9 @@ def _line(value) -> bytes:
 class Seals:
     """Seals the rows of a run that are still to be written.
 
-    rows: those that are kept of earlier starts. files: of the directory those that nobody writes
-    to any more, such as the event files of earlier starts; the next row has the digests of those
-    that no row has yet. starts: starts.jsonl. chain_before: the chain of the row before the next.
+    rows: those that are kept of earlier starts. files: those of earlier starts that nobody writes
+    to any more; the next row has the digests of them, and of rows that were cut, unless a row has
+    them. chain_before: the chain of the row before the next.
     """
 
     def __init__(
@@ -138,6 +138,8 @@ class Seals:
         self._starts = workdir / "starts.jsonl"
         self._seal = rows[-1].get(SEAL, "") if rows else ""
         known = set().union(*map(files_of, rows))
+        self._evaluated: list[tuple[int, str, str]] = []
+        files = [*files, *workdir.glob("metrics.cut-*.jsonl")]
         names = {path.relative_to(workdir).as_posix(): path for path in files}
         self._next = {
             SEALED + name: of_file(path) for name, path in names.items() if name not in known
@@ -155,6 +157,20 @@ class Seals:
         self._seal, self._next = seal(self._seal, row), {}
         return {**row, SEAL: self._seal}
 
-    def add(self, name: str, digest: str) -> None:
-        """Has the next row seal a file."""
-        self._next[SEALED + name] = digest
+    def evaluated(self, finished_steps: int, name: str, digest: str) -> None:
+        """Takes the digest of an evaluation's file, for the next row."""
+        self._evaluated.append((finished_steps, name, digest))
+
+    def linked(self, row: Mapping, before: Mapping | None) -> dict:
+        """Returns a step's row with its files and its chain; before: the row before.
+
+        Evaluations that no row has, which a run's end or a fork's begin asks for, are sealed.
+        """
+        rode, row = any(key.startswith("eval/") for key in row), dict(row)
+        for finished_steps, name, digest in self._evaluated:
+            if rode and finished_steps == row["step"]:
+                row[DIGEST + name] = digest
+            else:
+                self._next[SEALED + name] = digest
+        self._evaluated = []
+        return row | {CHAIN: link((before or {}).get(CHAIN, ""), row)}

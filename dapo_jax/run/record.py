@@ -88,7 +88,6 @@ class Record:
         self._writer: MetricsWriter | None = None
         self._others: Writers | None = None
         self._seals: chain.Seals | None = None
-        self._evaluated: dict[int, dict[str, str]] = {}  # finished steps -> digests of its files
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._rollouts: concurrent.futures.Future | None = None
 
@@ -109,12 +108,9 @@ class Record:
             )
             resumed = self._first_step > self._begin_step
             missing = resumed and not self._writer.has_row(resume_step)
-            self._seals = chain.Seals(
-                self.workdir,
-                read_rows(self._writer.path),
-                [*earlier, *self.workdir.glob("metrics.cut-*.jsonl")],
-                "" if missing else (self._last_row or {}).get(chain.CHAIN, ""),
-            )
+            before = "" if missing else (self._last_row or {}).get(chain.CHAIN, "")
+            rows = read_rows(self._writer.path)
+            self._seals = chain.Seals(self.workdir, rows, earlier, before)
             if missing:
                 self._writer.write(self._seals.sealed(self._last_row))
             if resumed:
@@ -169,10 +165,7 @@ class Record:
             self._others.close()
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
-        """Begins to digest all responses, and every so many steps to write them.
-
-        To rollouts/<step>.jsonl.gz.
-        """
+        """Begins to digest all responses, and to write rollouts/<step>.jsonl.gz if it is due."""
         if hosts.is_main_host():
             self._rollouts = self._background.submit(self._keep, step, rollouts, reward_PG)
 
@@ -185,47 +178,28 @@ class Record:
         return found
 
     def wait(self) -> dict[str, str]:
-        """Waits until the responses are on disk, and returns their digests as keys of a row.
-
-        Empty on all processes but the main one. Raises what writing them raised.
-        """
+        """Waits until the responses are on disk, which it raises; returns digests for the row."""
         if self._rollouts is None:
             return {}
         self._rollouts, done = None, self._rollouts
         return done.result()
 
     def chained(self, row: dict, digests: dict[str, str], before: Mapping | None) -> dict:
-        """Returns a step's row with the digests of what the step made, linked to the row before.
-
-        Evaluations that no row has, which a run's end or a fork's begin asks for, are sealed.
-        Only the main process has the files: the others' rows stay as they are.
-        """
-        if not hosts.is_main_host():
-            return row
-        rode = any(key.startswith("eval/") for key in row)
-        for finished_steps, files in self._evaluated.items():
-            if rode and finished_steps == row["step"]:
-                digests = digests | {chain.DIGEST + name: it for name, it in files.items()}
-            else:
-                for name, digest in files.items():
-                    self._seals.add(name, digest)
-        self._evaluated = {}
-        row = row | digests
-        return row | {chain.CHAIN: chain.link((before or {}).get(chain.CHAIN, ""), row)}
+        """Returns a step's row linked to the row before; the main process's alone has digests."""
+        return self._seals.linked(row | digests, before) if self._seals else row
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
         if hosts.is_main_host() and self._config.log.eval_responses:
             name = f"{finished_steps}.{name}"
-            files = self._evaluated.setdefault(finished_steps, {})
-            files[f"eval/{name}.jsonl.gz"] = write_responses(self.workdir, name, groups)
+            digest = write_responses(self.workdir, name, groups)
+            self._seals.evaluated(finished_steps, f"eval/{name}.jsonl.gz", digest)
 
     def results(self, finished_steps: int, results: dict, settings: Mapping[str, dict]) -> None:
         """Writes an evaluation's scores to eval/<finished rollout steps>.json."""
         if hosts.is_main_host():
-            files = self._evaluated.setdefault(finished_steps, {})
             digest = write_results(self.workdir, finished_steps, results, settings)
-            files[f"eval/{finished_steps}.json"] = digest
+            self._seals.evaluated(finished_steps, f"eval/{finished_steps}.json", digest)
 
     def evaluation(self, finished_steps: int, scores: dict[str, float], *, in_row: bool) -> None:
         """Shows the scores (`result_row`), in TensorBoard too where no step's row has them."""
