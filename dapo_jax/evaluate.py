@@ -174,13 +174,17 @@ def evaluate(
         return evaluation.finish(report=report, keep=keep)
 
 
-def settings_of(config: ConfigDict) -> dict[str, dict]:
-    """Returns all that an evaluation's numbers depend on beside the policy, by set; JSON-able."""
+def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, dict]:
+    """Returns all that an evaluation's numbers depend on beside the policy, by set; JSON-able.
+
+    named: what names the policy, where its directory may have results of several.
+    """
     common = {
         "seed": config.seed,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_response_tokens": config.rollout.max_response_tokens,
         "compute_dtype": config.model.compute_dtype,
+        **(named or {}),
     }
     filled = {name: settings | common for name, settings in eval_settings(config).items()}
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
@@ -198,7 +202,7 @@ def main(_):
         )
     of = model_and_data if MODEL.value else run_and_data
     step, policy, data = of(config, workdir, say)
-    settings = settings_of(config)
+    settings = settings_of(config, policies.named(config) if MODEL.value else None)
 
     def keep(name, groups):
         if hosts.is_main_host():

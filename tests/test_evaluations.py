@@ -10,10 +10,10 @@ import pytest
 from scipy.special import stdtrit
 
 from configs import any_model, tiny
-from dapo_jax import sample
+from dapo_jax import evaluate, sample
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
-from dapo_jax.run import arguments, build, checks, policy
+from dapo_jax.run import arguments, build, checks, command, policy, record
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Response
 from tests import quick
@@ -177,6 +177,33 @@ def test_a_model_without_a_recipe_gets_its_lengths_and_cache(monkeypatch):
 def test_a_limit_without_room_for_a_prompt_is_refused():
     with pytest.raises(ValueError, match=r"--max_tokens=32768 leaves no position for a prompt"):
         fitted(1, 1, **{"rollout.max_response_tokens": 32_768})
+
+
+def test_weights_that_leave_no_room_are_named(monkeypatch):
+    monkeypatch.setattr(policy, "_device_bytes", lambda: 3 * 2**20)  # 2 MiB of weights in bfloat16
+    with pytest.raises(ValueError, match=r"of 20,480 \(--max_tokens\) does not fit .*mesh\.model"):
+        fitted(100, 1)
+    monkeypatch.setattr(policy, "_device_bytes", lambda: 2**30)
+    assert slots(fitted(100, 1)) >= 1
+
+
+def test_a_runs_directory_is_no_models(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    config = any_model.get_config()
+    config.model.path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"is a run's directory, which --workdir takes"):
+        policy.fit_model(config)
+
+
+def test_another_model_or_tokenizer_has_files_of_its_own():
+    """One --workdir for two models: the second must not overwrite the first's results."""
+    config, labels = tiny.get_config(), set()
+    for changes in ({}, {"model.path": "another"}, {"tokenizer.chat": "template"}):
+        config.update_from_flattened_dict(changes)
+        (settings,) = evaluate.settings_of(config, policy.named(config)).values()
+        assert settings["model"] == config.model.path
+        labels.add(record.settings_label(settings))
+    assert len(labels) == 3
 
 
 def test_temperature_0_is_greedy_and_needs_one_response():

@@ -118,12 +118,23 @@ def of_model(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
     return Policy(config, tokenizer, programs, programs.reshard(weights, None))
 
 
+def named(config: ConfigDict) -> dict:
+    """What names the policy of model.path, which reads and writes by a tokenizer; JSON-able."""
+    tokenizer = json.loads(config.tokenizer.to_json())
+    return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
+
+
 def fit_model(config: ConfigDict) -> None:
     """Fills in what the model's directory and the devices say: family, dtype, most positions.
 
     Raises FileNotFoundError where there is none, ValueError where it does not fit.
     """
     path, r = config.model.path, config.rollout
+    if (pathlib.Path(path) / "metrics.jsonl").is_file():
+        raise ValueError(
+            f"--model={path} is a run's directory, which --workdir takes; `python -m "
+            f"dapo_jax.convert --from=run:{path} --to=hf:DIR` makes a model's of its policy"
+        )
     if not config.model.family:
         model_type = read_config(path).get("model_type")
         config.model.family = model_type if model_type in families.BUILT_IN else "qwen2"
@@ -153,7 +164,7 @@ def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
 def fit_cache(config: ConfigDict, requests: int) -> None:
     """Fills in the cache: slots for so many requests, as far as the devices have memory.
 
-    Raises ValueError where not one request fits beside the weights.
+    Raises ValueError, with the settings to change, where not one request fits beside the weights.
     """
     m, r = config.mesh, config.rollout
     r.slot_tokens = min(r.slot_tokens, max(1, math.ceil(r.max_response_tokens * SLOT_SHARE)))
@@ -181,7 +192,27 @@ def fit_cache(config: ConfigDict, requests: int) -> None:
     mib = 1
     while mib < most_mib and slots(mib) < wanted:
         mib = min(most_mib, mib + 1 + mib // 8)
+    if not slots(mib):
+        raise ValueError(_no_room(config, most, device, mesh.shape["model"]))
     r.cache_mib = mib
+
+
+def _no_room(config: ConfigDict, left_bytes: float, device_bytes: int | None, ways: int) -> str:
+    """Says that no request fits, and the settings to change."""
+    r, mib = config.rollout, 2**20
+    text = (
+        f"a prompt of {r.max_prompt_tokens:,} tokens with a response of {r.max_response_tokens:,} "
+        "(--max_tokens) does not fit in the "
+    )
+    if device_bytes is None:
+        return f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower --max_tokens"
+    weights = device_bytes - left_bytes / CACHE_SHARE
+    return (
+        f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
+        f"has for the cache beside {weights / mib:,.0f} MiB of weights "
+        f"({config.model.compute_dtype}). Lower --max_tokens, or split the weights over more "
+        f"devices than {ways} (mesh.model)"
+    )
 
 
 def _device_bytes() -> int | None:
