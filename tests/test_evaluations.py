@@ -27,7 +27,8 @@ def expand(*given):
 
 
 def test_short_flags_are_the_keys_own():
-    assert expand("--k=8", "--debug", "-k", "4") == [
+    assert expand("--config=mine.py", "--k=8", "--debug", "-k", "4") == [
+        "--config=mine.py",
         "--config.eval.samples_per_prompt=8",
         "--debug",
         "--config.eval.samples_per_prompt=4",
@@ -43,7 +44,7 @@ def test_short_flags_are_the_keys_own():
 @pytest.mark.parametrize(
     ("text", "flags"),
     [
-        ("aime:math:a.jsonl", {"task": "math", "path": "a.jsonl"}),
+        ("aime:math:a.jsonl", {"kind": "math", "path": "a.jsonl"}),
         ("g:gsm8k:gs://bucket/b.jsonl", {"kind": "gsm8k", "path": "gs://bucket/b.jsonl"}),
         ("mine:my.tasks:Mine:c.csv", {"task": "my.tasks:Mine", "path": "c.csv"}),
         ("sums:arithmetic:", {"task": "arithmetic"}),
@@ -52,13 +53,41 @@ def test_short_flags_are_the_keys_own():
 def test_a_set_is_named_with_task_and_path(text, flags):
     name = text.partition(":")[0]
     expected = [f"--config.eval.sets.{name}.{key}={value}" for key, value in flags.items()]
-    assert expand(f"--set={text}") == expected
+    assert expand("--config=mine.py", f"--set={text}") == ["--config=mine.py", *expected]
 
 
-@pytest.mark.parametrize("text", ["", "name", "name:math", ":math:path"])
+def test_the_example_reads_a_published_file(tmp_path):
+    """MATH-500 and AI-MO's AIME have their fields under these names."""
+    path = tmp_path / "aime24.jsonl"
+    path.write_text(json.dumps({"problem": "1 + 1?", "answer": "002"}) + "\n")
+    given = expand("--config=configs/any_model.py", f"--set=aime24:math:{path}")
+    config = command.read_recipe([*given, f"--config.model.path={MODEL}"])
+    policy.fit_model(config)
+    data = build.load_data(config, build.tokenizer(config), training=False)
+    (prompt,) = data.eval_sets["aime24"].dataset.prompts
+    assert prompt.example.answer == "2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "name", "name:math", ":math:path", "a:nosuch:b.jsonl", "a:nosuch:gs://bucket/b.jsonl"],
+)
 def test_a_set_that_cannot_be_read_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="must be NAME:TASK:PATH, for instance"):
-        expand(f"--set={text}")
+        expand("--config=mine.py", f"--set={text}")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["--model=DIR", "--set=a:csv:b.csv", "--set=a:json:c.json"], "a second set 'a'"),
+        (["--set=a:csv:b.csv"], "--set needs --model=DIR, or the recipe of a run"),
+        (["--model="], "--model has no value"),
+    ],
+)
+def test_short_flags_that_do_not_fit_are_refused(given, problem):
+    with pytest.raises(ValueError, match=problem):
+        expand(*given)
 
 
 @pytest.mark.parametrize("share", [[0, 1, 1, 1, 0, 1, 1], [0.25, 0.5, 1, 0.75, 0.5]])

@@ -105,40 +105,52 @@ def expanded(arguments: Sequence[str], short: Mapping[str, str], *, recipe: str)
 
     short: flag -> key. Of the two that are more than that, --set=NAME:TASK:PATH makes an evaluation
     set, and --model=DIR stays, and takes `recipe` where no --config is given. Raises ValueError for
-    a set that cannot be read.
+    a set that cannot be read, or is there twice, and for one of these where no recipe is.
     """
-    result, rest = [], iter(arguments)
+    result, sets, rest = [], set(), iter(arguments)
+    given = {text.lstrip("-").partition("=")[0] for text in arguments if text.startswith("-")}
+    has_recipe = not given.isdisjoint(("model", "config", "flagfile"))
     for argument in rest:
         name, equals, value = argument.lstrip("-").partition("=")
         if not argument.startswith("-") or name not in short:
             result.append(argument)
             continue
         value = value if equals else next(rest, "")
+        if not has_recipe:
+            raise ValueError(f"--{name} needs --model=DIR, or the recipe of a run: --config=FILE")
         if name == "set":
             result += _set_flags(value)
+            if (called := value.partition(":")[0]) in sets:
+                raise ValueError(f"--set={value}: a second set {called!r}; each has its own name")
+            sets.add(called)
             continue
         if name == "model":
             result.append(f"--model={value}")
-            given = (text.lstrip("-").partition("=")[0] for text in arguments)
+            if not value:
+                raise ValueError("--model has no value; give it a Hugging Face directory")
             result += [] if "config" in given else [f"--config={recipe}"]
         result.append(f"--config.{short[name]}={value}")
     return result
 
 
 def _set_flags(text: str) -> list[str]:
-    """The flags of NAME:TASK:PATH; TASK may be a kind of file, or module:Class; PATH be empty."""
+    """The flags of NAME:TASK:PATH; TASK may be a kind of file, or module:Class; PATH be empty.
+
+    `math` is the kind, which says the fields too: the task of that name grades all kinds.
+    """
     name, _, rest = text.partition(":")
     task, colon, path = rest.partition(":")
+    if colon and task not in BUILT_IN and task not in KINDS:
+        class_name, _, path = path.partition(":")
+        colon = class_name.isidentifier() and not path.startswith("//")  # not of gs://bucket
+        task = f"{task}:{class_name}"
     if not name or not task or not colon:
         raise ValueError(
             f"--set={text}: must be NAME:TASK:PATH, for instance aime24:math:aime24.jsonl; TASK is "
             f"{', '.join(BUILT_IN)}, module:Class of one's own, or a kind of file: "
             f"{', '.join(KINDS)}"
         )
-    if task not in BUILT_IN and task not in KINDS:
-        class_name, colon, path = path.partition(":")
-        task = f"{task}:{class_name}"
-    key = "kind" if task in KINDS and task not in BUILT_IN else "task"
+    key = "kind" if task in KINDS else "task"
     flags = [f"--config.eval.sets.{name}.{key}={task}"]
     return flags + ([f"--config.eval.sets.{name}.path={path}"] if path else [])
 
