@@ -111,12 +111,13 @@ def test_the_interval_of_equal_shares_is_no_point():
     assert (one.low, one.high) == (0.0, 1.0)
 
 
-def write(folder, name, correct_PK, *, rows=None):
+def write(folder, name, correct_PK, *, rows=None, **settings):
     """An evaluation of a set "sums" as `evaluate` writes it."""
     (folder / "eval").mkdir(parents=True)
     path = folder / "eval" / f"0.sums.{name}.json"
     scores = {"mean@2": float(np.mean(correct_PK)), "problems": len(correct_PK)}
-    path.write_text(json.dumps({"step": 0, "sets": {"sums": scores}, "label": name}))
+    document = {"step": 0, "sets": {"sums": scores}, "label": name, "settings": {"sums": settings}}
+    path.write_text(json.dumps(document))
     with gzip.open(path.with_name(f"0.sums.{name}.jsonl.gz"), "wt") as file:
         for row, correct_K in zip(rows or range(len(correct_PK)), correct_PK, strict=True):
             for k, correct in enumerate(correct_K):
@@ -144,6 +145,37 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path):
     assert "2 problems are in one of them alone" in text
 
 
+def test_a_comparison_says_which_settings_differ(tmp_path):
+    common = {"path": "sums.jsonl", "split": "train", "top_p": 1.0, "rules": ""}
+    one = write(tmp_path / "a", "t0", [[1, 1], [1, 0]], **common, model="A", temperature=0.0)
+    other = write(tmp_path / "b", "t1", [[1, 0], [0, 0]], **common, model="B", temperature=0.6)
+    (a,), (b,) = evaluations.read(one), evaluations.read(other)
+    first, *_ = evaluations.compare(a, b).said()
+    assert first.splitlines()[2:] == ["   model: a A, b B", "   temperature: a 0.0, b 0.6"]
+    page = evaluations.write_page([one, other]).read_text()
+    assert "path = sums.jsonl, top_p = 1.0, model = A, temperature = 0.0</p>" in page
+
+
+def test_problems_that_share_row_and_answer_alone_are_told(tmp_path):
+    one, other = (write(tmp_path / name, name, [[1, 0], [0, 0]]) for name in "ab")
+    (a,), (b,) = evaluations.read(one), evaluations.read(other)
+    assert "another prompt" not in "\n".join(evaluations.compare(a, b).said())
+    responses = other.with_name("0.sums.b.jsonl.gz")
+    text = gzip.decompress(responses.read_bytes()).replace(b"1 + 0?", b"3 - 2?")
+    responses.write_bytes(gzip.compress(text))
+    (b,) = evaluations.read(other)
+    assert "1 have another prompt in b" in "\n".join(evaluations.compare(a, b).said())
+
+
+def test_the_problems_shown_moved_most(tmp_path):
+    """All are worse: the ten that lost most are shown, not those that lost least beside them."""
+    one = write(tmp_path / "a", "a", [[1] * 30] * 30)
+    other = write(tmp_path / "b", "b", [[1] * (29 - row) + [0] * (row + 1) for row in range(30)])
+    compared = evaluations.compare(*evaluations.read(one), *evaluations.read(other))
+    shown = [line for line in compared.lines() if " row " in line]
+    assert [int(line.split(" row ")[1].split(":")[0]) for line in shown] == [*range(20, 30)]
+
+
 def test_the_page_shows_responses_as_text(tmp_path):
     paths = [write(tmp_path / name, name, [[1, 0], [0, 0]]) for name in "ab"]
     page = evaluations.write_page(paths).read_text()
@@ -166,8 +198,9 @@ def test_what_is_no_evaluation_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"the responses of .* is missing"):
         evaluations.read(path)
     path.write_text("[]")
-    with pytest.raises(ValueError, match="is no evaluation"):
-        evaluations.read(path)
+    for no_evaluation in (path, tmp_path):
+        with pytest.raises(ValueError, match="is no evaluation"):
+            evaluations.read(no_evaluation)
 
 
 def fitted(prompt_tokens, requests, **changes):

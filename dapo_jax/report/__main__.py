@@ -72,18 +72,22 @@ def main(argv: Sequence[str]) -> None:
     if argv[1:]:
         sys.exit(f"dapo_jax.report: {leftover(argv[1:], flags.FLAGS, None)}")
     given = flags.FLAGS
-    workdirs, rows = (
+    workdirs, rows, results = (
         [part for value in values or () for part in value.split(",") if part]
-        for values in (given.workdir, given.rows)
+        for values in (given.workdir, given.rows, given.evaluation)
     )
-    if not workdirs and not rows and not given.evaluation:
+    if not workdirs and not rows and not results:
         sys.exit("dapo_jax.report: give --workdir=DIR, --rows=FILE or --evaluation=FILE")
     try:
-        if given.evaluation:
-            found = [of for path in given.evaluation for of in evaluations.read(path)]
-            for pair in evaluations.pairs(found):
+        if results:
+            found = [of for path in results for of in evaluations.read(path)]
+            pairs = evaluations.pairs(found)
+            for pair in pairs:
                 print("\n".join(evaluations.compare(*pair).lines()))
-            print(evaluations.write_page(given.evaluation))
+            if len(found) > 1 and not pairs:
+                names = ", ".join(of.name for of in found)
+                print(f"nothing is compared: the sets are {names}, and none is there twice")
+            print(evaluations.write_page(results))
             return
         print(write_report(workdirs, rows=rows, paper_file=given.paper))
     except (FileNotFoundError, ValueError) as error:
@@ -94,6 +98,6 @@ if __name__ == "__main__":
     several = "repeat it or separate by commas"
     flags.DEFINE_multi_string("workdir", None, f"Folder of a run or of a sweep; {several}.")
     flags.DEFINE_multi_string("rows", None, f"A rows.jsonl.gz; {several}.")
-    flags.DEFINE_multi_string("evaluation", None, "An eval/*.json; two are compared.")
+    flags.DEFINE_multi_string("evaluation", None, f"An eval/*.json; two are compared; {several}.")
     flags.DEFINE_string("paper", None, "The paper's curves, digitised, to be drawn beside ours.")
     app.run(main)

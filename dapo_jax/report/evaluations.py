@@ -22,6 +22,7 @@ from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 PAGE_RESPONSES = 4  # shown of a problem
 HEAD, TAIL = 3_000, 1_500  # characters shown of a response
 SHOWN_PROBLEMS = 10  # of a comparison in the terminal, on either side
+OF_GENERATED = ("levels", "count", "split")  # settings that say nothing of a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,16 @@ class Evaluated:
         """The workdir and the file, which two evaluations differ in."""
         return f"{self.path.resolve().parents[1].name}/{self.path.name.removesuffix('.json')}"
 
+    @property
+    def given(self) -> dict[str, object]:
+        """The settings that say something: those of generated problems do not where a file is."""
+        unused = OF_GENERATED if self.settings.get("path") else ()
+        return {
+            name: value
+            for name, value in self.settings.items()
+            if name not in unused and value not in ("", None, [], {})
+        }
+
 
 def read(path: str | pathlib.Path) -> list[Evaluated]:
     """Reads the sets of a result with their responses.
@@ -69,8 +80,10 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
     try:
         document = json.loads(path.read_text())
         sets, step = document["sets"], document["step"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no evaluation: it needs 'step' and 'sets'") from error
+    except (IsADirectoryError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no evaluation, an eval/*.json with 'step' and 'sets'"
+        ) from error
     found = []
     for name, scores in sets.items():
         stem = path.name.removesuffix(".json")
@@ -118,11 +131,11 @@ class Comparison:
         signs = [(delta > 0) - (delta < 0) for delta, _ in self.deltas]
         return signs.count(1), signs.count(0), signs.count(-1)
 
-    def lines(self) -> list[str]:
-        """Says it in words: the difference, the counts, and the problems that moved most."""
+    def said(self) -> list[str]:
+        """Says in words what is compared, the difference, and the counts."""
         i, (better, equal, worse) = self.interval, self.counts
         lines = [
-            f"a: {self.a.label}\nb: {self.b.label}",
+            "\n".join([f"a: {self.a.label}", f"b: {self.b.label}", *self._differing()]),
             f"mean over {len(self.deltas)} problems: a {self._mean(self.a):.1%}, "
             f"b {self._mean(self.b):.1%}, b - a {100 * i.difference:+.1f} points"
             + (
@@ -134,8 +147,18 @@ class Comparison:
         ]
         if self.alone:
             lines.append(f"{self.alone} problems are in one of them alone, and left out")
-        moved = [item for item in self.deltas if item[0] != 0]
-        for delta, key in [*moved[:SHOWN_PROBLEMS], *moved[SHOWN_PROBLEMS:][-SHOWN_PROBLEMS:]]:
+        if reworded := sum(
+            self.a.problems[key].prompt != self.b.problems[key].prompt for _, key in self.deltas
+        ):
+            lines.append(f"{reworded} have another prompt in b: a template, or another problem")
+        return lines
+
+    def lines(self) -> list[str]:
+        """What is said in words, and the problems that moved most, up and down."""
+        lines = self.said()
+        gains = [item for item in self.deltas if item[0] > 0]
+        losses = [item for item in self.deltas if item[0] < 0]
+        for delta, key in [*gains[:SHOWN_PROBLEMS], *losses[-SHOWN_PROBLEMS:]]:
             one, other = self.a.problems[key], self.b.problems[key]
             text = one.text
             lines.append(
@@ -143,6 +166,15 @@ class Comparison:
                 f"{text[:60]}{'...' if len(text) > 60 else ''}"
             )
         return lines
+
+    def _differing(self) -> list[str]:
+        """A line for each setting that is not the same: what else the difference may be of."""
+        a, b = self.a.given, self.b.given
+        return [
+            f"   {name}: a {a.get(name)}, b {b.get(name)}"
+            for name in {**a, **b}
+            if a.get(name) != b.get(name) and name != "max_prompt_tokens"  # says what is left out
+        ]
 
     def _mean(self, evaluated: Evaluated) -> float:
         return python_statistics.mean(evaluated.problems[key].mean for _, key in self.deltas)
