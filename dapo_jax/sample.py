@@ -140,6 +140,9 @@ def main(_):
     hosts.start(several=False, cpu_devices=0)
     compiled.keep(several=False)
     given = flags.FLAGS
+    sys.stdout.reconfigure(errors="backslashreplace")  # a response may hold any character
+    if sys.stdin:
+        sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()
     policy, template = load(given.prompt, n=given.n)
     how = {"temperature": given.temperature, "top_p": given.top_p}
@@ -155,14 +158,35 @@ def main(_):
         return
     talk: list[Message] = []
     for cursor, line in enumerate(typed()):
-        talk = [*talk, *templated(line, template)] if given.chat else templated(line, template)
-        text = answer(policy, sampling, talk, n=given.n, cursor=cursor)
-        talk = [*talk, {"role": "assistant", "content": text}]
+        turn = templated(line, template)
+        messages, note = fitting(policy, talk if given.chat else [], turn)
+        if note:
+            print(f"[{note}]", file=sys.stderr, flush=True)
+        if not messages:
+            continue
+        text = answer(policy, sampling, messages, n=given.n, cursor=cursor)
+        talk = [*messages, {"role": "assistant", "content": text}]
+
+
+def fitting(
+    policy: Policy, talk: Sequence[Message], turn: Sequence[Message]
+) -> tuple[list[Message], str]:
+    """(the messages to answer, what to say of them): the turn behind the conversation so far.
+
+    The turn alone where both are too long, and none where it is too long itself.
+    """
+    most = policy.config.rollout.max_prompt_tokens
+    if len(policy.tokenizer.encode_chat([*talk, *turn])) <= most:
+        return [*talk, *turn], ""
+    tokens = len(policy.tokenizer.encode_chat(turn))
+    if tokens > most:
+        return [], f"{tokens:,} tokens, of {most:,} at most: not answered"
+    return [*turn], f"more than {most:,} tokens so far: the conversation begins anew"
 
 
 def typed() -> Iterator[str]:
     """Yields the lines that are typed, up to an empty one or the end of the input."""
-    while True:
+    while sys.stdin:  # None where it was closed
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
         line = sys.stdin.readline().strip()

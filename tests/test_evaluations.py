@@ -295,6 +295,30 @@ def test_half_a_character_is_shown_when_the_other_half_is_there():
     assert added == ["a", "", "\u00e9", "!"]
 
 
+@pytest.mark.parametrize(
+    ("most", "kept", "note"),
+    [(10, ["one", "two"], ""), (5, ["two"], "begins anew"), (2, [], "3 tokens, of 2 at most")],
+)
+def test_a_conversation_that_is_too_long_begins_anew(most, kept, note):
+    config = any_model.get_config()
+    config.rollout.max_prompt_tokens = most
+
+    class Lengths:
+        def encode_chat(self, messages):
+            return "".join(message["content"] for message in messages)
+
+    one, two = ({"role": "user", "content": text} for text in ("one", "two"))
+    messages, said = sample.fitting(policy.Policy(config, Lengths(), None, {}), [one], [two])
+    assert [message["content"] for message in messages] == kept
+    assert note in said
+    assert bool(note) == bool(said)
+
+
+def test_closed_input_has_no_lines(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert list(sample.typed()) == []
+
+
 @pytest.mark.slow
 def test_an_answer_grows_token_by_token(monkeypatch):
     """Each look shows a beginning of the whole; two prompts of one text differ by their cursor."""
