@@ -36,6 +36,9 @@ def outside(monkeypatch):
     monkeypatch.syspath_prepend(str(OUTSIDE))
 
 
+EXAMPLE = Example((), "5", "sums.csv", 3)
+
+
 class Letters:
     """A tokenizer of one id a character."""
 
@@ -78,6 +81,11 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
             {"task": COUNTDOWN, "args": {"number": 4}},
             r"argument 'number' \(data.train.args\); it t",
         ),
+        (
+            {"kind": "arithmetic", "path": "sums.csv"},
+            r"data.train.path = 'sums.csv', but data.train.kind = 'arithmetic' gen.*kind to .*csv",
+        ),
+        ({"kind": "arithmetic", "answer_field": "sum"}, "data.train.answer_field = 'sum', but "),
     ],
 )
 def test_a_task_that_cannot_be_made_is_named_with_what_there_is(settings, message):
@@ -114,7 +122,7 @@ def test_what_a_task_measures_is_copied_into_plain_numbers():
             self.counts["letters"] += len(response)
             return Verdict(True, None, "", measures=self.counts)
 
-    result = graded(group(["a", "bc"], None), task=Counting(), tokenizer=Letters())
+    result = graded(group(["a", "bc"], EXAMPLE), task=Counting(), tokenizer=Letters())
     _, verdicts = pickle.loads(pickle.dumps(result.grades))
     assert [verdict.measures for verdict in verdicts] == [{"letters": 1.0}, {"letters": 3.0}]
 
@@ -139,8 +147,19 @@ def test_a_verdict_that_is_none_is_named(verdict, message):
         def grade(self, response, example):
             return verdict
 
-    with pytest.raises(DataError, match=f"Careless.*{message}"):
-        graded(group(["a"], None), task=Careless(), tokenizer=Letters())
+    with pytest.raises(DataError, match=rf"Careless.*{message}.* \(sums.csv, row 3\)$"):
+        graded(group(["a"], EXAMPLE), task=Careless(), tokenizer=Letters())
+
+
+def test_a_grader_that_raises_says_at_which_response():
+    class Breaks:
+        def grade(self, response, example):
+            return Verdict({"a": True}[response], None, "")
+
+    with pytest.raises(KeyError, match="'b'") as error:
+        graded(group(["a", "b"], EXAMPLE), task=Breaks(), tokenizer=Letters())
+    (note,) = error.value.__notes__
+    assert note == "(Breaks.grade, sums.csv, row 3: answer '5', response 'b')"
 
 
 USER = ({"role": "user", "content": "hi"},)

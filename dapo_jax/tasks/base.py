@@ -57,6 +57,7 @@ def make_task(key: str, settings: Mapping) -> Task:
     "module:Class"; "": the built-in one for settings["kind"]. Raises DataError where there is no
     such task, or where it takes other settings.
     """
+    _check_read(key, settings)
     name = settings["task"] or ("arithmetic" if settings["kind"] == "arithmetic" else "math")
     task_class = _task_class(f"{key}.task = {name!r}", BUILT_IN.get(name, name))
     signature = inspect.signature(task_class)
@@ -69,6 +70,19 @@ def make_task(key: str, settings: Mapping) -> Task:
             f"{key}.task = {name!r}: {error} ({key}.args); it takes {signature}"
         ) from error
     return task_class(**arguments)
+
+
+def _check_read(key: str, settings: Mapping) -> None:
+    """Refuses a file that nothing would read, since the recipe's set is generated."""
+    if settings["task"] or settings["kind"] != "arithmetic":
+        return
+    for name in ("path", "prompt_field", "answer_field"):
+        if settings[name]:
+            raise DataError(
+                f"{key}.{name} = {settings[name]!r}, but {key}.kind = 'arithmetic' generates its "
+                f"problems and reads no file; set {key}.kind to the file's: csv, jsonl, ... "
+                "(dapo_jax/tasks/README.md)"
+            )
 
 
 def _task_class(setting: str, name: str) -> type:
@@ -141,18 +155,31 @@ def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[V
     if hasattr(task, "grade_many"):
         given = task.grade_many(responses, example)
     else:
-        given = (task.grade(response, example) for response in responses)
+        given = (_grade(task, response, example) for response in responses)
     name = type(task).__name__
-    verdicts = [_checked(name, verdict) for verdict in given]
+    where = f"{example.source}, row {example.row}"
+    verdicts = [_checked(name, verdict, where) for verdict in given]
     if len(verdicts) != len(responses):
         raise DataError(f"{name} gave {len(verdicts)} verdicts on {len(responses)} responses")
     return verdicts
 
 
-def _checked(name: str, verdict: object) -> Verdict:
+def _grade(task: Task, response: str, example: Example) -> object:
+    """The task's verdict; an exception of its own says at which response it was."""
+    try:
+        return task.grade(response, example)
+    except Exception as error:
+        error.add_note(
+            f"({type(task).__name__}.grade, {example.source}, row {example.row}: answer "
+            f"{example.answer!r:.80}, response {response!r:.300})"
+        )
+        raise
+
+
+def _checked(name: str, verdict: object, where: str) -> Verdict:
     """A verdict with a plain copy of its measures, which the task `name` can no longer change."""
     if not isinstance(verdict, Verdict):
-        raise DataError(f"{name} graded a response {verdict!r:.80}, which is no Verdict")
+        raise DataError(f"{name} graded a response {verdict!r:.80}, which is no Verdict ({where})")
     correct, prediction, status, score, measures = verdict
     for field, holds in (
         ("correct", isinstance(correct, bool | np.bool_)),
@@ -163,7 +190,7 @@ def _checked(name: str, verdict: object) -> Verdict:
     ):
         if not holds:
             value = getattr(verdict, field)
-            raise DataError(f"{name} graded a response with {field} = {value!r:.80}")
+            raise DataError(f"{name} graded a response with {field} = {value!r:.80} ({where})")
     if measures is None:
         return verdict
     return verdict._replace(measures={key: float(value) for key, value in measures.items()})
