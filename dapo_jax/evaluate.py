@@ -215,7 +215,7 @@ def main(_):
     paths = write_own_results(workdir, step, results, settings)
     say(evaluation_line(step, result_row(results)))
     for name, scores in results.items():
-        say(interval_line(name, scores))
+        say(interval_line(name, scores, settings[name]))
         if scores["no_answer_fraction"] > 0.8:
             say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
     say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
@@ -257,13 +257,14 @@ def model_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     return 0, policies.of_model(config, tokenizer), data
 
 
-def interval_line(name: str, scores: Mapping[str, float]) -> str:
-    """Says a set's mean over problems with its 95 % confidence interval."""
+def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> str:
+    """Says a set's mean over problems, its 95 % confidence interval, and how it was sampled."""
     mean = next(key for key in scores if key.startswith("mean@"))
     text = f"{name}: {mean} {scores[mean]:.1%}"
     return (
         f"{text} [{scores['interval/low']:.1%}, {scores['interval/high']:.1%}] (95 %, over "
-        f"{scores['problems']} problems)"
+        f"{scores['problems']} problems; temperature {settings['temperature']:g}, top-p "
+        f"{settings['top_p']:g})"
     )
 
 

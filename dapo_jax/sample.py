@@ -24,6 +24,7 @@ from dapo_jax.run import policy as policies
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Example, Message, Prompt, Response
 from sharding import hosts
@@ -93,7 +94,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     r = config.rollout
     if given.model:
         config.model.path = given.model
-    template = given.template or (_trained_with(config) if workdir else "none")
+    template = given.template or (trained_with(config) if workdir else "none")
     config.seed = given.seed
     config.tokenizer.chat = "template" if given.chat else config.tokenizer.chat
     r.max_response_tokens = given.max_tokens or r.max_response_tokens or TALK_TOKENS
@@ -109,7 +110,12 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
         where = f"{workdir} after {step} steps"
     else:
         policy, where = policies.of_model(config, build.tokenizer(config)), given.model
-    asks = "its chat template" if given.chat else f"template {template!r}"
+    if given.chat:
+        asks = "its chat template"
+    elif template == "none" and not given.template:
+        asks = _unknown(config)
+    else:
+        asks = f"template {template!r}"
     print(f"{where}, {asks}", file=sys.stderr)
     return policy, template
 
@@ -131,9 +137,21 @@ def _fit_lengths(config: ConfigDict, prompt: str | None, template: str) -> None:
     policies.fit_lengths(config, max(1, tokens))
 
 
-def _trained_with(config: ConfigDict) -> str:
+def trained_with(config: ConfigDict) -> str:
+    """The template of the run's training prompts; "none" where the task makes them itself."""
     train = config.data.train
-    return train.template or ("none" if train.task else "dapo")
+    if train.template:
+        return train.template
+    if train.task in ("", "math") and train.kind != "arithmetic":
+        return TEMPLATES_OF[train.rules or config.verifier.rules][0]
+    return "dapo" if train.task in ("", "arithmetic") else "none"
+
+
+def _unknown(config: ConfigDict) -> str:
+    """Says that questions go in as they are, why, and how to give them training's form."""
+    task = config.data.train.task
+    why = f" ({task} makes its prompts itself)" if task else ""
+    return f"questions as they are{why}; --template=dapo, or a text with {{problem}}, wraps them"
 
 
 def main(_):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from configs import any_model, tiny
+from configs import any_model, base, tiny
 from dapo_jax import evaluate, sample
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
@@ -317,6 +317,23 @@ def test_a_conversation_that_is_too_long_begins_anew(most, kept, note):
 def test_closed_input_has_no_lines(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     assert list(sample.typed()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "template"),
+    [
+        ({"kind": "arithmetic"}, "dapo"),
+        ({"path": "a.csv"}, "dapo"),
+        ({"path": "a.csv", "task": "math"}, "dapo"),
+        ({"path": "a.csv", "rules": "strict_box"}, "boxed"),
+        ({"path": "a.csv", "template": "Q: {problem}"}, "Q: {problem}"),
+        ({"task": "chains:Chains"}, "none"),
+    ],
+)
+def test_a_question_is_asked_as_training_asks(settings, template):
+    config = base.get_config()
+    config.data.train = base.dataset(**settings)
+    assert sample.trained_with(config) == template
 
 
 @pytest.mark.slow
