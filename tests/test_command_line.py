@@ -150,6 +150,27 @@ def test_any_other_word_of_hydras_is_refused_with_what_to_write(word, message):
     assert "\n" not in str(refused.value)
 
 
+def test_a_word_that_is_no_key_at_all_is_refused_with_where_they_are():
+    line = arguments.leftover(["trainer.total=3"], KNOWN, tiny.get_config())
+    assert line == (
+        "'trainer.total=3' is no flag and would be ignored; it is no key of the recipe either; "
+        "--help lists them all"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags_", "message"),
+    [
+        (["--workdir=runs/a"], "--config is missing: --config=configs/tiny.py"),
+        (["--config=configs/tiny.py"], "--workdir is missing: --workdir=runs/mine"),
+        (["--config=configs/tyni.py"], "--config: there is no recipe 'configs/tyni.py'"),
+    ],
+)
+def test_what_is_missing_is_named_in_one_line(flags_, message):
+    done = given("-m", "dapo_jax.train", *flags_)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"error: {message}")
+
+
 def test_a_command_takes_the_words(tmp_path):
     """The sweep prints the commands of its runs: the word is in each of them."""
     line = ("-m", "dapo_jax.sweep", "--config=configs/tiny.py", f"--workdir={tmp_path}")

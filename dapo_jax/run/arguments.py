@@ -183,5 +183,10 @@ def leftover(arguments: Sequence[str], known_flags: Mapping, config: ConfigDict 
         meant = f"--{near[0]}{equals}{value}"
     else:
         meant = None
-    hint = f"did you mean {meant}?" if meant else "flags begin with -- and have their value after ="
+    if meant:
+        hint = f"did you mean {meant}?"
+    elif equals and known:
+        hint = "it is no key of the recipe either; --help lists them all"
+    else:
+        hint = "flags begin with -- and have their value after ="
     return f"{first!r} is no flag and would be ignored; {hint}"

@@ -87,6 +87,11 @@ def end_all(message: str, *, code: int = 1) -> None:
         hosts.fail(message, code=code)
 
 
+def _has_several(message: str) -> bool:
+    """Whether the value that "flag --KEY=VALUE: what is wrong" refuses has a comma."""
+    return "," in message.partition(": ")[0]
+
+
 def parse_flags(argv: list[str]) -> list[str]:
     """absl's flags parser, with one line for a bad flag, key, value, preset or recipe file.
 
@@ -113,7 +118,7 @@ def parse_flags(argv: list[str]) -> list[str]:
         elif isinstance(error, flags.UnrecognizedFlagError):
             given = [text for text in argv[1:] if text.lstrip("-").startswith(error.flagname)]
             message = leftover(given, flags.FLAGS, recipe)
-        elif isinstance(error, flags.IllegalFlagValueError) and "," in message:
+        elif isinstance(error, flags.IllegalFlagValueError) and _has_several(message):
             message += ". (Several values: python -m dapo_jax.sweep --set KEY=V1,V2)"
         sys.exit(f"error: {message}")
     if left[1:]:

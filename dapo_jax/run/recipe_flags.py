@@ -124,6 +124,12 @@ def flag_error_line(error: Exception) -> str:
         while isinstance(error.args[0], Exception):
             error = error.args[0]
         return f"the recipe has no key {'; '.join(str(error.args[0]).splitlines())}"
+    if missing := re.fullmatch(r"flag --(\w+)=None: .* other than None\.", str(error)):
+        example = {"config": "configs/tiny.py", "workdir": "runs/mine"}.get(missing[1], "VALUE")
+        return f"--{missing[1]} is missing: --{missing[1]}={example}"
+    missing_file = r"Failed loading config file.*No such file.*: '(.+\.py)'$"
+    if file := re.search(missing_file, str(error), re.DOTALL):
+        return f"--config: there is no recipe {file[1]!r}"
     first, *traceback = str(error).splitlines()
     if not (isinstance(error, flags.Error) and traceback):
         return str(error)
