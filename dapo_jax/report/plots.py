@@ -106,7 +106,9 @@ def _draw(ax: Axes, title: str, lines: Mapping[str, Sequence[Line | None]], *, n
         ax.set(xticks=[], yticks=[])
     elif len(lines) > 1:
         beside_title = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
-        place = beside_title if all(noisy.values()) else {"loc": "best"}  # names may be long
+        room = ax.get_subplotspec().get_gridspec().ncols <= COLUMNS
+        # Names of evaluation sets may be long.
+        place = beside_title if room and all(noisy.values()) else {"loc": "best"}
         labels = [_label(name) for name in names]
         ax.legend(
             names.values(), labels, **place, borderaxespad=0.1, columnspacing=1.0, handlelength=2.0
