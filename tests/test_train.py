@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -182,6 +183,7 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
 
     new = lines(tmp_path / "new")
     assert "200 rows" in new
+    assert re.search(r"first prompt of data\.train, whose answer is '-?\d+':\n  \| Solve the", new)
     assert f"dry run: {tmp_path / 'new'} is not there yet; step 0 would be the first, of 3" in new
     assert not (tmp_path / "new").exists()
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}

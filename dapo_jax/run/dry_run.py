@@ -17,6 +17,7 @@ from dapo_jax.run.lock import NAME as LOCK
 from sharding import hosts
 
 MIB = 2**20
+SHOWN_CHARS = 1_000  # of a prompt
 
 
 def run(
@@ -41,12 +42,26 @@ def run(
     checks.check_divides(config, programs.mesh)
     hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
     data = build.load_data(config, tokenizer, training=True)
-    say("\n".join(data.report_lines()))
+    say("\n".join([*data.report_lines(), *example_lines(data)]))
     ours = identity.of_run(config, data) | {"origin": origin and str(origin)}
     if step is not None:
         _check_own(config, directory, step, ours, say)
     say("\n".join(memory_lines(programs)))
     say("\n".join(_next_lines(config, workdir, step, origin)))
+
+
+def example_lines(data: build.Data) -> list[str]:
+    """Shows the first prompt of each set as the policy reads it, and its answer."""
+    sets = data.train.sets | {name: of.dataset for name, of in data.eval_sets.items()}
+    lines = []
+    for key, dataset in sets.items():
+        example = dataset.prompts[0].example
+        text = example.text
+        if len(text) > SHOWN_CHARS:
+            text = f"{text[:SHOWN_CHARS]} [... {len(text) - SHOWN_CHARS:,} more characters]"
+        lines.append(f"the first prompt of {key}, whose answer is {example.answer!r}:")
+        lines += [f"  | {line}" for line in text.splitlines()]
+    return lines
 
 
 def device_bytes(tree) -> int:
