@@ -6,6 +6,7 @@ import json
 import pathlib
 import shutil
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from dapo_jax.audit import again, written
 from dapo_jax.audit.__main__ import audit, verdict
 from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding
 from dapo_jax.run import chain, digests, ending, provenance
+from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.files import MetricsWriter, append_line, read_rows, write_rollouts
 from dapo_jax.types import Group, Response, Verdict
 
@@ -405,7 +407,7 @@ def test_a_check_that_could_not_be_made_is_no_success():
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp_path):
+def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp_path, monkeypatch):
     """Stopped after two steps, a step's rows lost, and resumed."""
     config = small_config()
     config.num_steps = 2
@@ -413,7 +415,19 @@ def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')
     train.train(small_config(), tmp_path)
-    before = state_of(tmp_path)
+    before, kept = state_of(tmp_path), []
+
+    def stepping(*arguments, step=train.rl_step):
+        done = step(*arguments)
+        kept.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(done[0]))
+        return done
+
+    def restoring(*arguments, restore=Checkpoints.restore, **others):
+        assert not any(leaf() is not None for leaf in kept), "two training states at once"
+        return restore(*arguments, **others)
+
+    monkeypatch.setattr(train, "rl_step", stepping)
+    monkeypatch.setattr(Checkpoints, "restore", restoring)
     findings = [*audit(tmp_path, steps=3, seed=0)]
     assert [f for f in findings if f.kind != SAME] == []
     assert sum("done again: samples" in finding.what for finding in findings) == 3
@@ -427,3 +441,4 @@ def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp
     rows_with(tmp_path, forge)
     lines = wrong([*audit(tmp_path, steps=3, seed=0)])
     assert "step 2 done again has other entropy" in lines
+    assert kept

@@ -134,7 +134,9 @@ def _again(
     ours = identity.of_run(config, data) | {"origin": None}
     same = functools.partial(identity.require_same, ours=ours, report=logging.warning)
     shared, config.log.writers = None, ()  # it tells nobody else
+    begun = state = progress = None
     for base in sorted({*saved, *last}):
+        del begun, state, progress  # the devices have room for one training state
         if base in saved:
             checkpoints = Checkpoints(run.checkpoints, keep=None)
             try:
@@ -146,6 +148,7 @@ def _again(
             _, state, progress, *_ = restore.forked(programs, ours, origin)
         else:
             state, progress = programs.start_state(), restore.new_progress()
+        begun = None
         if base not in last:
             continue
         begun = restore.Begun(base, state, progress, run.checkpoints, None)
