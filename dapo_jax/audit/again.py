@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from dapo_jax import carry_over, train
-from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
+from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
 from dapo_jax.report.events import spans
 from dapo_jax.run import build, chain, checks, identity, provenance, restore
@@ -49,7 +49,7 @@ def check(run: Written, *, steps: int, seed: int) -> Iterator[Finding]:
         yield from _check(run, steps, random.Random(seed), f"--seed={seed}")
     except DamagedError as error:
         yield Finding(WRONG, str(error))
-    except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, *NOT_AS_WRITTEN) as error:
         # The latter of a config.json that is no recipe.
         yield Finding(REFUSED, f"no step can be done again: {error or type(error).__name__}")
 
