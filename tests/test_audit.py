@@ -6,6 +6,7 @@ import json
 import pathlib
 import shutil
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from dapo_jax.audit import again, written
 from dapo_jax.audit.__main__ import audit, verdict
 from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding
 from dapo_jax.run import chain, digests, ending, provenance
+from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.files import MetricsWriter, append_line, read_rows, write_rollouts
 from dapo_jax.types import Group, Response, Verdict
 
@@ -289,6 +291,46 @@ TAMPERINGS = {
         replaced("checkpoints/3/progress/metadata", b'"cursor": 0', b'"cursor": 8'),
         "checkpoint 3: its progress",
     ),
+    "the order of keys": (
+        lambda w: rows_with(w, lambda r: r.append(dict(reversed(r.pop().items())))),
+        "metrics.jsonl: not what was there",
+    ),
+    "half a row behind the last": (
+        lambda w: (w / "metrics.jsonl").open("ab").write(b'{"step": 3, "lo'),
+        "not written as the run writes it",
+    ),
+    "a link to nothing": (
+        lambda w: (w / "rollouts" / "7.jsonl.gz").symlink_to("nothing"),
+        "rollouts/7.jsonl.gz: no row has it",
+    ),
+    "an end that says more": (
+        replaced("seal.json", b'"files": {', b'"more": 1,\n "files": {'),
+        "seal.json: not of these rows",
+    ),
+    "an end of another form": (
+        lambda w: (w / "seal.json").write_text('{"rows": 3, "files": [1]}'),
+        "seal.json: not of these rows",
+    ),
+    "a number as text": (
+        lambda w: rows_with(w, lambda r: r[1].update(loss="low")),
+        "tensorboard: not what a run writes (TypeError",
+    ),
+    "a digest that is a list": (
+        lambda w: rows_with(w, lambda r: r[1].update({"sealed/starts.jsonl": [1]})),
+        "starts.jsonl: not what a run writes (TypeError",
+    ),
+    "a recipe of another form": (
+        replaced("config.json", b'"checkpoint": {', b'"checkpoint": 1, "old": {'),
+        "checkpoints: not what a run writes (AttributeError",
+    ),
+    "a row without a bottom": (
+        lambda w: (w / "metrics.jsonl").write_text("[" * 100_000 + "\n"),
+        "nested too deeply",
+    ),
+    "no manifest": (
+        lambda w: (w / "checkpoints" / "3" / "manifest" / "metadata").write_text("null"),
+        "checkpoint 3: its files (",
+    ),
     "a checkpoint gone": (lambda w: shutil.rmtree(w / "checkpoints"), "metadata: gone"),
     "a forged chain": (forged, "tensorboard: other numbers than the rows' at step 1"),
 }
@@ -317,6 +359,49 @@ def test_what_others_write_into_the_directory_is_named(copy):
     assert wrong(findings) == []
     (line,) = (f.what for f in findings if f.kind == UNCHECKED and "no digest of" in f.what)
     assert line == "no digest of: eval/3.a.t1_p1_k4_dapo_s0.0123ab.json, report.html"
+
+
+def test_what_report_draws_anew_is_no_alarm(copy):
+    """It writes a curves.png too, with the folder's name of today."""
+    ending.remove(copy)
+    (copy / "report.html").write_text("of a run that was going on")
+    ending.write(copy)
+    for name in ("curves.png", "report.html"):
+        (copy / name).write_text("of today")
+    findings = found(copy)
+    assert wrong(findings) == []
+    assert any("curves.png: another one" in f.what for f in findings if f.kind == UNCHECKED)
+
+
+@pytest.mark.parametrize("name", ["rollouts", "checkpoints", "eval", "tensorboard"])
+def test_a_folder_may_lie_on_another_disk(copy, name):
+    (copy / name).rename(copy.parent / "elsewhere")
+    (copy / name).symlink_to(copy.parent / "elsewhere")
+    assert wrong(found(copy)) == []
+    assert ending.files_in(copy).keys() >= {"curves.png", "rollouts/1.jsonl.gz"}
+    (copy / "more").symlink_to(copy)  # is named, not followed
+    (line,) = (f.what for f in found(copy) if f.kind == UNCHECKED and "no digest of" in f.what)
+    assert line == "no digest of: more"
+
+
+@pytest.mark.parametrize("left", [1, 40])
+def test_what_a_kill_cut_short_is_no_alarm(copy, left):
+    """A row's last line, and a line of starts.jsonl with a whole one after it."""
+    ending.remove(copy)
+    replaced("config.json", b'"num_steps": 3', b'"num_steps": 9')(copy)
+    config = CONFIG | {"num_steps": 9}
+    with (copy / "starts.jsonl").open("ab") as file:
+        file.write(b'{"time": "2026-01-01T00:00:00+00:00", "ho'[:left])
+    write_start(copy, config, origin=None, commit="1")
+    with (copy / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "loss": 0.25, "seconds/total": 1'[:left])
+    findings = found(copy)
+    assert wrong(findings) == []
+    lines = [f.what for f in findings if f.kind == UNCHECKED]
+    assert "metrics.jsonl: its last line has no end yet" in lines
+    assert "starts.jsonl: line 3 was cut short by a kill" in lines
+    replaced("starts.jsonl", b'{"' if left > 1 else b"{\n{", b"{'" if left > 1 else b"}\n{")(copy)
+    assert wrong(found(copy))
 
 
 def test_a_run_of_an_earlier_version_is_said(copy):
@@ -405,7 +490,7 @@ def test_a_check_that_could_not_be_made_is_no_success():
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp_path):
+def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp_path, monkeypatch):
     """Stopped after two steps, a step's rows lost, and resumed."""
     config = small_config()
     config.num_steps = 2
@@ -413,8 +498,21 @@ def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')
     train.train(small_config(), tmp_path)
-    before = state_of(tmp_path)
+    before, kept = state_of(tmp_path), []
+
+    def stepping(*arguments, step=train.rl_step):
+        done = step(*arguments)
+        kept.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(done[0]))
+        return done
+
+    def restoring(*arguments, restore=Checkpoints.restore, **others):
+        assert not any(leaf() is not None for leaf in kept), "two training states at once"
+        return restore(*arguments, **others)
+
+    monkeypatch.setattr(train, "rl_step", stepping)
+    monkeypatch.setattr(Checkpoints, "restore", restoring)
     findings = [*audit(tmp_path, steps=3, seed=0)]
+    assert kept
     assert [f for f in findings if f.kind != SAME] == []
     assert sum("done again: samples" in finding.what for finding in findings) == 3
     assert state_of(tmp_path) == before

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from absl import flags
 
 from dapo_jax.audit import again, events, written
-from dapo_jax.audit.findings import REFUSED, UNCHECKED, WRONG, Finding
+from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, UNCHECKED, WRONG, Finding, guarded
 from dapo_jax.run import command, compiled
 from dapo_jax.run.files import read_json
 from sharding import hosts
@@ -42,11 +42,14 @@ def audit(
     except ValueError as error:
         yield Finding(WRONG, str(error))
         return
+    except RecursionError:
+        yield Finding(WRONG, "metrics.jsonl: a row is nested too deeply to be read")
+        return
     if not run.rows:
         raise ValueError(f"{workdir}/metrics.jsonl has no rows yet: there is nothing to audit")
     yield from written.check(run, digest)
     if (workdir / "tensorboard").is_dir():
-        yield from events.check(run)
+        yield from guarded("tensorboard", events.check(run))
     else:
         yield Finding(WRONG, "tensorboard: gone")
     yield from again.check(run, steps=steps, seed=seed)
@@ -65,7 +68,7 @@ def verdict(findings: list[Finding]) -> tuple[str, int]:
 
 def cpu_devices(workdir: pathlib.Path) -> int:
     """Into how many devices the run's recipe splits the CPUs."""
-    with contextlib.suppress(OSError, ValueError):  # the audit will say it
+    with contextlib.suppress(OSError, *NOT_AS_WRITTEN):  # the audit will say it
         return int(read_json(workdir / "config.json").get("mesh", {}).get("cpu_devices", 0))
     return 0
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from dapo_jax import carry_over, train
-from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
+from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
 from dapo_jax.report.events import spans
 from dapo_jax.run import build, chain, checks, identity, provenance, restore
@@ -49,7 +49,7 @@ def check(run: Written, *, steps: int, seed: int) -> Iterator[Finding]:
         yield from _check(run, steps, random.Random(seed), f"--seed={seed}")
     except DamagedError as error:
         yield Finding(WRONG, str(error))
-    except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, *NOT_AS_WRITTEN) as error:
         # The latter of a config.json that is no recipe.
         yield Finding(REFUSED, f"no step can be done again: {error or type(error).__name__}")
 
@@ -134,7 +134,9 @@ def _again(
     ours = identity.of_run(config, data) | {"origin": None}
     same = functools.partial(identity.require_same, ours=ours, report=logging.warning)
     shared, config.log.writers = None, ()  # it tells nobody else
+    begun = state = progress = None
     for base in sorted({*saved, *last}):
+        del begun, state, progress  # the devices have room for one training state
         if base in saved:
             checkpoints = Checkpoints(run.checkpoints, keep=None)
             try:
@@ -146,6 +148,7 @@ def _again(
             _, state, progress, *_ = restore.forked(programs, ours, origin)
         else:
             state, progress = programs.start_state(), restore.new_progress()
+        begun = None
         if base not in last:
             continue
         begun = restore.Begun(base, state, progress, run.checkpoints, None)

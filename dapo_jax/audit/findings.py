@@ -1,8 +1,15 @@
 """What an audit finds: one line a thing that was looked at. Host only."""
 
 import dataclasses
+from collections.abc import Iterator
 
 SAME, WRONG, UNCHECKED, REFUSED = "ok", "WRONG", "not checked", "REFUSED"
+
+# What reading raises where other values, or kinds of values, are there than those written.
+NOT_AS_WRITTEN = (
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError),
+    *(ArithmeticError, RecursionError, NotImplementedError),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +25,19 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.kind:<12} {self.what}"
+
+
+def guarded(what: str, check: Iterator[Finding]) -> Iterator[Finding]:
+    """Yields a check's findings; what it cannot read is wrong, and the other checks go on."""
+    try:
+        yield from check
+    except NOT_AS_WRITTEN as error:
+        yield Finding(WRONG, f"{what}: not what a run writes ({said(error)})")
+
+
+def said(error: BaseException) -> str:
+    """An error's kind and the beginning of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def listed(names, *, limit: int = 6) -> str:

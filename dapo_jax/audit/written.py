@@ -9,22 +9,25 @@ import functools
 import hashlib
 import json
 import pathlib
-import re
 from collections.abc import Iterator
 
 from etils import epath
 
-from dapo_jax.audit.findings import SAME, UNCHECKED, WRONG, Finding, listed
+from dapo_jax.audit.findings import (
+    NOT_AS_WRITTEN,
+    SAME,
+    UNCHECKED,
+    WRONG,
+    Finding,
+    guarded,
+    listed,
+    said,
+)
 from dapo_jax.run import chain, ending
 from dapo_jax.run.files import json_line, read_json, read_rows
 
-# A run's own names: one of them that no row and no seal knows was added.
-OWN = re.compile(
-    r"rollouts/(?P<rollout>\d+)\.jsonl\.gz|eval/(?P<eval>\d+)(\.\w+)?\.(json|jsonl\.gz)"
-    r"|checkpoints/(?P<checkpoint>\d+)/.*|metrics\.cut-\d+\.jsonl|tensorboard/.*"
-    r"|config\.json|log\.txt|curves\.png|timeline\.png"
-)
 LOCK = "run.lock"
+DRAWN, PAGE = "curves.png", "report.html"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +82,16 @@ class Written:
 
 
 def read(workdir: pathlib.Path) -> Written:
-    """Reads a run's directory. ValueError or FileNotFoundError where its rows cannot be read."""
+    """Reads a run's directory; raises where its rows cannot be read."""
     path, starts = workdir / "metrics.jsonl", workdir / "starts.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --workdir={workdir} holds no training run")
     rows, config, end = read_rows(path), {}, None
-    with contextlib.suppress(ValueError, OSError):  # `config_file` says it
+    with contextlib.suppress(ValueError, OSError, RecursionError):  # `config_file` says it
         config = read_json(workdir / "config.json")
     if (workdir / ending.NAME).is_file():
         end = {}
-        with contextlib.suppress(ValueError):  # `end` says it
+        with contextlib.suppress(ValueError, RecursionError):  # `end` says it
             end = read_json(workdir / ending.NAME)
     return Written(
         workdir=workdir,
@@ -112,13 +115,13 @@ def check(run: Written, digest: str | None) -> Iterator[Finding]:
             WRONG, "metrics.jsonl: no row has a chain: an earlier version's, or it was taken out"
         )
         return
-    yield from rows(run)
-    yield from starts(run)
-    yield from config_file(run)
-    yield from files(run)
-    yield from end(run)
-    yield from checkpoints(run)
-    yield from others(run)
+    yield from guarded("metrics.jsonl", rows(run))
+    yield from guarded("starts.jsonl", starts(run))
+    yield from guarded("config.json", config_file(run))
+    yield from guarded("metrics.jsonl's digests of files", files(run))
+    yield from guarded(ending.NAME, end(run))
+    yield from guarded("checkpoints", checkpoints(run))
+    yield from guarded("the directory", others(run))
     if digest is not None:
         yield published(run, digest)
 
@@ -131,8 +134,11 @@ def rows(run: Written) -> Iterator[Finding]:
     steps = [row["step"] for row in run.rows]
     if steps != [*range(run.begin_step, run.begin_step + len(steps))]:
         yield Finding(WRONG, f"metrics.jsonl: its rows are of the steps {listed(steps, limit=20)}")
-    bytes_ = [json_line(row) for row in run.rows]
-    if bytes_ != run.lines:
+    lines = run.lines
+    if run.end is None and not lines[-1].endswith(b"\n"):  # being written, or cut by a kill
+        yield Finding(UNCHECKED, "metrics.jsonl: its last line has no end yet")
+        lines = [*lines[:-1], lines[-1] + b"\n"][: len(run.rows)]
+    if [json_line(row) for row in run.rows] != lines:
         yield Finding(WRONG, "metrics.jsonl: a row is not written as the run writes it")
     before, sealed, chained = run.rows[0].get(chain.BEFORE, ""), "", False
     wrong = []
@@ -172,8 +178,11 @@ def starts(run: Written) -> Iterator[Finding]:
     """Checks starts.jsonl: each line sealed with those before, and known to the rows after it."""
     from dapo_jax.run import provenance  # it imports jax
 
-    wrong, old, known = [], 0, False
+    wrong, old, known, torn = [], 0, False, []
     for number, (before, line) in enumerate(run.starts_bytes, start=1):
+        if _torn(line):
+            torn.append(number)  # a kill in a line; the seal of a line after it has its bytes too
+            continue
         try:
             start = json.loads(line)
             known = known or "seal" in start
@@ -181,7 +190,7 @@ def starts(run: Written) -> Iterator[Finding]:
                 old += 1
                 continue
             good = start["seal"] == provenance.seal(before, start) and json_line(start) == line
-        except (ValueError, KeyError, TypeError):
+        except NOT_AS_WRITTEN:
             good = False
         if not good:
             wrong.append(number)
@@ -193,8 +202,20 @@ def starts(run: Written) -> Iterator[Finding]:
         yield Finding(WRONG, f"starts.jsonl: line {listed(wrong)} is not what the run wrote")
     if old:
         yield Finding(UNCHECKED, f"starts.jsonl: {old} starts are of an earlier version")
+    if torn:
+        yield Finding(UNCHECKED, f"starts.jsonl: line {listed(torn)} was cut short by a kill")
     if not (lost or wrong):
-        yield Finding(SAME, f"starts.jsonl: {len(run.starts_bytes) - old} starts")
+        yield Finding(SAME, f"starts.jsonl: {len(run.starts_bytes) - old - len(torn)} starts")
+
+
+def _torn(line: bytes) -> bool:
+    """Whether a line is the beginning of one: a start whose write was cut."""
+    try:
+        json.loads(line)
+    except ValueError:
+        beginning = b'{"time": "'[: len(line.rstrip(b"\n"))]
+        return bool(beginning) and line.startswith(beginning)
+    return False
 
 
 def config_file(run: Written) -> Iterator[Finding]:
@@ -207,7 +228,7 @@ def config_file(run: Written) -> Iterator[Finding]:
         seen = seen or whole == run.rows[-1].get(chain.STARTS)
         try:
             allowed |= {json.loads(line)["config_sha256"]} if seen else set()
-        except (ValueError, KeyError, TypeError):
+        except NOT_AS_WRITTEN:
             continue  # `starts` says it
     content = (json.dumps(run.config, indent=1) + "\n").encode()
     good = path.is_file() and path.read_bytes() == content
@@ -240,22 +261,29 @@ def end(run: Written) -> Iterator[Finding]:
         yield Finding(WRONG if done else UNCHECKED, f"{ending.NAME}: {text}")
         return
     path = run.workdir / ending.NAME
-    content = json.dumps(run.end, indent=1) + "\n"
-    ours = {"rows": len(run.rows), "seal": run.rows[-1].get(chain.SEAL)}
-    theirs = {key: run.end.get(key) for key in ours}
-    if path.read_bytes() != content.encode() or theirs != ours:
+    sealed = sealed_files(run)
+    ours = {"rows": len(run.rows), "seal": run.rows[-1].get(chain.SEAL), "files": sealed}
+    if path.read_bytes() != (json.dumps(ours, indent=1) + "\n").encode():
         yield Finding(WRONG, f"{ending.NAME}: not of these rows")
-    sealed = run.end.get("files", {})
     wrong = [
         name
         for name, digest in sealed.items()
         if name not in run.files or chain.of_file(run.files[name]) != digest
     ]
+    if DRAWN in wrong and {DRAWN, PAGE} <= run.files.keys():
+        wrong.remove(DRAWN)
+        yield Finding(UNCHECKED, f"{DRAWN}: another one, which `report` draws beside {PAGE}")
     for name in wrong:
         what = "not what was there at the run's end" if name in run.files else "gone"
         yield Finding(WRONG, f"{name}: {what}")
     if not wrong:
-        yield Finding(SAME, f"{len(sealed)} other files, as {ending.NAME} has them")
+        yield Finding(SAME, f"the other files, {len(sealed)} in {ending.NAME}")
+
+
+def sealed_files(run: Written) -> dict[str, str]:
+    """Returns the digests that seal.json has; {} where it is not what a run writes."""
+    found = (run.end or {}).get("files")
+    return found if isinstance(found, dict) else {}
 
 
 def checkpoints(run: Written) -> Iterator[Finding]:
@@ -288,8 +316,8 @@ def checkpoints(run: Written) -> Iterator[Finding]:
                 "its row": chain.plain_value(chain.untimed(progress["row"])) != chain.untimed(row),
             }
             wrong = [what for what, is_wrong in faults.items() if is_wrong]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            wrong = [f"its files ({error})"]
+        except (OSError, *NOT_AS_WRITTEN) as error:
+            wrong = [f"its files ({said(error)})"]
         if wrong:
             yield Finding(WRONG, f"{name}: {listed(wrong)}: not what the rows say")
         else:
@@ -304,26 +332,26 @@ def saved_steps(run: Written) -> list[int]:
 
 def others(run: Written) -> Iterator[Finding]:
     """Names the files that nothing has a digest of; the run's own names were added."""
-    sealed = (run.end or {}).get("files", {})
-    checked = {*run.known, *sealed, "config.json"}
+    checked = {*run.known, *sealed_files(run), "config.json", "metrics.jsonl"}
     left = [name for name in run.files if name not in checked]
+    left += ending.no_files_in(run.workdir)
     last, unchecked = run.rows[-1]["step"], []
     for name in left:
-        match = OWN.fullmatch(name)
+        match = ending.OWN.fullmatch(name)
         step = match and next((int(n) for n in match.groupdict().values() if n), None)
         going_on = run.end is None and (step is None or step > last)
         of_checkpoint = match and match["checkpoint"]
-        arrays = of_checkpoint and ending.is_arrays(name, run.files[name])
+        arrays = name in run.files and ending.is_arrays(name, run.files[name])
         earlier = any(chain.CHAIN not in row for row in run.rows)
         if not match or going_on or arrays or earlier or (of_checkpoint and run.end is None):
             unchecked.append(name)
         else:
             yield Finding(WRONG, f"{name}: no row has it, the run did not write it")
-    of_saves = [name for name in unchecked if name.startswith("checkpoints/")]
+    of_saves = [name for name in unchecked if ending.OF_CHECKPOINT.match(name)]
     if of_saves:
         text = "by what they restore to alone, in a re-execution"
         yield Finding(UNCHECKED, f"{len(of_saves)} files of checkpoints: {text}")
-    if rest := [name for name in unchecked if not name.startswith("checkpoints/")]:
+    if rest := [name for name in unchecked if name not in of_saves]:
         yield Finding(UNCHECKED, f"no digest of: {listed(rest, limit=20)}")
 
 
