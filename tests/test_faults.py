@@ -4,7 +4,8 @@ import pytest
 
 from experiments.faults import parts
 
-SLOW = ("tamper",)  # its audits do steps again
+# Audits that do steps again, and real runs that are killed and started again.
+SLOW = ("tamper", "kills", "processes")
 
 
 @pytest.mark.parametrize(

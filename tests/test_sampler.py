@@ -479,7 +479,12 @@ def chi_square(token_N, prob_V) -> float:
 
 @pytest.mark.parametrize(
     ("ways", "limits", "temperature"),
-    [(1, FULL, 1.0), (2, FULL, 0.6), (4, LIMITS[1], 1.0), (1, LIMITS[2], 1.5)],
+    [
+        pytest.param(1, FULL, 1.0, marks=pytest.mark.slow),
+        (2, FULL, 0.6),
+        (4, LIMITS[1], 1.0),
+        (1, LIMITS[2], 1.5),
+    ],
 )
 def test_samples_of_a_real_vocabulary_follow_its_distribution(ways, limits, temperature):
     logits_V = qwen_logits(1, spread=3.0, temperature=temperature)

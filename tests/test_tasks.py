@@ -240,6 +240,7 @@ def workdir(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_training_on_a_task_of_ones_own(workdir):
     """The rewards are the task's scores, and advantages follow them."""
     (row,) = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
