@@ -26,6 +26,7 @@ def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
             "step": step,
             "accuracy/mean": value,
             "entropy": 0.5 - 0.01 * step,
+            "grad_norm": 0.1,
             "sampled_tokens_total": 1000 * (step + 1),
             "seconds/total": 36.0,
             "updates": 16,
@@ -243,7 +244,7 @@ def test_the_papers_curves_are_over_rollout_steps(tmp_path):
     }
     assert panels["policy entropy, nats"]["paper"] == found["entropy"]
     assert panels["accuracy"]["paper"] == found["eval"]
-    assert panels["clipped tokens"]["paper"] == []
+    assert panels["gradient norm before clipping"]["paper"] == []
     path.write_text('{"other": 1}')
     with pytest.raises(ValueError, match=r"paper\.json has none of the paper's curves .*--paper"):
         paper.read(path)

@@ -226,6 +226,19 @@ def test_figures_of_rows_with_missing_keys(tmp_path):
             assert _png_size(tmp_path / "figure.png")[0] == 1600
 
 
+def test_what_a_recipe_does_not_use_has_no_panel():
+    """curves.png of every run without carry-over had a panel "staleness" that said "no data"."""
+    plain = Run(rows=[{"step": 0, "clip_fraction/high": 0.1}], evaluations={}, config={})
+    carries = Run(rows=[{"step": 0, "staleness/tokens_fraction": 0.0}], evaluations={}, config={})
+    by_title = {panel.title: panel for panel in curves.panels({"a": plain}, split=False)}
+    assert "staleness" not in by_title
+    assert [curve.name for curve in by_title["clipped tokens"].curves] == ["high"]
+    both = curves.panels({"a": plain, "b": carries}, split=False)
+    assert {"staleness", "clipped tokens"} <= {panel.title for panel in both}
+    none_yet = curves.panels({"a": Run(rows=[], evaluations={}, config={})}, split=False)
+    assert {"staleness", "clipped tokens"} <= {panel.title for panel in none_yet}
+
+
 def test_an_evaluation_set_that_only_one_run_has(tmp_path):
     """A report of two experiments with different sets ended with "a cannot be empty"."""
     with_set, without = (load_run(_make_run(tmp_path / name)) for name in ("a", "b"))

@@ -137,11 +137,14 @@ def mean_scores(runs: Mapping[str, Run]) -> list[Curve]:
 def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
     """The panels that METRICS names, the evaluations with the accuracy in training.
 
+    A curve of which no row has a value is left out, and a panel with no curve: a part of the
+    package that the recipe does not use. Before the first row all are there.
     split: each curve in a panel of its own, as several arms need it.
     """
+    known = {key for run in runs.values() for row in run.rows for key in row}
     by_title: dict[str, Panel] = {}
     for metric in METRICS:
-        if metric.panel:
+        if metric.panel and (metric.key in known or metric.key == ACCURACY or not known):
             panel = by_title.setdefault(
                 metric.panel, Panel(metric.panel, metric.unit, metric.log, [])
             )
@@ -149,7 +152,7 @@ def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
             panel.curves.append(metric_curve(metric.key, name))
             if metric.key == ACCURACY:
                 panel.curves.extend(mean_scores(runs))
-    for key in sorted({key for run in runs.values() for row in run.rows for key in row}):
+    for key in sorted(known):
         if key.startswith(TASK):
             name = key.removeprefix(TASK).replace("_", " ")
             by_title[key] = Panel(f"{name}, the task's own", "", False, [metric_curve(key, name)])

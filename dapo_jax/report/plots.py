@@ -224,8 +224,7 @@ def curves(runs: Mapping[str, Run]) -> Figure:
     """A run, or the arms of several over each other, over the steps: the panels of METRICS.
 
     Thin lines are single steps, thick ones centred rolling means (runs of SMOOTHED_ROWS rows or
-    more). An arm of several seeds is their mean, in a band from the lowest to the highest. Missing
-    keys leave a panel with "no data".
+    more). An arm of several seeds is their mean, in a band from the lowest to the highest.
     """
     names = list(arms(runs))
     shown = {  # the seconds, of which there may be several, are one

@@ -246,7 +246,7 @@ METRICS: list[Metric] = [
            panel="policy entropy, nats", line="entropy", summary="entropy"),
     Metric("entropy_first", "nats", "That of the run's first step with an update."),
     Metric("mean_prob", "probability", "Probability of the trained tokens.", form="{:.3f}",
-           panel="mean probability of sampled tokens", summary="mean token probability"),
+           panel="mean token probability", summary="mean token probability"),
     Metric("kl", "nats", "KL divergence from the start policy; 0 where its coefficient is."),
     Metric("clip_fraction/high", "share", "Tokens clipped at the upper bound of the ratio.",
            panel="clipped tokens"),
