@@ -86,6 +86,11 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
             r"data.train.path = 'sums.csv', but data.train.kind = 'arithmetic' gen.*kind to .*csv",
         ),
         ({"kind": "arithmetic", "answer_field": "sum"}, "data.train.answer_field = 'sum', but "),
+        (
+            {"task": COUNTDOWN, "answer_field": "sum"},
+            r"answer_field = 'sum', but .* takes no answer_field .*answer_field=\)",
+        ),
+        ({"task": "reasoning_gym", "path": "x.csv"}, "takes no path and would ignore it"),
     ],
 )
 def test_a_task_that_cannot_be_made_is_named_with_what_there_is(settings, message):

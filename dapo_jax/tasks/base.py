@@ -13,7 +13,7 @@ import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Protocol
 
@@ -57,10 +57,10 @@ def make_task(key: str, settings: Mapping) -> Task:
     "module:Class"; "": the built-in one for settings["kind"]. Raises DataError where there is no
     such task, or where it takes other settings.
     """
-    _check_read(key, settings)
     name = settings["task"] or ("arithmetic" if settings["kind"] == "arithmetic" else "math")
     task_class = _task_class(f"{key}.task = {name!r}", BUILT_IN.get(name, name))
     signature = inspect.signature(task_class)
+    _check_read(key, settings, name, signature.parameters)
     arguments = {name: settings[name] for name in signature.parameters if name in settings}
     arguments |= settings["args"]
     try:
@@ -72,16 +72,19 @@ def make_task(key: str, settings: Mapping) -> Task:
     return task_class(**arguments)
 
 
-def _check_read(key: str, settings: Mapping) -> None:
-    """Refuses a file that nothing would read, since the recipe's set is generated."""
-    if settings["task"] or settings["kind"] != "arithmetic":
-        return
-    for name in ("path", "prompt_field", "answer_field"):
-        if settings[name]:
+def _check_read(key: str, settings: Mapping, task: str, taken: Container[str]) -> None:
+    """Refuses settings of a file or its rows that the task, which takes others, would ignore."""
+    for name in ("path", "prompt_field", "answer_field", "template"):
+        if settings[name] and name not in taken:
+            what = f"{key}.{name} = {settings[name]!r}, but "
+            if settings["task"]:
+                raise DataError(
+                    f"{what}{key}.task = {task!r} takes no {name} and would ignore it; leave it "
+                    f"empty ({key}.{name}=), or give the task that argument"
+                )
             raise DataError(
-                f"{key}.{name} = {settings[name]!r}, but {key}.kind = 'arithmetic' generates its "
-                f"problems and reads no file; set {key}.kind to the file's: csv, jsonl, ... "
-                "(dapo_jax/tasks/README.md)"
+                f"{what}{key}.kind = 'arithmetic' generates its problems and prompts; set "
+                f"{key}.kind to a file's: csv, jsonl, ... (dapo_jax/tasks/README.md)"
             )
 
 
