@@ -7,7 +7,8 @@
 The first evaluates the checkpoint after N rollout steps (default: the newest) of the run in DIR,
 which may be going on. The config has to be the run's in all that makes the policy; how it is
 evaluated may differ. The second evaluates a Hugging Face directory as it is, with no recipe and no
-run (configs/any_model.py); a temperature of 0 is greedy decoding. Both write
+run (configs/any_model.py); a temperature of 0 is greedy decoding. One that was interrupted goes on
+with the groups that it had finished when the same command is given again. Both write
 DIR/eval/N.<set>.<settings>.json, the responses beside it, and a page to read them;
 `python -m dapo_jax.report --evaluation=FILE --evaluation=FILE` compares two, problem by problem.
 """
@@ -18,6 +19,7 @@ import math
 import pathlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -28,8 +30,9 @@ from configs.base import eval_settings
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
-from dapo_jax.run import build, checks, command, compiled
+from dapo_jax.run import build, checks, command, compiled, digests
 from dapo_jax.run import policy as policies
+from dapo_jax.run.begun import Begun
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.metrics import TASK, mean_measures
 from dapo_jax.run.record import (
@@ -99,20 +102,35 @@ class Evaluation:
     All requests are submitted at once: where this is done first, the tails of training's groups and
     theirs overlap. What each gives depends on the weights alone. Use it as a context manager.
 
-    first_stream: of the session's streams that of the first set; the others' follow.
+    first_stream: of the session's streams that of the first set; the others' follow. begun: each
+    set's finished groups of before, which are not sampled again, and where it keeps the others.
     """
 
-    def __init__(self, session: Session, sets: Mapping[str, build.EvalSet], *, first_stream: int):
+    def __init__(
+        self,
+        session: Session,
+        sets: Mapping[str, build.EvalSet],
+        *,
+        first_stream: int,
+        begun: Mapping[str, Begun] = MappingProxyType({}),
+    ):
         self._session = session
+        self._begun = begun
         self._sets = dict(enumerate(sets.items(), start=first_stream))
         self._groups: list[Group] = []
         # Not through `self`: in a cycle the session, with its pages and the weights, would outlive
         # its last use until Python looks for cycles.
         graders = {stream: chosen.dataset.grade for stream, (_, chosen) in self._sets.items()}
         self._grading = Grading(lambda group: graders[group.stream](group))
-        for stream, (_, chosen) in self._sets.items():
+        finished = []
+        for stream, (name, chosen) in self._sets.items():
+            before = begun[name].responses if name in begun else {}
             for cursor, prompt in enumerate(chosen.dataset.prompts):
-                session.submit(cursor, prompt, group_size=chosen.k, stream=stream)
+                if cursor in before:
+                    finished.append(Group(cursor, prompt, before[cursor], stream))
+                else:
+                    session.submit(cursor, prompt, group_size=chosen.k, stream=stream)
+        self._groups += self._grading.exchange(finished)
 
     def __enter__(self) -> "Evaluation":
         return self
@@ -122,6 +140,8 @@ class Evaluation:
 
     def take(self, finished: Sequence[Group]) -> None:
         """Takes finished groups of the sets; they are graded behind the decoding."""
+        for group in finished if self._begun else ():
+            self._begun[self._sets[group.stream][0]].add(group)
         self._groups += self._grading.exchange(finished)
 
     def finish(
@@ -164,13 +184,14 @@ def evaluate(
     *,
     report: Callable[[str], None],
     keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
+    begun: Mapping[str, Begun] = MappingProxyType({}),
 ) -> dict[str, dict[str, float]]:
     """Evaluates the sets alone, with programs for them. `params` are the sampler's.
 
-    keep: is given each set's name and groups of responses.
+    keep: is given each set's name and groups of responses. begun: as of `Evaluation`.
     """
     session = Session(programs.engine, params, *streams(config, sets))
-    with Evaluation(session, sets, first_stream=0) as evaluation:
+    with Evaluation(session, sets, first_stream=0, begun=begun) as evaluation:
         return evaluation.finish(report=report, keep=keep)
 
 
@@ -203,16 +224,23 @@ def main(_):
     of = model_and_data if MODEL.value else run_and_data
     step, policy, data = of(config, workdir, say)
     settings = settings_of(config, policies.named(config) if MODEL.value else None)
+    file = {name: f"{step}.{name}.{settings_label(settings[name])}" for name in data.eval_sets}
+    digest = digests.of_state(policy.weights, digests.sums_on_devices(policy.weights))
+    begun = {
+        name: Begun(workdir, file[name], policy=digest, prompts=it.dataset.prompts, k=it.k, say=say)
+        for name, it in data.eval_sets.items()
+    }
 
     def keep(name, groups):
         if hosts.is_main_host():
-            label = settings_label(settings[name])
-            write_responses(workdir, f"{step}.{name}.{label}", groups)
+            write_responses(workdir, file[name], groups)
 
     results = evaluate(
-        config, policy.programs, policy.weights, data.eval_sets, report=say, keep=keep
+        config, policy.programs, policy.weights, data.eval_sets, report=say, keep=keep, begun=begun
     )
     paths = write_own_results(workdir, step, results, settings)
+    for of_set in begun.values():
+        of_set.remove()
     say(evaluation_line(step, result_row(results)))
     for name, scores in results.items():
         say(interval_line(name, scores, settings[name]))

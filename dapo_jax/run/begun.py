@@ -1,0 +1,92 @@
+"""The finished groups of an evaluation, on disk until it has its result.
+
+An evaluation that is interrupted goes on with them, bit by bit as if it had not been: what a
+request samples depends on the weights, its stream and its place there alone.
+"""
+
+import base64
+import pathlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from dapo_jax.run.digests import of_json
+from dapo_jax.run.files import append_line, atomic_file, json_line, read_starts
+from dapo_jax.types import Group, Prompt, Response
+from sharding import hosts
+
+
+class Begun:
+    """The finished groups of one set, in eval/<name>.begun.jsonl; a line each.
+
+    policy: a digest of the weights. Groups of another policy are deleted, those of another prompt
+    are left out. All processes make it; process 0 reads and writes.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        name: str,
+        *,
+        policy: str,
+        prompts: Sequence[Prompt],
+        k: int,
+        say: Callable[[str], None],
+    ):
+        self._path = workdir / "eval" / f"{name}.begun.jsonl"
+        self._say, self._keeps = say, hosts.is_main_host()
+        self._prompt = [of_json(list(map(int, prompt.token_ids))) for prompt in prompts]
+        first, *rows = hosts.on_main(lambda: read_starts(self._path)) or [{}]
+        rows = rows if first.get("policy") == policy else []
+        self.responses = {row["cursor"]: row for row in rows if self._is_one(row, k)}
+        if self._keeps:
+            with atomic_file(self._path) as file:
+                for row in ({"policy": policy}, *self.responses.values()):
+                    file.write(json_line(row))
+        self.responses = {cursor: _responses(row) for cursor, row in self.responses.items()}
+        if self.responses:
+            say(f"{len(self.responses)} of {len(prompts)} groups are in {self._path}")
+
+    def _is_one(self, row: Mapping, k: int) -> bool:
+        """Whether a row is of this set's prompt at its place."""
+        cursor = row.get("cursor")
+        known = isinstance(cursor, int) and 0 <= cursor < len(self._prompt)
+        return known and row["prompt"] == self._prompt[cursor] and len(row["tokens"]) == k
+
+    def add(self, group: Group) -> None:
+        """Appends a finished group; where the disk takes no more, says so and keeps none."""
+        if not self._keeps:
+            return
+        row = {
+            "cursor": group.cursor,
+            "prompt": self._prompt[group.cursor],
+            "stopped": [bool(response.stopped) for response in group.responses],
+            "tokens": [_text(response.tokens_T) for response in group.responses],
+        }
+        try:
+            append_line(self._path, row)
+        except OSError as error:
+            self._keeps = False
+            self._say(f"{error}: the evaluation goes on, but would begin anew if interrupted")
+
+    def remove(self) -> None:
+        """Deletes the file, once there is a result."""
+        if hosts.is_main_host():
+            self._path.unlink(missing_ok=True)
+
+
+def _text(tokens_T: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(np.asarray(tokens_T, "<i4").tobytes(), 1)).decode()
+
+
+def _responses(row: Mapping) -> tuple[Response, ...]:
+    """A row's responses; their log-probabilities, which no score is made of, are not kept."""
+    tokens = [
+        np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i4").astype(np.int32)
+        for text in row["tokens"]
+    ]
+    return tuple(
+        Response(tokens_T, np.full(len(tokens_T), np.nan, np.float32), stopped)
+        for tokens_T, stopped in zip(tokens, row["stopped"], strict=True)
+    )
