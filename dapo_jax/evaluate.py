@@ -41,8 +41,10 @@ from dapo_jax.run.record import (
     write_own_results,
     write_responses,
 )
+from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Group, Verdict
+from models.parameters import ModelConfig
 from sharding import hosts
 
 
@@ -211,6 +213,15 @@ def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, d
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
 
+def sampled_by(weights: str, sizes: ModelConfig, sampling: Sampling) -> str:
+    """Digests what a set's responses depend on beside its prompts and what names its results.
+
+    A model's directory may be changed in place: the rotary embeddings' scaling, the stop tokens.
+    weights: a digest of them.
+    """
+    return digests.of_json([weights, repr(sizes), repr(sampling)])
+
+
 def main(_):
     config, workdir = CONFIG.value, pathlib.Path(WORKDIR.value)
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
@@ -225,11 +236,13 @@ def main(_):
     step, policy, data = of(config, workdir, say)
     settings = settings_of(config, policies.named(config) if MODEL.value else None)
     file = {name: f"{step}.{name}.{settings_label(settings[name])}" for name in data.eval_sets}
-    digest = digests.of_state(policy.weights, digests.sums_on_devices(policy.weights))
-    begun = {
-        name: Begun(workdir, file[name], policy=digest, prompts=it.dataset.prompts, k=it.k, say=say)
-        for name, it in data.eval_sets.items()
-    }
+    weights = digests.of_state(policy.weights, digests.sums_on_devices(policy.weights))
+    begun = {}
+    for name, it in data.eval_sets.items():
+        how = sampled_by(weights, policy.programs.sizes, it.sampling)
+        begun[name] = Begun(
+            workdir, file[name], how=how, prompts=it.dataset.prompts, k=it.k, say=say
+        )
 
     def keep(name, groups):
         if hosts.is_main_host():

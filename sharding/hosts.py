@@ -180,10 +180,23 @@ def on_main(decide: Callable[[], Any]):
             result = decide()
         except (ValueError, OSError) as raised:
             error = raised
-    result, error = gather((result, error))[0]
+    result, error = _of_main((result, error))
     if error is not None:
         raise error
     return result
+
+
+def _of_main(value):
+    """Returns the main host's picklable value on all processes.
+
+    A device holds that one alone, where `gather` would need as much for every process.
+    """
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    padded = np.zeros(1 << (size - 1).bit_length(), np.uint8)
+    if is_main_host():
+        padded[:size] = data
+    return pickle.loads(multihost_utils.broadcast_one_to_all(padded)[:size].tobytes())
 
 
 def kv_put(name: str, text: str) -> None:

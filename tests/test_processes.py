@@ -270,6 +270,10 @@ try:
     hosts.on_main(lambda: int("one"))
 except ValueError as error:
     print("all have it:", error, flush=True)
+gather, hosts.gather = hosts.gather, None  # with a copy for each process, on each device
+assert hosts.on_main(lambda: f"{process} {'x' * 3_000}") == f"0 {'x' * 3_000}"
+assert hosts.on_main(lambda: None) is None
+hosts.gather = gather
 hosts.gather("said")  # the first to fail would end the other before it has printed
 if process == 1:
     hosts.fail("error: no prompts here", code=1)

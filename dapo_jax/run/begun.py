@@ -20,8 +20,9 @@ from sharding import hosts
 class Begun:
     """The finished groups of one set, in eval/<name>.begun.jsonl; a line each.
 
-    policy: a digest of the weights. Groups of another policy are deleted, those of another prompt
-    are left out. All processes make it; process 0 reads and writes.
+    how: a digest of all that samples them, the weights and their model among it. Each line has it:
+    two evaluations may write to one file. Lines of another one, of another prompt and damaged ones
+    are deleted. All processes make it; process 0 reads and writes.
     """
 
     def __init__(
@@ -29,36 +30,44 @@ class Begun:
         workdir: pathlib.Path,
         name: str,
         *,
-        policy: str,
+        how: str,
         prompts: Sequence[Prompt],
         k: int,
         say: Callable[[str], None],
     ):
         self._path = workdir / "eval" / f"{name}.begun.jsonl"
-        self._say, self._keeps = say, hosts.is_main_host()
+        self._say, self._keeps, self._how = say, hosts.is_main_host(), how
         self._prompt = [of_json(list(map(int, prompt.token_ids))) for prompt in prompts]
-        first, *rows = hosts.on_main(lambda: read_starts(self._path)) or [{}]
-        rows = rows if first.get("policy") == policy else []
-        self.responses = {row["cursor"]: row for row in rows if self._is_one(row, k)}
+        rows = hosts.on_main(lambda: self._read(k))
         if self._keeps:
             with atomic_file(self._path) as file:
-                for row in ({"policy": policy}, *self.responses.values()):
+                for row in rows.values():
                     file.write(json_line(row))
-        self.responses = {cursor: _responses(row) for cursor, row in self.responses.items()}
+        self.responses = {cursor: _responses(row) for cursor, row in rows.items()}
         if self.responses:
             say(f"{len(self.responses)} of {len(prompts)} groups are in {self._path}")
 
+    def _read(self, k: int) -> dict[int, dict]:
+        """The rows that are of this set, by cursor."""
+        return {row["cursor"]: row for row in read_starts(self._path) if self._is_one(row, k)}
+
     def _is_one(self, row: Mapping, k: int) -> bool:
-        """Whether a row is of this set's prompt at its place."""
+        """Whether a row is whole, and of this set's prompt at its place."""
         cursor = row.get("cursor")
-        known = isinstance(cursor, int) and 0 <= cursor < len(self._prompt)
-        return known and row["prompt"] == self._prompt[cursor] and len(row["tokens"]) == k
+        known = type(cursor) is int and 0 <= cursor < len(self._prompt)
+        if not known or (row.get("how"), row.get("prompt")) != (self._how, self._prompt[cursor]):
+            return False
+        try:
+            return len(_responses(row)) == k
+        except (KeyError, TypeError, ValueError, zlib.error):
+            return False
 
     def add(self, group: Group) -> None:
         """Appends a finished group; where the disk takes no more, says so and keeps none."""
         if not self._keeps:
             return
         row = {
+            "how": self._how,
             "cursor": group.cursor,
             "prompt": self._prompt[group.cursor],
             "stopped": [bool(response.stopped) for response in group.responses],
