@@ -228,13 +228,16 @@ def test_figures_of_rows_with_missing_keys(tmp_path):
 
 def test_what_a_recipe_does_not_use_has_no_panel():
     """curves.png of every run without carry-over had a panel "staleness" that said "no data"."""
-    plain = Run(rows=[{"step": 0, "clip_fraction/high": 0.1}], evaluations={}, config={})
+    lengths = {"response_tokens/correct": None, "response_tokens/wrong": 7.0}
+    plain = Run(rows=[{"step": 0, "entropy": None} | lengths], evaluations={}, config={})
     carries = Run(rows=[{"step": 0, "staleness/tokens_fraction": 0.0}], evaluations={}, config={})
     by_title = {panel.title: panel for panel in curves.panels({"a": plain}, split=False)}
-    assert "staleness" not in by_title
-    assert [curve.name for curve in by_title["clipped tokens"].curves] == ["high"]
-    both = curves.panels({"a": plain, "b": carries}, split=False)
-    assert {"staleness", "clipped tokens"} <= {panel.title for panel in both}
+    wrong = "length of right and wrong, tokens: wrong"
+    assert list(by_title) == ["accuracy", wrong]  # nothing but the title says which of the two
+    assert [curve.name for curve in by_title[wrong].curves] == ["wrong"]
+    for split in (False, True):
+        both = curves.panels({"a": plain, "b": carries}, split=split)
+        assert {"staleness", "accuracy", wrong} == {panel.title for panel in both}
     none_yet = curves.panels({"a": Run(rows=[], evaluations={}, config={})}, split=False)
     assert {"staleness", "clipped tokens"} <= {panel.title for panel in none_yet}
 

@@ -4,6 +4,7 @@ An arm is what the runs of a sweep have in common that differ in their seed alon
 is an arm of its own. The figures (plots.py) and the page (page.py) draw the same lines.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -138,10 +139,12 @@ def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
     """The panels that METRICS names, the evaluations with the accuracy in training.
 
     A curve of which no row has a value is left out, and a panel with no curve: a part of the
-    package that the recipe does not use. Before the first row all are there.
+    package that the recipe does not use. Before the first row all are there. What is left of
+    several curves has its name in the title.
     split: each curve in a panel of its own, as several arms need it.
     """
-    known = {key for run in runs.values() for row in run.rows for key in row}
+    rows = [row for run in runs.values() for row in run.rows]
+    known = {key for row in rows for key, value in row.items() if value is not None}
     by_title: dict[str, Panel] = {}
     for metric in METRICS:
         if metric.panel and (metric.key in known or metric.key == ACCURACY or not known):
@@ -156,15 +159,19 @@ def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
         if key.startswith(TASK):
             name = key.removeprefix(TASK).replace("_", " ")
             by_title[key] = Panel(f"{name}, the task's own", "", False, [metric_curve(key, name)])
-    if not split:
-        return list(by_title.values())
-    return [
-        panel
-        if len(panel.curves) == 1
-        else dataclasses.replace(panel, title=f"{panel.title}: {curve.name}", curves=[curve])
-        for panel in by_title.values()
-        for curve in panel.curves
-    ]
+    titles = collections.Counter(metric.panel for metric in METRICS)
+    found = []
+    for panel in by_title.values():
+        if len(panel.curves) == 1 and titles[panel.title] <= 1:
+            found.append(panel)
+        elif split or len(panel.curves) == 1:
+            found += [
+                dataclasses.replace(panel, title=f"{panel.title}: {curve.name}", curves=[curve])
+                for curve in panel.curves
+            ]
+        else:
+            found.append(panel)
+    return found
 
 
 def axes(runs: Sequence[Run]) -> dict[str, dict[int, float]]:

@@ -5,6 +5,7 @@ request samples depends on the weights, its stream and its place there alone.
 """
 
 import base64
+import contextlib
 import pathlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -77,12 +78,16 @@ class Begun:
             append_line(self._path, row)
         except OSError as error:
             self._keeps = False
-            self._say(f"{error}: the evaluation goes on, but would begin anew if interrupted")
+            self._say(
+                f"{self._path}: {error.strerror}; the evaluation goes on, but would not go on with "
+                "its next groups if interrupted"
+            )
 
     def remove(self) -> None:
-        """Deletes the file, once there is a result."""
+        """Deletes the file, once there is a result, which one that is left does no harm."""
         if hosts.is_main_host():
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
 
 def _text(tokens_T: np.ndarray) -> str:
