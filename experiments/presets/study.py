@@ -17,7 +17,11 @@ STUDY = Study(
         "eval.every_steps": "24",
         "eval.samples_per_prompt": "8",
     },
-    arms={preset: f"preset={preset}" for preset in ("dapo", *LOSS_PRESETS)},
+    arms={
+        **{preset: f"preset={preset}" for preset in ("dapo", *LOSS_PRESETS)},
+        # Added after the others' result.
+        "gspo_wide": "preset=gspo algo.eps_low=3e-3 algo.eps_high=4e-3",
+    },
     quantities=(
         ACCURACY,
         final_score("road", "mean@8"),
