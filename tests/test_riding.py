@@ -156,6 +156,7 @@ def test_an_interrupted_evaluation_goes_on_with_what_it_had(riding, tmp_path):
     assert finished(begun()) == groups
 
 
+@pytest.mark.slow
 def test_training_is_the_same_without_evaluations(riding, tmp_path):
     """Responses, rewards and weights bit for bit."""
     config = two_sets()
