@@ -112,7 +112,8 @@ def test_refuses_what_it_cannot_read_well():
         case(interpret=False)
 
 
-TPUS = ("v5e:2x2", "v5p:2x2x1", pytest.param("v6e:2x2", marks=pytest.mark.slow))
+SLOW_TPUS = [pytest.param(name, marks=pytest.mark.slow) for name in ("v5e:2x2", "v6e:2x2")]
+TPUS = ("v5p:2x2x1", *SLOW_TPUS)
 
 
 @pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 128), (128, 16)])

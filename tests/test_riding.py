@@ -243,6 +243,7 @@ def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
     assert digests(run, 3) == digests(riding, 3)
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_is_evaluated_where_that_was_due(tmp_path, monkeypatch):
     """No step follows in whose session it could ride."""
     nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}

@@ -92,6 +92,7 @@ def test_a_fork_is_evaluated_before_its_first_step(parent, fork):
     assert last == theirs
 
 
+@pytest.mark.slow
 def test_forks_share_a_steps_samples_until_their_weights_differ(parent, tmp_path, capsys):
     config = recipe(**{"learner.learning_rate": 1e-3, "num_steps": 2, "eval.every_steps": 0})
     origin = Origin.parse(f"run:{parent}@1")
