@@ -4,8 +4,8 @@ import pytest
 
 from experiments.faults import parts
 
-# Audits that do steps again, and real runs that are killed and started again.
-SLOW = ("tamper", "kills", "processes")
+# Audits that do steps again, real runs that are killed and started again, a verifier's time limits.
+SLOW = ("tamper", "kills", "processes", "answers")
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,7 @@ print(json.dumps(read))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_read_their_own_rows_and_export_together(folder, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -62,10 +62,8 @@ def run(*arguments, **environment):
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("topology", "small"),
-    [("v5e:2x2", True), pytest.param("v5e:2x4", False, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "small"), [("v5e:2x2", True), ("v5e:2x4", False)])
 def test_a_recipe_that_fits_its_slice(tmp_path, topology, small):
     """Arguments and products are known by arithmetic; the compiler's temporaries must fit."""
     recipe = qwen2_5_0_5b.get_config()

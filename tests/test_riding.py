@@ -210,9 +210,8 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-@pytest.mark.parametrize(
-    "where", ["before its end", pytest.param("after its file", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["before its end", "after its file"])
 def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
     riding, tmp_path, monkeypatch, where
 ):

@@ -481,7 +481,7 @@ def chi_square(token_N, prob_V) -> float:
     ("ways", "limits", "temperature"),
     [
         pytest.param(1, FULL, 1.0, marks=pytest.mark.slow),
-        (2, FULL, 0.6),
+        pytest.param(2, FULL, 0.6, marks=pytest.mark.slow),
         (4, LIMITS[1], 1.0),
         (1, LIMITS[2], 1.5),
     ],

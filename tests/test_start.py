@@ -175,6 +175,7 @@ def test_a_damaged_parent_is_named_and_left_as_it_is(parent, tmp_path):
     assert content_of(theirs) == before
 
 
+@pytest.mark.slow
 def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_path):
     """On a pod the workdir goes with the machine, and the parent's too."""
     gone, origin = parent.with_name("gone"), Origin.parse(f"run:{parent}@1")

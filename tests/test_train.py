@@ -266,6 +266,7 @@ def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
     assert row["prompts_seen"] == 8
 
 
+@pytest.mark.slow
 def test_an_alarm_is_said_once_and_a_resumed_run_counts_on(tmp_path, capsys):
     """Rules that find no answer: accuracy 0 to the end, and the advice was to sample more.
 
