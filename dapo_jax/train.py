@@ -202,7 +202,6 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
             on_failed_save=config.checkpoint.on_failed_save,
         )
     )
-    stack.push(snapshots.save_newest_after)
     restore.check_parent(config, checkpoints, origin)
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)

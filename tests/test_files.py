@@ -123,16 +123,14 @@ def test_the_newest_step_is_saved_before_a_failed_write_ends_the_run(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
 
     def fails_after_three_steps():
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(telling(checkpoints.latest_step, checkpoints.directory))
-            snapshots = Snapshots(checkpoints, every_steps=100, say=print)
-            stack.enter_context(snapshots)
-            stack.push(snapshots.save_newest_after)
+        with (
+            failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory),
+            Snapshots(checkpoints, every_steps=100, say=print) as snapshots,
+        ):
             for step in range(1, 4):
                 snapshots.take(step, {"a": jnp.full(3, step)}, {"cursor": step})
             pathlib.Path("/dev/full").write_bytes(b"x" * 100_000)
 
-    telling = failures.telling_saved_steps
     with pytest.raises(OSError, match="No space") as failed:
         fails_after_three_steps()
     assert "3 finished steps are saved in" in failures.explain(failed.value)[0]

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import jax
@@ -18,6 +19,7 @@ from processes import ROOT, started
 from dapo_jax.run import stops
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.snapshots import HOST_MEMORY, Snapshot, Snapshots, host_copy
+from dapo_jax.tasks.readers import DataError
 from sharding import hosts
 from sharding.hosts import RETRYABLE
 
@@ -332,6 +334,48 @@ def test_whichever_process_gets_sigterm_all_save_the_same_snapshot(tmp_path, sig
     assert saved_steps(folder) == [2, 4, 5]
     state, _ = restored(folder, 5, (4,))
     assert state["a"].tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("my grader"), DataError("no prompt is left"), RuntimeError("out of memory")]
+)
+def test_any_exception_saves_the_newest_snapshot(tmp_path, error):
+    """Nine steps were finished and five saved: only an OSError had the newest one saved."""
+    with pytest.raises(type(error)), snapshots(tmp_path, every_steps=5) as run:
+        for step in range(1, 10):
+            run.take(step, {"a": jnp.full(2, step)}, {})
+        raise error
+    assert saved_steps(tmp_path) == [5, 9]
+
+
+RAISES = TOGETHER.replace(
+    "    ctypes.CDLL(None).sleep(60)",
+    """
+    if jax.process_index() in map(int, failing):
+        raise KeyError("a grader's error")
+    hosts.gather(0)  # as a step does, while another process fails
+""",
+)
+
+
+@pytest.mark.parametrize("failing", ["0", "1", "01"])
+def test_whichever_process_raises_all_save_the_newest_snapshot(tmp_path, failing):
+    """An error of one of several processes ended the others at once, and lost finished steps."""
+    command = """
+import jax
+from dapo_jax.run import command
+failing = sys.argv[3]
+del sys.argv[1:]
+def main(_):
+"""
+    main = textwrap.indent(RAISES, "    ")
+    program = f"{WATCHED}{command}{main}\ncommand.run(main)"
+    with started(["-c", program, str(tmp_path), "5", failing], processes=2) as group:
+        outputs = [process.communicate(timeout=60)[0] for process in group]
+    assert [process.returncode for process in group] == [1, 1], outputs
+    assert "a grader's error" in outputs[int(failing[0])], outputs
+    assert saved_steps(tmp_path) == [2, 4, 5]
+    assert restored(tmp_path, 5, (4,))[0]["a"].tolist() == [5, 6, 7, 8]
 
 
 def test_afterwards_signals_are_as_they_were(tmp_path):

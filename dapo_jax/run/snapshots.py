@@ -1,4 +1,4 @@
-"""Snapshots of a run after each step: saved when due, and the newest one when a signal stops it.
+"""Snapshots of a run after each step: saved when due, and the newest one when the run is cut short.
 
 SIGTERM, Ctrl-C or SIGHUP (run/stops.py) may come at any time, while a program compiles or an update
 runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the process
@@ -11,6 +11,9 @@ and all save that snapshot. A process is ahead of another by one snapshot at mos
 begins with what all compute together: whoever keeps two has the one that is named, or soon will.
 Once a stop is under way it alone ends the process: the main thread, whose collectives fail when
 the first of the others is gone, waits for it.
+
+An exception, of a grader or of XLA say, saves the newest snapshot too before it ends the run: the
+process that raises asks the main one, and leaves when that has said that all is saved.
 """
 
 import collections
@@ -30,6 +33,7 @@ from sharding import hosts
 
 PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while there are so many
 POLL_SECONDS = 0.5
+FAILED = "failed"  # put where a signal's name would be: an exception ends the run
 HOST_MEMORY = "pinned_host"  # JAX's kind of the host's memory that devices copy to directly
 
 
@@ -85,8 +89,10 @@ class Snapshots:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        # With an error of one of several processes the leader may be gone.
-        if kind is None or hosts.count() == 1 or self._stopped_at is not None:
+        if error is not None and not self._stopped_at:
+            self._save_newest()
+        # Behind the loss of a peer there is nobody to save with.
+        if error is None or self._stopped_at is not None or not hosts.lost_line(error):
             self._saver.join()
         self._stops.__exit__()
         if kind is None:
@@ -104,16 +110,16 @@ class Snapshots:
                 self._pending.append(snapshot)
             self._changed.notify_all()
 
-    def save_newest_after(self, kind, error, trace) -> None:
-        """Has the newest snapshot saved, due or not, where a failed write of a file ends the run.
-
-        To be pushed onto the stack that leaves these snapshots. With several processes the others
-        are ended and cannot save with this one.
-        """
-        if isinstance(error, OSError) and hosts.count() == 1:
-            with self._changed:
-                if self._newest and self._newest[-1] not in self._pending:
-                    self._pending.append(self._newest[-1])
+    def _save_newest(self) -> None:
+        """Asks for the newest snapshot, due or not: of all processes, the main one decides."""
+        if not hosts.is_main_host():
+            return hosts.kv_put("stop", FAILED)
+        with self._changed:
+            if self._newest and self._newest[-1] not in self._pending:
+                self._pending.append(self._newest[-1])
+            self._closing = True
+            self._changed.notify_all()
+        return None
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -133,7 +139,9 @@ class Snapshots:
             while (order := self._next_order()) != "close":
                 what, *arguments = order.split()
                 if what == "save":
-                    self._save(self._snapshot(int(arguments[0])))
+                    if (snapshot := self._snapshot(int(arguments[0]))) is None:
+                        return  # the error of the main thread ends all
+                    self._save(snapshot)
                 else:
                     self._end(*arguments)
         except Exception as error:
@@ -215,7 +223,9 @@ class Snapshots:
                 hosts.kv_put(f"order/{self._orders}", order)
                 self._orders += 1
                 return order
-            if (name := hosts.kv_get("stop", wait_seconds=0)) is not None:
+            if (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
+                self._save_newest()
+            elif name is not None:
                 self._stop(name)
 
     def _received_order(self) -> str:
@@ -225,14 +235,14 @@ class Snapshots:
         self._orders += 1
         return order
 
-    def _snapshot(self, step: int) -> Snapshot:
-        """Waits until this process has taken that step's snapshot, and returns it."""
+    def _snapshot(self, step: int) -> Snapshot | None:
+        """Waits until this process has taken that step's snapshot; None where it ends before."""
         with self._changed:
 
             def known():
                 return next((b for b in (*self._pending, *self._newest) if b.step == step), None)
 
-            self._changed.wait_for(known)
+            self._changed.wait_for(lambda: known() or self._closing)
             return known()
 
 
