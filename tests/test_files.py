@@ -1,6 +1,5 @@
 """A run's files under damage: what is said, what is kept, who may write, where it came from."""
 
-import contextlib
 import errno
 import gzip
 import json
