@@ -239,6 +239,11 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     return run(*parameters, *rows_BT), nnx.merge(graph, weights).head()
 
 
+def weights_and_adapters(params, start_weights, learning: Learning):
+    """Gives `forward` what is trained: (all weights, None), or with LoRA (the start's, factors)."""
+    return (params, None) if learning.lora is None else (start_weights, params["layers"])
+
+
 def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
     """Computes a micro-batch's share of the mini-batch's loss, and the sums of its metrics.
 
@@ -246,15 +251,13 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     """
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
-    if learning.lora is None:
-        x_BTD, head_DV = run(params, None)
-    else:
-        x_BTD, head_DV = run(start_weights, params["layers"])
+    x_BTD, head_DV = run(*weights_and_adapters(params, start_weights, learning))
     reference_logp_BT = None
     if learning.kl_coef > 0:
         reference_logp_BT, _ = chosen_logprobs(*run(start_weights, None), micro.target_BT, **head)
     token = Token(
         micro.behavior_logp_BT,
+        micro.old_logp_BT,
         micro.advantage_BT,
         micro.weight_BT,
         micro.is_response_BT,
@@ -267,6 +270,25 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     loss_of = functools.partial(weighted_loss, learning=learning)
     loss, logp_BT, entropy_BT = evaluate(x_BTD, head_DV, micro.target_BT, token, loss_of, **head)
     return loss, metric_sums(logp_BT, entropy_BT, token, learning)
+
+
+def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
+    """Computes the batch's old_logp [M, B, T]: of the policy before a step's first update.
+
+    One forward pass a micro-batch. Tokens that earlier policies sampled keep the sampler's.
+    """
+
+    policy = weights_and_adapters(params, start_weights, learning)
+    head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
+
+    def of_micro_batch(i, old_logp_MBT):
+        micro = jax.tree.map(lambda rows: rows[i], dataclasses.replace(batch, num_micro=None))
+        x_BTD, head_DV = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)
+        logp_BT, _ = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
+        fresh_logp_BT = jnp.where(micro.is_fresh_BT, logp_BT, micro.behavior_logp_BT)
+        return old_logp_MBT.at[i].set(fresh_logp_BT)
+
+    return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)
 
 
 def metric_sums(logp_BT, entropy_BT, token: Token, learning: Learning):

@@ -42,6 +42,7 @@ class Token(NamedTuple):
     """
 
     behavior_logp: jax.Array
+    old_logp: jax.Array
     advantage: jax.Array
     weight: jax.Array
     is_response: jax.Array
@@ -88,8 +89,12 @@ def token_ratio(logp, token: Token):
 
 
 def sequence_ratio(logp_BT, token: Token):
-    """Compares whole responses by the geometric mean of their ratios (GSPO, 2507.18071, Eq. 7)."""
-    log_ratio_BT = response_mean(jnp.subtract(logp_BT, token.behavior_logp), token)
+    """Compares whole responses by the geometric mean of their ratios (GSPO, 2507.18071, Eq. 7).
+
+    To the learner's own old log-probabilities: its clip of 3e-4 is narrower than what the rounding
+    between sampler and learner adds to the mean of a short response in bfloat16.
+    """
+    log_ratio_BT = response_mean(jnp.subtract(logp_BT, token.old_logp), token)
     return log_ratio_BT, jnp.zeros_like(log_ratio_BT)
 
 
@@ -126,11 +131,11 @@ def unbounded(compared, logp, token: Token, learning):
 def kl_cov(compared, logp, token: Token, learning):
     """Holds back the tokens of high covariance alone (KL-Cov, 2505.22617, Eq. 14, Listing 1).
 
-    The penalty |log r| is Listing 1's estimate of their KL divergence; its slope is 0 at r = 1, and
-    +-1 elsewhere, however near: where sampler and learner round differently, that decides.
+    The penalty |log r| is Listing 1's estimate of their KL divergence; its slope is 0 at r = 1 and
+    +-1 elsewhere, however near. So r is to the learner's own old log-probabilities.
     """
     loss, _ = unbounded(compared, logp, token, learning)
-    log_ratio = clamped_log_ratio(logp, token.behavior_logp)
+    log_ratio = clamped_log_ratio(logp, token.old_logp)
     # jnp.abs has slope 1 at 0.
     penalty = log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
     return loss + learning.kl_cov_coef * jnp.where(token.is_high_cov, penalty, 0.0), {}
@@ -243,6 +248,11 @@ def four_choices(logp, token: Token, learning):
 
 
 LOSSES = {"dapo": Loss(four_choices)}
+
+
+def takes_old_logp(learning) -> bool:
+    """Tells whether the loss compares with the learner's own old log-probabilities."""
+    return learning.ratio == "sequence" or learning.gate == "kl_cov"
 
 
 def is_by_token(learning) -> bool:

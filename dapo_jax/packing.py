@@ -124,6 +124,7 @@ def fill(
                 batch.position_BT[b, answer] = len(prompt) - 1 + np.arange(length)
                 batch.branch_BT[b, answer] = branch
                 batch.behavior_logp_BT[b, answer] = response.behavior_logp_T
+                batch.old_logp_BT[b, answer] = response.behavior_logp_T
                 batch.advantage_BT[b, answer] = advantage_PG[p, g]
                 batch.weight_BT[b, answer] = weight_PGT[p, g, :length]
                 batch.is_response_BT[b, answer] = True

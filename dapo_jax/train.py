@@ -66,6 +66,7 @@ class Run:
     data: build.Data
     start_weights: dict | None
     update: Callable
+    old_logprobs: Callable | None
     sets: dict[str, build.EvalSet]  # that are evaluated now and then
     streams: tuple[Stream, ...]  # of every session: training's, then those of the sets
     record: Record
@@ -223,7 +224,7 @@ def ready(config, workdir, stack, tokenizer, programs, data, begun, snapshots) -
     snapshots.say = record.display.last_line
     record.display.line(banner(config, programs, data, workdir, begun))
     record.display.phase("compiling the update")
-    update = programs.compile_update()
+    update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
     record.display.phase("compiling the sampler")
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
     key = build.key(config, build.ROLLOUT_STREAM)
@@ -236,6 +237,7 @@ def ready(config, workdir, stack, tokenizer, programs, data, begun, snapshots) -
         data=data,
         start_weights=start_weights,
         update=update,
+        old_logprobs=old_logprobs,
         sets=sets,
         streams=of_run,
         record=record,
@@ -297,7 +299,9 @@ def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evalua
 
 def remaining(run: Run, progress: dict) -> RemainingStream:
     """The training prompts in the order of sampling, without those that are retired."""
-    return RemainingStream(run.data.stream, dict(progress.get("retired", ())))
+    retired = dict(progress.get("retired", ()))
+    at_least = checks.generation_batch(run.config)[1]
+    return RemainingStream(run.data.stream, retired, at_least=at_least)
 
 
 def retire_solved(run: Run, rollouts: Rollouts, progress: dict) -> dict[int, int]:
@@ -305,7 +309,14 @@ def retire_solved(run: Run, rollouts: Rollouts, progress: dict) -> dict[int, int
     least, found = run.config.algo.retire_pass_rate, []
     if least > 0:
         found = [it.cursor for it in rollouts.sampled if it.correct_G.mean() >= least]
-    return remaining(run, progress).retire(found, next_cursor=rollouts.cursor)
+    retired = remaining(run, progress).retire(found, next_cursor=rollouts.cursor)
+    prompts, (key, batch) = len(run.data.stream), checks.generation_batch(run.config)
+    if len(progress.get("retired", ())) <= prompts - batch < len(retired):
+        run.record.display.line(
+            f"{len(retired):,} of {prompts:,} prompts are retired (algo.retire_pass_rate = "
+            f"{least}): fewer than rollout.{key} = {batch:,} remain, so later epochs have all again"
+        )
+    return retired
 
 
 def at_generation_cap(run: Run, step: int, rollouts: Rollouts) -> str | None:
@@ -353,10 +364,15 @@ def take_updates(run: Run, state: TrainState, rollouts: Rollouts, advantage_PG, 
     config, updates = run.config, []
     per_update = config.rollout.num_prompts // config.updates_per_step
     chunks = minibatches(rollouts.kept, groups_per_update=per_update)
-    for i, chosen in enumerate(chunks):
+    batches = (
+        run.programs.minibatch([rollouts.sampled[p] for p in chosen], advantage_PG[chosen])
+        for chosen in chunks
+    )
+    if run.old_logprobs:  # of all of them, before the first update
+        old_logprobs = functools.partial(run.old_logprobs, state.params, run.start_weights)
+        batches = [dataclasses.replace(b, old_logp_BT=old_logprobs(b)) for b in batches]
+    for i, batch in enumerate(batches):
         run.record.display.phase(f"update: {i + 1}/{len(chunks)}")
-        groups = [rollouts.sampled[p] for p in chosen]
-        batch = run.programs.minibatch(groups, advantage_PG[chosen])
         state, metrics = run.update(state, run.start_weights, batch, rate)
         # The host is one ahead: it packs while the devices take the update before.
         jax.block_until_ready(updates[-1:])

@@ -267,7 +267,8 @@ class Batch:
     token that comes next. segment numbers a row's pieces from 1; 0 is padding. branch numbers a
     row's responses from 1; 0 is a prompt, which all responses of its piece follow. position counts
     from 0 along a prompt and each of its responses. weight is that of the token's loss in the whole
-    mini-batch (Eq. 12). is_fresh: a response's tokens but for those that earlier policies sampled.
+    mini-batch (Eq. 12). behavior_logp is the sampler's; old_logp is the same but where the learner
+    has computed it again (learner.old_logprobs). is_fresh: a response's tokens but for those that earlier policies sampled.
     is_high_cov: the tokens that KL-Cov holds back. Of the micro-batches the first `num_micro` are
     in use.
     """
@@ -278,6 +279,7 @@ class Batch:
     segment_BT: Ints
     branch_BT: Ints
     behavior_logp_BT: Floats
+    old_logp_BT: Floats
     advantage_BT: Floats
     weight_BT: Floats
     is_response_BT: Bools

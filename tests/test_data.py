@@ -679,7 +679,7 @@ def test_retired_items_are_out_of_each_epoch_that_has_not_begun():
     solved = {"item2", "item5", "item6", "item9"}
     retired, cursor, taken = {}, 0, []
     for _ in range(8):
-        stream = RemainingStream(whole, retired)
+        stream = RemainingStream(whole, retired, at_least=4)
         assert [stream[i] for i in range(cursor)] == taken  # what is past stays
         taken += [stream[i] for i in range(cursor, cursor + 4)]
         found = [i for i in range(cursor, cursor + 4) if taken[i] in solved]
@@ -698,13 +698,27 @@ def test_retired_items_are_out_of_each_epoch_that_has_not_begun():
 
 def test_items_solved_at_the_end_of_an_epoch_are_not_in_the_next():
     whole = PromptStream(range(6), seed=0)
-    stream = RemainingStream(whole, {})
+    stream = RemainingStream(whole, {}, at_least=1)
     assert stream.retire([0, 5], next_cursor=6) == {whole[0]: 1, whole[5]: 1}
     assert stream.retire([0, 5], next_cursor=7) == {whole[0]: 2, whole[5]: 2}
-    once = RemainingStream(whole, {whole[0]: 1})
+    once = RemainingStream(whole, {whole[0]: 1}, at_least=1)
     assert once.retire([0, 1], next_cursor=9) == {whole[0]: 1, whole[1]: 2}
-    with pytest.raises(DataError, match=r"all 6 prompts are retired.*algo\.retire_pass_rate"):
-        RemainingStream(whole, dict.fromkeys(range(6), 1))[6]
+
+
+@pytest.mark.parametrize("left", [0, 2, 3])
+def test_an_epoch_of_too_few_items_has_all_of_them_again(left):
+    """With 40 of 17,000 prompts left a step took each 38 times; with none left, the run ended.
+
+    The error came behind the updates of the step, and neither a resume nor a fork could go on.
+    """
+    whole = PromptStream(range(20), seed=0)
+    stream = RemainingStream(whole, dict.fromkeys(range(left, 20), 1), at_least=3)
+    items = sorted(range(left) if left == 3 else range(20))
+    n = len(items)
+    for epoch in range(3):
+        first = 20 + epoch * n
+        assert sorted(stream[i] for i in range(first, first + n)) == items
+    assert stream.retire([0], next_cursor=20 + n).keys() == {*range(left, 20), whole[0]}
 
 
 def test_stream_refuses_no_data_bad_seeds_negative_cursors_and_iteration():

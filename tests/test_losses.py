@@ -45,6 +45,7 @@ def token_of(ratio, advantage, *, branch=None, fresh=True, marked=None):
     branch_BT = np.arange(1, shape[1] + 1)[None] if branch is None else np.array([branch])
     token = Token(
         behavior_logp=np.full(shape, -1.0, np.float32),
+        old_logp=np.full(shape, -1.0, np.float32),
         advantage=np.array([advantage], np.float32),
         weight=np.ones(shape, np.float32),
         is_response=branch_BT > 0,
@@ -306,6 +307,7 @@ def slopes(config, layout: dict) -> list[np.ndarray]:
     for m in range(int(batch.num_micro)):
         token = Token(
             batch.behavior_logp_BT[m],
+            batch.old_logp_BT[m],
             batch.advantage_BT[m],
             batch.weight_BT[m],
             batch.is_response_BT[m],

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
 from dapo_jax import learner
+from dapo_jax.losses import takes_old_logp
 from dapo_jax.run import checks
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
@@ -50,6 +51,7 @@ class Programs:
     learning: learner.Learning
     reshard: functools.partial  # (trained params, start_weights) -> the sampler's weights
     update: functools.partial  # (state, start_weights, batch, learning_rate) -> state, metrics
+    old_logprobs: functools.partial  # (params, start_weights, batch) -> old_logp_MBT
     weight_shardings: dict  # of all weights, as the learner has them
     state: learner.TrainState
     start_weights: dict | None
@@ -63,6 +65,13 @@ class Programs:
     def compile_update(self) -> jax.stages.Compiled:
         """The update, compiled: what does not fit shows before anything is sampled."""
         return self.lower_update().compile()
+
+    def compile_old_logprobs(self) -> jax.stages.Compiled | None:
+        """The learner's own old log-probabilities, compiled; None where the loss takes none."""
+        if not takes_old_logp(self.learning):
+            return None
+        batch = learner.abstract_batch(batch_shape(self.config), self.mesh)
+        return self.old_logprobs.lower(self.state.params, self.start_weights, batch).compile()
 
     def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
         """One update's batch on the mesh: the groups' responses, packed into rows."""
@@ -281,6 +290,8 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
 
     of_engine = jax.eval_shape(sampler_weights, state.params, weights)
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
+    # A forward pass rounds alone as inside an update only where both round as they are written.
+    as_written = {"xla_allow_excess_precision": False} if takes_old_logp(how) else None
     needs_start_weights = how.lora is not None or how.kl_coef > 0
     return Programs(
         config=config,
@@ -295,6 +306,12 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
             functools.partial(learner.update, graph=graph, mesh=mesh, learning=how),
             out_shardings=(state_shardings, rules.replicated(mesh)),
             donate_argnums=0,
+            compiler_options=as_written,
+        ),
+        old_logprobs=jax.jit(
+            functools.partial(learner.old_logprobs, graph=graph, mesh=mesh, learning=how),
+            out_shardings=rules.micro_batches(mesh),
+            compiler_options=as_written,
         ),
         weight_shardings=shardings,
         state=rules.abstract(state, state_shardings),

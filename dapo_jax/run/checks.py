@@ -250,17 +250,23 @@ def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
     )
 
 
+def generation_batch(config: ConfigDict) -> tuple[str, int]:
+    """(the key of rollout, its value): the number of prompts that a step begins with."""
+    size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
+    return size, config.rollout[size]
+
+
 def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: float) -> None:
     """Refuses a training set with fewer prompts than one generation batch takes (ValueError).
 
     key: the set's. share: the part of the prompts that are of this set.
     """
-    size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
+    size, taken = generation_batch(config)
     part = "" if share == 1 else f"its part, {share:.1%}, of "
     _require(
-        prompts >= int(share * config.rollout[size]),
+        prompts >= int(share * taken),
         f"{key} has {prompts} usable prompts, fewer than {part}one generation batch of "
-        f"rollout.{size} = {config.rollout[size]}; add data or lower that key"
+        f"rollout.{size} = {taken}; add data or lower that key"
         + (f" or {key}.weight" if part else ""),
     )
 

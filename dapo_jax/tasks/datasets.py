@@ -128,12 +128,14 @@ class PromptStream(Generic[T]):
 class RemainingStream(Generic[T]):
     """Leaves retired items out of the later epochs of a stream (ScaleRL, 2510.13786, section 3.2).
 
-    retired: an item's place in the data -> the first epoch without it. Cursors count what remains:
-    those gone through mean the same, whatever is retired after them.
+    retired: an item's place in the data -> the first epoch without it. An epoch that would have
+    fewer than `at_least` items has all of them again. Cursors count what remains: those gone
+    through mean the same, whatever is retired after them.
     """
 
-    def __init__(self, stream: PromptStream[T], retired: Mapping[int, int]):
+    def __init__(self, stream: PromptStream[T], retired: Mapping[int, int], *, at_least: int):
         self._stream = stream
+        self._at_least = at_least
         self._retired = dict(retired)
         self._first_epochs = np.sort(list(retired.values()))
         self._remaining: dict[int, np.ndarray] = {}
@@ -157,22 +159,22 @@ class RemainingStream(Generic[T]):
     def _find(self, cursor: int) -> tuple[int, int]:
         """The epoch of a cursor, and how many of what remains there come before."""
         epoch = 0
-        while cursor >= (size := self._size(epoch)):
-            if size == 0:
-                raise DataError(
-                    f"data.train: all {len(self._stream)} prompts are retired, being solved "
-                    "(algo.retire_pass_rate); add harder ones"
-                )
+        while cursor >= (size := self.size(epoch)):
             cursor, epoch = cursor - size, epoch + 1
         return epoch, cursor
 
-    def _size(self, epoch: int) -> int:
-        return len(self._stream) - int(np.searchsorted(self._first_epochs, epoch, side="right"))
+    def size(self, epoch: int) -> int:
+        """The number of items that the epoch has."""
+        gone = int(np.searchsorted(self._first_epochs, epoch, side="right"))
+        remaining = len(self._stream) - gone
+        return remaining if remaining >= max(1, self._at_least) else len(self._stream)
 
     def _remains(self, epoch: int) -> np.ndarray:
         """What remains of an epoch, as places in its order."""
         if epoch not in self._remaining:
             gone = [place for place, first in self._retired.items() if first <= epoch]
+            if self.size(epoch) == len(self._stream):
+                gone = []
             remains = ~np.isin(self._stream.order(epoch), gone)
             self._remaining[epoch] = np.flatnonzero(remains)
         return self._remaining[epoch]
