@@ -268,9 +268,9 @@ class Batch:
     row's responses from 1; 0 is a prompt, which all responses of its piece follow. position counts
     from 0 along a prompt and each of its responses. weight is that of the token's loss in the whole
     mini-batch (Eq. 12). behavior_logp is the sampler's; old_logp is the same but where the learner
-    has computed it again (learner.old_logprobs). is_fresh: a response's tokens but for those that earlier policies sampled.
-    is_high_cov: the tokens that KL-Cov holds back. Of the micro-batches the first `num_micro` are
-    in use.
+    has computed it again (learner.old_logprobs). is_fresh: a response's tokens but for those that
+    earlier policies sampled. is_high_cov: the tokens that KL-Cov holds back. Of the micro-batches
+    the first `num_micro` are in use.
     """
 
     tokens_BT: Ints
