@@ -241,10 +241,51 @@ def test_with_the_chat_template_the_models_end_of_turn_stops(bpe_folder, tmp_pat
     assert load(folder).stop_ids == (256,)  # a base model: plain text ends with the text
     (folder / "generation_config.json").write_text('{"eos_token_id": [257, 258]}')
     assert load(folder, chat="template").stop_ids == (258, 257, 256)
+    assert load(folder).stop_ids == (257, 258, 256)
     copy_of(bpe_folder, folder, eos_token="<|endoftext|>")
     (folder / "generation_config.json").write_text('{"eos_token_id": 256}')
     assert load(folder, chat="template").stop_ids == (256,)
     assert not caplog.records
+
+
+def test_without_a_template_the_models_own_end_tokens_stop_too(bpe_folder, tmp_path):
+    """`evaluate --model=INSTRUCT` with tokenizer.chat=none graded text behind the end of the turn.
+
+    It took <|endoftext|> alone, though generation_config.json names <|im_end|>, which every other
+    stack stops at. Without that file config.json names it.
+    """
+    folder = copy_of(bpe_folder, tmp_path)
+    (folder / "config.json").write_text('{"eos_token_id": 258}')
+    assert load(folder).stop_ids == (258, 256)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257]}')
+    assert load(folder).stop_ids == (257, 256)
+    (folder / "generation_config.json").write_text('{"temperature": 0.7}')
+    assert load(folder).stop_ids == (258, 256)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_prompt_has_the_tokens_that_the_tokenizer_puts_around_a_text(
+    bpe_folder, tmp_path, begins
+):
+    """Llama 3 was sampled, trained and scored without <|begin_of_text|>.
+
+    Its tokenizer.json adds the token in a post-processor, which was turned off for all text. A
+    chat template writes it, so it is not added there; nor is it to a plain text.
+    """
+    folder = copy_of(bpe_folder, tmp_path)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if begins:
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
+        )
+        library.save(str(folder / "tokenizer.json"))
+    tokenizer = load(folder)
+    assert tokenizer.encode_chat(user("2+2?")) == [257] * begins + tokenizer.encode("2+2?")
+    assert 257 not in tokenizer.encode("2+2?")
+    # A problem that has the token's text has no second token of it.
+    assert tokenizer.encode_chat(user("<|im_start|>")).count(257) == begins
+    chat = load(folder, chat="template").encode_chat(user("2+2?"))
+    assert chat == load(bpe_folder, chat="template").encode_chat(user("2+2?"))
 
 
 def test_stop_tokens_without_the_models_end_of_turn_are_warned_of(bpe_folder, caplog):

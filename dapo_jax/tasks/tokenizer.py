@@ -51,8 +51,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Encodes plain text. Nothing is added, and no text becomes a control token."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids, control tokens stripped; raises ValueError for one that does not exist."""
+    def decode(self, ids: Sequence[int], *, control_tokens: bool = False) -> str:
+        """Decodes ids, control tokens stripped or shown; ValueError for an id that is not there."""
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
@@ -63,12 +63,14 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
 
     path: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja where
         there are any), else with tokenizer.model; or a sentencepiece `.model` file.
-    stop_tokens: the texts of the tokens that end a response. None takes the base model's:
-        <|endoftext|> where it exists, else the end-of-sequence token that the files name. With the
-        chat template those that the files name come first (<|im_end|> for Qwen2.5-Instruct), as
-        the model ends its turn with one; where given texts lack them all, a warning says so.
-    chat: "none" (the contents of the messages as plain text) or "template" (the chat template of
-        tokenizer_config.json, with the prompt for the assistant's turn added).
+    stop_tokens: the texts of the tokens that end a response. None takes those of the directory's
+        generation_config.json, or config.json, and <|endoftext|> where it exists; with the chat
+        template the tokenizer's end-of-sequence token too (<|im_end|> for Qwen2.5-Instruct), and
+        without any of them that token alone. A warning is logged where texts given here have none
+        of the model's.
+    chat: "none" (the contents of the messages as plain text, with the tokens that the tokenizer
+        itself puts around a text, such as Llama 3's <|begin_of_text|>) or "template" (the chat
+        template of tokenizer_config.json, with the prompt for the assistant's turn added).
 
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.
@@ -160,7 +162,8 @@ class HuggingFaceTokenizer:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if (text := _token_text(config.get(name), name, config_file))
         }
-        ends = _ends(folder, special.get("eos_token"), self._text_of) if chat == "template" else []
+        of_turn = special.get("eos_token") if chat == "template" else None
+        ends = _ends(folder, of_turn, self._text_of)
         if stop_tokens is None:
             stop_tokens = [*ends, *(text for text in ["<|endoftext|>"] if text in self._control_id)]
             if not stop_tokens and "eos_token" in special:
@@ -172,7 +175,7 @@ class HuggingFaceTokenizer:
         elif ends and set(ends).isdisjoint(stop_tokens):
             logging.warning(
                 "tokenizer.stop_tokens = %s has none of the tokens with which the model of %s ends "
-                "its turn (%s): its responses may go on until they are cut",
+                "a response (%s): its responses may go on until they are cut",
                 list(stop_tokens),
                 folder,
                 ", ".join(ends),
@@ -193,14 +196,15 @@ class HuggingFaceTokenizer:
         with _of_library(self._file, "cannot encode a text"):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, control_tokens: bool = False) -> str:
         ids = _existing(ids, self.vocab_size)
         with _of_library(self._file, "cannot decode a response"):
-            return self._tokenizer.decode(ids, skip_special_tokens=True)
+            return self._tokenizer.decode(ids, skip_special_tokens=not control_tokens)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if self._template is None:
-            return self.encode(plain_text(messages))
+            with _of_library(self._file, "cannot encode a text"):
+                return self._tokenizer.encode(plain_text(messages)).ids
         shielded = [
             {key: self._shield(value) for key, value in message.items()} for message in messages
         ]
@@ -249,7 +253,7 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, control_tokens: bool = False) -> str:
         return self._processor.decode(_existing(ids, self.vocab_size))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -321,21 +325,22 @@ def _token_text(token: object, name: str, file: epath.Path) -> str | None:
 
 
 def _ends(folder: epath.Path, eos_token: str | None, text_of) -> list[str]:
-    """Lists the tokens with which a directory says that its model ends a turn.
+    """Lists `eos_token`, and the end tokens that generation_config.json names by id.
 
-    tokenizer_config.json names one, `eos_token`; generation_config.json may have more, by id.
+    Without the file those of config.json count, as for transformers' `generate`.
     """
-    file, ends = folder / "generation_config.json", [eos_token] if eos_token else []
-    given = read_json(file).get("eos_token_id") if present(file) else None
-    for id in given if isinstance(given, list) else [given]:
-        if id is None:
-            continue
-        text = text_of(id) if type(id) is int and 0 <= id < 2**31 else None
-        if text is None:
-            raise ValueError(
-                f"{file}: eos_token_id is {quoted(given)}, but the tokenizer has no such id"
-            )
-        ends.append(text)
+    ends = [eos_token] if eos_token else []
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        given = read_json(file).get("eos_token_id") if present(file) else None
+        for id in given if isinstance(given, list) else [given] if given is not None else []:
+            text = text_of(id) if type(id) is int and 0 <= id < 2**31 else None
+            if text is None:
+                raise ValueError(
+                    f"{file}: eos_token_id is {quoted(given)}, but the tokenizer has no such id"
+                )
+            ends.append(text)
+        if given is not None:
+            break
     return list(dict.fromkeys(ends))
 
 
