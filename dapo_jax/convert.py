@@ -20,7 +20,7 @@ from etils import epath
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command
 from dapo_jax.run.alarms import require_finite
-from dapo_jax.run.policy import run_recipe
+from dapo_jax.run.policy import restored, run_recipe
 from dapo_jax.untrusted import present
 from models import families, hf
 from models.hf_config import load_config, read_config
@@ -45,11 +45,14 @@ TOKENIZER_FILES = (
 SOURCES, TARGETS = ("hf", "orbax", "run"), ("hf", "orbax")
 
 
-def convert(source: str, target: str, *, dtype: str, step: int | None = None) -> str:
+def convert(
+    source: str, target: str, *, dtype: str, step: int | None = None, trust_code: bool = False
+) -> str:
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
     Both are "hf:DIR" or "orbax:DIR"; a source may be "run:WORKDIR", of which `step` (None: the
-    newest) is the checkpoint. The tokenizer's files are copied along.
+    newest) is the checkpoint. The tokenizer's files are copied along. trust_code: whether a module
+    that the run names may be imported.
 
     Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
     and ValueError for a source that is broken or of an unknown family.
@@ -69,7 +72,9 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     elif from_kind == "orbax":
         params, config, kept = load_orbax(from_path, dtype=dtype)
     else:
-        params, config, kept, tokenizer_path = load_run(from_path, step, dtype=dtype)
+        params, config, kept, tokenizer_path = load_run(
+            from_path, step, dtype=dtype, trust_code=trust_code
+        )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # host arrays may be large
         require_finite(params, f"--from={source} in {dtype}", sizes=config)
 
@@ -129,25 +134,19 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], ModelConfig, dict[s
     return params, config, kept
 
 
-def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
+def load_run(workdir: epath.Path, step: int | None, *, dtype: str, trust_code: bool = False):
     """(params, model config, kept keys of config.json, tokenizer directory) of a run.
 
-    Raises FileNotFoundError for a directory without a run, or without that checkpoint.
+    Raises FileNotFoundError for a directory without a run, or without that checkpoint, and
+    ValueError as `run_recipe` and `restored` do.
     """
-    recipe = run_recipe(workdir)
+    recipe = run_recipe(workdir, trust_code=trust_code)
     programs = build.programs(recipe, vocab_size=0)
-    checkpoints = build.checkpoints(recipe, workdir, keep=None)
-    step = checkpoints.latest_step() if step is None else step
-    if step is None:
-        raise FileNotFoundError(f"{workdir / 'checkpoints'} is empty: there is nothing to convert")
-    state, _ = checkpoints.restore(step, programs.state)
-    checkpoints.close()
+    _, params, start_weights = restored(programs, workdir, step)
     model_path = recipe.model.path
     kept = _kept(model_path) if model_path else {}
     tokenizer_path = epath.Path(recipe.tokenizer.path or model_path)
-    params = state.params
     if programs.learning.lora:
-        start_weights = programs.load_weights(dtype=recipe.model.compute_dtype)
         params = learner.policy_weights(params, start_weights, programs.learning)
     return learner.cast(params, dtype), programs.sizes, kept, tokenizer_path
 
@@ -166,9 +165,11 @@ def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
 
 
 def main(_):
-    given = {name: flags.FLAGS[name].value for name in ("from", "to", "dtype", "step", "family")}
+    names = ("from", "to", "dtype", "step", "family", "trust_code")
+    given = {name: flags.FLAGS[name].value for name in names}
     families.load(given["family"])
-    print(convert(given["from"], given["to"], dtype=given["dtype"], step=given["step"]))
+    how = {name: given[name] for name in ("dtype", "step", "trust_code")}
+    print(convert(given["from"], given["to"], **how))
 
 
 if __name__ == "__main__":
@@ -177,4 +178,5 @@ if __name__ == "__main__":
     flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
     flags.DEFINE_string("family", "qwen2", "The model's family, as config.model.family has it.")
+    command.define_trust_code()
     command.run(main)

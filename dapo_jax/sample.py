@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
@@ -21,6 +22,7 @@ from ml_collections import ConfigDict
 from configs import any_model
 from dapo_jax.run import build, checks, command, compiled
 from dapo_jax.run import policy as policies
+from dapo_jax.run.display import printable_lines
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
@@ -34,19 +36,25 @@ BLOCK_TOKENS, PAGE_TOKENS = 4, 128  # decode steps between two looks at what the
 
 
 def answers(
-    policy: Policy, sampling: Sampling, messages: Sequence[Message], *, n: int, cursor: int
+    policy: Policy,
+    sampling: Sampling,
+    messages: Sequence[Message],
+    *,
+    n: int,
+    cursor: int,
+    seed: int = 0,
 ) -> Iterator[list[Response]]:
     """Yields what there is of n responses to a prompt after each block, and the whole ones last.
 
-    cursor: names the prompt; another one has other random numbers. Raises ValueError for a prompt
-    that is empty, or longer than the cache was planned for.
+    cursor: names the prompt; another one, or another seed, has other random numbers. Raises
+    ValueError for a prompt that is empty, or longer than the cache was planned for.
     """
     prompt = Prompt(
         np.asarray(policy.tokenizer.encode_chat(messages), np.int32),
         Example(tuple(messages), "", "typed", cursor),
         "typed",
     )
-    key = build.key(policy.config, build.EVAL_STREAM)
+    key = jax.random.fold_in(build.key(policy.config, build.EVAL_STREAM), seed)
     session = Session(policy.programs.engine, policy.weights, Stream(key, sampling))
     session.submit(cursor, prompt, group_size=n)
     while session.unfinished:
@@ -64,16 +72,17 @@ def shown(text: str, response: Response, tokenizer) -> str:
     return whole[len(text) :] if whole.startswith(text) else ""
 
 
-def answer(policy: Policy, sampling: Sampling, messages, *, n: int, cursor: int) -> str:
+def answer(policy: Policy, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> str:
     """Prints the responses, the first one as it is sampled; returns its text."""
     start, text, responses = time.perf_counter(), "", []
-    for responses in answers(policy, sampling, messages, n=n, cursor=cursor):
+    for responses in answers(policy, sampling, messages, n=n, cursor=cursor, seed=seed):
         added = shown(text, responses[0], policy.tokenizer)
         text += added
-        print(added, end="", flush=True)
+        print(printable_lines(added), end="", flush=True)
     print(flush=True)
     for i, response in enumerate(responses[1:], start=2):
-        print(f"--- {i} of {n}\n{policy.tokenizer.decode(response.tokens_T.tolist())}", flush=True)
+        whole = policy.tokenizer.decode(response.tokens_T.tolist())
+        print(f"--- {i} of {n}\n{printable_lines(whole)}", flush=True)
     seconds, tokens = time.perf_counter() - start, sum(len(r.tokens_T) for r in responses)
     cut = sum(not response.stopped for response in responses)
     note = f", {cut} cut at --max_tokens={sampling.max_response_tokens}" if cut else ""
@@ -90,12 +99,14 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     if bool(given.workdir) == bool(given.model):
         raise ValueError("give --workdir=DIR, a run's, or --model=DIR, a model's: one of the two")
     workdir = pathlib.Path(given.workdir) if given.workdir else None
-    config = policies.run_recipe(workdir) if workdir else any_model.get_config()
+    if workdir:
+        config = policies.run_recipe(workdir, trust_code=given.trust_code)
+    else:
+        config = any_model.get_config()
     r = config.rollout
     if given.model:
         config.model.path = given.model
     template = given.template or (trained_with(config) if workdir else "none")
-    config.seed = given.seed
     config.tokenizer.chat = "template" if given.chat else config.tokenizer.chat
     r.max_response_tokens = given.max_tokens or r.max_response_tokens or TALK_TOKENS
     r.block_tokens, r.page_tokens = BLOCK_TOKENS, PAGE_TOKENS
@@ -106,7 +117,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     policies.fit_cache(config, n)
     checks.check(config)
     if workdir:
-        step, policy = policies.of_run(config, workdir, given.step)
+        step, policy = policies.of_run(config, workdir, given.step, but=("tokenizer.chat",))
         where = f"{workdir} after {step} steps"
     else:
         policy, where = policies.of_model(config, build.tokenizer(config)), given.model
@@ -172,7 +183,8 @@ def main(_):
     policy.programs.engine.compile(sampling)
     print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     if given.prompt is not None:
-        answer(policy, sampling, templated(given.prompt, template), n=given.n, cursor=0)
+        turn = templated(given.prompt, template)
+        answer(policy, sampling, turn, n=given.n, cursor=0, seed=given.seed)
         return
     talk: list[Message] = []
     for cursor, line in enumerate(typed()):
@@ -182,7 +194,7 @@ def main(_):
             print(f"[{note}]", file=sys.stderr, flush=True)
         if not messages:
             continue
-        text = answer(policy, sampling, messages, n=given.n, cursor=cursor)
+        text = answer(policy, sampling, messages, n=given.n, cursor=cursor, seed=given.seed)
         talk = [*messages, {"role": "assistant", "content": text}]
 
 
@@ -224,5 +236,7 @@ if __name__ == "__main__":
     flags.DEFINE_float("temperature", None, "0: greedy. Default: the run's, or 1.", lower_bound=0)
     flags.DEFINE_float("top_p", None, "Default: the run's, or 1.", lower_bound=1e-6, upper_bound=1)
     flags.DEFINE_integer("max_tokens", None, "Of a response, at most.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Another one, other random numbers.", lower_bound=0)
+    seeds = {"lower_bound": 0, "upper_bound": 2**32 - 1}
+    flags.DEFINE_integer("seed", 0, "Another one, other random numbers.", **seeds)
+    command.define_trust_code()
     command.run(main)

@@ -13,10 +13,11 @@ import tokenizers
 from configs import base
 from dapo_jax.tasks import formats
 from dapo_jax.tasks.arithmetic import Arithmetic
-from dapo_jax.tasks.datasets import PromptStream, RemainingStream, load_dataset
+from dapo_jax.tasks.datasets import PromptStream, RemainingStream, load_dataset, tokenize
 from dapo_jax.tasks.math_problems import RULES, MathProblems, check_ground_truth
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read, read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
+from dapo_jax.types import Example
 
 DAPO_TYPE = pa.schema(
     {
@@ -768,3 +769,30 @@ def test_gsm8k(shared, name, rows):
     examples, report = read(str(path), kind="gsm8k_jsonl")
     assert report.rows == report.kept == rows
     assert all(e.answer.removeprefix("-").isdigit() for e in examples)
+
+
+def test_the_report_is_of_the_prompts_that_max_prompts_keeps(tmp_path, byte_tokenizer):
+    """It was made before the cut: five prompts kept, with the lengths of all, for a set of two."""
+    rows = [{"prompt": "x" * length, "answer": "1"} for length in (3, 9, 40, 50)]
+    source = write_lines(tmp_path / "d.jsonl", rows)
+    how = {"max_prompt_tokens": 45, "template": "none"}
+    prompts, report = load_prompts(source, byte_tokenizer, max_prompts=2, **how)
+    assert (len(prompts), report.kept, report.longest_tokens, report.overlong) == (2, 2, 9, 1)
+    assert report.lines()[-1] == "  the first 2 of 3 usable prompts (max_prompts)"
+    _, report = load_prompts(source, byte_tokenizer, max_prompts=3, **how)
+    assert (report.kept, report.notes) == (3, ())
+
+
+def test_a_prompt_of_no_tokens_is_refused_where_the_data_is_loaded():
+    """It passed the load and the dry run, and ended the run when its turn came."""
+
+    class Blanks:
+        def encode_chat(self, messages):
+            return list(messages[0]["content"].strip().encode())
+
+    examples = [
+        Example(({"role": "user", "content": text},), "1", "mine", row)
+        for row, text in enumerate(("1+1?", " "))
+    ]
+    with pytest.raises(DataError, match=r"^mine, row 1: the prompt is empty, it has no tokens"):
+        tokenize(examples, Blanks(), "data.train", max_prompt_tokens=9)

@@ -19,6 +19,8 @@ from ml_collections import config_flags
 
 from configs import tiny
 from dapo_jax import evaluate
+from dapo_jax.audit import again
+from dapo_jax.audit.findings import REFUSED
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.run import arguments, build, command, failures, lock, policy, provenance, record
@@ -494,3 +496,71 @@ def test_a_broken_file_of_json_lines_gets_no_half_line(tmp_path):
         append_line(path, {"b": "x" * 50})
     assert failed.value.errno == errno.EFBIG
     assert path.read_bytes() == b'{"a": 1}\n'
+
+
+def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
+    """A stranger's run executed its own file where `convert`, `sample` or `audit` opened it.
+
+    config.json named it as the model's family, or as a task, and the working directory is on
+    Python's path.
+    """
+    (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('run').touch()")
+    (tmp_path / "config.json").write_text(tiny.get_config().to_json_best_effort())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    policy.run_recipe(tmp_path, trust_code=False)
+
+    def recipe_with(**changes) -> dict:
+        config = tiny.get_config()
+        config.update_from_flattened_dict(changes)
+        (tmp_path / "config.json").write_text(config.to_json_best_effort())
+        return json.loads(config.to_json_best_effort())
+
+    recipe_with(**{"model.family": "payload"})
+    message = (
+        r"config\.json: model\.family = 'payload' is .* no part of .*; .* --trust_code imports"
+    )
+    with pytest.raises(ValueError, match=message):
+        convert("run:.", "hf:out", dtype="float32")
+    for key in ("data.train.task", "eval.sets.arithmetic.task"):
+        recipe = recipe_with(**{key: "payload:Task"})
+        run = types.SimpleNamespace(config=recipe, workdir=tmp_path)
+        (finding,) = again.check(run, steps=1, seed=0, trust_code=False)
+        assert finding.kind == REFUSED
+        assert f"{key} = 'payload:Task' is a module" in finding.what
+    assert not (tmp_path / "run").exists()
+    recipe_with(**{"model.family": "payload"})
+    with pytest.raises(ValueError, match="registers 0 families"):
+        convert("run:.", "hf:out", dtype="float32", trust_code=True)
+    assert (tmp_path / "run").exists()
+
+
+def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
+    """`sample` set the recipe's seed to its own, which makes random weights.
+
+    So runs of other seeds were refused, and the policy of step 0 was another. `--chat` of a run
+    that had no template was refused too, as another policy.
+    """
+    config = tiny.get_config()
+    config.tokenizer.path, config.model.path = str(ROOT / config.model.path), ""
+    config.model.preset, config.seed = "tiny", 3
+    theirs = json.loads(config.to_json_best_effort())
+    checkpoints = build.checkpoints(config, tmp_path, keep=2)
+    checkpoints.identity = {"recipe": theirs, "files": {}}
+    state = build.programs(config, vocab_size=384).start_state()
+    checkpoints.save(1, state, {"cursor": 0, "sampled_tokens_total": 0, "row": None})
+    checkpoints.close()
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+
+    def sampled(step: int, *arguments: str) -> str:
+        command = ["-m", "dapo_jax.sample", f"--workdir={tmp_path}", f"--step={step}"]
+        command += ["--prompt=7+5", "--max_tokens=4", *arguments]
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert sampled(0, "--seed=7") == sampled(1, "--seed=7")
+    with pytest.raises(ValueError, match=r"tokenizer\.chat is 'template', but was 'none'"):
+        config.tokenizer.chat = "template"
+        policy.check_recipe(config, theirs, "checkpoint 1")
+    policy.check_recipe(config, theirs, "checkpoint 1", but=("tokenizer.chat",))

@@ -116,14 +116,15 @@ def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])
-def test_what_only_chats_read_belongs_to_the_runs_that_chat(tmp_path, name):
+def test_files_that_end_responses_belong_to_a_run_and_a_template_to_one_that_chats(tmp_path, name):
     """Other tokens ended the responses of a resumed run, those of generation_config.json."""
 
     def identity_with(content: str, chat: str):
         (tmp_path / name).write_text(content)
         return identity_of(**{"tokenizer.path": str(tmp_path), "tokenizer.chat": chat})
 
-    assert said_of(identity_with("7", "none"), identity_with("8", "none")) == []
+    if name == "chat_template.jinja":
+        assert said_of(identity_with("7", "none"), identity_with("8", "none")) == []
     with pytest.raises(identity.OtherRunError, match=f"tokenizer.path: {name} differs"):
         said_of(identity_with("7", "template"), identity_with("8", "template"))
 
@@ -198,3 +199,25 @@ def test_fewer_steps_than_are_done_are_refused():
     checks.check_steps_left(config, 4, "DIR")
     with pytest.raises(ValueError, match=r"num_steps = 4, but the run in DIR has finished 5"):
         checks.check_steps_left(config, 5, "DIR")
+
+
+def test_sets_in_another_order_are_another_stream():
+    """A fork with the same sets under other names went on, in a stream of another order.
+
+    The sets were compared in the order of their keys, but data.train's prompts come first.
+    """
+    one, two = prompts(20), prompts(30)
+    train, first = (types.SimpleNamespace(prompts=some) for some in (one, two))
+    config = get_config()
+    with config.unlocked():
+        config.data.mixture.a = config.data.mixture.b = base.dataset()
+
+    def of(**sets) -> dict:
+        named = {key.replace("_", "."): it for key, it in sets.items()}
+        train = Mixture(named, dict.fromkeys(named, 1.0))
+        return identity.of_run(config, types.SimpleNamespace(train=train, eval_sets={}))
+
+    old = of(data_train=train, data_mixture_a=first)
+    identity.require_parent(old, of(data_mixture_a=train, data_mixture_b=first), "checkpoint 5")
+    with pytest.raises(identity.OtherRunError, match=r"data\.mixture\.a has 30 prompts, not 20"):
+        identity.require_parent(old, of(data_mixture_a=first, data_mixture_b=train), "here")

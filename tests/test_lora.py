@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,9 @@ from quick import jit
 
 from configs import tiny
 from dapo_jax import convert, learner
-from dapo_jax.run import build
+from dapo_jax.run import build, identity, policy
 from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.tasks.datasets import Mixture
 from models import hf
 from models.kernels.packed import packed_attention
 from models.lora import MATRICES, Lora, adapted, factors, init_adapters
@@ -190,3 +193,41 @@ def test_a_run_is_exported_with_its_factors_added(tmp_path):
         a, b = adapters["layers"][a], adapters["layers"][b]
         expected = by_hand(start["layers"][w], a, b, 2.0)
         np.testing.assert_allclose(exported["layers"][w], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])
+def test_a_start_model_that_has_changed_is_refused(tmp_path, changed):
+    """LoRA's factors were added to whatever model.path held by then.
+
+    A resume refuses it; `convert`, `evaluate` and `sample` compared the recipe alone, so they
+    exported and scored another model. The policy of step 0 is the start model of any run.
+    """
+    config, workdir = lora_config(), tmp_path / "run"
+    shutil.copytree(config.model.path, tmp_path / "base")
+    config.model.path = str(tmp_path / "base")
+    programs = build.programs(config, 384)
+    adapters = random_adapters(programs.learning.lora, config=programs.sizes)
+    state = learner.init_state(jax.tree.map(jnp.asarray, adapters), programs.learning)
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
+    prompts = types.SimpleNamespace(
+        train=Mixture({"data.train": types.SimpleNamespace(prompts=[])}, {"data.train": 1.0}),
+        eval_sets={},
+    )
+    checkpoints.identity = identity.of_run(config, prompts)
+    checkpoints.save(1, state, {"cursor": 0})
+    checkpoints.close()
+    (workdir / "config.json").write_text(config.to_json_best_effort())
+    for step in (None, 0):
+        policy.restored(programs, workdir, step)
+
+    file = tmp_path / "base" / changed
+    if changed == "config.json":
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 5e5}))
+    else:
+        file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
+    message = rf"checkpoint 1 in .* began with another model: model\.path: {changed} differs"
+    for step in (None, 0):
+        with pytest.raises(identity.OtherRunError, match=message):
+            policy.restored(build.programs(config, 384), workdir, step)
+    with pytest.raises(identity.OtherRunError, match=message):
+        convert.convert(f"run:{workdir}", f"hf:{tmp_path / 'hf'}", dtype="float32")

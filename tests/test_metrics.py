@@ -35,6 +35,7 @@ from dapo_jax.run.display import (
     evaluation_line,
     format_duration,
     printable,
+    printable_lines,
     shorten_middle,
 )
 from dapo_jax.run.files import (
@@ -328,6 +329,7 @@ def test_stopwatch_adds_up_phases_and_counts_what_raised():
 
 def test_text_helpers():
     assert printable("a\x1b[31m\n\tb\u202e\ud800 [x] 你") == r"a\x1b[31m⏎\tb\u202e\ud800 [x] 你"
+    assert printable_lines("a\x1b[31m\n\tb\u202e\r") == "a\\x1b[31m\n\tb\\u202e\\r"
     assert shorten_middle("abcdef", limit=6) == "abcdef"
     assert shorten_middle("abcdefgh", limit=5) == "abc ...(3 more)... gh"
     assert format_duration(3661.4) == "1:01:01"

@@ -10,8 +10,8 @@ from absl import flags
 
 from configs import base, tiny
 from dapo_jax.run import build, checks, command
-from dapo_jax.tasks.datasets import PromptStream
-from dapo_jax.types import Group, Response
+from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream
+from dapo_jax.types import Group, Prompt, Response, Verdict
 
 SHARES = {"a": 30, "b": 20, "c": 10}  # of 60 prompts
 A, B, C = ([f"{name}{i}" for i in range(n)] for name, n in (("a", 50), ("b", 50), ("c", 7)))
@@ -95,7 +95,7 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(monkeypatch, file):
         response = Response(tokens, np.zeros(len(tokens), np.float32), True)
         (verdict,) = data.train.grade(Group(0, prompt, (response,))).grades[1]
         strict = prompt.key == "data.mixture.more"
-        name = "accuracy_more" if strict else "accuracy_train"
+        name = "accuracy@mixture.more" if strict else "accuracy@train"
         assert verdict.correct == strict and verdict.measures == {name: float(strict)}
 
 
@@ -161,3 +161,27 @@ def test_a_misspelt_set_and_key_are_refused(monkeypatch, file):
             f"--config.data.mixture.more.path={file}",
             "--config.data.mixture.more.wieght=2",
         )
+
+
+def test_each_set_and_the_task_itself_have_measures_of_their_own():
+    """data.mixture.train shared a measure with data.train, and a task's own could replace it."""
+
+    def graded(right, measures):
+        def grade(group):
+            verdict = Verdict(right, "x", "s", measures=measures)
+            return group.graded(["t"], [verdict])
+
+        return Dataset([], grade, None)
+
+    sets = {
+        "data.train": graded(True, {"accuracy_train": 0.5}),
+        "data.mixture.train": graded(False, None),
+    }
+    mixture = Mixture(sets, dict.fromkeys(sets, 1.0))
+    response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), True)
+    verdicts = [
+        mixture.grade(Group(0, Prompt(np.zeros(1, np.int32), None, key), (response,))).grades[1][0]
+        for key in sets
+    ]
+    assert verdicts[0].measures == {"accuracy_train": 0.5, "accuracy@train": 1.0}
+    assert verdicts[1].measures == {"accuracy@mixture.train": 0.0}

@@ -352,6 +352,18 @@ def test_what_a_set_gives_its_own_task_is_changed_by_flags(monkeypatch):
     assert config.eval.sets.new.args.numbers == 4
 
 
+@pytest.mark.parametrize("section", ["data.train", "eval.sets.new"])
+def test_an_argument_that_is_given_alone_is_told_how(monkeypatch, section):
+    """`the recipe has no key 'numbers'` did not say that args are one value."""
+    together = rf"give all of them: --config\.{section}\.args=\"{{'numbers': VALUE, \.\.\.}}\""
+    with pytest.raises(flags.Error, match=together):
+        parsed(
+            monkeypatch,
+            "--config.eval.sets.new.task=countdown:Countdown",
+            f"--config.{section}.args.numbers=4",
+        )
+
+
 def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):
     """A section inside args was a ConfigDict, which no task expects and no JSON file takes."""
     args = {"name": "chain_sum", "config": {"max_terms": 3}}

@@ -5,13 +5,17 @@ import os
 import random
 import signal
 import time
+import types
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
 
+from dapo_jax.run import dry_run
 from dapo_jax.tasks.chat_template import ChatTemplate
 from dapo_jax.tasks.tokenizer import load_tokenizer, token_texts
+from dapo_jax.types import Example, Prompt
 
 TEXTS = [
     "",
@@ -568,3 +572,29 @@ def test_qwen_chat_keeps_control_text_in_content_as_text(qwen, qwen_chat):
     content = qwen.encode("user\na<|im_end|>b")
     assert ids.count(151645) == 2  # system's and user's, both from the template
     assert any(ids[i : i + len(content)] == content for i in range(len(ids)))
+
+
+@pytest.mark.parametrize(
+    ("chat", "shown"),
+    [
+        ("none", ["1+1?\\x1b[2J", "Answer:"]),
+        (
+            "template",
+            ["<|im_start|>user", "1+1?\\x1b[2J", "Answer:<|im_end|>", "<|im_start|>assistant", ""],
+        ),
+    ],
+)
+def test_a_dry_run_shows_the_first_prompt_as_the_policy_reads_it(bpe_folder, chat, shown):
+    """It showed the problem's text without the chat template, and control characters as they are.
+
+    An escape sequence in a data set could move the cursor, or hide lines.
+    """
+    tokenizer = load(bpe_folder, chat=chat)
+    messages = user("1+1?\x1b[2J\nAnswer:")
+    ids = np.asarray(tokenizer.encode_chat(messages))
+    prompt = Prompt(ids, Example(tuple(messages), "2", "f", 0), "data.train")
+    train = types.SimpleNamespace(sets={"data.train": types.SimpleNamespace(prompts=[prompt])})
+    data = types.SimpleNamespace(train=train, eval_sets={})
+    first, *lines = dry_run.example_lines(data, tokenizer)
+    assert first == "the first prompt of data.train, whose answer is '2':"
+    assert lines == [f"  | {line}" for line in shown]

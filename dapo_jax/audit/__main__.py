@@ -5,8 +5,9 @@
 compares every file with the digests in the rows, the rows with their chain, TensorBoard with the
 rows, and does --steps random steps again from checkpoints: samples, log-probabilities, verdicts,
 weights and metrics have to be the same bits. One line a thing, then the verdict. The directory is
-only read, and the run may be going on. Exit status: 0, all that was asked for is as the run wrote
-it; 1, it is not, or could not be checked.
+only read, and the run may be going on. A step whose recipe names a task or a model family that is
+no part of this project is done again with --trust_code alone, which imports it. Exit status: 0, all
+that was asked for is as the run wrote it; 1, it is not, or could not be checked.
 
 What it proves: nothing was changed by somebody who left the chain as it is. The chain has no
 secret: who computes it anew from the changed row on is found by --digest, the one printed at the
@@ -31,7 +32,12 @@ SEEDS = 2**32
 
 
 def audit(
-    workdir: pathlib.Path, *, steps: int, seed: int, digest: str | None = None
+    workdir: pathlib.Path,
+    *,
+    steps: int,
+    seed: int,
+    digest: str | None = None,
+    trust_code: bool = False,
 ) -> Iterator[Finding]:
     """Checks a run's directory; see above.
 
@@ -52,7 +58,7 @@ def audit(
         yield from guarded("tensorboard", events.check(run))
     else:
         yield Finding(WRONG, "tensorboard: gone")
-    yield from again.check(run, steps=steps, seed=seed)
+    yield from again.check(run, steps=steps, seed=seed, trust_code=trust_code)
 
 
 def verdict(findings: list[Finding]) -> tuple[str, int]:
@@ -80,7 +86,8 @@ def main(_):
         compiled.keep(several=False)
     seed = random.randrange(SEEDS) if SEED.value is None else SEED.value
     findings = []
-    for finding in audit(workdir, steps=STEPS.value, seed=seed, digest=DIGEST.value):
+    how = {"steps": STEPS.value, "digest": DIGEST.value, "trust_code": TRUST_CODE.value}
+    for finding in audit(workdir, seed=seed, **how):
         findings.append(finding)
         print(finding, flush=True)
     line, status = verdict(findings)
@@ -93,4 +100,5 @@ if __name__ == "__main__":
     STEPS = flags.DEFINE_integer("steps", 3, "Random steps to do again; 0: none.", lower_bound=0)
     SEED = flags.DEFINE_integer("seed", None, "Chooses the steps; a random one is said.")
     DIGEST = flags.DEFINE_string("digest", None, "What the run printed at its end.")
+    TRUST_CODE = command.define_trust_code()
     command.run(main)

@@ -15,14 +15,17 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
+from configs.base import eval_settings, mixture_settings
 from dapo_jax import carry_over, train
 from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
 from dapo_jax.report.events import spans
-from dapo_jax.run import build, chain, checks, identity, provenance, restore
+from dapo_jax.run import build, chain, checks, identity, policy, provenance, restore
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.record import Record
+from dapo_jax.tasks.base import BUILT_IN
+from models import families
 
 NAMES = {
     chain.TOKENS: "samples",
@@ -40,18 +43,33 @@ class Unsaved:
         """Leaves the checkpoint out."""
 
 
-def check(run: Written, *, steps: int, seed: int) -> Iterator[Finding]:
-    """Restores every checkpoint, and does so many random steps again."""
+def check(run: Written, *, steps: int, seed: int, trust_code: bool) -> Iterator[Finding]:
+    """Restores every checkpoint, and does so many random steps again.
+
+    trust_code: whether modules that the run's recipe names may be imported.
+    """
     if not steps:
         yield Finding(UNCHECKED, "--steps=0: no step was done again, no checkpoint's arrays read")
         return
     try:
+        if not trust_code:
+            _require_built_in(run)
         yield from _check(run, steps, random.Random(seed), f"--seed={seed}")
     except DamagedError as error:
         yield Finding(WRONG, str(error))
     except (OSError, *NOT_AS_WRITTEN) as error:
         # The latter of a config.json that is no recipe.
         yield Finding(REFUSED, f"no step can be done again: {error or type(error).__name__}")
+
+
+def _require_built_in(run: Written) -> None:
+    """Refuses a recipe that names modules to import (ValueError)."""
+    config, file = ConfigDict(run.config), run.workdir / "config.json"
+    policy.require_built_in({"model.family": config.model.family}, families.BUILT_IN, file)
+    sets = mixture_settings(config).items()
+    tasks = {f"{key}.task": settings["task"] for key, settings in sets}
+    tasks |= {f"eval.sets.{name}.task": it["task"] for name, it in eval_settings(config).items()}
+    policy.require_built_in(tasks, BUILT_IN, file)
 
 
 def _check(run: Written, steps: int, chance: random.Random, seed: str) -> Iterator[Finding]:

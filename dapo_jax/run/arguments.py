@@ -160,7 +160,11 @@ def unknown_key(config: ConfigDict, arguments: Sequence[str]) -> str | None:
     known = list(keys(config))
     for argument in arguments:
         match = KEY_FLAG.match(argument)
-        if match and match[1] not in known and ".args." not in match[1]:
+        if match and match[1] not in known:
+            section, args, name = match[1].partition(".args.")
+            if args and f"{section}.args" in known:
+                together = f"--config.{section}.args=\"{{'{name}': VALUE, ...}}\""
+                return f"{argument}: the recipe has no such argument; give all of them: {together}"
             near = nearest_key(match[1], known)
             hint = f". Did you mean --config.{near}?" if near else ""
             return f"the recipe has no key {match[1]!r} ({argument}){hint}"

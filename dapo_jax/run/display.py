@@ -59,6 +59,11 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(text: str) -> str:
+    """Text of unknown origin as `printable` has it, but for its line breaks and tabs."""
+    return "".join(char if char in "\n\t" else printable(char) for char in text)
+
+
 def shorten_middle(text: str, *, limit: int) -> str:
     """At most `limit` characters from the two ends of a text, with the count of those left out."""
     if len(text) <= limit:

@@ -13,7 +13,9 @@ from ml_collections import ConfigDict
 
 from dapo_jax import learner
 from dapo_jax.run import build, checks, identity, restore, writers
+from dapo_jax.run.display import printable
 from dapo_jax.run.lock import NAME as LOCK
+from dapo_jax.tasks.tokenizer import Tokenizer
 from sharding import hosts
 
 MIB = 2**20
@@ -42,7 +44,7 @@ def run(
     checks.check_divides(config, programs.mesh)
     hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
     data = build.load_data(config, tokenizer, training=True)
-    say("\n".join([*data.report_lines(), *example_lines(data)]))
+    say("\n".join([*data.report_lines(), *example_lines(data, tokenizer)]))
     ours = identity.of_run(config, data) | {"origin": origin and str(origin)}
     if step is not None:
         _check_own(config, directory, step, ours, say)
@@ -50,17 +52,17 @@ def run(
     say("\n".join(_next_lines(config, workdir, step, origin)))
 
 
-def example_lines(data: build.Data) -> list[str]:
+def example_lines(data: build.Data, tokenizer: Tokenizer) -> list[str]:
     """Shows the first prompt of each set as the policy reads it, and its answer."""
     sets = data.train.sets | {name: of.dataset for name, of in data.eval_sets.items()}
     lines = []
     for key, dataset in sets.items():
-        example = dataset.prompts[0].example
-        text = example.text
+        prompt = dataset.prompts[0]
+        text = tokenizer.decode(prompt.token_ids.tolist(), control_tokens=True)
         if len(text) > SHOWN_CHARS:
             text = f"{text[:SHOWN_CHARS]} [... {len(text) - SHOWN_CHARS:,} more characters]"
-        lines.append(f"the first prompt of {key}, whose answer is {example.answer!r}:")
-        lines += [f"  | {line}" for line in text.splitlines()]
+        lines.append(f"the first prompt of {key}, whose answer is {prompt.example.answer!r}:")
+        lines += [f"  | {printable(line)}" for line in text.split("\n")]
     return lines
 
 

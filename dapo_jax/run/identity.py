@@ -22,9 +22,15 @@ from sharding import hosts
 BLOCKS = 1_024  # digests kept of a data set at most: a changed prompt is named by its block
 SHOWN_DIFFERENCES = 5
 READ_BYTES = 2**24
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-# The latter has tokens that end turns.
-CHAT_FILES = ("chat_template.jinja", "generation_config.json")
+# generation_config.json has tokens that end a response.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "generation_config.json",
+)
+CHAT_FILE = "chat_template.jinja"
+WEIGHTS = ".safetensors"
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
 UNSAVED = 3
@@ -40,10 +46,6 @@ def of_run(config: ConfigDict, data) -> dict:
     data: a `build.Data`. All processes call it. Weight files, which are large, are divided among
     the processes, each of which compares their sizes alone with the others'.
     """
-    tokenizer = epath.Path(config.tokenizer.path or config.model.path)
-    names = TOKENIZER_FILES + (CHAT_FILES if config.tokenizer.chat == "template" else ())
-    files = [tokenizer / name for name in names] if tokenizer.is_dir() else [tokenizer]
-    digests = {file.name: of_file(file) for file in files if file.is_file()}
     own = {
         "recipe": json.loads(config.to_json_best_effort()),
         "data": _of_training(config, data.train),
@@ -51,16 +53,11 @@ def of_run(config: ConfigDict, data) -> dict:
             _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(chosen.dataset.prompts)
             for name, chosen in data.eval_sets.items()
         },
-        "files": {"tokenizer.path" if config.tokenizer.path else "model.path": digests},
+        "files": _of_small_files(config, chat=config.tokenizer.chat),
     }
-    weights = []
-    if config.model.path:
-        model = epath.Path(config.model.path)
-        weights = sorted(model.glob("*.safetensors"))
-        own["files"].setdefault("model.path", {})["config.json"] = of_file(model / "config.json")
+    if weights := _weight_files(config):
         own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}
-    mine = {file.name: of_file(file) for i, file in enumerate(weights) if hosts.is_mine(i)}
-    everyone = hosts.gather((own, mine))
+    everyone = hosts.gather((own, _of_mine(weights)))
     for process, (theirs, of_weights) in enumerate(everyone):
         first = everyone[0][0]
         found = list(differences(first, theirs, before="{} on process 0"))
@@ -70,6 +67,49 @@ def of_run(config: ConfigDict, data) -> dict:
         if weights:
             own["files"]["model.path"] |= of_weights
     return own
+
+
+def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
+    """Refuses a model or tokenizer directory that has changed since a run began (OtherRunError).
+
+    theirs: the identity of a checkpoint of the run. weights: whether the start model's weights
+    count too. All processes call it, and divide the weight files among them.
+    """
+    ours = _of_small_files(config, chat=theirs["recipe"]["tokenizer"]["chat"])
+    for of_process in hosts.gather(_of_mine(_weight_files(config) if weights else [])):
+        ours.get("model.path", {}).update(of_process)
+    was = {
+        key: {name: it for name, it in of.items() if weights or not name.endswith(WEIGHTS)}
+        for key, of in theirs["files"].items()
+    }
+    found = [text for key in was for text in _file_differences(key, was[key], ours.get(key, {}))]
+    if found:
+        raise OtherRunError(
+            f"{where} began with another model: {_listed(found)}. Put back the files that the run "
+            "was started with"
+        )
+
+
+def _of_small_files(config: ConfigDict, *, chat: str) -> dict[str, dict[str, str]]:
+    """Digests the tokenizer's files and the model's config.json, by key and name."""
+    tokenizer = epath.Path(config.tokenizer.path or config.model.path)
+    names = (*TOKENIZER_FILES, *([CHAT_FILE] if chat == "template" else []))
+    files = [tokenizer / name for name in names] if tokenizer.is_dir() else [tokenizer]
+    digests = {file.name: of_file(file) for file in files if file.is_file()}
+    found = {"tokenizer.path" if config.tokenizer.path else "model.path": digests}
+    if config.model.path:
+        file = epath.Path(config.model.path) / "config.json"
+        found.setdefault("model.path", {})["config.json"] = of_file(file)
+    return found
+
+
+def _weight_files(config: ConfigDict) -> list[epath.Path]:
+    return sorted(epath.Path(config.model.path).glob(f"*{WEIGHTS}")) if config.model.path else []
+
+
+def _of_mine(files: Sequence[epath.Path]) -> dict[str, str]:
+    """Digests this process's part of the files, by name."""
+    return {file.name: of_file(file) for i, file in enumerate(files) if hosts.is_mine(i)}
 
 
 def _of_training(config: ConfigDict, train) -> dict:
@@ -152,20 +192,16 @@ def differences(old: dict, new: dict, **keys) -> Iterator[str]:
     keys: as of `checks.recipe_differences`, which the recipes' part is.
     """
     yield from checks.recipe_differences(old["recipe"], new["recipe"], **keys)
-    before, now = sorted(old["data"].items()), sorted(new["data"].items())
+    before, now = list(old["data"].items()), list(new["data"].items())
     if len(before) != len(now):
         yield f"there are {len(now)} training sets (data.train, data.mixture), not {len(before)}"
-    else:  # in their order: a set may have been generated, and be read from a file now
+    else:  # in the stream's order: a set may have been generated, and be read from a file now
         for (_, theirs), (key, ours) in zip(before, now, strict=True):
             yield from _data_differences({key: theirs}, {key: ours})
             if theirs.get("share") != ours.get("share"):
                 yield f"{key}: its share of the prompts is {ours['share']}, not {theirs['share']}"
     for key in old["files"].keys() & new["files"].keys():
-        a, b = old["files"][key], new["files"][key]
-        for name in sorted(a.keys() | b.keys()):
-            if a.get(name) != b.get(name):
-                what = "is gone" if name not in b else "differs" if name in a else "is new"
-                yield f"{key}: {name} {what}"
+        yield from _file_differences(key, old["files"][key], new["files"][key])
 
 
 def check_checkpoint_is_there(
@@ -228,6 +264,13 @@ def _data_differences(old: dict, new: dict) -> Iterator[str]:
             what = "prompts" if b["block"] == 1 else f"blocks of {b['block']} prompts"
             first = f"the first at row {b['rows'][blocks[0]]}"
             yield f"{key}: {len(blocks)} of {len(b['digests'])} {what} differ, {first}"
+
+
+def _file_differences(key: str, old: dict, new: dict) -> Iterator[str]:
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            what = "is gone" if name not in new else "differs" if name in old else "is new"
+            yield f"{key}: {name} {what}"
 
 
 def _listed(found: Sequence[str]) -> str:

@@ -9,13 +9,14 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from dapo_jax.run import build, checks, places
+from dapo_jax.run import build, checks, identity, places
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.files import read_json
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -42,46 +43,78 @@ class Policy(NamedTuple):
     weights: dict
 
 
-def run_recipe(workdir: pathlib.Path) -> ConfigDict:
+def run_recipe(workdir: pathlib.Path, *, trust_code: bool) -> ConfigDict:
     """The recipe of the run in a directory, for these devices and not those that trained.
 
-    Raises FileNotFoundError where there is no run.
+    trust_code: whether a module that it names as the model's family may be imported. Raises
+    FileNotFoundError where there is no run, ValueError for a module that is not trusted.
     """
     file = workdir / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
     recipe = ConfigDict(read_json(file))
-    places.complete(recipe)
+    if not trust_code:
+        require_built_in({"model.family": recipe.model.family}, families.BUILT_IN, file)
     places.complete(recipe)
     recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
     recipe.model.kernels = "auto"
     return recipe
 
 
-def of_run(config: ConfigDict, workdir: pathlib.Path, step: int | None) -> tuple[int, Policy]:
+def require_built_in(named: Mapping[str, str], built_in: Container[str], file) -> None:
+    """Refuses a run's recipe that names modules to import (ValueError): it may be a stranger's.
+
+    named: key of the recipe in `file` -> what it names. built_in: names that are this project's.
+    """
+    for key, name in named.items():
+        if name and name not in built_in:
+            raise ValueError(
+                f"{file}: {key} = {name!r} is a module that is no part of this project; if you "
+                "trust the run, --trust_code imports it"
+            )
+
+
+def of_run(
+    config: ConfigDict, workdir: pathlib.Path, step: int | None, *, but: tuple[str, ...] = ()
+) -> tuple[int, Policy]:
     """(finished steps, the policy after them) of the run in a directory; None: the newest.
 
-    Raises FileNotFoundError where there is no such checkpoint.
+    but: keys of the config that may differ from the run's. Raises FileNotFoundError where there is
+    no such checkpoint, ValueError where the config, or the start model, is not the run's.
     """
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
+    step, params, start_weights = restored(programs, workdir, step, but=but)
+    return step, Policy(config, tokenizer, programs, programs.reshard(params, start_weights))
+
+
+def restored(
+    programs: build.Programs, workdir: pathlib.Path, step: int | None, *, but: tuple[str, ...] = ()
+) -> tuple[int, dict, dict | None]:
+    """(finished steps, what was trained, the start weights where LoRA adapts them) of a run.
+
+    step: as of `of_run`, which says what is raised; 0: the policy before the first step.
+    """
+    config, lora = programs.config, programs.learning.lora
     checkpoints = build.checkpoints(config, workdir, keep=None)
-    step = hosts.on_main(checkpoints.latest_step) if step is None else step
+    newest = hosts.on_main(checkpoints.latest_step)
+    step = newest if step is None else step
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is no policy in it")
-    if step == 0:
-        params = programs.start_params()
-    else:
+    if step:
         params = checkpoints.restore(step, programs.state)[0].params
-        if identity := checkpoints.identity_of(step):
-            check_recipe(
-                config, identity["recipe"], f"checkpoint {step} in {checkpoints.directory}"
-            )
+    known = step or newest  # a checkpoint that says what the run began with
+    if identity_ := checkpoints.identity_of(known) if known is not None else None:
+        where = f"checkpoint {known} in {checkpoints.directory}"
+        check_recipe(config, identity_["recipe"], where, but=but)
+        begins = lora is not None or not step
+        identity.require_start_model(config, identity_, where, weights=begins)
     checkpoints.close()
-    # LoRA adapts them; the KL term, which needs them too, is training's.
-    start_weights = programs.load_start_weights() if programs.learning.lora else None
+    params = params if step else programs.start_params()
+    # The KL term, which needs them too, is training's.
+    start_weights = programs.load_start_weights() if lora else None
     require_finite_start(programs, checkpoints.directory, step, params, start_weights)
-    return step, Policy(config, tokenizer, programs, programs.reshard(params, start_weights))
+    return step, params, start_weights
 
 
 def check_same(config: ConfigDict, workdir: pathlib.Path) -> None:
@@ -94,15 +127,17 @@ def check_same(config: ConfigDict, workdir: pathlib.Path) -> None:
         check_recipe(config, read_json(file), f"the run in {workdir}")
 
 
-def check_recipe(config: ConfigDict, theirs: dict, where: str) -> None:
+def check_recipe(
+    config: ConfigDict, theirs: dict, where: str, *, but: tuple[str, ...] = ()
+) -> None:
     """Refuses a config that makes another policy than a run's recipe does (ValueError).
 
     That is the model, its tokenizer and LoRA's shape, and the seed where it makes the weights. A
-    path may be written in another way.
+    path may be written in another way. but: further keys that may differ.
     """
     ours = json.loads(config.to_json_best_effort())
     compared = checks.POLICY_KEYS + (() if config.model.path else ("seed",))
-    differing = checks.recipe_differences(theirs, ours, among=compared, but=checks.FREE_KEYS)
+    differing = checks.recipe_differences(theirs, ours, among=compared, but=checks.FREE_KEYS + but)
     if differing:
         raise ValueError(
             f"{where} is of another policy: {'; '.join(differing)}. Give the run's recipe and "

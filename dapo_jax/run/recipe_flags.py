@@ -113,6 +113,13 @@ def define_distributed() -> flags.FlagHolder:
     )
 
 
+def define_trust_code() -> flags.FlagHolder:
+    """Defines the flag of the commands that open a run which may be a stranger's."""
+    return flags.DEFINE_bool(
+        "trust_code", False, "Import the modules that the run's config.json names."
+    )
+
+
 def define_debug() -> None:
     """Defines the flag that every command has."""
     flags.DEFINE_bool("debug", False, "Show the traceback of an error in the settings.")

@@ -37,12 +37,16 @@ def load_dataset(
     and those of the keys `rules` and `on_bad_row`; max_prompts of the prompts are kept (0: all).
 
     Raises FileNotFoundError for a missing file and DataError for a task that does not exist, bad
-    rows, what is no example, or where no prompt is left.
+    rows, what is no example, a prompt of no tokens, or where no prompt is left.
     """
     task = make_task(key, settings)
     try:
         examples, report = load_examples(task, settings["task"] or key)
         prompts, overlong = tokenize(examples, tokenizer, key, max_prompt_tokens=max_prompt_tokens)
+        notes = report.notes
+        if 0 < (most := settings["max_prompts"]) < len(prompts):
+            notes = (*notes, f"the first {most:,} of {len(prompts):,} usable prompts (max_prompts)")
+            prompts = prompts[:most]
         lengths = [len(prompt.token_ids) for prompt in prompts]
         report = dataclasses.replace(
             report,
@@ -51,6 +55,7 @@ def load_dataset(
             max_prompt_tokens=max_prompt_tokens,
             mean_tokens=float(np.mean(lengths)) if lengths else 0.0,
             longest_tokens=max(lengths, default=0),
+            notes=notes,
         )
         if not prompts:
             change = "the task" if settings["task"] else "path, kind"
@@ -63,18 +68,26 @@ def load_dataset(
         named = str(error).partition(" ")[0] in settings
         raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
-    return Dataset(prompts[: settings["max_prompts"] or None], grade, report)
+    return Dataset(prompts, grade, report)
 
 
 def tokenize(
     examples: Sequence[Example], tokenizer: Tokenizer, key: str, *, max_prompt_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """Tokenizes the examples of at most `max_prompt_tokens` tokens, and counts the longer ones."""
-    prompts = [
-        Prompt(np.asarray(token_ids, np.int32), example, key)
-        for example in examples
-        if len(token_ids := tokenizer.encode_chat(example.prompt)) <= max_prompt_tokens
-    ]
+    """Tokenizes the examples of at most `max_prompt_tokens` tokens, and counts the longer ones.
+
+    Raises DataError for an example of no tokens, which no model goes on from.
+    """
+    prompts = []
+    for example in examples:
+        token_ids = tokenizer.encode_chat(example.prompt)
+        if not token_ids:
+            raise DataError(
+                f"{example.source}, row {example.row}: the prompt is empty, it has no tokens; "
+                "remove it, or give the set a template"
+            )
+        if len(token_ids) <= max_prompt_tokens:
+            prompts.append(Prompt(np.asarray(token_ids, np.int32), example, key))
     return prompts, len(examples) - len(prompts)
 
 
@@ -208,15 +221,19 @@ class Mixture:
         return PromptStream(*prompts, seed=seed, weights=list(self.weights.values()))
 
     def grade(self, group: Group) -> Group:
-        """Grades a group as its set does; of several sets, each measures its own accuracy."""
+        """Grades a group as its set does; of several sets, each measures its own accuracy.
+
+        accuracy@train is data.train's, accuracy@mixture.NAME that of another set; a task's own
+        measures, which are identifiers, cannot have such a name.
+        """
         key = group.prompt.key
         group = self.sets[key].grade(group)
         if len(self.sets) == 1:
             return group
         texts, verdicts = group.grades
-        name = f"accuracy_{key.rpartition('.')[2]}"
+        name = f"accuracy@{key.removeprefix('data.')}"
         measured = [
-            verdict._replace(measures={name: float(verdict.correct), **(verdict.measures or {})})
+            verdict._replace(measures={**(verdict.measures or {}), name: float(verdict.correct)})
             for verdict in verdicts
         ]
         return group.graded(texts, measured)

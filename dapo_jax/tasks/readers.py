@@ -74,7 +74,8 @@ _WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 class DataReport:
     """Accounts for every row of a data set.
 
-    rows = kept + duplicates + conflicting_rows + overlong + bad_rows. A row is a duplicate when
+    rows = kept + duplicates + conflicting_rows + overlong + bad_rows, where no note says that only
+    the first of these are kept. A row is a duplicate when
     an earlier row has the same prompt and answer; all rows of a prompt that occurs with two
     answers are conflicting.
     """
