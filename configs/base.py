@@ -1,15 +1,61 @@
-"""Every configuration key once: type, default, unit, and the section of the paper it is from.
+"""Every configuration key once: default, meaning, bounds, and the section of the paper it is from.
 
 A recipe (tiny.py, qwen2_5_32b.py) starts from `get_config()` and sets what differs. `FILE:PRESET`
 on the command line applies a row of the paper's Table 1, or another paper's loss, to any recipe.
+A new key is a line of KEYS; `--help`, the checks and its type on the command line follow.
 """
 
+import dataclasses
 import difflib
-from collections.abc import Mapping
-from types import MappingProxyType
+import importlib
+from collections.abc import Iterator
+from typing import Any
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
+
+TINY32, MAX32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the least normal float32, the greatest
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a recipe.
+
+    default: its value where a recipe sets none. meaning: the text that `--help` prints.
+    choices: the values that it may have, or the table of the code that lists them, "module:NAME".
+    at_least, above, at_most: bounds of a number, which has to be finite in float32 too.
+    kind: the type of a value whose default is None.
+    """
+
+    default: Any
+    meaning: str
+    choices: tuple | str = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float = MAX32
+    kind: type | None = None
+
+    def allowed(self) -> tuple:
+        """Returns the values that the key may have; () where any value is."""
+        if isinstance(self.choices, tuple):
+            return self.choices
+        module, _, name = self.choices.partition(":")
+        return tuple(getattr(importlib.import_module(module), name))
+
+    def refusal(self, value: Any) -> str:
+        """Says what the value must be; "" where it is allowed, or None, which leaves a key open."""
+        if value is None:
+            return ""
+        if (allowed := self.allowed()) and value not in allowed:
+            return f"choose one of {', '.join(map(str, allowed))}"
+        bounded = self.at_least is not None or self.above is not None
+        least = max(self.above, TINY32) if self.above is not None else self.at_least
+        if not bounded or least <= value <= self.at_most:
+            return ""
+        low = f"at least {self.at_least}" if self.above is None else f"greater than {self.above}"
+        high = "finite in float32" if self.at_most == MAX32 else f"at most {self.at_most}"
+        return f"but must be {low}, and {high}"
+
 
 # Table 1 of the paper: each row adds one technique to the row before.
 TABLE_1 = (
@@ -79,197 +125,212 @@ LOSS_PRESETS = {
 PRESETS = (*TABLE_1, *LOSS_PRESETS)
 
 
+# fmt: off
+KEYS = {
+    "seed": Key(0, "of the prompts' order, of all sampling and of random weights",
+                at_least=0, at_most=2**32 - 1),
+    "num_steps": Key(300, "rollout steps", at_least=1),
+    "updates_per_step": Key(16, "mini-batches, each one optimizer update, one pass", at_least=1),
+
+    "model.path": Key("", "Hugging Face directory of the start policy; \"\": random weights"),
+    "model.family": Key("qwen2", "or qwen3, llama, a custom module \"my_models.x\""),
+    "model.preset": Key("", "the family's name for sizes: what path has, or for random weights"),
+    "model.compute_dtype": Key("bfloat16", "or float32; weights and moments stay float32",
+                               choices=("float32", "bfloat16")),
+    "model.kernels": Key("auto", "or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret"),
+
+    "tokenizer.path": Key("", "directory; \"\": model.path"),
+    "tokenizer.stop_tokens": Key((), "token texts; (): those that the model's files name"),
+    "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template",
+                          choices=("none", "template")),
+
+    "data.on_bad_row": Key("error", "or \"skip\": count it and go on", choices=("error", "skip")),
+    "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, math_verify",
+                          choices="dapo_jax.tasks.math_problems:RULES"),
+
+    "rollout.num_prompts": Key(512, "informative groups that one step trains on", at_least=1),
+    "rollout.group_size": Key(16, "responses a prompt (G)", at_least=2),
+    "rollout.max_prompt_tokens": Key(2_048, "longer prompts are dropped at the start", at_least=1),
+    "rollout.max_response_tokens": Key(20_480, "L_max of Eq. 13", at_least=1),
+    "rollout.temperature": Key(1.0, "of training's responses", above=0),
+    "rollout.top_p": Key(1.0, "1.0: off, as the update's ratio has it", above=0, at_most=1),
+    "rollout.top_k": Key(0, "0: off", at_least=0),
+    "rollout.generation_prompts": Key(1_536, "the first guess of how many prompts a step needs",
+                                      at_least=1),
+    "rollout.max_generation_batches": Key(10, "times as many prompts at most in a step (Eq. 11)",
+                                          at_least=1),
+    "rollout.on_generation_cap": Key("train", "on what there is; or \"stop\" the run cleanly",
+                                     choices=("train", "stop")),
+    "rollout.cache_mib": Key(16_384, "keys and values of prompts and responses, on each device",
+                             at_least=1),
+    "rollout.slot_tokens": Key(4_608, "response tokens of cache a slot; longer ones take more",
+                               at_least=1),
+    "rollout.page_tokens": Key(128, "the cache is handed out in pages of so many tokens",
+                               at_least=1),
+    "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
+                                at_least=1),
+    "rollout.draft_tokens": Key(
+        0, "draft tokens of speculative decoding while slots are idle: 1, 3 or 7; the samples are "
+        "the same; 0: off", choices="dapo_jax.sampler.cache:DRAFT_TOKENS"),
+    "rollout.carry_over_steps": Key(
+        0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
+        "this many at most, with tokens of several policies; 0: off", at_least=0),
+
+    "algo.ratio": Key("token", "Eq. 8; or sequence, GSPO's", choices="dapo_jax.losses:RATIOS"),
+    "algo.gate": Key("clip", "Eq. 8; or cispo, none, kl_cov", choices="dapo_jax.losses:GATES"),
+    "algo.advantage_scale": Key("group_std", "Eq. 9; or batch_std, token_whiten, none",
+                                choices="dapo_jax.losses:ADVANTAGES"),
+    "algo.eps_low": Key(0.2, "Eq. 10", at_least=0),
+    "algo.eps_high": Key(0.28, "Eq. 10, clip-higher", at_least=0),
+    "algo.dual_clip": Key(10.0, "bound on the loss of negative advantages (recipe)", above=1),
+    "algo.loss_aggregation": Key("token_mean", "Eq. 12; or sequence_mean, prompt_mean, constant",
+                                 choices="dapo_jax.losses:AGGREGATIONS"),
+    "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which the gate kl_cov holds back",
+                             above=0, at_most=1),
+    "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0),
+    "algo.tis_cap": Key(0.0, "cap on the importance weight of tokens that earlier policies sampled "
+                        "(carry-over), in place of the gate; 0.0: the gate is theirs too",
+                        at_least=0),
+    "algo.retire_pass_rate": Key(0.0, "a prompt whose pass rate reaches this value is dropped from "
+                                 "later epochs; 0.0: off", at_least=0, at_most=1),
+    "algo.dynamic_sampling": Key(True, "Eq. 11"),
+    "algo.filter_groups": Key("correctness", "Eq. 11's; or \"reward\": lengths pass groups too",
+                              choices="dapo_jax.algorithm:FILTERS"),
+    "algo.overlong_filtering": Key(False, "mask the loss of truncated responses"),
+    "algo.overlong_cache_tokens": Key(4_096, "L_cache of Eq. 13", at_least=0),
+    "algo.overlong_factor": Key(1.0, "0.0: no soft overlong punishment", at_least=0),
+    "algo.kl_coef": Key(0.0, "weight of GRPO's KL term to the start policy; DAPO has none",
+                        at_least=0),
+
+    "learner.learning_rate": Key(1e-6, "of AdamW, after the warm-up (section 4.1)",
+                                 above=0, at_most=1),
+    "learner.warmup_steps": Key(20, "rollout steps, linear", at_least=0),
+    "learner.adam_b1": Key(0.9, "decay of the first moment", at_least=0, at_most=1 - 2**-24),
+    "learner.adam_b2": Key(0.999, "decay of the second moment", at_least=0, at_most=1 - 2**-24),
+    "learner.adam_eps": Key(1e-8, "beside the root of the second moment", above=0),
+    "learner.weight_decay": Key(0.1, "decoupled, of AdamW", at_least=0),
+    "learner.max_grad_norm": Key(1.0, "global norm to which gradients are clipped", above=0),
+    "learner.max_skipped_updates": Key(3, "in a row, not being finite: then the run stops",
+                                       at_least=1),
+    "learner.row_tokens": Key(22_528, "a packed row; holds the longest prompt and response"),
+    "learner.micro_batch_rows": Key(32, "rows of one gradient-accumulation step, all devices",
+                                    at_least=1),
+    "learner.remat": Key("full", "recomputed: all; none, keep_products, keep_attention, offload",
+                         choices="models.transformer:REMAT"),
+    "learner.lora_rank": Key(0, "train low-rank factors instead of all weights; 0: off",
+                             at_least=0),
+    "learner.lora_alpha": Key(32.0, "the factors' product counts alpha / rank", above=0),
+    "learner.lora_targets": Key(("q", "k", "v", "o", "gate", "up", "down"),
+                                "the adapted matrices"),
+
+    "mesh.slices": Key(1, "TPU slices side by side; the data centre's network is between them",
+                       at_least=1),
+    "mesh.data": Key(-1, "of a slice; -1: all devices that mesh.model leaves"),
+    "mesh.model": Key(1, "must divide the model's key/value heads"),
+    "mesh.cpu_devices": Key(0, "on CPU: devices that the host counts as; 0: one, as JAX has it",
+                            at_least=0),
+
+    "eval.every_steps": Key(5, "beside the next step's rollout, and after training alone; 0: never",
+                            at_least=0),
+    "eval.samples_per_prompt": Key(32, "k of mean@k, pass@k, maj@k; for sets that say none",
+                                   at_least=1),
+    "eval.max_prompts": Key(0, "the first so many of each set; 0: all", at_least=0),
+    "eval.temperature": Key(1.0, "of an evaluation's responses; 0: greedy", at_least=0),
+    "eval.top_p": Key(0.7, "of an evaluation's responses", above=0, at_most=1),
+
+    "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints"),
+    "checkpoint.every_steps": Key(5, "rollout steps from save to save", at_least=1),
+    "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1),
+    "checkpoint.on_failed_save": Key(
+        "stop", "a failed save ends the run; or \"continue\": a run of one process goes on, one of "
+        "several, which wait for each other in a save, ends", choices=("stop", "continue")),
+
+    "alarms.min_entropy": Key(1e-3, "nats; the alarms are listed in dapo_jax/run/README.md",
+                              at_least=0),
+    "alarms.max_ratio_gap": Key(0.0, "0: by the compute dtype", at_least=0),
+
+    "log.samples_every_steps": Key(10, "a table of completions; 0: never", at_least=0),
+    "log.rollouts_every_steps": Key(1, "rollouts/<step>.jsonl.gz; 0: never", at_least=0),
+    "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz"),
+    "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "
+                       "a custom \"module:Class\""),
+}
+# The keys of a data set: data.train, data.mixture.NAME (more training sets, mixed by weight) and
+# eval.sets.NAME.
+DATASET = {
+    "task": Key("", "a name of dapo_jax.tasks.base, or a custom \"module:Class\"; \"\": math"),
+    "kind": Key("", "the file's schema, one of dapo_jax.tasks.readers.KINDS (\"\": by the path's "
+                "ending), or \"arithmetic\", which is generated"),
+    "path": Key("", "the file with its rows"),
+    "prompt_field": Key("", "of a row; \"a.b\" is field b of field a; \"\": that of the kind"),
+    "answer_field": Key("", "of a row; \"\": that of the kind"),
+    "template": Key("", "dapo, boxed, none, or a text with {problem}; \"\": the task's own for "
+                    "questions, none for chats"),
+    "rules": Key("", "those that grade it; \"\": verifier.rules"),
+    "levels": Key((1, 2, 3, 4), "of generated problems"),
+    "count": Key(10_000, "of generated problems"),
+    "seed": Key(0, "of generated problems"),
+    "split": Key("train", "of generated problems"),
+    "args": Key({}, "more arguments of a custom task"),
+    "max_prompts": Key(None, "the first so many; 0: all", at_least=0, kind=int),
+    "weight": Key(None, "of a training set beside others, how often its prompts are taken; 0: it "
+                  "is left out; None: 1", at_least=0, kind=float),
+    "k": Key(None, "of an evaluation set: responses a problem; 0: it is left out; None: "
+             "eval.samples_per_prompt", at_least=0, kind=int),
+    "temperature": Key(None, "of an evaluation set; None: eval.temperature", at_least=0,
+                       kind=float),
+    "top_p": Key(None, "of an evaluation set; None: eval.top_p", above=0, at_most=1, kind=float),
+}
+# fmt: on
+
+
 def get_config() -> ConfigDict:
     """The defaults: DAPO's settings (paper, section 4.1) where it has one."""
     config = ConfigDict()
-    config.seed = 0  # of the prompts' order, of all sampling and of random weights
-    config.num_steps = 300  # rollout steps
-    config.updates_per_step = 16  # mini-batches, each one optimizer update, one pass
-
-    config.model = ConfigDict()
-    config.model.path = ""  # Hugging Face directory of the start policy; "": random weights
-    config.model.family = "qwen2"  # or qwen3, llama, a module of one's own "my_models.x"
-    config.model.preset = ""  # the family's name for sizes: what path has, or for random weights
-    config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
-    config.model.kernels = "auto"  # or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret
-
-    config.tokenizer = ConfigDict()
-    config.tokenizer.path = ""  # directory; "": model.path
-    config.tokenizer.stop_tokens = ()  # token texts; (): the base model's end of text
-    config.tokenizer.chat = "none"  # or "template": the tokenizer's chat template
-
-    config.data = ConfigDict()
-    config.data.train = dataset()  # the training prompts
-    # More training sets, mixed by weight: name -> dataset(...); --config.data.mixture.NEW.path=FILE
-    config.data.mixture = ConfigDict()
-    config.data.on_bad_row = "error"  # or "skip": count and go on
-
-    config.verifier = ConfigDict()
-    config.verifier.rules = "dapo"  # the reference's rules; or strict, strict_box, math_verify
-
-    config.rollout = ConfigDict()
-    config.rollout.num_prompts = 512  # informative groups that one step trains on
-    config.rollout.group_size = 16  # responses a prompt (G)
-    config.rollout.max_prompt_tokens = 2_048  # longer prompts are dropped at the start
-    config.rollout.max_response_tokens = 20_480  # L_max of Eq. 13
-    config.rollout.temperature = 1.0  # of training's responses
-    config.rollout.top_p = 1.0  # 1.0: off, as the update's ratio has it
-    config.rollout.top_k = 0  # 0: off
-    config.rollout.generation_prompts = 1_536  # the first guess of how many prompts a step needs
-    config.rollout.max_generation_batches = 10  # times as many prompts at most in a step (Eq. 11)
-    config.rollout.on_generation_cap = "train"  # on what there is; or "stop" the run cleanly
-    config.rollout.cache_mib = 16_384  # keys and values of prompts and responses, on each device
-    config.rollout.slot_tokens = 4_608  # response tokens of cache a slot; longer ones take more
-    config.rollout.page_tokens = 128  # the cache is handed out in pages of so many tokens
-    config.rollout.block_tokens = 16  # decode steps between looks at which responses ended
-    # Tried beside a slot's next token while slots are idle, at most: 1, 3 or 7; the samples are the
-    # same. 0: off.
-    config.rollout.draft_tokens = 0
-    # A step ends when it has enough; unfinished responses go on in the next steps, so many at most,
-    # with tokens of several policies. 0: off, every step finishes what it trains on.
-    config.rollout.carry_over_steps = 0
-
-    config.algo = ConfigDict()
-    # "dapo" is Eq. 8, or what the four choices of dapo_jax/losses.py make of it: ratio, gate,
-    # advantage_scale, loss_aggregation. Or another name of its LOSSES.
-    config.algo.loss = "dapo"
-    config.algo.ratio = "token"  # Eq. 8; or sequence, GSPO's
-    config.algo.gate = "clip"  # Eq. 8; or cispo; none; kl_cov
-    config.algo.advantage_scale = "group_std"  # Eq. 9; or batch_std; token_whiten; none
-    config.algo.eps_low = 0.2  # Eq. 10
-    config.algo.eps_high = 0.28  # Eq. 10, clip-higher
-    config.algo.dual_clip = 10.0  # bound on the loss of negative advantages (recipe)
-    config.algo.loss_aggregation = "token_mean"  # Eq. 12; or sequence_mean, prompt_mean, constant
-    config.algo.kl_cov_share = 2e-3  # of a mini-batch's tokens, which the gate kl_cov holds back
-    config.algo.kl_cov_coef = 1.0  # weight of their KL penalty
-    # Tokens that earlier policies sampled (carry-over) weigh their ratio, so much at most, in place
-    # of the gate. 0.0: the gate is theirs too.
-    config.algo.tis_cap = 0.0
-    # Prompts of which so many responses were right are left out of later epochs. 0.0: none are.
-    config.algo.retire_pass_rate = 0.0
-    config.algo.dynamic_sampling = True  # Eq. 11
-    config.algo.filter_groups = "correctness"  # Eq. 11's; or "reward": lengths pass groups too
-    config.algo.overlong_filtering = False  # mask the loss of truncated responses
-    config.algo.overlong_cache_tokens = 4_096  # L_cache of Eq. 13
-    config.algo.overlong_factor = 1.0  # 0.0: no soft overlong punishment
-    config.algo.kl_coef = 0.0  # weight of GRPO's KL term to the start policy; DAPO has none
-
-    config.learner = ConfigDict()
-    config.learner.learning_rate = 1e-6  # of AdamW, after the warm-up (section 4.1)
-    config.learner.warmup_steps = 20  # rollout steps, linear
-    config.learner.adam_b1 = 0.9  # decay of the first moment
-    config.learner.adam_b2 = 0.999  # decay of the second moment
-    config.learner.adam_eps = 1e-8  # beside the root of the second moment
-    config.learner.weight_decay = 0.1  # decoupled, of AdamW
-    config.learner.max_grad_norm = 1.0  # global norm to which gradients are clipped
-    config.learner.max_skipped_updates = 3  # in a row, not being finite: then the run stops
-    config.learner.row_tokens = 22_528  # a packed row; holds the longest prompt and response
-    config.learner.micro_batch_rows = 32  # rows of one gradient-accumulation step, all devices
-    config.learner.remat = "full"  # recomputed: all; none, keep_products, keep_attention, offload
-    config.learner.lora_rank = 0  # train low-rank factors instead of all weights; 0: off
-    config.learner.lora_alpha = 32.0  # the factors' product counts alpha / rank
-    config.learner.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")  # the adapted matrices
-
-    config.mesh = ConfigDict()
-    config.mesh.slices = 1  # TPU slices side by side; the data centre's network is between them
-    config.mesh.data = -1  # of a slice; -1: all devices that mesh.model leaves
-    config.mesh.model = 1  # must divide the model's key/value heads
-    config.mesh.cpu_devices = 0  # on CPU: devices that the host counts as; 0: one, as JAX has it
-
-    config.eval = ConfigDict()
-    config.eval.sets = ConfigDict()  # name -> dataset(...); --config.eval.sets.NEW.path=FILE adds
-    # Beside the next step's rollout; also before training, and after it alone. 0: never.
-    config.eval.every_steps = 5
-    # What a set does not say itself:
-    config.eval.samples_per_prompt = 32  # k of mean@k, pass@k, maj@k
-    config.eval.max_prompts = 0  # the first so many of each set; 0: all
-    config.eval.temperature = 1.0  # of an evaluation's responses
-    config.eval.top_p = 0.7  # of an evaluation's responses
-
-    config.checkpoint = ConfigDict()
-    config.checkpoint.directory = ""  # one that all hosts see, gs://...; "": WORKDIR/checkpoints
-    config.checkpoint.every_steps = 5  # rollout steps from save to save
-    config.checkpoint.keep = 2  # newest checkpoints kept
-    # "stop": a failed save ends the run. "continue": it is said, and a run of one process goes on;
-    # of several, which wait for each other in a save, it ends all.
-    config.checkpoint.on_failed_save = "stop"
-
-    config.alarms = ConfigDict()  # the table of them is in dapo_jax/run/README.md
-    config.alarms.min_entropy = 1e-3  # nats
-    config.alarms.max_ratio_gap = 0.0  # 0: by the compute dtype
-
-    config.log = ConfigDict()
-    config.log.samples_every_steps = 10  # a table of completions; 0: never
-    config.log.rollouts_every_steps = 1  # rollouts/<step>.jsonl.gz; 0: never
-    config.log.eval_responses = True  # eval/<finished steps>.<set>.jsonl.gz
-    config.log.writers = ()  # more places for the numbers: "wandb", "module:Class" of one's own
+    for name, key in KEYS.items():
+        section, _, last = name.rpartition(".")
+        if section and section not in config:
+            config[section] = ConfigDict()
+        (config[section] if section else config)[last] = key.default
+    config.data.train = dataset()
+    config.data.mixture = ConfigDict()  # name -> dataset(...)
+    config.eval.sets = ConfigDict()  # name -> dataset(...)
     return config
 
 
-def dataset(
-    *,
-    task: str = "",
-    kind: str = "",
-    path: str = "",
-    prompt_field: str = "",
-    answer_field: str = "",
-    template: str = "",
-    rules: str = "",
-    levels: tuple[int, ...] = (1, 2, 3, 4),
-    count: int = 10_000,
-    seed: int = 0,
-    split: str = "train",
-    args: Mapping = MappingProxyType({}),
-    max_prompts: int | None = None,
-    weight: float | None = None,
-    k: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-) -> ConfigDict:
-    """One data set: whose task it is, where its rows are, and how an evaluation set is sampled.
+def dataset(**given) -> ConfigDict:
+    """One data set: its task, where its rows are, and how an evaluation set is sampled.
 
-    task: "module:Class" (`dapo_jax.tasks.base`); "": math problems of the kind.
-    kind: the file's schema, one of `dapo_jax.tasks.readers.KINDS` ("": by the path's ending), or
-        "arithmetic", which is generated.
-    path: the file with its rows.
-    prompt_field, answer_field: of a row; "a.b" is field b of field a. "": those of the kind.
-    template: dapo, boxed, none, or a text with {problem}. "": the task's own for
-        questions, none for chats.
-    rules: those that grade it; "": verifier.rules.
-    levels, count, seed, split: of generated problems.
-    args: more arguments of a task of one's own.
-    max_prompts: the first so many; 0: all.
-    weight: of a training set beside others, how often its prompts are taken; 0: it is left out.
-        None: 1.
-    k, temperature, top_p: of an evaluation set alone; with k = 0 it is left out. None: what
-        config.eval says.
+    given: keys of DATASET with their values. Raises TypeError for another key.
     """
+    if unknown := given.keys() - DATASET.keys():
+        raise TypeError(f"a data set has no {', '.join(sorted(unknown))}: {', '.join(DATASET)}")
+    values = {name: given.get(name, key.default) for name, key in DATASET.items()}
+    values["args"] = dict(values["args"])
+    # What is open (None) has a type on the command line nevertheless.
     return ConfigDict(
         {
-            "task": task,
-            "kind": kind,
-            "path": path,
-            "prompt_field": prompt_field,
-            "answer_field": answer_field,
-            "template": template,
-            "rules": rules,
-            "levels": levels,
-            "count": count,
-            "seed": seed,
-            "split": split,
-            "args": dict(args),
-            "max_prompts": _open(max_prompts, int),
-            "weight": _open(weight, float),
-            "k": _open(k, int),
-            "temperature": _open(temperature, float),
-            "top_p": _open(top_p, float),
+            name: placeholder(DATASET[name].kind) if value is None else value
+            for name, value in values.items()
         }
     )
 
 
-def _open(value, kind: type):
-    """Makes a setting that may be None, of which flags know the type nevertheless."""
-    return placeholder(kind) if value is None else value
+def key_of(name: str) -> Key | None:
+    """Returns the declaration of a dotted key; None where a recipe has no such key."""
+    section, _, last = name.rpartition(".")
+    if section == "data.train" or section.startswith(("data.mixture.", "eval.sets.")):
+        return DATASET.get(last)
+    return KEYS.get(name)
+
+
+def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of a recipe; the arguments of a task are one value."""
+    for name, value in config.items():
+        if isinstance(value, ConfigDict) and name != "args":
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value.to_dict() if name == "args" else value
 
 
 def train_settings(config: ConfigDict) -> dict:

@@ -1,9 +1,8 @@
 """Updates the policy: gradients summed over micro-batches, clipped, and one AdamW step.
 
 From `update` to Eq. 8: `micro_batch_loss` runs the model, `weighted_loss` is computed where the
-logits are, losses.four_choices (or another of LOSSES) in it, and in that
-algorithm.token_policy_loss. Axis letters: M micro-batches, B packed rows (dapo_jax.packing), T
-tokens.
+logits are, in it losses.policy_loss, its gate, and algorithm.token_policy_loss. Axis letters: M
+micro-batches, B packed rows (dapo_jax.packing), T tokens.
 """
 
 import dataclasses
@@ -19,9 +18,7 @@ from flax import nnx, struct
 
 from dapo_jax.algorithm import importance_ratio, kl_k3
 from dapo_jax.logprobs import chosen_logprobs, head_loss, head_loss_of_rows
-from dapo_jax.losses import LOSSES, Token, high_covariance, is_by_token, loss_weights
-from dapo_jax.losses import Loss as Loss  # these two are for a loss of one's own
-from dapo_jax.losses import response_mean as response_mean
+from dapo_jax.losses import high_covariance, loss_weights, policy_loss
 from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
@@ -43,13 +40,11 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """Fixes an update. loss, ratio, gate: names of dapo_jax.losses. temperature: the sampler's.
+    """The constants of an update, by their names in configs/base.py: of algo, learner and model.
 
-    kl_cov_coef: of the gate kl_cov. tis_cap: of the weight of tokens that earlier policies sampled;
-    0: the gate is theirs too.
+    temperature: the sampler's. vocab_size: the tokenizer's.
     """
 
-    loss: str
     eps_low: float
     eps_high: float
     dual_clip: float
@@ -177,25 +172,25 @@ def abstract_batch(shape: tuple[int, int, int], mesh) -> Batch:
     return rules.abstract(Batch(**rows, num_micro=num_micro), batch_shardings(mesh))
 
 
-def weighted_loss(logp, token: Token, learning: Learning):
+def weighted_loss(logp, token: Batch, learning: Learning):
     """Computes each token's share of the mini-batch's loss: the policy loss, and GRPO's KL term.
 
     The weights were normalised over the whole mini-batch, so the sums of all micro-batches and
     devices add up to the true loss (Eq. 12).
     """
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
-    logp = jnp.where(token.is_response, logp, 0.0)
-    loss, _ = LOSSES[learning.loss].function(logp, token, learning)
+    logp = jnp.where(token.is_response_BT, logp, 0.0)
+    loss, _ = policy_loss(logp, token, learning)
     if learning.kl_coef > 0:
         loss += learning.kl_coef * kl_of(logp, token)
-    return loss * token.weight
+    return loss * token.weight_BT
 
 
-def kl_of(logp, token: Token):
+def kl_of(logp, token: Batch):
     """Estimates each response token's KL term against the start policy; without one it is zero."""
-    if token.reference_logp is None:
+    if token.reference_logp_BT is None:
         return jnp.zeros_like(logp)
-    return kl_k3(logp, jnp.where(token.is_response, token.reference_logp, 0.0))
+    return kl_k3(logp, jnp.where(token.is_response_BT, token.reference_logp_BT, 0.0))
 
 
 def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
@@ -244,32 +239,27 @@ def weights_and_adapters(params, start_weights, learning: Learning):
     return (params, None) if learning.lora is None else (start_weights, params["layers"])
 
 
-def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
-    """Computes a micro-batch's share of the mini-batch's loss, and the sums of its metrics.
+def micro_batch(batch: Batch, i) -> Batch:
+    """Takes micro-batch i [B, T] out of a mini-batch [M, B, T]."""
+    return jax.tree.map(lambda rows: rows[i], dataclasses.replace(batch, num_micro=None))
+
+
+def micro_batch_loss(params, start_weights, batch: Batch, i, *, graph, mesh, learning: Learning):
+    """Computes micro-batch i's share of the mini-batch's loss, and the sums of its metrics.
 
     Returns (loss, {name: sum over the response tokens}).
     """
+    micro = micro_batch(batch, i)
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
     x_BTD, head_DV = run(*weights_and_adapters(params, start_weights, learning))
-    reference_logp_BT = None
     if learning.kl_coef > 0:
         reference_logp_BT, _ = chosen_logprobs(*run(start_weights, None), micro.target_BT, **head)
-    token = Token(
-        micro.behavior_logp_BT,
-        micro.old_logp_BT,
-        micro.advantage_BT,
-        micro.weight_BT,
-        micro.is_response_BT,
-        micro.branch_BT,
-        reference_logp_BT,
-        micro.is_fresh_BT,
-        micro.is_high_cov_BT if learning.gate == "kl_cov" else None,
-    )
-    evaluate = head_loss if is_by_token(learning) else head_loss_of_rows
+        micro = dataclasses.replace(micro, reference_logp_BT=reference_logp_BT)
+    evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
     loss_of = functools.partial(weighted_loss, learning=learning)
-    loss, logp_BT, entropy_BT = evaluate(x_BTD, head_DV, micro.target_BT, token, loss_of, **head)
-    return loss, metric_sums(logp_BT, entropy_BT, token, learning)
+    loss, logp_BT, entropy_BT = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
+    return loss, metric_sums(logp_BT, entropy_BT, micro, learning)
 
 
 def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
@@ -282,7 +272,7 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
 
     def of_micro_batch(i, old_logp_MBT):
-        micro = jax.tree.map(lambda rows: rows[i], dataclasses.replace(batch, num_micro=None))
+        micro = micro_batch(batch, i)
         x_BTD, head_DV = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)
         logp_BT, _ = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
         fresh_logp_BT = jnp.where(micro.is_fresh_BT, logp_BT, micro.behavior_logp_BT)
@@ -291,19 +281,19 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
     return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)
 
 
-def metric_sums(logp_BT, entropy_BT, token: Token, learning: Learning):
+def metric_sums(logp_BT, entropy_BT, token: Batch, learning: Learning):
     """Sums each metric over the response tokens, those of the loss included."""
-    _, indicators = LOSSES[learning.loss].function(logp_BT, token, learning)
-    gap_BT = jnp.abs(importance_ratio(logp_BT, token.behavior_logp) - 1.0)
+    _, indicators = policy_loss(logp_BT, token, learning)
+    gap_BT = jnp.abs(importance_ratio(logp_BT, token.behavior_logp_BT) - 1.0)
     per_token = indicators | {
         "tokens": jnp.ones_like(logp_BT),
-        "fresh": token.is_fresh,
+        "fresh": token.is_fresh_BT,
         "entropy": entropy_BT,
         "mean_prob": jnp.exp(logp_BT),
-        "ratio_gap": jnp.where(token.is_fresh, gap_BT, 0.0),
+        "ratio_gap": jnp.where(token.is_fresh_BT, gap_BT, 0.0),
         "kl": kl_of(logp_BT, token),
     }
-    return jax.tree.map(lambda v: jnp.sum(jnp.where(token.is_response, v, 0.0)), per_token)
+    return jax.tree.map(lambda v: jnp.sum(jnp.where(token.is_response_BT, v, 0.0)), per_token)
 
 
 def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, graph, mesh, learning):
@@ -317,17 +307,15 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     term is measured against; without either pass None.
     """
 
-    def share(params, i):
-        micro = jax.tree.map(lambda rows: rows[i], dataclasses.replace(batch, num_micro=None))
-        return micro_batch_loss(
-            params, start_weights, micro, graph=graph, mesh=mesh, learning=learning
-        )
+    loss_of = functools.partial(micro_batch_loss, graph=graph, mesh=mesh, learning=learning)
 
     def accumulate(i, total):
-        share_and_gradient = jax.value_and_grad(share, has_aux=True)
-        return jax.tree.map(jnp.add, total, share_and_gradient(state.params, i))
+        loss_and_gradient = jax.value_and_grad(loss_of, has_aux=True)
+        return jax.tree.map(
+            jnp.add, total, loss_and_gradient(state.params, start_weights, batch, i)
+        )
 
-    shapes = (jax.eval_shape(share, state.params, 0), state.params)
+    shapes = (jax.eval_shape(loss_of, state.params, start_weights, batch, 0), state.params)
     zero = jax.tree.map(jnp.zeros_like, shapes)
     (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
     grad_norm = optax.tree.norm(grads)

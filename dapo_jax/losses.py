@@ -6,13 +6,12 @@
     algo.loss_aggregation  AGGREGATIONS  how the losses of a mini-batch's tokens are averaged
 
 The first row of each is DAPO's (arXiv 2503.14476); configs/README.md has the index of the papers
-that take others. LOSSES is for a loss that these do not make. Axes as in dapo_jax.algorithm, and B
+that take others. A custom loss is one more gate: a function of (compared, logp, token, learning)
+that returns each token's loss, before its weight, and its indicators. With algo.ratio = "token" it
+sees chunks of tokens, each by itself; with "sequence" whole rows [B, T], and so whole responses
+(`response_mean`), at the price of a second pass of the head. Axes as in dapo_jax.algorithm, and B
 packed rows (dapo_jax.packing).
 """
-
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,46 +28,12 @@ from dapo_jax.algorithm import (
     token_policy_loss,
     token_weights,
 )
+from dapo_jax.types import Batch
 
 AGGREGATIONS = (*algorithm.AGGREGATIONS, "prompt_mean", "constant")
 
 
-class Token(NamedTuple):
-    """Holds what a loss sees of tokens, in arrays of one shape: packed rows [B, T], or a chunk [C].
-
-    The fields are those of Batch; prompts and padding, branch 0, are among the tokens.
-    reference_logp: the start policy's log-probabilities; None without a KL term. is_fresh: of
-    responses, without those that earlier policies sampled. is_high_cov: None but for KL-Cov.
-    """
-
-    behavior_logp: jax.Array
-    old_logp: jax.Array
-    advantage: jax.Array
-    weight: jax.Array
-    is_response: jax.Array
-    branch: jax.Array
-    reference_logp: jax.Array | None
-    is_fresh: jax.Array
-    is_high_cov: jax.Array | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """Declares a policy loss that config.algo.loss can choose.
-
-    function(logp, token, learning) -> (loss, indicators), from log pi of the targets. loss: each
-    token's, before its weight; indicators: name -> a value for each token, such as whether a clip
-    holds it, of which the metrics have the mean over the response tokens.
-
-    by_token: whether a token's loss depends on no other token. False: the function gets whole rows
-    [B, T], and so whole responses (see `response_mean`), at the price of a second pass of the head.
-    """
-
-    function: Callable[[jax.Array, Token, Any], tuple[jax.Array, dict[str, jax.Array]]]
-    by_token: bool = True
-
-
-def response_mean(value_BT, token: Token):
+def response_mean(value_BT, token: Batch):
     """Gives every token of the packed rows the mean of a value over its response."""
 
     def of_row(value_T, branch_T):
@@ -77,24 +42,24 @@ def response_mean(value_BT, token: Token):
 
         return (total(value_T) / jnp.maximum(total(jnp.ones_like(value_T)), 1))[branch_T]
 
-    return jax.vmap(of_row)(value_BT, token.branch)
+    return jax.vmap(of_row)(value_BT, token.branch_BT)
 
 
 # Ratios: two log-probabilities, of which the difference is log r.
 
 
-def token_ratio(logp, token: Token):
+def token_ratio(logp, token: Batch):
     """Compares each token's own probabilities (Eq. 8)."""
-    return logp, token.behavior_logp
+    return logp, token.behavior_logp_BT
 
 
-def sequence_ratio(logp_BT, token: Token):
+def sequence_ratio(logp_BT, token: Batch):
     """Compares whole responses by the geometric mean of their ratios (GSPO, 2507.18071, Eq. 7).
 
     To the learner's own old log-probabilities: its clip of 3e-4 is narrower than what the rounding
     between sampler and learner adds to the mean of a short response in bfloat16.
     """
-    log_ratio_BT = response_mean(jnp.subtract(logp_BT, token.old_logp), token)
+    log_ratio_BT = response_mean(jnp.subtract(logp_BT, token.old_logp_BT), token)
     return log_ratio_BT, jnp.zeros_like(log_ratio_BT)
 
 
@@ -104,41 +69,41 @@ RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
 # Gates: from a ratio to each token's loss, and which bounds hold it.
 
 
-def clip(compared, logp, token: Token, learning):
+def clip(compared, logp, token: Batch, learning):
     """Bounds the objective (Eq. 8 with the dual clip): beyond a bound a token has no gradient."""
     s = learning
     bounds = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
-    arguments = (*compared, token.advantage)
+    arguments = (*compared, token.advantage_BT)
     held = clip_indicators(*arguments, **bounds)
     indicators = {f"clip_fraction/{bound}": value for bound, value in held._asdict().items()}
     return token_policy_loss(*arguments, **bounds), indicators
 
 
-def cispo(compared, logp, token: Token, learning):
+def cispo(compared, logp, token: Batch, learning):
     """Bounds the weight of log pi alone (CISPO, 2506.13585, Eq. 4 and 5): all keep a gradient."""
     ratio = importance_ratio(*compared)
     low, high = 1.0 - learning.eps_low, 1.0 + learning.eps_high
     weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
     held = {"clip_fraction/high": ratio > high, "clip_fraction/low": ratio < low}
-    return -weight * token.advantage * logp, held
+    return -weight * token.advantage_BT * logp, held
 
 
-def unbounded(compared, logp, token: Token, learning):
+def unbounded(compared, logp, token: Batch, learning):
     """Bounds nothing: the importance-weighted policy gradient, -r A."""
-    return -importance_ratio(*compared) * token.advantage, {}
+    return -importance_ratio(*compared) * token.advantage_BT, {}
 
 
-def kl_cov(compared, logp, token: Token, learning):
+def kl_cov(compared, logp, token: Batch, learning):
     """Holds back the tokens of high covariance alone (KL-Cov, 2505.22617, Eq. 14, Listing 1).
 
     The penalty |log r| is Listing 1's estimate of their KL divergence; its slope is 0 at r = 1 and
     +-1 elsewhere, however near. So r is to the learner's own old log-probabilities.
     """
     loss, _ = unbounded(compared, logp, token, learning)
-    log_ratio = clamped_log_ratio(logp, token.old_logp)
+    log_ratio = clamped_log_ratio(logp, token.old_logp_BT)
     # jnp.abs has slope 1 at 0.
     penalty = log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
-    return loss + learning.kl_cov_coef * jnp.where(token.is_high_cov, penalty, 0.0), {}
+    return loss + learning.kl_cov_coef * jnp.where(token.is_high_cov_BT, penalty, 0.0), {}
 
 
 GATES = {"clip": clip, "cispo": cispo, "none": unbounded, "kl_cov": kl_cov}
@@ -159,16 +124,16 @@ def high_covariance(logp, advantage, mask, *, share: float) -> np.ndarray:
     return marked & mask
 
 
-def truncated(logp, token: Token, *, cap: float):
+def truncated(logp, token: Batch, *, cap: float):
     """Weighs log pi by min(r, cap), r to the policy that sampled the token: (loss, whether capped).
 
     Truncated importance sampling (fengyao.notion.site/off-policy-rl): min(pi_old / pi_sampler, C)
     times the gradient at pi_old, the policy at the beginning of the step. In later updates of the
     step r has the current policy in pi_old's place, which would take a pass of its own.
     """
-    ratio = importance_ratio(logp, token.behavior_logp)
+    ratio = importance_ratio(logp, token.behavior_logp_BT)
     weight = jax.lax.stop_gradient(jnp.minimum(ratio, cap))
-    return -weight * token.advantage * logp, ratio > cap
+    return -weight * token.advantage_BT * logp, ratio > cap
 
 
 # Advantages: reward_PG, length_PG of the groups that a step trains on -> [P, G]; NumPy.
@@ -231,15 +196,17 @@ def loss_weights(mask_PGT, *, mode: str, max_tokens: int | None = None) -> np.nd
     return token_weights(mask_PGT.reshape(P * G, T), mode=mode).reshape(P, G, T)
 
 
-def four_choices(logp, token: Token, learning):
-    """Computes each token's loss by the recipe's ratio and gate, and which bounds hold it.
+def policy_loss(logp, token: Batch, learning):
+    """Computes each token's loss by the recipe's ratio and gate: (loss, indicators).
 
-    With learning.tis_cap the tokens that earlier policies sampled are `truncated` instead.
+    indicators: name -> a value for each token, such as whether a clip holds it, of which the
+    metrics have the mean over the response tokens. With learning.tis_cap the tokens that earlier
+    policies sampled are `truncated` instead.
     """
     compared = RATIOS[learning.ratio](logp, token)
     loss, held = GATES[learning.gate](compared, logp, token, learning)
     if learning.tis_cap > 0:
-        stale = token.is_response & ~token.is_fresh
+        stale = token.is_response_BT & ~token.is_fresh_BT
         stale_loss, capped = truncated(logp, token, cap=learning.tis_cap)
         loss = jnp.where(stale, stale_loss, loss)
         held = {name: value & ~stale for name, value in held.items()}
@@ -247,14 +214,6 @@ def four_choices(logp, token: Token, learning):
     return loss, held
 
 
-LOSSES = {"dapo": Loss(four_choices)}
-
-
 def takes_old_logp(learning) -> bool:
-    """Tells whether the loss compares with the learner's own old log-probabilities."""
+    """Whether the loss compares with the learner's own old log-probabilities."""
     return learning.ratio == "sequence" or learning.gate == "kl_cov"
-
-
-def is_by_token(learning) -> bool:
-    """Tells whether a token's loss depends on no other token."""
-    return LOSSES[learning.loss].by_token and learning.ratio == "token"

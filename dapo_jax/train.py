@@ -2,10 +2,15 @@
 
     python -m dapo_jax.train --config=configs/tiny.py --workdir=DIR [--config.algo.eps_high=0.24]
 
+A step of DAPO differs from one of GRPO in four ways: the upper clip is higher (Eq. 10), groups that
+are all right or all wrong are replaced by new ones (Eq. 11), every token weighs the same (Eq. 12),
+and length is punished softly before it is cut (Eq. 13). `rl_step` is one step in the paper's order;
+`finish` keeps its books.
+
 The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
 the run in DIR, under another recipe (a fork). On several hosts the command is given on each of
-them, with --distributed. Exit status: 0 done; 75 stopped by a signal with the last finished step
-saved, to be given again; anything else is an error. `rl_step` is one RL step, top to bottom.
+them, with --distributed. Exit status: 0: done. 75: stopped by a signal; the last step is saved. Run
+the same command again to resume. Anything else is an error.
 """
 
 import contextlib
@@ -19,37 +24,12 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from dapo_jax import carry_over
-from dapo_jax.algorithm import shaped_reward
-from dapo_jax.carry_over import collect_carrying
-from dapo_jax.evaluate import Evaluation, settings_of, streams
-from dapo_jax.learner import TrainState, warmup_learning_rate
-from dapo_jax.losses import ADVANTAGES
-from dapo_jax.report import plots
-from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.rollout import TRAINING, collect, minibatches, success_by
-from dapo_jax.run import (
-    build,
-    checks,
-    command,
-    compiled,
-    digests,
-    dry_run,
-    ending,
-    restore,
-    writers,
-)
-from dapo_jax.run.alarms import (
-    Alarms,
-    cap_advice,
-    require_finite_start,
-    require_finite_to_save,
-)
-from dapo_jax.run.chain import STATE
-from dapo_jax.run.failures import telling_saved_steps
-from dapo_jax.run.files import append_log
+from dapo_jax import algorithm, carry_over, evaluate, learner, losses, rollout
+from dapo_jax.report import plots, runs, timeline
+from dapo_jax.run import alarms, build, chain, checks, command, compile_cache, digests, files
+from dapo_jax.run import recipe, start
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
-from dapo_jax.run.record import Record, banner, claim, result_row
+from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.tasks.datasets import RemainingStream
@@ -59,7 +39,7 @@ from sharding import hosts
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What stays the same while a recipe runs; the training state and the progress do not."""
+    """The constants of a run; its training state and progress change from step to step."""
 
     config: ConfigDict
     programs: build.Programs
@@ -70,131 +50,146 @@ class Run:
     sets: dict[str, build.EvalSet]  # that are evaluated now and then
     streams: tuple[Stream, ...]  # of every session: training's, then those of the sets
     record: Record
-    alarms: Alarms
+    alarms: alarms.Alarms
     snapshots: Snapshots
     first_step: int
     begin_step: int  # the run's first, not 0 in a fork
 
-    def sampler_weights(self, state: TrainState) -> dict:
-        """The weights as the sampler shards them."""
+    def sampler_weights(self, state: learner.TrainState) -> dict:
+        """Returns the weights as the sampler shards them."""
         return self.programs.reshard(state.params, self.start_weights)
 
-    def rides(self, step: int) -> bool:
+    def evaluates_in(self, step: int) -> bool:
         """Whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
 
-    def evaluate(self, weights: dict, finished_steps: int) -> None:
+    def evaluate(self, state: learner.TrainState, finished_steps: int) -> None:
         """Evaluates all sets in a session of their own."""
-        session = Session(self.programs.engine, weights, *self.streams)
-        with Evaluation(session, self.sets, first_stream=TRAINING + 1) as evaluation:
-            self.scores(evaluation, finished_steps, in_row=False)
+        session = Session(self.programs.engine, self.sampler_weights(state), *self.streams)
+        how = {"first_stream": rollout.TRAINING + 1}
+        with evaluate.Evaluation(session, self.sets, **how) as evaluation:
+            self.scores(evaluation, finished_steps)
 
-    def scores(self, evaluation: Evaluation, finished_steps: int, *, in_row: bool) -> dict:
+    def scores(self, evaluation: evaluate.Evaluation, finished_steps: int) -> dict[str, float]:
         """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
         results = evaluation.finish(
             report=self.record.display.phase,
             keep=functools.partial(self.record.responses, finished_steps),
         )
-        self.record.results(finished_steps, results, settings_of(self.config))
-        self.record.evaluation(finished_steps, result_row(results), in_row=in_row)
-        return result_row(results)
+        return self.record.results(finished_steps, results, evaluate.settings_of(self.config))
 
 
-def train(config: ConfigDict, workdir: pathlib.Path, origin: restore.Origin | None = None) -> None:
+def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None = None) -> None:
     """Runs, or resumes, the recipe in `workdir` until config.num_steps rollout steps are done.
 
     origin: the checkpoint of another run to begin with.
     """
     stopped = None
+    if lines := hosts.on_main(lambda: finished_lines(config, workdir, origin)):
+        print("\n".join(lines))
+        return
     with contextlib.ExitStack() as stack:
-        run, state, progress = start(config, workdir, stack, origin)
+        run, state, progress = begin(config, workdir, stack, origin)
         begins = run.first_step == run.begin_step
-        if begins and run.sets and not run.rides(run.first_step):  # a fork: all have a first point
-            run.evaluate(run.sampler_weights(state), run.first_step)
+        if begins and run.sets and not run.evaluates_in(run.first_step):
+            run.evaluate(state, run.first_step)  # a fork: all have a first point
         for step in range(run.first_step, config.num_steps):
             state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:
-                break
-    if stopped:
-        if hosts.is_main_host():
-            append_log(workdir, stopped)
-        raise SystemExit(stopped)
+                raise SystemExit(stopped)
     if hosts.is_main_host():
-        summary = load_run(workdir)
+        summary = runs.load_run(workdir)
         plots.save(plots.curves({workdir.name: summary}), workdir / "curves.png")
-        text = "\n".join([*summary_lines(summary), f"curves: {workdir / 'curves.png'}"])
+        text = "\n".join([*runs.summary_lines(summary), f"curves: {workdir / 'curves.png'}"])
         print(text)
-        append_log(workdir, text)
-        print(f"digest: {ending.write(workdir)} (of {ending.NAME}; dapo_jax.audit compares it)")
+        files.append_log(workdir, text)
+        print(f"digest: {files.write_seal(workdir)} (of {chain.SEAL}; dapo_jax.audit compares it)")
 
 
 def rl_step(
-    run: Run, step: int, state: TrainState, progress: dict
-) -> tuple[TrainState, dict, str | None]:
-    """Samples, grades and trains one step, and records it.
-
-    Returns (state, progress, the message to stop with or None).
-    """
+    run: Run, step: int, state: learner.TrainState, progress: start.Progress
+) -> tuple[learner.TrainState, start.Progress, str | None]:
+    """Takes one RL step: (state, progress, the message to stop with or None)."""
     config, watch = run.config, Stopwatch()
-    weights = run.sampler_weights(state)
-    rollouts, scores = sample(run, step, weights, progress, watch)
+
+    # Sample and grade groups until enough are informative (dynamic sampling, Eq. 11).
+    rollouts, scores = sample(run, step, run.sampler_weights(state), progress, watch)
     if stopped := at_generation_cap(run, step, rollouts):
-        run.snapshots.take(step, state, saved(progress), force=True)
         return state, progress, stopped
 
-    # Rewards (Eq. 7 and 13), and advantages inside each group (Eq. 9, or another scale).
-    reward_PG = shaped_reward(
+    # Reward correctness (Eq. 7) and length (Eq. 13), and compare inside each group (Eq. 9).
+    reward_PG = algorithm.shaped_reward(
         rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
     )
     advantage_PG = advantages(config, rollouts, reward_PG)
-    run.record.rollouts(step, rollouts, reward_PG)  # behind the updates
+    run.record.rollouts(step, rollouts, reward_PG)  # written behind the updates
 
-    # One pass over the kept groups, an update a mini-batch (Eq. 8 and 12).
-    del weights  # their memory is the update's
-    rate = warmup_learning_rate(step, **schedule(config))
+    # Update on one mini-batch of the kept groups after the other (Eq. 8, 10 and 12).
+    rate = learner.warmup_learning_rate(step, **schedule(config))
     with watch("update"):
         state, updates = take_updates(run, state, rollouts, advantage_PG, rate)
-    sums = digests.sums_on_devices(state)
 
-    sampled_tokens = progress["sampled_tokens_total"] + rollouts.stats.sampled_tokens
+    done = Step(config, step, rollouts, reward_PG, updates, rate, scores)
+    return finish(run, done, state, progress, watch)
+
+
+def finish(
+    run: Run, done: Step, state: learner.TrainState, progress: start.Progress, watch: Stopwatch
+) -> tuple[learner.TrainState, start.Progress, str | None]:
+    """Keeps the books of a step whose updates are taken: (state, progress, why to stop or None).
+
+    The order, by which a kill at any instant loses no more than this step:
+
+    1. The responses' file is waited for, and the state's arrays are digested.
+    2. The row of metrics is made, once, and the alarms look at it.
+    3. A policy that no later step samples is evaluated.
+    4. The row is linked to the chain of the rows before.
+    5. A snapshot of state and progress is taken, this row in it, and saved if it is due.
+    6. The row is written and shown. After a kill before this, the checkpoint's row is written.
+    """
+    config, step, rollouts = run.config, done.step, done.rollouts
+    sums = digests.sums_on_devices(state)
+    with watch("save"):
+        made = run.record.digests()
+        arrays = digests.described(state, sums)
+
     retired = retire_solved(run, rollouts, progress)
-    done = Step(
-        *(config, step, rollouts, reward_PG, updates, rate, sampled_tokens, scores),
+    tokens = progress.sampled_tokens_total + rollouts.stats.sampled_tokens
+    done = dataclasses.replace(
+        done,
+        sampled_tokens_total=tokens,
         retired_prompts=len(retired),
+        seconds=watch.seconds(),
     )
-    done, stopped = run.alarms.look(done, progress["row"])
+    row, before = step_row(done), progress.row or {}
+    stopped = run.alarms.look(row, done, before)
+
     ends = step + 1 == config.num_steps
-    if run.sets and (ends or (stopped and run.rides(step + 1))):  # no step follows
-        with watch("evaluate"):
-            run.evaluate(run.sampler_weights(state), step + 1)
-    with watch("save"):
-        made = run.record.wait() | {STATE: digests.of_state(state, sums)}
-    row = run.record.chained(step_row(done, watch.seconds()), made, progress["row"])
-    progress = {
-        "cursor": rollouts.cursor,
-        "sampled_tokens_total": sampled_tokens,
-        "row": row,
-        "carried": rollouts.carried,
-        "retired": sorted(retired.items()),
-    }
-    with watch("save"):
-        require_finite_to_save(state, updates, step)
-        force = ends or bool(stopped)
-        run.snapshots.take(step + 1, state, saved(progress), force=force)
-    run.record.step(row | step_row(done, watch.seconds()), rollouts, reward_PG)
+    if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
+        run.evaluate(state, step + 1)
+
+    if hosts.is_main_host():
+        row |= made | {chain.STATE: digests.of_json(arrays)}
+        row[chain.CHAIN] = chain.link(before.get(chain.CHAIN, ""), row)
+
+    progress = start.Progress(rollouts.cursor, tokens, row, rollouts.carried, retired)
+    alarms.require_finite_to_save(state, done.updates, step)
+    run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
+
+    run.record.step(row, rollouts, done.reward_PG)
+    if hosts.is_main_host() and run.record.shows_samples(step) and rollouts.stats.blocks:
+        timeline.plot_timeline(rollouts.stats.blocks, run.record.workdir / "timeline.png")
     return state, progress, stopped
 
 
-def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):
-    """(run, state, progress) before the first step to do: new, or of a checkpoint.
+def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):
+    """Returns (run, state, progress) before the first step to do: new, or of a checkpoint.
 
-    Everything is refused, loaded and compiled here. What has to be closed goes onto the stack.
+    Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
     """
-    checks.check(config)
-    writers.check(config.log.writers)
-    origin = claim(config, workdir, stack, origin)
+    start.check(config)
+    origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
-    stack.enter_context(telling_saved_steps(checkpoints.latest_step, checkpoints.directory))
     snapshots = stack.enter_context(
         Snapshots(
             checkpoints,
@@ -203,34 +198,30 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
             on_failed_save=config.checkpoint.on_failed_save,
         )
     )
-    restore.check_parent(config, checkpoints, origin)
-    tokenizer = build.tokenizer(config)
-    programs = build.programs(config, tokenizer.vocab_size)
-    checks.check_divides(config, programs.mesh)
-    hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
-    data = build.load_data(config, tokenizer, training=True)
-    begun = restore.restore(config, workdir, programs, data, checkpoints, origin)
-    run = ready(config, workdir, stack, tokenizer, programs, data, begun, snapshots)
-    carried = carry_over.from_json(begun.progress.get("carried", ()))
-    return run, begun.state, begun.progress | {"carried": carried}
+    start.check_parent(config, checkpoints.latest_step(), origin)
+    parts = start.prepare(config, workdir)
+    first = start.restore(config, workdir, parts, checkpoints, origin)
+    run = ready(config, workdir, stack, parts, first, snapshots)
+    return run, first.state, first.progress
 
 
-def ready(config, workdir, stack, tokenizer, programs, data, begun, snapshots) -> Run:
-    """Loads and compiles what every step needs, and opens the record in `workdir`."""
+def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapshots) -> Run:
+    """Loads and compiles all that every step needs, and opens the record in `workdir`."""
+    tokenizer, programs, data = parts
     start_weights = programs.load_start_weights()
-    require_finite_start(programs, begun.directory, begun.step, begun.state, start_weights)
+    alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
 
-    record = stack.enter_context(Record(config, workdir, begun, tokenizer))
+    record = stack.enter_context(Record(config, workdir, first, tokenizer))
     snapshots.say = record.display.last_line
-    record.display.line(banner(config, programs, data, workdir, begun))
+    record.display.line(banner(config, programs, data, workdir, first))
     record.display.phase("compiling the update")
     update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
     record.display.phase("compiling the sampler")
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
     key = build.key(config, build.ROLLOUT_STREAM)
     training = Stream(key, build.sampling(config, tokenizer))
-    of_run = (training, *streams(config, sets))
-    programs.engine.compile(*(stream.sampling for stream in of_run))
+    streams = (training, *evaluate.streams(config, sets))
+    programs.engine.compile(*(stream.sampling for stream in streams))
     return Run(
         config=config,
         programs=programs,
@@ -239,22 +230,34 @@ def ready(config, workdir, stack, tokenizer, programs, data, begun, snapshots) -
         update=update,
         old_logprobs=old_logprobs,
         sets=sets,
-        streams=of_run,
+        streams=streams,
         record=record,
-        alarms=Alarms(programs, record.display.line),
+        alarms=alarms.Alarms(programs, record.display.line),
         snapshots=snapshots,
-        first_step=begun.step,
-        begin_step=begun.begin_step,
+        first_step=first.step,
+        begin_step=first.begin_step,
     )
 
 
-def saved(progress: dict) -> dict:
-    """The progress as a checkpoint describes it."""
-    return progress | {"carried": carry_over.to_json(progress["carried"])}
+def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[str]:
+    """Returns the summary of a run that has done all steps of this recipe; [] for any other."""
+    if not (workdir / chain.SEAL).is_file():
+        return []
+    done = files.read_rows(workdir / "metrics.jsonl")[-1]["step"] + 1
+    if done != config.num_steps:
+        return []
+    checks.check_same_recipe(config, workdir)
+    start.origin_of(workdir, origin)
+    return [
+        f"finished: {done} of {done} steps in {workdir}; raise num_steps to go on, as "
+        f"--config.num_steps={2 * done}",
+        *runs.summary_lines(runs.load_run(workdir)),
+        f"curves: {workdir / 'curves.png'}",
+    ]
 
 
 def sample(
-    run: Run, step: int, weights: dict, progress: dict, watch: Stopwatch
+    run: Run, step: int, weights: dict, progress: start.Progress, watch: Stopwatch
 ) -> tuple[Rollouts, dict[str, float]]:
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
@@ -262,17 +265,20 @@ def sample(
     run to their ends, are asked for first: training's fill the slots that they leave.
     """
     session = Session(run.programs.engine, weights, *run.streams)
-    sets = run.sets if run.rides(step) else {}
-    with Evaluation(session, sets, first_stream=TRAINING + 1) as evaluation:
+    sets = run.sets if run.evaluates_in(step) else {}
+    how = {"first_stream": rollout.TRAINING + 1}
+    with evaluate.Evaluation(session, sets, **how) as evaluation:
         with watch("rollout"):
             rollouts = sample_groups(run, session, progress, evaluation)
         if not sets:
             return rollouts, {}
         with watch("evaluate"):
-            return rollouts, run.scores(evaluation, finished_steps=step, in_row=True)
+            return rollouts, run.scores(evaluation, finished_steps=step)
 
 
-def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evaluation) -> Rollouts:
+def sample_groups(
+    run: Run, session: Session, progress: start.Progress, evaluation: evaluate.Evaluation
+) -> Rollouts:
     """Samples until enough of training's groups are informative."""
     r, stream = run.config.rollout, remaining(run, progress).__getitem__
     step = {
@@ -281,37 +287,38 @@ def sample_groups(run: Run, session: Session, progress: dict, evaluation: Evalua
         "max_prompts": r.generation_prompts * r.max_generation_batches,
         "dynamic_sampling": run.config.algo.dynamic_sampling,
         "report": run.record.display.phase,
-        "success": success_by(run.config.algo.filter_groups, **overlong(run.config)),
+        "success": rollout.success_by(run.config.algo.filter_groups, **overlong(run.config)),
         "beside": evaluation.take,
     }
     step["expected_rate"] = min(1.0, r.num_prompts / r.generation_prompts)
-    if last := progress["row"]:
+    if last := progress.row:
         step["expected_rate"] = last["groups/informative"] / last["groups/sampled"]
     of_run = (session, stream, run.data.train.grade)
-    cursor, carried = progress["cursor"], progress["carried"]
+    cursor, carried = progress.cursor, progress.carried
     sizes = {"group_size": r.group_size, "max_tokens": r.max_response_tokens}
     if not (r.carry_over_steps and carry_over.fits(carried, **sizes)):  # a fork, of another recipe
         cursor, carried = min([cursor, *(it.cursor for it in carried)]), []
     if steps := r.carry_over_steps:
-        return collect_carrying(*of_run, cursor, carried, carry_over_steps=steps, **step)
-    return collect(*of_run, cursor, **step)
+        how = {"carry_over_steps": steps, **step}
+        return carry_over.collect_carrying(*of_run, cursor, carried, **how)
+    return rollout.collect(*of_run, cursor, **step)
 
 
-def remaining(run: Run, progress: dict) -> RemainingStream:
+def remaining(run: Run, progress: start.Progress) -> RemainingStream:
     """The training prompts in the order of sampling, without those that are retired."""
-    retired = dict(progress.get("retired", ()))
+    retired = progress.retired
     at_least = checks.generation_batch(run.config)[1]
     return RemainingStream(run.data.stream, retired, at_least=at_least)
 
 
-def retire_solved(run: Run, rollouts: Rollouts, progress: dict) -> dict[int, int]:
+def retire_solved(run: Run, rollouts: Rollouts, progress: start.Progress) -> dict[int, int]:
     """The retired prompts after a step, in which some may have been solved."""
     least, found = run.config.algo.retire_pass_rate, []
     if least > 0:
         found = [it.cursor for it in rollouts.sampled if it.correct_G.mean() >= least]
     retired = remaining(run, progress).retire(found, next_cursor=rollouts.cursor)
     prompts, (key, batch) = len(run.data.stream), checks.generation_batch(run.config)
-    if len(progress.get("retired", ())) <= prompts - batch < len(retired):
+    if len(progress.retired) <= prompts - batch < len(retired):
         run.record.display.line(
             f"{len(retired):,} of {prompts:,} prompts are retired (algo.retire_pass_rate = "
             f"{least}): fewer than rollout.{key} = {batch:,} remain, so later epochs have all again"
@@ -328,7 +335,7 @@ def at_generation_cap(run: Run, step: int, rollouts: Rollouts) -> str | None:
         f"step {step}: {r.max_generation_batches} generation batches of {r.generation_prompts} "
         f"prompts gave {kept} informative groups of the {r.num_prompts} wanted, at an accuracy of "
         f"{rollouts.correct_PG.mean():.1%} (rollout.on_generation_cap = {r.on_generation_cap!r}). "
-        f"{cap_advice(run.config, rollouts)}"
+        f"{alarms.cap_advice(run.config, rollouts)}"
     )
     if r.on_generation_cap == "stop":
         return message
@@ -354,16 +361,16 @@ def schedule(config: ConfigDict) -> dict[str, float]:
 def advantages(config: ConfigDict, rollouts: Rollouts, reward_PG: np.ndarray) -> np.ndarray:
     """The advantages of the kept groups' responses, scaled as the recipe says; others' are 0."""
     kept, advantage_PG = rollouts.kept, np.zeros_like(reward_PG)
-    scaled = ADVANTAGES[config.algo.advantage_scale]
+    scaled = losses.ADVANTAGES[config.algo.advantage_scale]
     advantage_PG[kept] = scaled(reward_PG[kept], rollouts.length_PG[kept])
     return advantage_PG
 
 
-def take_updates(run: Run, state: TrainState, rollouts: Rollouts, advantage_PG, rate: float):
+def take_updates(run: Run, state: learner.TrainState, rollouts: Rollouts, advantage_PG, rate: float):
     """(state, each update's metrics) after one pass over the kept groups."""
     config, updates = run.config, []
     per_update = config.rollout.num_prompts // config.updates_per_step
-    chunks = minibatches(rollouts.kept, groups_per_update=per_update)
+    chunks = rollout.minibatches(rollouts.kept, groups_per_update=per_update)
     batches = (
         run.programs.minibatch([rollouts.sampled[p] for p in chosen], advantage_PG[chosen])
         for chosen in chunks
@@ -381,22 +388,25 @@ def take_updates(run: Run, state: TrainState, rollouts: Rollouts, advantage_PG, 
 
 
 def main(_):
-    hosts.start(several=DISTRIBUTED.value, cpu_devices=CONFIG.value.mesh.cpu_devices)
-    if not DRY_RUN.value:
-        compiled.keep(several=DISTRIBUTED.value)
-    origin = restore.Origin.parse(START.value) if START.value is not None else None
-    workdir = pathlib.Path(WORKDIR.value)
+    config, workdir = CONFIG.value, pathlib.Path(WORKDIR.value)
+    hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
+    origin = start.Origin.parse(START.value) if START.value is not None else None
     if DRY_RUN.value:
-        say = print if hosts.is_main_host() else lambda line: None
-        dry_run.run(CONFIG.value, workdir, origin, say)
+        start.dry_run(config, workdir, origin, print if hosts.is_main_host() else lambda line: None)
     else:
-        train(CONFIG.value, workdir, origin)
+        compile_cache.enable(several=DISTRIBUTED.value)
+        train(config, workdir, origin)
 
 
 if __name__ == "__main__":
-    CONFIG = command.define_config()
+    CONFIG = recipe.define_config()
     WORKDIR = command.define_workdir()
-    START = command.define_start()
+    START = flags.DEFINE_string(
+        "start",
+        None,
+        "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR, its workdir. "
+        "Policy, moments, place in the prompt stream and randomness go on, under this recipe.",
+    )
     DISTRIBUTED = command.define_distributed()
     DRY_RUN = flags.DEFINE_bool(
         "dry_run", False, "Stop after the checks, the data's report and the memory; write nothing."

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from configs.base import mixture_settings
 from dapo_jax.learner import TrainState, all_finite, checked_names, leaf_names
 from dapo_jax.run.build import Programs
-from dapo_jax.run.metrics import Step, step_row
+from dapo_jax.run.metrics import Step
 from dapo_jax.types import Rollouts
 from models.parameters import ModelConfig
 from sharding import hosts
@@ -333,20 +333,17 @@ class Alarms:
         self._names = checked_names(programs.state)
         self._say = say
 
-    def look(self, done: Step, before: Mapping | None) -> tuple[Step, str]:
-        """Returns the step with what the alarms add to its row, and why to stop ("": go on).
+    def look(self, row: dict, done: Step, before: Mapping) -> str:
+        """Adds the alarms' keys to a step's row; returns why to stop, "" where the run continues.
 
-        before: the row of the step before; None at the run's first.
+        before: the row of the step before; {} at the run's first.
         """
-        before = before or {}
         left_out = [update for update in done.updates if not update["taken"]]
         bad = self._names[int(left_out[0]["bad"])] if left_out else ""
         if not np.isfinite(done.reward_PG).all():
             bad = "a reward"
         facts = dataclasses.replace(self._facts, bad=bad)
-        row = step_row(done, {})
-        done = dataclasses.replace(done, alarms=alarm_keys(row, before, done.updates, facts))
-        row |= done.alarms
+        row |= alarm_keys(row, before, done.updates, facts)
         for line in alarm_lines(row, before, facts):
             self._say(line)
-        return done, reason_to_stop(row, before, done.updates, facts)
+        return reason_to_stop(row, before, done.updates, facts)

@@ -320,33 +320,16 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
 
 
 def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
-    """What the recipe fixes of an update."""
-    c, a = config.learner, config.algo
+    """The constants of the recipe's updates."""
+    c = config.learner
     lora = None
     if c.lora_rank:
         lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
-    return learner.Learning(
-        loss=a.loss,
-        eps_low=a.eps_low,
-        eps_high=a.eps_high,
-        dual_clip=a.dual_clip,
-        kl_coef=a.kl_coef,
-        adam_b1=c.adam_b1,
-        adam_b2=c.adam_b2,
-        adam_eps=c.adam_eps,
-        weight_decay=c.weight_decay,
-        max_grad_norm=c.max_grad_norm,
-        temperature=config.rollout.temperature,
-        vocab_size=vocab_size,
-        compute_dtype=config.model.compute_dtype,
-        remat=c.remat,
-        lora=lora,
-        kernels=kernels,
-        ratio=a.ratio,
-        gate=a.gate,
-        kl_cov_coef=a.kl_cov_coef,
-        tis_cap=a.tis_cap,
-    )
+    names = [field.name for field in dataclasses.fields(learner.Learning)]
+    keys = {**c, **config.algo, "compute_dtype": config.model.compute_dtype}
+    keys |= {"temperature": config.rollout.temperature, "vocab_size": vocab_size}
+    keys |= {"lora": lora, "kernels": kernels}
+    return learner.Learning(**{name: keys[name] for name in names})
 
 
 def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):

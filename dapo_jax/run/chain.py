@@ -1,48 +1,54 @@
-"""The chain of a run's rows: digests of what each step sampled, trained and wrote.
+"""The chain of a run's rows and the seal of its end: SHA-256 of what was sampled and written.
 
-A row of metrics.jsonl has `digest/<what>` of what its step computed and of the files that it wrote,
-`sealed/<file>` of files that are not a step's, and two links to the row before:
+A row of metrics.jsonl has `digest/<what>` of what its step computed and of each file that the step
+wrote, and a link to the row before:
 
-    chain(s) = sha256(chain(s - 1), what row s has but for times and seals)
-    seal(s)  = sha256(seal(s - 1), all that row s has but for its seal)
+    chain(s) = sha256(chain(s - 1), row s without its times)
 
-A run that is killed and resumed has the chain of one that was not, and another seal: times, starts
-and rows that were cut are in it. A fork's chain goes on from its parent's. Host only: no jax.
+A run that is killed and resumed has the chain of one that was not; a fork's continues its parent's.
+At its end a run writes seal.json: the digest of every other file. Host only: no jax.
 """
 
 import hashlib
 import json
 import math
+import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dapo_jax.types import Group
 
-CHAIN, SEAL = "chain", "seal"
-DIGEST, SEALED = "digest/", "sealed/"
+CHAIN, DIGEST = "chain", "digest/"
 STATE, TOKENS, LOGP, VERDICTS = (DIGEST + name for name in ("state", "tokens", "logp", "verdicts"))
-STARTS = f"{SEALED}starts.jsonl"  # as it was when the row was written; lines follow
-BEFORE = f"{SEALED}chain_before"  # of a file's first row: the chain of a row that is elsewhere
-# What a clock or a restart decides: no two runs have it alike.
-CLOCKED = ("seconds/", "seconds_in_rollout/", "tokens_per_second/", SEALED, SEAL)
-# Of a row's keys those that are no metrics: text each, in no curve.
+CLOCKED = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")  # no two runs have these alike
+# The keys of a row that are no metrics: text each, in no curve.
 KEYS = {
     STATE: "Of the digests of all weights and moments after the step, a checkpoint's `arrays`.",
     TOKENS: "Of all sampled tokens.",
     LOGP: "Of the bits of their log-probabilities.",
     VERDICTS: "Of all verdicts and rewards.",
     f"{DIGEST}<file>": "Of a file that the step wrote.",
-    f"{SEALED}<file>": "Of a file of the run that is no single step's, as it was then.",
-    CHAIN: "Of the row before's, and of this row without times and seals.",
-    SEAL: "Of the row before's, and of all of this row.",
+    CHAIN: "Of the chain of the row before and of this row without times.",
 }
+SEAL = "seal.json"
+LOCK = "run.lock"
+FOLDERS = ("checkpoints", "eval", "rollouts", "tensorboard")  # which may lie on another disk
+# A checkpoint's larger files are its arrays, whose digests the rows have.
+CHECKPOINT_BYTES = 2**26
+# The files that a run itself writes. Other commands' may change after its end, as TensorBoard's.
+OWN = re.compile(
+    r"rollouts/(?P<rollout>\d+)\.jsonl\.gz|eval/(?P<eval>\d+)(\.\w+)?\.(json|jsonl\.gz)"
+    r"|checkpoints/(?P<checkpoint>\d+)/.*|metrics(\.cut-\d+)?\.jsonl"
+    r"|config\.json|starts\.jsonl|log\.txt|curves\.png|timeline\.png"
+)
 
 
 def is_text(key: str) -> bool:
-    """Whether a key of a row is one of these, whose values are text."""
-    return key.startswith((DIGEST, SEALED)) or key in (CHAIN, SEAL)
+    """Whether a key of a row is one of KEYS."""
+    return key.startswith(DIGEST) or key == CHAIN
 
 
 def numbers(row: Mapping) -> dict:
@@ -51,22 +57,14 @@ def numbers(row: Mapping) -> dict:
 
 
 def untimed(row: Mapping) -> dict:
-    """Returns what two runs of one recipe have alike in a row."""
+    """Returns the part of a row that two runs of one recipe have alike."""
     return {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
 
 
 def link(before: str, row: Mapping) -> str:
-    """Returns the row's `chain`; before: the one of the row before, "" where there is none."""
-    return _of(before, {k: v for k, v in untimed(row).items() if k != CHAIN})
-
-
-def seal(before: str, row: Mapping) -> str:
-    """Returns the row's `seal`; before: the one of the row before, "" where there is none."""
-    return _of(before, {k: v for k, v in row.items() if k != SEAL})
-
-
-def _of(before: str, row: Mapping) -> str:
-    plain = json.dumps(plain_value(row), sort_keys=True, allow_nan=False)
+    """Returns the row's `chain`; before: that of the row before, "" where there is none."""
+    chained = {key: value for key, value in untimed(row).items() if key != CHAIN}
+    plain = json.dumps(plain_value(chained), sort_keys=True, allow_nan=False)
     return hashlib.sha256(f"{before}\n{plain}".encode()).hexdigest()
 
 
@@ -81,16 +79,6 @@ def plain_value(value):
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def files_of(row: Mapping) -> dict[str, str]:
-    """Lists the files that a row has digests of, by their path in the run's directory."""
-    others = {STATE, TOKENS, LOGP, VERDICTS, STARTS, BEFORE}
-    return {
-        key.partition("/")[2]: value
-        for key, value in row.items()
-        if key.startswith((DIGEST, SEALED)) and key not in others
-    }
 
 
 def of_file(path: pathlib.Path) -> str:
@@ -120,57 +108,54 @@ def _line(value) -> bytes:
     return json.dumps(value, default=str).encode() + b"\n"
 
 
-class Seals:
-    """Seals the rows of a run that are still to be written.
+def files_of(row: Mapping) -> dict[str, str]:
+    """Lists the files that a row has digests of, by their path in the run's directory."""
+    others = {STATE, TOKENS, LOGP, VERDICTS}
+    return {
+        key.removeprefix(DIGEST): value
+        for key, value in row.items()
+        if key.startswith(DIGEST) and key not in others
+    }
 
-    rows: those that are kept of earlier starts. files: those of earlier starts that nobody writes
-    to any more; the next row has the digests of them, and of rows that were cut, unless a row has
-    them. chain_before: the chain of the row before the next.
+
+def seal(workdir: pathlib.Path, rows: Sequence[Mapping]) -> tuple[dict, bytes]:
+    """Returns (content, bytes) of the seal of a run's directory as it is.
+
+    It has the number of rows, the last one's chain, and the digests of the run's files that no row
+    has a digest of.
     """
+    known = set().union(*map(files_of, rows))
+    files = {
+        name: of_file(path)
+        for name, path in files_in(workdir).items()
+        if OWN.fullmatch(name) and name not in known and not is_arrays(name, path)
+    }
+    content = {"rows": len(rows), CHAIN: rows[-1].get(CHAIN, ""), "files": files}
+    return content, (json.dumps(content, indent=1) + "\n").encode()
 
-    def __init__(
-        self,
-        workdir: pathlib.Path,
-        rows: Sequence[Mapping],
-        files: Iterable[pathlib.Path],
-        chain_before: str,
-    ):
-        self._starts = workdir / "starts.jsonl"
-        self._seal = rows[-1].get(SEAL, "") if rows else ""
-        known = set().union(*map(files_of, rows))
-        self._evaluated: list[tuple[int, str, str]] = []
-        files = [*files, *workdir.glob("metrics.cut-*.jsonl")]
-        names = {path.relative_to(workdir).as_posix(): path for path in files}
-        self._next = {
-            SEALED + name: of_file(path) for name, path in names.items() if name not in known
-        }
-        if not rows and chain_before:
-            self._next[BEFORE] = chain_before
 
-    def sealed(self, row: Mapping) -> dict:
-        """Returns the next row with its seal, where it has a chain."""
-        if CHAIN not in row:
-            return dict(row)
-        if self._starts.is_file():
-            self._next[STARTS] = of_file(self._starts)
-        row = {**row, **self._next}
-        self._seal, self._next = seal(self._seal, row), {}
-        return {**row, SEAL: self._seal}
+def files_in(workdir: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Lists all files of a run's directory but the seal and the lock, by their path in it."""
+    paths = {name: path for name, path in _paths(workdir).items() if path.is_file()}
+    return {name: path for name, path in paths.items() if name not in (SEAL, LOCK)}
 
-    def evaluated(self, finished_steps: int, name: str, digest: str) -> None:
-        """Takes the digest of an evaluation's file, for the next row."""
-        self._evaluated.append((finished_steps, name, digest))
 
-    def linked(self, row: Mapping, before: Mapping | None) -> dict:
-        """Returns a step's row with its files and its chain; before: the row before.
+def no_files_in(workdir: pathlib.Path) -> list[str]:
+    """Lists what is neither a file nor a folder: links that lead elsewhere or nowhere, pipes."""
+    return [name for name, path in _paths(workdir).items() if not path.is_file()]
 
-        Evaluations that no row has, which a run's end or a fork's begin asks for, are sealed.
-        """
-        rode, row = any(key.startswith("eval/") for key in row), dict(row)
-        for finished_steps, name, digest in self._evaluated:
-            if rode and finished_steps == row["step"]:
-                row[DIGEST + name] = digest
-            else:
-                self._next[SEALED + name] = digest
-        self._evaluated = []
-        return row | {CHAIN: link((before or {}).get(CHAIN, ""), row)}
+
+def _paths(workdir: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Lists all but folders; links are followed where they stand for a folder of the run's."""
+    found = []
+    for top in (workdir, *(workdir / name for name in FOLDERS if (workdir / name).is_symlink())):
+        for folder, folders, names in os.walk(top):
+            found += [pathlib.Path(folder, name) for name in names]
+            found += [path for name in folders if (path := pathlib.Path(folder, name)).is_symlink()]
+    named = {path.relative_to(workdir).as_posix(): path for path in sorted(found)}
+    return {name: p for name, p in named.items() if not (name in FOLDERS and p.is_dir())}
+
+
+def is_arrays(name: str, path: pathlib.Path) -> bool:
+    """Whether a file is a large one of a checkpoint."""
+    return name.startswith("checkpoints/") and path.stat().st_size > CHECKPOINT_BYTES

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ class Checkpoints:
     def __init__(self, directory, *, keep: int | None):
         directory = absolute(directory)
         self.identity: dict | None = None
-        self._keep, self._saves = keep, 0
+        self._keep = keep
         if hosts.is_main_host():
             directory.mkdir(parents=True, exist_ok=True)
         several = hosts.count() > 1
@@ -83,9 +83,10 @@ class Checkpoints:
             directory,
         )
 
-    def save(self, step: int, state: Any, progress: dict) -> bool:
+    def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
         """Saves, if there is no checkpoint of this step yet; returns whether it was needed.
 
+        arrays: `digests.described` of the state; None: computed here, which waits for the devices.
         FileNotFoundError, with this one saved, where the one before has gone: Orbax makes a folder
         that was moved anew.
         """
@@ -94,7 +95,7 @@ class Checkpoints:
         newest = self._manager.latest_step()
         gone = storage.is_gone(self.directory, newest)
         manifest = {
-            "arrays": self._described(state),
+            "arrays": digests.described(state) if arrays is None else arrays,
             "progress": digests.of_json(progress),
             "identity": self.identity,
         }
@@ -265,32 +266,6 @@ class Checkpoints:
                 + (f"; and {more} more" if more > 0 else "")
                 + ". Give the model that it was trained from, or another --workdir"
             )
-
-    def _described(self, state: Any) -> dict[str, tuple[str, str]]:
-        """(dtype and shape, digest) of every array, by name; whole on the main process alone.
-
-        The others tell it their parts in the key-value store: nothing waits for devices.
-        """
-        leaves = digests.named(state)
-        sums = [
-            sum(part for _, part in digests.of_shards(leaf, replicas=False))
-            for leaf in leaves.values()
-        ]
-        self._saves += 1
-        processes = range(hosts.count())
-        if hosts.is_main_host():
-            for process in processes[1:]:
-                name = f"digests/{self._saves}/{process}"
-                while (told := hosts.kv_get(name, wait_seconds=60)) is None:
-                    pass
-                sums = [a + b for a, b in zip(sums, json.loads(told), strict=True)]
-        else:
-            mine = next(filter(hosts.is_mine, processes))
-            hosts.kv_put(f"digests/{self._saves}/{mine}", json.dumps(sums))
-        return {
-            name: (digests.shape_text(leaf), digests.text(total))
-            for (name, leaf), total in zip(leaves.items(), sums, strict=True)
-        }
 
     def _place_for_damaged(self, step: int) -> epath.Path:
         """Finds a name that no damaged checkpoint has yet."""

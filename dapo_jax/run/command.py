@@ -13,47 +13,19 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from dapo_jax.run import failures, recipe_help, stops, words
-from dapo_jax.run.arguments import leftover
-from dapo_jax.run.recipe_flags import (
-    define_config,
-    define_debug,
-    define_distributed,
-    define_short,
-    define_start,
-    define_trust_code,
-    define_workdir,
-    flag_error_line,
-    own_keys,
-    read_recipe,
-)
+from dapo_jax.run import failures, recipe, signals
 from sharding import hosts
-
-__all__ = [  # those of recipe_flags are the commands' too
-    "define_config",
-    "define_distributed",
-    "define_short",
-    "define_start",
-    "define_trust_code",
-    "define_workdir",
-    "end_all",
-    "flag_error_line",
-    "leave",
-    "parse_flags",
-    "read_recipe",
-    "run",
-]
 
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Parses the command line and runs `main`; errors in settings or files exit with one line."""
-    define_debug()
+    flags.DEFINE_bool("debug", False, "Show the traceback of an error in the settings.")
 
     def guarded(argv):
         logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
         failures.quiet_threads()
         try:
-            with stops.Stops(stops.end_command), hosts.ending_when_a_peer_is_lost():
+            with signals.Signals(signals.end_command), hosts.ending_when_a_peer_is_lost():
                 main(argv)
         except Exception as error:
             if flags.FLAGS.debug or not failures.is_explained(error):
@@ -89,41 +61,62 @@ def end_all(message: str, *, code: int = 1) -> None:
         hosts.fail(message, code=code)
 
 
-def _has_several(message: str) -> bool:
-    """Whether the value that "flag --KEY=VALUE: what is wrong" refuses has a comma."""
-    return "," in message.partition(": ")[0]
-
-
 def parse_flags(argv: list[str]) -> list[str]:
-    """absl's flags parser, with one line for a bad flag, key, value, preset or recipe file.
+    """Parses flags for absl; a bad flag, key, value, preset or recipe file ends with one line.
 
     Arguments that no flag takes are refused: absl would leave them to the command.
     """
-    recipe = None
+    known, config = flags.FLAGS, None
     try:
-        if "config" in flags.FLAGS:
-            if recipe_help.is_asked_for(argv[1:]):
-                print(recipe_help.text(argv[1:], flags.FLAGS, sys.modules["__main__"].__doc__))
-                sys.exit(0)
-            recipe = own_keys(argv[1:])
-            argv[1:] = words.understood(argv[1:], flags.FLAGS, recipe)
-        left = flags.FLAGS(argv)
+        if "config" in known and not set(recipe.HELP).isdisjoint(argv):
+            print(recipe.help_text(argv[1:], known, sys.modules["__main__"].__doc__))
+            sys.exit(0)
+        left = known(argv)
     except (flags.Error, AttributeError, KeyError, OSError, ValueError) as error:
         if "--debug" in argv:
             raise
-        message = flag_error_line(error)
-        if isinstance(error, words.RefusedError):
-            sys.exit(f"error: {message}")
+        message = recipe.error_line(error)
+        with contextlib.suppress(Exception):  # a recipe is a program, and may be what is wrong
+            files = [f for f in recipe.config_flags_of(argv[1:]) if not recipe.KEY_FLAG.match(f)]
+            config = recipe.read_recipe(files)
         # One of these may be the flag that is missing.
         if bare := [text for text in argv[1:] if re.match(r"[a-z_.]+=", text)]:
-            message += f" ({leftover(bare, flags.FLAGS, recipe)})"
+            message += f" ({recipe.leftover(bare, known, config)})"
         elif isinstance(error, flags.UnrecognizedFlagError):
             given = [text for text in argv[1:] if text.lstrip("-").startswith(error.flagname)]
-            message = leftover(given, flags.FLAGS, recipe)
-        elif isinstance(error, flags.IllegalFlagValueError) and _has_several(message):
+            message = recipe.leftover(given, known, config)
+        elif isinstance(error, flags.IllegalFlagValueError) and "," in message.partition(": ")[0]:
             message += ". (Several values: python -m dapo_jax.sweep --set KEY=V1,V2)"
         sys.exit(f"error: {message}")
     if left[1:]:
-        config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
-        sys.exit(f"error: {leftover(left[1:], flags.FLAGS, config)}")
+        config = known["config"].value if "config" in known else None
+        sys.exit(f"error: {recipe.leftover(left[1:], known, config)}")
     return left
+
+
+def define_workdir() -> flags.FlagHolder:
+    """Defines the flag of the run's directory, which is required."""
+    holder = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+    flags.register_validator(
+        "workdir",
+        lambda path: path is None or "://" not in path,
+        "it has to be a folder of this machine; --config.checkpoint.directory may be a bucket's",
+    )
+    return holder
+
+
+def define_distributed() -> flags.FlagHolder:
+    """Defines the flag of the commands that run on several hosts."""
+    return flags.DEFINE_bool(
+        "distributed",
+        False,
+        "The command was given on several hosts, which are to run it together: those of a TPU pod, "
+        "or of DAPO_COORDINATOR, DAPO_PROCESSES and DAPO_PROCESS in the environment.",
+    )
+
+
+def define_trust_code() -> flags.FlagHolder:
+    """Defines the flag of the commands that open a run which may be a stranger's."""
+    return flags.DEFINE_bool(
+        "trust_code", False, "Import the modules that the run's config.json names."
+    )

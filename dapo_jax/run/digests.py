@@ -72,16 +72,17 @@ def text(total: int) -> str:
     return f"{total % MODULUS:016x}"
 
 
-def of_state(state, sums: Mapping[str, Sequence[jax.Array]]) -> str:
-    """Digests a whole state: what a manifest's `arrays` has of it; all processes call it.
+def described(state, sums: Mapping[str, Sequence[jax.Array]] | None = None) -> dict:
+    """Lists (dtype and shape, digest) of every array, by name; all processes call it.
 
-    sums: `sums_on_devices` of it.
+    sums: `sums_on_devices` of the state; None: computed now.
     """
+    sums = sums_on_devices(state) if sums is None else sums
     mine = {name: sum(map(int, parts)) for name, parts in jax.device_get(sums).items()}
     everyone = hosts.gather(mine)
     totals = {name: sum(theirs[name] for theirs in everyone) for name in mine}
     leaves = named(state)
-    return of_json({name: [shape_text(it), text(totals[name])] for name, it in leaves.items()})
+    return {name: (shape_text(it), text(totals[name])) for name, it in leaves.items()}
 
 
 def sums_on_devices(tree) -> dict[str, list[jax.Array]]:

@@ -1,4 +1,4 @@
-"""The files of a run: metric rows (metrics.jsonl, TensorBoard) and sampled responses.
+"""The files of a run: the lock, metric rows (metrics.jsonl) and sampled responses.
 
 Host only. Numbers arrive as Python or 0-d array scalars; everything on disk is strict JSON.
 """
@@ -13,13 +13,40 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping
+
+import filelock
 
 from dapo_jax.run import chain
 
 LOG = "log.txt"
 FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike) -> Iterator[None]:
+    """Holds the lock of a folder, which is made if absent: at most one running process has it.
+
+    Raises ValueError where another process does. The kernel's lock ends with its process; where a
+    file system has none (a bucket mounted as a folder), the lock file of a dead host is removed by
+    hand.
+    """
+    path = pathlib.Path(folder, chain.LOCK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        last = (read_starts(path.parent / "starts.jsonl") or [{}])[-1]
+        who = "process {pid} on {host}, since {time}; ".format(**last) if "pid" in last else ""
+        raise ValueError(
+            f"{path.parent} belongs to a run that is going on ({who}{path}); end that one, or give "
+            "another --workdir (and checkpoint.directory)"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -221,34 +248,27 @@ def read_rows(path: str | os.PathLike) -> list[dict]:
     return [row for _, row in _read_lines(pathlib.Path(path))]
 
 
-class MetricsWriter:
-    """Appends one row a rollout step to workdir/metrics.jsonl and to workdir/tensorboard.
+def write_seal(workdir: pathlib.Path) -> str:
+    """Writes seal.json of a run that has ended; returns its SHA-256."""
+    _, content = chain.seal(workdir, read_rows(workdir / "metrics.jsonl"))
+    with atomic_file(workdir / chain.SEAL) as file:
+        file.write(content)
+    return hashlib.sha256(content).hexdigest()
 
-    Args:
-        workdir: the run's folder; made if absent.
-        resume_step: the last step that the restored state contains; None at the start of a run.
-            Rows after it (all rows for None) belong to work that will be done again: they go to
-            metrics.cut-<n>.jsonl, and a purge mark hides them from TensorBoard. A torn last line
-            goes too. Kept lines keep their bytes. `cut_rows` counts the rows cut.
-        begin_step: the run's first step; a fork's is not 0.
-        texts: what TensorBoard has of the whole run, name -> Markdown.
-        hparams, scores: keys of the recipe with their values, and the metrics' tags, by which
-            TensorBoard compares runs.
 
-    NaN and infinities are written as null, which keeps the file strict JSON (rows read back as
-    None), and are left out of TensorBoard. notes: what a person should know of the rows found.
+class Rows:
+    """Appends one row a rollout step to workdir/metrics.jsonl.
+
+    resume_step: the last step that the restored state contains; None at the start of a run. Rows
+    after it (all rows for None) belong to work that will be done again: they go to
+    metrics.cut-<n>.jsonl. A torn last line goes too. Kept lines keep their bytes. begin_step: the
+    run's first step; a fork's is not 0.
+
+    NaN and infinities are written as null, which keeps the file strict JSON. notes: what a person
+    should know of the rows found.
     """
 
-    def __init__(
-        self,
-        workdir: str | os.PathLike,
-        *,
-        resume_step: int | None,
-        begin_step: int = 0,
-        texts: Mapping[str, str] = MappingProxyType({}),
-        hparams: Mapping[str, bool | float | str] = MappingProxyType({}),
-        scores: Sequence[str] = (),
-    ):
+    def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None, begin_step: int = 0):
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self.path = workdir / "metrics.jsonl"
@@ -259,7 +279,6 @@ class MetricsWriter:
         kept = [(line, row) for line, row in pairs if row["step"] < first_step]
         cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
         kept_bytes = b"".join(line for line, _ in kept)
-        self.cut_rows = len(cut)
         if cut:
             self._keep_cut_rows(cut[0][1]["step"], [line for line, _ in cut])
         if kept_bytes != old_bytes or not self.path.exists():
@@ -273,15 +292,6 @@ class MetricsWriter:
                 f"{first_step}: it was deleted or cut short; the run itself goes on from its "
                 "checkpoint"
             )
-        purge_step = max(0, first_step - 1)
-        self._events = EventFile(workdir / "tensorboard", purge_step=purge_step)
-        if self._events.is_first or purge_step <= begin_step:  # else an earlier file has them
-            self._events.write_run(begin_step, texts, hparams, scores)
-        # The last row may not have reached TensorBoard before the stop; the mark hides it if so.
-        rows = [row for _, row in kept]
-        last = [row for row in rows[-1:] if row["step"] == resume_step]
-        for row in rows if self._events.is_first else last:
-            self._events.write(row)
 
     def _keep_cut_rows(self, first: int, lines: list[bytes]) -> None:
         names = (self.path.with_name(f"metrics.cut-{n}.jsonl") for n in itertools.count(1))
@@ -292,12 +302,12 @@ class MetricsWriter:
             f"{len(lines)} rows from step {first} on are of work that is done again; kept in {path}"
         )
 
-    def has_row(self, step: int) -> bool:
+    def has(self, step: int) -> bool:
         """Whether the file holds the row of this step."""
         return step in self._steps
 
     def write(self, row: Mapping) -> None:
-        """Appends a row and syncs it to disk, TensorBoard's as well.
+        """Appends a row and syncs it to disk.
 
         Raises TypeError for a value that is not a number, ValueError for a step that does not come
         after the last one.
@@ -315,83 +325,3 @@ class MetricsWriter:
                 raise TypeError(f"metric {key!r} of step {step} is not a number: {value!r}")
         append_line(self.path, row)
         self._steps.add(step)
-        self._events.write(row)
-
-    def write_events(self, row: Mapping) -> None:
-        """Appends numbers to TensorBoard's files alone."""
-        self._events.write(chain.plain_value(row))
-
-    def write_text(self, step: int, name: str, text: str) -> None:
-        """Appends a text, in Markdown, to TensorBoard's files alone."""
-        self._events.write_run(step, {name: text}, {}, ())
-
-    def close(self) -> None:
-        self._events.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
-
-
-class EventFile:
-    """Appends rows to a new file of TensorBoard's; each is on disk when `write` returns.
-
-    tensorboardX's own writer has a thread and a queue: what they hold is lost when the process is
-    ended, and on a full disk the thread dies and the queue, once full, never returns.
-
-    purge_step: TensorBoard hides earlier files' rows from this step on. is_first: whether the
-    folder had no such file.
-    """
-
-    def __init__(self, folder: pathlib.Path, *, purge_step: int):
-        # Here and not above: it imports a cloud's clients, a second that readers need not wait.
-        from tensorboardX import event_file_writer, summary
-        from tensorboardX.proto import event_pb2
-
-        self._scalar, self._event, self._folder = summary.scalar, event_pb2.Event, folder
-        with _naming(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            earlier = len(list(folder.glob("events.*")))
-            self.is_first = earlier == 0
-            # Event files are named by the second: the suffix keeps a quick restart from overwriting
-            # one and keeps the files in order.
-            self._writer = event_file_writer.EventsWriter(
-                str(folder / "events"), filename_suffix=f".{earlier:05d}"
-            )
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(self._event(session_log=start), purge_step)
-
-    def write(self, row: Mapping) -> None:
-        """Appends the numbers of a row."""
-        event = self._event()
-        for key, value in row.items():
-            if key != "step" and value is not None and not isinstance(value, str):
-                event.summary.value.extend(self._scalar(key, value).value)
-        with _naming(self._folder):
-            self._add(event, row["step"])
-
-    def write_run(self, step: int, texts: Mapping, hparams: Mapping, scores: Sequence) -> None:
-        """Appends texts, and a run's hyperparameters with the tags of its scores."""
-        from tensorboardX import summary
-
-        event = self._event()
-        for name, text in texts.items():
-            event.summary.value.extend(summary.text(name, text).value)
-        if hparams:
-            tags = dict.fromkeys(self._scalar(name, 0.0).value[0].tag for name in scores)
-            for part in summary.hparams(dict(hparams), tags):
-                event.summary.value.extend(part.value)
-        if event.summary.value:
-            with _naming(self._folder):
-                self._add(event, step)
-
-    def _add(self, event, step: int) -> None:
-        event.step, event.wall_time = step, time.time()
-        self._writer.write_event(event)
-        self._writer.flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written has been said
-            self._writer.close()

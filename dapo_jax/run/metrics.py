@@ -27,8 +27,7 @@ class Step:
     config: the recipe. updates: what the learner's `update` returned, a dict a mini-batch.
     sampled_tokens_total: of the whole run so far. evaluation: `eval/<set>/<score>` of the policy
     that the step sampled, where that was evaluated. retired_prompts: that later epochs do without
-    (algo.retire_pass_rate). alarms: what dapo_jax.run.alarms adds.
-    seconds: wall time of each phase and in "total"; `step_row` fills it in.
+    (algo.retire_pass_rate). seconds: wall time of each phase so far, and in "total".
     """
 
     config: Any
@@ -37,10 +36,9 @@ class Step:
     reward_PG: np.ndarray
     updates: Sequence[Mapping[str, Any]]
     learning_rate: float
-    sampled_tokens_total: int
     evaluation: Mapping[str, float]
+    sampled_tokens_total: int = 0
     retired_prompts: int = 0
-    alarms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -305,13 +303,11 @@ def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
     return {name: float(np.mean(values[name])) for name in sorted(values)}
 
 
-def step_row(step: Step, seconds: Mapping[str, float]) -> dict[str, float]:
+def step_row(step: Step) -> dict[str, float]:
     """The step's row of metrics.jsonl: every metric of the table that the step has.
 
-    Numbers without a row in the table (of a new loss, a task, an evaluation) follow. seconds:
-    of the phases so far, as a Stopwatch gives them.
+    Numbers without a row in the table (of a new loss, a task, an evaluation) follow.
     """
-    step = dataclasses.replace(step, seconds=seconds)
     averaged = [key for key in (step.taken or [{}])[0] if key not in NOT_AVERAGED]
     given = {
         **{key: np.mean([update[key] for update in step.taken]) for key in averaged},
@@ -320,7 +316,6 @@ def step_row(step: Step, seconds: Mapping[str, float]) -> dict[str, float]:
         **{f"verdicts/{status}": count for status, count in step.gave_up.items()},
         **{f"{TASK}{name}": mean for name, mean in mean_measures(step.responses).items()},
         **step.evaluation,
-        **step.alarms,
     }
     row = {
         metric.key: given.get(metric.key) if metric.value is None else metric.value(step)

@@ -1,7 +1,4 @@
-"""What a run was started with: one JSON line a start in starts.jsonl.
-
-The recipe says what was meant to run; this says which code, on what, by which command, and when.
-"""
+"""Provenance of a run: a line of starts.jsonl for each start, with code, versions and devices."""
 
 import datetime
 import hashlib
@@ -18,7 +15,6 @@ from collections.abc import Mapping
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax.run import chain
 from dapo_jax.run.files import append_line
 from sharding import hosts
 
@@ -34,15 +30,7 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, origin: str | None = No
     """
     path = workdir / NAME
     path.touch()
-    row = {**this_start(config), "origin": origin}
-    append_line(path, {**row, chain.SEAL: seal(path.read_bytes(), row)})
-
-
-def seal(before: bytes, start: Mapping) -> str:
-    """Returns the seal of a line of starts.jsonl; before: what is in the file before it."""
-    if before and not before.endswith(b"\n"):  # cut by a kill: the line after it begins anew
-        before += b"\n"
-    return chain.seal(hashlib.sha256(before).hexdigest(), start)
+    append_line(path, {**this_start(config), "origin": origin})
 
 
 def this_start(config: ConfigDict) -> dict:

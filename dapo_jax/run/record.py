@@ -1,38 +1,24 @@
-"""What a run writes and shows: config, rows, responses, evaluations, samples, the live display."""
+"""The outputs of a run: config, rows, responses, evaluations, samples, the live display."""
 
 import concurrent.futures
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import pathlib
 import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from clu import parameter_overview
 from ml_collections import ConfigDict
 
-from dapo_jax.run import chain, ending, texts
+from dapo_jax.run import chain
 from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
-from dapo_jax.run.files import (
-    MetricsWriter,
-    append_log,
-    atomic_file,
-    read_json,
-    read_rollouts,
-    read_rows,
-    remove_leftovers,
-    write_rollouts,
-)
-from dapo_jax.run.lock import locked
+from dapo_jax.run.files import Rows, append_log, atomic_file, write_rollouts
 from dapo_jax.run.metrics import TASK
-from dapo_jax.run.provenance import add_start
-from dapo_jax.run.restore import Begun, Origin, origin_of
-from dapo_jax.run.timeline import plot_timeline
+from dapo_jax.run.start import Start
 from dapo_jax.run.writers import Writers
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import Tokenizer, token_texts
@@ -43,80 +29,42 @@ SHOWN_SAMPLES = 4
 TRACED_TRAINED, TRACED_OTHERS = 2, 1  # groups a step whose tokens are written with probabilities
 
 
-def claim(
-    config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin: Origin | None
-) -> Origin | None:
-    """Makes the folders this run's until the stack is closed, before anything is written to them.
-
-    They are locked, what dead processes left half-written is removed, and the start is recorded.
-    origin: what --start says. Returns what a run that is there began from, else that. Raises
-    ValueError on all processes where a live run has the folders, or the two contradict each other.
-    """
-
-    def take():
-        stack.enter_context(locked(workdir))
-        elsewhere = config.checkpoint.directory
-        if elsewhere and "://" not in elsewhere and not _is_same(elsewhere, workdir):
-            stack.enter_context(locked(elsewhere))
-        remove_leftovers(workdir)
-        begun = origin_of(workdir, origin)
-        add_start(workdir, config, begun and str(begun))
-        return begun
-
-    return hosts.on_main(take)
-
-
 class Record:
     """The outputs of one run in its workdir. Use it as a context manager.
 
-    Every process calls it alike; only the main one prints and writes.
-    begun: what the run begins with; its last row is written if the run was killed between the
-    checkpoint and the row. tokenizer: for the texts of single tokens.
+    Every process calls it alike; only the main one prints and writes. start: the beginning of this
+    process's work; its last row is written if the run was killed between the checkpoint and the
+    row. tokenizer: for the texts of single tokens.
     """
 
     def __init__(
-        self, config: ConfigDict, workdir: pathlib.Path, begun: Begun, tokenizer: Tokenizer
+        self, config: ConfigDict, workdir: pathlib.Path, start: Start, tokenizer: Tokenizer
     ):
         self.workdir = workdir
         log = {"log": functools.partial(append_log, workdir)} if hosts.is_main_host() else {}
         quiet = not hosts.is_main_host()
-        self.display = Display(config.num_steps, begun.step, quiet=quiet, **log)
+        self.display = Display(config.num_steps, start.step, quiet=quiet, **log)
         self._config, self._tokenizer = config, tokenizer
-        # Not `begun` itself, which has the training state.
-        self._first_step, self._begin_step = begun.step, begun.begin_step
-        self._last_row = begun.progress["row"]
-        self._writer: MetricsWriter | None = None
-        self._others: Writers | None = None
-        self._seals: chain.Seals | None = None
+        # Not `start` itself, which has the training state.
+        self._first_step, self._begin_step = start.step, start.begin_step
+        self._last_row = start.progress.row
+        self._rows: Rows | None = None
+        self._writers: Writers | None = None
         self._background = concurrent.futures.ThreadPoolExecutor(1)
-        self._rollouts: concurrent.futures.Future | None = None
+        self._files: concurrent.futures.Future | None = None
+        self._evaluated: dict[str, str] = {}  # the files of the evaluation in this step -> digest
 
     def __enter__(self) -> "Record":
         if hosts.is_main_host():
-            ending.remove(self.workdir)
+            (self.workdir / chain.SEAL).unlink(missing_ok=True)  # the run continues
             config = json.loads(self._config.to_json_best_effort())
-            _write_json(self.workdir / "config.json", config)
+            write_json(self.workdir / "config.json", config)
             resume_step = self._first_step - 1 if self._first_step else None
-            earlier = [*self.workdir.glob("tensorboard/*")]
-            self._writer = MetricsWriter(
-                self.workdir,
-                resume_step=resume_step,
-                begin_step=self._begin_step,
-                texts={"recipe": texts.of_recipe(config)},
-                hparams=texts.hparams(config),
-                scores=texts.scores(config),
-            )
+            self._rows = Rows(self.workdir, resume_step=resume_step, begin_step=self._begin_step)
             resumed = self._first_step > self._begin_step
-            missing = resumed and not self._writer.has_row(resume_step)
-            before = "" if missing else (self._last_row or {}).get(chain.CHAIN, "")
-            rows = read_rows(self._writer.path)
-            self._seals = chain.Seals(self.workdir, rows, earlier, before)
-            if missing:
-                self._writer.write(self._seals.sealed(self._last_row))
-            if resumed:
-                self._write_hidden_scores()
-                self._write_hidden_samples(resume_step)
-            self._others = Writers(
+            if resumed and not self._rows.has(resume_step):
+                self._rows.write(self._last_row)
+            self._writers = Writers(
                 self._config.log.writers,
                 config,
                 self.workdir,
@@ -124,50 +72,24 @@ class Record:
                 self.display.line,
             )
         self.display.__enter__()
-        for note in self._writer.notes if self._writer else ():
+        for note in self._rows.notes if self._rows else ():
             self.display.line(note)
         return self
-
-    def _write_hidden_scores(self) -> None:
-        """Gives TensorBoard again what a resume's purge mark hides: evaluations without a row."""
-        for finished_steps in (self._first_step - 1, self._first_step):
-            file = self.workdir / "eval" / f"{finished_steps}.json"
-            in_row = finished_steps == self._last_row["step"] and any(
-                key.startswith("eval/") for key in self._last_row
-            )
-            if file.exists() and not in_row:
-                scores = result_row(read_json(file)["sets"])
-                self._writer.write_events({"step": finished_steps, **scores})
-
-    def _write_hidden_samples(self, step: int) -> None:
-        """Gives TensorBoard again the samples that the mark hides, from the step's responses."""
-        file = self.workdir / "rollouts" / f"{step}.jsonl.gz"
-        if not _every(self._config.log.samples_every_steps, step):
-            return
-        with contextlib.suppress(EOFError, OSError, ValueError, KeyError, zlib.error):
-            rows = (row for row in read_rollouts(file) if row["sample"] == 0)
-            shown = [
-                texts.sample_of(row, problem_of(row["prompt"]))
-                for row in itertools.islice(rows, SHOWN_SAMPLES)
-            ]
-            self._writer.write_text(step, "samples", texts.of_samples(shown))
 
     def __exit__(self, kind, error, traceback) -> None:
         self.display.__exit__(kind, error, traceback)
         if error is not None and hosts.is_main_host():
             append_log(self.workdir, f"ended by {kind.__name__}: {error}")
         self._background.shutdown()
-        if self._rollouts is not None and (lost := self._rollouts.exception()):
+        if self._files is not None and (lost := self._files.exception()):
             print(f"the step's responses were not written: {lost}", file=sys.stderr)
-        if self._writer is not None:
-            self._writer.close()
-        if self._others is not None:
-            self._others.close()
+        if self._writers is not None:
+            self._writers("close")
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
         """Begins to digest all responses, and to write rollouts/<step>.jsonl.gz if it is due."""
         if hosts.is_main_host():
-            self._rollouts = self._background.submit(self._keep, step, rollouts, reward_PG)
+            self._files = self._background.submit(self._keep, step, rollouts, reward_PG)
 
     def _keep(self, step: int, rollouts: Rollouts, reward_PG) -> dict[str, str]:
         found = chain.of_samples(rollouts.sampled, reward_PG)
@@ -177,61 +99,60 @@ class Record:
             found[chain.DIGEST + name] = write_rollouts(self.workdir / name, rows, level=1)
         return found
 
-    def wait(self) -> dict[str, str]:
-        """Waits until the responses are on disk, which it raises; returns digests for the row."""
-        if self._rollouts is None:
-            return {}
-        self._rollouts, done = None, self._rollouts
-        return done.result()
+    def digests(self) -> dict[str, str]:
+        """Returns the digests of the step's samples and files once they are on disk.
 
-    def chained(self, row: dict, digests: dict[str, str], before: Mapping | None) -> dict:
-        """Returns a step's row linked to the row before; the main process's alone has digests."""
-        return self._seals.linked(row | digests, before) if self._seals else row
+        The main process has them alone. Raises the error of a write that failed.
+        """
+        if self._files is None:
+            return {}
+        (evaluated, self._evaluated), (files, self._files) = (
+            (self._evaluated, {}),
+            (self._files, None),
+        )
+        return files.result() | evaluated
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
         if hosts.is_main_host() and self._config.log.eval_responses:
             name = f"{finished_steps}.{name}"
             digest = write_responses(self.workdir, name, groups)
-            self._seals.evaluated(finished_steps, f"eval/{name}.jsonl.gz", digest)
+            self._evaluated[f"{chain.DIGEST}eval/{name}.jsonl.gz"] = digest
 
-    def results(self, finished_steps: int, results: dict, settings: Mapping[str, dict]) -> None:
-        """Writes an evaluation's scores to eval/<finished rollout steps>.json."""
+    def results(
+        self, finished_steps: int, results: dict, settings: Mapping[str, dict]
+    ) -> dict[str, float]:
+        """Writes and shows an evaluation's scores; returns them as keys of a metrics row."""
+        scores = result_row(results)
         if hosts.is_main_host():
             digest = write_results(self.workdir, finished_steps, results, settings)
-            self._seals.evaluated(finished_steps, f"eval/{finished_steps}.json", digest)
-
-    def evaluation(self, finished_steps: int, scores: dict[str, float], *, in_row: bool) -> None:
-        """Shows the scores (`result_row`), in TensorBoard too where no step's row has them."""
+            self._evaluated[f"{chain.DIGEST}eval/{finished_steps}.json"] = digest
+            self._writers("evaluation", finished_steps, scores)
         self.display.line(evaluation_line(finished_steps, scores))
-        if not in_row and self._writer is not None:
-            self._writer.write_events({"step": finished_steps, **scores})
-        if self._others is not None:
-            self._others.evaluation(finished_steps, scores)
+        return scores
 
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
-        """Writes and shows a finished step's row; every so many steps samples and the timeline."""
-        if self._writer is not None:
-            self._writer.write(self._seals.sealed(row))
-            self._others.step(chain.numbers(row))
-        if _every(self._config.log.samples_every_steps, row["step"]):
-            shown = samples(rollouts, reward_PG)
-            self.display.samples(row["step"], shown)
-            if self._writer is not None:
-                self._writer.write_text(row["step"], "samples", texts.of_samples(shown))
-            if hosts.is_main_host() and rollouts.stats.blocks:  # none where enough was carried
-                plot_timeline(rollouts.stats.blocks, self.workdir / "timeline.png")
+        """Writes and shows a finished step's row, and every so many steps samples."""
+        if hosts.is_main_host():
+            self._rows.write(row)
+            self._writers("step", chain.numbers(row))
+        if self.shows_samples(row["step"]):
+            self.display.samples(row["step"], samples(rollouts, reward_PG))
         self.display.step(row)
+
+    def shows_samples(self, step: int) -> bool:
+        """Whether samples of a step are due."""
+        return _every(self._config.log.samples_every_steps, step)
 
 
 def banner(
-    config: ConfigDict, programs: Programs, data: Data, where: pathlib.Path, begun: Begun
+    config: ConfigDict, programs: Programs, data: Data, where: pathlib.Path, start: Start
 ) -> str:
     """Says what is about to run: parameters, mesh, data, where it goes, and where it began."""
     device, r = jax.devices()[0], config.rollout
-    resuming = "" if begun.is_new else f", resuming after {begun.step} steps"
+    resuming = "" if start.is_new else f", resuming after {start.step} steps"
     lines = [
-        parameter_overview.get_parameter_overview(begun.state.params, include_stats=False),
+        parameter_overview.get_parameter_overview(start.state.params, include_stats=False),
         f"devices: {jax.device_count()} x {device.device_kind}, mesh "
         + ", ".join(f"{axis} {size}" for axis, size in programs.mesh.shape.items()),
         *data.report_lines(),
@@ -239,8 +160,8 @@ def banner(
         f"{r.max_response_tokens} tokens, {config.updates_per_step} updates",
         f"workdir: {where}{resuming}",
     ]
-    if begun.origin:
-        lines.append(f"a fork of checkpoint {begun.origin.step} in {begun.origin.workdir}")
+    if start.origin:
+        lines.append(f"a fork of checkpoint {start.origin.step} in {start.origin.workdir}")
     if r.top_p < 1 or r.top_k > 0:
         lines.append(
             "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
@@ -257,7 +178,7 @@ def write_results(
     settings: how each set was sampled and graded. Returns the SHA-256 of the file.
     """
     document = {"step": finished_steps, "sets": results, "settings": settings}
-    return _write_json(workdir / "eval" / f"{finished_steps}.json", document)
+    return write_json(workdir / "eval" / f"{finished_steps}.json", document)
 
 
 def write_own_results(
@@ -272,7 +193,7 @@ def write_own_results(
         label = settings_label(settings[name])
         paths.append(workdir / "eval" / f"{finished_steps}.{name}.{label}.json")
         document = {"step": finished_steps, "sets": {name: scores}}
-        _write_json(paths[-1], document | {"settings": {name: settings[name]}, "label": label})
+        write_json(paths[-1], document | {"settings": {name: settings[name]}, "label": label})
     return paths
 
 
@@ -379,15 +300,12 @@ def problem_of(prompt: str) -> str:
     return prompt.removeprefix(before).removesuffix(after)
 
 
-def _is_same(one, other) -> bool:
-    return pathlib.Path(one).resolve() == pathlib.Path(other).resolve()
-
-
 def _every(steps: int, step: int) -> bool:
     return steps > 0 and step % steps == 0
 
 
-def _write_json(path: pathlib.Path, content: dict) -> str:
+def write_json(path: pathlib.Path, content: dict) -> str:
+    """Writes a JSON file; returns its SHA-256."""
     data = (json.dumps(content, indent=1) + "\n").encode()
     with atomic_file(path) as file:
         file.write(data)

@@ -1,6 +1,6 @@
 """Snapshots of a run after each step: saved when due, and the newest one when the run is cut short.
 
-SIGTERM, Ctrl-C or SIGHUP (run/stops.py) may come at any time, while a program compiles or an update
+SIGTERM, Ctrl-C or SIGHUP (run/signals.py) may come at any time, while a program compiles or an update
 runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the process
 (status 75). Checkpoints are written from copies in the host's memory: a save neither waits for the
 devices nor delays them. On a stop a save under way is finished first; a pending checkpoint that is
@@ -21,14 +21,15 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.run import failures, stops
+from dapo_jax.run import failures, signals
 from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.start import Progress
 from sharding import hosts
 
 PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while there are so many
@@ -39,11 +40,16 @@ HOST_MEMORY = "pinned_host"  # JAX's kind of the host's memory that devices copy
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What a checkpoint holds; `step` is the number of finished steps."""
+    """The content of a checkpoint.
+
+    step: the number of finished steps. arrays: the description of each array of the state
+    (`digests.described`), of all processes.
+    """
 
     step: int
     state: Any
-    progress: dict
+    progress: Progress
+    arrays: Mapping[str, tuple[str, str]]
 
 
 class Snapshots:
@@ -78,12 +84,12 @@ class Snapshots:
     def __enter__(self) -> "Snapshots":
         self._saver = threading.Thread(target=self._run, name="saver", daemon=True)
         self._saver.start()
-        self._stops = stops.Stops(self._stop)
+        self._stops = signals.Signals(self._stop)
         self._stops.__enter__()
         return self
 
     def __exit__(self, kind, error, _) -> None:
-        if stops.is_of_dead_streams(error):
+        if signals.is_of_dead_streams(error):
             self._stop("SIGHUP")  # the terminal is gone, whether that was signalled or not
         self._stops.settle()
         with self._changed:
@@ -99,9 +105,11 @@ class Snapshots:
             self._error = self._error or self._unsaved  # there is no next one due
             self._raise_error()
 
-    def take(self, step: int, state: Any, progress: dict, *, force: bool = False) -> None:
+    def take(
+        self, step: int, state: Any, progress: Progress, arrays: Mapping, *, force: bool = False
+    ) -> None:
         """Copies the state after `step` finished steps; saved if due, forced, or on a stop."""
-        snapshot = Snapshot(step, host_copy(state), progress)
+        snapshot = Snapshot(step, host_copy(state), progress, arrays)
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS or self._error)
             self._raise_error()
@@ -163,7 +171,8 @@ class Snapshots:
     def _write(self, snapshot: Snapshot) -> bool:
         there = self._checkpoints
         with failures.telling_saved_steps(there.latest_step, there.directory):
-            return there.save(snapshot.step, snapshot.state, snapshot.progress)
+            progress = snapshot.progress.to_json()
+            return there.save(snapshot.step, snapshot.state, progress, snapshot.arrays)
 
     def _take_note(self, what: str, error: Exception) -> None:
         """Has the run end with the error, or says it; a stop tries again with the newest one."""

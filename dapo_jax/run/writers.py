@@ -1,11 +1,13 @@
-"""Places of one's own for a run's numbers, beside its directory: `log.writers`.
+"""More places for a run's numbers: `log.writers`.
 
-A writer is a class with four methods (`Writer`), named "wandb" or "module:Class". One that fails is
-left out for the rest of the run, which says so once: the numbers are in the run's directory anyway.
+A writer is a class with four methods (`Writer`), named "tensorboard", "wandb" or "module:Class".
+One that fails is left out for the rest of the run, which says so once: the numbers are in
+metrics.jsonl anyway.
 """
 
 import importlib
 import importlib.util
+import json
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +44,37 @@ class Writer(Protocol):
         """Ends, whether the run is done, stopped or failed."""
 
 
+class TensorBoard:
+    """TensorBoard's event files, in WORKDIR/tensorboard.
+
+    After a kill equal rows may be there twice.
+    """
+
+    def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
+        # Here and not above: it imports a cloud's clients, a second that readers need not wait.
+        from tensorboardX import SummaryWriter
+
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+        recipe = json.dumps(config, indent=1).replace("\n", "\n    ")
+        self._writer.add_text("recipe", f"    {recipe}", purge or 0)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        self._add({k: v for k, v in row.items() if not k.startswith("eval/")}, row["step"])
+
+    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
+        self._add(scores, finished_steps)
+
+    def _add(self, values: Mapping[str, Any], step: int) -> None:
+        for key, value in values.items():
+            if key != "step" and value is not None:
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class WandB:
     """Weights & Biases. A resumed run goes on in the same one there, by the id in wandb_id.txt.
 
@@ -72,16 +105,18 @@ class WandB:
         self._run.finish()
 
 
-BUILT_IN = {"wandb": WandB}
-PIP = {"wandb": 'pip install "dapo_jax[wandb]", or pip install "wandb>=0.19,<1"'}
+BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def find(name: str) -> Callable[..., Writer]:
     """Returns a writer's class; ValueError where log.writers names none, or it is not installed."""
     setting = f"log.writers has {name!r}"
+    if name == "wandb" and importlib.util.find_spec(name) is None:
+        raise ValueError(
+            f'{setting}, but that package is not installed: pip install "dapo_jax[wandb]", or '
+            'pip install "wandb>=0.19,<1"'
+        )
     if name in BUILT_IN:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{setting}, but that package is not installed: {PIP[name]}")
         return BUILT_IN[name]
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
@@ -120,20 +155,10 @@ class Writers:
         for name in names:
             self._call(name, lambda name=name: self._begin(name, config, workdir, resume_step))
 
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Gives all of them a step's row."""
+    def __call__(self, method: str, *arguments) -> None:
+        """Calls a method of all of them: step, evaluation or close."""
         for name, writer in list(self._writers.items()):
-            self._call(name, lambda writer=writer: writer.step(row))
-
-    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
-        """Gives all of them an evaluation's scores."""
-        for name, writer in list(self._writers.items()):
-            self._call(name, lambda writer=writer: writer.evaluation(finished_steps, scores))
-
-    def close(self) -> None:
-        """Ends all of them."""
-        for name, writer in list(self._writers.items()):
-            self._call(name, writer.close)
+            self._call(name, lambda writer=writer: getattr(writer, method)(*arguments))
 
     def _begin(self, name: str, *of_run) -> None:
         self._writers[name] = find(name)(*of_run)

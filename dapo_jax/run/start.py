@@ -1,24 +1,31 @@
-"""What a run begins with: its own newest checkpoint, another run's (a fork), or the start policy.
+"""The start of a run: from its newest checkpoint, from another run's (a fork), or from the model.
 
-A fork goes on with its parent's policy, the optimizer's moments, the place in the prompt stream
-and the randomness, under another recipe: forks of one checkpoint share prompts and sampling noise
-until their weights differ. The parent is read and never written to.
+A fork continues its parent's policy, optimizer moments, place in the prompt stream and randomness,
+under another recipe: forks of one checkpoint share prompts and sampling noise until their weights
+differ. The parent is read and never written to.
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from absl import logging
 from etils import epath
 from ml_collections import ConfigDict
 
+from dapo_jax import carry_over
 from dapo_jax.learner import TrainState
-from dapo_jax.run import build, checks, identity
+from dapo_jax.run import build, checks, identity, writers
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
-from dapo_jax.run.files import read_json, read_starts
+from dapo_jax.run.files import locked, read_json, read_starts, remove_leftovers
 from dapo_jax.run.provenance import NAME as STARTS
+from dapo_jax.run.provenance import add_start
+from dapo_jax.tasks.tokenizer import Tokenizer
+from dapo_jax.types import Carried
 from sharding import hosts
 
 
@@ -45,16 +52,49 @@ class Origin:
         return f"run:{self.workdir}@{self.step}"
 
 
-class Begun(NamedTuple):
-    """What a process goes on with.
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The state of a run between two steps, beside the training state; saved with a checkpoint.
 
-    step: finished steps, those before a fork included; the first to do. directory: where state and
-    progress were read; None for the start policy. origin: of the run, where it is a fork.
+    cursor: of the next unseen prompt. row: that of the last step; None before the first. carried:
+    the unfinished groups that the next step continues. retired: solved prompts, by their place in
+    the data, with the first epoch without them.
+    """
+
+    cursor: int = 0
+    sampled_tokens_total: int = 0
+    row: dict | None = None
+    carried: Sequence[Carried] = ()
+    retired: Mapping[int, int] = MappingProxyType({})
+
+    def to_json(self) -> dict:
+        """Describes it for a checkpoint, bit by bit."""
+        return {
+            "cursor": self.cursor,
+            "sampled_tokens_total": self.sampled_tokens_total,
+            "row": self.row,
+            "carried": carry_over.to_json(self.carried),
+            "retired": sorted(self.retired.items()),
+        }
+
+    @classmethod
+    def from_json(cls, described: Mapping) -> "Progress":
+        """Undoes `to_json`."""
+        carried = carry_over.from_json(described.get("carried", ()))
+        retired = dict(described.get("retired", ()))
+        return cls(**{**described, "carried": carried, "retired": retired})
+
+
+class Start(NamedTuple):
+    """The beginning of a process's work.
+
+    step: finished steps, those before a fork included; the first to do. directory: the checkpoints
+    that state and progress were read from; None for the start policy. origin: of a fork.
     """
 
     step: int
     state: TrainState
-    progress: dict
+    progress: Progress
     directory: epath.Path | None
     origin: Origin | None
 
@@ -67,6 +107,33 @@ class Begun(NamedTuple):
     def is_new(self) -> bool:
         """Whether the run has no finished step of its own."""
         return self.step == self.begin_step
+
+
+def claim(
+    config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin: Origin | None
+) -> Origin | None:
+    """Makes the folders this run's until the stack is closed, before anything is written to them.
+
+    They are locked, half-written files of dead processes are removed, and the start is recorded.
+    origin: that of --start. Returns the run's own origin where there is a run, else that. Raises
+    ValueError on all processes where a live run has the folders, or the two contradict each other.
+    """
+
+    def take():
+        stack.enter_context(locked(workdir))
+        elsewhere = config.checkpoint.directory
+        if (
+            elsewhere
+            and "://" not in elsewhere
+            and pathlib.Path(elsewhere).resolve() != workdir.resolve()
+        ):
+            stack.enter_context(locked(elsewhere))
+        remove_leftovers(workdir)
+        found = origin_of(workdir, origin)
+        add_start(workdir, config, found and str(found))
+        return found
+
+    return hosts.on_main(take)
 
 
 def origin_of(workdir: pathlib.Path, given: Origin | None) -> Origin | None:
@@ -91,14 +158,42 @@ def origin_of(workdir: pathlib.Path, given: Origin | None) -> Origin | None:
     return Origin.parse(begun) if begun else None
 
 
-def check_parent(config: ConfigDict, checkpoints: Checkpoints, origin: Origin | None) -> None:
+def check(config: ConfigDict) -> None:
+    """Refuses a recipe that no run can have (ValueError), before anything is read or written."""
+    checks.check(config)
+    writers.check(config.log.writers)
+
+
+class Parts(NamedTuple):
+    """The parts of a run that are made before its weights are loaded."""
+
+    tokenizer: Tokenizer
+    programs: build.Programs
+    data: build.Data
+
+
+def prepare(config: ConfigDict, workdir: pathlib.Path) -> Parts:
+    """Makes a run's parts, and refuses what does not fit (ValueError, OSError).
+
+    Nothing is written, loaded to the devices or compiled.
+    """
+    tokenizer = build.tokenizer(config)
+    programs = build.programs(config, tokenizer.vocab_size)
+    checks.check_divides(config, programs.mesh)
+    hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
+    return Parts(tokenizer, programs, build.load_data(config, tokenizer, training=True))
+
+
+def check_parent(config: ConfigDict, latest_step: int | None, origin: Origin | None) -> None:
     """Refuses, before anything is loaded, a fork of a checkpoint that is not there.
+
+    latest_step: of the fork's own checkpoints; None without any.
 
     Where the fork has checkpoints of its own its parent is not needed any more, and may be gone.
     """
 
     def check():
-        if origin and checkpoints.latest_step() is None:
+        if origin and latest_step is None:
             directory, recipe = _parent(origin)
             steps = sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
             if origin.step not in steps:
@@ -118,17 +213,17 @@ def check_parent(config: ConfigDict, checkpoints: Checkpoints, origin: Origin | 
 def restore(
     config: ConfigDict,
     workdir: pathlib.Path,
-    programs: build.Programs,
-    data: build.Data,
+    parts: Parts,
     checkpoints: Checkpoints,
     origin: Origin | None,
-) -> Begun:
-    """Reads what the run goes on with, and tells `checkpoints` whose run it is.
+) -> Start:
+    """Reads the checkpoint that the run continues, and gives `checkpoints` its identity.
 
     Raises ValueError or OSError as `Checkpoints.restore_latest` does, and for a parent with another
     policy, seed or training data.
     """
-    ours = identity.of_run(config, data) | {"origin": origin and str(origin)}
+    programs = parts.programs
+    ours = identity.of_run(config, parts.data) | {"origin": origin and str(origin)}
     checkpoints.identity = ours
     directory = checkpoints.directory
     if restored := checkpoints.restore_latest(programs.state, report=logging.warning):
@@ -137,7 +232,8 @@ def restore(
         ours["origin"] = theirs
         origin = theirs and Origin.parse(theirs)
         checks.check_steps_left(config, restored[0], directory)
-        return Begun(*restored, directory, origin)
+        step, state, progress = restored
+        return Start(step, state, Progress.from_json(progress), directory, origin)
     begin_step = origin.step if origin else 0
     hosts.on_main(
         lambda: identity.check_checkpoint_is_there(
@@ -146,15 +242,10 @@ def restore(
     )
     if origin:
         return forked(programs, ours, origin)
-    return Begun(0, programs.start_state(), new_progress(), None, None)
+    return Start(0, programs.start_state(), Progress(), None, None)
 
 
-def new_progress() -> dict:
-    """The progress of a run that has done nothing yet."""
-    return {"cursor": 0, "sampled_tokens_total": 0, "row": None}
-
-
-def forked(programs: build.Programs, ours: dict, origin: Origin) -> Begun:
+def forked(programs: build.Programs, ours: dict, origin: Origin) -> Start:
     """Reads the parent's checkpoint, with which a fork begins."""
     directory, recipe = hosts.on_main(lambda: _parent(origin))
     parent = Checkpoints(directory, keep=None)
@@ -167,7 +258,8 @@ def forked(programs: build.Programs, ours: dict, origin: Origin) -> Begun:
         raise type(error)(f"--start={origin}: {error}. {_kept(recipe)}") from error
     finally:
         parent.close()
-    return Begun(origin.step, state, progress, epath.Path(directory), origin)
+    progress = Progress.from_json(progress)
+    return Start(origin.step, state, progress, epath.Path(directory), origin)
 
 
 def is_there(origin: Origin) -> bool:

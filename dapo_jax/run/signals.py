@@ -20,7 +20,7 @@ SETTLE = 0  # no signal has this number
 AT_ONCE = 128 + signal.SIGINT
 
 
-class Stops:
+class Signals:
     """Calls `stop`, which may not wait, with the first signal's name; the main thread enters it.
 
     A thread of its own listens: the main one may be in a compiler or wait for devices for minutes.
@@ -32,7 +32,7 @@ class Stops:
         self._first_at: float | None = None
         self._settled = threading.Event()
 
-    def __enter__(self) -> "Stops":
+    def __enter__(self) -> "Signals":
         self._signals, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         # A handler in Python waits until the interpreter runs again; the pipe is written at once.

@@ -1,0 +1,335 @@
+"""Recipes on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
+
+A key has one spelling, --config.KEY=VALUE. A key that the recipe lacks is refused with the nearest
+name, and so is an argument that no flag takes: absl would leave it to the command.
+"""
+
+import difflib
+import inspect
+import pathlib
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
+
+from configs import base
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
+SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=.]+)\.([^=]+)")
+NEEDED = ("path", "kind", "task")  # what a new set has one of
+HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
+# A resumed run may change these; anything else would make it another run. Where it runs on other
+# devices, the work has to be divided in another way.
+MAY_CHANGE = (
+    "num_steps",
+    "rollout.max_generation_batches",
+    "rollout.on_generation_cap",
+    "rollout.cache_mib",
+    "rollout.slot_tokens",
+    "rollout.draft_tokens",
+    "learner.micro_batch_rows",
+    "learner.row_tokens",
+    "learner.remat",
+    "learner.max_skipped_updates",
+    "alarms.",
+    "eval.",
+    "checkpoint.",
+    "log.",
+    "mesh.",
+    "model.kernels",
+)
+
+
+# Paths: a command that is given in another folder finds configs/tiny.py, and what that names.
+
+
+def found(path: str, root: pathlib.Path = ROOT) -> str:
+    """Returns the path as it is, or that below `root` where only there is something.
+
+    A part behind a colon (a recipe's preset) counts as no part of the path.
+    """
+    name, colon, rest = path.partition(":")
+    if not name or rest.startswith("//") or pathlib.Path(name).exists():
+        return path
+    return f"{root / name}{colon}{rest}" if (root / name).exists() else path
+
+
+def complete(config: ConfigDict) -> None:
+    """Completes, in an unlocked recipe, every path that exists beside the code alone."""
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            complete(value)
+        elif name == "path" and isinstance(value, str):
+            config[name] = found(value)
+
+
+# Differences
+
+
+def recipe_differences(
+    old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
+) -> list[str]:
+    """Lists, key by key, where two recipes differ; a path may be written in another way.
+
+    among, but: the beginnings of the keys that count, and of those that do not. before: the words
+    for an old value.
+    """
+    return [
+        f"{name} is {b!r}, but {before.format(repr(a))}"
+        for name, a, b in differences(old, new)
+        if name.startswith(among) and not name.startswith(but) and not _same_place(name, a, b)
+    ]
+
+
+def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yields (dotted name, old value, new value) of every leaf that differs; None if missing."""
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if {type(a), type(b)} <= {dict, type(None)}:  # a section may be new
+            yield from differences(a or {}, b or {}, f"{prefix}{name}.")
+        elif a != b:
+            yield prefix + name, a, b
+
+
+def _same_place(key: str, one, other) -> bool:
+    if not key.endswith(".path") or not one or not other or "://" in f"{one}{other}":
+        return False
+    return pathlib.Path(found(one)).resolve() == pathlib.Path(found(other)).resolve()
+
+
+# Flags
+
+
+def define_config(
+    *,
+    default: str | None = None,
+    flag_values: flags.FlagValues = flags.FLAGS,
+    argv: Sequence[str] | None = None,
+) -> flags.FlagHolder:
+    """Defines --config=FILE[:PRESET], and --config.KEY=VALUE for every key.
+
+    default: the recipe where none is given; None: --config is required. argv: the command line
+    that they are on; None: that of the process.
+    """
+    holder = config_flags.DEFINE_config_file(
+        "config", default, "The run's recipe.", flag_values=flag_values, sys_argv=argv
+    )
+    flag_values["config"].parser = RecipeParser("config", argv)
+    if default is None:
+        flags.mark_flag_as_required("config", flag_values=flag_values)
+    return holder
+
+
+def read_recipe(arguments: Sequence[str]) -> ConfigDict:
+    """Returns the recipe of a command line's --config flags; ValueError, in one line."""
+    argv, flag_values = ["", *arguments], flags.FlagValues()
+    holder = define_config(flag_values=flag_values, argv=argv)
+    try:
+        flag_values(argv)
+    except (flags.Error, AttributeError, KeyError, OSError) as error:
+        raise ValueError(error_line(error)) from None
+    return holder.value
+
+
+def config_flags_of(arguments: Sequence[str]) -> list[str]:
+    """Returns --config and every --config.KEY of a command line, each with its value."""
+    given, takes_next = [], False
+    for argument in arguments:
+        if takes_next and not argument.startswith("-"):
+            given[-1] += f"={argument}"
+        takes_next = False
+        if re.match(r"--?(no)?config(\.|=|$)", argument):
+            given.append(argument)
+            takes_next = "=" not in argument
+    return given
+
+
+class RecipeParser(ConfigFileFlagParser):
+    """Loads a recipe and adds the data sets that flags name and the recipe does not have.
+
+    A flag of a key that the recipe lacks is refused here, where the keys of all sections are known.
+    argv: the command line; None: that of the process.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str] | None = None):
+        super().__init__(name, lock_config=True)
+        self._argv = argv
+
+    def parse(self, path: str):
+        """Returns the recipe's config, locked."""
+        config = super().parse(found(path))
+        argv = (sys.argv if self._argv is None else self._argv)[1:]
+        named: dict[tuple[str, str], set[str]] = {}
+        for section, name, key in (m.groups() for m in map(SET_FLAG.match, argv) if m):
+            named.setdefault((section, name), set()).add(key.partition(".")[0])
+        with config.unlocked():
+            for (section, name), given in named.items():
+                if name not in config[section]:
+                    _check_new_set(section, name, given, config[section])
+                    config[section][name] = base.dataset()
+            complete(config)
+        if message := unknown_key(config, argv):
+            raise ValueError(message)
+        return config
+
+
+def _check_new_set(section: str, name: str, given: set[str], sets: ConfigDict) -> None:
+    if not name.isidentifier():
+        message = "the name of a set has letters, digits and _ and begins with no digit"
+        raise ValueError(f"{section}.{name}: {message}")
+    if given.isdisjoint(NEEDED):
+        near = difflib.get_close_matches(name, sets, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        message = f"the recipe has no such set{hint}; a new one needs a path or a task"
+        raise ValueError(f"{section}.{name}: {message}")
+
+
+def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted name of every key of a recipe, sections included."""
+    for name in config:
+        yield prefix + name
+        if isinstance(config[name], ConfigDict):
+            yield from keys(config[name], f"{prefix}{name}.")
+
+
+def nearest_key(name: str, known: Sequence[str]) -> str | None:
+    """Returns the key that a wrong one is likely to mean, of any section; None if none is near.
+
+    First those that have its parts in order (`data.path` is data.train.path, `eps_high` is
+    algo.eps_high), then those spelt alike as a whole or in their last part.
+    """
+    parts = name.split(".")
+
+    def holds(key: str) -> bool:
+        rest = iter(key.split("."))
+        return key.endswith(parts[-1]) and all(part in rest for part in parts)
+
+    if held := [key for key in known if holds(key)]:
+        return min(held, key=len)
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+        return near[0]
+    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near = difflib.get_close_matches(parts[-1], by_last, n=1, cutoff=0.7)
+    return by_last[near[0]] if near else None
+
+
+def unknown_key(config: ConfigDict, arguments: Sequence[str]) -> str | None:
+    """Returns a refusal of the first argument whose key the recipe lacks; None without any."""
+    known = list(keys(config))
+    for argument in arguments:
+        match = KEY_FLAG.match(argument)
+        if match and match[1] not in known:
+            section, args, name = match[1].partition(".args.")
+            if args and f"{section}.args" in known:
+                together = f"--config.{section}.args=\"{{'{name}': VALUE, ...}}\""
+                return f"{argument}: the recipe has no such argument; give all of them: {together}"
+            near = nearest_key(match[1], known)
+            hint = f". Did you mean --config.{near}?" if near else ""
+            return f"the recipe has no key {match[1]!r} ({argument}){hint}"
+    return None
+
+
+def leftover(arguments: Sequence[str], known_flags: Mapping, config: ConfigDict | None) -> str:
+    """Returns a refusal of arguments that no flag takes, with the spelling that is meant."""
+    first = arguments[0]
+    name, equals, value = first.lstrip("-+~").partition("=")
+    known = [] if config is None else list(keys(config))
+    key = name.removeprefix("config.")
+    if key not in known and name not in known_flags:
+        key = nearest_key(key, known) or key
+    if name in known_flags:
+        meant = f"--{name}{equals}{value}"
+    elif key in known:
+        meant = f"--config.{key}={value if equals else 'VALUE'}"
+    elif near := difflib.get_close_matches(name, known_flags, n=1):
+        meant = f"--{near[0]}{equals}{value}"
+    else:
+        meant = None
+    if meant:
+        hint = f"did you mean {meant}?"
+    elif equals and known:
+        hint = "it is no key of the recipe either; --help lists them all"
+    else:
+        hint = "flags begin with -- and have their value after ="
+    return f"{first!r} is no flag and would be ignored; {hint}"
+
+
+def error_line(error: Exception) -> str:
+    """Returns an exception of the flag libraries in one line."""
+    if isinstance(error, AttributeError | KeyError):  # "'key'\nDid you mean ...", maybe nested
+        while isinstance(error.args[0], Exception):
+            error = error.args[0]
+        return f"the recipe has no key {'; '.join(str(error.args[0]).splitlines())}"
+    if missing := re.fullmatch(r"flag --(\w+)=None: .* other than None\.", str(error)):
+        example = {"config": "configs/tiny.py", "workdir": "runs/mine"}.get(missing[1], "VALUE")
+        return f"--{missing[1]} is missing: --{missing[1]}={example}"
+    missing_file = r"Failed loading config file.*No such file.*: '(.+\.py)'$"
+    if file := re.search(missing_file, str(error), re.DOTALL):
+        return f"--config: there is no recipe {file[1]!r}"
+    first, *more = str(error).splitlines()
+    if not (isinstance(error, flags.Error) and more):
+        return str(error)
+    root = error
+    while root.__cause__ or root.__context__:
+        root = root.__cause__ or root.__context__
+    return f"{first} {root}"
+
+
+# Help
+
+
+def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: str | None) -> str:
+    """Returns what `--help` prints: a command's docstring, its flags, and every key of its recipe.
+
+    known_flags: the command's. about: its docstring. Without --config the keys have their
+    defaults. Raises ValueError where the recipe is wrong.
+    """
+    given = [a for a in config_flags_of(arguments) if a not in HELP]
+    files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
+    recipe = read_recipe(given if files else [f"--config={base.__file__}", *given])
+    lines = [inspect.cleandoc(about or "").rstrip(), "", "Flags:"]
+    for name, flag in sorted(known_flags._flags().items()):
+        if flag.help and not name.startswith("config.") and flag in _own(known_flags):
+            is_bool = isinstance(flag, flags.BooleanFlag)
+            value = f"={flag.default}" if flag.default not in (None, "", []) else "=..."
+            value = "=FILE[:PRESET]" if name == "config" else "" if is_bool else value
+            lines += _row(f"  --{name}{value}", flag.help, 26)
+    where = files[-1] if files else "configs/base.py"
+    lines += [
+        "",
+        f"Keys of the recipe, with their values in {where}; --config.KEY=VALUE sets one.",
+        "*: not the default, which then follows in parentheses.",
+    ]
+    section = None
+    for name, value in base.leaves(recipe):
+        if (its := name.rpartition(".")[0]) != section:
+            section = its
+            lines.append("")
+        key = base.key_of(name)
+        changed = value != key.default
+        meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning
+        lines += _row(f"{'*' if changed else ' '} {name} = {value!r}", meaning, 46)
+    return "\n".join(lines)
+
+
+def _own(known_flags: flags.FlagValues) -> list[flags.Flag]:
+    """Lists the flags that are no library's."""
+    by_module = known_flags.flags_by_module_dict().items()
+    return [f for module, of in by_module if not module.startswith(("absl.", "etils.")) for f in of]
+
+
+def _row(left: str, right: str, width: int) -> Iterator[str]:
+    """Yields two columns; the right one begins on a new line where the left one is too long."""
+    columns = min(120, shutil.get_terminal_size((100, 24)).columns)
+    lines = textwrap.wrap(right, max(30, columns - width)) or [""]
+    if len(left) > width - 2:
+        yield left
+    else:
+        yield f"{left:<{width}}{lines.pop(0)}".rstrip()
+    yield from (f"{'':{width}}{line}" for line in lines)
