@@ -132,6 +132,29 @@ def test_broken_rows_are_refused_by_file_and_line(tmp_path):
         read_rows_file(path)
 
 
+def test_rows_of_two_files_with_one_arms_name_stay_apart(tmp_path):
+    """`summary --rows=A --rows=B` replaced A's runs by B's of the same arm and seed.
+
+    What it printed for A's other arms was their difference from B's.
+    """
+    for name, of_arm in (("one", {"dapo": 0.8, "new": 0.9}), ("two", {"dapo": 0.2})):
+        runs = {
+            f"{arm}/seed_{seed}": dataclasses.replace(
+                _run(rows=[{"step": 0, "accuracy/mean": accuracy}]), arm=arm, config={"seed": seed}
+            )
+            for arm, accuracy in of_arm.items()
+            for seed in (0, 1)
+        }
+        write_rows(tmp_path / f"{name}.jsonl.gz", runs)
+    files = [f"--rows={tmp_path / name}.jsonl.gz" for name in ("one", "two")]
+    command = [sys.executable, "-m", "dapo_jax.report.summary", *files]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
+    (new,) = [line for line in lines if line[1:3] == ["train accuracy, %", "new"]]
+    assert new[3:5] == ["2", "+10.0"]
+    assert sum(line[1].endswith("jsonl.gz: dapo") for line in lines if len(line) > 2) == 2
+
+
 def test_a_sweeps_folder_is_read_arm_by_arm(tmp_path):
     plan = {"arms": {"b": {"algo.eps_high": 0.3}, "a": {}}, "seeds": [0, 3]}
     (tmp_path / "sweep.json").write_text(json.dumps(plan))

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report import rows as raw_rows
 from dapo_jax.report import statistics
 from dapo_jax.report.quantities import Quantity, finished_steps, quantities
-from dapo_jax.report.runs import Run
+from dapo_jax.report.rows import read_rows_file
+from dapo_jax.report.runs import Run, labelled, merged
 from dapo_jax.run.arguments import leftover
 
 METHOD = f"""\
@@ -41,10 +41,11 @@ def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int, Run]]:
 def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
     """(the runs that have as many steps as their arm's recipe asks for, a text of each other)."""
     kept, short, wanted_of = {}, [], {}
-    for run in runs.values():
-        wanted_of[run.arm] = max(wanted_of.get(run.arm, 0), run.config.get("num_steps", 0))
     for label, run in runs.items():
-        finished, wanted = finished_steps(run), wanted_of[run.arm]
+        arm = run.arm or label
+        wanted_of[arm] = max(wanted_of.get(arm, 0), run.config.get("num_steps", 0))
+    for label, run in runs.items():
+        finished, wanted = finished_steps(run), wanted_of[run.arm or label]
         if finished >= wanted:
             kept[label] = run
         else:
@@ -194,9 +195,8 @@ def main(argv: Sequence[str]) -> None:
     if argv[1:]:
         sys.exit(f"dapo_jax.report.summary: {leftover(argv[1:], flags.FLAGS, None)}")
     try:
-        runs: dict[str, Run] = {}
-        for path in flags.FLAGS.rows:
-            runs |= raw_rows.read_rows_file(path)
+        files = labelled(flags.FLAGS.rows, parts=2)
+        runs = merged({name: read_rows_file(path) for name, path in files.items()})
         print(markdown(runs, baseline=flags.FLAGS.baseline, title=", ".join(flags.FLAGS.rows)))
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"dapo_jax.report.summary: {error}")
