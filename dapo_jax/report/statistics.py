@@ -68,16 +68,20 @@ def share_interval(share_P, *, samples: int) -> Interval:
     """Returns the interval of a mean of shares from 0 to 1, which keeps inside of them.
 
     Wilson's (1927) of p = mean(share) in n' samples, with t(P - 1) for his quantile. n' is as many
-    as independent ones that would spread as the P shares do, p (1 - p) / (var(share) / P); P where
-    they are all 0 or all 1, and `samples`, those there were, at most. Its `difference` is p.
+    as independent ones that would spread as the problems do, p (1 - p) / (v / P), and `samples`,
+    those there were, at most. v = (m var(share) + p (1 - p)) / (m + 1): of P shares only those m
+    that are not all 0 (not all 1, where these are fewer) say how problems spread, and one more is
+    taken to be all or nothing. Without it 1 or 2 solved problems of 30 leave too small a spread by
+    chance. P where all are 0 or all 1. Its `difference` is p.
     """
     share_P = np.asarray(share_P, np.float64)
     P, p = len(share_P), float(share_P.mean())
     if P < 2:
         return Interval(p, 0.0, 1.0)
-    spreads, error = p * (1 - p), spread(share_P) ** 2 / P
-    n = float(P)
+    spreads, n = p * (1 - p), float(P)
     if spreads > 0:
+        m = min(np.count_nonzero(share_P), np.count_nonzero(share_P < 1))
+        error = (m * spread(share_P) ** 2 + spreads) / (m + 1) / P
         n = spreads / max(error, spreads / samples)
     t = quantile(P - 1)
     middle = (p + t**2 / (2 * n)) / (1 + t**2 / n)
