@@ -100,7 +100,10 @@ def _draw(ax: Axes, title: str, lines: Mapping[str, Sequence[Line | None]], *, n
                 ax.fill_between(found.x, found.low, found.high, **band)
             if len(found.x) == 1:  # A line needs two points.
                 look["marker"] = "o"
-            ax.plot(found.x, found.y, **look)
+            some = found.count < found.count.max()  # seeds that have ended, or were not evaluated
+            if some.any():
+                ax.plot(found.x, found.y, **look | {"linewidth": 0.8, "linestyle": "--"})
+            ax.plot(found.x, np.where(some, np.nan, found.y), **look)
     if not names:
         ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
         ax.set(xticks=[], yticks=[])
