@@ -205,6 +205,39 @@ def test_intervals_are_scipys():
         assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
 
 
+def test_p_values_are_scipys():
+    paired = statistics.paired_interval(A_S, B_S)
+    assert paired.p == pytest.approx(stats.ttest_rel(A_S, B_S).pvalue, rel=1e-9)
+    welch = statistics.welch_interval(A_S, B_S)
+    assert welch.p == pytest.approx(stats.ttest_ind(A_S, B_S, equal_var=False).pvalue, rel=1e-9)
+    assert statistics.paired_interval([1.0, 2.0], [1.0, 2.0]).p == 1.0
+    assert statistics.paired_interval([2.0, 3.0], [1.0, 2.0]).p == 0.0
+
+
+def test_the_pooled_interval_has_the_residual_of_all_arms():
+    """Of two arms it is the paired one; a third, that scatters, widens it."""
+    two = statistics.pooled_interval([A_S, B_S], 0, 1)
+    paired = statistics.paired_interval(A_S, B_S)
+    assert (two.low, two.high, two.p) == pytest.approx((paired.low, paired.high, paired.p))
+    # Of two seeds an arm's residuals are half of its slope less the mean slope, up and down.
+    value_AS = np.array([[3.0, 5.0], [1.0, 4.0], [2.0, 0.0]])
+    slope_A = np.array([2.0, 3.0, -2.0]) - 1.0  # each arm's rise less the mean's
+    sd = math.sqrt((slope_A**2 / 2).sum() / 2)
+    three = statistics.pooled_interval(value_AS, 0, 2)
+    assert three.difference == 3.0
+    assert three.half_width == pytest.approx(stats.t.ppf(0.975, 2) * sd)
+    assert math.isnan(statistics.pooled_interval([[1.0], [2.0]], 0, 1).low)
+    assert statistics.pooled_interval([[0.1, 0.2], [1.1, 1.2]], 0, 1).half_width == 0
+
+
+def test_holms_correction_by_hand():
+    """Sorted 0.01, 0.03, 0.04 times 3, 2, 1, each no less than the one before."""
+    held = statistics.holm([0.04, 0.01, math.nan, 0.03])
+    np.testing.assert_allclose(held, [0.09, 0.04, math.nan, 0.09])
+    assert statistics.holm([0.9, 0.8]).tolist() == [1.0, 1.0]
+    assert statistics.holm([]).tolist() == []
+
+
 def test_seeds_needed_for_an_interval_half_as_wide():
     """Paired, sd 0.5: t(7) 0.5 / sqrt(8) = 0.418, t(8) 0.5 / 3 = 0.384; asked for 0.398."""
     half = statistics.paired_interval(A_S, B_S).half_width / 2

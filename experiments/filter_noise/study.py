@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.quantities import Quantity, last, tokens_of
+from dapo_jax.report.quantities import Quantity, last
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.filter_noise.pod import pod_hours
@@ -14,6 +14,7 @@ from experiments.study import Claim, Study
 LAST_STEPS = 20
 SCORE = ("road", "mean@8")
 BUDGET_TOKENS = 160_000  # a little less than the arm on all groups takes, as the hours below
+BUDGET_UPDATES = 110  # a little less than the non-zero updates of that arm
 
 
 def last_scores(run) -> np.ndarray:
@@ -40,6 +41,22 @@ def score_at_tokens(run) -> float:
     return score_at(run, column(run.rows, "sampled_tokens_total"), BUDGET_TOKENS)
 
 
+def score_at_tokens_after_warmup(run) -> float:
+    """At BUDGET_TOKENS sampled tokens after the steps in which the learning rate rises."""
+    spent = column(run.rows, "sampled_tokens_total")
+    return score_at(run, spent, BUDGET_TOKENS + spent[run.config["learner.warmup_steps"] - 1])
+
+
+def score_at_updates(run) -> float:
+    """After BUDGET_UPDATES updates whose gradient is not zero."""
+    return score_at(run, np.cumsum(nonzero_updates(run)), BUDGET_UPDATES)
+
+
+def nonzero_updates(run) -> np.ndarray:
+    """The updates of each step that changed the weights."""
+    return column(run.rows, "updates") - column(run.rows, "updates_zero_gradient")
+
+
 def score_at_hours(run, *, budget: float, **how) -> float:
     """After so many hours of the pod."""
     return score_at(run, pod_hours(run, **how), budget)
@@ -56,6 +73,10 @@ def noise(run) -> float:
 
 
 AT_TOKENS = Quantity(f"at {BUDGET_TOKENS // 1000} k tokens, %", score_at_tokens)
+AFTER_WARMUP = Quantity(
+    f"at {BUDGET_TOKENS // 1000} k tokens after warm-up, %", score_at_tokens_after_warmup
+)
+AT_UPDATES = Quantity(f"at {BUDGET_UPDATES} non-zero updates, %", score_at_updates)
 # The two ends of the estimate: the fast one, with cancelled groups for nothing, and the slow one,
 # with all that was begun of them.
 HOURS = [
@@ -93,10 +114,11 @@ STUDY = Study(
     quantities=(
         MEAN,
         SPREAD,
-        last("informative groups", "groups/informative"),
-        last("groups sampled", "groups/sampled"),
-        Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
+        last("informative groups a step, last ten", "groups/informative"),
+        last("groups sampled a step, last ten", "groups/sampled"),
+        AT_UPDATES,
         AT_TOKENS,
+        AFTER_WARMUP,
         *HOURS,
     ),
     drawn={
@@ -108,5 +130,8 @@ STUDY = Study(
         Claim(MEAN, "informative", +1, "all"),
         Claim(SPREAD, "informative", -1, "all"),
     ),
-    afterwards=tuple(Claim(at, "informative", +1, "all") for at in (AT_TOKENS, HOURS[1], HOURS[3])),
+    post_hoc=tuple(
+        Claim(at, "informative", +1, "all")
+        for at in (AT_UPDATES, AT_TOKENS, AFTER_WARMUP, HOURS[1], HOURS[3])
+    ),
 )
