@@ -214,7 +214,7 @@ def compare(a: Evaluated, b: Evaluated) -> Comparison:
         ((y - x, key) for x, y, key in zip(means_a, means_b, shared, strict=True)),
         key=lambda item: -item[0],
     )
-    interval = statistics.paired_interval(means_b, means_a)
+    interval = statistics.paired_share_interval(means_b, means_a)
     return Comparison(a, b, interval, deltas, len({*a.problems} ^ {*b.problems}))
 
 

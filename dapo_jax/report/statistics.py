@@ -13,7 +13,7 @@ from scipy.special import stdtr, stdtrit
 CONFIDENCE = 0.95
 LAST_ROWS = 10
 ROUNDING = 1e-9  # of the values: what is less than that is no difference
-MOST_SEEDS = 100_000  # what `seeds_for_*` answer at most
+MOST_SEEDS = 100_000  # what `seeds_for_unpaired` answers at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +93,20 @@ def share_interval(share_P, *, samples: int) -> Interval:
     return Interval(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
+def paired_share_interval(a_P, b_P) -> Interval:
+    """Returns Student's interval of the mean of a - b, shares from 0 to 1 of the same problems.
+
+    v of `share_interval` stands for var(a - b): m counts the problems that differ, and the one more
+    is all or nothing, with the variance mean(|a - b|) - mean(a - b)^2. a_P, b_P: [problems].
+    """
+    d_P = np.asarray(a_P, np.float64) - np.asarray(b_P, np.float64)
+    P, m = len(d_P), np.count_nonzero(d_P)
+    if P < 2:
+        return Interval(nan_mean(d_P), math.nan, math.nan)
+    v = (m * spread(d_P) ** 2 + np.abs(d_P).mean() - d_P.mean() ** 2) / (m + 1)
+    return _around(d_P.mean(), math.sqrt(v / P), P - 1)
+
+
 def paired_interval(a_S, b_S) -> Interval:
     """Returns the Student interval of the mean of a - b, whose values share seeds.
 
@@ -149,17 +163,6 @@ def welch_interval(a_S, b_S) -> Interval:
     u, v = spread(a_S) ** 2 / n, spread(b_S) ** 2 / m
     freedom = (u + v) ** 2 / (u**2 / (n - 1) + v**2 / (m - 1)) if u + v > 0 else n + m - 2
     return _around(difference, math.sqrt(u + v), freedom)
-
-
-def seeds_for_paired(a_S, b_S, half_width: float) -> int | None:
-    """Returns how many seeds make the paired interval's half width at most `half_width`.
-
-    The least n with t(n - 1) sd(a - b) / sqrt(n) <= half_width. None where the samples cannot tell.
-    """
-    if len(a_S) < 2:
-        return None
-    sd = paired_spread(a_S, b_S)
-    return _least(lambda n: quantile(n - 1) * sd / math.sqrt(n), half_width)
 
 
 def seeds_for_unpaired(a_S, b_S, half_width: float) -> int | None:

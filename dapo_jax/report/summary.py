@@ -24,10 +24,9 @@ Means over a run's last {statistics.LAST_ROWS} steps, or its last third where th
 "clipped high" over all steps; evaluations after the last step. Intervals are Student's, 95 %.
 Paired: of the differences d of runs of one seed, mean(d) ± t(n-1) · sd(d) / √n. Unpaired: Welch's,
 to which seeds in common say nothing. Seeds needed: with w for half the width of the paired interval
-here, the least number of seeds an arm that makes either half as wide: t(n-1) · sd(d) / √n ≤ w / 2
-paired, t(f) · √((var(a) + var(b)) / n) ≤ w / 2 with f = (n-1) (var(a) + var(b))² / (var(a)² +
-var(b)²) unpaired. * marks paired intervals that exclude zero, as one in twenty does without any
-effect."""
+here, the least number of seeds an arm that makes the unpaired one half as wide:
+t(f) · √((var(a) + var(b)) / n) ≤ w / 2 with f = (n-1) (var(a) + var(b))² / (var(a)² + var(b)²).
+* marks paired intervals that exclude zero, as one in twenty does without any effect."""
 
 
 def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int, Run]]:
@@ -95,7 +94,7 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %", "unpaired 95 %"]
         lines += ["", f"## Differences from {baseline} on the same seed", ""]
         lines += table(
-            [*heads, "seeds needed, paired", "unpaired"],
+            [*heads, "seeds needed, unpaired"],
             [
                 [
                     chosen[i].name,
@@ -111,16 +110,16 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A quantity of one arm less that of another: with both intervals, and the seeds they need.
+    """A quantity of one arm less that of another: with both intervals, and the seeds needed.
 
-    pairs: seeds that both have. needed: seeds an arm, paired and unpaired, for an interval of half
-    the width of the paired one here; None where the samples cannot tell.
+    pairs: seeds that both have. needed: seeds an arm for an unpaired interval of half the width of
+    the paired one here; None where the samples cannot tell.
     """
 
     pairs: int
     paired: statistics.Interval
     unpaired: statistics.Interval
-    needed: tuple[int | None, int | None]
+    needed: int | None
 
     @classmethod
     def of(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> "Comparison":
@@ -129,21 +128,17 @@ class Comparison:
         a_S, b_S = [ours[s] for s in shared], [theirs[s] for s in shared]
         all_a, all_b = numbers(ours), numbers(theirs)
         paired = statistics.paired_interval(a_S, b_S)
-        half = paired.half_width / 2
-        needed = (
-            statistics.seeds_for_paired(a_S, b_S, half),
-            statistics.seeds_for_unpaired(all_a, all_b, half),
-        )
+        needed = statistics.seeds_for_unpaired(all_a, all_b, paired.half_width / 2)
         return cls(len(shared), paired, statistics.welch_interval(all_a, all_b), needed)
 
     def cells(self, quantity: Quantity) -> list[str]:
-        """The cells of a table: pairs, difference, both intervals, both numbers of seeds."""
+        """The cells of a table: pairs, difference, both intervals, the seeds needed."""
         return [
             str(self.pairs),
             signed(quantity, self.paired.difference),
             interval_text(quantity, self.paired) + (" *" if self.paired.excludes_zero else ""),
             interval_text(quantity, self.unpaired),
-            *("-" if n is None else f"{n}" for n in self.needed),
+            "-" if self.needed is None else str(self.needed),
         ]
 
 
