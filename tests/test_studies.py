@@ -244,6 +244,7 @@ def test_a_score_at_a_budget_is_on_the_line_between_evaluations():
     )
     assert score_at(run, [10.0, 20.0, 40.0], 15.0) == pytest.approx(25.0)
     assert score_at(run, [10.0, 20.0, 40.0], 30.0) == pytest.approx(60.0)
+    assert math.isnan(score_at(run, [10.0, 20.0, 40.0], 41.0))  # its last score is no score there
 
 
 def test_scores_at_equal_updates_and_after_the_warm_up():

@@ -30,9 +30,11 @@ def mean_score(run) -> float:
 
 
 def score_at(run, spent, budget: float) -> float:
-    """Percent right where `spent`, summed over steps, reaches the budget; between evaluations."""
+    """Percent right where `spent`, summed over steps, reaches the budget; NaN beyond the run."""
     of_step = run.evaluations.get(SCORE, {})
     at = [0.0, *spent]  # by finished steps
+    if at[-1] < budget:
+        return math.nan
     return 100 * float(np.interp(budget, [at[step] for step in of_step], list(of_step.values())))
 
 
