@@ -46,7 +46,12 @@ def score_at_tokens(run) -> float:
 def score_at_tokens_after_warmup(run) -> float:
     """At BUDGET_TOKENS sampled tokens after the steps in which the learning rate rises."""
     spent = column(run.rows, "sampled_tokens_total")
-    return score_at(run, spent, BUDGET_TOKENS + spent[run.config["learner.warmup_steps"] - 1])
+    return score_at(run, spent, BUDGET_TOKENS + warmup_tokens(run))
+
+
+def warmup_tokens(run) -> float:
+    """The tokens sampled in those steps."""
+    return run.rows[run.config["learner.warmup_steps"] - 1]["sampled_tokens_total"]
 
 
 def score_at_updates(run) -> float:
@@ -78,6 +83,7 @@ AT_TOKENS = Quantity(f"at {BUDGET_TOKENS // 1000} k tokens, %", score_at_tokens)
 AFTER_WARMUP = Quantity(
     f"at {BUDGET_TOKENS // 1000} k tokens after warm-up, %", score_at_tokens_after_warmup
 )
+WARMUP = Quantity("tokens of the warm-up, thousands", lambda run: warmup_tokens(run) / 1e3)
 AT_UPDATES = Quantity(f"at {BUDGET_UPDATES} non-zero updates, %", score_at_updates)
 # The two ends of the estimate: the fast one, with cancelled groups for nothing, and the slow one,
 # with all that was begun of them.
@@ -120,6 +126,7 @@ STUDY = Study(
         last("groups sampled a step, last ten", "groups/sampled"),
         AT_UPDATES,
         AT_TOKENS,
+        WARMUP,
         AFTER_WARMUP,
         *HOURS,
     ),

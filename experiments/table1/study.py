@@ -36,6 +36,11 @@ def accuracy_at_budget(run, *, budget: int = BUDGET_TOKENS) -> float:
     return accuracy_around(run, column(run.rows, "sampled_tokens_total"), budget, WINDOW_TOKENS)
 
 
+def steps_to_budget(run) -> float:
+    """The steps that sample fewer tokens than the budget."""
+    return float((column(run.rows, "sampled_tokens_total") < BUDGET_TOKENS).sum())
+
+
 def accuracy_at_groups(run) -> float:
     """Percent right at equally many informative groups."""
     spent = np.cumsum(column(run.rows, "groups/informative"))
@@ -52,6 +57,7 @@ TOKENS, *LATER = (
     )
     for budget in (BUDGET_TOKENS, *LATER_TOKENS)
 )
+STEPS_TO_BUDGET = Quantity(f"steps to {BUDGET_TOKENS // 1000} k tokens", steps_to_budget)
 GROUPS = Quantity(f"accuracy at {BUDGET_GROUPS} informative groups, %", accuracy_at_groups)
 
 STUDY = Study(
@@ -77,6 +83,7 @@ STUDY = Study(
         EARLY_LOOPS,
         HALF,
         mean("groups sampled a step", "groups/sampled"),
+        STEPS_TO_BUDGET,
     ),
     drawn={
         "accuracy/mean": "accuracy of the sampled responses",
