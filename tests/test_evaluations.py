@@ -253,6 +253,21 @@ def test_one_file_under_two_names_is_compared(tmp_path):
     assert len(evaluations.compare(*of.values()).deltas) == 3
 
 
+def test_control_characters_of_a_problem_do_not_reach_the_terminal(tmp_path):
+    """The problems that moved most were printed as somebody's file has them."""
+    both = []
+    for name, right in (("a", 0), ("b", 1)):
+        path = write(tmp_path / name, name, [[right, right]] * 2)
+        responses = path.with_suffix(".jsonl.gz")
+        rows = [json.loads(line) for line in gzip.decompress(responses.read_bytes()).splitlines()]
+        lines = [json.dumps(row | {"prompt": "1+1?\x1b[2J\x07"}) + "\n" for row in rows]
+        responses.write_bytes(gzip.compress("".join(lines).encode()))
+        both += evaluations.read(path)
+    shown = evaluations.compare(*both).lines()
+    assert r"1+1?\x1b[2J\x07" in shown[-1]
+    assert "\x1b" not in "".join(shown)
+
+
 def test_a_comparison_says_which_settings_differ(tmp_path):
     common = {"path": "sums.jsonl", "split": "train", "top_p": 1.0, "rules": ""}
     one = write(tmp_path / "a", "t0", [[1, 1], [1, 0]], **common, model="A", temperature=0.0)

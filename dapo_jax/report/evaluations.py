@@ -6,7 +6,6 @@ are compared on the problems that both have, paired: a problem is hard for both.
 
 import collections
 import dataclasses
-import gzip
 import json
 import pathlib
 import statistics as python_statistics
@@ -17,7 +16,8 @@ import jinja2
 from dapo_jax.report import statistics
 from dapo_jax.report.samples import verdict
 from dapo_jax.report.statistics import Interval
-from dapo_jax.run.files import atomic_file
+from dapo_jax.run.display import printable_lines
+from dapo_jax.run.files import atomic_file, read_rollouts
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 
 PAGE_RESPONSES = 4  # shown of a problem
@@ -109,12 +109,10 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
 def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
     rows: dict[tuple, list] = {}
     try:
-        with gzip.open(path, "rt") as lines:
-            for line in lines:
-                row = json.loads(line)
-                # The cursor alone is a problem's own; early files have neither it nor the source.
-                key = row.get("source", ""), row["row"], str(row["ground_truth"]), row.get("cursor")
-                rows.setdefault(key, []).append(row)
+        for row in read_rollouts(path):
+            # The cursor alone is a problem's own; early files have neither it nor the source.
+            key = row.get("source", ""), row["row"], str(row["ground_truth"]), row.get("cursor")
+            rows.setdefault(key, []).append(row)
     except (EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     problems, alike = {}, collections.Counter()
@@ -180,7 +178,7 @@ class Comparison:
                 f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * delta:+6.1f}  {one.place}: "
                 f"{text[:60]}{'...' if len(text) > 60 else ''}"
             )
-        return lines
+        return list(map(printable_lines, lines))
 
     def _differing(self) -> list[str]:
         """A line for each setting that is not the same: what else the difference may be of."""

@@ -92,7 +92,8 @@ def sweep_label(arm: str, seed: int | None) -> str:
 
 def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
     curves: dict[tuple[str, str], dict[int, float]] = {}
-    results = {path: read_json(path) for path in folder.glob("*.json")}
+    # Another name is no evaluation's: the file is somebody's own.
+    results = {path: read_json(path) for path in folder.glob("[0-9]*.json")}
     for path, result in results.items():
         if type(result.get("step")) is not int or not isinstance(result.get("sets"), dict):
             raise ValueError(f"{path} is no evaluation: it needs an integer 'step' and 'sets'")
