@@ -3,9 +3,10 @@
     python -m dapo_jax.convert --from=hf:DIR --to=orbax:DIR [--dtype=float32|bfloat16|float16]
     python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
 
-and back; a Hugging Face directory may be in a bucket (gs://). --family=MODULE names a model family
-of one's own. An Orbax directory holds params/ (the checkpoint), model_config.json and the
-tokenizer's files, so that nothing is lost on the way back. A run is a training run's --workdir.
+and back; a Hugging Face directory may be in a bucket (gs://), and one that is read may be a name on
+the hub (hf:ORG/NAME). --family=MODULE names a model family of one's own. An Orbax directory holds
+params/ (the checkpoint), model_config.json and the tokenizer's files, so that nothing is lost on
+the way back. A run is a training run's --workdir.
 """
 
 import dataclasses
@@ -18,8 +19,9 @@ from absl import flags
 from etils import epath
 
 from dapo_jax import learner
-from dapo_jax.run import build, checkpoint, command
+from dapo_jax.run import build, checkpoint, command, hub
 from dapo_jax.run.alarms import require_finite
+from dapo_jax.run.hub import TOKENIZER_FILES
 from dapo_jax.run.policy import run_recipe
 from dapo_jax.untrusted import present
 from models import families, hf
@@ -31,17 +33,6 @@ MODEL_CONFIG_FILE = "model_config.json"
 PARAMS_FOLDER = "params"
 # Keys of config.json that the model does not compute with, but that its users need.
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 SOURCES, TARGETS = ("hf", "orbax", "run"), ("hf", "orbax")
 
 
@@ -54,14 +45,17 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
     and ValueError for a source that is broken or of an unknown family.
     """
-    from_kind, from_path = _place("from", source, SOURCES)
-    to_kind, to_path = _place("to", target, TARGETS)
+    from_kind, from_text = _place("from", source, SOURCES)
+    to_kind, to_text = _place("to", target, TARGETS)
+    to_path = epath.Path(to_text)
     if step is not None and from_kind != "run":
         raise ValueError(f"--step is {step}, but --from is {source!r}: only a run has steps")
     if to_path.exists() and (not to_path.is_dir() or any(to_path.iterdir())):
         raise FileExistsError(f"--to: {to_path} exists and is not an empty directory")
 
-    tokenizer_path = from_path
+    if from_kind == "hf":
+        hub.fetch({"--from": from_text})
+    from_path = tokenizer_path = epath.Path(hub.local(from_text))
     if from_kind == "hf":
         config, kept = load_config(from_path), _kept(from_path)
         host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -135,6 +129,7 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
     Raises FileNotFoundError for a directory without a run, or without that checkpoint.
     """
     recipe = run_recipe(workdir)
+    hub.fetch(hub.paths(recipe, "data.", "eval."), workdir)
     programs = build.programs(recipe, vocab_size=0)
     checkpoints = build.checkpoints(recipe, workdir, keep=None)
     step = checkpoints.latest_step() if step is None else step
@@ -142,9 +137,9 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str):
         raise FileNotFoundError(f"{workdir / 'checkpoints'} is empty: there is nothing to convert")
     state, _ = checkpoints.restore(step, programs.state)
     checkpoints.close()
-    model_path = recipe.model.path
+    model_path = hub.local(recipe.model.path)
     kept = _kept(model_path) if model_path else {}
-    tokenizer_path = epath.Path(recipe.tokenizer.path or model_path)
+    tokenizer_path = epath.Path(hub.local(recipe.tokenizer.path) or model_path)
     params = state.params
     if programs.learning.lora:
         start_weights = programs.load_weights(dtype=recipe.model.compute_dtype)
@@ -157,12 +152,12 @@ def _kept(path) -> dict[str, Any]:
     return {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
 
 
-def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
+def _place(flag: str, value: str, kinds) -> tuple[str, str]:
     kind, colon, path = value.partition(":")
     if kind not in kinds or not colon or not path:
         forms = " or ".join(f"{kind}:DIR" for kind in kinds)
         raise ValueError(f"--{flag} is {value!r}, but must be {forms}")
-    return kind, epath.Path(path)
+    return kind, value if value.startswith("hf://") else path
 
 
 def main(_):

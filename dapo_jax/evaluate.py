@@ -30,7 +30,7 @@ from configs.base import eval_settings
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
-from dapo_jax.run import build, checks, command, compiled, digests
+from dapo_jax.run import build, checks, command, compiled, digests, hub
 from dapo_jax.run import policy as policies
 from dapo_jax.run.begun import Begun
 from dapo_jax.run.display import evaluation_line
@@ -232,6 +232,7 @@ def main(_):
             "eval.sets has no set with k > 0: there is nothing to evaluate; add one "
             "(--set=NAME:TASK:PATH)"
         )
+    hub.fetch(hub.paths(config, "data."), workdir)
     of = model_and_data if MODEL.value else run_and_data
     step, policy, data = of(config, workdir, say)
     settings = settings_of(config, policies.named(config) if MODEL.value else None)

@@ -19,7 +19,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import any_model
-from dapo_jax.run import build, checks, command, compiled
+from dapo_jax.run import build, checks, command, compiled, hub
 from dapo_jax.run import policy as policies
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampler.decode import Sampling
@@ -94,6 +94,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     r = config.rollout
     if given.model:
         config.model.path = given.model
+    hub.fetch(hub.paths(config, "data.", "eval."), workdir)
     template = given.template or (trained_with(config) if workdir else "none")
     config.seed = given.seed
     config.tokenizer.chat = "template" if given.chat else config.tokenizer.chat

@@ -19,7 +19,7 @@ from dapo_jax import carry_over, train
 from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
 from dapo_jax.report.events import spans
-from dapo_jax.run import build, chain, checks, identity, provenance, restore
+from dapo_jax.run import build, chain, checks, hub, identity, provenance, restore
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.record import Record
@@ -57,6 +57,7 @@ def check(run: Written, *, steps: int, seed: int) -> Iterator[Finding]:
 def _check(run: Written, steps: int, chance: random.Random, seed: str) -> Iterator[Finding]:
     config = ConfigDict(run.config)
     checks.check(config)
+    hub.fetch(hub.paths(config), run.workdir)
     here = provenance.this_start(config)
     refusals = {}
     for index, row in enumerate(run.rows):

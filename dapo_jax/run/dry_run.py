@@ -12,7 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
-from dapo_jax.run import build, checks, identity, restore, writers
+from dapo_jax.run import build, checks, hub, identity, restore, writers
 from dapo_jax.run.lock import NAME as LOCK
 from sharding import hosts
 
@@ -32,6 +32,7 @@ def run(
     """
     checks.check(config)
     writers.check(config.log.writers)
+    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     origin = hosts.on_main(lambda: restore.origin_of(workdir, origin))
     directory = config.checkpoint.directory or workdir / "checkpoints"
     step = hosts.on_main(lambda: _finished_steps(directory))

@@ -14,7 +14,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import mixture_settings
-from dapo_jax.run import checks
+from dapo_jax.run import checks, hub
 from dapo_jax.run.files import read_json, read_rows
 from dapo_jax.types import Prompt
 from sharding import hosts
@@ -40,7 +40,7 @@ def of_run(config: ConfigDict, data) -> dict:
     data: a `build.Data`. All processes call it. Weight files, which are large, are divided among
     the processes, each of which compares their sizes alone with the others'.
     """
-    tokenizer = epath.Path(config.tokenizer.path or config.model.path)
+    tokenizer = epath.Path(hub.local(config.tokenizer.path or config.model.path))
     names = TOKENIZER_FILES + (CHAT_FILES if config.tokenizer.chat == "template" else ())
     files = [tokenizer / name for name in names] if tokenizer.is_dir() else [tokenizer]
     digests = {file.name: of_file(file) for file in files if file.is_file()}
@@ -52,10 +52,11 @@ def of_run(config: ConfigDict, data) -> dict:
             for name, chosen in data.eval_sets.items()
         },
         "files": {"tokenizer.path" if config.tokenizer.path else "model.path": digests},
+        **hub.record(config),
     }
     weights = []
     if config.model.path:
-        model = epath.Path(config.model.path)
+        model = epath.Path(hub.local(config.model.path))
         weights = sorted(model.glob("*.safetensors"))
         own["files"].setdefault("model.path", {})["config.json"] = of_file(model / "config.json")
         own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from dapo_jax.run import build, checks, places
+from dapo_jax.run import build, checks, hub, places
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.files import read_json
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -121,7 +121,8 @@ def of_model(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
 def named(config: ConfigDict) -> dict:
     """What names the policy of model.path, which reads and writes by a tokenizer; JSON-able."""
     tokenizer = json.loads(config.tokenizer.to_json())
-    return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
+    tokenizer = {f"tokenizer.{key}": v for key, v in tokenizer.items()}
+    return {"model": config.model.path, **tokenizer, **hub.record(config)}
 
 
 def fit_model(config: ConfigDict) -> None:
@@ -129,7 +130,7 @@ def fit_model(config: ConfigDict) -> None:
 
     Raises FileNotFoundError where there is none, ValueError where it does not fit.
     """
-    path, r = config.model.path, config.rollout
+    path, r = hub.local(config.model.path), config.rollout
     if (pathlib.Path(path) / "metrics.jsonl").is_file():
         raise ValueError(
             f"--model={path} is a run's directory, which --workdir takes; `python -m "
@@ -154,7 +155,7 @@ def fit_model(config: ConfigDict) -> None:
 
 def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
     """Fills in how long responses may be, behind prompts of at most so many tokens."""
-    path, r = config.model.path, config.rollout
+    path, r = hub.local(config.model.path), config.rollout
     positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
     r.max_prompt_tokens = prompt_tokens
     if not r.max_response_tokens:

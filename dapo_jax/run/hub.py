@@ -1,0 +1,146 @@
+"""Names on the Hugging Face hub, and where this host's cache has what they name.
+
+A model is ORG/NAME, where nothing of that name is here, or hf://ORG/NAME@REVISION; a file of a data
+set is hf://datasets/ORG/NAME@REVISION/FILE. A command calls `fetch` once, before it reads anything;
+what reads asks `local`. A recipe keeps the names; a run stays with the commits that it began with.
+"""
+
+import contextlib
+import functools
+import pathlib
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from configs.base import eval_settings, mixture_settings
+from dapo_jax.run.files import read_starts
+from sharding import hosts
+
+_REPO = r"(?P<repo>[a-zA-Z0-9][\w.-]*/[a-zA-Z0-9][\w.-]*)"
+MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?", re.ASCII)
+FILE = re.compile(rf"hf://datasets/{_REPO}(?:@(?P<revision>refs/\w+/[^/]+|[^/]+))?/(?P<file>.+)")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+# What a person reads for an error of huggingface_hub: the first that fits. The last may pass.
+REASONS = {
+    "GatedRepoError": "{url} is gated: ask for access there, and set HF_TOKEN to your token",
+    "RepositoryNotFoundError": "there is no such path here, and no {url} (HF_ENDPOINT); mend the "
+    "name or, if it is private, set HF_TOKEN to a token that may read it",
+    "RevisionNotFoundError": "{url} has no revision {revision!r}; give another one behind @",
+    "RemoteEntryNotFoundError": "{url} has no file {file!r}; mend its name",
+    "OfflineModeIsEnabled": "there is no such path here, and the cache (HF_HOME) lacks files of "
+    "{url}; unset HF_HUB_OFFLINE once to download them",
+    "Exception": "{url} (HF_ENDPOINT, HF_TOKEN) failed: {error}. Give the command again; or stage "
+    "it: `hf download {repo} --local-dir DIR` elsewhere, and give DIR, a model's in a bucket, too",
+}
+
+
+class Name(NamedTuple):
+    """A name, the key that has it, and its parts; file: "" of a model. place: once it is here."""
+
+    key: str
+    text: str
+    repo: str
+    revision: str | None
+    file: str = ""
+    place: str = ""
+
+
+_fetched: dict[str, Name] = {}  # by their texts, each at its commit
+
+
+def paths(config: ConfigDict, *unread: str) -> dict[str, str]:
+    """Lists a recipe's paths by key; unread: how keys begin that the command does not read."""
+    sets = {f"eval.sets.{name}": of_set for name, of_set in eval_settings(config).items()}
+    sets |= mixture_settings(config) | {"model": config.model, "tokenizer": config.tokenizer}
+    return {f"{key}.path": it["path"] for key, it in sets.items() if not key.startswith(unread)}
+
+
+def fetch(paths: Mapping[str, str], *runs: pathlib.Path | None) -> None:
+    """Downloads what the names among the paths (key -> path) stand for and the cache lacks.
+
+    All processes call it; process 0 finds the commits. runs: whose commits are kept, the last one's
+    first. Raises ValueError and OSError, with the key and the setting to change.
+    """
+    small = functools.partial(_downloaded, weights=False)
+    for name in hosts.on_main(lambda: [*map(small, _named(paths, runs))]):
+        _fetched[name.text] = _downloaded(name)
+
+
+def local(path: str) -> str:
+    """Returns where a fetched name is; any other path as it is."""
+    return _fetched[path].place if path in _fetched else path
+
+
+def record(config: ConfigDict) -> dict[str, dict[str, str]]:
+    """Returns {"hub": {name: commit}} of a recipe's fetched names; {} without any."""
+    names = sorted(_fetched.keys() & paths(config).values())
+    return {"hub": {name: _fetched[name].revision for name in names}} if names else {}
+
+
+def _named(paths: Mapping[str, str], runs) -> Iterator[Name]:
+    """Finds the names among the paths, at the commits of runs that have begun."""
+    commits: dict[str, str] = {}
+    for run in filter(None, runs):
+        if (run / "config.json").exists():
+            for start in read_starts(run / "starts.jsonl"):
+                commits |= start.get("hub", {})
+    for key, path in paths.items():
+        of_data, explicit = key.startswith(("data.", "eval.")), path.startswith("hf://")
+        match = (FILE if of_data else MODEL).fullmatch(path)
+        if explicit and not match:
+            form = "datasets/ORG/NAME[@REVISION]/FILE" if of_data else "ORG/NAME[@REVISION]"
+            raise ValueError(f"{key} = {path!r}: must be hf://{form}")
+        if match and (explicit or not pathlib.Path(path).exists()):
+            name = Name(key, path, **match.groupdict())
+            yield name._replace(revision=commits.get(path, name.revision))
+
+
+def _downloaded(name: Name, *, weights=True) -> Name:
+    """Returns the name at its commit, with its place; says first how much is to be downloaded."""
+    import huggingface_hub as library  # takes a second, which few starts need
+
+    what, weights = (
+        f"{name.key} = {name.text!r}",
+        weights and not name.file and name.key != "tokenizer.path",
+    )
+    files = ["config.json", *TOKENIZER_FILES, *(WEIGHTS if weights else ())]
+    call = functools.partial(library.snapshot_download, allow_patterns=files)
+    if name.file:
+        call = functools.partial(library.hf_hub_download, filename=name.file, repo_type="dataset")
+    library.utils.disable_progress_bars()  # they go into logs too
+    try:
+        with contextlib.suppress(OSError):  # the next call says it, unless the cache will do
+            found = call(name.repo, revision=name.revision, dry_run=True)
+            todo = [f for f in ([found] if name.file else found) if f.will_download]
+            if todo and hosts.is_main_host():
+                mib = sum(file.file_size or 0 for file in todo) / 2**20
+                print(f"{what}: downloading {mib:,.1f} MiB in {len(todo)} file(s)", file=sys.stderr)
+        if sys.stderr.isatty():
+            library.utils.enable_progress_bars()
+        place = call(name.repo, revision=name.revision)
+    except Exception as error:
+        if getattr(error, "errno", None) is not None:  # the disk's
+            raise
+        cause = error.__cause__ or error
+        kinds = {kind.__name__ for link in (error, cause) for kind in type(link).__mro__}
+        kind = next(kind for kind in REASONS if kind in kinds)
+        url = f"{library.constants.ENDPOINT}/{'datasets/' if name.file else ''}{name.repo}"
+        text = textwrap.shorten(str(cause), 200) or type(cause).__name__
+        reason = REASONS[kind].format(url=url, error=text, **name._asdict())
+        passes = kind == "Exception"
+        raise OSError(f"{what}: {reason}") from (error if passes else None)
+    if weights and not any(pathlib.Path(place).glob("model*.safetensors")):
+        raise FileNotFoundError(
+            f"{what}: its commit {name.revision} has no model.safetensors or model-*.safetensors; "
+            "give a repository that has, or a directory of such files"
+        )
+    return name._replace(place=place, revision=pathlib.Path(place.removesuffix(name.file)).name)
