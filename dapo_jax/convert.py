@@ -45,17 +45,14 @@ def convert(source: str, target: str, *, dtype: str, step: int | None = None) ->
     Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
     and ValueError for a source that is broken or of an unknown family.
     """
-    from_kind, from_text = _place("from", source, SOURCES)
-    to_kind, to_text = _place("to", target, TARGETS)
-    to_path = epath.Path(to_text)
+    to_kind, to_path = _place("to", target, TARGETS)
+    from_kind, from_path = _place("from", source, SOURCES)
     if step is not None and from_kind != "run":
         raise ValueError(f"--step is {step}, but --from is {source!r}: only a run has steps")
     if to_path.exists() and (not to_path.is_dir() or any(to_path.iterdir())):
         raise FileExistsError(f"--to: {to_path} exists and is not an empty directory")
 
-    if from_kind == "hf":
-        hub.fetch({"--from": from_text})
-    from_path = tokenizer_path = epath.Path(hub.local(from_text))
+    tokenizer_path = from_path
     if from_kind == "hf":
         config, kept = load_config(from_path), _kept(from_path)
         host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -152,12 +149,15 @@ def _kept(path) -> dict[str, Any]:
     return {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
 
 
-def _place(flag: str, value: str, kinds) -> tuple[str, str]:
+def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
     kind, colon, path = value.partition(":")
     if kind not in kinds or not colon or not path:
         forms = " or ".join(f"{kind}:DIR" for kind in kinds)
         raise ValueError(f"--{flag} is {value!r}, but must be {forms}")
-    return kind, value if value.startswith("hf://") else path
+    if (flag, kind) == ("from", "hf"):
+        path = value if path.startswith("//") else path
+        hub.fetch({"--from": path})
+    return kind, epath.Path(hub.local(path))
 
 
 def main(_):

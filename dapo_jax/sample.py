@@ -217,7 +217,7 @@ def typed() -> Iterator[str]:
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "A run's directory.")
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
-    flags.DEFINE_string("model", None, "A Hugging Face directory.")
+    flags.DEFINE_string("model", None, "A Hugging Face directory, or ORG/NAME on its hub.")
     flags.DEFINE_string("prompt", None, "One question; without it, those that are typed.")
     flags.DEFINE_bool("chat", False, "A conversation in the tokenizer's chat template.")
     flags.DEFINE_string("template", None, "dapo, boxed, none, or a text with {problem}.")

@@ -71,8 +71,7 @@ def check_file(file: epath.Path) -> None:
     """Raises ValueError unless an entry of a local directory is a regular file of its own.
 
     A link is followed inside the directory, and from a snapshot in Hugging Face's cache, whose
-    entries are links, to the blobs/ of its repository and of the cache. Any other link may show a
-    private file as a model's.
+    entries are links, to blobs/ of its repository and the cache. Others may show a private file.
     """
     if not is_local(file):
         return

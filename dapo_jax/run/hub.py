@@ -10,9 +10,7 @@ import functools
 import pathlib
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -21,7 +19,7 @@ from dapo_jax.run.files import read_starts
 from sharding import hosts
 
 _REPO = r"(?P<repo>[a-zA-Z0-9][\w.-]*/[a-zA-Z0-9][\w.-]*)"
-MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?", re.ASCII)
+MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?(?P<file>)", re.ASCII)
 FILE = re.compile(rf"hf://datasets/{_REPO}(?:@(?P<revision>refs/\w+/[^/]+|[^/]+))?/(?P<file>.+)")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
@@ -38,23 +36,11 @@ REASONS = {
     "RemoteEntryNotFoundError": "{url} has no file {file!r}; mend its name",
     "OfflineModeIsEnabled": "there is no such path here, and the cache (HF_HOME) lacks files of "
     "{url}; unset HF_HUB_OFFLINE once to download them",
-    "Exception": "{url} (HF_ENDPOINT, HF_TOKEN) failed: {error}. Give the command again; or stage "
-    "it: `hf download {repo} --local-dir DIR` elsewhere, and give DIR, a model's in a bucket, too",
+    "Exception": "{url} (HF_ENDPOINT, HF_TOKEN) failed: {error!r}. Give the command again; or "
+    "stage it: `hf download` elsewhere, and give what it wrote, of a model a copy in a bucket too",
 }
 
-
-class Name(NamedTuple):
-    """A name, the key that has it, and its parts; file: "" of a model. place: once it is here."""
-
-    key: str
-    text: str
-    repo: str
-    revision: str | None
-    file: str = ""
-    place: str = ""
-
-
-_fetched: dict[str, Name] = {}  # by their texts, each at its commit
+_fetched: dict[str, tuple[str, str]] = {}  # of the last fetch: name -> where it is, its commit
 
 
 def paths(config: ConfigDict, *unread: str) -> dict[str, str]:
@@ -70,29 +56,28 @@ def fetch(paths: Mapping[str, str], *runs: pathlib.Path | None) -> None:
     All processes call it; process 0 finds the commits. runs: whose commits are kept, the last one's
     first. Raises ValueError and OSError, with the key and the setting to change.
     """
-    small = functools.partial(_downloaded, weights=False)
-    for name in hosts.on_main(lambda: [*map(small, _named(paths, runs))]):
-        _fetched[name.text] = _downloaded(name)
+    _fetched.clear()
+    for key, name, commit in hosts.on_main(lambda: list(_at_commits(paths, runs))):
+        _fetched[name] = _downloaded(key, name, commit), commit
 
 
 def local(path: str) -> str:
     """Returns where a fetched name is; any other path as it is."""
-    return _fetched[path].place if path in _fetched else path
+    return _fetched.get(path, (path,))[0]
 
 
-def record(config: ConfigDict) -> dict[str, dict[str, str]]:
-    """Returns {"hub": {name: commit}} of a recipe's fetched names; {} without any."""
-    names = sorted(_fetched.keys() & paths(config).values())
-    return {"hub": {name: _fetched[name].revision for name in names}} if names else {}
+def record() -> dict[str, dict[str, str]]:
+    """Returns {"hub": {name: commit}} of the fetched names; {} without any."""
+    return {"hub": {name: at[1] for name, at in sorted(_fetched.items())}} if _fetched else {}
 
 
-def _named(paths: Mapping[str, str], runs) -> Iterator[Name]:
-    """Finds the names among the paths, at the commits of runs that have begun."""
-    commits: dict[str, str] = {}
+def _at_commits(paths: Mapping[str, str], runs) -> Iterator[tuple[str, str, str]]:
+    """Yields (key, name, commit) of the names among the paths; runs that have begun keep theirs."""
+    begun: dict[str, str] = {}
     for run in filter(None, runs):
         if (run / "config.json").exists():
             for start in read_starts(run / "starts.jsonl"):
-                commits |= start.get("hub", {})
+                begun |= start.get("hub", {})
     for key, path in paths.items():
         of_data, explicit = key.startswith(("data.", "eval.")), path.startswith("hf://")
         match = (FILE if of_data else MODEL).fullmatch(path)
@@ -100,47 +85,39 @@ def _named(paths: Mapping[str, str], runs) -> Iterator[Name]:
             form = "datasets/ORG/NAME[@REVISION]/FILE" if of_data else "ORG/NAME[@REVISION]"
             raise ValueError(f"{key} = {path!r}: must be hf://{form}")
         if match and (explicit or not pathlib.Path(path).exists()):
-            name = Name(key, path, **match.groupdict())
-            yield name._replace(revision=commits.get(path, name.revision))
+            place = _downloaded(key, path, begun.get(path, match["revision"]), weights=False)
+            yield key, path, pathlib.Path(place.removesuffix(match["file"])).name
 
 
-def _downloaded(name: Name, *, weights=True) -> Name:
-    """Returns the name at its commit, with its place; says first how much is to be downloaded."""
+def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> str:
+    """Returns the place of a name; says first how much is to be downloaded."""
     import huggingface_hub as library  # takes a second, which few starts need
 
-    what, weights = (
-        f"{name.key} = {name.text!r}",
-        weights and not name.file and name.key != "tokenizer.path",
-    )
+    repo, file = (FILE.fullmatch(name) or MODEL.fullmatch(name)).group("repo", "file")
+    what, weights = f"{key} = {name!r}", weights and not file and key != "tokenizer.path"
     files = ["config.json", *TOKENIZER_FILES, *(WEIGHTS if weights else ())]
     call = functools.partial(library.snapshot_download, allow_patterns=files)
-    if name.file:
-        call = functools.partial(library.hf_hub_download, filename=name.file, repo_type="dataset")
+    if file:
+        call = functools.partial(library.hf_hub_download, filename=file, repo_type="dataset")
     library.utils.disable_progress_bars()  # they go into logs too
     try:
         with contextlib.suppress(OSError):  # the next call says it, unless the cache will do
-            found = call(name.repo, revision=name.revision, dry_run=True)
-            todo = [f for f in ([found] if name.file else found) if f.will_download]
+            found = call(repo, revision=revision, dry_run=True)
+            todo = [it.file_size or 0 for it in ([found] if file else found) if it.will_download]
             if todo and hosts.is_main_host():
-                mib = sum(file.file_size or 0 for file in todo) / 2**20
-                print(f"{what}: downloading {mib:,.1f} MiB in {len(todo)} file(s)", file=sys.stderr)
+                print(f"{what}: downloading {sum(todo) / 2**20:,.1f} MiB", file=sys.stderr)
         if sys.stderr.isatty():
             library.utils.enable_progress_bars()
-        place = call(name.repo, revision=name.revision)
+        place = call(repo, revision=revision)
     except Exception as error:
         if getattr(error, "errno", None) is not None:  # the disk's
             raise
         cause = error.__cause__ or error
         kinds = {kind.__name__ for link in (error, cause) for kind in type(link).__mro__}
         kind = next(kind for kind in REASONS if kind in kinds)
-        url = f"{library.constants.ENDPOINT}/{'datasets/' if name.file else ''}{name.repo}"
-        text = textwrap.shorten(str(cause), 200) or type(cause).__name__
-        reason = REASONS[kind].format(url=url, error=text, **name._asdict())
-        passes = kind == "Exception"
-        raise OSError(f"{what}: {reason}") from (error if passes else None)
+        url = f"{library.constants.ENDPOINT}/{'datasets/' if file else ''}{repo}"
+        reason = REASONS[kind].format(url=url, error=cause, file=file, revision=revision)
+        raise OSError(f"{what}: {reason}") from (error if kind == "Exception" else None)
     if weights and not any(pathlib.Path(place).glob("model*.safetensors")):
-        raise FileNotFoundError(
-            f"{what}: its commit {name.revision} has no model.safetensors or model-*.safetensors; "
-            "give a repository that has, or a directory of such files"
-        )
-    return name._replace(place=place, revision=pathlib.Path(place.removesuffix(name.file)).name)
+        raise FileNotFoundError(f"{what}: it has no model*.safetensors; give a model that has them")
+    return place

@@ -52,7 +52,7 @@ def of_run(config: ConfigDict, data) -> dict:
             for name, chosen in data.eval_sets.items()
         },
         "files": {"tokenizer.path" if config.tokenizer.path else "model.path": digests},
-        **hub.record(config),
+        **hub.record(),
     }
     weights = []
     if config.model.path:

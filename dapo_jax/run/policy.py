@@ -52,7 +52,6 @@ def run_recipe(workdir: pathlib.Path) -> ConfigDict:
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
     recipe = ConfigDict(read_json(file))
     places.complete(recipe)
-    places.complete(recipe)
     recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
     recipe.model.kernels = "auto"
     return recipe
@@ -121,8 +120,7 @@ def of_model(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
 def named(config: ConfigDict) -> dict:
     """What names the policy of model.path, which reads and writes by a tokenizer; JSON-able."""
     tokenizer = json.loads(config.tokenizer.to_json())
-    tokenizer = {f"tokenizer.{key}": v for key, v in tokenizer.items()}
-    return {"model": config.model.path, **tokenizer, **hub.record(config)}
+    return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
 
 
 def fit_model(config: ConfigDict) -> None:

@@ -62,7 +62,7 @@ def this_start(config: ConfigDict) -> dict:
             "processes": hosts.count(),
         },
         "config_sha256": config_digest(config),
-        **hub.record(config),
+        **hub.record(),
         "steps_sha256": steps_digest(json.loads(config.to_json_best_effort())),
     }
 
