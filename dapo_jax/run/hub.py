@@ -7,6 +7,7 @@ what reads asks `local`. A recipe keeps the names; a run stays with the commits 
 
 import contextlib
 import functools
+import glob
 import pathlib
 import re
 import sys
@@ -33,11 +34,10 @@ REASONS = {
     "RepositoryNotFoundError": "there is no such path here, and no {url} (HF_ENDPOINT); mend the "
     "name or, if it is private, set HF_TOKEN to a token that may read it",
     "RevisionNotFoundError": "{url} has no revision {revision!r}; give another one behind @",
-    "RemoteEntryNotFoundError": "{url} has no file {file!r}; mend its name",
     "OfflineModeIsEnabled": "there is no such path here, and the cache (HF_HOME) lacks files of "
     "{url}; unset HF_HUB_OFFLINE once to download them",
-    "Exception": "{url} (HF_ENDPOINT, HF_TOKEN) failed: {error!r}. Give the command again; or "
-    "stage it: `hf download` elsewhere, and give what it wrote, of a model a copy in a bucket too",
+    "Exception": "there is no such path here, and {url} (HF_ENDPOINT, HF_TOKEN) failed: {error!r}. "
+    "Give the command again; or what `hf download` wrote elsewhere, of a model from a bucket too",
 }
 
 _fetched: dict[str, tuple[str, str]] = {}  # of the last fetch: name -> where it is, its commit
@@ -45,8 +45,8 @@ _fetched: dict[str, tuple[str, str]] = {}  # of the last fetch: name -> where it
 
 def paths(config: ConfigDict, *unread: str) -> dict[str, str]:
     """Lists a recipe's paths by key; unread: how keys begin that the command does not read."""
-    sets = {f"eval.sets.{name}": of_set for name, of_set in eval_settings(config).items()}
-    sets |= mixture_settings(config) | {"model": config.model, "tokenizer": config.tokenizer}
+    sets = {"model": config.model, "tokenizer": config.tokenizer, **mixture_settings(config)}
+    sets |= {f"eval.sets.{name}": of_set for name, of_set in eval_settings(config).items()}
     return {f"{key}.path": it["path"] for key, it in sets.items() if not key.startswith(unread)}
 
 
@@ -57,8 +57,8 @@ def fetch(paths: Mapping[str, str], *runs: pathlib.Path | None) -> None:
     first. Raises ValueError and OSError, with the key and the setting to change.
     """
     _fetched.clear()
-    for key, name, commit in hosts.on_main(lambda: list(_at_commits(paths, runs))):
-        _fetched[name] = _downloaded(key, name, commit), commit
+    for key, name, commit in hosts.on_main(lambda: [*_at_commits(paths, runs)]):
+        _fetched[name] = _downloaded(key, name, commit)
 
 
 def local(path: str) -> str:
@@ -85,39 +85,40 @@ def _at_commits(paths: Mapping[str, str], runs) -> Iterator[tuple[str, str, str]
             form = "datasets/ORG/NAME[@REVISION]/FILE" if of_data else "ORG/NAME[@REVISION]"
             raise ValueError(f"{key} = {path!r}: must be hf://{form}")
         if match and (explicit or not pathlib.Path(path).exists()):
-            place = _downloaded(key, path, begun.get(path, match["revision"]), weights=False)
-            yield key, path, pathlib.Path(place.removesuffix(match["file"])).name
+            revision = begun.get(path, match["revision"])
+            yield key, path, _downloaded(key, path, revision, weights=False)[1]
 
 
-def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> str:
-    """Returns the place of a name; says first how much is to be downloaded."""
+def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> tuple[str, str]:
+    """Returns (place, commit) of a name; says first how much is to be downloaded."""
     import huggingface_hub as library  # takes a second, which few starts need
 
     repo, file = (FILE.fullmatch(name) or MODEL.fullmatch(name)).group("repo", "file")
-    what, weights = f"{key} = {name!r}", weights and not file and key != "tokenizer.path"
-    files = ["config.json", *TOKENIZER_FILES, *(WEIGHTS if weights else ())]
-    call = functools.partial(library.snapshot_download, allow_patterns=files)
-    if file:
-        call = functools.partial(library.hf_hub_download, filename=file, repo_type="dataset")
+    weights = weights and not file and key != "tokenizer.path"
+    needed = "model*.safetensors" if weights else glob.escape(file)
+    files = [needed] if file else ["config.json", *TOKENIZER_FILES, *(WEIGHTS if weights else ())]
+    how = {"repo_type": "dataset" if file else "model", "revision": revision}
+    call = functools.partial(library.snapshot_download, repo, allow_patterns=files, **how)
+    url = f"{library.constants.ENDPOINT}/{'datasets/' if file else ''}{repo}"
+    what = f"{key} = {name!r}"
+    library.utils.logging.set_verbosity_error()  # what it warns of is in our line
     library.utils.disable_progress_bars()  # they go into logs too
     try:
         with contextlib.suppress(OSError):  # the next call says it, unless the cache will do
-            found = call(repo, revision=revision, dry_run=True)
-            todo = [it.file_size or 0 for it in ([found] if file else found) if it.will_download]
+            todo = [it.file_size or 0 for it in call(dry_run=True) if it.will_download]
             if todo and hosts.is_main_host():
                 print(f"{what}: downloading {sum(todo) / 2**20:,.1f} MiB", file=sys.stderr)
         if sys.stderr.isatty():
             library.utils.enable_progress_bars()
-        place = call(repo, revision=revision)
+        place = pathlib.Path(call())
     except Exception as error:
         if getattr(error, "errno", None) is not None:  # the disk's
             raise
         cause = error.__cause__ or error
         kinds = {kind.__name__ for link in (error, cause) for kind in type(link).__mro__}
         kind = next(kind for kind in REASONS if kind in kinds)
-        url = f"{library.constants.ENDPOINT}/{'datasets/' if file else ''}{repo}"
-        reason = REASONS[kind].format(url=url, error=cause, file=file, revision=revision)
+        reason = REASONS[kind].format(url=url, error=cause, revision=revision)
         raise OSError(f"{what}: {reason}") from (error if kind == "Exception" else None)
-    if weights and not any(pathlib.Path(place).glob("model*.safetensors")):
-        raise FileNotFoundError(f"{what}: it has no model*.safetensors; give a model that has them")
-    return place
+    if needed and not any(place.glob(needed)):
+        raise FileNotFoundError(f"{what}: {url}, or offline the cache, has no {file or needed}")
+    return str(place / file), place.name
