@@ -114,10 +114,10 @@ def test_a_directory_of_that_name_wins(served, tmp_path, monkeypatch):
             "URL/someone/tiny has no revision 'v9'; give another one behind @",
         ),
         ("someone/gated", "URL/someone/gated is gated: ask for access there, and set HF_TOKEN"),
-        ("someone/bin", r"URL/someone/bin has no model\*.safetensors"),
+        ("someone/bin", r"URL/someone/bin, or offline the cache, has no model\*.safetensors"),
         ("someone/a--b", "URL/someone/a--b .HF_ENDPOINT, HF_TOKEN. failed: HFValidationError"),
         ("hf://someone", r"must be hf://ORG/NAME\[@REVISION\]"),
-        (f"{TRAIN}l", "URL/datasets/someone/sums has no data/train.jsonll"),
+        (f"{TRAIN}l", "URL/datasets/someone/sums, or offline the cache, has no data/train.jsonll"),
         ("hf://datasets/someone/none/a.csv", "no URL/datasets/someone/none .HF_ENDPOINT.; mend"),
         ("hf://someone/sums/a.csv", r"must be hf://datasets/ORG/NAME\[@REVISION\]/FILE"),
     ],
@@ -158,7 +158,9 @@ def test_a_cut_download_goes_on_where_it_stopped(served):
 def test_a_hub_that_is_down_may_come_back(served):
     """A restart loop gives the command again after status 75, not after 1."""
     served.status = 503
-    with pytest.raises(OSError, match=r"failed: .*503.*or what `hf download` wrote") as refused:
+    with pytest.raises(
+        OSError, match=r"failed: .*503.*path of what `hf download` wrote"
+    ) as refused:
         fetched("someone/tiny")
     assert failures.explain(refused.value)[1] == 75
     served.status = 0

@@ -1,6 +1,6 @@
 """`train --dry_run`: all that is refused, what the data loses, and the memory, without a step.
 
-Nothing is written, locked, loaded to the devices or compiled. Preflight compiles, for TPUs.
+Nothing is loaded to the devices, locked, or written but to the hub's cache. Preflight compiles.
 """
 
 import math

@@ -37,7 +37,7 @@ REASONS = {
     "OfflineModeIsEnabled": "there is no such path here, and the cache (HF_HOME) lacks files of "
     "{url}; unset HF_HUB_OFFLINE once to download them",
     "Exception": "there is no such path here, and {url} (HF_ENDPOINT, HF_TOKEN) failed: {error!r}. "
-    "Give the command again; or what `hf download` wrote elsewhere, of a model from a bucket too",
+    "Give the command again, or the path of what `hf download` wrote (a model's may be gs://...)",
 }
 
 _fetched: dict[str, tuple[str, str]] = {}  # of the last fetch: name -> where it is, its commit
