@@ -77,6 +77,9 @@ LOSS_PRESETS = {
     },
 }
 PRESETS = (*TABLE_1, *LOSS_PRESETS)
+# The paper's training problems and its evaluation set, where its authors publish them.
+DAPO_MATH_17K = "hf://datasets/BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k.parquet"
+AIME_2024 = "hf://datasets/BytedTsinghua-SIA/AIME-2024/data/aime-2024.parquet"
 
 
 def get_config() -> ConfigDict:
@@ -87,14 +90,15 @@ def get_config() -> ConfigDict:
     config.updates_per_step = 16  # mini-batches, each one optimizer update, one pass
 
     config.model = ConfigDict()
-    config.model.path = ""  # Hugging Face directory of the start policy; "": random weights
+    # The start policy: a Hugging Face directory, or ORG/NAME on its hub; "": random weights
+    config.model.path = ""
     config.model.family = "qwen2"  # or qwen3, llama, a module of one's own "my_models.x"
     config.model.preset = ""  # the family's name for sizes: what path has, or for random weights
     config.model.compute_dtype = "bfloat16"  # or float32; weights and moments stay float32
     config.model.kernels = "auto"  # or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret
 
     config.tokenizer = ConfigDict()
-    config.tokenizer.path = ""  # directory; "": model.path
+    config.tokenizer.path = ""  # directory, or ORG/NAME; "": model.path
     config.tokenizer.stop_tokens = ()  # token texts; (): the base model's end of text
     config.tokenizer.chat = "none"  # or "template": the tokenizer's chat template
 
@@ -231,7 +235,7 @@ def dataset(
     task: "module:Class" (`dapo_jax.tasks.base`); "": math problems of the kind.
     kind: the file's schema, one of `dapo_jax.tasks.readers.KINDS` ("": by the path's ending), or
         "arithmetic", which is generated.
-    path: the file with its rows.
+    path: the file with its rows, or hf://datasets/ORG/NAME[@REVISION]/FILE.
     prompt_field, answer_field: of a row; "a.b" is field b of field a. "": those of the kind.
     template: dapo, boxed, none, or a text with {problem}. "": the task's own for
         questions, none for chats.

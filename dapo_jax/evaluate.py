@@ -6,10 +6,10 @@
 
 The first evaluates the checkpoint after N rollout steps (default: the newest) of the run in DIR,
 which may be going on. The config has to be the run's in all that makes the policy; how it is
-evaluated may differ. The second evaluates a Hugging Face directory as it is, with no recipe and no
-run (configs/any_model.py); a temperature of 0 is greedy decoding. One that was interrupted goes on
-with the groups that it had finished when the same command is given again. Both write
-DIR/eval/N.<set>.<settings>.json, the responses beside it, and a page to read them;
+evaluated may differ. The second evaluates a Hugging Face directory, or ORG/NAME on its hub, as it
+is, with no recipe and no run (configs/any_model.py); a temperature of 0 is greedy decoding. One
+that was interrupted goes on with the groups that it had finished when the same command is given
+again. Both write DIR/eval/N.<set>.<settings>.json, the responses beside it, and a page of them;
 `python -m dapo_jax.report --evaluation=FILE --evaluation=FILE` compares two, problem by problem.
 """
 
@@ -30,7 +30,7 @@ from configs.base import eval_settings
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
-from dapo_jax.run import build, checks, command, compiled, digests
+from dapo_jax.run import build, checks, command, compiled, digests, hub
 from dapo_jax.run import policy as policies
 from dapo_jax.run.begun import Begun
 from dapo_jax.run.display import evaluation_line
@@ -208,6 +208,7 @@ def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, d
         "max_response_tokens": config.rollout.max_response_tokens,
         "compute_dtype": config.model.compute_dtype,
         **(named or {}),
+        **hub.record(),
     }
     filled = {name: settings | common for name, settings in eval_settings(config).items()}
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
@@ -269,6 +270,7 @@ def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     checks.check(config)
     hosts.on_main(lambda: require_directory(workdir))
     hosts.on_main(lambda: policies.check_same(config, workdir))
+    hub.fetch(hub.paths(config, "data."), workdir)
     data = build.load_data(config, build.tokenizer(config), training=False)
     say("\n".join(data.report_lines()))
     return *policies.of_run(config, workdir, STEP.value), data
@@ -279,6 +281,7 @@ def model_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     if (workdir / "config.json").exists():
         raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
     hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
+    hub.fetch(hub.paths(config, "data."))
     policies.fit_model(config)
     tokenizer = build.tokenizer(config)
     data = build.load_data(config, tokenizer, training=False)
@@ -329,7 +332,7 @@ def require_directory(workdir: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     command.define_short(
-        model=("model.path", "A Hugging Face directory to evaluate, with no recipe and no run."),
+        model=("model.path", "A Hugging Face directory or name to evaluate: no recipe, no run."),
         set=("eval.sets", "NAME:TASK:PATH of a set; TASK is one, or a kind of file. Repeat it."),
         k=("eval.samples_per_prompt", "Responses a problem."),
         temperature=("eval.temperature", "0: greedy decoding."),

@@ -20,7 +20,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import any_model
-from dapo_jax.run import build, checks, command, compiled
+from dapo_jax.run import build, checks, command, compiled, hub
 from dapo_jax.run import policy as policies
 from dapo_jax.run.display import printable_lines
 from dapo_jax.run.policy import Policy
@@ -106,6 +106,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     r = config.rollout
     if given.model:
         config.model.path = given.model
+    hub.fetch(hub.paths(config, "data.", "eval."), workdir)
     template = given.template or (trained_with(config) if workdir else "none")
     config.tokenizer.chat = "template" if given.chat else config.tokenizer.chat
     r.max_response_tokens = given.max_tokens or r.max_response_tokens or TALK_TOKENS
@@ -228,7 +229,7 @@ def typed() -> Iterator[str]:
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "A run's directory.")
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
-    flags.DEFINE_string("model", None, "A Hugging Face directory.")
+    flags.DEFINE_string("model", None, "A Hugging Face directory, or ORG/NAME on its hub.")
     flags.DEFINE_string("prompt", None, "One question; without it, those that are typed.")
     flags.DEFINE_bool("chat", False, "A conversation in the tokenizer's chat template.")
     flags.DEFINE_string("template", None, "dapo, boxed, none, or a text with {problem}.")

@@ -36,6 +36,7 @@ from dapo_jax.run import (
     digests,
     dry_run,
     ending,
+    hub,
     restore,
     writers,
 )
@@ -192,6 +193,7 @@ def start(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     """
     checks.check(config)
     writers.check(config.log.writers)
+    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     origin = claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     stack.enter_context(telling_saved_steps(checkpoints.latest_step, checkpoints.directory))

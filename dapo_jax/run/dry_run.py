@@ -1,6 +1,6 @@
 """`train --dry_run`: all that is refused, what the data loses, and the memory, without a step.
 
-Nothing is written, locked, loaded to the devices or compiled. Preflight compiles, for TPUs.
+Nothing is loaded to the devices, locked, or written but to the hub's cache. Preflight compiles.
 """
 
 import math
@@ -12,7 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
-from dapo_jax.run import build, checks, identity, restore, writers
+from dapo_jax.run import build, checks, hub, identity, restore, writers
 from dapo_jax.run.display import printable
 from dapo_jax.run.lock import NAME as LOCK
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ def run(
     """
     checks.check(config)
     writers.check(config.log.writers)
+    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     origin = hosts.on_main(lambda: restore.origin_of(workdir, origin))
     directory = config.checkpoint.directory or workdir / "checkpoints"
     step = hosts.on_main(lambda: _finished_steps(directory))

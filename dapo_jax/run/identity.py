@@ -14,7 +14,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import mixture_settings
-from dapo_jax.run import checks
+from dapo_jax.run import checks, hub
 from dapo_jax.run.files import read_json, read_rows
 from dapo_jax.types import Prompt
 from sharding import hosts
@@ -54,6 +54,7 @@ def of_run(config: ConfigDict, data) -> dict:
             for name, chosen in data.eval_sets.items()
         },
         "files": _of_small_files(config, chat=config.tokenizer.chat),
+        **hub.record(),
     }
     if weights := _weight_files(config):
         own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}
@@ -92,19 +93,20 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
 
 def _of_small_files(config: ConfigDict, *, chat: str) -> dict[str, dict[str, str]]:
     """Digests the tokenizer's files and the model's config.json, by key and name."""
-    tokenizer = epath.Path(config.tokenizer.path or config.model.path)
+    tokenizer = epath.Path(hub.local(config.tokenizer.path or config.model.path))
     names = (*TOKENIZER_FILES, *([CHAT_FILE] if chat == "template" else []))
     files = [tokenizer / name for name in names] if tokenizer.is_dir() else [tokenizer]
     digests = {file.name: of_file(file) for file in files if file.is_file()}
     found = {"tokenizer.path" if config.tokenizer.path else "model.path": digests}
     if config.model.path:
-        file = epath.Path(config.model.path) / "config.json"
+        file = epath.Path(hub.local(config.model.path)) / "config.json"
         found.setdefault("model.path", {})["config.json"] = of_file(file)
     return found
 
 
 def _weight_files(config: ConfigDict) -> list[epath.Path]:
-    return sorted(epath.Path(config.model.path).glob(f"*{WEIGHTS}")) if config.model.path else []
+    path = hub.local(config.model.path)
+    return sorted(epath.Path(path).glob(f"*{WEIGHTS}")) if path else []
 
 
 def _of_mine(files: Sequence[epath.Path]) -> dict[str, str]:

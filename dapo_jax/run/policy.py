@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from dapo_jax.run import build, checks, identity, places
+from dapo_jax.run import build, checks, hub, identity, places
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.files import read_json
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -164,7 +164,7 @@ def fit_model(config: ConfigDict) -> None:
 
     Raises FileNotFoundError where there is none, ValueError where it does not fit.
     """
-    path, r = config.model.path, config.rollout
+    path, r = hub.local(config.model.path), config.rollout
     if (pathlib.Path(path) / "metrics.jsonl").is_file():
         raise ValueError(
             f"--model={path} is a run's directory, which --workdir takes; `python -m "
@@ -189,7 +189,7 @@ def fit_model(config: ConfigDict) -> None:
 
 def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
     """Fills in how long responses may be, behind prompts of at most so many tokens."""
-    path, r = config.model.path, config.rollout
+    path, r = hub.local(config.model.path), config.rollout
     positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
     r.max_prompt_tokens = prompt_tokens
     if not r.max_response_tokens:
