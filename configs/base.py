@@ -43,11 +43,11 @@ class Key:
         return tuple(getattr(importlib.import_module(module), name))
 
     def refusal(self, value: Any) -> str:
-        """Says what the value must be; "" where it is allowed, or None, which leaves a key open."""
-        if value is None:
+        """Says what the value must be; "" where it is allowed, as the default and None are."""
+        if value is None or value == self.default:
             return ""
         if (allowed := self.allowed()) and value not in allowed:
-            return f"choose one of {', '.join(map(str, allowed))}"
+            return f"but must be one of {', '.join(map(str, allowed))}"
         bounded = self.at_least is not None or self.above is not None
         least = max(self.above, TINY32) if self.above is not None else self.at_least
         if not bounded or least <= value <= self.at_most:
@@ -123,6 +123,9 @@ LOSS_PRESETS = {
     },
 }
 PRESETS = (*TABLE_1, *LOSS_PRESETS)
+# The paper's training problems and its evaluation set, where its authors publish them.
+DAPO_MATH_17K = "hf://datasets/BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k.parquet"
+AIME_2024 = "hf://datasets/BytedTsinghua-SIA/AIME-2024/data/aime-2024.parquet"
 
 
 # fmt: off
@@ -132,14 +135,15 @@ KEYS = {
     "num_steps": Key(300, "rollout steps", at_least=1),
     "updates_per_step": Key(16, "mini-batches, each one optimizer update, one pass", at_least=1),
 
-    "model.path": Key("", "Hugging Face directory of the start policy; \"\": random weights"),
+    "model.path": Key("", "the start policy: a Hugging Face directory, or ORG/NAME on its hub; "
+                      "\"\": random weights"),
     "model.family": Key("qwen2", "or qwen3, llama, a custom module \"my_models.x\""),
     "model.preset": Key("", "the family's name for sizes: what path has, or for random weights"),
     "model.compute_dtype": Key("bfloat16", "or float32; weights and moments stay float32",
                                choices=("float32", "bfloat16")),
     "model.kernels": Key("auto", "or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret"),
 
-    "tokenizer.path": Key("", "directory; \"\": model.path"),
+    "tokenizer.path": Key("", "directory, or ORG/NAME; \"\": model.path"),
     "tokenizer.stop_tokens": Key((), "token texts; (): those that the model's files name"),
     "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template",
                           choices=("none", "template")),
@@ -261,12 +265,13 @@ DATASET = {
     "task": Key("", "a name of dapo_jax.tasks.base, or a custom \"module:Class\"; \"\": math"),
     "kind": Key("", "the file's schema, one of dapo_jax.tasks.readers.KINDS (\"\": by the path's "
                 "ending), or \"arithmetic\", which is generated"),
-    "path": Key("", "the file with its rows"),
+    "path": Key("", "the file with its rows, or hf://datasets/ORG/NAME[@REVISION]/FILE"),
     "prompt_field": Key("", "of a row; \"a.b\" is field b of field a; \"\": that of the kind"),
     "answer_field": Key("", "of a row; \"\": that of the kind"),
     "template": Key("", "dapo, boxed, none, or a text with {problem}; \"\": the task's own for "
                     "questions, none for chats"),
-    "rules": Key("", "those that grade it; \"\": verifier.rules"),
+    "rules": Key("", "those that grade it; \"\": verifier.rules",
+                 choices="dapo_jax.tasks.math_problems:RULES"),
     "levels": Key((1, 2, 3, 4), "of generated problems"),
     "count": Key(10_000, "of generated problems"),
     "seed": Key(0, "of generated problems"),

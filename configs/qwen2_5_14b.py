@@ -1,7 +1,6 @@
 """DAPO on Qwen2.5-14B with the paper's lengths: 64 TPU v6e chips (v6e-64).
 
-    python -m dapo_jax.train --distributed --config=configs/qwen2_5_14b.py --workdir=RUN \
-        --config.model.path=/path/to/Qwen2.5-14B --config.data.train.path=dapo-math-17k.parquet
+    python -m dapo_jax.train --distributed --config=configs/qwen2_5_14b.py --workdir=RUN
 
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
 Not run: what the TPU's compiler says of it is in experiments/preflight.
@@ -12,11 +11,11 @@ from configs import base
 
 def get_config(preset: str = ""):
     config = base.get_config()
-    config.model.path = "Qwen2.5-14B"
+    config.model.path = "Qwen/Qwen2.5-14B"
     config.model.preset = "14b"
     config.tokenizer.chat = "template"
-    config.data.train.path = "dapo-math-17k.parquet"
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path="aime-2024.parquet")
+    config.data.train.path = base.DAPO_MATH_17K
+    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
     config.num_steps = 330
     config.rollout.cache_mib = 16_384
     config.learner.micro_batch_rows = 8

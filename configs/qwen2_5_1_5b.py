@@ -1,7 +1,6 @@
 """DAPO on Qwen2.5-1.5B with responses of at most 8,192 tokens: 16 TPU v5e chips (v5e-16).
 
-    python -m dapo_jax.train --distributed --config=configs/qwen2_5_1_5b.py --workdir=RUN \
-        --config.model.path=/path/to/Qwen2.5-1.5B --config.data.train.path=dapo-math-17k.parquet
+    python -m dapo_jax.train --distributed --config=configs/qwen2_5_1_5b.py --workdir=RUN
 
 256 prompts x 16 responses, 8 updates of 512 responses a rollout step. Not run: what the TPU's
 compiler says of it is in experiments/preflight.
@@ -12,11 +11,11 @@ from configs import base
 
 def get_config(preset: str = ""):
     config = base.get_config()
-    config.model.path = "Qwen2.5-1.5B"
+    config.model.path = "Qwen/Qwen2.5-1.5B"
     config.model.preset = "1.5b"
     config.tokenizer.chat = "template"
-    config.data.train.path = "dapo-math-17k.parquet"
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path="aime-2024.parquet")
+    config.data.train.path = base.DAPO_MATH_17K
+    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
     config.num_steps = 300
     config.updates_per_step = 8
     config.rollout.num_prompts = 256

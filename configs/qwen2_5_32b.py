@@ -1,7 +1,6 @@
 """DAPO on Qwen2.5-32B: the paper's recipe (section 4.1), for 256 TPU chips: v5p-512 or v6e-256.
 
-    python -m dapo_jax.train --distributed --config=configs/qwen2_5_32b.py --workdir=RUN \
-        --config.model.path=/path/to/Qwen2.5-32B --config.data.train.path=dapo-math-17k.parquet
+    python -m dapo_jax.train --distributed --config=configs/qwen2_5_32b.py --workdir=RUN
 
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
 On v6e-256 add --config.rollout.cache_mib=12288 --config.learner.remat=full. Not run: what the TPU's
@@ -14,11 +13,11 @@ from configs import base
 
 def get_config(preset: str = ""):
     config = base.get_config()
-    config.model.path = "Qwen2.5-32B"
+    config.model.path = "Qwen/Qwen2.5-32B"
     config.model.preset = "32b"
     config.tokenizer.chat = "template"
-    config.data.train.path = "dapo-math-17k.parquet"
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path="aime-2024.parquet")
+    config.data.train.path = base.DAPO_MATH_17K
+    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
     config.num_steps = 330
     config.rollout.cache_mib = 61_440  # of 95 GiB a v5p chip
     # A slot for every response of a step, or nearly: the longest ones begin at once, and nothing is

@@ -1,7 +1,6 @@
 """DAPO on Qwen2.5-7B with the paper's lengths: 64 TPU v5e chips (v5e-64) or 16 of v6e (v6e-16).
 
-    python -m dapo_jax.train --distributed --config=configs/qwen2_5_7b.py --workdir=RUN \
-        --config.model.path=/path/to/Qwen2.5-7B --config.data.train.path=dapo-math-17k.parquet
+    python -m dapo_jax.train --distributed --config=configs/qwen2_5_7b.py --workdir=RUN
 
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
 On v6e-16 add --config.learner.micro_batch_rows=4 --config.rollout.cache_mib=14336. Not run: what
@@ -13,11 +12,11 @@ from configs import base
 
 def get_config(preset: str = ""):
     config = base.get_config()
-    config.model.path = "Qwen2.5-7B"
+    config.model.path = "Qwen/Qwen2.5-7B"
     config.model.preset = "7b"
     config.tokenizer.chat = "template"
-    config.data.train.path = "dapo-math-17k.parquet"
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path="aime-2024.parquet")
+    config.data.train.path = base.DAPO_MATH_17K
+    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
     config.num_steps = 330
     config.rollout.cache_mib = 6_656
     config.learner.micro_batch_rows = 16

@@ -1,7 +1,6 @@
 """DAPO on Qwen3-32B with the paper's recipe (section 4.1), for 256 TPU v5p chips (v5p-512).
 
-    python -m dapo_jax.train --distributed --config=configs/qwen3_32b.py --workdir=RUN \
-        --config.model.path=/path/to/Qwen3-32B --config.data.train.path=dapo-math-17k.parquet
+    python -m dapo_jax.train --distributed --config=configs/qwen3_32b.py --workdir=RUN
 
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
 The model is published trained further only, without a base model. Neither run nor compiled: layout
@@ -14,11 +13,11 @@ from configs import base
 def get_config(preset: str = ""):
     config = base.get_config()
     config.model.family = "qwen3"
-    config.model.path = "Qwen3-32B"
+    config.model.path = "Qwen/Qwen3-32B"
     config.model.preset = "32b"
     config.tokenizer.chat = "template"
-    config.data.train.path = "dapo-math-17k.parquet"
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path="aime-2024.parquet")
+    config.data.train.path = base.DAPO_MATH_17K
+    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
     config.num_steps = 330
     config.rollout.cache_mib = 61_440  # of 95 GiB a v5p chip
     config.rollout.slot_tokens = 3_072  # as in qwen2_5_32b.py

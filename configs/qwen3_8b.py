@@ -1,7 +1,6 @@
 """DAPO on Qwen3-8B-Base with the paper's lengths: 64 TPU v5e chips (v5e-64).
 
-    python -m dapo_jax.train --distributed --config=configs/qwen3_8b.py --workdir=RUN \
-        --config.model.path=/path/to/Qwen3-8B-Base --config.data.train.path=dapo-math-17k.parquet
+    python -m dapo_jax.train --distributed --config=configs/qwen3_8b.py --workdir=RUN
 
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
 Not run; the TPU's compiler says 10.6 GiB a chip while sampling and 7.6 in the update, of 15.75. On
@@ -14,11 +13,11 @@ from configs import base
 def get_config(preset: str = ""):
     config = base.get_config()
     config.model.family = "qwen3"
-    config.model.path = "Qwen3-8B-Base"
+    config.model.path = "Qwen/Qwen3-8B-Base"
     config.model.preset = "8b"
     config.tokenizer.chat = "template"
-    config.data.train.path = "dapo-math-17k.parquet"
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path="aime-2024.parquet")
+    config.data.train.path = base.DAPO_MATH_17K
+    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
     config.num_steps = 330
     config.rollout.cache_mib = 7_168
     config.learner.micro_batch_rows = 8

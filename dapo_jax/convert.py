@@ -3,9 +3,10 @@
     python -m dapo_jax.convert --from=hf:DIR --to=orbax:DIR [--dtype=float32|bfloat16|float16]
     python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
 
-and back; a Hugging Face directory may be in a bucket (gs://). --family=MODULE names a model family
-of one's own. An Orbax directory holds params/ (the checkpoint), model_config.json and the
-tokenizer's files, so that nothing is lost on the way back. A run is a training run's --workdir.
+and back; a Hugging Face directory may be in a bucket (gs://), and one that is read may be a name on
+the hub (hf:ORG/NAME). --family=MODULE names a model family of one's own. An Orbax directory holds
+params/ (the checkpoint), model_config.json and the tokenizer's files, so that nothing is lost on
+the way back. A run is a training run's --workdir.
 """
 
 import dataclasses
@@ -18,8 +19,9 @@ from absl import flags
 from etils import epath
 
 from dapo_jax import learner
-from dapo_jax.run import build, checkpoint, command
+from dapo_jax.run import build, checkpoint, command, hub
 from dapo_jax.run.alarms import require_finite
+from dapo_jax.run.hub import TOKENIZER_FILES
 from dapo_jax.run.policy import restored, run_recipe
 from dapo_jax.untrusted import present
 from models import families, hf
@@ -31,17 +33,6 @@ MODEL_CONFIG_FILE = "model_config.json"
 PARAMS_FOLDER = "params"
 # Keys of config.json that the model does not compute with, but that its users need.
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 SOURCES, TARGETS = ("hf", "orbax", "run"), ("hf", "orbax")
 
 
@@ -57,8 +48,8 @@ def convert(
     Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
     and ValueError for a source that is broken or of an unknown family.
     """
-    from_kind, from_path = _place("from", source, SOURCES)
     to_kind, to_path = _place("to", target, TARGETS)
+    from_kind, from_path = _place("from", source, SOURCES)
     if step is not None and from_kind != "run":
         raise ValueError(f"--step is {step}, but --from is {source!r}: only a run has steps")
     if to_path.exists() and (not to_path.is_dir() or any(to_path.iterdir())):
@@ -141,11 +132,12 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str, trust_code: b
     ValueError as `run_recipe` and `restored` do.
     """
     recipe = run_recipe(workdir, trust_code=trust_code)
+    hub.fetch(hub.paths(recipe, "data.", "eval."), workdir)
     programs = build.programs(recipe, vocab_size=0)
     _, params, start_weights = restored(programs, workdir, step)
-    model_path = recipe.model.path
+    model_path = hub.local(recipe.model.path)
     kept = _kept(model_path) if model_path else {}
-    tokenizer_path = epath.Path(recipe.tokenizer.path or model_path)
+    tokenizer_path = epath.Path(hub.local(recipe.tokenizer.path) or model_path)
     if programs.learning.lora:
         params = learner.policy_weights(params, start_weights, programs.learning)
     return learner.cast(params, dtype), programs.sizes, kept, tokenizer_path
@@ -161,7 +153,10 @@ def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
     if kind not in kinds or not colon or not path:
         forms = " or ".join(f"{kind}:DIR" for kind in kinds)
         raise ValueError(f"--{flag} is {value!r}, but must be {forms}")
-    return kind, epath.Path(path)
+    if (flag, kind) == ("from", "hf"):
+        path = value if path.startswith("//") else path
+        hub.fetch({"--from": path})
+    return kind, epath.Path(hub.local(path))
 
 
 def main(_):

@@ -6,10 +6,9 @@
 
 The first evaluates the checkpoint after N rollout steps (default: the newest) of the run in DIR,
 which may be going on. The config has to be the run's in all that makes the policy; how it is
-evaluated may differ. The second evaluates a Hugging Face directory as it is, with no recipe and no
-run (configs/any_model.py); a temperature of 0 is greedy decoding. One that was interrupted goes on
-with the groups that it had finished when the same command is given again. Both write
-DIR/eval/N.<set>.<settings>.json, the responses beside it, and a page to read them;
+evaluated may differ. The second evaluates a Hugging Face directory, or ORG/NAME on its hub, as it
+is, with no recipe and no run (configs/any_model.py); a temperature of 0 is greedy decoding. Both
+write DIR/eval/N.<set>.<settings>.json, the responses beside it, and a page of them;
 `python -m dapo_jax.report --evaluation=FILE --evaluation=FILE` compares two, problem by problem.
 """
 
@@ -19,20 +18,18 @@ import math
 import pathlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings
+from configs.base import dataset, eval_settings
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
-from dapo_jax.run import build, checks, command, compiled, digests
+from dapo_jax.run import build, checks, command, compile_cache, hub, recipe
 from dapo_jax.run import policy as policies
-from dapo_jax.run.begun import Begun
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.metrics import TASK, mean_measures
 from dapo_jax.run.record import (
@@ -41,11 +38,21 @@ from dapo_jax.run.record import (
     write_own_results,
     write_responses,
 )
-from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.tasks.base import BUILT_IN
+from dapo_jax.tasks.readers import KINDS
 from dapo_jax.types import Group, Verdict
-from models.parameters import ModelConfig
 from sharding import hosts
+
+# The recipe of a model that comes without one, and this command's flags of it: (key, help).
+ANY_MODEL = str(recipe.ROOT / "configs" / "any_model.py")
+SHORT = {
+    "model": ("model.path", "A Hugging Face directory, or ORG/NAME; no recipe and no run needed."),
+    "k": ("eval.samples_per_prompt", "Responses a problem."),
+    "temperature": ("eval.temperature", "0: greedy decoding."),
+    "top_p": ("eval.top_p", "The share of the probability that is sampled from."),
+    "max_tokens": ("rollout.max_response_tokens", "Of a response, at most."),
+}
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -104,8 +111,7 @@ class Evaluation:
     All requests are submitted at once: where this is done first, the tails of training's groups and
     theirs overlap. What each gives depends on the weights alone. Use it as a context manager.
 
-    first_stream: of the session's streams that of the first set; the others' follow. begun: each
-    set's finished groups of before, which are not sampled again, and where it keeps the others.
+    first_stream: of the session's streams that of the first set; the others' follow.
     """
 
     def __init__(
@@ -114,25 +120,17 @@ class Evaluation:
         sets: Mapping[str, build.EvalSet],
         *,
         first_stream: int,
-        begun: Mapping[str, Begun] = MappingProxyType({}),
     ):
         self._session = session
-        self._begun = begun
         self._sets = dict(enumerate(sets.items(), start=first_stream))
         self._groups: list[Group] = []
         # Not through `self`: in a cycle the session, with its pages and the weights, would outlive
         # its last use until Python looks for cycles.
         graders = {stream: chosen.dataset.grade for stream, (_, chosen) in self._sets.items()}
         self._grading = Grading(lambda group: graders[group.stream](group))
-        finished = []
-        for stream, (name, chosen) in self._sets.items():
-            before = begun[name].responses if name in begun else {}
+        for stream, (_, chosen) in self._sets.items():
             for cursor, prompt in enumerate(chosen.dataset.prompts):
-                if cursor in before:
-                    finished.append(Group(cursor, prompt, before[cursor], stream))
-                else:
-                    session.submit(cursor, prompt, group_size=chosen.k, stream=stream)
-        self._groups += self._grading.exchange(finished)
+                session.submit(cursor, prompt, group_size=chosen.k, stream=stream)
 
     def __enter__(self) -> "Evaluation":
         return self
@@ -142,8 +140,6 @@ class Evaluation:
 
     def take(self, finished: Sequence[Group]) -> None:
         """Takes finished groups of the sets; they are graded behind the decoding."""
-        for group in finished if self._begun else ():
-            self._begun[self._sets[group.stream][0]].add(group)
         self._groups += self._grading.exchange(finished)
 
     def finish(
@@ -186,14 +182,13 @@ def evaluate(
     *,
     report: Callable[[str], None],
     keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
-    begun: Mapping[str, Begun] = MappingProxyType({}),
 ) -> dict[str, dict[str, float]]:
     """Evaluates the sets alone, with programs for them. `params` are the sampler's.
 
-    keep: is given each set's name and groups of responses. begun: as of `Evaluation`.
+    keep: is given each set's name and groups of responses.
     """
     session = Session(programs.engine, params, *streams(config, sets))
-    with Evaluation(session, sets, first_stream=0, begun=begun) as evaluation:
+    with Evaluation(session, sets, first_stream=0) as evaluation:
         return evaluation.finish(report=report, keep=keep)
 
 
@@ -208,52 +203,73 @@ def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, d
         "max_response_tokens": config.rollout.max_response_tokens,
         "compute_dtype": config.model.compute_dtype,
         **(named or {}),
+        **hub.record(),
     }
     filled = {name: settings | common for name, settings in eval_settings(config).items()}
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
 
-def sampled_by(weights: str, sizes: ModelConfig, sampling: Sampling) -> str:
-    """Digests what a set's responses depend on beside its prompts and what names its results.
+def chosen_recipe() -> ConfigDict:
+    """Returns the recipe of --config, or that of any model, with the command's own flags in it."""
+    given, config = flags.FLAGS, CONFIG.value
+    if not given.model and given["config"].using_default_value:
+        raise ValueError("give --config=FILE, the recipe of the run in --workdir, or --model=DIR")
+    for name, (key, _) in SHORT.items():
+        if given[name].value is not None:
+            config.update_from_flattened_dict({key: given[name].value})
+    with config.unlocked():
+        for text in given.set:
+            name, settings = named_set(text)
+            if name in config.eval.sets:
+                raise ValueError(f"--set={text}: a second set {name!r}; each has its own name")
+            config.eval.sets[name] = dataset(**settings)
+    return config
 
-    A model's directory may be changed in place: the rotary embeddings' scaling, the stop tokens.
-    weights: a digest of them.
+
+def named_set(text: str) -> tuple[str, dict[str, str]]:
+    """Reads NAME:TASK:PATH; TASK may be a kind of file, or module:Class; PATH may be empty.
+
+    `math` is the kind, which says the fields too: the task of that name grades all kinds. Raises
+    ValueError for anything else.
     """
-    return digests.of_json([weights, repr(sizes), repr(sampling)])
+    name, _, rest = text.partition(":")
+    task, colon, path = rest.partition(":")
+    if colon and task not in BUILT_IN and task not in KINDS:
+        class_name, _, path = path.partition(":")
+        colon = class_name.isidentifier() and not path.startswith("//")  # not of gs://bucket
+        task = f"{task}:{class_name}"
+    if not name.isidentifier() or not task or not colon:
+        raise ValueError(
+            f"--set={text}: must be NAME:TASK:PATH, for instance aime24:math:aime24.jsonl; TASK is "
+            f"{', '.join(BUILT_IN)}, a custom module:Class, or a kind of file: {', '.join(KINDS)}"
+        )
+    return name, {"kind" if task in KINDS else "task": task, "path": path}
 
 
 def main(_):
-    config, workdir = CONFIG.value, pathlib.Path(WORKDIR.value)
+    config, workdir = chosen_recipe(), pathlib.Path(WORKDIR.value)
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
-    compiled.keep(several=DISTRIBUTED.value)
+    compile_cache.enable(several=DISTRIBUTED.value)
     say = print if hosts.is_main_host() else lambda message: None
     if not eval_settings(config):
         raise ValueError(
             "eval.sets has no set with k > 0: there is nothing to evaluate; add one "
             "(--set=NAME:TASK:PATH)"
         )
-    of = model_and_data if MODEL.value else run_and_data
+    is_model = bool(flags.FLAGS.model)
+    of = model_and_data if is_model else run_and_data
     step, policy, data = of(config, workdir, say)
-    settings = settings_of(config, policies.named(config) if MODEL.value else None)
+    settings = settings_of(config, policies.named(config) if is_model else None)
     file = {name: f"{step}.{name}.{settings_label(settings[name])}" for name in data.eval_sets}
-    weights = digests.of_state(policy.weights, digests.sums_on_devices(policy.weights))
-    begun = {}
-    for name, it in data.eval_sets.items():
-        how = sampled_by(weights, policy.programs.sizes, it.sampling)
-        begun[name] = Begun(
-            workdir, file[name], how=how, prompts=it.dataset.prompts, k=it.k, say=say
-        )
 
     def keep(name, groups):
         if hosts.is_main_host():
             write_responses(workdir, file[name], groups)
 
     results = evaluate(
-        config, policy.programs, policy.weights, data.eval_sets, report=say, keep=keep, begun=begun
+        config, policy.programs, policy.weights, data.eval_sets, report=say, keep=keep
     )
     paths = write_own_results(workdir, step, results, settings)
-    for of_set in begun.values():
-        of_set.remove()
     say(evaluation_line(step, result_row(results)))
     for name, scores in results.items():
         say(interval_line(name, scores, settings[name]))
@@ -269,6 +285,7 @@ def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     checks.check(config)
     hosts.on_main(lambda: require_directory(workdir))
     hosts.on_main(lambda: policies.check_same(config, workdir))
+    hub.fetch(hub.paths(config, "data."), workdir)
     data = build.load_data(config, build.tokenizer(config), training=False)
     say("\n".join(data.report_lines()))
     return *policies.of_run(config, workdir, STEP.value), data
@@ -279,6 +296,7 @@ def model_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     if (workdir / "config.json").exists():
         raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
     hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
+    hub.fetch(hub.paths(config, "data."))
     policies.fit_model(config)
     tokenizer = build.tokenizer(config)
     data = build.load_data(config, tokenizer, training=False)
@@ -328,19 +346,15 @@ def require_directory(workdir: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    command.define_short(
-        model=("model.path", "A Hugging Face directory to evaluate, with no recipe and no run."),
-        set=("eval.sets", "NAME:TASK:PATH of a set; TASK is one, or a kind of file. Repeat it."),
-        k=("eval.samples_per_prompt", "Responses a problem."),
-        temperature=("eval.temperature", "0: greedy decoding."),
-        top_p=("eval.top_p", "The share of the probability that is sampled from."),
-        max_tokens=("rollout.max_response_tokens", "Of a response, at most."),
-    )
-    CONFIG = command.define_config()
+    for flag, (key_, help_) in SHORT.items():
+        define = flags.DEFINE_string if flag == "model" else flags.DEFINE_float
+        define = flags.DEFINE_integer if flag in ("k", "max_tokens") else define
+        define(flag, None, f"{help_} Sets --config.{key_}.")
+    flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
+    CONFIG = recipe.define_config(default=ANY_MODEL)
     WORKDIR = command.define_workdir()
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )
     DISTRIBUTED = command.define_distributed()
-    MODEL = flags.FLAGS["model"]
     command.run(main)

@@ -1,12 +1,12 @@
-"""Tries a policy: a question, or a conversation in the terminal, its tokens as they are sampled.
+"""Samples responses of a policy to a question, or to questions typed in the terminal.
 
     python -m dapo_jax.sample --workdir=DIR [--step=N] [--prompt="What is 7 * 8?"]
     python -m dapo_jax.sample --model=DIR [--chat] [--n=4] [--temperature=0] [--max_tokens=512]
 
 The policy is a run's checkpoint (the newest, or that after N steps) or a Hugging Face directory.
-Without --prompt each line that is typed is one; an empty line, or the end of the input, ends it.
-With --chat they are turns of one conversation, in the tokenizer's chat template; without, each
-stands alone, in the template that training put around its problems (--template).
+Without --prompt each typed line is a question of its own; an empty line, or the end of the input,
+ends the command. --chat puts a question into the tokenizer's chat template; without it, it is in
+the template that training put around its problems (--template).
 """
 
 import pathlib
@@ -20,7 +20,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import any_model
-from dapo_jax.run import build, checks, command, compiled
+from dapo_jax.run import build, checks, command, compile_cache, hub
 from dapo_jax.run import policy as policies
 from dapo_jax.run.display import printable_lines
 from dapo_jax.run.policy import Policy
@@ -31,7 +31,7 @@ from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Example, Message, Prompt, Response
 from sharding import hosts
 
-TALK_TOKENS = 1_024  # of a conversation so far, at most, and of an answer
+TALK_TOKENS = 1_024  # of a typed question, and of an answer, at most
 BLOCK_TOKENS, PAGE_TOKENS = 4, 128  # decode steps between two looks at what there is; of cache
 
 
@@ -72,8 +72,8 @@ def shown(text: str, response: Response, tokenizer) -> str:
     return whole[len(text) :] if whole.startswith(text) else ""
 
 
-def answer(policy: Policy, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> str:
-    """Prints the responses, the first one as it is sampled; returns its text."""
+def answer(policy: Policy, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> None:
+    """Prints the responses, the first one as it is sampled."""
     start, text, responses = time.perf_counter(), "", []
     for responses in answers(policy, sampling, messages, n=n, cursor=cursor, seed=seed):
         added = shown(text, responses[0], policy.tokenizer)
@@ -87,7 +87,6 @@ def answer(policy: Policy, sampling: Sampling, messages, *, n: int, cursor: int,
     cut = sum(not response.stopped for response in responses)
     note = f", {cut} cut at --max_tokens={sampling.max_response_tokens}" if cut else ""
     print(f"[{tokens} tokens in {seconds:.1f} s{note}]", file=sys.stderr, flush=True)
-    return text
 
 
 def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
@@ -106,6 +105,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     r = config.rollout
     if given.model:
         config.model.path = given.model
+    hub.fetch(hub.paths(config, "data.", "eval."), workdir)
     template = given.template or (trained_with(config) if workdir else "none")
     config.tokenizer.chat = "template" if given.chat else config.tokenizer.chat
     r.max_response_tokens = given.max_tokens or r.max_response_tokens or TALK_TOKENS
@@ -132,7 +132,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
 
 
 def _fit_lengths(config: ConfigDict, prompt: str | None, template: str) -> None:
-    """Makes room for the prompt, or for a conversation, and for a response behind it."""
+    """Makes room for the prompt, or a typed one, and for a response behind it."""
     r, wanted = config.rollout, config.rollout.max_response_tokens
     r.max_prompt_tokens = 0
     policies.fit_model(config)
@@ -167,7 +167,7 @@ def _unknown(config: ConfigDict) -> str:
 
 def main(_):
     hosts.start(several=False, cpu_devices=0)
-    compiled.keep(several=False)
+    compile_cache.enable(several=False)
     given = flags.FLAGS
     sys.stdout.reconfigure(errors="backslashreplace")  # a response may hold any character
     if sys.stdin:
@@ -186,32 +186,13 @@ def main(_):
         turn = templated(given.prompt, template)
         answer(policy, sampling, turn, n=given.n, cursor=0, seed=given.seed)
         return
-    talk: list[Message] = []
+    most = policy.config.rollout.max_prompt_tokens
     for cursor, line in enumerate(typed()):
         turn = templated(line, template)
-        messages, note = fitting(policy, talk if given.chat else [], turn)
-        if note:
-            print(f"[{note}]", file=sys.stderr, flush=True)
-        if not messages:
-            continue
-        text = answer(policy, sampling, messages, n=given.n, cursor=cursor, seed=given.seed)
-        talk = [*messages, {"role": "assistant", "content": text}]
-
-
-def fitting(
-    policy: Policy, talk: Sequence[Message], turn: Sequence[Message]
-) -> tuple[list[Message], str]:
-    """(the messages to answer, what to say of them): the turn behind the conversation so far.
-
-    The turn alone where both are too long, and none where it is too long itself.
-    """
-    most = policy.config.rollout.max_prompt_tokens
-    if len(policy.tokenizer.encode_chat([*talk, *turn])) <= most:
-        return [*talk, *turn], ""
-    tokens = len(policy.tokenizer.encode_chat(turn))
-    if tokens > most:
-        return [], f"{tokens:,} tokens, of {most:,} at most: not answered"
-    return [*turn], f"more than {most:,} tokens so far: the conversation begins anew"
+        if (tokens := len(policy.tokenizer.encode_chat(turn))) > most:
+            print(f"[{tokens:,} tokens, of {most:,} at most: not answered]", file=sys.stderr)
+        else:
+            answer(policy, sampling, turn, n=given.n, cursor=cursor, seed=given.seed)
 
 
 def typed() -> Iterator[str]:
@@ -228,9 +209,9 @@ def typed() -> Iterator[str]:
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "A run's directory.")
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
-    flags.DEFINE_string("model", None, "A Hugging Face directory.")
+    flags.DEFINE_string("model", None, "A Hugging Face directory, or ORG/NAME on its hub.")
     flags.DEFINE_string("prompt", None, "One question; without it, those that are typed.")
-    flags.DEFINE_bool("chat", False, "A conversation in the tokenizer's chat template.")
+    flags.DEFINE_bool("chat", False, "Put questions into the tokenizer's chat template.")
     flags.DEFINE_string("template", None, "dapo, boxed, none, or a text with {problem}.")
     flags.DEFINE_integer("n", 1, "Responses to each prompt.", lower_bound=1)
     flags.DEFINE_float("temperature", None, "0: greedy. Default: the run's, or 1.", lower_bound=0)

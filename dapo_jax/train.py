@@ -26,8 +26,20 @@ from ml_collections import ConfigDict
 
 from dapo_jax import algorithm, carry_over, evaluate, learner, losses, rollout
 from dapo_jax.report import plots, runs, timeline
-from dapo_jax.run import alarms, build, chain, checks, command, compile_cache, digests, files
-from dapo_jax.run import recipe, start
+from dapo_jax.run import (
+    alarms,
+    build,
+    chain,
+    checks,
+    command,
+    compile_cache,
+    digests,
+    dry_run,
+    files,
+    hub,
+    recipe,
+    start,
+)
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
@@ -63,7 +75,7 @@ class Run:
         """Whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
 
-    def evaluate(self, state: learner.TrainState, finished_steps: int) -> None:
+    def evaluate_alone(self, state: learner.TrainState, finished_steps: int) -> None:
         """Evaluates all sets in a session of their own."""
         session = Session(self.programs.engine, self.sampler_weights(state), *self.streams)
         how = {"first_stream": rollout.TRAINING + 1}
@@ -92,7 +104,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None
         run, state, progress = begin(config, workdir, stack, origin)
         begins = run.first_step == run.begin_step
         if begins and run.sets and not run.evaluates_in(run.first_step):
-            run.evaluate(state, run.first_step)  # a fork: all have a first point
+            run.evaluate_alone(state, run.first_step)  # a fork: all have a first point
         for step in range(run.first_step, config.num_steps):
             state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:
@@ -166,7 +178,7 @@ def finish(
 
     ends = step + 1 == config.num_steps
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
-        run.evaluate(state, step + 1)
+        run.evaluate_alone(state, step + 1)
 
     if hosts.is_main_host():
         row |= made | {chain.STATE: digests.of_json(arrays)}
@@ -188,6 +200,7 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
     """
     start.check(config)
+    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     snapshots = stack.enter_context(
@@ -366,7 +379,9 @@ def advantages(config: ConfigDict, rollouts: Rollouts, reward_PG: np.ndarray) ->
     return advantage_PG
 
 
-def take_updates(run: Run, state: learner.TrainState, rollouts: Rollouts, advantage_PG, rate: float):
+def take_updates(
+    run: Run, state: learner.TrainState, rollouts: Rollouts, advantage_PG, rate: float
+):
     """(state, each update's metrics) after one pass over the kept groups."""
     config, updates = run.config, []
     per_update = config.rollout.num_prompts // config.updates_per_step
@@ -392,7 +407,7 @@ def main(_):
     hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
     origin = start.Origin.parse(START.value) if START.value is not None else None
     if DRY_RUN.value:
-        start.dry_run(config, workdir, origin, print if hosts.is_main_host() else lambda line: None)
+        dry_run.run(config, workdir, origin, print if hosts.is_main_host() else lambda line: None)
     else:
         compile_cache.enable(several=DISTRIBUTED.value)
         train(config, workdir, origin)

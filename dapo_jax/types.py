@@ -264,11 +264,12 @@ class Batch:
     """Packed rows of tokens: [M, B, T] for a mini-batch, [B, T] for one of its micro-batches.
 
     The one list of the fields of a trained token, with dtypes; a loss gets a micro-batch, or a
-    chunk [C] of it. Entry t belongs to target t, the token that comes next. segment numbers a row's pieces from 1; 0 is padding. branch numbers a
-    row's responses from 1; 0 is a prompt, which all responses of its piece follow. position counts
-    from 0 along a prompt and each of its responses. weight is that of the token's loss in the whole
-    mini-batch (Eq. 12). behavior_logp is the sampler's; old_logp is the same but where the learner
-    has computed it again (learner.old_logprobs). is_fresh: a response's tokens but for those that
+    chunk [C] of it. Entry t belongs to target t, the token that comes next. segment numbers a row's
+    pieces from 1; 0 is padding. branch numbers a row's responses from 1; 0 is a prompt, which all
+    responses of its piece follow. position counts from 0 along a prompt and each of its responses.
+    weight is that of the token's loss in the whole mini-batch (Eq. 12). behavior_logp is the
+    sampler's; old_logp is the same unless the learner has recomputed it (learner.old_logprobs).
+    is_fresh: a response's tokens but for those that
     earlier policies sampled. is_high_cov: the tokens that KL-Cov holds back. reference_logp: the
     start policy's log-probabilities, which the learner computes for a KL term; None without one.
     Of the micro-batches the first `num_micro` are in use.

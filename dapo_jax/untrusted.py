@@ -71,7 +71,7 @@ def check_file(file: epath.Path) -> None:
     """Raises ValueError unless an entry of a local directory is a regular file of its own.
 
     A link is followed inside the directory, and from a snapshot in Hugging Face's cache, whose
-    entries are links, to that cache's blobs/. Any other link may show a private file as a model's.
+    entries are links, to blobs/ of its repository and the cache. Others may show a private file.
     """
     if not is_local(file):
         return
@@ -86,7 +86,8 @@ def check_file(file: epath.Path) -> None:
     folder, target = local.parent.resolve(), local.resolve()
     places = [folder]
     if folder.parent.name == "snapshots":
-        places.append((folder.parent.parent / "blobs").resolve())
+        ways = (folder.parents[1], folder.parents[2])
+        places += [(way / "blobs").resolve() for way in ways]
     if not any(target.is_relative_to(place) for place in places):
         raise ValueError(
             f"{file} is a link to {shown(str(target))}, outside its directory; copy that file in, "

@@ -13,23 +13,28 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 from absl import app, flags
 from ml_collections import ConfigDict
+from scipy import stats
 
 from dapo_jax.report import plots, statistics
 from dapo_jax.report.curves import Panel, evaluation_curve, metric_curve
-from dapo_jax.report.quantities import Quantity, mean
+from dapo_jax.report.quantities import WORK, Quantity, mean
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run, commit_text, flatten
+from dapo_jax.report.statistics import Interval
 from dapo_jax.report.summary import (
     Comparison,
     by_arm,
     interval_text,
+    numbers,
     signed,
     spread_text,
     table,
@@ -46,11 +51,17 @@ CLIPPED = tuple(
     mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
     for bound in ("high", "low")
 )
+ALPHA = 1 - statistics.CONFIDENCE
+POST_HOC = "post hoc"  # asked when the runs were there, to explain them
 NOTE = """\
-A row is confirmed or refuted where the interval paired by seed excludes zero, and open
-elsewhere; of {n} without any effect {expected:.1f} would do so on average. Paired: Student's, of
-the differences of runs of one seed; unpaired: Welch's; both 95 %. Seeds needed: an arm, for an
-interval of half the width of the paired one here; paired / unpaired."""
+Paired: Student's 95 % interval of the differences of runs of one seed. Pooled: the same with the
+residual of all arms that have all seeds (two-way analysis of variance, arm and seed), which takes
+these arms to scatter alike; with two arms it is the paired one. p: of the pooled difference, after
+Holm's correction for the number of predictions ({predictions}); post hoc for that of all rows
+({rows}), though more may have been looked at. A prediction is confirmed or refuted, and a post hoc
+row significant, where p < 0.05 and the paired interval excludes zero. Not significant is not equal:
+the intervals give what is excluded. All runs have the same start policy and held-out problems: no
+interval has the spread over others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +82,31 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trend:
+    """A quantity over arms in an order, by Page's test (1963) on the ranks within each seed."""
+
+    quantity: Quantity
+    arms: Sequence[str]
+
+    def p(self, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> float:
+        """The two-sided p-value; NaN while a seed is missing."""
+        found = [numbers(_values(self.quantity, arms.get(arm, {}))) for arm in self.arms]
+        if any(len(values) < seeds for values in found):
+            return math.nan
+        value_SA = np.stack(found, axis=1)
+        ways = (value_SA, value_SA[:, ::-1])
+        return min(1.0, 2 * min(stats.page_trend_test(way).pvalue for way in ways))
+
+
+@dataclasses.dataclass(frozen=True)
 class Study:
     """What is run and how it is read.
 
     title: of result and figure. config: the recipe. arms: name -> "KEY=V KEY=V", as
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
     columns of the table. drawn: keys of the figure's curves, metrics or eval/<set>/<score>, with
-    their titles. claims: made before the runs. afterwards: asked once they were there, to explain
-    them.
+    their titles. claims: made before the runs. post_hoc, trends: asked once they were there, to
+    explain them.
     """
 
     title: str
@@ -87,7 +115,8 @@ class Study:
     quantities: Sequence[Quantity]
     drawn: Mapping[str, str]
     claims: Sequence[Claim]
-    afterwards: Sequence[Claim] = ()
+    post_hoc: Sequence[Claim] = ()
+    trends: Sequence[Trend] = ()
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     seeds: Sequence[int] = tuple(range(5))
 
@@ -154,11 +183,11 @@ def load(name: str) -> Study:
     return importlib.import_module(f"experiments.{name}.study").STUDY
 
 
-def verdict(claim: Claim, interval: statistics.Interval) -> str:
-    """Whether the runs confirm a claim, refute it, or leave it open."""
-    if not interval.excludes_zero:
-        return "open"
-    return "confirmed" if interval.difference * claim.sign > 0 else "refuted"
+def verdict(claim: Claim, paired: statistics.Interval, p: float) -> str:
+    """Whether the runs confirm a claim or refute it; p: corrected, of the pooled difference."""
+    if not (p < ALPHA and paired.excludes_zero):
+        return "not significant"
+    return "confirmed" if paired.difference * claim.sign > 0 else "refuted"
 
 
 def result(study: Study, runs: Mapping[str, Run]) -> str:
@@ -169,39 +198,94 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
     if missing:
         lines += [f"Missing: {'; '.join(missing)}.", ""]
     lines += ["Mean ± standard deviation over the seeds.", ""]
+    columns = columns_of(study, kept)
     lines += table(
-        ["arm", "seeds", *(quantity.name for quantity in study.quantities)],
+        ["arm", "seeds", *(quantity.name for quantity in columns)],
         [
-            [arm, str(len(found)), *(spread_text(q, _values(q, found)) for q in study.quantities)]
+            [arm, str(len(found)), *(spread_text(q, _values(q, found)) for q in columns)]
             for arm, found in arms.items()
         ],
     )
-    for head, claims in (("prediction", study.claims), ("asked afterwards", study.afterwards)):
-        if claims:
-            heads = [head, "pairs", "difference", "paired by seed", "unpaired", "verdict"]
-            rows = [_judged(claim, arms, len(study.seeds)) for claim in claims]
-            lines += ["", *table([*heads, "seeds needed"], rows)]
-    if n := len(study.claims) + len(study.afterwards):
-        lines += ["", NOTE.format(n=n, expected=n * (1 - statistics.CONFIDENCE))]
+    seeds, claims = len(study.seeds), [*study.claims, *study.post_hoc]
+    pooled = [_pooled(claim, arms, seeds) for claim in claims]
+    trend_p = [trend.p(arms, seeds) for trend in study.trends]
+    n = len(study.claims)
+    of_all = statistics.holm([*(interval.p for interval in pooled), *trend_p])
+    held = [*statistics.holm([interval.p for interval in pooled[:n]]), *of_all[n:]]
+    rows = [
+        _judged(claim, arms, interval, p, is_post_hoc=i >= n)
+        for i, (claim, interval, p) in enumerate(zip(claims, pooled, held, strict=False))
+    ]
+    for head, part in (("prediction", rows[:n]), (POST_HOC, rows[n:])):
+        if part:
+            heads = [head, "pairs", "difference", "paired by seed", "pooled", "p, Holm", "verdict"]
+            lines += ["", *table(heads, part)]
+    if study.trends:
+        heads = [f"trend, {POST_HOC}", "from", "to", "p, Page", "p, Holm"]
+        held = of_all[len(claims) :]
+        rows = [
+            [trend.quantity.name, trend.arms[0], trend.arms[-1], p_text(p), p_text(by_holm)]
+            for trend, p, by_holm in zip(study.trends, trend_p, held, strict=True)
+        ]
+        lines += ["", *table(heads, rows)]
+    if claims:
+        lines += ["", NOTE.format(predictions=n, rows=len(of_all))]
     return "\n".join([*lines, "", _origin(kept), ""])
+
+
+def columns_of(study: Study, runs: Mapping[str, Run]) -> list[Quantity]:
+    """The study's quantities, and what each run was given where the rows have it."""
+    names = {quantity.name for quantity in study.quantities}
+    more = [
+        quantity
+        for quantity in WORK
+        if quantity.name not in names
+        and any(not math.isnan(quantity.value(run)) for run in runs.values())
+    ]
+    return [*study.quantities, *more]
+
+
+def p_text(p: float) -> str:
+    """A p-value to three digits; '-' for NaN."""
+    return "-" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _values(quantity: Quantity, runs: Mapping[int, Run]) -> dict[int, float]:
     return {seed: quantity.value(run) for seed, run in runs.items()}
 
 
-def _judged(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> list[str]:
+def _pooled(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> Interval:
+    """The claim's pooled interval, of the arms that have all seeds; NaN if its own do not."""
+    found = {arm: numbers(_values(claim.quantity, of_arm)) for arm, of_arm in arms.items()}
+    whole = [arm for arm, values in found.items() if len(values) == seeds]
+    if not {claim.arm, claim.than} <= set(whole):
+        return Interval(math.nan, math.nan, math.nan)
+    value_AS = np.stack([found[arm] for arm in whole])
+    return statistics.pooled_interval(value_AS, whole.index(claim.arm), whole.index(claim.than))
+
+
+def _judged(
+    claim: Claim,
+    arms: Mapping[str, Mapping[int, Run]],
+    pooled: Interval,
+    p: float,
+    *,
+    is_post_hoc: bool,
+) -> list[str]:
     """The cells of a claim; it has no verdict while a seed is missing."""
     ours, theirs = (_values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
     found = Comparison.of(ours, theirs)
+    said = "incomplete" if math.isnan(pooled.difference) else verdict(claim, found.paired, p)
+    if is_post_hoc:
+        said = {"confirmed": "significant", "refuted": "significant, reversed"}.get(said, said)
     return [
         claim.text,
         str(found.pairs),
         signed(claim.quantity, found.paired.difference),
         interval_text(claim.quantity, found.paired),
-        interval_text(claim.quantity, found.unpaired),
-        verdict(claim, found.paired) if found.pairs == seeds else "incomplete",
-        " / ".join("-" if n is None else str(n) for n in found.needed),
+        interval_text(claim.quantity, pooled),
+        p_text(p),
+        said,
     ]
 
 
@@ -236,7 +320,7 @@ def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
     """The study's curves, and a column an arm for each quantity."""
     kept, _ = study.finished(runs)
     seeds = len({run.seed for run in kept.values()})
-    over = f": means over {seeds} seeds, bands from the lowest to the highest" if seeds > 1 else ""
+    over = f"\nmeans over {seeds} seeds, bands from the lowest to the highest" if seeds > 1 else ""
     return plots.chosen(kept, panels(study.drawn), study.quantities, title=study.title + over)
 
 

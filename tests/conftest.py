@@ -9,6 +9,7 @@ import pytest
 from experiments.faults.parts import let_children_hear
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face hub; test_hub.py has its own
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )

@@ -23,9 +23,25 @@ from dapo_jax.audit import again
 from dapo_jax.audit.findings import REFUSED
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
-from dapo_jax.run import arguments, build, command, failures, lock, policy, provenance, record
+from dapo_jax.run import (
+    arguments,
+    build,
+    command,
+    failures,
+    files,
+    lock,
+    policy,
+    provenance,
+    record,
+)
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.files import MetricsWriter, append_line, read_rows, remove_leftovers
+from dapo_jax.run.files import (
+    MetricsWriter,
+    append_line,
+    gzip_lines,
+    read_rows,
+    remove_leftovers,
+)
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 from experiments.faults.disks import small_files
@@ -564,3 +580,25 @@ def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
         config.tokenizer.chat = "template"
         policy.check_recipe(config, theirs, "checkpoint 1")
     policy.check_recipe(config, theirs, "checkpoint 1", but=("tokenizer.chat",))
+
+
+def test_a_line_that_is_too_long_is_not_read(tmp_path, monkeypatch):
+    """A few bytes of a stranger's gzip file stood for more than the memory had."""
+    path = tmp_path / "3.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' + b" " * 2_000))
+    assert [len(line) for line in gzip_lines(path)] == [9, 2_000]
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1_000)
+    lines = gzip_lines(path)
+    assert next(lines) == b'{"a": 1}\n'
+    with pytest.raises(ValueError, match=r"3\.jsonl\.gz has a line of more than 1,000 bytes"):
+        next(lines)
+
+
+def test_somebodys_own_file_beside_evaluations_does_not_end_a_run(tmp_path):
+    """A foreign JSON file in eval/ ended `train` with status 1, all its steps being done."""
+    with MetricsWriter(tmp_path, resume_step=None) as writer:
+        writer.write({"step": 0})
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "notes.json").write_text("[]")
+    (tmp_path / "eval" / "1.json").write_text('{"step": 1, "sets": {"a": {"mean@2": 0.5}}}')
+    assert load_run(tmp_path).evaluations == {("a", "mean@2"): {1: 0.5}}

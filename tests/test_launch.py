@@ -92,7 +92,8 @@ def test_dry_run_stages_a_commit_the_model_and_the_data(tmp_path):
     assert model[3:5] == ["/models/Qwen2.5-7B", "gs://my-bucket/inputs/Qwen2.5-7B"]
     assert data[3:] == ["/data/train.parquet", "gs://my-bucket/inputs/data/"]
 
-    assert len(dry_run("tpu_vm.sh", "stage", tmp_path, MODEL="gs://b/m", DATA="()")) == 2
+    for elsewhere in ("gs://b/m", "hf://Qwen/Qwen2.5-7B", "''"):
+        assert len(dry_run("tpu_vm.sh", "stage", tmp_path, MODEL=elsewhere, DATA="()")) == 2
 
 
 def test_dry_run_creates_on_demand_or_spot_one_slice_or_more(tmp_path):

@@ -260,6 +260,51 @@ def test_runs_of_two_sources_are_told_apart():
     }
 
 
+def test_a_run_called_like_an_arm_is_no_seed_of_it():
+    """A folder `a` beside a sweep with an arm `a` was drawn as another seed of the arm."""
+    found = merged({"sweep": {"a/seed_0": _run(arm="a")}, "a": {"a": _run(seed=5)}})
+    assert [len(arm) for arm in curves.arms(found).values()] == [1, 1]
+
+
+def test_files_of_rows_in_folders_of_one_name_are_both_read(tmp_path):
+    """runs/x/rows.jsonl.gz took the place of old/x/rows.jsonl.gz."""
+    paths = [tmp_path / part / "x" / "rows.jsonl.gz" for part in ("old", "runs")]
+    for seed, path in enumerate(paths):
+        path.parent.mkdir(parents=True)
+        write_rows(path, {"a": _run(seed=seed)})
+    assert [run.seed for run in load([], rows=paths).values()] == [0, 1]
+
+
+def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
+    """A seed that died at step 3 of 30 counted with the numbers of that step.
+
+    They were in the arm's mean, spread and paired interval, and nothing on the page said so.
+    """
+    whole, dead = {"steps": 30, "num_steps": 30}, {"steps": 3, "num_steps": 30}
+    runs = {
+        f"{arm}/seed_{seed}": _run(
+            arm=arm, seed=seed, **(dead if arm + str(seed) == "b1" else whole)
+        )
+        for arm in "ab"
+        for seed in range(3)
+    }
+    (whole, rest) = page.ends(curves.arms(runs))["held_out mean@8"]
+    assert (whole["n"], rest["n"], rest["difference"]) == (3, 2, "+0.0% [+0.0%, +0.0%]")
+    text = page.render(runs)
+    assert "Left out, not finished: b/seed_1 has 3 of 30 steps." in text
+    assert "b (2 seeds)" in text
+    # Folders of two recipes are arms of their own: each as long as its recipe asks for.
+    alone = {"short": _run(steps=3, num_steps=3), "long": _run(steps=5, num_steps=5)}
+    assert "Left out" not in page.render(alone)
+
+
+def test_a_score_from_before_the_end_is_not_the_end():
+    """A run that died in its last evaluation stood in the table with an earlier one."""
+    run = _run()
+    del run.evaluations["held_out", "mean@8"][4]
+    assert "held_out mean@8" not in page.ends({"a": {"a": run}})
+
+
 def test_a_sweep_and_its_rows_make_the_same_numbers(tmp_path):
     sweep = tmp_path / "sweep"
     for arm, gain in (("a", 0.1), ("b", 0.05)):

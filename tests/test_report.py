@@ -257,6 +257,18 @@ def test_an_evaluation_set_that_only_one_run_has(tmp_path):
         np.testing.assert_allclose(y, list(with_set.evaluations["held_out", "mean@8"].values()))
 
 
+def test_the_mean_of_the_seeds_that_are_left_is_dashed(tmp_path):
+    """In the PNGs a mean over one seed of two went on as the line of both."""
+    whole, ended = (load_run(_make_run(tmp_path / str(n), steps=n)) for n in (20, 10))
+    runs = {f"a/{n}": dataclasses.replace(run, arm="a") for n, run in enumerate((whole, ended))}
+    figure = plots.curves(runs)
+    (panel,) = [ax for ax in figure.axes if ax.get_title(loc="left") == "policy entropy, nats"]
+    dashed, thick = panel.lines
+    assert dashed.get_linestyle() == "--"
+    assert np.isfinite(dashed.get_ydata()).sum() == 20
+    assert np.isfinite(thick.get_ydata()).tolist() == [True] * 10 + [False] * 10
+
+
 def test_config_differences():
     runs = {
         "a": Run(rows=[], evaluations={}, config={"x": 0.2, "same": 1, "only": [1]}),

@@ -11,16 +11,23 @@ from dapo_jax.report.quantities import last
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
 from dapo_jax.report.statistics import Interval
+from dapo_jax.report.summary import by_arm
 from dapo_jax.run import build
 from experiments import study
 from experiments.eps_high.study import steps_until_half
 from experiments.filter_noise.pod import committed, pod_hours
-from experiments.filter_noise.study import last_scores, noise, score_at
+from experiments.filter_noise.study import (
+    last_scores,
+    noise,
+    score_at,
+    score_at_tokens_after_warmup,
+    score_at_updates,
+)
 from experiments.forks_base.task import WORDING
 from experiments.overlong import texts
 from experiments.random_rewards import forks
 from experiments.reading_a_run import figures
-from experiments.study import Claim, Study, verdict
+from experiments.study import Claim, Study, Trend, verdict
 from experiments.table1.study import BUDGET_TOKENS, accuracy_at_budget
 from experiments.token_level.study import loop_share
 
@@ -37,7 +44,10 @@ def test_a_studys_sweep_passes_all_checks(name):
     assert len(plan.seeds) >= (5 if made.claims else 1)
     assert len({quantity.name for quantity in made.quantities}) == len(made.quantities)
     assert len(study.panels(made.drawn)) == len(made.drawn)
-    for claim in (*made.claims, *made.afterwards):
+    for trend in made.trends:
+        assert set(trend.arms) <= set(made.arms)
+        assert trend.quantity in made.quantities
+    for claim in (*made.claims, *made.post_hoc):
         assert {claim.arm, claim.than} <= set(made.arms)
         assert claim.quantity in made.quantities
         assert claim.sign in (-1, 1)
@@ -91,15 +101,20 @@ def test_an_unknown_study_is_named_with_what_there_is():
         study.load("tabel1")
 
 
-def test_a_verdict_needs_an_interval_without_zero():
+def test_a_verdict_needs_both_tests():
+    """TIS was "confirmed" to be 1.0 points behind by a paired interval that was narrow by chance.
+
+    The scatter of all arms and the number of predictions did not count.
+    """
     claim = Claim(ENTROPY, "a", -1, "b")
-    assert verdict(claim, Interval(-1.0, -2.0, -0.5)) == "confirmed"
-    assert verdict(claim, Interval(1.0, 0.5, 2.0)) == "refuted"
-    assert verdict(claim, Interval(-1.0, -3.0, 1.0)) == "open"
-    assert verdict(claim, Interval(-1.0, math.nan, math.nan)) == "open"
+    assert verdict(claim, Interval(-1.0, -2.0, -0.5), 0.01) == "confirmed"
+    assert verdict(claim, Interval(1.0, 0.5, 2.0), 0.01) == "refuted"
+    assert verdict(claim, Interval(-1.0, -2.0, -0.5), 0.06) == "not significant"
+    assert verdict(claim, Interval(-1.0, -3.0, 1.0), 0.01) == "not significant"
+    assert verdict(claim, Interval(-1.0, math.nan, math.nan), math.nan) == "not significant"
 
 
-EPS_HIGH = {"a": 0.2, "b": 0.3}
+EPS_HIGH = {"a": 0.2, "b": 0.3, "c": 0.4}
 
 
 def _study(arms: str, claims=(), seeds=range(3)) -> Study:
@@ -139,7 +154,7 @@ def test_a_result_by_hand():
     assert "b above a" in up
     cells = [cell.strip() for cell in up.split("|")][1:-1]
     assert cells[1:4] == ["3", "+2.000", "[-0.484, +4.484]"]
-    assert cells[5] == "open"
+    assert cells[4:] == [cells[3], "0.148", "not significant"]  # t = 2 sqrt(3), twice
     sure = dataclasses.replace(made, claims=(Claim(ENTROPY, "a", +1, "b"),))
     for run in runs.values():
         if run.arm == "b":
@@ -147,6 +162,37 @@ def test_a_result_by_hand():
                 row["entropy"] += 10.0
     assert "| refuted " in study.result(sure, runs)
     assert "-2.000" in down
+
+
+def test_what_a_run_was_given_stands_beside_its_scores():
+    """Half of an arm's updates had a gradient of zero, and no table said so.
+
+    Its distance from an arm whose updates all had one was read as an effect.
+    """
+    runs = {
+        f"{arm}/seed_0": _run(
+            arm, 0, entropy=[1.0] * 3, updates=[4] * 3, updates_zero_gradient=[zero] * 3
+        )
+        for arm, zero in (("a", 0), ("b", 2))
+    }
+    heads, _, *lines = study.result(_study("ab", seeds=[0]), runs).splitlines()[4:8]
+    assert [cell.strip() for cell in heads.split("|")[3:-1]] == ["entropy", "non-zero updates"]
+    assert [line.split("|")[4].strip() for line in lines] == ["12", "6"]
+
+
+def test_a_trend_over_arms_in_order():
+    """Page's test: with 5 seeds of 3 arms in order L = 70, p = (1 / 6)^5; twice that two-sided."""
+    runs = {
+        f"{arm}/seed_{seed}": _run(arm, seed, entropy=[10.0 * seed + level] * 3)
+        for arm, level in (("a", 0), ("b", 1), ("c", 2))
+        for seed in range(5)
+    }
+    arms = by_arm(runs)
+    for names in ("abc", "cba"):
+        assert Trend(ENTROPY, names).p(arms, 5) == pytest.approx(2 / 6**5)
+    assert Trend(ENTROPY, "bac").p(arms, 5) > 0.05
+    del arms["b"][3]
+    assert math.isnan(Trend(ENTROPY, "abc").p(arms, 5))
 
 
 def test_loops_are_a_share_of_the_tokens():
@@ -160,6 +206,7 @@ def test_the_accuracy_at_a_budget_does_not_depend_on_the_tokens_of_a_step(tokens
     spent = [tokens_a_step * (step + 1) for step in range(60)]
     run = _run("a", 0, sampled_tokens_total=spent, accuracy__mean=[n / 1e6 for n in spent])
     assert accuracy_at_budget(run) == pytest.approx(BUDGET_TOKENS / 1e4, abs=1.0)
+    assert accuracy_at_budget(run, budget=300_000) == pytest.approx(30.0, abs=1.0)
     short = _run("a", 0, sampled_tokens_total=spent[:5], accuracy__mean=spent[:5])
     assert math.isnan(accuracy_at_budget(short))
 
@@ -197,6 +244,23 @@ def test_a_score_at_a_budget_is_on_the_line_between_evaluations():
     )
     assert score_at(run, [10.0, 20.0, 40.0], 15.0) == pytest.approx(25.0)
     assert score_at(run, [10.0, 20.0, 40.0], 30.0) == pytest.approx(60.0)
+    assert math.isnan(score_at(run, [10.0, 20.0, 40.0], 41.0))  # its last score is no score there
+
+
+def test_scores_at_equal_updates_and_after_the_warm_up():
+    """At equal tokens one arm was still in its warm-up of 5 steps, in which the rate rises."""
+    spent = [100_000.0, 200_000.0, 300_000.0, 400_000.0]
+    run = _run(
+        *("a", 0),
+        sampled_tokens_total=spent,
+        updates=[60] * 4,
+        updates_zero_gradient=[5, 5, 5, 5],
+    )
+    run.config["learner.warmup_steps"] = 1
+    scores = {("road", "mean@8"): {0: 0.0, 2: 0.2, 4: 0.4}}
+    run = dataclasses.replace(run, evaluations=scores)
+    assert score_at_updates(run) == pytest.approx(20.0)  # 55 a step: 110 after two
+    assert score_at_tokens_after_warmup(run) == pytest.approx(26.0)  # 160 k after 100 k
 
 
 def test_what_is_not_the_studys_is_left_out_and_said():
@@ -209,6 +273,9 @@ def test_what_is_not_the_studys_is_left_out_and_said():
     made = _study("ab", (Claim(ENTROPY, "b", +1, "a"),))
     assert "Missing" not in study.result(made, runs)
     assert "| confirmed |" in study.result(made, runs)
+    assert "| significant |" in study.result(
+        dataclasses.replace(made, claims=(), post_hoc=made.claims), runs
+    )
     runs["b/seed_1"] = _run("b", 1, entropy=[9.0])
     runs["b/seed_2"].config["algo.eps_high"] = 0.2
     text = study.result(dataclasses.replace(made, seeds=range(5)), runs)

@@ -20,7 +20,7 @@ from dapo_jax import carry_over, train
 from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
 from dapo_jax.report.events import spans
-from dapo_jax.run import build, chain, checks, identity, policy, provenance, restore
+from dapo_jax.run import build, chain, checks, hub, identity, policy, provenance, restore
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.record import Record
@@ -75,6 +75,7 @@ def _require_built_in(run: Written) -> None:
 def _check(run: Written, steps: int, chance: random.Random, seed: str) -> Iterator[Finding]:
     config = ConfigDict(run.config)
     checks.check(config)
+    hub.fetch(hub.paths(config), run.workdir)
     here = provenance.this_start(config)
     refusals = {}
     for index, row in enumerate(run.rows):

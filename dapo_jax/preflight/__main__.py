@@ -22,6 +22,7 @@ from dapo_jax.preflight import examine, render
 from dapo_jax.preflight.chips import chip_of
 from dapo_jax.preflight.compile import DoesNotFit, topology_devices, without_weights
 from dapo_jax.run import command
+from dapo_jax.run.recipe import define_config
 
 ADVICE = (
     "Set learner.remat to offload, lower learner.micro_batch_rows, learner.row_tokens or "
@@ -80,7 +81,7 @@ def say(message: str) -> None:
 
 
 if __name__ == "__main__":
-    CONFIG = command.define_config()
+    CONFIG = define_config()
     TOPOLOGY = flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
     SLICES = flags.DEFINE_integer("slices", None, "How many of them; the recipe's mesh.slices.")
     SUGGEST = flags.DEFINE_bool(

@@ -37,8 +37,8 @@ def load(workdirs: Paths, rows: Paths = ()) -> dict[str, Run]:
             parts[label] = runs.load_sweep(folder)
         else:
             parts[label] = {label: runs.load_run(folder)}
-    for path in map(pathlib.Path, rows):
-        parts["/".join(path.resolve().parts[-2:])] = read_rows_file(path)
+    for label, path in runs.labelled(rows, parts=2).items():
+        parts[label] = read_rows_file(path)
     return runs.merged(parts)
 
 

@@ -4,8 +4,8 @@ An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl
 are compared on the problems that both have, paired: a problem is hard for both.
 """
 
+import collections
 import dataclasses
-import gzip
 import json
 import pathlib
 import statistics as python_statistics
@@ -16,7 +16,8 @@ import jinja2
 from dapo_jax.report import statistics
 from dapo_jax.report.samples import verdict
 from dapo_jax.report.statistics import Interval
-from dapo_jax.run.files import atomic_file
+from dapo_jax.run.display import printable_lines
+from dapo_jax.run.files import atomic_file, read_rollouts
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 
 PAGE_RESPONSES = 4  # shown of a problem
@@ -34,6 +35,11 @@ class Problem:
     rows: Sequence[Mapping]
 
     @property
+    def place(self) -> str:
+        """The source, where the file has it, and the row there."""
+        return f"{self.rows[0].get('source', '')} row {self.rows[0]['row']}".strip()
+
+    @property
     def text(self) -> str:
         """The problem in one line, without DAPO's template around it."""
         before, after = PROMPT_TEMPLATE.split("{problem}")
@@ -47,7 +53,10 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """One evaluation of one set: its scores and settings, and its problems by place and answer."""
+    """One evaluation of one set: its scores and settings, and its problems.
+
+    problems: by (source, row, answer, which of the problems that share these three).
+    """
 
     path: pathlib.Path
     name: str
@@ -100,16 +109,20 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
 def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
     rows: dict[tuple, list] = {}
     try:
-        with gzip.open(path, "rt") as lines:
-            for line in lines:
-                row = json.loads(line)
-                rows.setdefault((row["row"], str(row["ground_truth"])), []).append(row)
+        for row in read_rollouts(path):
+            # The cursor alone is a problem's own; early files have neither it nor the source.
+            key = row.get("source", ""), row["row"], str(row["ground_truth"]), row.get("cursor")
+            rows.setdefault(key, []).append(row)
     except (EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    return {
-        key: Problem(str(found[0]["prompt"]), key[1], sorted(found, key=lambda row: row["sample"]))
-        for key, found in rows.items()
-    }
+    problems, alike = {}, collections.Counter()
+    for (*place, _), found in rows.items():
+        problem = Problem(
+            str(found[0]["prompt"]), place[2], sorted(found, key=lambda row: row["sample"])
+        )
+        problems[*place, alike[*place]] = problem
+        alike[*place] += 1
+    return problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +175,10 @@ class Comparison:
             one, other = self.a.problems[key], self.b.problems[key]
             text = one.text
             lines.append(
-                f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * delta:+6.1f}  row {key[0]}: "
+                f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * delta:+6.1f}  {one.place}: "
                 f"{text[:60]}{'...' if len(text) > 60 else ''}"
             )
-        return lines
+        return list(map(printable_lines, lines))
 
     def _differing(self) -> list[str]:
         """A line for each setting that is not the same: what else the difference may be of."""
@@ -183,17 +196,23 @@ class Comparison:
 def compare(a: Evaluated, b: Evaluated) -> Comparison:
     """Compares two evaluations, which may be of different policies, settings and k.
 
-    A problem is the same where its row and its answer are. Raises ValueError where none is.
+    A problem is the same where its source, its row and its answer are; where either evaluation has
+    one source alone, that may have another name. Raises ValueError where none is.
     """
+    if all(len({key[0] for key in of.problems}) == 1 for of in (a, b)):
+        a, b = (
+            dataclasses.replace(of, problems={("", *k[1:]): p for k, p in of.problems.items()})
+            for of in (a, b)
+        )
     shared = [key for key in a.problems if key in b.problems]
     if not shared:
-        raise ValueError(f"{a.label} and {b.label} have no problem in common (row and answer)")
+        raise ValueError(f"{a.label} and {b.label} have no problem in common (source, row, answer)")
     means_a, means_b = ([of.problems[key].mean for key in shared] for of in (a, b))
     deltas = sorted(
         ((y - x, key) for x, y, key in zip(means_a, means_b, shared, strict=True)),
         key=lambda item: -item[0],
     )
-    interval = statistics.paired_interval(means_b, means_a)
+    interval = statistics.paired_share_interval(means_b, means_a)
     return Comparison(a, b, interval, deltas, len({*a.problems} ^ {*b.problems}))
 
 

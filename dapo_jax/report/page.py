@@ -9,7 +9,9 @@ import numpy as np
 
 from dapo_jax.report import curves, events, runs, samples, statistics
 from dapo_jax.report.curves import Curve, Line, Panel
+from dapo_jax.report.quantities import finished_steps
 from dapo_jax.report.runs import Run
+from dapo_jax.report.summary import complete
 from dapo_jax.run.metrics import METRICS, Metric, score_metric
 
 TABLE_ROWS = 30  # rows of metrics shown for a run
@@ -38,6 +40,7 @@ def render(
     paper: what `paper.read` gives. unfinished: points of a sweep that did not end as they should.
     """
     by_arm = curves.arms(loaded)
+    finished, short = complete(loaded)
     keys = {
         label: dict.fromkeys(key for row in run.rows for key in row)
         for label, run in loaded.items()
@@ -65,6 +68,8 @@ def render(
         totals={label: runs.totals(run) for label, run in loaded.items()},
         averaged=sorted({runs.averaged_rows(run.rows) for run in loaded.values()}),
         ends=ends(by_arm),
+        ended={arm: len(finished.keys() & of_arm.keys()) for arm, of_arm in by_arm.items()},
+        short=short,
         last_rows=statistics.LAST_ROWS,
         differences=arm_differences(by_arm),
         drawing=drawing(by_arm, paper=paper or {}),
@@ -109,13 +114,14 @@ def ends(by_arm: Mapping[str, Mapping[str, Run]]) -> dict[str, list[dict | None]
 
     {"mean", "spread" (standard deviation over seeds), "difference" (from the first arm on the seeds
     that both have, with its 95 % interval), "excludes_zero"}, numbers as texts; None where an arm
-    does not have the quantity.
+    does not have the quantity. Runs that are not complete are left out.
     """
+    finished, _ = complete({k: run for arm in by_arm.values() for k, run in arm.items()})
     values: dict[str, list[dict]] = {}
     metric_of: dict[str, Metric] = {}
     for i, arm in enumerate(by_arm.values()):
         for label, run in arm.items():
-            for metric, name, value in _ends_of(run):
+            for metric, name, value in _ends_of(run) if label in finished else ():
                 metric_of[name] = metric
                 of_arm = values.setdefault(name, [{} for _ in by_arm])[i]
                 of_arm[label if run.seed is None else run.seed] = value
@@ -128,7 +134,8 @@ def ends(by_arm: Mapping[str, Mapping[str, Run]]) -> dict[str, list[dict | None]
 def _ends_of(run: Run):
     """Yields (metric, name, value at the end) of a run's evaluations and summarized metrics."""
     for (name, score), found in run.evaluations.items():
-        yield score_metric(f"eval/{name}/{score}"), f"{name} {score}", found[max(found)]
+        if (last := finished_steps(run)) in found:
+            yield score_metric(f"eval/{name}/{score}"), f"{name} {score}", found[last]
     for metric in METRICS:
         value = statistics.last_mean(runs.column(run.rows, metric.key)) if metric.summary else None
         if value is not None and math.isfinite(value):

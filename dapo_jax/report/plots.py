@@ -23,6 +23,7 @@ from dapo_jax.report.curves import (
     mean_scores,
     metric_curve,
     panels,
+    smoothing_window,
 )
 from dapo_jax.report.quantities import Quantity
 from dapo_jax.report.runs import Run, column
@@ -100,7 +101,10 @@ def _draw(ax: Axes, title: str, lines: Mapping[str, Sequence[Line | None]], *, n
                 ax.fill_between(found.x, found.low, found.high, **band)
             if len(found.x) == 1:  # A line needs two points.
                 look["marker"] = "o"
-            ax.plot(found.x, found.y, **look)
+            some = found.count < found.count.max()  # seeds that have ended, or were not evaluated
+            if some.any():
+                ax.plot(found.x, found.y, **look | {"linewidth": 0.8, "linestyle": "--"})
+            ax.plot(found.x, np.where(some, np.nan, found.y), **look)
     if not names:
         ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
         ax.set(xticks=[], yticks=[])
@@ -208,15 +212,22 @@ def _figure(names: Sequence[str], panels: int, *, title: str) -> tuple[Figure, l
     return figure, axes[:panels]
 
 
+def _smoothing(runs: Mapping[str, Run]) -> str:
+    """Says over how many steps the longest run's curves are smoothed, where they are."""
+    steps = smoothing_window(max(len(run.rows) for run in runs.values()))
+    return f"; curves smoothed over {steps} steps" if steps > 1 else ""
+
+
 def _title(runs: Mapping[str, Run]) -> str:
-    """Names a run, or counts them; says what a band is where there is one."""
+    """Names a run, or counts them; says what a band is where there is one, and the smoothing."""
     by_arm = arms(runs)
     if len(runs) == len(by_arm):
         name = shorten_middle(next(iter(runs)), limit=100)
-        return name if len(runs) == 1 else f"{len(runs)} runs"
+        return (name if len(runs) == 1 else f"{len(runs)} runs") + _smoothing(runs)
     name = shorten_middle(next(iter(by_arm)), limit=80)
     name = name if len(by_arm) == 1 else f"{len(by_arm)} arms"
-    return f"{name}, {len(runs)} runs: means over the seeds, bands from the lowest to the highest"
+    over = "means over the seeds, bands from the lowest to the highest"
+    return f"{name}, {len(runs)} runs: {over}{_smoothing(runs)}"
 
 
 @matplotlib.rc_context(_STYLE)
@@ -249,6 +260,7 @@ def chosen(
     Of a quantity it shows every seed, the mean and its 95 % interval over the seeds.
     """
     by_arm = arms(runs)
+    title += _smoothing(runs)
     figure, axes = _figure(list(by_arm), len(panels) + len(quantities), title=title)
     for ax, panel in zip(axes, panels, strict=False):
         _panel(ax, runs, panel)
@@ -267,10 +279,13 @@ def _columns(ax: Axes, quantity: Quantity, by_arm: Sequence[Sequence[Run]]) -> N
         ax.plot(np.full(len(values), arm - 0.12), values, "o", color=color, alpha=0.4)
         known = values[np.isfinite(values)]
         around = paired_interval(known, np.zeros_like(known))
-        half = np.nan_to_num(around.half_width)
+        # Of some of an arm's seeds it would not be the arm's.
+        half = np.nan_to_num(around.half_width) if len(known) == len(values) else 0.0
         ax.errorbar(arm + 0.12, around.difference, half, fmt="D", color=color, capsize=4)
     ax.set_xlim(-0.6, len(by_arm) - 0.4)
     ax.set_xticks([])
+    if any(len(runs) > 1 for runs in by_arm):
+        ax.set_xlabel("bars: 95 % interval, of their own arm")
 
 
 @matplotlib.rc_context(_STYLE)

@@ -5,6 +5,8 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from dapo_jax.report import statistics
 from dapo_jax.report.runs import Run, column
 from dapo_jax.run.metrics import TASK
@@ -39,6 +41,16 @@ def tokens_of(run: Run) -> float:
     return float(column(run.rows, "sampled_tokens_total")[-1]) / 1e3
 
 
+def nonzero_updates_of(run: Run) -> float:
+    """The updates of the run that changed the weights; NaN where its rows do not count them."""
+    return float(np.sum(column(run.rows, "updates") - column(run.rows, "updates_zero_gradient")))
+
+
+def total_of(run: Run, key: str) -> float:
+    """The sum of a metric over all steps; NaN where a step has none."""
+    return float(np.sum(column(run.rows, key)))
+
+
 def finished_steps(run: Run) -> int:
     """How many rollout steps the run has finished."""
     return run.rows[-1]["step"] + 1
@@ -59,6 +71,11 @@ def final_score(name: str, score: str) -> Quantity:
     return Quantity(f"{name} {score}, %", functools.partial(score_of, name=name, score=score))
 
 
+WORK = (  # what a run was given: arms of equally many steps may differ in each
+    Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
+    Quantity("non-zero updates", nonzero_updates_of, "{:.0f}"),
+    Quantity("informative groups", functools.partial(total_of, key="groups/informative"), "{:.0f}"),
+)
 TRAINING = (
     last("train accuracy, %", "accuracy/mean", scale=100),
     last("reward", "reward/mean", form="{:.3f}"),
@@ -66,7 +83,7 @@ TRAINING = (
     mean("clipped high, % (all steps)", "clip_fraction/high", scale=100, form="{:.3f}"),
     last("response tokens", "response_tokens/mean"),
     last("truncated, %", "response_tokens/truncated_fraction", scale=100),
-    Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
+    *WORK,
 )
 
 

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping
 
 from dapo_jax.report.runs import Run, sweep_label
-from dapo_jax.run.files import write_rollouts
+from dapo_jax.run.files import gzip_lines, write_rollouts
 from dapo_jax.run.metrics import METRICS, TASK
 
 LEFT_OUT = ("engine/", "seconds_in_rollout/")  # of a machine and a day, and no result,
@@ -41,18 +41,17 @@ def read_rows_file(path: str | pathlib.Path) -> dict[str, Run]:
     """
     path, runs = pathlib.Path(path), {}
     try:
-        lines = gzip.decompress(path.read_bytes()).splitlines()
+        for number, line in enumerate(gzip_lines(path), start=1):
+            try:
+                run = _run(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: no run's rows ({error!r})") from None
+            label = sweep_label(run.arm, run.seed)
+            if label in runs:
+                raise ValueError(f"{path}, line {number}: {label!r} is there twice")
+            runs[label] = run
     except (EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is no whole gzip file ({error}): put back a copy of it") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            run = _run(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: no run's rows ({error!r})") from None
-        label = sweep_label(run.arm, run.seed)
-        if label in runs:
-            raise ValueError(f"{path}, line {number}: {label!r} is there twice")
-        runs[label] = run
     return runs
 
 

@@ -92,7 +92,8 @@ def sweep_label(arm: str, seed: int | None) -> str:
 
 def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
     curves: dict[tuple[str, str], dict[int, float]] = {}
-    results = {path: read_json(path) for path in folder.glob("*.json")}
+    # Another name is no evaluation's: the file is somebody's own.
+    results = {path: read_json(path) for path in folder.glob("[0-9]*.json")}
     for path, result in results.items():
         if type(result.get("step")) is not int or not isinstance(result.get("sets"), dict):
             raise ValueError(f"{path} is no evaluation: it needs an integer 'step' and 'sets'")
@@ -117,28 +118,29 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def labelled(workdirs: Sequence[str | pathlib.Path]) -> dict[str, pathlib.Path]:
-    """Distinct folders by name; by whole path where two share a name."""
-    folders = list(dict.fromkeys(pathlib.Path(workdir).resolve() for workdir in workdirs))
-    names = [folder.name for folder in folders]
+def labelled(paths: Sequence[str | pathlib.Path], *, parts: int = 1) -> dict[str, pathlib.Path]:
+    """Distinct paths by their last `parts`; by the whole path where two share these."""
+    found = list(dict.fromkeys(pathlib.Path(path).resolve() for path in paths))
+    names = ["/".join(path.parts[-parts:]) for path in found]
     return {
-        folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders
+        name if names.count(name) == 1 else str(path): path
+        for name, path in zip(names, found, strict=True)
     }
 
 
 def merged(parts: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
     """Joins the runs of several folders and files, by part's name and label, under one label each.
 
-    Where labels or arms of two parts are called the same, both carry the name of their part.
+    Where labels or arms of two parts are called the same, both carry the name of their part. A run
+    of no sweep is an arm of its own, called by its label.
     """
-    labels = collections.Counter(label for part in parts.values() for label in part)
     arms = collections.Counter(
-        arm for part in parts.values() for arm in {run.arm for run in part.values() if run.arm}
+        arm for part in parts.values() for arm in {run.arm or label for label, run in part.items()}
     )
     result = {}
     for name, part in parts.items():
         for label, run in part.items():
-            if labels[label] > 1 or arms[run.arm] > 1:
+            if arms[run.arm or label] > 1:
                 arm = f"{name}: {run.arm}" if run.arm else ""
                 label, run = f"{name}: {label}", dataclasses.replace(run, arm=arm)
             result[label] = run

@@ -4,7 +4,6 @@ Runs, steps and verdicts take turns, so that whatever the limit cuts off, some o
 """
 
 import contextlib
-import gzip
 import itertools
 import json
 import pathlib
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from dapo_jax.report.curves import arms
 from dapo_jax.report.runs import Run, thinned
+from dapo_jax.run.files import read_rollouts
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 
 PAGE_BYTES = 1_000_000  # of all samples together
@@ -67,9 +67,8 @@ def _by_turns(label: str, run: Run) -> list[dict]:
 def _read(path: pathlib.Path) -> list[dict]:
     """The first rows of a file; of one that is cut or broken, those before that."""
     rows = []
-    with contextlib.suppress(EOFError, OSError, ValueError, zlib.error), gzip.open(path) as file:
-        for line in itertools.islice(file, READ_RESPONSES):
-            rows.append(json.loads(line))
+    with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):
+        rows.extend(itertools.islice(read_rollouts(path), READ_RESPONSES))
     return rows
 
 

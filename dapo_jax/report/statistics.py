@@ -1,4 +1,4 @@
-"""What a few seeds say of a difference: spreads, paired and unpaired intervals, seeds needed.
+"""What a few seeds say of a difference: spreads, intervals with p-values, seeds needed.
 
 Pure functions on arrays. Two arms that share a seed share prompts and sampling noise until their
 policies differ, so that the difference on one seed spreads less than either arm.
@@ -8,21 +8,25 @@ import dataclasses
 import math
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 CONFIDENCE = 0.95
 LAST_ROWS = 10
 ROUNDING = 1e-9  # of the values: what is less than that is no difference
-MOST_SEEDS = 100_000  # what `seeds_for_*` answer at most
+MOST_SEEDS = 100_000  # what `seeds_for_unpaired` answers at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A difference of means with its confidence interval; NaN bounds where there are too few."""
+    """A difference of means with its confidence interval; NaN bounds where there are too few.
+
+    p: of the two-sided test that the difference is zero; NaN where none is made.
+    """
 
     difference: float
     low: float
     high: float
+    p: float = math.nan
 
     @property
     def half_width(self) -> float:
@@ -68,21 +72,39 @@ def share_interval(share_P, *, samples: int) -> Interval:
     """Returns the interval of a mean of shares from 0 to 1, which keeps inside of them.
 
     Wilson's (1927) of p = mean(share) in n' samples, with t(P - 1) for his quantile. n' is as many
-    as independent ones that would spread as the P shares do, p (1 - p) / (var(share) / P); P where
-    they are all 0 or all 1, and `samples`, those there were, at most. Its `difference` is p.
+    as independent ones that would spread as the problems do, p (1 - p) / (v / P), and `samples`,
+    those there were, at most. v = (m var(share) + p (1 - p)) / (m + 1): of P shares only those m
+    that are not all 0 (not all 1, where these are fewer) say how problems spread, and one more is
+    taken to be all or nothing. Without it 1 or 2 solved problems of 30 leave too small a spread by
+    chance. P where all are 0 or all 1. Its `difference` is p.
     """
     share_P = np.asarray(share_P, np.float64)
     P, p = len(share_P), float(share_P.mean())
     if P < 2:
         return Interval(p, 0.0, 1.0)
-    spreads, error = p * (1 - p), spread(share_P) ** 2 / P
-    n = float(P)
+    spreads, n = p * (1 - p), float(P)
     if spreads > 0:
+        m = min(np.count_nonzero(share_P), np.count_nonzero(share_P < 1))
+        error = (m * spread(share_P) ** 2 + spreads) / (m + 1) / P
         n = spreads / max(error, spreads / samples)
     t = quantile(P - 1)
     middle = (p + t**2 / (2 * n)) / (1 + t**2 / n)
     half = t / (1 + t**2 / n) * math.sqrt(spreads / n + t**2 / (4 * n**2))
     return Interval(p, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def paired_share_interval(a_P, b_P) -> Interval:
+    """Returns Student's interval of the mean of a - b, shares from 0 to 1 of the same problems.
+
+    v of `share_interval` stands for var(a - b): m counts the problems that differ, and the one more
+    is all or nothing, with the variance mean(|a - b|) - mean(a - b)^2. a_P, b_P: [problems].
+    """
+    d_P = np.asarray(a_P, np.float64) - np.asarray(b_P, np.float64)
+    P, m = len(d_P), np.count_nonzero(d_P)
+    if P < 2:
+        return Interval(nan_mean(d_P), math.nan, math.nan)
+    v = (m * spread(d_P) ** 2 + np.abs(d_P).mean() - d_P.mean() ** 2) / (m + 1)
+    return _around(d_P.mean(), math.sqrt(v / P), P - 1)
 
 
 def paired_interval(a_S, b_S) -> Interval:
@@ -95,6 +117,37 @@ def paired_interval(a_S, b_S) -> Interval:
     if n < 2:
         return Interval(nan_mean(difference_S), math.nan, math.nan)
     return _around(difference_S.mean(), paired_spread(a_S, b_S) / math.sqrt(n), n - 1)
+
+
+def pooled_interval(value_AS, a: int, b: int) -> Interval:
+    """Returns the interval of mean(a) - mean(b) with the scatter of all arms on all seeds.
+
+    value = arm + seed + e, d -+ t(f) sqrt(2 v / S) with v = sum(e^2) / f and f = (A - 1) (S - 1),
+    the residual of a two-way analysis of variance. All arms are taken to scatter alike. value_AS:
+    [arms, seeds] without NaN; a, b: rows of it.
+    """
+    value_AS = np.asarray(value_AS, np.float64)
+    A, S = value_AS.shape
+    mean_A, freedom = value_AS.mean(axis=1), (A - 1) * (S - 1)
+    if freedom < 1:
+        return Interval(float(mean_A[a] - mean_A[b]), math.nan, math.nan)
+    e_AS = value_AS - mean_A[:, None] - value_AS.mean(axis=0) + value_AS.mean()
+    sd = math.sqrt((e_AS**2).sum() / freedom)
+    sd = 0.0 if sd < ROUNDING * np.abs(value_AS).max() else sd
+    return _around(mean_A[a] - mean_A[b], sd * math.sqrt(2 / S), freedom)
+
+
+def holm(p_N) -> np.ndarray:
+    """Returns p-values corrected for the number of tests (Holm 1979), float64 [N]; NaN stays.
+
+    The k-th smallest of N (k from 0) becomes (N - k) p, at most 1 and no less than the one before:
+    below 0.05 by chance alone one family of tests in twenty has any.
+    """
+    p_N = np.asarray(p_N, np.float64)
+    order = np.argsort(p_N)
+    held_N = np.empty_like(p_N)
+    held_N[order] = np.maximum.accumulate(p_N[order] * np.arange(len(p_N), 0, -1))
+    return np.minimum(held_N, 1.0)
 
 
 def welch_interval(a_S, b_S) -> Interval:
@@ -110,17 +163,6 @@ def welch_interval(a_S, b_S) -> Interval:
     u, v = spread(a_S) ** 2 / n, spread(b_S) ** 2 / m
     freedom = (u + v) ** 2 / (u**2 / (n - 1) + v**2 / (m - 1)) if u + v > 0 else n + m - 2
     return _around(difference, math.sqrt(u + v), freedom)
-
-
-def seeds_for_paired(a_S, b_S, half_width: float) -> int | None:
-    """Returns how many seeds make the paired interval's half width at most `half_width`.
-
-    The least n with t(n - 1) sd(a - b) / sqrt(n) <= half_width. None where the samples cannot tell.
-    """
-    if len(a_S) < 2:
-        return None
-    sd = paired_spread(a_S, b_S)
-    return _least(lambda n: quantile(n - 1) * sd / math.sqrt(n), half_width)
 
 
 def seeds_for_unpaired(a_S, b_S, half_width: float) -> int | None:
@@ -142,7 +184,8 @@ def quantile(freedom: float) -> float:
 
 def _around(difference: float, error: float, freedom: float) -> Interval:
     difference, half_width = float(difference), quantile(freedom) * error
-    return Interval(difference, difference - half_width, difference + half_width)
+    p = 2 * float(stdtr(freedom, -abs(difference) / error)) if error else float(not difference)
+    return Interval(difference, difference - half_width, difference + half_width, p)
 
 
 def _least(width_of, half_width: float) -> int | None:

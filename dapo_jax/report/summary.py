@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report import rows as raw_rows
 from dapo_jax.report import statistics
 from dapo_jax.report.quantities import Quantity, finished_steps, quantities
-from dapo_jax.report.runs import Run
+from dapo_jax.report.rows import read_rows_file
+from dapo_jax.report.runs import Run, labelled, merged
 from dapo_jax.run.arguments import leftover
 
 METHOD = f"""\
@@ -24,10 +24,9 @@ Means over a run's last {statistics.LAST_ROWS} steps, or its last third where th
 "clipped high" over all steps; evaluations after the last step. Intervals are Student's, 95 %.
 Paired: of the differences d of runs of one seed, mean(d) ± t(n-1) · sd(d) / √n. Unpaired: Welch's,
 to which seeds in common say nothing. Seeds needed: with w for half the width of the paired interval
-here, the least number of seeds an arm that makes either half as wide: t(n-1) · sd(d) / √n ≤ w / 2
-paired, t(f) · √((var(a) + var(b)) / n) ≤ w / 2 with f = (n-1) (var(a) + var(b))² / (var(a)² +
-var(b)²) unpaired. * marks paired intervals that exclude zero, as one in twenty does without any
-effect."""
+here, the least number of seeds an arm that makes the unpaired one half as wide:
+t(f) · √((var(a) + var(b)) / n) ≤ w / 2 with f = (n-1) (var(a) + var(b))² / (var(a)² + var(b)²).
+* marks paired intervals that exclude zero, as one in twenty does without any effect."""
 
 
 def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int, Run]]:
@@ -41,10 +40,11 @@ def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int, Run]]:
 def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
     """(the runs that have as many steps as their arm's recipe asks for, a text of each other)."""
     kept, short, wanted_of = {}, [], {}
-    for run in runs.values():
-        wanted_of[run.arm] = max(wanted_of.get(run.arm, 0), run.config.get("num_steps", 0))
     for label, run in runs.items():
-        finished, wanted = finished_steps(run), wanted_of[run.arm]
+        arm = run.arm or label
+        wanted_of[arm] = max(wanted_of.get(arm, 0), run.config.get("num_steps", 0))
+    for label, run in runs.items():
+        finished, wanted = finished_steps(run), wanted_of[run.arm or label]
         if finished >= wanted:
             kept[label] = run
         else:
@@ -94,7 +94,7 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %", "unpaired 95 %"]
         lines += ["", f"## Differences from {baseline} on the same seed", ""]
         lines += table(
-            [*heads, "seeds needed, paired", "unpaired"],
+            [*heads, "seeds needed, unpaired"],
             [
                 [
                     chosen[i].name,
@@ -110,16 +110,16 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A quantity of one arm less that of another: with both intervals, and the seeds they need.
+    """A quantity of one arm less that of another: with both intervals, and the seeds needed.
 
-    pairs: seeds that both have. needed: seeds an arm, paired and unpaired, for an interval of half
-    the width of the paired one here; None where the samples cannot tell.
+    pairs: seeds that both have. needed: seeds an arm for an unpaired interval of half the width of
+    the paired one here; None where the samples cannot tell.
     """
 
     pairs: int
     paired: statistics.Interval
     unpaired: statistics.Interval
-    needed: tuple[int | None, int | None]
+    needed: int | None
 
     @classmethod
     def of(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> "Comparison":
@@ -128,21 +128,17 @@ class Comparison:
         a_S, b_S = [ours[s] for s in shared], [theirs[s] for s in shared]
         all_a, all_b = numbers(ours), numbers(theirs)
         paired = statistics.paired_interval(a_S, b_S)
-        half = paired.half_width / 2
-        needed = (
-            statistics.seeds_for_paired(a_S, b_S, half),
-            statistics.seeds_for_unpaired(all_a, all_b, half),
-        )
+        needed = statistics.seeds_for_unpaired(all_a, all_b, paired.half_width / 2)
         return cls(len(shared), paired, statistics.welch_interval(all_a, all_b), needed)
 
     def cells(self, quantity: Quantity) -> list[str]:
-        """The cells of a table: pairs, difference, both intervals, both numbers of seeds."""
+        """The cells of a table: pairs, difference, both intervals, the seeds needed."""
         return [
             str(self.pairs),
             signed(quantity, self.paired.difference),
             interval_text(quantity, self.paired) + (" *" if self.paired.excludes_zero else ""),
             interval_text(quantity, self.unpaired),
-            *("-" if n is None else f"{n}" for n in self.needed),
+            "-" if self.needed is None else str(self.needed),
         ]
 
 
@@ -194,9 +190,8 @@ def main(argv: Sequence[str]) -> None:
     if argv[1:]:
         sys.exit(f"dapo_jax.report.summary: {leftover(argv[1:], flags.FLAGS, None)}")
     try:
-        runs: dict[str, Run] = {}
-        for path in flags.FLAGS.rows:
-            runs |= raw_rows.read_rows_file(path)
+        files = labelled(flags.FLAGS.rows, parts=2)
+        runs = merged({name: read_rows_file(path) for name, path in files.items()})
         print(markdown(runs, baseline=flags.FLAGS.baseline, title=", ".join(flags.FLAGS.rows)))
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"dapo_jax.report.summary: {error}")

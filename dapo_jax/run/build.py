@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from configs.base import eval_settings, mixture_settings
 from dapo_jax import learner
 from dapo_jax.losses import takes_old_logp
-from dapo_jax.run import checks
+from dapo_jax.run import checks, hub
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
 from dapo_jax.sampler.decode import Sampling
@@ -95,9 +95,8 @@ class Programs:
         """All weights of the start policy on the mesh: loaded, or random from the seed."""
         config = self.config
         if config.model.path:
-            return load_params(
-                config.model.path, self.sizes, dtype=dtype, shardings=self.weight_shardings
-            )
+            path = hub.local(config.model.path)
+            return load_params(path, self.sizes, dtype=dtype, shardings=self.weight_shardings)
 
         def init():
             params = split(Transformer(self.sizes, key=key(config, INIT_STREAM)))[1]
@@ -139,7 +138,7 @@ def checkpoints(config: ConfigDict, workdir: pathlib.Path, *, keep: int | None) 
 
 def model_sizes(config: ConfigDict) -> ModelConfig:
     """The model's sizes, from its directory or the named preset; both must agree where both are."""
-    path, preset = config.model.path, config.model.preset
+    path, preset = hub.local(config.model.path), config.model.preset
     if not path and not preset:
         raise ValueError(
             "model.path and model.preset are empty: set the first to a Hugging Face directory, or "
@@ -169,7 +168,7 @@ def positions_of(path: str, sizes: ModelConfig) -> int | None:
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
     """The tokenizer of tokenizer.path, or of model.path where that is empty."""
-    path = config.tokenizer.path or config.model.path
+    path = hub.local(config.tokenizer.path or config.model.path)
     if not path:
         raise ValueError(
             "model.path and tokenizer.path are empty: set the first to a Hugging Face directory, "
@@ -213,9 +212,11 @@ class Data:
 
 def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Data:
     """Loads and tokenizes the evaluation sets, and the training sets if `training`."""
-    load = functools.partial(
-        load_dataset, tokenizer=tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
-    )
+    of_run = {"tokenizer": tokenizer, "max_prompt_tokens": config.rollout.max_prompt_tokens}
+
+    def load(key, settings):
+        return load_dataset(key, settings | {"path": hub.local(settings["path"])}, **of_run)
+
     samplings = eval_samplings(config, tokenizer)
     eval_sets = {
         name: EvalSet(load(f"eval.sets.{name}", settings), settings["k"], samplings[name])

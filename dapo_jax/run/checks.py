@@ -1,76 +1,19 @@
 """Every refusal of a run's settings, each with the value, the limit and the key to change."""
 
 import dataclasses
-import functools
 import json
-import math
 import pathlib
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings, mixture_settings
-from dapo_jax import algorithm, losses
+from configs.base import eval_settings, key_of, leaves, mixture_settings
 from dapo_jax.run.files import read_json
-from dapo_jax.run.recipes import MAY_CHANGE, recipe_differences
-from dapo_jax.sampler.cache import DRAFT_TOKENS
-from dapo_jax.tasks.math_problems import RULES
+from dapo_jax.run.recipe import MAY_CHANGE, recipe_differences
 from models.families import Family
 from models.lora import MATRICES
 from models.parameters import ModelConfig
-from models.transformer import REMAT
 from sharding import rules
-
-# What devices have numbers in: the least normal one, and the greatest.
-TINY32, MAX32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-CHOICES = {
-    "model.compute_dtype": ("float32", "bfloat16"),
-    "algo.loss": losses.LOSSES,
-    "algo.ratio": losses.RATIOS,
-    "algo.gate": losses.GATES,
-    "algo.advantage_scale": losses.ADVANTAGES,
-    "algo.loss_aggregation": losses.AGGREGATIONS,
-    "algo.filter_groups": algorithm.FILTERS,
-    "verifier.rules": RULES,
-    "rollout.on_generation_cap": ("train", "stop"),
-    "rollout.draft_tokens": DRAFT_TOKENS,
-    "data.on_bad_row": ("error", "skip"),
-    "tokenizer.chat": ("none", "template"),
-    "learner.remat": tuple(REMAT),
-    "checkpoint.on_failed_save": ("stop", "continue"),
-}
-# What a number must be -> (the keys, the test).
-BOUNDS = {
-    "at least 1": (
-        """num_steps updates_per_step rollout.num_prompts rollout.max_prompt_tokens
-        rollout.max_response_tokens rollout.generation_prompts rollout.max_generation_batches
-        rollout.cache_mib rollout.slot_tokens rollout.page_tokens rollout.block_tokens
-        learner.micro_batch_rows learner.max_skipped_updates eval.samples_per_prompt
-        checkpoint.every_steps checkpoint.keep mesh.slices""",
-        lambda value: value >= 1,
-    ),
-    "at least 0, and finite in float32": (
-        """rollout.top_k rollout.carry_over_steps algo.eps_low algo.eps_high algo.kl_coef
-        algo.kl_cov_coef algo.tis_cap algo.overlong_factor algo.overlong_cache_tokens
-        learner.warmup_steps learner.weight_decay learner.lora_rank alarms.min_entropy
-        alarms.max_ratio_gap eval.every_steps eval.max_prompts mesh.cpu_devices
-        log.samples_every_steps log.rollouts_every_steps eval.temperature""",
-        lambda value: 0 <= value <= MAX32,
-    ),
-    "greater than 0 and finite in float32": (
-        "rollout.temperature learner.adam_eps learner.max_grad_norm learner.lora_alpha",
-        lambda value: TINY32 <= value <= MAX32,
-    ),
-    "greater than 1 and finite in float32": ("algo.dual_clip", lambda value: 1 < value <= MAX32),
-    "over 0 and at most 1": (
-        "rollout.top_p learner.learning_rate eval.top_p algo.kl_cov_share",
-        lambda value: 0 < value <= 1,
-    ),
-    "from 0 to 1": ("algo.retire_pass_rate", lambda value: 0 <= value <= 1),
-    "from 0 to below 1": ("learner.adam_b1 learner.adam_b2", lambda value: 0 <= value < 1),
-    "from 0 to 4294967295": ("seed", lambda value: 0 <= value < 2**32),
-}
 
 # What makes a policy, beside its weights: the model, its tokenizer and LoRA's shape. Where and how
 # it is computed may differ.
@@ -81,19 +24,12 @@ FREE_KEYS = ("model.kernels",)
 def check(config: ConfigDict) -> None:
     """Refuses settings that cannot work, as far as the recipe alone tells (ValueError)."""
 
-    def value(name: str):
-        return functools.reduce(getattr, name.split("."), config)
-
-    for name, choices in CHOICES.items():
-        message = f"{name} = {value(name)!r}; choose one of {', '.join(map(str, choices))}"
-        _require(value(name) in choices, message)
-    for bound, (names, holds) in BOUNDS.items():
-        for name in names.split():
-            _require(holds(value(name)), f"{name} = {value(name)}, but must be {bound}")
+    for name, value in leaves(config):
+        if refusal := key_of(name).refusal(value):
+            raise ValueError(f"{name} = {value!r}, {refusal}")
     _check_algorithm(config)
     _check_lora(config.learner)
     for name, settings in eval_settings(config).items():
-        _check_data_set(f"eval.sets.{name}", settings)
         message = f"eval.sets.{name}.weight is set, but is for training sets; see max_prompts"
         _require(config.eval.sets[name].weight is None, message)
         _require(
@@ -110,7 +46,6 @@ def check(config: ConfigDict) -> None:
         "training sets (data.mixture): prompts are retired by the epochs of one; set it to 0",
     )
     for key, settings in training.items():
-        _check_data_set(key, settings)
         for name in ("k", "temperature", "top_p"):
             message = f"{key}.{name} is set, but is for evaluation sets; set rollout's keys"
             _require(settings[name] is None, message)
@@ -125,10 +60,6 @@ def check(config: ConfigDict) -> None:
 
 def _check_algorithm(config: ConfigDict) -> None:
     r, a = config.rollout, config.algo
-    _require(
-        r.group_size >= 2,
-        f"rollout.group_size = {r.group_size}, but a group of 1 has no advantage; use 2 or more",
-    )
     _check_loss(a, r.carry_over_steps)
     _require(
         r.num_prompts % config.updates_per_step == 0,
@@ -156,12 +87,6 @@ def _check_loss(algo: ConfigDict, carry_over_steps: int) -> None:
         f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0 (algo.gate = "
         "'cispo' may do without, with 1.0)",
     )
-    for name, default in (("ratio", "token"), ("gate", "clip"), ("tis_cap", 0.0)):
-        _require(
-            a.loss == "dapo" or a[name] == default,
-            f"algo.{name} = {a[name]!r} is a choice of algo.loss = 'dapo', but that is {a.loss!r}; "
-            f"set algo.{name} = {default!r}",
-        )
     _require(
         a.tis_cap == 0 or carry_over_steps > 0,
         f"algo.tis_cap = {a.tis_cap} is for tokens of earlier policies, which there are none of "
@@ -184,19 +109,6 @@ def _check_lora(learner: ConfigDict) -> None:
         f"learner.lora_rank = {learner.lora_rank}, but learner.lora_targets is empty; name some of "
         f"{matrices}",
     )
-
-
-def _check_data_set(key: str, settings: dict) -> None:
-    for name, holds, bound in (
-        ("k", lambda k: k >= 1, "at least 1, or 0 to leave the set out"),
-        ("max_prompts", lambda prompts: prompts >= 0, "at least 0"),
-        ("weight", lambda value: 0 < value < math.inf, "finite and at least 0"),
-        ("temperature", lambda value: 0 <= value < math.inf, "finite and at least 0"),
-        ("top_p", lambda value: 0 < value <= 1, "over 0 and at most 1"),
-        ("rules", lambda rules: rules in RULES, f"one of {', '.join(RULES)}"),
-    ):
-        value = settings.get(name)  # None: left open, as sampling is of the training set
-        _require(value is None or holds(value), f"{key}.{name} = {value!r}, but must be {bound}")
 
 
 def check_model(

@@ -1,20 +1,19 @@
-"""`train --dry_run`: all that is refused, what the data loses, and the memory, without a step.
+"""`train --dry_run`: the refusals of a start, the report of the data, and the memory of a step.
 
-Nothing is written, locked, loaded to the devices or compiled. Preflight compiles, for TPUs.
+Nothing is loaded to the devices, locked, or written but to the hub's cache. Preflight compiles.
 """
 
 import math
 import pathlib
-import types
 from collections.abc import Callable, Iterator
 
 import jax
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
-from dapo_jax.run import build, checks, identity, restore, writers
+from dapo_jax.run import build, checks, hub, identity, start
+from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.display import printable
-from dapo_jax.run.lock import NAME as LOCK
 from dapo_jax.tasks.tokenizer import Tokenizer
 from sharding import hosts
 
@@ -25,29 +24,28 @@ SHOWN_CHARS = 1_000  # of a prompt
 def run(
     config: ConfigDict,
     workdir: pathlib.Path,
-    origin: restore.Origin | None,
+    origin: start.Origin | None,
     say: Callable[[str], None],
 ) -> None:
-    """Refuses what a start in `workdir` would refuse before its weights, and says what it would do.
+    """Refuses what a start in `workdir` would refuse before its weights, and reports the rest.
 
-    origin: what --start says. Raises ValueError or OSError, as the start does.
+    origin: that of --start. Raises ValueError or OSError, as the start does.
     """
-    checks.check(config)
-    writers.check(config.log.writers)
-    origin = hosts.on_main(lambda: restore.origin_of(workdir, origin))
-    directory = config.checkpoint.directory or workdir / "checkpoints"
-    step = hosts.on_main(lambda: _finished_steps(directory))
-    at = types.SimpleNamespace(latest_step=lambda: step)
-    restore.check_parent(config, at, origin)
-    tokenizer = build.tokenizer(config)
-    programs = build.programs(config, tokenizer.vocab_size)
-    checks.check_divides(config, programs.mesh)
-    hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
-    data = build.load_data(config, tokenizer, training=True)
+    start.check(config)
+    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
+    origin = hosts.on_main(lambda: start.origin_of(workdir, origin))
+    directory = build.epath.Path(config.checkpoint.directory or workdir / "checkpoints")
+    there = Checkpoints(directory, keep=None) if directory.is_dir() else None
+    step = hosts.on_main(there.latest_step) if there else None
+    start.check_parent(config, step, origin)
+    tokenizer, programs, data = start.prepare(config, workdir)
     say("\n".join([*data.report_lines(), *example_lines(data, tokenizer)]))
     ours = identity.of_run(config, data) | {"origin": origin and str(origin)}
     if step is not None:
-        _check_own(config, directory, step, ours, say)
+        checks.check_steps_left(config, step, directory)
+        if theirs := hosts.on_main(lambda: there.identity_of(step)):
+            where = f"checkpoint {step} in {directory}"
+            identity.require_same(theirs, ours, report=say, where=where)
     say("\n".join(memory_lines(programs)))
     say("\n".join(_next_lines(config, workdir, step, origin)))
 
@@ -109,31 +107,12 @@ def memory_lines(programs: build.Programs) -> Iterator[str]:
     yield f"  the device has {has / MIB:,.0f}" if has else "  what the device has is not known here"
 
 
-def _finished_steps(directory) -> int | None:
-    """The step of the newest checkpoint; None without any."""
-    folder = build.epath.Path(directory)
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return max((int(name) for name in names if name.isdecimal()), default=None)
-
-
-def _check_own(config, directory, step: int, ours: dict, say: Callable[[str], None]) -> None:
-    checks.check_steps_left(config, step, directory)
-    checkpoints = build.Checkpoints(directory, keep=None)  # it is there: nothing is made
-    theirs = hosts.on_main(lambda: checkpoints.identity_of(step))
-    checkpoints.close()
-    if theirs is not None:
-        where = f"checkpoint {step} in {directory}"
-        identity.require_same(theirs, ours, report=say, where=where)
-
-
 def _next_lines(config: ConfigDict, workdir, step: int | None, origin) -> Iterator[str]:
     r = config.rollout
     yield (
         f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
         f"{r.max_response_tokens} tokens, {config.updates_per_step} updates"
     )
-    if (workdir / LOCK).exists():
-        yield f"note: {workdir / LOCK} is there; a start is refused while its run is going on"
     if step is None:
         first = f"step {origin.step} would be the first, from {origin}" if origin else "step 0"
         first = first if origin else f"{first} would be the first, of {config.num_steps}"

@@ -76,7 +76,7 @@ TEXTS = {
 }
 OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
 # Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
-NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.")
+NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)  # of HTTP
 PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']")
 

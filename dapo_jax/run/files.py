@@ -20,6 +20,7 @@ import filelock
 from dapo_jax.run import chain
 
 LOG = "log.txt"
+MAX_LINE_BYTES = 2**28  # of a gzip file; the rows of a long run have some MB
 FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
 
 
@@ -217,8 +218,19 @@ class _Hashed:
 
 def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
     """Yields the responses that `write_rollouts` wrote."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        yield from map(json.loads, file)
+    yield from map(json.loads, gzip_lines(path))
+
+
+def gzip_lines(path: str | os.PathLike) -> Iterator[bytes]:
+    """Yields the lines of a gzip file, which may be a stranger's.
+
+    Raises ValueError for a line of more than MAX_LINE_BYTES, which a few bytes can stand for.
+    """
+    with gzip.open(path) as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
+            yield line
 
 
 def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:

@@ -1,8 +1,8 @@
-"""Whose run a checkpoint is: its recipe, and digests of what it was given.
+"""The fingerprint of a run: its recipe, and digests of its data, tokenizer and start weights.
 
-The identity is saved with every checkpoint. A resumed run whose recipe, training data, tokenizer or
-start model is another is refused by the names of the keys, and so are processes that differ. A
-fork (run/restore.py) has the model, the seed and the training data of the run that it goes on with.
+It is saved with every checkpoint. A resumed run with another recipe, training data, tokenizer or
+start model is refused by the names of the keys, and so are processes that differ. A fork
+(run/start.py) has its parent's model, seed and training data.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import mixture_settings
-from dapo_jax.run import checks
+from dapo_jax.run import checks, hub
 from dapo_jax.run.files import read_json, read_rows
+from dapo_jax.run.recipe import MAY_CHANGE, recipe_differences
 from dapo_jax.types import Prompt
 from sharding import hosts
 
-BLOCKS = 1_024  # digests kept of a data set at most: a changed prompt is named by its block
 SHOWN_DIFFERENCES = 5
 READ_BYTES = 2**24
 # generation_config.json has tokens that end a response.
@@ -54,6 +54,7 @@ def of_run(config: ConfigDict, data) -> dict:
             for name, chosen in data.eval_sets.items()
         },
         "files": _of_small_files(config, chat=config.tokenizer.chat),
+        **hub.record(),
     }
     if weights := _weight_files(config):
         own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}
@@ -92,19 +93,20 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
 
 def _of_small_files(config: ConfigDict, *, chat: str) -> dict[str, dict[str, str]]:
     """Digests the tokenizer's files and the model's config.json, by key and name."""
-    tokenizer = epath.Path(config.tokenizer.path or config.model.path)
+    tokenizer = epath.Path(hub.local(config.tokenizer.path or config.model.path))
     names = (*TOKENIZER_FILES, *([CHAT_FILE] if chat == "template" else []))
     files = [tokenizer / name for name in names] if tokenizer.is_dir() else [tokenizer]
     digests = {file.name: of_file(file) for file in files if file.is_file()}
     found = {"tokenizer.path" if config.tokenizer.path else "model.path": digests}
     if config.model.path:
-        file = epath.Path(config.model.path) / "config.json"
+        file = epath.Path(hub.local(config.model.path)) / "config.json"
         found.setdefault("model.path", {})["config.json"] = of_file(file)
     return found
 
 
 def _weight_files(config: ConfigDict) -> list[epath.Path]:
-    return sorted(epath.Path(config.model.path).glob(f"*{WEIGHTS}")) if config.model.path else []
+    path = hub.local(config.model.path)
+    return sorted(epath.Path(path).glob(f"*{WEIGHTS}")) if path else []
 
 
 def _of_mine(files: Sequence[epath.Path]) -> dict[str, str]:
@@ -128,20 +130,17 @@ def _of_training(config: ConfigDict, train) -> dict:
 
 
 def of_prompts(prompts: Sequence[Prompt]) -> dict:
-    """Digests a data set's texts and answers in their order, in blocks.
+    """Digests a data set's texts and answers in their order.
 
     Token ids are left out: the tokenizer's and the recipe's digests cover them.
     """
-    size = 1
-    while len(prompts) > BLOCKS * size:
-        size *= 2
-    blocks = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    return {
-        "prompts": len(prompts),
-        "block": size,
-        "rows": [block[0].example.row for block in blocks],
-        "digests": [_of_block(block) for block in blocks],
-    }
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        example = prompt.example
+        messages = [dict(message) for message in example.prompt]
+        content = [messages, example.answer, _with_text_keys(example.extra)]
+        digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
+    return {"prompts": len(prompts), "digest": digest.hexdigest()[:32]}
 
 
 def of_file(file: epath.Path) -> str:
@@ -158,7 +157,7 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
 
     theirs: the checkpoint's identity. Evaluation sets may change: that is reported.
     """
-    found = list(differences(theirs, ours, but=checks.MAY_CHANGE))
+    found = list(differences(theirs, ours, but=MAY_CHANGE))
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
@@ -189,9 +188,9 @@ def require_parent(theirs: dict, ours: dict, where: str) -> None:
 def differences(old: dict, new: dict, **keys) -> Iterator[str]:
     """Says, key by key, in what two identities differ, evaluation sets and origins aside.
 
-    keys: as of `checks.recipe_differences`, which the recipes' part is.
+    keys: as of `recipe_differences`, which the recipes' part is.
     """
-    yield from checks.recipe_differences(old["recipe"], new["recipe"], **keys)
+    yield from recipe_differences(old["recipe"], new["recipe"], **keys)
     before, now = list(old["data"].items()), list(new["data"].items())
     if len(before) != len(now):
         yield f"there are {len(now)} training sets (data.train, data.mixture), not {len(before)}"
@@ -229,16 +228,6 @@ def _key(name: str, settings: Mapping) -> str:
     return f"{name}.path" if settings["path"] else name
 
 
-def _of_block(block: Sequence[Prompt]) -> str:
-    digest = hashlib.sha256()
-    for prompt in block:
-        example = prompt.example
-        messages = [dict(message) for message in example.prompt]
-        content = [messages, example.answer, _with_text_keys(example.extra)]
-        digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
-    return digest.hexdigest()[:8]
-
-
 def _with_text_keys(value) -> object:
     """Makes all keys text: JSON has few others, and does not sort those of several types."""
     if isinstance(value, Mapping):
@@ -258,12 +247,8 @@ def _data_differences(old: dict, new: dict) -> Iterator[str]:
         a, b = old[key], new[key]
         if a["prompts"] != b["prompts"]:
             yield f"{key} has {b['prompts']} prompts, not {a['prompts']}"
-            continue
-        pairs = zip(a["digests"], b["digests"], strict=True)
-        if blocks := [i for i, (x, y) in enumerate(pairs) if x != y]:
-            what = "prompts" if b["block"] == 1 else f"blocks of {b['block']} prompts"
-            first = f"the first at row {b['rows'][blocks[0]]}"
-            yield f"{key}: {len(blocks)} of {len(b['digests'])} {what} differ, {first}"
+        elif a["digest"] != b["digest"]:
+            yield f"{key}: its prompts differ"
 
 
 def _file_differences(key: str, old: dict, new: dict) -> Iterator[str]:

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from dapo_jax.run import build, checks, identity, places
+from dapo_jax.run import build, checks, hub, identity
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.files import read_json
+from dapo_jax.run.recipe import complete, recipe_differences
 from dapo_jax.tasks.tokenizer import Tokenizer
 from models import families
 from models.hf_config import load_config, read_config
@@ -55,7 +56,7 @@ def run_recipe(workdir: pathlib.Path, *, trust_code: bool) -> ConfigDict:
     recipe = ConfigDict(read_json(file))
     if not trust_code:
         require_built_in({"model.family": recipe.model.family}, families.BUILT_IN, file)
-    places.complete(recipe)
+    complete(recipe)
     recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
     recipe.model.kernels = "auto"
     return recipe
@@ -137,7 +138,7 @@ def check_recipe(
     """
     ours = json.loads(config.to_json_best_effort())
     compared = checks.POLICY_KEYS + (() if config.model.path else ("seed",))
-    differing = checks.recipe_differences(theirs, ours, among=compared, but=checks.FREE_KEYS + but)
+    differing = recipe_differences(theirs, ours, among=compared, but=checks.FREE_KEYS + but)
     if differing:
         raise ValueError(
             f"{where} is of another policy: {'; '.join(differing)}. Give the run's recipe and "
@@ -164,7 +165,7 @@ def fit_model(config: ConfigDict) -> None:
 
     Raises FileNotFoundError where there is none, ValueError where it does not fit.
     """
-    path, r = config.model.path, config.rollout
+    path, r = hub.local(config.model.path), config.rollout
     if (pathlib.Path(path) / "metrics.jsonl").is_file():
         raise ValueError(
             f"--model={path} is a run's directory, which --workdir takes; `python -m "
@@ -189,7 +190,7 @@ def fit_model(config: ConfigDict) -> None:
 
 def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
     """Fills in how long responses may be, behind prompts of at most so many tokens."""
-    path, r = config.model.path, config.rollout
+    path, r = hub.local(config.model.path), config.rollout
     positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
     r.max_prompt_tokens = prompt_tokens
     if not r.max_response_tokens:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import jax
 from ml_collections import ConfigDict
 
+from dapo_jax.run import hub
 from dapo_jax.run.files import append_line
 from sharding import hosts
 
@@ -50,6 +51,7 @@ def this_start(config: ConfigDict) -> dict:
             "processes": hosts.count(),
         },
         "config_sha256": config_digest(config),
+        **hub.record(),
         "steps_sha256": steps_digest(json.loads(config.to_json_best_effort())),
     }
 

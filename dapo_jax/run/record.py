@@ -1,7 +1,6 @@
 """The outputs of a run: config, rows, responses, evaluations, samples, the live display."""
 
 import concurrent.futures
-import contextlib
 import functools
 import hashlib
 import json

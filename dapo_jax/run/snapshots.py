@@ -1,10 +1,11 @@
 """Snapshots of a run after each step: saved when due, and the newest one when the run is cut short.
 
-SIGTERM, Ctrl-C or SIGHUP (run/signals.py) may come at any time, while a program compiles or an update
-runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the process
-(status 75). Checkpoints are written from copies in the host's memory: a save neither waits for the
-devices nor delays them. On a stop a save under way is finished first; a pending checkpoint that is
-older than the newest snapshot is left out, since the seconds until the machine is gone are few.
+SIGTERM, Ctrl-C or SIGHUP (run/signals.py) may come at any time, while a program compiles or an
+update runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the
+process (status 75). Checkpoints are written from copies in the host's memory: a save neither waits
+for the devices nor delays them. On a stop a save under way is finished first; a pending checkpoint
+that is older than the newest snapshot is left out, since the seconds until the machine is gone are
+few.
 
 Of several processes the main one leads: it puts the step to save next into the key-value store,
 and all save that snapshot. A process is ahead of another by one snapshot at most, since a step

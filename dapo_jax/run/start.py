@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from absl import logging
@@ -65,7 +64,7 @@ class Progress:
     sampled_tokens_total: int = 0
     row: dict | None = None
     carried: Sequence[Carried] = ()
-    retired: Mapping[int, int] = MappingProxyType({})
+    retired: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict:
         """Describes it for a checkpoint, bit by bit."""

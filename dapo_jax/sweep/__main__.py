@@ -20,9 +20,9 @@ from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import load_sweep
 from dapo_jax.report.summary import markdown
 from dapo_jax.run import command
-from dapo_jax.run.files import atomic_file
-from dapo_jax.run.lock import locked
-from dapo_jax.run.stops import Stops
+from dapo_jax.run.files import atomic_file, locked
+from dapo_jax.run.recipe import define_config
+from dapo_jax.run.signals import Signals
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.plan import Plan, Point
 from dapo_jax.sweep.points import LOG, TRAIN, Runner
@@ -91,7 +91,7 @@ def sweep(
             f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {jobs} at once"
             + (f"; {done} of {len(points)} runs are done" if done else "")
         )
-        with Stops(runner.stop), display:
+        with Signals(runner.stop), display:
             runner.run()
         if runner.stopped:
             print(f"stopped; the same command goes on with {folder}", file=sys.stderr)
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.define_config()
+    define_config()
     command.define_workdir()
     flags.DEFINE_multi_string(
         "set", [], "KEY=V1,V2,...: a key of the recipe, or preset; repeated, all combinations."

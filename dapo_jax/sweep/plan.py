@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from ml_collections import ConfigDict
 
 from dapo_jax.report.runs import sweep_label
-from dapo_jax.run import checks, command, recipes
+from dapo_jax.run import checks
 from dapo_jax.run.files import atomic_file, read_json
+from dapo_jax.run.recipe import MAY_CHANGE, differences, read_recipe
 
 PRESET = "preset"
 SEEDS_BELOW = 2**32  # dapo_jax.run.checks has it too
@@ -244,7 +245,7 @@ def _check_keys(plan: Plan, arm: str, settings: Settings) -> None:
 
 def _checked_recipe(plan: Plan, arm: str) -> ConfigDict:
     try:
-        recipe = command.read_recipe(arm_flags(plan, arm))
+        recipe = read_recipe(arm_flags(plan, arm))
         checks.check(recipe)
     except ValueError as error:
         raise ValueError(f"arm {arm!r}: {' '.join(str(error).split())}") from None
@@ -273,10 +274,10 @@ def check_same(plan: Plan, folder: pathlib.Path) -> None:
     """
     if not (old := _read(folder)):
         return
-    may_change = [key for key in recipes.MAY_CHANGE if key != "eval."]
+    may_change = [key for key in MAY_CHANGE if key != "eval."]
     found = [
         f"{name} is {new!r}, but was {was!r}"
-        for name, was, new in recipes.differences(old["recipe"], _common_recipe(plan))
+        for name, was, new in differences(old["recipe"], _common_recipe(plan))
         if not name.startswith(tuple(may_change))
     ]
     for arm, settings in plan.arms.items():
@@ -300,5 +301,5 @@ def _read(folder: pathlib.Path) -> dict:
 
 def _common_recipe(plan: Plan) -> dict:
     """The recipe without any arm's settings, as JSON has it."""
-    recipe = command.read_recipe([f"--config={plan.config}", *plan.flags])
+    recipe = read_recipe([f"--config={plan.config}", *plan.flags])
     return json.loads(recipe.to_json_best_effort())

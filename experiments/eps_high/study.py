@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.quantities import Quantity, final_score, finished_steps, last
+from dapo_jax.report.quantities import Quantity, final_score, finished_steps, last, mean
 from dapo_jax.report.runs import column
-from experiments.study import CLIPPED, Claim, Study
+from experiments.study import CLIPPED, Claim, Study, Trend
 
 
 def half_reached(run) -> float:
@@ -28,6 +28,12 @@ def steps_until_half(run) -> float:
     return float(finished_steps(run)) if math.isnan(half) else half
 
 
+def tokens_until_half(run) -> float:
+    """Thousands of tokens sampled until then, on a straight line between two steps."""
+    spent = [0.0, *column(run.rows, "sampled_tokens_total")]  # by finished steps
+    return float(np.interp(steps_until_half(run), range(len(spent)), spent)) / 1e3
+
+
 def entropy_at_half(run) -> float:
     """The entropy at that point, on a straight line between the two steps; NaN if it never is."""
     entropy = column(run.rows, "entropy")
@@ -35,6 +41,8 @@ def entropy_at_half(run) -> float:
 
 
 HALF = Quantity("steps until the rare road has half", steps_until_half, "{:.2f}")
+TOKENS_HALF = Quantity("tokens until it has half, thousands", tokens_until_half, "{:.0f}")
+MEAN_ACCURACY = mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
 ENTROPY_AT_HALF = Quantity("entropy when it has half, nats", entropy_at_half, "{:.3f}")
 ENTROPY = last("entropy, nats, last third", "entropy", form="{:.3f}")
 ACCURACY = final_score("road", "mean@8")
@@ -57,7 +65,9 @@ STUDY = Study(
     arms={f"eps_high={eps}": f"algo.eps_high={eps}" for eps in EPS},
     quantities=(
         HALF,
+        TOKENS_HALF,
         ENTROPY_AT_HALF,
+        MEAN_ACCURACY,
         ACCURACY,
         last("rare road, %, last third", "task/right_road", scale=100),
         ENTROPY,
@@ -74,5 +84,13 @@ STUDY = Study(
         *(Claim(ENTROPY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
         *(Claim(ACCURACY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
     ),
-    afterwards=[Claim(ENTROPY_AT_HALF, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]],
+    post_hoc=[
+        Claim(quantity, f"eps_high={eps}", sign, "eps_high=0.2")
+        for quantity, sign in ((ENTROPY_AT_HALF, +1), (MEAN_ACCURACY, +1), (TOKENS_HALF, -1))
+        for eps in EPS[1:]
+    ],
+    trends=[
+        Trend(quantity, [f"eps_high={eps}" for eps in EPS])
+        for quantity in (HALF, TOKENS_HALF, ENTROPY, MEAN_ACCURACY, ACCURACY)
+    ],
 )

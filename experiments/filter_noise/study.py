@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.quantities import Quantity, last, tokens_of
+from dapo_jax.report.quantities import Quantity, last
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.filter_noise.pod import pod_hours
@@ -14,6 +14,7 @@ from experiments.study import Claim, Study
 LAST_STEPS = 20
 SCORE = ("road", "mean@8")
 BUDGET_TOKENS = 160_000  # a little less than the arm on all groups takes, as the hours below
+BUDGET_UPDATES = 110  # a little less than the non-zero updates of that arm
 
 
 def last_scores(run) -> np.ndarray:
@@ -29,15 +30,38 @@ def mean_score(run) -> float:
 
 
 def score_at(run, spent, budget: float) -> float:
-    """Percent right where `spent`, summed over steps, reaches the budget; between evaluations."""
+    """Percent right where `spent`, summed over steps, reaches the budget; NaN beyond the run."""
     of_step = run.evaluations.get(SCORE, {})
     at = [0.0, *spent]  # by finished steps
+    if at[-1] < budget:
+        return math.nan
     return 100 * float(np.interp(budget, [at[step] for step in of_step], list(of_step.values())))
 
 
 def score_at_tokens(run) -> float:
     """At BUDGET_TOKENS sampled tokens."""
     return score_at(run, column(run.rows, "sampled_tokens_total"), BUDGET_TOKENS)
+
+
+def score_at_tokens_after_warmup(run) -> float:
+    """At BUDGET_TOKENS sampled tokens after the steps in which the learning rate rises."""
+    spent = column(run.rows, "sampled_tokens_total")
+    return score_at(run, spent, BUDGET_TOKENS + warmup_tokens(run))
+
+
+def warmup_tokens(run) -> float:
+    """The tokens sampled in those steps."""
+    return run.rows[run.config["learner.warmup_steps"] - 1]["sampled_tokens_total"]
+
+
+def score_at_updates(run) -> float:
+    """After BUDGET_UPDATES updates whose gradient is not zero."""
+    return score_at(run, np.cumsum(nonzero_updates(run)), BUDGET_UPDATES)
+
+
+def nonzero_updates(run) -> np.ndarray:
+    """The updates of each step that changed the weights."""
+    return column(run.rows, "updates") - column(run.rows, "updates_zero_gradient")
 
 
 def score_at_hours(run, *, budget: float, **how) -> float:
@@ -56,6 +80,11 @@ def noise(run) -> float:
 
 
 AT_TOKENS = Quantity(f"at {BUDGET_TOKENS // 1000} k tokens, %", score_at_tokens)
+AFTER_WARMUP = Quantity(
+    f"at {BUDGET_TOKENS // 1000} k tokens after warm-up, %", score_at_tokens_after_warmup
+)
+WARMUP = Quantity("tokens of the warm-up, thousands", lambda run: warmup_tokens(run) / 1e3)
+AT_UPDATES = Quantity(f"at {BUDGET_UPDATES} non-zero updates, %", score_at_updates)
 # The two ends of the estimate: the fast one, with cancelled groups for nothing, and the slow one,
 # with all that was begun of them.
 HOURS = [
@@ -93,10 +122,12 @@ STUDY = Study(
     quantities=(
         MEAN,
         SPREAD,
-        last("informative groups", "groups/informative"),
-        last("groups sampled", "groups/sampled"),
-        Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
+        last("informative groups a step, last ten", "groups/informative"),
+        last("groups sampled a step, last ten", "groups/sampled"),
+        AT_UPDATES,
         AT_TOKENS,
+        WARMUP,
+        AFTER_WARMUP,
         *HOURS,
     ),
     drawn={
@@ -108,5 +139,8 @@ STUDY = Study(
         Claim(MEAN, "informative", +1, "all"),
         Claim(SPREAD, "informative", -1, "all"),
     ),
-    afterwards=tuple(Claim(at, "informative", +1, "all") for at in (AT_TOKENS, HOURS[1], HOURS[3])),
+    post_hoc=tuple(
+        Claim(at, "informative", +1, "all")
+        for at in (AT_UPDATES, AT_TOKENS, AFTER_WARMUP, HOURS[1], HOURS[3])
+    ),
 )

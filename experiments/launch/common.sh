@@ -64,7 +64,7 @@ load_settings() {
   run_url=gs://$BUCKET/$RUN
   data_url=gs://$BUCKET/inputs/data
   model_url=$MODEL
-  [[ -z $MODEL || $MODEL == gs://* ]] || model_url=gs://$BUCKET/inputs/$(basename "$MODEL")
+  [[ -z $MODEL || $MODEL =~ ^(gs|hf):// ]] || model_url=gs://$BUCKET/inputs/$(basename "$MODEL")
 
   train_flags=(
     --distributed

@@ -35,5 +35,5 @@ STUDY = Study(
         Claim(LONG, "soft", +1, "punished"),
         Claim(CUT, "soft", -1, "filtered"),
     ),
-    afterwards=(Claim(LONG, "soft", +1, "filtered"),),
+    post_hoc=(Claim(LONG, "soft", +1, "filtered"),),
 )

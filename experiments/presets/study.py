@@ -7,6 +7,8 @@ from experiments.study import CLIPPED, Claim, Study
 ACCURACY = last("accuracy, %", "accuracy/mean", scale=100)
 ENTROPY = last("entropy, nats", "entropy", form="{:.3f}")
 LENGTH = last("response tokens", "response_tokens/mean", form="{:.1f}")
+LONG = final_score("long", "mean@8")
+TOKENS = Quantity("sampled tokens, thousands", tokens_of, "{:.0f}")
 DECODE = mean("decode steps a step", "engine/decode_steps", form="{:.0f}")
 
 STUDY = Study(
@@ -25,7 +27,7 @@ STUDY = Study(
     quantities=(
         ACCURACY,
         final_score("road", "mean@8"),
-        final_score("long", "mean@8"),
+        LONG,
         ENTROPY,
         LENGTH,
         mean("truncated, %", "response_tokens/truncated_fraction", scale=100),
@@ -33,7 +35,7 @@ STUDY = Study(
         *CLIPPED,
         mean("gradient's norm", "grad_norm", form="{:.2f}"),
         DECODE,
-        Quantity("sampled tokens, thousands", tokens_of, "{:.0f}"),
+        TOKENS,
     ),
     drawn={
         "accuracy/mean": "accuracy of the sampled responses",
@@ -48,5 +50,10 @@ STUDY = Study(
         Claim(ACCURACY, "reinforce_pp", -1, "dapo"),
         Claim(DECODE, "tis", -1, "dapo"),
         Claim(ACCURACY, "tis", -1, "dapo"),
+    ),
+    post_hoc=(
+        *(Claim(ACCURACY, preset, +1, "dapo") for preset in ("dr_grpo", "kl_cov", "gspo_wide")),
+        Claim(LONG, "gspo", +1, "dapo"),
+        Claim(TOKENS, "tis", -1, "dapo"),
     ),
 )

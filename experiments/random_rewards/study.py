@@ -1,7 +1,7 @@
 """Random rewards: what the two clips do to the entropy where nothing can be learned."""
 
 from dapo_jax.report.quantities import last
-from experiments.study import CLIPPED, Claim, Study
+from experiments.study import CLIPPED, Claim, Study, Trend
 
 ENTROPY = last("entropy, nats, last 10 steps", "entropy", form="{:.3f}")
 
@@ -43,4 +43,5 @@ STUDY = Study(
         Claim(ENTROPY, "low=0.1_high=0.28", +1, "high=0.28"),
         Claim(ENTROPY, "unclipped", -1, "high=0.2"),
     ),
+    trends=[Trend(ENTROPY, ["high=0.2", "high=0.28", "high=0.4", "high=none"])],
 )

@@ -1,7 +1,7 @@
 """Random rewards of the first words alone: the upper clip where words are equal, and unequal."""
 
 from dapo_jax.report.quantities import last
-from experiments.study import CLIPPED, Claim, Study
+from experiments.study import CLIPPED, Claim, Study, Trend
 
 ENTROPY = last("entropy, nats, last 10 steps", "entropy", form="{:.3f}")
 START = {
@@ -41,5 +41,6 @@ STUDY = Study(
         for words, sign in (("equal", -1), ("unequal", +1))
         for high in list(HIGH)[1:]
     ),
+    trends=[Trend(ENTROPY, [f"{words}_high={high}" for high in HIGH]) for words in START],
     seeds=tuple(range(8)),
 )

@@ -3,12 +3,10 @@
 python -m experiments.tiny_dapo.compare --workdir=runs/dapo_0 --workdir=runs/grpo_0 ...
 """
 
-import pathlib
-
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report.runs import Run, load_run, tokens_before
+from dapo_jax.report.runs import Run, labelled, load_run, tokens_before
 
 METRIC = ("arithmetic", "mean@8")
 
@@ -39,7 +37,7 @@ def table(runs: dict[str, Run]) -> list[str]:
 
 
 def main(_):
-    runs = {pathlib.Path(path).name: load_run(path) for path in WORKDIRS.value}
+    runs = {label: load_run(folder) for label, folder in labelled(WORKDIRS.value).items()}
     print("\n".join(table(runs)))
 
 

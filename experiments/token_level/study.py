@@ -67,7 +67,7 @@ STUDY = Study(
         Claim(LOOPS, "token_mean", -1, "sequence_mean"),
         Claim(WRONG, "token_mean", -1, "sequence_mean"),
     ),
-    afterwards=(
+    post_hoc=(
         Claim(EARLY_LOOPS, "token_mean", -1, "sequence_mean"),
         Claim(EARLY_WRONG, "token_mean", -1, "sequence_mean"),
     ),

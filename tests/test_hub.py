@@ -1,0 +1,308 @@
+"""Names on the Hugging Face hub, against a server here that answers as it does."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import hub_server
+import processes
+import pytest
+from huggingface_hub import constants
+
+from dapo_jax import train
+from dapo_jax.convert import convert
+from dapo_jax.run import build, dry_run, failures, hub, identity
+from dapo_jax.run.files import read_json, read_starts
+from dapo_jax.untrusted import check_file
+from experiments.preemption.config import get_config
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CHECKPOINT = ROOT / "experiments/tiny_base/checkpoint"
+MODEL = {file.name: file.read_bytes() for file in CHECKPOINT.iterdir()}
+ROWS = b"".join(
+    json.dumps({"prompt": f"{a} + {b}", "answer": f"{a + b}"}).encode() + b"\n"
+    for a in range(10, 30)
+    for b in range(10, 20)
+)
+TRAIN, HELD_OUT = (f"hf://datasets/someone/sums/data/{name}.jsonl" for name in ("train", "test"))
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """A hub with a model and a data set, a cache that is empty, and no token."""
+    with hub_server.serving() as it:
+        others = {"README.md": b"#", "pytorch_model.bin": b"0" * 9, "tiny.gguf": b"0" * 9}
+        it.repo("someone/tiny").commit(MODEL | others | {"original/model.safetensors": b"0" * 9})
+        it.repo("someone/sums", "dataset").commit(
+            {"data/train.jsonl": ROWS, "data/test.jsonl": ROWS}
+        )
+        home = tmp_path / "home"
+        for name, value in {"HF_ENDPOINT": it.url, "HF_HOME": str(home)}.items():
+            monkeypatch.setenv(name, value)
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        # What the library made of the environment when it was imported:
+        template = it.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", it.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub, "_fetched", {})
+        yield it
+
+
+def fetched(path: str, key: str = "model.path", *runs) -> pathlib.Path:
+    hub.fetch({key: path}, *runs)
+    return pathlib.Path(hub.local(path))
+
+
+def recipe(**settings):
+    """A run of few steps, whose model and sets have names on the hub."""
+    config = get_config()
+    config.model.path, config.num_steps, config.checkpoint.every_steps = "someone/tiny", 2, 1
+    for of_set, path in ((config.data.train, TRAIN), (config.eval.sets.arithmetic, HELD_OUT)):
+        of_set.kind, of_set.path = "jsonl", path
+    config.eval.sets.arithmetic.max_prompts = 6
+    config.update_from_flattened_dict(settings)
+    return config
+
+
+def test_a_model_is_downloaded_once_and_its_needed_files_alone(served, capsys):
+    """A hub name was "no such directory": every recipe of a published model had to be edited."""
+    folder = fetched("someone/tiny")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == MODEL
+    assert {path.rpartition("/")[2] for path in served.downloads()} == set(MODEL)
+    assert "model.path = 'someone/tiny': downloading 2.0 MiB" in capsys.readouterr().err
+    served.asked.clear()
+    assert fetched("hf://someone/tiny") == folder
+    assert not served.downloads() and capsys.readouterr().err == ""
+
+
+def test_a_tokenizer_and_a_file_come_alone_and_at_their_revision(served):
+    sums, old = served.repos["dataset", "someone/sums"], ROWS[: ROWS.index(b"\n") + 1]
+    sums.commit({"data/train.jsonl": old}, branch="v1")
+    by_branch = "hf://datasets/someone/sums@v1/data/train.jsonl"
+    by_commit = by_branch.replace("v1", sums.branches["v1"])
+    for path in (by_branch, by_commit):
+        assert fetched(path, "data.mixture.old.path").read_bytes() == old
+    assert fetched(TRAIN, "data.train.path").read_bytes() == ROWS
+    folder = fetched("someone/tiny", "tokenizer.path")
+    assert {file.name for file in folder.iterdir()} == set(MODEL) - {"model.safetensors"}
+
+
+def test_a_directory_of_that_name_wins(served, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CHECKPOINT, "someone/tiny")
+    assert fetched("someone/tiny") == pathlib.Path("someone/tiny")
+    for path in ("gs://bucket/tiny", "/none/tiny", "none", "a/b/c", "./tiny", "../tiny", ""):
+        assert str(fetched(path)) == str(pathlib.Path(path))
+    assert not served.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("models/foo", "there is no such path here, and no URL/models/foo .*HF_TOKEN"),
+        ("hf://someone/secret", "no URL/someone/secret .HF_ENDPOINT.; mend .*HF_TOKEN"),
+        (
+            "hf://someone/tiny@v9",
+            "URL/someone/tiny has no revision 'v9'; give another one behind @",
+        ),
+        ("someone/gated", "URL/someone/gated is gated: ask for access there, and set HF_TOKEN"),
+        ("someone/bin", r"URL/someone/bin, or offline the cache, has no model\*.safetensors"),
+        ("someone/a--b", "URL/someone/a--b .HF_ENDPOINT, HF_TOKEN. failed: HFValidationError"),
+        ("hf://someone", r"must be hf://ORG/NAME\[@REVISION\]"),
+        (f"{TRAIN}l", "URL/datasets/someone/sums, or offline the cache, has no data/train.jsonll"),
+        ("hf://datasets/someone/none/a.csv", "no URL/datasets/someone/none .HF_ENDPOINT.; mend"),
+        ("hf://someone/sums/a.csv", r"must be hf://datasets/ORG/NAME\[@REVISION\]/FILE"),
+    ],
+)
+def test_what_is_not_there_is_one_line_with_name_key_and_setting(served, path, says):
+    served.repo("someone/secret", private=True, token="t").commit(MODEL)
+    served.repo("someone/gated", token="t").commit(MODEL)
+    served.repo("someone/bin").commit({"config.json": b"{}", "pytorch_model.bin": b"0"})
+    key = "data.train.path" if path.endswith(("csv", "jsonll")) else "model.path"
+    with pytest.raises((ValueError, OSError)) as refused:
+        fetched(path, key)
+    text, status = failures.explain(refused.value)
+    assert failures.is_refusal(refused.value) and "\n" not in text and status == 1
+    assert text.startswith(f"{key} = {path!r}: ")
+    assert re.search(says.replace("URL", re.escape(served.url)), text), text
+
+
+def test_a_token_opens_what_is_gated_or_private(served, monkeypatch):
+    served.repo("someone/gated", token="t").commit(MODEL)
+    served.repo("someone/secret", private=True, token="t").commit(MODEL)
+    monkeypatch.setenv("HF_TOKEN", "t")
+    for name in ("someone/gated", "someone/secret"):
+        assert (fetched(name) / "config.json").read_bytes() == MODEL["config.json"]
+
+
+def test_a_renamed_repository_is_found_under_its_old_name(served):
+    served.repo("someone/old", moved_to="someone/tiny")
+    assert (fetched("someone/old") / "config.json").read_bytes() == MODEL["config.json"]
+
+
+def test_a_cut_download_goes_on_where_it_stopped(served):
+    served.cuts = 1
+    assert (fetched("someone/tiny") / "model.safetensors").read_bytes() == MODEL[
+        "model.safetensors"
+    ]
+
+
+def test_a_hub_that_is_down_may_come_back(served):
+    """A restart loop gives the command again after status 75, not after 1."""
+    served.status = 503
+    with pytest.raises(
+        OSError, match=r"failed: .*503.*path of what `hf download` wrote"
+    ) as refused:
+        fetched("someone/tiny")
+    assert failures.explain(refused.value)[1] == 75
+    served.status = 0
+    folder = fetched("someone/tiny")
+    served.status = 503
+    assert fetched("someone/tiny") == folder
+
+
+def test_offline_the_cache_is_enough_and_what_it_lacks_is_said(served, monkeypatch):
+    hub.fetch({"model.path": "someone/tiny", "data.train.path": TRAIN})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    served.asked.clear()
+    hub.fetch({"model.path": "someone/tiny", "data.train.path": TRAIN})
+    for key, path in (("model.path", "models/foo"), ("eval.sets.a.path", HELD_OUT)):
+        with pytest.raises(
+            OSError, match=r"no such path here.*unset HF_HUB_OFFLINE once"
+        ) as refused:
+            fetched(path, key)
+        assert failures.explain(refused.value)[1] == 1
+    assert not served.asked
+
+
+def test_a_run_stays_with_the_commits_that_it_began_with(served, tmp_path):
+    """After a push to `main` a resumed run would have gone on from another model, or been refused.
+
+    A start that was refused before it wrote its recipe binds nobody.
+    """
+    tiny = served.repos["model", "someone/tiny"]
+    first = tiny.branches["main"]
+    second = tiny.commit(MODEL | {"config.json": MODEL["config.json"] + b"\n"})
+    start = {"hub": {"someone/tiny": first}}
+    (tmp_path / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    assert fetched("someone/tiny", "model.path", tmp_path).name == second
+    (tmp_path / "config.json").write_text("{}")
+    assert fetched("someone/tiny", "model.path", tmp_path).name == first
+    assert fetched("someone/tiny", "model.path", tmp_path, None, tmp_path / "fork").name == first
+
+
+def test_the_cache_of_all_repositories_may_hold_the_content(tmp_path):
+    """huggingface_hub 2 keeps large files in blobs/ of the cache, one link further: refused."""
+    store, repository = tmp_path / "blobs", tmp_path / "models--someone--tiny"
+    snapshot = repository / "snapshots" / "1a2b"
+    for folder in (store, repository / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    (store / "4d").write_bytes(b"weights")
+    (repository / "blobs" / "3c").symlink_to("../../blobs/4d")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/3c")
+    check_file(snapshot / "model.safetensors")
+    (tmp_path / "private").write_bytes(b"key")
+    (snapshot / "config.json").symlink_to("../../../private")
+    with pytest.raises(ValueError, match=r"is a link to .*private, outside its directory"):
+        check_file(snapshot / "config.json")
+
+
+def test_commands_without_names_do_not_import_the_library():
+    code = "import sys; from configs import tiny; from dapo_jax.run import hub\n"
+    code += "hub.fetch(hub.paths(tiny.get_config())); assert 'huggingface_hub' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_model_is_converted_by_name(served, tmp_path):
+    for source in ("hf:someone/tiny", "hf://someone/tiny@main"):
+        target = tmp_path / source.replace("/", "_")
+        said = convert(source, f"hf:{target}", dtype="float32")
+        assert said.endswith("also tokenizer.model")
+        assert (target / "model.safetensors").is_file()
+
+
+def test_a_dry_run_reads_all_by_name_and_the_identity_has_the_commits(served, tmp_path):
+    said = []
+    dry_run.run(recipe(), tmp_path / "run", None, said.append)
+    text = "\n".join(said)
+    assert "train.jsonl: 200 rows" in text and "test.jsonl: 200 rows" in text
+    config = recipe()
+    tokenizer = build.tokenizer(config)
+    data = build.load_data(config, tokenizer, training=True)
+    ours = identity.of_run(config, data)
+    assert ours["recipe"]["model"]["path"] == "someone/tiny"
+    tiny, sums = (repo.branches["main"] for repo in served.repos.values())
+    assert ours["hub"] == {TRAIN: sums, HELD_OUT: sums, "someone/tiny": tiny}
+    assert set(ours["files"]["model.path"]) == set(MODEL)
+
+
+def test_a_command_samples_by_name_from_the_cache(served):
+    fetched("someone/tiny")
+    command = [sys.executable, "-m", "dapo_jax.sample", "--model=someone/tiny", "--prompt=1+1="]
+    done = subprocess.run(
+        [*command, "--max_tokens=4", "--temperature=0"],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "someone/tiny, questions as they are" in done.stderr and done.stdout.strip()
+    assert "downloading" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_evaluation_takes_model_and_set_by_name(served, tmp_path):
+    command = [sys.executable, "-m", "dapo_jax.evaluate", "--model=someone/tiny", "--k=2"]
+    command += [f"--workdir={tmp_path}", f"--set=sums:jsonl:{HELD_OUT}", "--max_tokens=8"]
+    command += ["--config.eval.max_prompts=4"]
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    (result,) = tmp_path.glob("eval/0.sums.*[0-9a-f].json")
+    (settings,) = read_json(result)["settings"].values()
+    tiny, sums = (repo.branches["main"] for repo in served.repos.values())
+    assert settings["model"] == "someone/tiny"
+    assert settings["hub"] == {HELD_OUT: sums, "someone/tiny": tiny}
+
+
+@pytest.mark.slow
+def test_a_run_resumes_after_main_has_moved(served, tmp_path):
+    tiny = served.repos["model", "someone/tiny"]
+    first = tiny.branches["main"]
+    workdir, checkpoints = tmp_path / "run", str(tmp_path / "saved")
+    settings = {"checkpoint.directory": checkpoints}
+    train.train(recipe(num_steps=1, **settings), workdir)
+    moved = json.loads(MODEL["config.json"]) | {"rms_norm_eps": 1e-5}
+    tiny.commit(MODEL | {"config.json": json.dumps(moved).encode()})
+    train.train(recipe(**settings), workdir)
+    assert read_json(workdir / "config.json")["model"]["path"] == "someone/tiny"
+    starts = read_starts(workdir / "starts.jsonl")
+    assert [start["hub"]["someone/tiny"] for start in starts] == [first, first]
+    convert(f"run:{workdir}", f"hf:{tmp_path / 'exported'}", dtype="float32")
+    assert read_json(tmp_path / "exported/config.json")["rms_norm_eps"] == 1e-6
+    with pytest.raises(identity.OtherRunError, match=r"model\.path: config\.json differs"):
+        train.train(recipe(num_steps=3, **settings), tmp_path / "another")
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_commits(served, tmp_path):
+    arguments = ["-m", "dapo_jax.train", "--distributed", "--dry_run", f"--workdir={tmp_path}/run"]
+    arguments += ["--config=experiments/preemption/config.py", "--config.model.path=someone/tiny"]
+    arguments += ["--config.mesh.cpu_devices=2", "--config.data.train.kind=jsonl"]
+    with processes.started([*arguments, f"--config.data.train.path={TRAIN}"], processes=2) as group:
+        texts = [process.communicate(timeout=300)[0] for process in group]
+        assert [process.returncode for process in group] == [0, 0], texts
+    assert "train.jsonl: 200 rows" in texts[0]
+    weights = [path for path in served.downloads() if path.endswith("safetensors")]
+    assert len(weights) == 1, "two processes of a host share its cache"
