@@ -2,8 +2,8 @@
 
     python -m dapo_jax.audit --workdir=DIR [--steps=3] [--seed=N] [--digest=SHA256]
 
-compares every file with the digests in the rows, the rows with their chain, TensorBoard with the
-rows, and does --steps random steps again from checkpoints: samples, log-probabilities, verdicts,
+compares every file with the digests in the rows and the seal, the rows with their chain, and does
+--steps random steps again from checkpoints: samples, log-probabilities, verdicts,
 weights and metrics have to be the same bits. One line a thing, then the verdict. The directory is
 only read, and the run may be going on. A step whose recipe names a task or a model family that is
 no part of this project is done again with --trust_code alone, which imports it. Exit status: 0, all
@@ -22,9 +22,9 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from dapo_jax.audit import again, events, written
-from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, UNCHECKED, WRONG, Finding, guarded
-from dapo_jax.run import command, compiled
+from dapo_jax.audit import again, written
+from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, UNCHECKED, WRONG, Finding
+from dapo_jax.run import command, compile_cache
 from dapo_jax.run.files import read_json
 from sharding import hosts
 
@@ -54,10 +54,6 @@ def audit(
     if not run.rows:
         raise ValueError(f"{workdir}/metrics.jsonl has no rows yet: there is nothing to audit")
     yield from written.check(run, digest)
-    if (workdir / "tensorboard").is_dir():
-        yield from guarded("tensorboard", events.check(run))
-    else:
-        yield Finding(WRONG, "tensorboard: gone")
     yield from again.check(run, steps=steps, seed=seed, trust_code=trust_code)
 
 
@@ -83,7 +79,7 @@ def main(_):
     workdir = pathlib.Path(WORKDIR.value)
     if STEPS.value:
         hosts.start(several=False, cpu_devices=cpu_devices(workdir))
-        compiled.keep(several=False)
+        compile_cache.enable(several=False)
     seed = random.randrange(SEEDS) if SEED.value is None else SEED.value
     findings = []
     how = {"steps": STEPS.value, "digest": DIGEST.value, "trust_code": TRUST_CODE.value}

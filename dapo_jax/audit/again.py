@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
-from dapo_jax import carry_over, train
+from dapo_jax import train
 from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
 from dapo_jax.report.events import spans
-from dapo_jax.run import build, chain, checks, hub, identity, policy, provenance, restore
+from dapo_jax.run import chain, checks, hub, identity, policy, provenance, start
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.record import Record
@@ -39,7 +39,7 @@ OF_BITS = ("jax", "jaxlib")  # packages whose version decides them
 class Unsaved:
     """Stands where a run has its snapshots: nothing is saved."""
 
-    def take(self, step, state, progress, *, force=False) -> None:
+    def take(self, step, state, progress, arrays, *, force=False) -> None:
         """Leaves the checkpoint out."""
 
 
@@ -79,7 +79,7 @@ def _check(run: Written, steps: int, chance: random.Random, seed: str) -> Iterat
     here = provenance.this_start(config)
     refusals = {}
     for index, row in enumerate(run.rows):
-        if chain.CHAIN in row and (why := other_bits(run.start_of(index), here)):
+        if why := other_bits(run.start_of(index), here):
             refusals.setdefault(why, []).append(row["step"])
     for why, of in refusals.items():
         yield Finding(REFUSED, f"step {spans(of)}: {why}")
@@ -87,13 +87,11 @@ def _check(run: Written, steps: int, chance: random.Random, seed: str) -> Iterat
     if others := sorted(str(commit)[:9] for commit in commits - {here["commit"]}):
         code = f"commit {listed(others)}, and here is {str(here['commit'])[:9]}"
         yield Finding(UNCHECKED, f"steps were done by {code}: other code may give other bits")
-    can = {row["step"] for row in run.rows if chain.CHAIN in row}
-    can -= {step for of in refusals.values() for step in of}
+    can = {row["step"] for row in run.rows} - {step for of in refusals.values() for step in of}
 
     saved = saved_steps(run)
-    begun = run.start_of(-1).get("origin")
-    origin = restore.Origin.parse(begun) if begun else None
-    begins = origin is None or restore.is_there(origin)
+    origin = start.Origin.parse(run.origin) if run.origin else None
+    begins = origin is None or start.is_there(origin)
     bases = sorted({*saved, *([run.begin_step] if begins else [])})
     reach = reached(bases, can, run_on=config.checkpoint.every_steps)
     if not reach:
@@ -110,20 +108,20 @@ def _check(run: Written, steps: int, chance: random.Random, seed: str) -> Iterat
     yield from _again(run, config, origin, saved, last)
 
 
-def other_bits(start: dict, here: dict) -> str:
+def other_bits(there: dict, here: dict) -> str:
     """Says why a start's steps have other bits here; "" where they have the same."""
-    if not start:
+    if not there:
         return "starts.jsonl does not tell where it was done"
-    there, now = start["devices"], here["devices"]
-    if (there["kind"], there["count"]) != (now["kind"], now["count"]):
+    theirs, ours = there["devices"], here["devices"]
+    if (theirs["kind"], theirs["count"]) != (ours["kind"], ours["count"]):
         return (
-            f"was done on {there['count']} x {there['kind']}, and here are {now['count']} x "
-            f"{now['kind']}: other devices give other bits"
+            f"was done on {theirs['count']} x {theirs['kind']}, and here are {ours['count']} x "
+            f"{ours['kind']}: other devices give other bits"
         )
     for name in OF_BITS:
-        if (was := start["versions"].get(name)) != (its := here["versions"][name]):
+        if (was := there["versions"].get(name)) != (its := here["versions"][name]):
             return f"was done with {name} {was}, and here is {its}: it gives other bits"
-    if start["steps_sha256"] != here["steps_sha256"]:
+    if there["steps_sha256"] != here["steps_sha256"]:
         return "was done under another recipe than config.json's, which a resumed run may change"
     return ""
 
@@ -142,48 +140,42 @@ def reached(bases: list[int], can: set[int], *, run_on: int) -> dict[int, int]:
 def _again(
     run: Written,
     config: ConfigDict,
-    origin: restore.Origin | None,
+    origin: start.Origin | None,
     saved: list[int],
     last: dict[int, int],
 ) -> Iterator[Finding]:
-    tokenizer = build.tokenizer(config)
-    programs = build.programs(config, tokenizer.vocab_size)
-    checks.check_divides(config, programs.mesh)
-    data = build.load_data(config, tokenizer, training=True)
-    ours = identity.of_run(config, data) | {"origin": None}
+    parts = start.prepare(config, run.workdir)
+    ours = identity.of_run(config, parts.data) | {"origin": None}
     same = functools.partial(identity.require_same, ours=ours, report=logging.warning)
     shared, config.log.writers = None, ()  # it tells nobody else
-    begun = state = progress = None
+    first = state = progress = None
     for base in sorted({*saved, *last}):
-        del begun, state, progress  # the devices have room for one training state
+        del first, state, progress  # the devices have room for one training state
         if base in saved:
             checkpoints = Checkpoints(run.checkpoints, keep=None)
             try:
-                state, progress = checkpoints.restore(base, programs.state, require=same)
+                state, progress = checkpoints.restore(base, parts.programs.state, require=same)
             finally:
                 checkpoints.close()
-            yield Finding(SAME, f"checkpoint {base}: its arrays, bit by bit, and whose run it is")
+            progress = start.Progress.from_json(progress)
+            yield Finding(SAME, f"checkpoint {base}: its arrays, bit by bit, and its identity")
         elif origin:
-            _, state, progress, *_ = restore.forked(programs, ours, origin)
+            _, state, progress, *_ = start.forked(parts.programs, ours, origin)
         else:
-            state, progress = programs.start_state(), restore.new_progress()
-        begun = None
+            state, progress = parts.programs.start_state(), start.Progress()
+        first = None
         if base not in last:
             continue
-        begun = restore.Begun(base, state, progress, run.checkpoints, None)
+        first = start.Start(base, state, progress, run.checkpoints, None)
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             workdir = pathlib.Path(folder)
             if shared is None:
-                shared = train.ready(
-                    *(config, workdir, stack, tokenizer, programs, data, begun, Unsaved())
-                )
+                shared = train.ready(config, workdir, stack, parts, first, Unsaved())
                 again = shared
             else:
-                record = stack.enter_context(Record(config, workdir, begun, tokenizer))
+                record = stack.enter_context(Record(config, workdir, first, parts.tokenizer))
                 again = dataclasses.replace(shared, record=record, first_step=base)
-            carried = carry_over.from_json(progress.get("carried", ()))
-            progress = progress | {"carried": carried}
             for step in range(base, last[base] + 1):
                 state, progress, _ = train.rl_step(again, step, state, progress)
             rows = read_rows(workdir / "metrics.jsonl")
@@ -195,13 +187,7 @@ def _again(
 def compared(run: Written, step: int, again: dict) -> Finding:
     """Compares a row of the run with that of the step done again, but for times."""
     row = next(row for row in run.rows if row["step"] == step)
-    # What the run's end alone asks for is evaluated again too.
-    ends = {f"eval/{step + 1}.json"} & run.known.keys()
-    wanted = {**chain.untimed(row), **{name: run.known[name] for name in ends}}
-    found = {
-        **chain.untimed(again),
-        **{name: again.get(chain.SEALED + name, run.known[name]) for name in ends},
-    }
+    wanted, found = chain.untimed(row), chain.untimed(again)
     keys = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
     if not keys:
         return Finding(

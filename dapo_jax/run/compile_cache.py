@@ -50,7 +50,7 @@ def default_folder() -> pathlib.Path:
         if not os.environ.get("HOME", "unset"):  # which Python takes for /
             raise OSError("HOME is empty")
         cache = pathlib.Path.home() / ".cache"
-    return cache / "dapo_jax" / "compiled" / machine()
+    return cache / "dapo_jax" / "programs" / machine()
 
 
 def machine() -> str:

@@ -24,14 +24,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def add_start(workdir: pathlib.Path, config: ConfigDict, origin: str | None = None) -> None:
+def add_start(
+    workdir: pathlib.Path, config: ConfigDict, *, first_step: int, origin: str | None
+) -> None:
     """Appends this start to the run's starts.jsonl; to be called by the main process alone.
 
     origin: the checkpoint of another run that the run began from, as --start has it.
     """
     path = workdir / NAME
     path.touch()
-    append_line(path, {**this_start(config), "origin": origin})
+    append_line(path, {**this_start(config), "first_step": first_step, "origin": origin})
 
 
 def this_start(config: ConfigDict) -> dict:

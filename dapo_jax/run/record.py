@@ -17,6 +17,7 @@ from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import Rows, append_log, atomic_file, write_rollouts
 from dapo_jax.run.metrics import TASK
+from dapo_jax.run.provenance import add_start
 from dapo_jax.run.start import Start
 from dapo_jax.run.writers import Writers
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
@@ -47,6 +48,7 @@ class Record:
         # Not `start` itself, which has the training state.
         self._first_step, self._begin_step = start.step, start.begin_step
         self._last_row = start.progress.row
+        self._origin = start.origin and str(start.origin)
         self._rows: Rows | None = None
         self._writers: Writers | None = None
         self._background = concurrent.futures.ThreadPoolExecutor(1)
@@ -58,6 +60,8 @@ class Record:
             (self.workdir / chain.SEAL).unlink(missing_ok=True)  # the run continues
             config = json.loads(self._config.to_json_best_effort())
             write_json(self.workdir / "config.json", config)
+            how = {"first_step": self._first_step, "origin": self._origin}
+            add_start(self.workdir, self._config, **how)
             resume_step = self._first_step - 1 if self._first_step else None
             self._rows = Rows(self.workdir, resume_step=resume_step, begin_step=self._begin_step)
             resumed = self._first_step > self._begin_step

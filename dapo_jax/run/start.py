@@ -22,7 +22,6 @@ from dapo_jax.run import build, checks, identity, writers
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import locked, read_json, read_starts, remove_leftovers
 from dapo_jax.run.provenance import NAME as STARTS
-from dapo_jax.run.provenance import add_start
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Carried
 from sharding import hosts
@@ -113,9 +112,9 @@ def claim(
 ) -> Origin | None:
     """Makes the folders this run's until the stack is closed, before anything is written to them.
 
-    They are locked, half-written files of dead processes are removed, and the start is recorded.
-    origin: that of --start. Returns the run's own origin where there is a run, else that. Raises
-    ValueError on all processes where a live run has the folders, or the two contradict each other.
+    They are locked, and half-written files of dead processes are removed. origin: that of --start.
+    Returns the run's own origin where there is a run, else that. Raises ValueError on all processes
+    where a live run has the folders, or the two contradict each other.
     """
 
     def take():
@@ -128,9 +127,7 @@ def claim(
         ):
             stack.enter_context(locked(elsewhere))
         remove_leftovers(workdir)
-        found = origin_of(workdir, origin)
-        add_start(workdir, config, found and str(found))
-        return found
+        return origin_of(workdir, origin)
 
     return hosts.on_main(take)
 
@@ -138,9 +135,7 @@ def claim(
 def origin_of(workdir: pathlib.Path, given: Origin | None) -> Origin | None:
     """Returns what the run in `workdir` began from; `given` where there is none yet.
 
-    A start that was refused leaves a line in starts.jsonl too, but no recipe: from the one that
-    wrote config.json on, all lines have the run's origin. Raises ValueError where --start (`given`)
-    is another one.
+    Raises ValueError where --start (`given`) is another one.
     """
     if given and given.workdir == workdir.resolve():
         raise ValueError(f"--start={given} is the run in --workdir itself; give a new --workdir")
