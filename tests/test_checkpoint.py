@@ -33,7 +33,6 @@ from sharding.mesh import make_mesh
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 LEARNING = Learning(
-    loss="dapo",
     eps_low=0.2,
     eps_high=0.28,
     dual_clip=10.0,
