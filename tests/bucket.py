@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -32,19 +32,33 @@ HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host"
 
 @dataclasses.dataclass
 class Fault:
-    """What becomes of the first `times` requests whose "METHOD path?query" matches `pattern`.
+    """What becomes of requests whose "METHOD path?query" matches `pattern`.
 
-    status: of the answer in the server's place. lost: "request" closes the connection before the
-    server has it, "answer" in the middle of the answer, when the server has done it. late_s: the
-    seconds that an answer takes. met: how many requests it has met so far.
+    every: it meets one in so many of them. times: and then no more than so many. status, words: of
+    the answer in the server's place. lost: "request" closes the connection before the server has
+    it, "answer" in the middle of the answer, when the server has done it. late_s: the seconds that
+    an answer takes. act: is called before the request is passed on. met: those that it met so far.
     """
 
     pattern: str
-    times: int = 1
+    every: int = 1
+    times: int = 2**31
     status: int = 0
+    words: str = ""
     lost: str = ""
     late_s: float = 0.0
+    act: Callable[[], None] | None = None
+    matched: int = 0
     met: int = 0
+
+    def meets(self, request: str) -> bool:
+        """Counts a request; says whether it is one to fail."""
+        if self.met >= self.times or not re.search(self.pattern, request):
+            return False
+        self.matched += 1
+        meets = self.matched % self.every == 0
+        self.met += meets
+        return meets
 
 
 class Bucket:
@@ -84,7 +98,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault) -> Iterator[None]:
-        """Has these faults for a while."""
+        """Has these faults for a while; a request meets the first that matches."""
         self.faults = [*faults]
         try:
             yield
@@ -95,11 +109,7 @@ class Bucket:
         """Counts a request; returns the fault that it meets."""
         with self._mutex:
             self.seen.append(request)
-            for fault in self.faults:
-                if fault.met < fault.times and re.search(fault.pattern, request):
-                    fault.met += 1
-                    return fault
-        return None
+            return next((fault for fault in self.faults if fault.meets(request)), None)
 
     def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """Asks the server itself, beside all faults."""
@@ -175,11 +185,13 @@ def _handler(bucket: Bucket):
                 return self._cut()
             if fault:
                 time.sleep(fault.late_s)
+                if fault.act:
+                    fault.act()
             if fault and fault.status:
-                status, words = fault.status, http.client.responses[fault.status]
+                status, headers = fault.status, [("Content-Type", "application/json")]
+                words = fault.words or http.client.responses[status]
                 error = {"error": {"code": status, "message": words, "errors": []}}
-                headers, content = [("Content-Type", "application/json")], json.dumps(error)
-                content = content.encode()
+                content = json.dumps(error).encode()
             else:
                 sent = {k: v for k, v in self.headers.items() if k.lower() not in HOP}
                 status, headers, content = bucket.forward(self.command, self.path, sent, body)

@@ -90,6 +90,7 @@ STATUSES = {  # of HTTP
     **dict.fromkeys((401, 403), DENIED),
 }
 PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
+RIGHT = re.compile(r"storage\.\w+\.\w+")  # the one that a bucket's answer says is missing
 # What a bucket's address in its API, or gcsfs, calls it, and an object in it.
 IN_BUCKET = re.compile(
     r"(?:/v1/b/|: b/|^bucket .*: )([^/?\s]+)(?:/o(?:/|\?name=)([^\s&?]+))?", re.I
@@ -135,12 +136,15 @@ def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
             path = link.filename2 or link.filename
         if isinstance(link, OSError) and number in CAUSES:
             return _text(path), CAUSES[number], errno.errorcode[number]
-        status, place = _http_status(link), _text(path) or _place(str(link))
+        text, status, told = str(link), _http_status(link), None
         if status in STATUSES:
-            right = re.search(r"storage\.\w+\.\w+", str(link))  # the one that is missing
-            return place, STATUSES[status], f"HTTP {status}{f', {right[0]}' if right else ''}"
-        if not raised_by_us(link) and (told := _told(str(link))):
-            return place, *told
+            told = STATUSES[status], f"HTTP {status}"
+        elif not raised_by_us(link):
+            told = _told(text)
+        if told:
+            right = RIGHT.search(text) if told[0] is DENIED else None
+            name = f"{told[1]}, {right[0]}" if right else told[1]
+            return _text(path) or _place(text), told[0], name
         lost = status is None and f"{type(link).__module__}.".startswith(NETWORK)
         if lost or isinstance(link, TimeoutError | ConnectionError):
             return _text(path), LATER, type(link).__name__

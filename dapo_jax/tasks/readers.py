@@ -8,6 +8,7 @@ about 100 times). Nothing is dropped silently: a `DataReport` accounts for each 
 import contextlib
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -204,7 +205,7 @@ def read_rows(
     file = pathlib.Path(path) if is_local(path) else epath.Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"No data file at {path!r}: set path.")
-    with file.open("rb") as opened:
+    with io.BufferedReader(file.open("rb")) as opened:  # a bucket's own reads lines of any length
         for row, record_of in FORMATS[file_format](path, opened, fields):
             with rows.reading(row):
                 record = record_of()
