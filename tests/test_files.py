@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from google.auth.exceptions import DefaultCredentialsError
 from ml_collections import config_flags
 
 from configs import tiny
@@ -36,6 +37,11 @@ TENSORSTORE = (
     '"/r/checkpoints/3.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/ocdbt.process_0/": '
     'Failed writing: "/r/checkpoints/3": No space left on device [OS error 28: ENOSPC] ['
     "source locations='third_party/tensorstore/kvstore/ocdbt/driver.cc:123' ...]"
+)
+REFUSED = (
+    'PERMISSION_DENIED: Error opening "zarr" driver: Error writing "a/.zarray" in OCDBT database '
+    "at gs://b/r/2/: it does not have storage.objects.create access [http_response_code='403'] ["
+    'http_response_body=\'{"error": {"code": 403}}\']'
 )
 
 
@@ -59,6 +65,16 @@ def answered(status: int) -> Exception:
         (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
         (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
+        (
+            ValueError("ABORTED: gs://b/c [http_response_code='503']"),
+            r"gs://b/c: .* not answer",
+            75,
+        ),
+        (ValueError(REFUSED), r"gs://b/r/2/: .*IED, storage\.objects\.create\); give the right", 1),
+        (OSError("Forbidden: b/b/o/r%2F2\nNo right."), r"gs://b/r/2: this user may .*right", 1),
+        (FileNotFoundError("Bucket does not exist: b"), r"gs://b: there is no such bucket", 1),
+        (DefaultCredentialsError("Your default credentials were not found."), r"may not do", 1),
+        (answered(401), r"\(HTTP 401\)", 1),
         (answered(429), r"\(HTTP 429\)", 75),
         (answered(404), r"the bucket said no", 1),
         (MemoryError("out of memory"), r"out of memory", 1),
