@@ -11,6 +11,7 @@ import http.client
 import http.server
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import socket
@@ -76,13 +77,17 @@ class Bucket:
         self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._proxy.daemon_threads = True
         self.api = f"http://127.0.0.1:{self._proxy.server_address[1]}"
-        # NO_GCE_CHECK: nobody asks the network for a machine's account.
+        # The last four hide the accounts of this user and machine: with one, gcsfs would try gRPC
+        # for a minute at a time.
         self.env = {
             "STORAGE_EMULATOR_HOST": self.api,  # gcsfs, google-cloud-storage
             "TENSORSTORE_GCS_HTTP_URL": self.api,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
             "EPATH_USE_TF": "false",
             "NO_GCE_CHECK": "true",
+            "GCE_METADATA_HOST": "127.0.0.1:9",
+            "CLOUDSDK_CONFIG": os.devnull,
+            "GOOGLE_APPLICATION_CREDENTIALS": "",
         }
 
     @contextlib.contextmanager
