@@ -217,13 +217,13 @@ def test_a_denied_reading_damages_nothing(bucket, place, status):
 # Said in one line
 
 
-def test_a_missing_bucket_is_one_line(bucket):
+def test_a_missing_bucket_is_one_line(bucket, tmp_path):
     """It was a traceback; and no bucket is made: a name with a typing error may be anybody's."""
     seen = len(bucket.seen)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "dapo_jax.train", "--config=experiments/preemption/config.py"),
-            *("--config.checkpoint.directory=gs://no-bucket/run", "--workdir=/nonexistent/run"),
+            *("--config.checkpoint.directory=gs://no-bucket/run", f"--workdir={tmp_path}"),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -281,12 +281,12 @@ def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(
     bucket, place, tmp_path, kills
 ):
     """Each kill is at another request, after a restore and a save or two of some 150 requests."""
-    url, log, steps, newest = f"{bucket.url}/{place}", tmp_path / "log", 2 * kills + 2, 0
+    url, log, steps, newest = f"{bucket.url}/{place}", tmp_path / "log", 3 * kills + 3, 0
     arguments = ["-c", PROGRAM, url, str(steps)]
     for i in range(kills):
         with (
             log.open("w") as output,
-            killing(bucket, every=250 + 67 * i % 160) as group,
+            killing(bucket, every=300 + 67 * i % 160) as group,
             started(arguments, outputs=[output]) as processes,
         ):
             group += processes

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
 from ml_collections import config_flags
 
@@ -42,6 +43,9 @@ REFUSED = (
     'PERMISSION_DENIED: Error opening "zarr" driver: Error writing "a/.zarray" in OCDBT database '
     "at gs://b/r/2/: it does not have storage.objects.create access [http_response_code='403'] ["
     'http_response_body=\'{"error": {"code": 403}}\']'
+)
+CLOSED = (
+    "GET https://storage.googleapis.com/storage/v1/b/b?prettyPrint=false: no storage.buckets.get"
 )
 
 
@@ -74,6 +78,7 @@ def answered(status: int) -> Exception:
         (OSError("Forbidden: b/b/o/r%2F2\nNo right."), r"gs://b/r/2: this user may .*right", 1),
         (FileNotFoundError("Bucket does not exist: b"), r"gs://b: there is no such bucket", 1),
         (DefaultCredentialsError("Your default credentials were not found."), r"may not do", 1),
+        (Forbidden(CLOSED), r"gs://b: .*\(HTTP 403, storage\.buckets\.get\); give the right", 1),
         (answered(401), r"\(HTTP 401\)", 1),
         (answered(429), r"\(HTTP 429\)", 75),
         (answered(404), r"the bucket said no", 1),

@@ -86,15 +86,15 @@ OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's,
 # Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
 NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.")
 STATUSES = {  # of HTTP
-    **dict.fromkeys((408, 429, 500, 502, 503, 504), LATER),
-    **dict.fromkeys((401, 403), DENIED),
+    **{status: (LATER, f"HTTP {status}") for status in (408, 429, 500, 502, 503, 504)},
+    **{status: (DENIED, f"HTTP {status}") for status in (401, 403)},
 }
 PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
-RIGHT = re.compile(r"storage\.\w+\.\w+")  # the one that a bucket's answer says is missing
+RIGHT = re.compile(
+    r"storage\.(?!googleapis)\w+\.\w+"
+)  # the one that a bucket's answer says is missing
 # What a bucket's address in its API, or gcsfs, calls it, and an object in it.
-IN_BUCKET = re.compile(
-    r"(?:/v1/b/|: b/|^bucket .*: )([^/?\s]+)(?:/o(?:/|\?name=)([^\s&?]+))?", re.I
-)
+IN_BUCKET = re.compile(r"(?:/v1/b/|: b/|^Bucket .*: )([^/?\s]+)(?:/o(?:/|\?name=)([^\s&?]+))?")
 
 
 def explain(error: BaseException) -> tuple[str, int]:
@@ -136,15 +136,11 @@ def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
             path = link.filename2 or link.filename
         if isinstance(link, OSError) and number in CAUSES:
             return _text(path), CAUSES[number], errno.errorcode[number]
-        text, status, told = str(link), _http_status(link), None
-        if status in STATUSES:
-            told = STATUSES[status], f"HTTP {status}"
-        elif not raised_by_us(link):
-            told = _told(text)
-        if told:
-            right = RIGHT.search(text) if told[0] is DENIED else None
-            name = f"{told[1]}, {right[0]}" if right else told[1]
-            return _text(path) or _place(text), told[0], name
+        text, status = str(link), _http_status(link)
+        if told := STATUSES.get(status) or (not raised_by_us(link) and _told(text)):
+            cause, name = told
+            right = RIGHT.search(text) if cause is DENIED else None
+            return _text(path) or _place(text), cause, f"{name}, {right[0]}" if right else name
         lost = status is None and f"{type(link).__module__}.".startswith(NETWORK)
         if lost or isinstance(link, TimeoutError | ConnectionError):
             return _text(path), LATER, type(link).__name__
