@@ -139,9 +139,6 @@ class Bucket:
         query = urllib.parse.urlencode({"uploadType": "media", "name": name})
         self.call("POST", f"/upload/storage/v1/b/{self.name}/o?{query}", content)
 
-    def delete(self, name: str) -> None:
-        self.call("DELETE", self._object(name))
-
     def contents(self, prefix: str = "") -> dict[str, bytes]:
         """Reads all objects whose names begin so."""
         return {name: self.read(name) for name in self.names(prefix)}

@@ -2,8 +2,8 @@
 
 What the emulator has not: permissions (the proxy answers in its place), gRPC (by which gcsfs asks
 what kind of bucket it is; it warns, and takes it for a flat one, so hierarchical ones are untried),
-and batches of deletions (gcsfs sends them one by one). The libraries' own retries wait for a second
-or more, which is what these tests take their time for.
+batches of deletions (gcsfs sends them one by one) and a memory of finished uploads (the proxy's).
+The libraries' own retries wait for a second or more, for which these tests take their time.
 """
 
 import contextlib
@@ -35,6 +35,9 @@ from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import load_hf, save_hf
 from models.transformer import split
 from sharding.mesh import make_mesh
+
+# As in tests/test_checkpoint.py: Orbax abandons its other writes when one is denied.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 MODEL = ROOT / "experiments" / "tiny_base" / "checkpoint"
 # What the API says to an account without the right.
