@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from dapo_jax.tasks.units import differ, name_of, unit_of
+from dapo_jax.tasks.units import TEXT, differ, name_of, unit_of
 from dapo_jax.types import Verdict
 
 STATUSES = (
@@ -178,6 +178,8 @@ _STRICT_REPLACED = (
     (re.compile(r"\\!"), ""),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<!\\)\\(?:[()\[\],;: ]|(?:q?quad|displaystyle|large)(?![a-zA-Z]))|\*\*"), " "),
+    (re.compile(r"\\hspace\{[^{}]*\}|(?<=[\w})])~"), " "),
+    (re.compile(r"\^?\\degree(?![a-zA-Z])"), r"^\\circ"),
     (re.compile(r"\s+"), " "),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(r"\\%"), "%"),
@@ -188,9 +190,11 @@ _STRICT_REPLACED = (
     (re.compile(r"(?<!\w) | (?!\w)"), ""),  # a space says something only between two words
 )
 _STYLE = re.compile(r"\\(?:boxed|fbox|textbf|mathbf|bm|textit|mathit|emph)\{")
-_WRAPPER = re.compile(r"(?:\\(?:text|textrm|mathrm|mbox))?\{")
-_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
-_SUBSCRIPT_OR_ARGUMENT = re.compile(r"_(?:\{\w+\}|\w)|(?<=[a-zA-Z])\([^()]*\)")
+_WRAPPER = re.compile(rf"(?:{TEXT})?\{{")
+EQUALS = re.compile(r"(?<![<>:=\\])(?<![^\d)}]!)=(?!=)")
+_TUPLE_OF_NAMES = re.compile(r"\([A-Za-z](?:,[A-Za-z])+\)")
+_NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{TEXT}\{{[^{{}}\d]*\}}")
+_NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w")
 _LITERAL = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}([ ,'])[0-9]{3}(?:\1[0-9]{3})*|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
@@ -202,11 +206,26 @@ _UNIT_WORDS = (
     "mm cm km km/h mph inch(?:es)? ft feet (?:milli|centi|kilo)?met(?:er|re)s? miles? yards? "
     "gm kg grams? kilograms? lit(?:er|re)s? 个 個 元 度 种 種 人"
 )
+# Words that make another answer of the number beside them, or no answer.
+DOUBT = (
+    r"(?i:\b(?:no|not|never|none|nobody|neither|nor|cannot|without|unless|except|excluded|if|whether"
+    r"|let|suppose|assum\w+|doubt|guess|maybe|may|might|could|perhaps|possibly|probably|wrong"
+    r"|false|incorrect|mistaken|impossible|contradict\w+|fails?|check|try|tries|tried|unknown|sure"
+    r"|approximate\w*|about|around|nearly|almost|roughly|bound|more|less|fewer|than|between|most of"
+    r"|at (?:least|most)|plus|minus|half|twice|double|triple|squared|cubed|percent points|each"
+    r"|hundred|thousand|million|billion|trillion|dozen)s?\b|n['\u2019]t\b|\?)"
+)
+_KNOWN_UNIT = rf"(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})"
+_SQUARE = r"(?:\^[23]|\^\{[23]\}|[²³])?"
 _UNIT = re.compile(
     r" ?(?:%|°|\^\\circ|\^\{\\circ\}"
-    r"|(?:\\(?:text|textrm|mathrm|mbox)\{(?![^{}]*\b(?:or|not)\b)[^{}0-9]*\}"
-    rf"|(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})|(?<= )[msgh])"
-    r"(?:\^[23]|\^\{[23]\}|[²³])?)$"
+    rf"|(?:{TEXT}\{{(?![^{{}}]*(?:\b(?:and|or)\b|{DOUBT}))[^{{}}0-9]*\}}|{_KNOWN_UNIT}|(?<= )[msgh])"
+    rf"{_SQUARE})$"
+)
+_DOUBT = re.compile(DOUBT)
+# A formula in degrees is another one without them.
+_UNIT_OF_FORMULA = re.compile(
+    rf"(?:(?<!/){TEXT}\{{ ?(?!degree)(?:{_KNOWN_UNIT}|[msgh])\}}|(?<=[ }})])(?!degree){_KNOWN_UNIT}){_SQUARE}$"
 )
 _RETRACTION = re.compile(
     r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract"
@@ -250,12 +269,12 @@ class Answer(NamedTuple):
 
 def read_answer(text: str) -> Answer:
     """Reads an answer; name and unit are "" where there is none, each in one spelling."""
-    name = unit = ""
+    name, unit = "", "dollar" if r"\$" in text else ""
     for _ in range(_MAX_PASSES):
         its_name, side = _last_side(_plain(text))
         value = exact_number(side)
-        if value is not None and (match := _UNIT.search(side)):
-            unit = unit or unit_of(match[0])
+        if match := (_UNIT_OF_FORMULA if value is None else _UNIT).search(side):
+            unit, side = unit or unit_of(match[0]), side[: match.start()]
         name = name or its_name
         simpler = side if value is None else str(value)
         if simpler == text:
@@ -299,15 +318,21 @@ def _without_styles(text: str) -> str:
 
 def _last_side(text: str) -> tuple[str, str]:
     """Splits off what is before the last "=" if it is names (m+n, f(2), a_1) or that number."""
-    *others, last = _EQUALS.split(text)
+    *others, last = EQUALS.split(text)
     value, found = exact_number(last), ""
     for side in dict.fromkeys(others):  # each once: repetition costs no time
-        name = _SUBSCRIPT_OR_ARGUMENT.sub("", side)
-        if not any(character.isdigit() or character == "," for character in name):
+        if is_name(side):
             found = found or name_of(side)
         elif value is None or exact_number(side) != value:
             return "", text
     return found, last
+
+
+def is_name(side: str) -> bool:
+    """Tells whether a side of "=" names what the other is: m+n, f(2), a_1, (x,y), Total."""
+    if _TUPLE_OF_NAMES.fullmatch(side):
+        return list(side[1::2]) == sorted(side[1::2])
+    return not (_DOUBT.search(side) or _NO_NAME.search(_NO_VALUE.sub("", side)))
 
 
 def exact_number(text: str) -> Fraction | None:

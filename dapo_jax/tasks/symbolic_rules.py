@@ -10,14 +10,18 @@ import re
 from fractions import Fraction
 
 from dapo_jax.tasks.math_rules import (
+    DOUBT,
+    EQUALS,
     Answer,
     compare_answers,
     differ,
     exact_number,
+    is_name,
     last_answer,
     read_answer,
     retracts,
 )
+from dapo_jax.tasks.units import TEXT
 from dapo_jax.types import Verdict
 
 SYMBOLIC_TAIL_CHARS = 1000
@@ -30,23 +34,40 @@ MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matri
 # Where the answer is.
 
 _BOX = re.compile(r"\\f?boxed\{")
-_BETWEEN_BOXES = re.compile(r"(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad|\\text\{|and)*")
-_CONNECTS = re.compile(r",|and")
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*,(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
+    rf"|(?:(?!{DOUBT})[^.;:!\n]){{0,60}}\b(?:and|or)\b(?:(?!{DOUBT})[^.;:!\n]){{0,60}}"
+)
 _DENIED = re.compile(
     r"(?:\b(?:not|never|cannot|doubt)\b|n['\u2019]t\b)[^,.;\n]{0,20}$", re.IGNORECASE
 )
 _PHRASE = re.compile(
-    r"(?:^|[.!?:\n])\W*(?:(?:so|thus|hence|therefore|then|and|finally)\W+){0,2}"
+    r"(?:(?:^|[.!?:\n])\W*(?:(?:so|thus|hence|therefore|then|and|finally)\W+){0,2}"
     r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
-    r"(?:\s+is\b\s*:?|(?=\s*(?:\$|\\[(\[])))\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)",
+    r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
+    r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)",
     re.IGNORECASE,
 )
+_LEAD_IN = (
+    r"(?:(?:so|thus|hence|therefore|then|finally|it follows that"
+    r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:]*)"
+)
+# "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
+_CLAIM = re.compile(
+    rf"(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?"
+    r"(?:(?:there (?:are|is)|\b(?:has|have|had|needs?|gets?|costs?|paid|earn(?:s|ed)|travels at))\s+"
+    r"(?P<number>[$\\-]*\d[\d,]*\$?)(?P<noun>(?: [a-z-]+)*?)(?: in total)?"
+    r"|\b(?:is|are|equals)\b:?\s*(?P<value>.+?))(?=\.(?:\s|$)|$)",
+    re.IGNORECASE,
+)
+_LEADS_IN = re.compile(rf"^\s*{_LEAD_IN}+", re.IGNORECASE)
+_TEXT = re.compile(TEXT + r"\{([^{}]*)\}")
 _FORMULA = r"(\$[^$\n]+\$|\\\([^\n]+?\\\))"
 # A last sentence "Therefore $x > 5$ is the solution." or "We find that $x > 5$."
 _CONCLUSION = re.compile(
-    rf"(?:^|[.!?\n])\s*(?:(?:so|thus|hence|therefore|then|finally)\W+)?(?:{_FORMULA}\s+is\s+"
+    rf"(?:^|[.!?\n])\s*(?:{_LEAD_IN}*{_FORMULA}\s+is\s+"
     r"(?:the|our|my)\s+(?:(?:final|correct)\s+)?(?:answer|result|solution)"
-    rf"|we\s+(?:find|get|obtain|conclude)\s+that\s+{_FORMULA})\s*\.?\s*$",
+    rf"|{_LEAD_IN}+((?:[^.!?\n]|\.(?=\S))+))\.?\s*(?:I hope it is correct.*)?$",
     re.IGNORECASE,
 )
 
@@ -61,8 +82,7 @@ def find_answer(response: str) -> tuple[str | None, str]:
     """
     answer, rest = last_answer(response)
     if answer is not None:
-        phrase = _PHRASE.match(answer)
-        return (phrase[1] if phrase else answer), rest
+        return answer, rest
     tail = response[-SYMBOLIC_TAIL_CHARS:]
     boxes, phrases = _boxes(tail), list(_PHRASE.finditer(tail))
     if phrases and not (boxes and phrases[-1].start() < boxes[-1][2]):
@@ -70,8 +90,19 @@ def find_answer(response: str) -> tuple[str | None, str]:
     if boxes:
         return _last_boxes(tail, boxes)
     if concludes := _CONCLUSION.search(tail):
-        return next(filter(None, concludes.groups())), ""
+        answer, _ = _claimed(next(filter(None, concludes.groups())))
+        return (answer if _is_formula(answer) else None), ""
     return (response if _is_formula(response) else None), ""
+
+
+def _claimed(sentence: str) -> tuple[str, str]:
+    """Splits a sentence into the value that it states, and what follows it."""
+    sentence = _LEADS_IN.sub("", sentence)
+    words = _TEXT.sub(r"\1", sentence)
+    if not (claim := _CLAIM.match(words)):
+        return sentence, ""
+    value = claim["value"] or rf"{claim['number']}\text{{{claim['noun']}}}"
+    return value, words[claim.end() :]
 
 
 def _is_formula(response: str) -> bool:
@@ -107,7 +138,7 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
     joined = [boxes.pop()]
     while boxes:
         between = text[boxes[-1][2] + 1 : joined[0][0]]
-        if not (_BETWEEN_BOXES.fullmatch(between) and _CONNECTS.search(between)):
+        if not _BETWEEN_BOXES.fullmatch(between):
             break
         joined.insert(0, boxes.pop())
     if _DENIED.search(text[max(0, joined[0][0] - 60) : joined[0][0]].rstrip("$ ")):
@@ -139,6 +170,8 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
 
     rest: what follows the answer in the response.
     """
+    answer, more = (None, "") if answer is None else _claimed(answer)
+    rest = f"{more}\n{rest}"
     mine = None if answer is None else read_answer(answer)
     right = _read_truth(truth)
     verdict = compare_answers(mine, right, rest)

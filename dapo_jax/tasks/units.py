@@ -50,8 +50,9 @@ _SYMBOLS = {
 }
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _POWER = re.compile(r"\^\{?([23])\}?|([²³])")
-_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}")
-_NAME = re.compile(r"[A-Za-z]\w*(?:\([^()]*\))?(?:\+[A-Za-z]\w*(?:\([^()]*\))?)*")
+TEXT = r"\\(?:text(?:rm|normal)?|mathrm|mbox)"
+_TEXT = re.compile(TEXT + r"\{([^{}]*)\}")
+_NAME = re.compile(r"[A-Za-z]\w*(?:\([^()]*\))?(?:[-+/][A-Za-z]\w*(?:\([^()]*\))?)*")
 _VARIABLE_ARGUMENT = re.compile(r"\([A-Za-z]\)")
 
 
