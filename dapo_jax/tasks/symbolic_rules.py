@@ -151,13 +151,17 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
 _LETTERS = re.compile(r"[A-Za-z]{3,}|\b(?:or|no|to|if|is|in|at|of|by)\b", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:operatorname|mathbb)\{\w+\}|\\[A-Za-z]+")
 _FUNCTIONS = re.compile(r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|gcd|lcm|max|min|mod")
-_AND = re.compile(r",?(?:\\text\{)?,? ?\b(?:and|or)\b ?\}?,?")
+_AND = re.compile(rf",?(?:{TEXT}\{{)?,? ?\b(?:and|or)\b ?\}}?,?")
 _ORDER = re.compile(
-    r"^\[|[<>≤≥≠≈~|]|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])"
+    r"^\[|[<>≤≥≠≈~]|^[^|]*\|[^|]*$|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])"
 )
-_CLIPPED = re.compile(r"\.\.|…|\\[a-z]?dots|\\overline|\\overset|\\[bp]?mod(?![a-z])")
+_CLIPPED = re.compile(r"\.\.|\^\{?\\circ|…|\\[a-z]?dots|\\overline|\\overset|\\[bp]?mod(?![a-z])")
 _BASE = re.compile(r"(?<=[\d)])_(?:\{?(\w+)\}?)")
 _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
+_COMMA = re.compile(r"[,;]")
+_INDEX = re.compile(r"_(?:\{\w+\}|\w)$")
+_DEGREES = re.compile(r"(\d+)\^\{?\\circ\}?")
+_REMAINDER = re.compile(r"(\d+) ?\\bmod ?([1-9]\d*)")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[]")
 _DANGLES = re.compile(
@@ -179,12 +183,23 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
         return verdict
     if mine.form.casefold() == right.form.casefold() and len(right.form) > 2:
         return verdict._replace(correct=True, status="correct")
+    mine = mine._replace(form=_without_names(mine.form, right.form))
+    right = right._replace(form=_without_names(right.form, mine.form))
+    is_equation = bool(_unknowns(right.form) and _unknowns(mine.form) & set(right.name))
     for status, is_so in (
         ("other_unit", differ(mine.unit, right.unit)),
-        ("other_name", differ(mine.name, right.name)),
+        ("other_name", differ(mine.name, right.name) and not is_equation),
     ):
         if is_so:
             return verdict._replace(status=status)
+    if "=" not in right.form and not is_equation and (values := _values(mine.form)) != [mine.form]:
+        verdict = decide(values[-1], truth, rest)
+        if len(values) == 1 or isinstance(verdict, Verdict) and not verdict.correct:
+            return verdict
+        if too_large(mine.form):
+            return verdict._replace(correct=False, status="too_large")
+        last = values[-1] if isinstance(verdict, Verdict) else verdict[0]
+        return "=".join([*values[:-1], last]), last if isinstance(verdict, Verdict) else verdict[1]
     numbers = exact_number(mine.form), exact_number(right.form)
     if None not in numbers:
         if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
@@ -197,8 +212,56 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
         return verdict._replace(status="too_large")
     if retracts(rest):
         return verdict._replace(status="retracted")
-    has_name = "=" in right.form and mine.name
-    return (f"{mine.name}={mine.form}" if has_name else mine.form), right.form
+    has_name = (is_equation or "=" in right.form) and mine.name
+    return (
+        f"{mine.name}={mine.form}" if has_name else mine.form,
+        f"{right.name}={right.form}" if is_equation else right.form,
+    )
+
+
+def _values(form: str) -> list[str]:
+    """Lists the sides of a chain of "=" that must be equal: not its names, nor their formulas."""
+    if len(_split(_COMMA, _AND.sub(",", form))) > 1:
+        return [form]
+    *others, last = _split(EQUALS, form)
+    named = bool(others) and is_name(others[0])
+    return [
+        side
+        for side in others
+        if not (is_name(side) or r"dots" in side or named and _unknowns(side))
+    ] + [last]
+
+
+def _without_names(form: str, other: str) -> str:
+    """Reads "x=1 or x=2" as a set; "x=1, y=2" as a tuple where the other answer is one."""
+    items = [_split(EQUALS, item) for item in _split(_COMMA, _AND.sub(",", form))]
+    if "=" in other or len(items) < 2 or any(len(i) != 2 or not is_name(i[0]) for i in items):
+        return form
+    names, values = zip(*items, strict=True)
+    if len({_INDEX.sub("", name) for name in names}) == 1:
+        return rf"\{{{','.join(values)}\}}"
+    is_tuple = list(names) == sorted(set(names)) and other.startswith("(")
+    return f"({','.join(values)})" if is_tuple else form
+
+
+def _unknowns(form: str) -> set[str]:
+    return set(re.findall("[A-Za-z]", _FUNCTIONS.sub(" ", _COMMAND.sub(" ", form))))
+
+
+def _split(separator: re.Pattern, form: str) -> list[str]:
+    """Splits a formula at the separators that are outside all brackets."""
+    depth, masked = 0, ""
+    for character in form:
+        depth -= character in ")]}"
+        masked += "." if depth > 0 else character
+        depth += character in "([{"
+    ends = [match.span() for match in separator.finditer(masked)]
+    return [
+        form[start:end]
+        for start, end in zip(
+            [0, *(e for _, e in ends)], [*(s for s, _ in ends), len(form)], strict=True
+        )
+    ]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -238,10 +301,9 @@ def _hopeless(mine: Answer, right: Answer) -> bool:
         return True
     if bool(_CLIPPED.search(mine.form)) != bool(_CLIPPED.search(right.form)):
         return True
-    if _OPENS_SET.match(mine.form) and _OPENS_LIST.match(right.form):
-        return True
-    if _OPENS_LIST.match(mine.form) and _OPENS_SET.match(right.form):
-        return True
+    for one, other in ((mine.form, right.form), (right.form, mine.form)):
+        if _OPENS_SET.match(one) and _OPENS_LIST.match(other) and len(_split(_COMMA, other)) == 1:
+            return True
     return exact_number(right.form) is not None and bool(_ORDER.search(mine.form))
 
 
@@ -266,6 +328,7 @@ def too_large(form: str) -> bool:
     sums and products beyond MAX_RANGE, large matrices, deep nesting, long numbers. What it lets
     through is bounded by the limits of its process.
     """
+    form = _DEGREES.sub(r"\1", form)
     if len(form) > MAX_FORMULA_CHARS or _nesting(form) > MAX_NESTING or "!!" in form:
         return True
     if any(len(digits) > MAX_DIGITS for digits in _NUMBER.findall(form)):
@@ -292,12 +355,10 @@ def _nesting(form: str) -> int:
 
 # What the library decides, in a process of its own.
 
-_EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
-
 
 def grade_symbolic(answer: str, truth: str) -> Verdict:
     """Grades a formula by the library: only inside a worker, because it may take forever."""
-    sides = _EQUALS.split(answer) if not _EQUALS.search(truth) else [answer]
+    sides = _split(EQUALS, answer) if not EQUALS.search(truth) else [answer]
     readings = [_read(side) for side in sides]
     gold = _read(truth)
     if not all(readings):
@@ -313,9 +374,11 @@ def _read(formula: str) -> list:
     """Returns what the library reads in the whole of the formula; empty where it cannot."""
     import math_verify
 
+    formula = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", _AND.sub(", ", formula))
+    formula = _REMAINDER.sub(lambda digits: str(int(digits[1]) % int(digits[2])), formula)
     targets = [math_verify.LatexExtractionConfig(boxed_match_priority=-1)]
     return math_verify.parse(
-        f"${_AND.sub(', ', formula)}$",
+        f"${formula}$",
         targets,
         fallback_mode="no_fallback",
         extraction_mode="first_match",
