@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from dapo_jax.tasks.units import TEXT, differ, name_of, unit_of
+from dapo_jax.tasks.units import TEXT, TEXT_GROUP, differ, name_of, unit_of
 from dapo_jax.types import Verdict
 
 STATUSES = (
@@ -143,11 +143,11 @@ def last_box(text: str) -> str | None:
     if start < 0:
         return None
     opening = start + len(r"\boxed")
-    closing = _closing_brace(text, opening)
+    closing = closing_brace(text, opening)
     return None if closing is None else text[opening + 1 : closing]
 
 
-def _closing_brace(text: str, opening: int) -> int | None:
+def closing_brace(text: str, opening: int) -> int | None:
     """Finds the index of the brace that closes the one at `opening`."""
     depth = 0
     for index in range(opening, len(text)):
@@ -191,7 +191,7 @@ _STRICT_REPLACED = (
 )
 _STYLE = re.compile(r"\\(?:boxed|fbox|textbf|mathbf|bm|textit|mathit|emph)\{")
 _WRAPPER = re.compile(rf"(?:{TEXT})?\{{")
-EQUALS = re.compile(r"(?<![<>:=\\])(?<![^\d)}]!)=(?!=)")
+EQUALS = re.compile(r"(?<![<>:=\\])(?<![^\d)}]!)=(?!=|[^(){}]*[)}])")  # outside brackets
 _TUPLE_OF_NAMES = re.compile(r"\([A-Za-z](?:,[A-Za-z])+\)")
 _NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{TEXT}\{{[^{{}}\d]*\}}")
 _NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w")
@@ -209,23 +209,23 @@ _UNIT_WORDS = (
 # Words that make another answer of the number beside them, or no answer.
 DOUBT = (
     r"(?i:\b(?:no|not|never|none|nobody|neither|nor|cannot|without|unless|except|excluded|if|whether"
-    r"|let|suppose|assum\w+|doubt|guess|maybe|may|might|could|perhaps|possibly|probably|wrong"
-    r"|false|incorrect|mistaken|impossible|contradict\w+|fails?|check|try|tries|tried|unknown|sure"
-    r"|approximate\w*|about|around|nearly|almost|roughly|bound|more|less|fewer|than|between|most of"
-    r"|at (?:least|most)|plus|minus|half|twice|double|triple|squared|cubed|percent points|each"
-    r"|hundred|thousand|million|billion|trillion|dozen)s?\b|n['\u2019]t\b|\?)"
-)
-_KNOWN_UNIT = rf"(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})"
-_SQUARE = r"(?:\^[23]|\^\{[23]\}|[²³])?"
-_UNIT = re.compile(
-    r" ?(?:%|°|\^\\circ|\^\{\\circ\}"
-    rf"|(?:{TEXT}\{{(?![^{{}}]*(?:\b(?:and|or)\b|{DOUBT}))[^{{}}0-9]*\}}|{_KNOWN_UNIT}|(?<= )[msgh])"
-    rf"{_SQUARE})$"
+    r"|let|suppose|assume|doubt|guess|maybe|may|might|could|perhaps|possibly|probably|wrong|false|try"
+    r"|incorrect|mistaken|impossible|contradiction|fail|check|tries|tried|unknown|sure|about|around"
+    r"|approximate|nearly|almost|roughly|hardly|bound|more|less|fewer|than|between|at (?:least|most)"
+    r"|plus|minus|half|twice|double|triple|squared|cubed|percent points|each|hundred|thousand|million"
+    r"|billion|trillion|dozen)s?\b|n['\u2019]t\b|\?)"
 )
 _DOUBT = re.compile(DOUBT)
+_KNOWN_UNIT = rf"(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})"
+_SQUARE = r"(?:\^[23]|\^\{[23]\}|[²³])?$"
+_UNIT = re.compile(
+    rf" ?(?:(?:%|°|\^\\circ|\^\{{\\circ\}})$|(?:{TEXT}\{{(?![^{{}}]*(?:\b(?:and|or)\b|{DOUBT}))"
+    rf"[^{{}}0-9]*\}}|{_KNOWN_UNIT}|(?<= )[msgh]){_SQUARE})"
+)
 # A formula in degrees is another one without them.
 _UNIT_OF_FORMULA = re.compile(
-    rf"(?:(?<!/){TEXT}\{{ ?(?!degree)(?:{_KNOWN_UNIT}|[msgh])\}}|(?<=[ }})])(?!degree){_KNOWN_UNIT}){_SQUARE}$"
+    rf"(?:(?<!/){TEXT}\{{ ?(?!degree)(?:{_KNOWN_UNIT}|[msgh])\}}"
+    rf"|(?<=[ }})])(?!degree){_KNOWN_UNIT}){_SQUARE}"
 )
 _RETRACTION = re.compile(
     r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract"
@@ -290,7 +290,7 @@ def _plain(text: str) -> str:
     text = text.lstrip("*_: ").rstrip("*_,;:。、 ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1]
-    while (wrapper := _WRAPPER.match(text)) and _closing_brace(text, wrapper.end() - 1) == (
+    while (wrapper := _WRAPPER.match(text)) and closing_brace(text, wrapper.end() - 1) == (
         len(text) - 1
     ):
         text = text[wrapper.end() : -1]
@@ -332,7 +332,8 @@ def is_name(side: str) -> bool:
     """Tells whether a side of "=" names what the other is: m+n, f(2), a_1, (x,y), Total."""
     if _TUPLE_OF_NAMES.fullmatch(side):
         return list(side[1::2]) == sorted(side[1::2])
-    return not (_DOUBT.search(side) or _NO_NAME.search(_NO_VALUE.sub("", side)))
+    said = " ".join(TEXT_GROUP.findall(side))
+    return not (_DOUBT.search(said) or _NO_NAME.search(_NO_VALUE.sub("", side)))
 
 
 def exact_number(text: str) -> Fraction | None:

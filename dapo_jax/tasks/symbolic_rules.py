@@ -13,6 +13,7 @@ from dapo_jax.tasks.math_rules import (
     DOUBT,
     EQUALS,
     Answer,
+    closing_brace,
     compare_answers,
     differ,
     exact_number,
@@ -21,7 +22,7 @@ from dapo_jax.tasks.math_rules import (
     read_answer,
     retracts,
 )
-from dapo_jax.tasks.units import TEXT
+from dapo_jax.tasks.units import TEXT, TEXT_GROUP
 from dapo_jax.types import Verdict
 
 SYMBOLIC_TAIL_CHARS = 1000
@@ -35,38 +36,33 @@ MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matri
 
 _BOX = re.compile(r"\\f?boxed\{")
 _BETWEEN_BOXES = re.compile(
-    r"(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*,(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
-    rf"|(?:(?!{DOUBT})[^.;:!\n]){{0,60}}\b(?:and|or)\b(?:(?!{DOUBT})[^.;:!\n]){{0,60}}"
+    r"(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
+    rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
 _DENIED = re.compile(
     r"(?:\b(?:not|never|cannot|doubt)\b|n['\u2019]t\b)[^,.;\n]{0,20}$", re.IGNORECASE
 )
-_PHRASE = re.compile(
-    r"(?:(?:^|[.!?:\n])\W*(?:(?:so|thus|hence|therefore|then|and|finally)\W+){0,2}"
-    r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
-    r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
-    r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)",
-    re.IGNORECASE,
-)
 _LEAD_IN = (
-    r"(?:(?:so|thus|hence|therefore|then|finally|it follows that"
-    r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:]*)"
+    r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
+    r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b\W*)"
+)
+_THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
+_PHRASE = re.compile(
+    rf"(?:(?:^|[.!?:\n])\W*{_LEAD_IN}{{0,2}}{_THE_ANSWER}(?:\s+(?:is|equals|(?:should|must|would) be)"
+    r"\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)",
+    re.IGNORECASE,
 )
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
-    rf"(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?"
-    r"(?:(?:there (?:are|is)|\b(?:has|have|had|needs?|gets?|costs?|paid|earn(?:s|ed)|travels at))\s+"
-    r"(?P<number>[$\\-]*\d[\d,]*\$?)(?P<noun>(?: [a-z-]+)*?)(?: in total)?"
+    rf"(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|\b(?:has|have|had|needs?|gets?|costs?"
+    r"|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*\$?)(?P<noun>(?: [a-z-]+)*?)(?: in total)?"
     r"|\b(?:is|are|equals)\b:?\s*(?P<value>.+?))(?=\.(?:\s|$)|$)",
     re.IGNORECASE,
 )
-_LEADS_IN = re.compile(rf"^\s*{_LEAD_IN}+", re.IGNORECASE)
-_TEXT = re.compile(TEXT + r"\{([^{}]*)\}")
-_FORMULA = r"(\$[^$\n]+\$|\\\([^\n]+?\\\))"
-# A last sentence "Therefore $x > 5$ is the solution." or "We find that $x > 5$."
+_LEADS_IN = re.compile(rf"\s*{_LEAD_IN}+", re.IGNORECASE)
+# A last sentence "$x > 5$ is the solution." or "Therefore there are 12 ways."
 _CONCLUSION = re.compile(
-    rf"(?:^|[.!?\n])\s*(?:{_LEAD_IN}*{_FORMULA}\s+is\s+"
-    r"(?:the|our|my)\s+(?:(?:final|correct)\s+)?(?:answer|result|solution)"
+    rf"(?:^|[.!?\n])\s*(?:{_LEAD_IN}*(\$[^$\n]+\$|\\\([^\n]+?\\\))\s+is\s+{_THE_ANSWER}"
     rf"|{_LEAD_IN}+((?:[^.!?\n]|\.(?=\S))+))\.?\s*(?:I hope it is correct.*)?$",
     re.IGNORECASE,
 )
@@ -97,8 +93,8 @@ def find_answer(response: str) -> tuple[str | None, str]:
 
 def _claimed(sentence: str) -> tuple[str, str]:
     """Splits a sentence into the value that it states, and what follows it."""
-    sentence = _LEADS_IN.sub("", sentence)
-    words = _TEXT.sub(r"\1", sentence)
+    sentence = sentence[match.end() :] if (match := _LEADS_IN.match(sentence)) else sentence
+    words = TEXT_GROUP.sub(r"\1", sentence)
     if not (claim := _CLAIM.match(words)):
         return sentence, ""
     value = claim["value"] or rf"{claim['number']}\text{{{claim['noun']}}}"
@@ -121,15 +117,10 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
     """Finds the outermost boxes: start, start of the inside, end of the inside."""
     boxes, end = [], 0
     for match in _BOX.finditer(text):
-        if match.start() < end:
-            continue
-        depth = 1
-        for index in range(match.end(), len(text)):
-            depth += (text[index] == "{") - (text[index] == "}")
-            if depth == 0:
-                boxes.append((match.start(), match.end(), index))
-                end = index
-                break
+        closing = closing_brace(text, match.end() - 1)
+        if closing is not None and match.start() >= end:
+            boxes.append((match.start(), match.end(), closing))
+            end = closing
     return boxes
 
 
@@ -158,12 +149,12 @@ _ORDER = re.compile(
 _CLIPPED = re.compile(r"\.\.|\^\{?\\circ|…|\\[a-z]?dots|\\overline|\\overset|\\[bp]?mod(?![a-z])")
 _BASE = re.compile(r"(?<=[\d)])_(?:\{?(\w+)\}?)")
 _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
-_COMMA = re.compile(r"[,;]")
-_INDEX = re.compile(r"_(?:\{\w+\}|\w)$")
+_COMMA = re.compile(r"[,;](?![^()\[\]{}]*[)\]}])")  # outside brackets
+_UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}(?![A-Za-z])")
 _DEGREES = re.compile(r"(\d+)\^\{?\\circ\}?")
 _REMAINDER = re.compile(r"(\d+) ?\\bmod ?([1-9]\d*)")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
-_OPENS_LIST = re.compile(r"(?:\\left)?[(\[]")
+_OPENS_LIST = re.compile(r"(?:\\left)?[(\[](?!.*[)\]],)")
 _DANGLES = re.compile(
     r"[-+*/^=,]$|^[*/^=,]|->|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'"
 )
@@ -185,21 +176,25 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
         return verdict._replace(correct=True, status="correct")
     mine = mine._replace(form=_without_names(mine.form, right.form))
     right = right._replace(form=_without_names(right.form, mine.form))
-    is_equation = bool(_unknowns(right.form) and _unknowns(mine.form) & set(right.name))
-    for status, is_so in (
-        ("other_unit", differ(mine.unit, right.unit)),
-        ("other_name", differ(mine.name, right.name) and not is_equation),
-    ):
-        if is_so:
-            return verdict._replace(status=status)
-    if "=" not in right.form and not is_equation and (values := _values(mine.form)) != [mine.form]:
-        verdict = decide(values[-1], truth, rest)
-        if len(values) == 1 or isinstance(verdict, Verdict) and not verdict.correct:
+    if differ(mine.unit, right.unit):
+        return verdict._replace(status="other_unit")
+    if differ(mine.name, right.name):
+        return verdict._replace(status="other_name")
+    *others, last = EQUALS.split(mine.form)
+    if others and not EQUALS.search(right.form) and not _COMMA.search(_AND.sub(",", mine.form)):
+        named = is_name(others[0])
+        verdict = decide(last, truth, rest)
+        others = [
+            side
+            for side in others
+            if not (is_name(side) or "dots" in side or (named and _UNKNOWN.search(side)))
+        ]
+        if not others or verdict[0] is False:
             return verdict
         if too_large(mine.form):
             return verdict._replace(correct=False, status="too_large")
-        last = values[-1] if isinstance(verdict, Verdict) else verdict[0]
-        return "=".join([*values[:-1], last]), last if isinstance(verdict, Verdict) else verdict[1]
+        last, truth = (last, last) if isinstance(verdict, Verdict) else verdict
+        return "=".join([*others, last]), truth
     numbers = exact_number(mine.form), exact_number(right.form)
     if None not in numbers:
         if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
@@ -212,63 +207,28 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
         return verdict._replace(status="too_large")
     if retracts(rest):
         return verdict._replace(status="retracted")
-    has_name = (is_equation or "=" in right.form) and mine.name
-    return (
-        f"{mine.name}={mine.form}" if has_name else mine.form,
-        f"{right.name}={right.form}" if is_equation else right.form,
-    )
-
-
-def _values(form: str) -> list[str]:
-    """Lists the sides of a chain of "=" that must be equal: not its names, nor their formulas."""
-    if len(_split(_COMMA, _AND.sub(",", form))) > 1:
-        return [form]
-    *others, last = _split(EQUALS, form)
-    named = bool(others) and is_name(others[0])
-    return [
-        side
-        for side in others
-        if not (is_name(side) or r"dots" in side or named and _unknowns(side))
-    ] + [last]
+    has_name = "=" in right.form and mine.name
+    return (f"{mine.name}={mine.form}" if has_name else mine.form), right.form
 
 
 def _without_names(form: str, other: str) -> str:
     """Reads "x=1 or x=2" as a set; "x=1, y=2" as a tuple where the other answer is one."""
-    items = [_split(EQUALS, item) for item in _split(_COMMA, _AND.sub(",", form))]
+    items = [EQUALS.split(item) for item in _COMMA.split(_AND.sub(",", form))]
     if "=" in other or len(items) < 2 or any(len(i) != 2 or not is_name(i[0]) for i in items):
         return form
     names, values = zip(*items, strict=True)
-    if len({_INDEX.sub("", name) for name in names}) == 1:
+    if len({name.partition("_")[0] for name in names}) == 1:
         return rf"\{{{','.join(values)}\}}"
-    is_tuple = list(names) == sorted(set(names)) and other.startswith("(")
+    is_tuple = list(names) == sorted(names) and other.startswith("(")
     return f"({','.join(values)})" if is_tuple else form
-
-
-def _unknowns(form: str) -> set[str]:
-    return set(re.findall("[A-Za-z]", _FUNCTIONS.sub(" ", _COMMAND.sub(" ", form))))
-
-
-def _split(separator: re.Pattern, form: str) -> list[str]:
-    """Splits a formula at the separators that are outside all brackets."""
-    depth, masked = 0, ""
-    for character in form:
-        depth -= character in ")]}"
-        masked += "." if depth > 0 else character
-        depth += character in "([{"
-    ends = [match.span() for match in separator.finditer(masked)]
-    return [
-        form[start:end]
-        for start, end in zip(
-            [0, *(e for _, e in ends)], [*(s for s, _ in ends), len(form)], strict=True
-        )
-    ]
 
 
 @functools.lru_cache(maxsize=4096)
 def _read_truth(truth: str) -> Answer:
     """Reads a ground truth; of a worked solution what is in its last box."""
     boxes = _boxes(truth)
-    return read_answer((_last_boxes(truth, boxes)[0] or truth) if boxes else truth)
+    truth = (_last_boxes(truth, boxes)[0] or truth) if boxes else truth
+    return read_answer(_claimed(truth)[0])
 
 
 def _same_number(
@@ -301,9 +261,10 @@ def _hopeless(mine: Answer, right: Answer) -> bool:
         return True
     if bool(_CLIPPED.search(mine.form)) != bool(_CLIPPED.search(right.form)):
         return True
-    for one, other in ((mine.form, right.form), (right.form, mine.form)):
-        if _OPENS_SET.match(one) and _OPENS_LIST.match(other) and len(_split(_COMMA, other)) == 1:
-            return True
+    if _OPENS_SET.match(mine.form) and _OPENS_LIST.match(right.form):
+        return True
+    if _OPENS_LIST.match(mine.form) and _OPENS_SET.match(right.form):
+        return True
     return exact_number(right.form) is not None and bool(_ORDER.search(mine.form))
 
 
@@ -316,7 +277,7 @@ def _words(form: str) -> set[str]:
 # What would take forever.
 
 _POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
-_TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{( ]*[^{}^]{0,9}\d[) }]*\^")
+_TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{(][^{}^]{0,9}\d[) }]*\^")
 _BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
 _NUMBER = re.compile(r"\d+")
 
@@ -358,7 +319,7 @@ def _nesting(form: str) -> int:
 
 def grade_symbolic(answer: str, truth: str) -> Verdict:
     """Grades a formula by the library: only inside a worker, because it may take forever."""
-    sides = _split(EQUALS, answer) if not EQUALS.search(truth) else [answer]
+    sides = EQUALS.split(answer) if not EQUALS.search(truth) else [answer]
     readings = [_read(side) for side in sides]
     gold = _read(truth)
     if not all(readings):
