@@ -209,11 +209,11 @@ _UNIT_WORDS = (
 # Words that make another answer of the number beside them, or no answer.
 DOUBT = (
     r"(?i:\b(?:no|not|never|none|nobody|neither|nor|cannot|without|unless|except|excluded|if|whether"
-    r"|let|suppose|assume|doubt|guess|maybe|may|might|could|perhaps|possibly|probably|wrong|false|try"
-    r"|incorrect|mistaken|impossible|contradiction|fail|check|tries|tried|unknown|sure|about|around"
+    r"|let|suppose|assume|doubt|guess|maybe|may|might|could|perhaps|possibly|probably|wrong|false"
+    r"|incorrect|mistaken|contradiction|fail|check|try|tries|tried|unknown|unlikely|sure|about|around"
     r"|approximate|nearly|almost|roughly|hardly|bound|more|less|fewer|than|between|at (?:least|most)"
-    r"|plus|minus|half|twice|double|triple|squared|cubed|percent points|each|hundred|thousand|million"
-    r"|billion|trillion|dozen)s?\b|n['\u2019]t\b|\?)"
+    r"|plus|minus|half|twice|double|triple|squared|cubed|percent points|each|hundred|thousand|dozen"
+    r"|[mbt]r?illion)s?\b|n['\u2019]t\b|\?)"
 )
 _DOUBT = re.compile(DOUBT)
 _KNOWN_UNIT = rf"(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})"
@@ -381,14 +381,11 @@ def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
     verdict = compare(None if answer is None else answer.form, truth.form)
     if not verdict.correct:
         return verdict
-    for status, is_so in (
-        ("other_unit", differ(answer.unit, truth.unit)),
-        ("other_name", differ(answer.name, truth.name)),
-        ("retracted", retracts(rest)),
-    ):
-        if is_so:
-            return Verdict(False, verdict.prediction, status)
-    return verdict
+    if differ(answer.unit, truth.unit):
+        return Verdict(False, verdict.prediction, "other_unit")
+    if differ(answer.name, truth.name):
+        return Verdict(False, verdict.prediction, "other_name")
+    return Verdict(False, verdict.prediction, "retracted") if retracts(rest) else verdict
 
 
 def retracts(rest: str) -> bool:

@@ -46,6 +46,10 @@ KILLED_STARTS = 8  # in a row, two minutes with the pauses between them
 _MEMORY_STATUS = 3
 
 
+class WorkersError(RuntimeError, OSError):
+    """Workers that cannot be started: as an OSError of ours it ends a command with one line."""
+
+
 class Workers:
     """Grades answers in processes: of each question once, as many at a time as there are workers.
 
@@ -61,7 +65,7 @@ class Workers:
     Workers start at once and live until `close`, the end of the `with` block or of the process,
     and exit on their own when this process is gone. Safe to share by threads.
 
-    Raises ValueError for a number of workers or a time that is not positive, and RuntimeError where
+    Raises ValueError for a number of workers or a time that is not positive, and WorkersError where
     TRIES workers in a row end as they start, or KILLED_STARTS are killed or silent.
     """
 
@@ -137,11 +141,11 @@ class Workers:
         return verdict
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
-        """Starts a worker in the place of one that is gone; later after each that never was ready."""
+        """Starts a worker in the place of one that is gone, after a pause if none was ready."""
         worker.kill()
         tries = TRIES if worker.process.returncode >= 0 else KILLED_STARTS
         if worker.failed_starts >= tries:
-            raise RuntimeError(
+            raise WorkersError(
                 f"{worker.failed_starts} {self._name} workers in a row were never ready; the last "
                 f"one {worker.failure}, and what it said is on the error output"
             )

@@ -6,6 +6,7 @@ large. `grade_symbolic` asks the library about the rest, in a process that may b
 """
 
 import functools
+import itertools
 import re
 from fractions import Fraction
 
@@ -46,20 +47,21 @@ _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
     r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b\W*)"
 )
+_LEADS_IN = re.compile(rf"^\s*{_LEAD_IN}+", re.IGNORECASE)
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
 _PHRASE = re.compile(
-    rf"(?:(?:^|[.!?:\n])\W*{_LEAD_IN}{{0,2}}{_THE_ANSWER}(?:\s+(?:is|equals|(?:should|must|would) be)"
-    r"\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)",
+    rf"(?:(?:^|[.!?:\n])\W*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
+    r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
+    r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)",
     re.IGNORECASE,
 )
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
-    rf"(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|\b(?:has|have|had|needs?|gets?|costs?"
-    r"|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*\$?)(?P<noun>(?: [a-z-]+)*?)(?: in total)?"
-    r"|\b(?:is|are|equals)\b:?\s*(?P<value>.+?))(?=\.(?:\s|$)|$)",
+    rf"(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|\b(?:has|have|had|needs?|gets?|paid"
+    r"|costs?|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*)\$?(?P<noun>(?: [a-z-]+)*?)"
+    r"(?: in total)?|\b(?:is|are|equals)\b:?\s*(?P<value>.+?))(?=\.(?:\s|$)|$)",
     re.IGNORECASE,
 )
-_LEADS_IN = re.compile(rf"\s*{_LEAD_IN}+", re.IGNORECASE)
 # A last sentence "$x > 5$ is the solution." or "Therefore there are 12 ways."
 _CONCLUSION = re.compile(
     rf"(?:^|[.!?\n])\s*(?:{_LEAD_IN}*(\$[^$\n]+\$|\\\([^\n]+?\\\))\s+is\s+{_THE_ANSWER}"
@@ -72,9 +74,8 @@ def find_answer(response: str) -> tuple[str | None, str]:
     r"""Finds the answer and the text that follows it; None where there is none.
 
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
-    by "," or "and", or what a later sentence "The answer is ..." says; without any the formula in
-    dollars that the last sentence states, or a response that is one line of formula and nothing
-    else. No other number counts.
+    by "," or "and", or what a later sentence "The answer is ..." says; without any what the last
+    sentence concludes, or a response that is one line of formula and nothing else.
     """
     answer, rest = last_answer(response)
     if answer is not None:
@@ -93,7 +94,7 @@ def find_answer(response: str) -> tuple[str | None, str]:
 
 def _claimed(sentence: str) -> tuple[str, str]:
     """Splits a sentence into the value that it states, and what follows it."""
-    sentence = sentence[match.end() :] if (match := _LEADS_IN.match(sentence)) else sentence
+    sentence = _LEADS_IN.sub("", sentence)
     words = TEXT_GROUP.sub(r"\1", sentence)
     if not (claim := _CLAIM.match(words)):
         return sentence, ""
@@ -144,7 +145,8 @@ _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:operatorname|mathbb)\{\w+\}|
 _FUNCTIONS = re.compile(r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|gcd|lcm|max|min|mod")
 _AND = re.compile(rf",?(?:{TEXT}\{{)?,? ?\b(?:and|or)\b ?\}}?,?")
 _ORDER = re.compile(
-    r"^\[|[<>≤≥≠≈~]|^[^|]*\|[^|]*$|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])"
+    r"^\[|[<>≤≥≠≈~]|^[^|]*\|[^|]*$"
+    r"|\\(?:[lg]eq?q?|leqslant|geqslant|neq?|approx|sim|equiv|in)(?![a-z])"
 )
 _CLIPPED = re.compile(r"\.\.|\^\{?\\circ|…|\\[a-z]?dots|\\overline|\\overset|\\[bp]?mod(?![a-z])")
 _BASE = re.compile(r"(?<=[\d)])_(?:\{?(\w+)\}?)")
@@ -181,18 +183,13 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     if differ(mine.name, right.name):
         return verdict._replace(status="other_name")
     *others, last = EQUALS.split(mine.form)
-    if others and not EQUALS.search(right.form) and not _COMMA.search(_AND.sub(",", mine.form)):
-        named = is_name(others[0])
+    is_list = _COMMA.search(_AND.sub(",", mine.form))
+    if others and not (is_list or EQUALS.search(right.form) or too_large(mine.form)):
+        named = is_name(others[0])  # its formulas are not to be checked, the numbers are
+        others = [x for x in others[named:] if not ("dots" in x or (named and _UNKNOWN.search(x)))]
         verdict = decide(last, truth, rest)
-        others = [
-            side
-            for side in others
-            if not (is_name(side) or "dots" in side or (named and _UNKNOWN.search(side)))
-        ]
         if not others or verdict[0] is False:
             return verdict
-        if too_large(mine.form):
-            return verdict._replace(correct=False, status="too_large")
         last, truth = (last, last) if isinstance(verdict, Verdict) else verdict
         return "=".join([*others, last]), truth
     numbers = exact_number(mine.form), exact_number(right.form)
@@ -227,8 +224,7 @@ def _without_names(form: str, other: str) -> str:
 def _read_truth(truth: str) -> Answer:
     """Reads a ground truth; of a worked solution what is in its last box."""
     boxes = _boxes(truth)
-    truth = (_last_boxes(truth, boxes)[0] or truth) if boxes else truth
-    return read_answer(_claimed(truth)[0])
+    return read_answer((_last_boxes(truth, boxes)[0] or truth) if boxes else truth)
 
 
 def _same_number(
@@ -236,11 +232,8 @@ def _same_number(
 ) -> bool:
     """Compares two different numbers: as percent, or one rounded to six or more decimals."""
     if is_percent != other_percent:
-        one, other = one * (1 if is_percent else 100), other * (1 if other_percent else 100)
-        return one == other
-    for (value, text), exact in zip(
-        ((one, texts[0]), (other, texts[1])), (other, one), strict=True
-    ):
+        return one * (1 if is_percent else 100) == other * (1 if other_percent else 100)
+    for value, text, exact in ((one, texts[0], other), (other, texts[1], one)):
         decimals = re.search(r"\.(\d{6,30})", text)
         if decimals and value and value == round(exact, len(decimals[1])):
             return True
@@ -253,19 +246,17 @@ def _hopeless(mine: Answer, right: Answer) -> bool:
     The library reads a number even in "42 steps", drops a base and "...", and turns a date into a
     difference.
     """
-    if _words(mine.form) - _words(right.form) or _words(right.form) - _words(mine.form):
-        return True
-    if _DATE_OR_TIME.search(mine.form) or _DATE_OR_TIME.search(right.form):
-        return True
-    if _DANGLES.search(mine.form) or _BASE.findall(mine.form) != _BASE.findall(right.form):
-        return True
-    if bool(_CLIPPED.search(mine.form)) != bool(_CLIPPED.search(right.form)):
-        return True
-    if _OPENS_SET.match(mine.form) and _OPENS_LIST.match(right.form):
-        return True
-    if _OPENS_LIST.match(mine.form) and _OPENS_SET.match(right.form):
-        return True
-    return exact_number(right.form) is not None and bool(_ORDER.search(mine.form))
+    one, other = mine.form, right.form
+    return bool(
+        _words(one) != _words(other)
+        or _BASE.findall(one) != _BASE.findall(other)
+        or bool(_CLIPPED.search(one)) != bool(_CLIPPED.search(other))
+        or (_OPENS_SET.match(one) and _OPENS_LIST.match(other))
+        or (_OPENS_LIST.match(one) and _OPENS_SET.match(other))
+        or (exact_number(other) is not None and _ORDER.search(one))
+        or _DATE_OR_TIME.search(f"{one} {other}")
+        or _DANGLES.search(one)
+    )
 
 
 def _words(form: str) -> set[str]:
@@ -290,7 +281,9 @@ def too_large(form: str) -> bool:
     through is bounded by the limits of its process.
     """
     form = _DEGREES.sub(r"\1", form)
-    if len(form) > MAX_FORMULA_CHARS or _nesting(form) > MAX_NESTING or "!!" in form:
+    steps = ((character in "{([") - (character in "})]") for character in form)
+    nesting = max(itertools.accumulate(steps), default=0)
+    if len(form) > MAX_FORMULA_CHARS or nesting > MAX_NESTING or "!!" in form:
         return True
     if any(len(digits) > MAX_DIGITS for digits in _NUMBER.findall(form)):
         return True
@@ -306,19 +299,13 @@ def too_large(form: str) -> bool:
     return False
 
 
-def _nesting(form: str) -> int:
-    depth = deepest = 0
-    for character in form:
-        depth += (character in "{([") - (character in "})]")
-        deepest = max(deepest, depth)
-    return deepest
-
-
 # What the library decides, in a process of its own.
 
 
 def grade_symbolic(answer: str, truth: str) -> Verdict:
     """Grades a formula by the library: only inside a worker, because it may take forever."""
+    import math_verify
+
     sides = EQUALS.split(answer) if not EQUALS.search(truth) else [answer]
     readings = [_read(side) for side in sides]
     gold = _read(truth)
@@ -327,7 +314,7 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     if not gold:
         return Verdict(False, answer, "unreadable_ground_truth")
     pairs = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
-    correct = all(_equal(one, other) for one, other in pairs)
+    correct = all(math_verify.verify(*pair, timeout_seconds=None) for pair in pairs)
     return Verdict(correct, answer, "correct" if correct else "wrong")
 
 
@@ -345,12 +332,6 @@ def _read(formula: str) -> list:
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-
-
-def _equal(one: list, other: list) -> bool:
-    import math_verify
-
-    return math_verify.verify(one, other, timeout_seconds=None)
 
 
 # Kinds of formulas that the library reads and compares once before it is forked, so that its
