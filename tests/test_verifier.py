@@ -637,7 +637,7 @@ def test_a_pool_that_cannot_start_says_so_and_not_that_it_was_slow(monkeypatch):
     monkeypatch.setattr("dapo_jax.tasks.interpreter._PROGRAM", "import sys; sys.exit(7)")
     with (
         SymbolicVerifier(num_workers=1) as verifier,
-        pytest.raises(RuntimeError, match=r"3 math_verify workers .*ended with status 7"),
+        pytest.raises(ChildProcessError, match=r"3 math_verify workers .*ended with status 7"),
     ):
         verifier.verify("Answer: 2^1", "2")
 

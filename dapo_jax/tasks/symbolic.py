@@ -39,15 +39,9 @@ ANSWER_MEMORY_BYTES = 1 << 30  # beyond what a worker has when it is ready
 PATIENCE = 100
 IMPATIENT_CPU_SECONDS = 0.1
 TRIES = 3
-# The wall's clock ends a worker that is stopped; 10 times an answer's CPU time leaves room for a
-# busy host, and a worker that starts has up to 8 times as long, twice that of the one before it.
-SILENCE_SECONDS = 12.0
+SILENCE_SECONDS = 12.0  # of a worker: it is stopped, as no busy host makes a second of CPU time
 KILLED_STARTS = 8  # in a row, two minutes with the pauses between them
 _MEMORY_STATUS = 3
-
-
-class WorkersError(RuntimeError, OSError):
-    """Workers that cannot be started: as an OSError of ours it ends a command with one line."""
 
 
 class Workers:
@@ -65,8 +59,8 @@ class Workers:
     Workers start at once and live until `close`, the end of the `with` block or of the process,
     and exit on their own when this process is gone. Safe to share by threads.
 
-    Raises ValueError for a number of workers or a time that is not positive, and WorkersError where
-    TRIES workers in a row end as they start, or KILLED_STARTS are killed or silent.
+    Raises ValueError for a number of workers or a time that is not positive, and ChildProcessError
+    where TRIES workers in a row end as they start, or KILLED_STARTS are killed or silent.
     """
 
     def __init__(self, num_workers: int, cpu_seconds: float, *, module: str, name: str) -> None:
@@ -145,7 +139,7 @@ class Workers:
         worker.kill()
         tries = TRIES if worker.process.returncode >= 0 else KILLED_STARTS
         if worker.failed_starts >= tries:
-            raise WorkersError(
+            raise ChildProcessError(
                 f"{worker.failed_starts} {self._name} workers in a row were never ready; the last "
                 f"one {worker.failure}, and what it said is on the error output"
             )
@@ -238,10 +232,9 @@ class _Worker:
         return None
 
     def kill(self) -> None:
-        if self.connection.closed:
-            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if self.process.returncode is None:  # else its number may be another's
+                os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
         if self.failure == "ended":
             self.failure = f"ended with status {status}"
