@@ -213,13 +213,12 @@ DOUBT = (
     r"|thousand|dozen|[mbt]r?illion)s?\b|n['\u2019]t\b|\?)"
 )
 _WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
-_TUPLE_OF_NAMES = re.compile(r"\([A-Za-z](?:,[A-Za-z])+\)")
 _NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{_WORDS}")
 _NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w|\\text|\\mbox")
 _KNOWN_UNIT = rf"(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})"
 _SQUARE = r"(?:\^[23]|\^\{[23]\}|[²³])?$"
 _UNIT = re.compile(
-    r" ?(?:(?:%|°|\^\\circ|\^\{\\circ\})$"
+    r" ?(?:(?:[%°€£¥]|\^\\circ|\^\{\\circ\})$"
     rf"|(?:(?!\\\w+\{{[^{{}}]*\b(?:and|or)\b){_WORDS}|{_KNOWN_UNIT}|(?<= )[msgh]){_SQUARE})"
 )
 # A formula in degrees is another one without them.
@@ -228,8 +227,8 @@ _UNIT_OF_FORMULA = re.compile(
     rf"|(?<=[ }})])(?!degree){_KNOWN_UNIT}){_SQUARE}"
 )
 _RETRACTION = re.compile(
-    r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract"
-    r"|second thought|i meant|scratch that|not (?:right|correct|the answer)|should(?: have)? be)\b"
+    r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract|i meant"
+    r"|second thought|scratch that|not (?:right|correct|really|the answer)|should(?: have)? be)\b"
     r"|(?:^|[.!?\n])\W*no(?:pe)?\b(?! (?:other|more|further))|不对|错了|更正|等等",
     re.IGNORECASE,
 )
@@ -323,7 +322,7 @@ def _last_side(text: str) -> tuple[str, str]:
 
 def is_name(side: str) -> bool:
     """Tells whether a side of "=" names what the other is: m+n, f(2), a_1, (x,y), Total."""
-    if _TUPLE_OF_NAMES.fullmatch(side):
+    if re.fullmatch(r"\([A-Za-z](,[A-Za-z])+\)", side):
         return list(side[1::2]) == sorted(side[1::2])
     return not _NO_NAME.search(_NO_VALUE.sub("", side))
 

@@ -37,7 +37,7 @@ MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matri
 
 _BOX = re.compile(r"\\f?boxed\{")
 _BETWEEN_BOXES = re.compile(
-    r"(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
+    r"|(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
 _DENIED = re.compile(r"(?i)(?:\b(?:not|never|cannot|doubt)\b|n['\u2019]t\b)[^,.;\n]{0,20}$")
@@ -45,7 +45,6 @@ _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
     r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b\W*)"
 )
-_LEADS_IN = re.compile(rf"(?i)^\s*{_LEAD_IN}+")
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
 _PHRASE = re.compile(
     rf"(?i)(?:(?:^|[.!?:\n])\W*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
@@ -56,7 +55,7 @@ _PHRASE = re.compile(
 _CLAIM = re.compile(
     rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|\b(?:has|have|had|needs?|gets?"
     r"|costs?|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*)\$?(?P<noun>(?: [a-z-]+)*?)"
-    r"(?: in total)?|\b(?:is|are|equals)\b:?\s*(?P<value>.+?))(?=\.(?:\s|$)|$)"
+    r"(?: in total)?|(?:\b(?:is|are|equals)\b:?|:(?=\s*\$))\s*(?P<value>.+?))(?=\.(?:\s|$)|$)"
 )
 # A last sentence "$x > 5$ is the solution." or "Therefore there are 12 ways."
 _CONCLUSION = re.compile(
@@ -82,14 +81,13 @@ def find_answer(response: str) -> tuple[str | None, str]:
     if boxes:
         return _last_boxes(tail, boxes)
     if concludes := _CONCLUSION.search(tail):
-        answer, _ = _claimed(next(filter(None, concludes.groups())))
-        return (answer if _is_formula(answer) else None), ""
+        response, _ = _claimed(next(filter(None, concludes.groups())))
     return (response if _is_formula(response) else None), ""
 
 
 def _claimed(sentence: str) -> tuple[str, str]:
     """Splits a sentence into the value that it states, and what follows it."""
-    sentence = _LEADS_IN.sub("", sentence)
+    sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+", "", sentence)
     words = TEXT_GROUP.sub(r"\1", sentence)
     if not (claim := _CLAIM.match(words)):
         return sentence, ""
