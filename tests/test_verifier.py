@@ -287,9 +287,9 @@ def _graded(rules):
 @pytest.mark.parametrize(
     ("rules", "wrong_rewarded", "right_refused"),
     [
-        ("dapo", 123, 187),  # the reference's own
+        ("dapo", 161, 187),  # the reference's own
         ("strict", 0, 130),
-        ("strict_box", 16, 316),
+        ("strict_box", 23, 316),
         ("math_verify", 0, 1),
     ],
 )
@@ -298,15 +298,15 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
 
     Such as "I give up after 42 tries", "It cannot be 42", `5=7` for 7, `691_{1369}` for 691, `7 km`
     for `7 m`, `x=5` for `y=5`, and "Answer: 42" with "No wait" after it. Of 262 right ones they
-    refused 50 and 25. The 16 of `strict_box` have "not", "no wait" or another box around theirs.
+    refused 50 and 25. The 23 of `strict_box` have "not", "no wait" or another box around theirs.
 
-    Then `math_verify` refused 99 right ones of 549 more pairs, such as "The largest $n$ is 34",
-    `5! = 120`, `(x, y) = (5, 8)` and `6\\pi\\text{ cm}`, and rewarded 39 wrong ones: two boxes with
+    Then `math_verify` refused 99 right ones of 778 more pairs, such as "The largest $n$ is 34",
+    `5! = 120`, `(x, y) = (5, 8)` and `6\\pi\\text{ cm}`, and rewarded 70 wrong ones: two boxes with
     "or" between them, "Hence if $n = 34$", `125\\text{ million}`, `x-y=2` for `x+y=2`.
     """
     rows, verdicts = _graded(rules)
     assert sum(row["right"] for row in rows) == 360
-    assert len(rows) == 360 + 1019
+    assert len(rows) == 360 + 1248
     wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
     refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)

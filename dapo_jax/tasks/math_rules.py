@@ -191,7 +191,9 @@ _STRICT_REPLACED = (
 )
 _STYLE = re.compile(r"\\(?:boxed|fbox|textbf|mathbf|bm|textit|mathit|emph)\{")
 _WRAPPER = re.compile(rf"(?:{TEXT})?\{{")
-EQUALS = re.compile(r"(?<![<>:=\\])(?<![^\d)}]!)=(?!=|[^(){}]*[)}])")  # outside brackets
+EQUALS = re.compile(
+    r"(?<![<>:=\\/])(?<!\\not)(?<![^\d)}]!)=(?![=/]|[^(){}]*[)}])"
+)  # outside brackets
 _LITERAL = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}([ ,'])[0-9]{3}(?:\1[0-9]{3})*|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
@@ -210,7 +212,7 @@ DOUBT = (
     r"|incorrect|mistaken|contradiction|fail|check|try|tries|tried|unknown|unlikely|sure|about"
     r"|around|approximate|nearly|almost|roughly|hardly|bound|more|less|fewer|than|between|at least"
     r"|at most|plus|minus|half|twice|double|triple|squared|cubed|percent points|each|hundred"
-    r"|thousand|dozen|[mbt]r?illion)s?\b|n['\u2019]t\b|\?)"
+    r"|thousand|times (?:as|the)|dozen|[mbt]r?illion)s?\b|n['\u2019]t\b|\?)"
 )
 _WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
 _NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{_WORDS}")

@@ -40,10 +40,10 @@ _BETWEEN_BOXES = re.compile(
     r"|(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
-_DENIED = re.compile(r"(?i)(?:\b(?:not|never|cannot|doubt)\b|n['\u2019]t\b)[^,.;\n]{0,20}$")
+_DENIED = re.compile(r"(?i)(?:\b(?:not|never|cannot|doubt|maybe)|n['\u2019]t)\b[^,.;\n]{0,20}$")
 _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
-    r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b\W*)"
+    r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:*]*)"
 )
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
 _PHRASE = re.compile(
@@ -53,7 +53,7 @@ _PHRASE = re.compile(
 )
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
-    rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|\b(?:has|have|had|needs?|gets?"
+    rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|(?<!we )\b(?:has|have|needs?"
     r"|costs?|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*)\$?(?P<noun>(?: [a-z-]+)*?)"
     r"(?: in total)?|(?:\b(?:is|are|equals)\b:?|:(?=\s*\$))\s*(?P<value>.+?))(?=\.(?:\s|$)|$)"
 )
@@ -147,7 +147,7 @@ _REMAINDER = re.compile(r"(\d+) ?\\bmod ?([1-9]\d*)")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[](?!.*[)\]],)")
 _DANGLES = re.compile(
-    r"[-+*/^=,]$|^[*/^=,]|->|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'"
+    r"[-+*/^=,]$|^[*/^=,]|->|=/|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'"
 )
 
 
@@ -187,7 +187,7 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
             return verdict
         status = "retracted" if retracts(rest) else "correct"
         return verdict._replace(correct=status == "correct", status=status)
-    if _hopeless(mine, right):
+    if _hopeless(mine.form, right.form):
         return verdict
     if too_large(mine.form) or too_large(right.form):
         return verdict._replace(status="too_large")
@@ -205,7 +205,7 @@ def _without_names(form: str, other: str) -> str:
     names, values = zip(*items, strict=True)
     if len({name.partition("_")[0] for name in names}) == 1:
         return rf"\{{{','.join(values)}\}}"
-    is_tuple = list(names) == sorted(names) and other.startswith("(")
+    is_tuple = list(names) == sorted(names) and other.startswith("(") and "or" not in form
     return f"({','.join(values)})" if is_tuple else form
 
 
@@ -229,13 +229,12 @@ def _same_number(
     return False
 
 
-def _hopeless(mine: Answer, right: Answer) -> bool:
-    """Tells whether the answer is no formula, or one of another kind than the ground truth.
+def _hopeless(one: str, other: str) -> bool:
+    """Tells whether an answer is no formula, or one of another kind than the other, the truth.
 
     The library reads a number even in "42 steps", drops a base and "...", and turns a date into a
     difference.
     """
-    one, other = mine.form, right.form
     return bool(
         _words(one) != _words(other)
         or _BASE.findall(one) != _BASE.findall(other)
@@ -257,7 +256,7 @@ def _words(form: str) -> set[str]:
 # What would take forever.
 
 _POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
-_TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{(][^{}^]{0,9}\d[) }]*\^")
+_TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{(][^{}^]{0,9}\d[) }]*\^|!!")
 _BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
 _NUMBER = re.compile(r"\d+")
 
@@ -277,7 +276,6 @@ def too_large(form: str) -> bool:
     return (
         len(form) > MAX_FORMULA_CHARS
         or nesting > MAX_NESTING
-        or "!!" in form
         or max(sizes, default=0) >= 10**MAX_DIGITS
         or bool(_TOWER.search(form))
         or form.count("&") + form.count(r"\\") > 100
