@@ -49,7 +49,7 @@ def listing(folder: epath.Path) -> str:
     return ", ".join(map(shown, names[:MAX_SHOWN_NAMES])) + more or "nothing"
 
 
-def is_local(path: epath.Path) -> bool:
+def is_local(path: str | os.PathLike) -> bool:
     """Tells whether a path is of this machine, not of a bucket."""
     return "://" not in os.fspath(path)
 

@@ -1,8 +1,9 @@
 """What tests/test_processes.py runs in each process: a few steps of a small recipe.
 
-    python tests/small_run.py DIR DEVICES STEPS [START]
+    python tests/small_run.py DIR DEVICES STEPS [START] [CHECKPOINTS]
 
 DEVICES are those of all processes, which the environment tells of (sharding.hosts). START: --start.
+CHECKPOINTS: checkpoint.directory.
 """
 
 import os
@@ -18,7 +19,7 @@ from experiments.preemption.config import get_config
 from sharding import hosts
 
 
-def main(workdir: str, devices: str, steps: str, start: str | None = None) -> None:
+def main(workdir: str, devices: str, steps: str, start: str = "", checkpoints: str = "") -> None:
     cache.PARTS = ((1, 1),)  # one program for decoding
     config = get_config()
     config.num_steps = int(steps)
@@ -26,6 +27,7 @@ def main(workdir: str, devices: str, steps: str, start: str | None = None) -> No
     config.eval.every_steps = 2
     config.checkpoint.every_steps = 1
     config.checkpoint.keep = 9
+    config.checkpoint.directory = checkpoints
     hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=int(devices))
     try:
         with hosts.ending_when_a_peer_is_lost():

@@ -8,10 +8,7 @@ import subprocess
 import sys
 import warnings
 
-import fsspec
-import jax
 import pytest
-from test_hf import Bucket
 
 from dapo_jax.run import compiled
 from dapo_jax.run.chain import untimed
@@ -174,17 +171,6 @@ def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch)
     assert len(names) == 4
     text = text.replace("MHz : 1", "MHz : 2")
     assert compiled.machine() in names
-
-
-def test_jax_keeps_programs_in_a_bucket(monkeypatch):
-    """What the launch scripts ask for, with the packages of requirements.txt; no real bucket."""
-    monkeypatch.setenv("EPATH_USE_TF", "false")
-    fsspec.register_implementation("gcs", Bucket, clobber=True)
-    Bucket.store.clear()
-    cache = jax._src.lru_cache.LRUCache("gs://bucket/compiled", max_size=-1)
-    assert cache.get("key") is None
-    cache.put("key", b"program")
-    assert cache.get("key") == b"program" and list(Bucket.store) == ["/bucket/compiled/key-cache"]
 
 
 @pytest.mark.slow

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from google.api_core.exceptions import Forbidden
+from google.auth.exceptions import DefaultCredentialsError
 from ml_collections import config_flags
 
 from configs import tiny
 from dapo_jax import evaluate
-from dapo_jax.audit import again
-from dapo_jax.audit.findings import REFUSED
+from dapo_jax.audit import again, findings
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.run import (
@@ -55,6 +56,14 @@ TENSORSTORE = (
     'Failed writing: "/r/checkpoints/3": No space left on device [OS error 28: ENOSPC] ['
     "source locations='third_party/tensorstore/kvstore/ocdbt/driver.cc:123' ...]"
 )
+REFUSED = (
+    'PERMISSION_DENIED: Error opening "zarr" driver: Error writing "a/.zarray" in OCDBT database '
+    "at gs://b/r/2/: it does not have storage.objects.create access [http_response_code='403'] ["
+    'http_response_body=\'{"error": {"code": 403}}\']'
+)
+CLOSED = (
+    "GET https://storage.googleapis.com/storage/v1/b/b?prettyPrint=false: no storage.buckets.get"
+)
 
 
 def answered(status: int) -> Exception:
@@ -77,6 +86,17 @@ def answered(status: int) -> Exception:
         (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
         (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
+        (
+            ValueError("ABORTED: gs://b/c [http_response_code='503']"),
+            r"gs://b/c: .* not answer",
+            75,
+        ),
+        (ValueError(REFUSED), r"gs://b/r/2/: .*IED, storage\.objects\.create\); give the right", 1),
+        (OSError("Forbidden: b/b/o/r%2F2\nNo right."), r"gs://b/r/2: this user may .*right", 1),
+        (FileNotFoundError("Bucket does not exist: b"), r"gs://b: there is no such bucket", 1),
+        (DefaultCredentialsError("Your default credentials were not found."), r"may not do", 1),
+        (Forbidden(CLOSED), r"gs://b: .*\(HTTP 403, storage\.buckets\.get\); give the right", 1),
+        (answered(401), r"\(HTTP 401\)", 1),
         (answered(429), r"\(HTTP 429\)", 75),
         (answered(404), r"the bucket said no", 1),
         (MemoryError("out of memory"), r"out of memory", 1),
@@ -542,7 +562,7 @@ def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
         recipe = recipe_with(**{key: "payload:Task"})
         run = types.SimpleNamespace(config=recipe, workdir=tmp_path)
         (finding,) = again.check(run, steps=1, seed=0, trust_code=False)
-        assert finding.kind == REFUSED
+        assert finding.kind == findings.REFUSED
         assert f"{key} = 'payload:Task' is a module" in finding.what
     assert not (tmp_path / "run").exists()
     recipe_with(**{"model.family": "payload"})

@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 import traceback
+import urllib.parse
 from collections.abc import Callable, Iterator
 
 from sharding import hosts
@@ -35,6 +36,10 @@ class Cause:
 AGAIN = "give the same command again"
 LATER = Cause("the storage does not answer for the moment", AGAIN, transient=True)
 DENIED = Cause("this user may not do that", "give the right to read and write it, or another path")
+NO_BUCKET = Cause(
+    "there is no such bucket, or this user may not see it",
+    "make it, give the right storage.buckets.get, or another path",
+)
 CAUSES = {
     errno.ENOSPC: Cause("no space is left on the disk", f"make room and {AGAIN}"),
     errno.EDQUOT: Cause("the disk quota is used up", f"make room or raise the quota, and {AGAIN}"),
@@ -63,7 +68,7 @@ CAUSES = {
 # What libraries write of the same: the system's own words, and what buckets answer.
 TEXTS = {
     **{
-        re.escape(os.strerror(number)): number
+        re.escape(os.strerror(number)): (CAUSES[number], errno.errorcode[number])
         for number in (
             *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE),
             *(errno.EACCES, errno.ENOENT, errno.ENETDOWN, errno.ECONNRESET, errno.ECONNREFUSED),
@@ -71,14 +76,23 @@ TEXTS = {
     },
     r"too many requests|service unavailable|bad gateway|gateway time-?out|internal server error"
     r"|(rateLimitExceeded|backendError)|max retries exceeded|temporary failure in name resolution"
-    r"|http (status|response|error)?( code)?:? ?(429|50[0234])"
-    r"|retry attempts failed|curl error": errno.EAGAIN,  # tensorstore's, of a bucket
+    r"|http[ _](status|response|error)?([ _]code)?[:=]?[ ']?(429|50[0234])"
+    r"|retry attempts failed|curl error": (LATER, ""),  # tensorstore's, of a bucket
+    r"http[ _]response[ _]code[:=][ ']?40[13]|permission_denied|unauthenticated|^forbidden"
+    r"|default credentials were not found": (DENIED, ""),
+    r"^bucket does not exist": (NO_BUCKET, "HTTP 404"),
 }
 OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
 # Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
 NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
-RETRIED_STATUS = (408, 429, 500, 502, 503, 504)  # of HTTP
-PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']")
+STATUSES = {  # of HTTP
+    **{status: (LATER, f"HTTP {status}") for status in (408, 429, 500, 502, 503, 504)},
+    **{status: (DENIED, f"HTTP {status}") for status in (401, 403)},
+}
+PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
+RIGHT = re.compile(r"storage\.(?!googleapis)\w+\.\w+")  # that a bucket's answer says is missing
+# The forms in which a bucket's API, and gcsfs, name it and an object in it.
+IN_BUCKET = re.compile(r"(?:/v1/b/|: b/|^Bucket .*: )([^/?\s]+)(?:/o(?:/|\?name=)([^\s&?]+))?")
 
 
 def explain(error: BaseException) -> tuple[str, int]:
@@ -120,12 +134,11 @@ def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
             path = link.filename2 or link.filename
         if isinstance(link, OSError) and number in CAUSES:
             return _text(path), CAUSES[number], errno.errorcode[number]
-        status = _http_status(link)
-        if status in RETRIED_STATUS:
-            return _text(path), LATER, f"HTTP {status}"
-        if not raised_by_us(link) and (told := _told(str(link))):
-            quoted = PATH.search(str(link))
-            return quoted and _text(quoted[1]), *told
+        text, status = str(link), _http_status(link)
+        if told := STATUSES.get(status) or (not raised_by_us(link) and _told(text)):
+            cause, name = told
+            right = RIGHT.search(text) if cause is DENIED else None
+            return _text(path) or _place(text), cause, f"{name}, {right[0]}" if right else name
         lost = status is None and f"{type(link).__module__}.".startswith(NETWORK)
         if lost or isinstance(link, TimeoutError | ConnectionError):
             return _text(path), LATER, type(link).__name__
@@ -138,10 +151,18 @@ def _told(text: str) -> tuple[Cause, str] | None:
         number = int(match[1] or match[2])
         if number in CAUSES:
             return CAUSES[number], errno.errorcode[number]
-    for pattern, number in TEXTS.items():
+    for pattern, (cause, name) in TEXTS.items():
         if match := re.search(pattern, text, re.IGNORECASE):
-            name = errno.errorcode[number] if number != errno.EAGAIN else match[0]
-            return CAUSES[number], name
+            return cause, name or match[0]
+    return None
+
+
+def _place(text: str) -> str | None:
+    """The path that a library's message names, if any."""
+    if named := PATH.search(text):
+        return _text(named[1] or named[2])
+    if named := IN_BUCKET.search(text):
+        return _text("/".join(["gs:/", *map(urllib.parse.unquote, filter(None, named.groups()))]))
     return None
 
 

@@ -21,9 +21,7 @@ MISSING = [
 MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # Orbax's have no errno
 # tensorstore's words, where they are not the system's. ABORTED: it has tried for minutes.
 TRANSIENT_TEXT = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED)\b|[Tt]imed out")
-REFUSED_TEXT = re.compile(
-    r"PERMISSION_DENIED|UNAUTHENTICATED|Too many open files|Cannot allocate|[Oo]ut of memory"
-)
+REFUSED_TEXT = re.compile(r"Too many open files|Cannot allocate|[Oo]ut of memory")
 
 
 def is_transient(error: BaseException) -> bool:
