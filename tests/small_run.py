@@ -13,7 +13,8 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from dapo_jax import train
-from dapo_jax.run import command, restore
+from dapo_jax.run import command
+from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache
 from experiments.preemption.config import get_config
 from sharding import hosts
@@ -31,7 +32,7 @@ def main(workdir: str, devices: str, steps: str, start: str = "", checkpoints: s
     hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=int(devices))
     try:
         with hosts.ending_when_a_peer_is_lost():
-            origin = restore.Origin.parse(start) if start else None
+            origin = Origin.parse(start) if start else None
             train.train(config, pathlib.Path(workdir), origin)
     except Exception as error:
         command.end_all(repr(error))

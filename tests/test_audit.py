@@ -21,7 +21,7 @@ from dapo_jax.audit.__main__ import audit, verdict
 from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding
 from dapo_jax.run import chain, digests, ending, provenance
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.files import MetricsWriter, append_line, read_rows, write_rollouts
+from dapo_jax.run.files import Rows, append_line, read_rows, write_rollouts
 from dapo_jax.types import Group, Response, Verdict
 
 CONFIG = {"num_steps": 3, "seed": 0, "checkpoint": {"directory": "", "keep": 2}}
@@ -144,18 +144,18 @@ def make_run(workdir: pathlib.Path, *, before: str = "", origin=None, first: int
         write_start(workdir, config, origin=origin, commit=f"{steps[0]}")
         resumed = steps[0] - 1 if steps[0] > first else (first or 1) - 1 if first else None
         earlier = [*workdir.glob("tensorboard/*")]
-        with MetricsWriter(workdir, resume_step=resumed, begin_step=first) as writer:
-            seals = chain.Seals(workdir, read_rows(writer.path), earlier, linked)
-            for step in steps:
-                arrays = {"w": [["float32[1]", f"{step:016x}"]]}
-                row = {"step": step, "loss": 0.5 / (step + 1), "seconds/total": 1.0 + step}
-                row["digest/state"] = digests.of_json(arrays)
-                names = [f"rollouts/{step}.jsonl.gz", f"eval/{step}.a.jsonl.gz"]
-                for name in names:
-                    content = [{"response": f"{step} {name}", "correct": True}]
-                    row["digest/" + name] = write_rollouts(workdir / name, content)
-                row["chain"] = linked = chain.link(linked, row)
-                writer.write(seals.sealed(row))
+        writer = Rows(workdir, resume_step=resumed, begin_step=first)
+        seals = chain.Seals(workdir, read_rows(writer.path), earlier, linked)
+        for step in steps:
+            arrays = {"w": [["float32[1]", f"{step:016x}"]]}
+            row = {"step": step, "loss": 0.5 / (step + 1), "seconds/total": 1.0 + step}
+            row["digest/state"] = digests.of_json(arrays)
+            names = [f"rollouts/{step}.jsonl.gz", f"eval/{step}.a.jsonl.gz"]
+            for name in names:
+                content = [{"response": f"{step} {name}", "correct": True}]
+                row["digest/" + name] = write_rollouts(workdir / name, content)
+            row["chain"] = linked = chain.link(linked, row)
+            writer.write(seals.sealed(row))
     write_checkpoint(workdir, first + 3, row, arrays)
     (workdir / "curves.png").write_bytes(b"a picture")
     ending.write(workdir)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from test_engine import RUN_KEY, SAMPLING, SMALL, build, by_request, drain, random_params
-from test_riding import Killed, digests
+from test_overlapped_evaluation import Killed, digests
 from test_rollout import G, ScriptedSession, long_tailed_script, prompt_at, scripted_grade
 from test_train import (
     programs_compiled_once,  # noqa: F401  a fixture

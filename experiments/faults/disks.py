@@ -35,7 +35,7 @@ HOLD = """
 import pathlib, sys, time
 from dapo_jax.run.chain import untimed
 from dapo_jax.run.files import atomic_file
-from dapo_jax.run.lock import locked
+from dapo_jax.run.files import locked
 with locked(sys.argv[1]), atomic_file(pathlib.Path(sys.argv[1], "eval", "3.json")) as file:
     print("held", flush=True)
     time.sleep(60)

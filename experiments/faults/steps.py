@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.run import stops
+from dapo_jax.run import signals
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.snapshots import Snapshots
 from sharding import hosts, rules
@@ -88,7 +88,7 @@ def main(folder: str, phase: str) -> None:
 
 
 if __name__ == "__main__":
-    with stops.Stops(stops.end_command), hosts.ending_when_a_peer_is_lost():
+    with signals.Signals(signals.end_command), hosts.ending_when_a_peer_is_lost():
         try:
             main(*sys.argv[1:])
         except ValueError as error:
