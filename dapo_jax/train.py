@@ -256,8 +256,9 @@ def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[st
     """Returns the summary of a run that has done all steps of this recipe; [] for any other."""
     if not (workdir / chain.SEAL).is_file():
         return []
-    done = files.read_rows(workdir / "metrics.jsonl")[-1]["step"] + 1
-    if done != config.num_steps:
+    rows = files.read_rows(workdir / "metrics.jsonl")
+    done = rows[-1]["step"] + 1 if rows else 0
+    if done != config.num_steps or files.read_json(workdir / chain.SEAL).get("rows") != len(rows):
         return []
     checks.check_same_recipe(config, workdir)
     start.origin_of(workdir, origin)
