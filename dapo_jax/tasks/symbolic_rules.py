@@ -2,7 +2,7 @@ r"""Reads and compares answers by the rules "math_verify"; the library has the l
 
 `decide` settles all that needs no algebra: equal texts, numbers, what is no formula, what is too
 large. `grade_symbolic` asks the library about the rest, in a process that may be killed
-(`symbolic.py`): whole formulas only, and each side of a chain of "=" must be equal to the last.
+(`symbolic.py`): whole formulas only, and the numbers in a chain of "=" must equal its last side.
 """
 
 import functools
