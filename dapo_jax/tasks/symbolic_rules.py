@@ -55,7 +55,7 @@ _PHRASE = re.compile(
 _CLAIM = re.compile(
     rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|(?<!we )\b(?:has|have|needs?"
     r"|costs?|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*)\$?(?P<noun>(?: [a-z-]+)*?)"
-    r"(?: in total)?|(?:\b(?:is|are|equals)\b:?|:(?=\s*\$))\s*(?P<value>.+?))(?=\.(?:\s|$)|$)"
+    r"(?: in total)?|(?:\b(?:is|are|equals)\b(?!.*: ?\$):?|: ?(?=\$))\s*(?P<value>.+?))(?=\.\s|\.?$)"
 )
 # A last sentence "$x > 5$ is the solution." or "Therefore there are 12 ways."
 _CONCLUSION = re.compile(
@@ -87,7 +87,7 @@ def find_answer(response: str) -> tuple[str | None, str]:
 
 def _claimed(sentence: str) -> tuple[str, str]:
     """Splits a sentence into the value that it states, and what follows it."""
-    sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+", "", sentence)
+    sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+|\s+is\s+{_THE_ANSWER}\.?$", "", sentence)
     words = TEXT_GROUP.sub(r"\1", sentence)
     if not (claim := _CLAIM.match(words)):
         return sentence, ""
