@@ -55,7 +55,7 @@ _PHRASE = re.compile(
 _CLAIM = re.compile(
     rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|(?<!we )\b(?:has|have|needs?"
     r"|costs?|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*)\$?(?P<noun>(?: [a-z-]+)*?)"
-    r"(?: in total)?|(?:\b(?:is|are|equals)\b(?!.*: ?\$):?|: ?(?=\$))\s*(?P<value>.+?))(?=\.\s|\.?$)"
+    r"(?: in total)?|(?:\b(?:is|are|equals)\b(?!.*: ?\$):?|:(?= ?\$)) *(?P<value>.+?))(?=\.\s|\.?$)"
 )
 # A last sentence "$x > 5$ is the solution." or "Therefore there are 12 ways."
 _CONCLUSION = re.compile(
