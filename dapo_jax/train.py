@@ -81,6 +81,7 @@ class Run:
         how = {"first_stream": rollout.TRAINING + 1}
         with evaluate.Evaluation(session, self.sets, **how) as evaluation:
             self.scores(evaluation, finished_steps)
+        self.record.evaluated.clear()  # these files are no row's: seal.json has their digests
 
     def scores(self, evaluation: evaluate.Evaluation, finished_steps: int) -> dict[str, float]:
         """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""

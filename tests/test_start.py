@@ -336,7 +336,9 @@ def test_a_run_that_filters_by_reward_trains_on_wrong_groups(tmp_path):
 def test_an_unknown_filter_is_refused():
     config = base.get_config()
     config.algo.filter_groups = "seq_final_reward"
-    with pytest.raises(ValueError, match=r"algo.filter_groups = 'seq_final_reward'; choose one"):
+    with pytest.raises(
+        ValueError, match=r"algo.filter_groups = 'seq_final_reward', but must be one"
+    ):
         checks.check(config)
 
 
