@@ -90,7 +90,10 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch,
     ("name", "message"),
     [
         ("wandb", r"log.writers has 'wandb', but that package is not installed: pip install"),
-        ("mlflow", r"log.writers has 'mlflow'; give one of tensorboard, wandb, or \"module:Class\""),
+        (
+            "mlflow",
+            r"log.writers has 'mlflow'; give one of tensorboard, wandb, or \"module:Class\"",
+        ),
         ("no_such_module:Class", "which cannot be imported: No module named 'no_such_module'"),
         (f"{__name__}:Absent", "which cannot be imported: .*Absent"),
         (f"{__name__}:pytest", "has no method step, evaluation, close"),
