@@ -63,7 +63,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
-    """Says whether the most frequent prediction is right (maj@k); the earliest wins a tie.
+    """Returns whether the most frequent prediction is right (maj@k); the earliest wins a tie.
 
     Responses without a prediction have no vote.
     """

@@ -352,7 +352,7 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
 
 
 def all_finite(tree) -> jax.Array:
-    """Tells whether every value of every array is finite."""
+    """Returns whether every value of every array is finite."""
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
 
 

@@ -72,7 +72,7 @@ class Run:
         return self.programs.reshard(state.params, self.start_weights)
 
     def evaluates_in(self, step: int) -> bool:
-        """Whether the policy that a step samples is evaluated in the same session."""
+        """Returns whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
 
     def evaluate_alone(self, state: learner.TrainState, finished_steps: int) -> None:

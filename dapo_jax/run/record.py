@@ -144,7 +144,7 @@ class Record:
         self.display.step(row)
 
     def shows_samples(self, step: int) -> bool:
-        """Whether samples of a step are due."""
+        """Returns whether samples of a step are due."""
         return _every(self._config.log.samples_every_steps, step)
 
 
