@@ -102,7 +102,7 @@ def _cluster_of_environment() -> dict[str, Any]:
 
 
 def started() -> bool:
-    """Returns whether this process has joined others (asking JAX for more would start its backends)."""
+    """Returns whether this process has joined others, without starting JAX's backends."""
     return distributed.global_state.client is not None
 
 
@@ -117,7 +117,7 @@ def is_main_host() -> bool:
 
 
 def is_mine(number: int) -> bool:
-    """Returns whether this process does the numbered piece of host work; each piece is one process's."""
+    """Returns whether a numbered piece of host work is this process's; each is one's."""
     return number % jax.process_count() == jax.process_index()
 
 

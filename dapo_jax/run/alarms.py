@@ -125,7 +125,7 @@ def require_finite_to_save(state: TrainState, updates: Sequence[Mapping], step: 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of alarms beside a row: the recipe, the entropy of a uniform choice, the bad value."""
+    """The facts beside a row: the recipe, the entropy of a uniform choice, the bad value."""
 
     config: ConfigDict
     uniform_nats: float

@@ -111,7 +111,7 @@ class Programs:
         return self.load_weights(dtype=self.config.model.compute_dtype)
 
     def start_params(self) -> dict:
-        """Makes the trained arrays before the first step: all weights in float32, or LoRA factors."""
+        """Makes the trained arrays of the start: all weights in float32, or LoRA factors."""
         lora = self.learning.lora
         if lora is None:
             return self.load_weights(dtype="float32")
