@@ -186,7 +186,7 @@ def outcome_of(change: Change, folder: pathlib.Path, chance: random.Random) -> O
     before, error = saved(folder), None
     with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
         try:
-            train.start(config, workdir, stack)
+            train.begin(config, workdir, stack)
         except Exception as raised:
             error = raised
             raise
