@@ -31,9 +31,13 @@ ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step 
 STEPS = 3
 COMMANDS = 12  # of the full part; the others take milliseconds
 HOLD = """
-import pathlib, sys, time
-from dapo_jax.run.files import atomic_file, locked
-with locked(sys.argv[1]), atomic_file(pathlib.Path(sys.argv[1], "eval", "3.json")) as file:
+import os, pathlib, socket, sys, time
+from dapo_jax.run.files import append_line, atomic_file, locked
+folder = pathlib.Path(sys.argv[1])
+with locked(folder), atomic_file(folder / "eval" / "3.json") as file:
+    (folder / "starts.jsonl").touch()
+    start = {"pid": os.getpid(), "host": socket.gethostname(), "time": "2026"}
+    append_line(folder / "starts.jsonl", start)
     print("held", flush=True)
     time.sleep(60)
 """
@@ -177,7 +181,7 @@ def locked_by_a_dead_run(folder: pathlib.Path, chance: random.Random) -> Outcome
         process.wait()
         before = list(folder.glob("eval/*.tmp"))
         message = tried(folder)
-    left = [path for path in folder.rglob("*") if path.is_file()]
+    left = list(folder.glob("eval/*"))
     free = len(before) == 1 and not message and not left
     return Outcome("kill -9 with the lock", free, None, "" if free else f"{message}{left}")
 
