@@ -309,7 +309,7 @@ def _every(steps: int, step: int) -> bool:
 
 def write_json(path: pathlib.Path, content: dict) -> str:
     """Writes a JSON file; returns its SHA-256."""
-    data = (json.dumps(content, indent=1) + "\n").encode()
+    data = chain.as_written(content)
     with atomic_file(path) as file:
         file.write(data)
     return hashlib.sha256(data).hexdigest()
