@@ -25,20 +25,22 @@ from ml_collections import ConfigDict
 from scipy import stats
 
 from dapo_jax.report import plots, statistics
-from dapo_jax.report.curves import Panel, evaluation_curve, metric_curve
-from dapo_jax.report.quantities import WORK, Quantity, mean
-from dapo_jax.report.rows import read_rows_file
-from dapo_jax.report.runs import Run, commit_text, flatten
-from dapo_jax.report.statistics import Interval
-from dapo_jax.report.summary import (
+from dapo_jax.report.compare import (
+    WORK,
     Comparison,
+    Quantity,
     by_arm,
     interval_text,
+    mean,
     numbers,
     signed,
     spread_text,
     table,
 )
+from dapo_jax.report.curves import Panel, evaluation_curve, metric_curve
+from dapo_jax.report.rows import read_rows_file
+from dapo_jax.report.runs import Run, commit_text, flatten
+from dapo_jax.report.statistics import Interval
 from dapo_jax.run.files import atomic_file
 from dapo_jax.run.metrics import METRICS, TASK, score_metric
 from dapo_jax.sweep import plan as plans

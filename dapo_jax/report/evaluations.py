@@ -1,29 +1,24 @@
-"""Evaluations, problem by problem: a page to read the responses, and two compared.
+"""Evaluations, problem by problem: a page of the responses, and paired comparisons of two.
 
 An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl.gz beside it. Two
-are compared on the problems that both have, paired: a problem is hard for both.
+are compared on the problems that both have.
 """
 
 import collections
 import dataclasses
 import json
 import pathlib
-import statistics as python_statistics
 from collections.abc import Mapping, Sequence
 
-import jinja2
+import numpy as np
 
-from dapo_jax.report import statistics
-from dapo_jax.report.samples import verdict
-from dapo_jax.report.statistics import Interval
-from dapo_jax.run.display import printable_lines
-from dapo_jax.run.files import atomic_file, read_rollouts
-from dapo_jax.tasks.readers import PROMPT_TEMPLATE
+from dapo_jax.report import page
+from dapo_jax.report.statistics import Interval, paired_share_interval
+from dapo_jax.run.files import read_rollouts
 
 PAGE_RESPONSES = 4  # shown of a problem
-HEAD, TAIL = 3_000, 1_500  # characters shown of a response
 SHOWN_PROBLEMS = 10  # of a comparison in the terminal, on either side
-OF_GENERATED = ("levels", "count", "split")  # settings that say nothing of a file
+OF_GENERATED = ("levels", "count", "split")  # settings without a meaning for a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +37,19 @@ class Problem:
     @property
     def text(self) -> str:
         """The problem in one line, without DAPO's template around it."""
-        before, after = PROMPT_TEMPLATE.split("{problem}")
-        return " ".join(self.prompt.removeprefix(before).removesuffix(after).split())
+        return page.problem_of(self.prompt)
 
     @property
     def mean(self) -> float:
         """The share of responses that are right."""
-        return python_statistics.mean(row["correct"] for row in self.rows)
+        return float(np.mean([row["correct"] for row in self.rows]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
     """One evaluation of one set: its scores and settings, and its problems.
 
-    problems: by (source, row, answer, which of the problems that share these three).
+    problems: by (source, row, answer, number among the problems that share these three).
     """
 
     path: pathlib.Path
@@ -66,12 +60,12 @@ class Evaluated:
 
     @property
     def label(self) -> str:
-        """The workdir and the file, which two evaluations differ in."""
+        """The names of the workdir and of the file."""
         return f"{self.path.resolve().parents[1].name}/{self.path.name.removesuffix('.json')}"
 
     @property
     def given(self) -> dict[str, object]:
-        """The settings that say something: those of generated problems do not where a file is."""
+        """The settings with a value, without those of generated problems where a file is read."""
         unused = OF_GENERATED if self.settings.get("path") else ()
         return {
             name: value
@@ -110,7 +104,7 @@ def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
     rows: dict[tuple, list] = {}
     try:
         for row in read_rollouts(path):
-            # The cursor alone is a problem's own; early files have neither it nor the source.
+            # The cursor alone identifies a problem; early files have neither it nor the source.
             key = row.get("source", ""), row["row"], str(row["ground_truth"]), row.get("cursor")
             rows.setdefault(key, []).append(row)
     except (EOFError, OSError, ValueError) as error:
@@ -127,9 +121,10 @@ def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two evaluations on the problems they share: what b - a is, problem by problem.
+    """Two evaluations on the problems they share: b - a, problem by problem.
 
-    deltas: (b's mean - a's, key), the greatest gain first. alone: problems that one of them has.
+    deltas: (b's mean - a's, key), the greatest gain first. alone: the number of problems in one of
+    them only.
     """
 
     a: Evaluated
@@ -145,7 +140,7 @@ class Comparison:
         return signs.count(1), signs.count(0), signs.count(-1)
 
     def said(self) -> list[str]:
-        """Says in words what is compared, the difference, and the counts."""
+        """Describes the two evaluations, their difference and the counts."""
         i, (better, equal, worse) = self.interval, self.counts
         lines = [
             "\n".join([f"a: {self.a.label}", f"b: {self.b.label}", *self._differing()]),
@@ -167,7 +162,7 @@ class Comparison:
         return lines
 
     def lines(self) -> list[str]:
-        """What is said in words, and the problems that moved most, up and down."""
+        """The description, then the problems that moved most, up and down; safe to print."""
         lines = self.said()
         gains = [item for item in self.deltas if item[0] > 0]
         losses = [item for item in self.deltas if item[0] < 0]
@@ -178,26 +173,26 @@ class Comparison:
                 f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * delta:+6.1f}  {one.place}: "
                 f"{text[:60]}{'...' if len(text) > 60 else ''}"
             )
-        return list(map(printable_lines, lines))
+        return ["".join(map(_printable, line)) for line in lines]
 
     def _differing(self) -> list[str]:
-        """A line for each setting that is not the same: what else the difference may be of."""
+        """A line for each setting that differs: another possible cause of the difference."""
         a, b = self.a.given, self.b.given
         return [
             f"   {name}: a {a.get(name)}, b {b.get(name)}"
             for name in {**a, **b}
-            if a.get(name) != b.get(name) and name != "max_prompt_tokens"  # says what is left out
+            if a.get(name) != b.get(name) and name != "max_prompt_tokens"  # see `alone`
         ]
 
     def _mean(self, evaluated: Evaluated) -> float:
-        return python_statistics.mean(evaluated.problems[key].mean for _, key in self.deltas)
+        return float(np.mean([evaluated.problems[key].mean for _, key in self.deltas]))
 
 
 def compare(a: Evaluated, b: Evaluated) -> Comparison:
-    """Compares two evaluations, which may be of different policies, settings and k.
+    """Compares two evaluations, which may differ in policy, settings and k.
 
-    A problem is the same where its source, its row and its answer are; where either evaluation has
-    one source alone, that may have another name. Raises ValueError where none is.
+    Problems are the same if source, row and answer are equal; two evaluations of a single source
+    each may name it differently. Raises ValueError where no problem is shared.
     """
     if all(len({key[0] for key in of.problems}) == 1 for of in (a, b)):
         a, b = (
@@ -212,37 +207,31 @@ def compare(a: Evaluated, b: Evaluated) -> Comparison:
         ((y - x, key) for x, y, key in zip(means_a, means_b, shared, strict=True)),
         key=lambda item: -item[0],
     )
-    interval = statistics.paired_share_interval(means_b, means_a)
+    interval = paired_share_interval(means_b, means_a)
     return Comparison(a, b, interval, deltas, len({*a.problems} ^ {*b.problems}))
 
 
 def write_page(paths: Sequence[str | pathlib.Path]) -> pathlib.Path:
-    """Writes evaluation.html beside the first result: scores, problems, responses.
+    """Writes evaluation.html beside the first result: comparisons, scores, problems, responses.
 
-    Where there are two results of one set it has their comparison. Returns the page's path.
+    Results of one set are compared with the first of it. Returns the page's path.
     """
     found = [evaluated for path in paths for evaluated in read(path)]
-    comparisons = [compare(*pair) for pair in pairs(found)]
-    folder = pathlib.Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("evaluation.html.j2").render(
-        style=(folder / "page.css").read_text(),
-        found=found,
-        comparisons=comparisons,
-        verdict=verdict,
-        without_middle=without_middle,
-        shown=PAGE_RESPONSES,
-    )
     target = pathlib.Path(paths[0]).resolve().parent / "evaluation.html"
-    with atomic_file(target) as file:
-        file.write(text.encode(errors="backslashreplace"))
+    comparisons = [compare(*pair) for pair in pairs(found)]
+    sections = {"evaluations": found, "comparisons": comparisons, "responses": PAGE_RESPONSES}
+    page.write(target, page.html("Evaluation", **sections))
     return target
+
+
+def lines(paths: Sequence[str | pathlib.Path]) -> list[str]:
+    """The comparisons of the results of one set, as lines for a terminal."""
+    found = [evaluated for path in paths for evaluated in read(path)]
+    compared = [compare(*pair) for pair in pairs(found)]
+    if len(found) > 1 and not compared:
+        names = ", ".join(of.name for of in found)
+        return [f"nothing is compared: the sets are {names}, and none is there twice"]
+    return [line for comparison in compared for line in comparison.lines()]
 
 
 def pairs(found: Sequence[Evaluated]) -> list[tuple[Evaluated, Evaluated]]:
@@ -257,9 +246,6 @@ def pairs(found: Sequence[Evaluated]) -> list[tuple[Evaluated, Evaluated]]:
     return paired
 
 
-def without_middle(text: str) -> str:
-    """A long text with a note in place of its middle."""
-    left_out = len(text) - HEAD - TAIL
-    if left_out <= 0:
-        return text
-    return f"{text[:HEAD]}\n[... {left_out:,} characters ...]\n{text[-TAIL:]}"
+def _printable(char: str) -> str:
+    """The character, or its escape where it could move the cursor or change colours."""
+    return char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
