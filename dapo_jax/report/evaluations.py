@@ -18,6 +18,7 @@ from dapo_jax.run.files import read_rollouts
 
 PAGE_RESPONSES = 4  # shown of a problem
 SHOWN_PROBLEMS = 10  # of a comparison in the terminal, on either side
+SHOWN_CHARACTERS = 90  # of a problem in the terminal
 OF_GENERATED = ("levels", "count", "split")  # settings without a meaning for a file
 
 
@@ -142,15 +143,13 @@ class Comparison:
     def said(self) -> list[str]:
         """Describes the two evaluations, their difference and the counts."""
         i, (better, equal, worse) = self.interval, self.counts
+        bounds = f" [{100 * i.low:+.1f}, {100 * i.high:+.1f}] (95 %, paired by problem)"
         lines = [
             "\n".join([f"a: {self.a.label}", f"b: {self.b.label}", *self._differing()]),
             f"mean over {len(self.deltas)} problems: a {self._mean(self.a):.1%}, "
             f"b {self._mean(self.b):.1%}, b - a {100 * i.difference:+.1f} points"
-            + (
-                f" [{100 * i.low:+.1f}, {100 * i.high:+.1f}] (95 %, paired by problem)"
-                if len(self.deltas) > 1
-                else ""
-            ),
+            + bounds
+            * (len(self.deltas) > 1),
             f"b is better on {better}, equal on {equal}, worse on {worse}",
         ]
         if self.alone:
@@ -161,18 +160,23 @@ class Comparison:
             lines.append(f"{reworded} have another prompt in b: a template, or another problem")
         return lines
 
+    def moves(self) -> list[tuple[str, str, str, str]]:
+        """(a's mean, b's mean, b - a, problem) as texts, the greatest gain first."""
+        both = ((delta, self.a.problems[key], self.b.problems[key]) for delta, key in self.deltas)
+        return [
+            (f"{a.mean:.1%}", f"{b.mean:.1%}", f"{100 * delta:+.1f}", f"{a.place}: {a.text}")
+            for delta, a, b in both
+        ]
+
     def lines(self) -> list[str]:
         """The description, then the problems that moved most, up and down; safe to print."""
+        better, equal, _ = self.counts
+        moves = self.moves()
+        gains, losses = moves[: min(better, SHOWN_PROBLEMS)], moves[better + equal :]
         lines = self.said()
-        gains = [item for item in self.deltas if item[0] > 0]
-        losses = [item for item in self.deltas if item[0] < 0]
-        for delta, key in [*gains[:SHOWN_PROBLEMS], *losses[-SHOWN_PROBLEMS:]]:
-            one, other = self.a.problems[key], self.b.problems[key]
-            text = one.text
-            lines.append(
-                f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * delta:+6.1f}  {one.place}: "
-                f"{text[:60]}{'...' if len(text) > 60 else ''}"
-            )
+        for one, other, points, problem in [*gains, *losses[-SHOWN_PROBLEMS:]]:
+            cut = problem[:SHOWN_CHARACTERS] + "..." * (len(problem) > SHOWN_CHARACTERS)
+            lines.append(f"  {one:>6} -> {other:>6}  {points:>6}  {cut}")
         return ["".join(map(_printable, line)) for line in lines]
 
     def _differing(self) -> list[str]:

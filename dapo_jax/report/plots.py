@@ -377,12 +377,7 @@ def _draw(
         ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
         ax.set(xticks=[], yticks=[])
     elif len(curves) > 1:
-        place = {"loc": "best"}  # names of evaluation sets may be long
-        if all(curve.noisy for curve in curves):
-            place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
-        labels = [_label(name) for name in names]
-        spaced = {"borderaxespad": 0.1, "columnspacing": 1.0, "handlelength": 2.0}
-        ax.legend(names.values(), labels, **place, **spaced)
+        ax.legend(names.values(), map(_label, names))
 
 
 def _columns(ax: Axes, quantity: Quantity, arms: Sequence[Sequence[Run]]) -> None:

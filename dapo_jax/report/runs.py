@@ -1,4 +1,4 @@
-"""Runs read from their directories, and the start of each run against its end.
+"""Runs read from their directories, and the summary of a run: first against last.
 
 Row s of metrics.jsonl describes responses of the policy after s finished steps, and eval/<n>.json
 the policy after n: both share the axis "finished rollout steps".
@@ -209,46 +209,42 @@ def spans(steps: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ends)
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A quantity at a run's start and end; `best` and its step only where higher is better."""
-
-    first: float
-    last: float
-    best: float | None
-    best_step: int | None
-    metric: Metric
-
-    def text(self, value: float) -> str:
-        """Formats a value of the quantity."""
-        return self.metric.text(value).strip()
+def summary_lines(run: Run) -> list[str]:
+    """The end of a run in a few aligned lines: first -> last (best), then the totals."""
+    found = changes(run) | {name: f"{text:>8}" for name, text in totals(run).items()}
+    width = max(map(len, found))
+    return [f"{name:<{width}}  {text}" for name, text in found.items()]
 
 
-def changes(run: Run) -> dict[str, Change]:
-    """Name -> start and end of the evaluations and of the metrics that have a summary.
+def changes(run: Run) -> dict[str, str]:
+    """Name -> "first -> last" of the evaluations and of the metrics that have a summary.
 
     Evaluations compare the first file with the last. Metrics compare the means over a tenth of the
-    rows at either end, 1 to AVERAGED_STEPS of them.
+    rows at either end, 1 to AVERAGED_STEPS of them. Where higher is better, the best one follows.
     """
     result = {}
     for (name, score), values in run.evaluations.items():
-        steps = list(values)
         metric = score_metric(f"eval/{name}/{score}")
-        best_step = max(steps, key=values.__getitem__) if metric.higher_is_better else None
-        ends = values[steps[0]], values[steps[-1]]
-        result[f"{name} {score}"] = Change(*ends, values.get(best_step), best_step, metric)
+        result[f"{name} {score}"] = _change(metric, list(values), np.array([*values.values()]), 1)
     edge = min(AVERAGED_STEPS, max(1, len(run.rows) // 10))
     for metric in METRICS:
         values = column(run.rows, metric.key)
-        valid = values[np.isfinite(values)]
-        if not metric.summary or not len(valid):
-            continue
-        best = best_step = None
-        if metric.higher_is_better:
-            best, best_step = float(valid.max()), run.rows[int(np.nanargmax(values))]["step"]
-        ends = float(valid[:edge].mean()), float(valid[-edge:].mean())
-        result[metric.summary] = Change(*ends, best, best_step, metric)
+        valid = np.isfinite(values)
+        if metric.summary and valid.any():
+            steps = column(run.rows, "step")[valid]
+            result[metric.summary] = _change(metric, steps, values[valid], edge)
     return result
+
+
+def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: int) -> str:
+    first, last, best = (
+        metric.text(float(value)).strip()
+        for value in (values[:edge].mean(), values[-edge:].mean(), values.max())
+    )
+    text = f"{first:>8} -> {last:>8}"
+    if metric.higher_is_better:
+        text += f"   best {best} at step {steps[values.argmax()]:.0f}"
+    return text
 
 
 def totals(run: Run) -> dict[str, str]:
@@ -278,16 +274,3 @@ def commit_text(start: Mapping) -> str:
     if not start.get("commit"):
         return "unknown"
     return start["commit"][:9] + (" and changes" if start.get("changed") else "")
-
-
-def summary_lines(run: Run) -> list[str]:
-    """The end of a run in a few aligned lines: first -> last (best), then the totals."""
-    all_changes, all_totals = changes(run), totals(run)
-    width = max(map(len, [*all_changes, *all_totals]))
-    lines = []
-    for name, change in all_changes.items():
-        line = f"{name:<{width}}  {change.text(change.first):>8} -> {change.text(change.last):>8}"
-        if change.best is not None:
-            line += f"   best {change.text(change.best)} at step {change.best_step}"
-        lines.append(line)
-    return lines + [f"{name:<{width}}  {text:>8}" for name, text in all_totals.items()]
