@@ -63,7 +63,6 @@ def render(runs: Mapping[str, Run], *, unfinished: Sequence[Mapping] = ()) -> st
     unfinished: points of a sweep that did not end with status 0.
     """
     arms, (finished, short) = by_arm(runs), complete(runs)
-    metrics = {metric.key: metric for metric in METRICS}
     with_rows = runs if len(runs) <= RUNS_WITH_ROWS else {}
     many = len(arms) > RUNS_WITH_ROWS
     return html(
@@ -85,16 +84,7 @@ def render(runs: Mapping[str, Run], *, unfinished: Sequence[Mapping] = ()) -> st
             for p in unfinished
         ],
         versions=[(*key, ", ".join(labels)) for key, labels in versions(runs).items()],
-        rows={
-            label: (
-                [
-                    metrics.get(key, Metric(key, "", ""))
-                    for key in dict.fromkeys(key for row in run.rows for key in row)
-                ],
-                thinned(run.rows, limit=TABLE_ROWS),
-            )
-            for label, run in with_rows.items()
-        },
+        rows={label: _rows(run) for label, run in with_rows.items()},
     )
 
 
@@ -104,6 +94,14 @@ def picture(figure: Figure) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dapo"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _rows(run: Run) -> tuple[list[Metric], list[Mapping]]:
+    """(the metrics of a run's rows, some of the rows)."""
+    keys = dict.fromkeys(key for row in run.rows for key in row)
+    metrics = [metric for metric in METRICS if keys.pop(metric.key, metric) is None]
+    metrics += [Metric(key, "", "") for key in keys]
+    return metrics, thinned(run.rows, limit=TABLE_ROWS)
 
 
 def ends(runs: Mapping[str, Run]) -> dict[str, list[tuple[str, str, bool]]]:

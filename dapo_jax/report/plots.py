@@ -365,7 +365,11 @@ def _draw(
             if found.raw is not None:
                 ax.plot(found.x, found.raw, color=look["color"], linewidth=0.8, alpha=0.25)
             if found.count.max() > 1:
-                band = {"color": look["color"], "alpha": 0.18, "linewidth": 0}
+                band = {
+                    "color": look["color"],
+                    "alpha": min(0.18, 0.6 / len(of_arm)),
+                    "linewidth": 0,
+                }
                 ax.fill_between(found.x, found.low, found.high, **band)
             if len(found.x) == 1:  # a line needs two points
                 look["marker"] = "o"
