@@ -141,9 +141,8 @@ def test_load_run_reads_evaluations_in_order_of_steps(tmp_path):
     ],
 )
 def test_a_folder_without_a_run_is_a_clear_error(tmp_path, files, error, match):
-    for name, text in ({"metrics.jsonl": '{"step": 0}\n'} if files else {} | files).items():
-        (tmp_path / name).write_text(text)
-    for name, text in files.items():
+    default = {"metrics.jsonl": '{"step": 0}\n'} if files else {}
+    for name, text in (default | files).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     with pytest.raises(error, match=match):
@@ -372,7 +371,7 @@ def test_the_page_has_the_numbers_of_its_runs(tmp_path):
     first, second = (
         _written(tmp_path / name, steps=40, gain=gain, **{"algo.eps_high": eps_high})
         for name, gain, eps_high in (
-            ("<b>dapo</b>".replace("/", "_"), 0.01, 0.28),
+            ("<b>dapo<_b>", 0.01, 0.28),
             ("b", 0.02, 0.2),
         )
     )
@@ -405,13 +404,10 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
 
     They were in the arm's mean, spread and paired interval, and nothing on the page said so.
     """
-    whole, dead = {"steps": 30, "num_steps": 30}, {"steps": 3, "num_steps": 30}
     runs = {
-        f"{arm}/seed_{seed}": _run(
-            arm=arm, seed=seed, **(dead if arm + str(seed) == "b1" else whole)
-        )
-        for arm in "ab"
-        for seed in range(3)
+        f"{arm}/seed_{seed}": _run(arm=arm, seed=seed, steps=steps, num_steps=30)
+        for arm, of_seed in (("a", (30, 30, 30)), ("b", (30, 3, 30)))
+        for seed, steps in enumerate(of_seed)
     }
     kept, short = complete(runs)
     assert len(kept) == 5 and short == ["b/seed_1 has 3 of 30 steps"]
@@ -432,13 +428,11 @@ def test_a_score_from_before_the_end_is_not_the_end():
 
 
 def test_config_differences_are_listed_by_arm():
-    runs = {
-        f"a/{seed}": Run([], {}, {"seed": seed, "x": 0.2, "same": 1, "only": [1]}, arm="a")
-        for seed in (0, 1)
-    }
-    runs |= {
-        f"b/{seed}": Run([], {}, {"seed": seed, "x": 0.28, "same": 1}, arm="b") for seed in (0, 1)
-    }
+    runs = {}
+    for seed in (0, 1):
+        both = {"seed": seed, "same": 1}
+        runs[f"a/{seed}"] = Run([], {}, both | {"x": 0.2, "only": [1]}, arm="a")
+        runs[f"b/{seed}"] = Run([], {}, both | {"x": 0.28}, arm="b")
     assert page.differences(runs) == {"x": ["0.2", "0.28"], "only": ["[1]", "-"]}
 
 
@@ -513,12 +507,8 @@ def test_a_sweep_and_its_rows_make_the_same_page(tmp_path):
             _written(sweep / arm / f"seed_{seed}", seed=seed, gain=gain)
     (sweep / "sweep.json").write_text(json.dumps({"arms": {"a": {}, "b": {}}, "seeds": [0, 1, 2]}))
     runs = load([sweep])
-    assert [(run.arm, run.seed) for run in runs.values()] == [
-        ("a", 0),
-        ("a", 1),
-        ("b", 0),
-        ("b", 1),
-    ]
+    found = [(run.arm, run.seed) for run in runs.values()]
+    assert found == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert runs["a/seed_0"].workdir == sweep / "a" / "seed_0"
     write_rows(tmp_path / "rows.jsonl.gz", runs)
     path = write_report([], rows=[tmp_path / "rows.jsonl.gz"])

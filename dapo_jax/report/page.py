@@ -99,9 +99,10 @@ def picture(figure: Figure) -> str:
 def _rows(run: Run) -> tuple[list[Metric], list[Mapping]]:
     """(the metrics of a run's rows, some of the rows)."""
     keys = dict.fromkeys(key for row in run.rows for key in row)
-    metrics = [metric for metric in METRICS if keys.pop(metric.key, metric) is None]
-    metrics += [Metric(key, "", "") for key in keys]
-    return metrics, thinned(run.rows, limit=TABLE_ROWS)
+    known = {metric.key for metric in METRICS}
+    metrics = [metric for metric in METRICS if metric.key in keys]
+    others = [Metric(key, "", "") for key in keys if key not in known]
+    return metrics + others, thinned(run.rows, limit=TABLE_ROWS)
 
 
 def ends(runs: Mapping[str, Run]) -> dict[str, list[tuple[str, str, bool]]]:
