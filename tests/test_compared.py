@@ -107,7 +107,8 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path):
     other = write(tmp_path / "b", "t0", [[1, 1], [1, 0], [1, 0], [1, 1]], rows=[0, 1, 2, 9])
     (a,), (b,) = evaluations.read(one), evaluations.read(other)
     compared = evaluations.compare(a, b)
-    assert [(delta, key[1]) for delta, key in compared.deltas] == [(1.0, 0), (0.0, 1), (-0.5, 2)]
+    deltas = [(b.mean - a.mean, a.rows[0]["row"]) for a, b in compared.pairs]
+    assert deltas == [(1.0, 0), (0.0, 1), (-0.5, 2)]
     assert compared.counts == (1, 1, 1)
     assert compared.alone == 2  # row 3 of a, row 9 of b
     assert compared.interval.difference == pytest.approx(0.5 / 3)
@@ -147,7 +148,7 @@ def test_problems_of_several_files_stay_apart(tmp_path):
     assert [len(of.problems) for of in (a, b)] == [120, 120]
     assert all(len(problem.rows) == 2 for problem in a.problems.values())
     compared = evaluations.compare(a, b)
-    assert (len(compared.deltas), compared.alone, compared.counts) == (120, 0, (40, 80, 0))
+    assert (len(compared.pairs), compared.alone, compared.counts) == (120, 0, (40, 80, 0))
     assert "law.csv row 0: law.csv 40" in "\n".join(compared.lines())
 
 
@@ -171,7 +172,7 @@ def test_one_file_under_two_names_is_compared(tmp_path):
     for name in ("old.jsonl", "copy.jsonl"):
         path = write(tmp_path / name, name, [[1, 0]] * 3)
         of[name] = of_several_files(path, {name: 1})
-    assert len(evaluations.compare(*of.values()).deltas) == 3
+    assert len(evaluations.compare(*of.values()).pairs) == 3
 
 
 def test_control_characters_of_a_problem_do_not_reach_the_terminal(tmp_path):

@@ -427,13 +427,18 @@ def test_a_score_from_before_the_end_is_not_the_end():
     assert "held_out mean@8, %" not in page.ends({"a": run})
 
 
-def test_config_differences_are_listed_by_arm():
+def test_differences_are_listed_by_arm():
     runs = {}
     for seed in (0, 1):
-        both = {"seed": seed, "same": 1}
-        runs[f"a/{seed}"] = Run([], {}, both | {"x": 0.2, "only": [1]}, arm="a")
-        runs[f"b/{seed}"] = Run([], {}, both | {"x": 0.28}, arm="b")
-    assert page.differences(runs) == {"x": ["0.2", "0.28"], "only": ["[1]", "-"]}
+        both, start = {"seed": seed, "same": 1}, {"commit": "c0ffee", "time": seed}
+        other = [start | {"versions": {"jax": 1}}]
+        runs[f"a/{seed}"] = Run([], {}, both | {"x": 0.2, "only": [1]}, [start], arm="a")
+        runs[f"b/{seed}"] = Run([], {}, both | {"x": 0.28}, other, arm="b")
+    assert page.differences(runs) == {
+        "x": ["0.2", "0.28"],
+        "only": ["[1]", "-"],
+        "versions.jax": ["-", "1"],
+    }
 
 
 def test_samples_take_turns_and_stay_within_their_limit(tmp_path):

@@ -10,8 +10,6 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from dapo_jax.report import page
 from dapo_jax.report.statistics import Interval, paired_share_interval
 from dapo_jax.run.files import read_rollouts
@@ -43,7 +41,7 @@ class Problem:
     @property
     def mean(self) -> float:
         """The share of responses that are right."""
-        return float(np.mean([row["correct"] for row in self.rows]))
+        return sum(row["correct"] for row in self.rows) / len(self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,60 +122,48 @@ def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
 class Comparison:
     """Two evaluations on the problems they share: b - a, problem by problem.
 
-    deltas: (b's mean - a's, key), the greatest gain first. alone: the number of problems in one of
-    them only.
+    pairs: (a's problem, b's), the greatest gain first. alone: the number of problems in one of them
+    only.
     """
 
     a: Evaluated
     b: Evaluated
-    interval: Interval
-    deltas: Sequence[tuple[float, tuple]]
+    pairs: Sequence[tuple[Problem, Problem]]
     alone: int
+
+    @property
+    def interval(self) -> Interval:
+        """The mean difference with its 95 % interval, paired by problem."""
+        mean_a_P, mean_b_P = zip(
+            *((one.mean, other.mean) for one, other in self.pairs), strict=True
+        )
+        return paired_share_interval(mean_b_P, mean_a_P)
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """(better, equal, worse) problems of b."""
-        signs = [(delta > 0) - (delta < 0) for delta, _ in self.deltas]
-        return signs.count(1), signs.count(0), signs.count(-1)
+        better = sum(other.mean > one.mean for one, other in self.pairs)
+        worse = sum(other.mean < one.mean for one, other in self.pairs)
+        return better, len(self.pairs) - better - worse, worse
 
     def said(self) -> list[str]:
         """Describes the two evaluations, their difference and the counts."""
-        i, (better, equal, worse) = self.interval, self.counts
-        bounds = f" [{100 * i.low:+.1f}, {100 * i.high:+.1f}] (95 %, paired by problem)"
+        i, P, (better, equal, worse) = self.interval, len(self.pairs), self.counts
+        mean_a, mean_b = (sum(pair[which].mean for pair in self.pairs) / P for which in (0, 1))
+        difference = f"b - a {100 * i.difference:+.1f} points"
+        if P > 1:
+            bounds = f"[{100 * i.low:+.1f}, {100 * i.high:+.1f}]"
+            difference += f" {bounds} (95 %, paired by problem)"
         lines = [
             "\n".join([f"a: {self.a.label}", f"b: {self.b.label}", *self._differing()]),
-            f"mean over {len(self.deltas)} problems: a {self._mean(self.a):.1%}, "
-            f"b {self._mean(self.b):.1%}, b - a {100 * i.difference:+.1f} points"
-            + bounds
-            * (len(self.deltas) > 1),
+            f"mean over {P} problems: a {mean_a:.1%}, b {mean_b:.1%}, {difference}",
             f"b is better on {better}, equal on {equal}, worse on {worse}",
         ]
         if self.alone:
             lines.append(f"{self.alone} problems are in one of them alone, and left out")
-        if reworded := sum(
-            self.a.problems[key].prompt != self.b.problems[key].prompt for _, key in self.deltas
-        ):
+        if reworded := sum(one.prompt != other.prompt for one, other in self.pairs):
             lines.append(f"{reworded} have another prompt in b: a template, or another problem")
         return lines
-
-    def moves(self) -> list[tuple[str, str, str, str]]:
-        """(a's mean, b's mean, b - a, problem) as texts, the greatest gain first."""
-        both = ((delta, self.a.problems[key], self.b.problems[key]) for delta, key in self.deltas)
-        return [
-            (f"{a.mean:.1%}", f"{b.mean:.1%}", f"{100 * delta:+.1f}", f"{a.place}: {a.text}")
-            for delta, a, b in both
-        ]
-
-    def lines(self) -> list[str]:
-        """The description, then the problems that moved most, up and down; safe to print."""
-        better, equal, _ = self.counts
-        moves = self.moves()
-        gains, losses = moves[: min(better, SHOWN_PROBLEMS)], moves[better + equal :]
-        lines = self.said()
-        for one, other, points, problem in [*gains, *losses[-SHOWN_PROBLEMS:]]:
-            cut = problem[:SHOWN_CHARACTERS] + "..." * (len(problem) > SHOWN_CHARACTERS)
-            lines.append(f"  {one:>6} -> {other:>6}  {points:>6}  {cut}")
-        return ["".join(map(_printable, line)) for line in lines]
 
     def _differing(self) -> list[str]:
         """A line for each setting that differs: another possible cause of the difference."""
@@ -188,8 +174,27 @@ class Comparison:
             if a.get(name) != b.get(name) and name != "max_prompt_tokens"  # see `alone`
         ]
 
-    def _mean(self, evaluated: Evaluated) -> float:
-        return float(np.mean([evaluated.problems[key].mean for _, key in self.deltas]))
+    def moves(self) -> list[tuple[str, str, str, str]]:
+        """(a's mean, b's mean, b - a, problem) as texts, the greatest gain first."""
+        return [
+            (
+                f"{one.mean:.1%}",
+                f"{other.mean:.1%}",
+                f"{100 * (other.mean - one.mean):+.1f}",
+                f"{one.place}: {one.text}",
+            )
+            for one, other in self.pairs
+        ]
+
+    def lines(self) -> list[str]:
+        """The description, then the problems that moved most, up and down; safe to print."""
+        better, equal, _ = self.counts
+        moves, lines = self.moves(), self.said()
+        gains, losses = moves[: min(better, SHOWN_PROBLEMS)], moves[better + equal :]
+        for one, other, points, problem in [*gains, *losses[-SHOWN_PROBLEMS:]]:
+            cut = problem[:SHOWN_CHARACTERS] + "..." * (len(problem) > SHOWN_CHARACTERS)
+            lines.append(f"  {one:>6} -> {other:>6}  {points:>6}  {cut}")
+        return ["".join(map(_printable, line)) for line in lines]
 
 
 def compare(a: Evaluated, b: Evaluated) -> Comparison:
@@ -198,56 +203,42 @@ def compare(a: Evaluated, b: Evaluated) -> Comparison:
     Problems are the same if source, row and answer are equal; two evaluations of a single source
     each may name it differently. Raises ValueError where no problem is shared.
     """
-    if all(len({key[0] for key in of.problems}) == 1 for of in (a, b)):
-        a, b = (
-            dataclasses.replace(of, problems={("", *k[1:]): p for k, p in of.problems.items()})
-            for of in (a, b)
-        )
-    shared = [key for key in a.problems if key in b.problems]
+    single = all(len({source for source, *_ in of.problems}) == 1 for of in (a, b))
+    ours, theirs = ({key[single:]: p for key, p in of.problems.items()} for of in (a, b))
+    shared = [(problem, theirs[key]) for key, problem in ours.items() if key in theirs]
     if not shared:
         raise ValueError(f"{a.label} and {b.label} have no problem in common (source, row, answer)")
-    means_a, means_b = ([of.problems[key].mean for key in shared] for of in (a, b))
-    deltas = sorted(
-        ((y - x, key) for x, y, key in zip(means_a, means_b, shared, strict=True)),
-        key=lambda item: -item[0],
-    )
-    interval = paired_share_interval(means_b, means_a)
-    return Comparison(a, b, interval, deltas, len({*a.problems} ^ {*b.problems}))
+    shared.sort(key=lambda pair: pair[0].mean - pair[1].mean)
+    return Comparison(a, b, shared, len(ours.keys() ^ theirs.keys()))
 
 
-def write_page(paths: Sequence[str | pathlib.Path]) -> pathlib.Path:
-    """Writes evaluation.html beside the first result: comparisons, scores, problems, responses.
-
-    Results of one set are compared with the first of it. Returns the page's path.
-    """
+def compared(paths: Sequence[str | pathlib.Path]) -> tuple[list[Evaluated], list[Comparison]]:
+    """Reads results, and compares those of one set with the first of it."""
     found = [evaluated for path in paths for evaluated in read(path)]
-    target = pathlib.Path(paths[0]).resolve().parent / "evaluation.html"
-    comparisons = [compare(*pair) for pair in pairs(found)]
-    sections = {"evaluations": found, "comparisons": comparisons, "responses": PAGE_RESPONSES}
-    page.write(target, page.html("Evaluation", **sections))
-    return target
+    first: dict[str, Evaluated] = {}
+    others = [of for of in found if first.setdefault(of.name, of) is not of]
+    return found, [compare(first[of.name], of) for of in others]
 
 
 def lines(paths: Sequence[str | pathlib.Path]) -> list[str]:
     """The comparisons of the results of one set, as lines for a terminal."""
-    found = [evaluated for path in paths for evaluated in read(path)]
-    compared = [compare(*pair) for pair in pairs(found)]
-    if len(found) > 1 and not compared:
+    found, comparisons = compared(paths)
+    if len(found) > 1 and not comparisons:
         names = ", ".join(of.name for of in found)
         return [f"nothing is compared: the sets are {names}, and none is there twice"]
-    return [line for comparison in compared for line in comparison.lines()]
+    return [line for comparison in comparisons for line in comparison.lines()]
 
 
-def pairs(found: Sequence[Evaluated]) -> list[tuple[Evaluated, Evaluated]]:
-    """Pairs the first evaluation of each set with every later one of it."""
-    first: dict[str, Evaluated] = {}
-    paired = []
-    for evaluated in found:
-        if evaluated.name in first:
-            paired.append((first[evaluated.name], evaluated))
-        else:
-            first[evaluated.name] = evaluated
-    return paired
+def write_page(paths: Sequence[str | pathlib.Path]) -> pathlib.Path:
+    """Writes evaluation.html beside the first result; returns its path.
+
+    It has the comparisons of the results of one set, all scores, problems and responses.
+    """
+    found, comparisons = compared(paths)
+    target = pathlib.Path(paths[0]).resolve().parent / "evaluation.html"
+    sections = {"evaluations": found, "comparisons": comparisons, "responses": PAGE_RESPONSES}
+    page.write(target, page.html("Evaluation", **sections))
+    return target
 
 
 def _printable(char: str) -> str:

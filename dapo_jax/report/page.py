@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from dapo_jax.report import compare, plots, statistics
-from dapo_jax.report.runs import Run, by_arm, complete, spans, summary_lines, thinned
+from dapo_jax.report.runs import Run, by_arm, complete, flatten, spans, summary_lines, thinned
 from dapo_jax.run.files import atomic_file, read_rollouts, read_rows
 from dapo_jax.run.metrics import METRICS, Metric
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
@@ -29,6 +29,7 @@ READ_RESPONSES = 1_000  # of a step's file: the first ones
 HEAD_TOKENS, TAIL_TOKENS = 800, 400  # shown of a response
 HEAD, TAIL = 3_000, 1_500  # characters shown of a response without its tokens
 UNLIKELY = (0.9, 0.5, 0.2, 0.05)  # probabilities between the colours of tokens
+CODE = ("commit", "changed", "versions", "devices")  # of a start's line
 VERDICTS = ("right", "wrong", "truncated")
 COUNTED = {  # metrics that are 0 in a step without a fault
     "updates_skipped": "updates left out, not finite",
@@ -83,7 +84,6 @@ def render(runs: Mapping[str, Run], *, unfinished: Sequence[Mapping] = ()) -> st
             (p["arm"], p["seed"], p.get("status"), (p.get("error") or ["-"])[-1])
             for p in unfinished
         ],
-        versions=[(*key, ", ".join(labels)) for key, labels in versions(runs).items()],
         rows={label: _rows(run) for label, run in with_rows.items()},
     )
 
@@ -126,16 +126,21 @@ def ends(runs: Mapping[str, Run]) -> dict[str, list[tuple[str, str, bool]]]:
 
 
 def differences(runs: Mapping[str, Run]) -> dict[str, list[str]]:
-    """Config keys on which the arms differ -> the values of each arm as JSON, '-' where absent."""
-    arms = [of_seed.values() for of_seed in by_arm(runs).values()]
-    result = {}
-    for key in dict.fromkeys(key for run in runs.values() for key in run.config):
-        texts = [
-            [json.dumps(run.config[key]) if key in run.config else "-" for run in of_arm]
-            for of_arm in arms
-        ]
-        result[key] = [", ".join(dict.fromkeys(of_arm)) for of_arm in texts]
-    return {key: values for key, values in result.items() if len(set(values)) > 1}
+    """Settings, code and devices in which the arms differ -> each arm's, '-' where absent."""
+    facts = [[_facts(run) for run in of_seed.values()] for of_seed in by_arm(runs).values()]
+    keys = dict.fromkeys(key for of_arm in facts for of_run in of_arm for key in of_run)
+
+    def text(key: str, of_arm: Sequence[Mapping]) -> str:
+        values = (json.dumps(of_run[key]) if key in of_run else "-" for of_run in of_arm)
+        return ", ".join(dict.fromkeys(values))
+
+    table = {key: [text(key, of_arm) for of_arm in facts] for key in keys}
+    return {key: texts for key, texts in table.items() if len(set(texts)) > 1}
+
+
+def _facts(run: Run) -> dict[str, object]:
+    start = run.starts[-1] if run.starts else {}
+    return run.config | flatten({key: start[key] for key in CODE if key in start})
 
 
 def verdict(row: Mapping) -> str:
@@ -241,21 +246,3 @@ def unfinished(folder: pathlib.Path) -> list[dict]:
             point = json.loads(line)
             last[point["arm"], point["seed"]] = point
     return [point for point in last.values() if point.get("status") != 0]
-
-
-def versions(runs: Mapping[str, Run]) -> dict[tuple[str, str, str], list[str]]:
-    """(commit, devices, versions) of the starts -> the labels of their runs."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for label, run in runs.items():
-        for start in run.starts:
-            devices = start.get("devices") or {}
-            key = (
-                (start.get("commit") or "-") + (", with changes" if start.get("changed") else ""),
-                "{} x {}, {} processes".format(
-                    *(devices.get(name, "-") for name in ("count", "kind", "processes"))
-                ),
-                ", ".join(f"{k} {v}" for k, v in (start.get("versions") or {}).items()),
-            )
-            labels = found.setdefault(key, [])
-            labels += [] if label in labels else [label]
-    return found

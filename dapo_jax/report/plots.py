@@ -213,9 +213,8 @@ def curves(runs: Mapping[str, Run]) -> Figure:
     Thin lines are single steps, thick ones centred rolling means. An arm of several seeds is their
     mean, in a band from the lowest to the highest.
     """
-    names = list(by_arm(runs))
-    shown = panels(runs, split=len(names) > 1)
-    figure, axes = _figure(names, len(shown), title=_title(runs))
+    shown = panels(runs, split=len(by_arm(runs)) > 1)
+    figure, axes = _figure(runs, len(shown), title=_title(runs))
     for ax, panel in zip(axes, shown, strict=True):
         _panel(ax, runs, panel)
     return figure
@@ -229,13 +228,11 @@ def chosen(
 
     A quantity's panel shows every seed, the mean and its 95 % interval over the seeds.
     """
-    arms = by_arm(runs)
-    title += _smoothing(runs)
-    figure, axes = _figure(list(arms), len(panels) + len(quantities), title=title)
+    figure, axes = _figure(runs, len(panels) + len(quantities), title=title)
     for ax, panel in zip(axes, panels, strict=False):
         _panel(ax, runs, panel)
     for ax, quantity in zip(axes[len(panels) :], quantities, strict=True):
-        _columns(ax, quantity, [list(of_seed.values()) for of_seed in arms.values()])
+        _columns(ax, quantity, [list(of_seed.values()) for of_seed in by_arm(runs).values()])
     return figure
 
 
@@ -246,17 +243,13 @@ def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
     Groups that dynamic sampling discards count: on this axis runs with and without it compare
     fairly. Over several seeds both are means.
     """
-    arms = by_arm(runs)
-    spent = [tokens_spent(list(of_seed.values())) for of_seed in arms.values()]
+    spent = [tokens_spent(list(of_seed.values())) for of_seed in by_arm(runs).values()]
     scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
     title = f"accuracy at equal sampling budgets: {_title(runs)}"
-    figure, axes = _figure(list(arms), len(scores), title=title)
+    figure, axes = _figure(runs, len(scores), title=title)
     for ax, curve in zip(axes, scores, strict=True):
         over = [
-            found
-            and dataclasses.replace(
-                found, x=np.array([tokens.get(x, math.nan) for x in found.x.tolist()])
-            )
+            found and dataclasses.replace(found, x=np.array([*map(tokens.get, found.x)], float))
             for found, tokens in zip(lines(runs, curve), spent, strict=True)
         ]
         _draw(ax, curve.name, [curve], [over])
@@ -272,8 +265,11 @@ def save(figure: Figure, path: str | pathlib.Path) -> None:
         figure.savefig(file, format="png")
 
 
-def _figure(names: Sequence[str], panels: int, *, title: str) -> tuple[Figure, list[Axes]]:
+def _figure(runs: Mapping[str, Run], panels: int, *, title: str) -> tuple[Figure, list[Axes]]:
     """A figure 1600 pixels wide and its axes; above them its title, and the arms' colours."""
+    names = list(by_arm(runs))
+    smoothed = smoothing_window(max(len(run.rows) for run in runs.values()))
+    title += f"; curves smoothed over {smoothed} steps" if smoothed > 1 else ""
     columns = min(COLUMNS, panels)
     rows = -(-panels // columns)
     figure = Figure(figsize=(16, 1 + PANEL_INCHES * rows), dpi=DPI, layout="constrained")
@@ -299,19 +295,13 @@ def _figure(names: Sequence[str], panels: int, *, title: str) -> tuple[Figure, l
 
 
 def _title(runs: Mapping[str, Run]) -> str:
-    """Names a run, or counts them; explains the bands and the smoothing."""
+    """Names a run or an arm, or counts them; explains the bands."""
     arms = by_arm(runs)
     name = _short(next(iter(arms)), limit=2 * LABEL)
     if len(runs) == len(arms):
-        return (name if len(runs) == 1 else f"{len(runs)} runs") + _smoothing(runs)
+        return name if len(runs) == 1 else f"{len(runs)} runs"
     name = name if len(arms) == 1 else f"{len(arms)} arms"
-    over = "means over the seeds, bands from the lowest to the highest"
-    return f"{name}, {len(runs)} runs: {over}{_smoothing(runs)}"
-
-
-def _smoothing(runs: Mapping[str, Run]) -> str:
-    steps = smoothing_window(max(len(run.rows) for run in runs.values()))
-    return f"; curves smoothed over {steps} steps" if steps > 1 else ""
+    return f"{name}, {len(runs)} runs: means over the seeds, bands from the lowest to the highest"
 
 
 def _short(text: str, *, limit: int) -> str:
