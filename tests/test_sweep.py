@@ -21,9 +21,9 @@ from rich.console import Console
 from scipy import stats
 
 from dapo_jax.report import statistics
+from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
-from dapo_jax.report.summary import markdown
 from dapo_jax.run.files import Rows, locked
 from dapo_jax.run.metrics import METRICS
 from dapo_jax.sweep import plan as plans
@@ -146,7 +146,7 @@ def test_rows_of_two_files_with_one_arms_name_stay_apart(tmp_path):
         }
         write_rows(tmp_path / f"{name}.jsonl.gz", runs)
     files = [f"--rows={tmp_path / name}.jsonl.gz" for name in ("one", "two")]
-    command = [sys.executable, "-m", "dapo_jax.report.summary", *files]
+    command = [sys.executable, "-m", "dapo_jax.report.compare", *files]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
     (new,) = [line for line in lines if line[1:3] == ["train accuracy, %", "new"]]

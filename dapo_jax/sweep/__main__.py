@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from dapo_jax.report.__main__ import write_report
+from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import load_sweep
-from dapo_jax.report.summary import markdown
 from dapo_jax.run import command
 from dapo_jax.run.files import atomic_file, locked
 from dapo_jax.run.recipe import define_config

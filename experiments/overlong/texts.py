@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report.quantities import Quantity
-from dapo_jax.report.summary import Comparison, interval_text, spread_text, table
+from dapo_jax.report.compare import Comparison, Quantity, interval_text, spread_text, table
 from experiments.forks_base.task import loop_lines
 from experiments.overlong.study import STUDY
 from experiments.study import look_into
