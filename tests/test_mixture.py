@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 
 from configs import base, tiny
-from dapo_jax.run import build, checks, command
+from dapo_jax.run import build, checks, recipe
 from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream
 from dapo_jax.types import Group, Prompt, Response, Verdict
 
@@ -57,7 +57,7 @@ SMALL = "--config=experiments/preemption/config.py"
 def parsed(monkeypatch, *arguments):
     """The config that a command gets from its flags."""
     values = flags.FlagValues()
-    holder = command.define_config(values)
+    holder = recipe.define_config(flag_values=values)
     monkeypatch.setattr(sys, "argv", ["command", SMALL, *arguments])
     values(sys.argv)
     return holder.value

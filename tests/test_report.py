@@ -26,7 +26,7 @@ from dapo_jax.report.runs import (
     tokens_before,
     totals,
 )
-from dapo_jax.run.files import MetricsWriter
+from dapo_jax.run.files import Rows
 
 
 def _full_row(step, *, accuracy):
@@ -68,9 +68,9 @@ def _full_row(step, *, accuracy):
 
 
 def _make_run(workdir, *, steps=40, gain=0.4, eps_high=0.28):
-    with MetricsWriter(workdir, resume_step=None) as writer:
-        for step in range(steps):
-            writer.write(_full_row(step, accuracy=0.3 + gain * step / steps))
+    writer = Rows(workdir, resume_step=None)
+    for step in range(steps):
+        writer.write(_full_row(step, accuracy=0.3 + gain * step / steps))
     (workdir / "eval").mkdir()
     for step in range(0, steps + 1, 10):
         sets = {

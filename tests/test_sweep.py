@@ -155,7 +155,8 @@ def test_a_sweeps_folder_is_read_arm_by_arm(tmp_path):
     plan = {"arms": {"b": {"algo.eps_high": 0.3}, "a": {}}, "seeds": [0, 3]}
     (tmp_path / "sweep.json").write_text(json.dumps(plan))
     for point in ("a/seed_0", "b/seed_3", "b/seed_0", "gone/seed_0"):
-        Rows(tmp_path / point, resume_step=None).write(_row(0))
+        writer = Rows(tmp_path / point, resume_step=None)
+        writer.write(_row(0))
         (tmp_path / point / "config.json").write_text(json.dumps({"seed": int(point[-1])}))
     (tmp_path / "a" / "seed_3").mkdir()
     (tmp_path / "a" / "seed_3" / "metrics.jsonl").touch()

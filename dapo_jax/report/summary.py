@@ -17,7 +17,7 @@ from dapo_jax.report import statistics
 from dapo_jax.report.quantities import Quantity, finished_steps, quantities
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run, labelled, merged
-from dapo_jax.run.arguments import leftover
+from dapo_jax.run.recipe import leftover
 
 METHOD = f"""\
 Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter;

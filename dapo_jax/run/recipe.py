@@ -107,22 +107,17 @@ def _same_place(key: str, one, other) -> bool:
 
 
 def define_config(
-    *,
-    default: str | None = None,
-    flag_values: flags.FlagValues = flags.FLAGS,
-    argv: Sequence[str] | None = None,
+    *, flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None
 ) -> flags.FlagHolder:
-    """Defines --config=FILE[:PRESET], and --config.KEY=VALUE for every key.
+    """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
 
-    default: the recipe where none is given; None: --config is required. argv: the command line
-    that they are on; None: that of the process.
+    argv: the command line that they are on; None: that of the process.
     """
     holder = config_flags.DEFINE_config_file(
-        "config", default, "The run's recipe.", flag_values=flag_values, sys_argv=argv
+        "config", None, "The run's recipe.", flag_values=flag_values, sys_argv=argv
     )
     flag_values["config"].parser = RecipeParser("config", argv)
-    if default is None:
-        flags.mark_flag_as_required("config", flag_values=flag_values)
+    flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
 
 
