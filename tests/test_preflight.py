@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ import pytest
 from conftest import ROOT
 
 from configs import base, qwen2_5_0_5b, qwen2_5_32b
+from dapo_jax.preflight import __main__ as preflight
 from dapo_jax.preflight import examine
-from dapo_jax.preflight.chips import chip_of
+from dapo_jax.preflight.chips import GIB, chip_of
 from dapo_jax.preflight.compile import (
     LIBTPU,
     DoesNotFit,
@@ -123,23 +125,6 @@ def test_a_recipe_that_fits_its_slice(tmp_path, topology, small):
 
 
 @needs_compiler
-@pytest.mark.slow
-def test_the_verdict_without_the_estimate(tmp_path):
-    """Recipes of 5 MiB of cache fit; 16 GB of it do not, and are named."""
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    settings = SMALL_SETTINGS | {"model.path": str(tmp_path), "eval.every_steps": 0}
-    arguments = [f"--config.{key}={value}" for key, value in settings.items()]
-    command = ["dapo_jax.preflight", "--config=configs/qwen2_5_0_5b.py", "--topology=v5e:2x2"]
-    done = run(*command, *arguments, **QUICKLY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "it fits" in done.stdout and "minutes" not in done.stdout
-    large = ["--config.rollout.cache_mib=16000", "--config.rollout.slot_tokens=64"]
-    done = run(*command, *arguments, *large, **QUICKLY)
-    assert done.returncode == 1
-    assert "rollout.cache_mib" in done.stdout + done.stderr
-
-
-@needs_compiler
 def test_a_program_that_needs_more_than_there_is_does_not_fit():
     device = topology_devices("v5e:2x2", slices=1)[0]
     where = jax.sharding.SingleDeviceSharding(device)
@@ -190,6 +175,50 @@ def test_a_model_that_no_mesh_of_these_chips_holds_is_refused():
     recipe = without_weights(qwen2_5_32b.get_config())
     with pytest.raises(ValueError, match=r"32.8 billion parameters do not fit 8 chips of v5e"):
         examine.suggested(recipe, [None] * 8, chip_of("v5e:2x4"), slices=1)
+
+
+class Given(types.SimpleNamespace):
+    """Stands for the parsed flags of the command."""
+
+    def __getitem__(self, name):
+        return types.SimpleNamespace(config_filename="configs/mine.py:dapo")
+
+
+def verdict(monkeypatch, capsys, *, gib, suggest=False):
+    """Runs the command where each program has so many GiB of temporaries; None: none compiles."""
+    sizes = iter(gib)
+
+    def compile_programs(built, *, say):
+        if (size := next(sizes)) is None:
+            raise DoesNotFit("update: 17.2G of 15.75G")
+        return {"update": Program("update", device_bytes(built.state), int(size * GIB), "", 0.0)}
+
+    config = base.get_config()
+    config.model.preset = "tiny"
+    given = Given(config=config, topology="v5e:1x1", slices=None, suggest=suggest)
+    monkeypatch.setattr(preflight.flags, "FLAGS", given)
+    monkeypatch.setattr(examine, "compiled_programs", compile_programs)
+    monkeypatch.setattr(examine, "topology_devices", lambda *_, **__: jax.devices()[:1])
+    status = 0
+    try:
+        preflight.main([])
+    except SystemExit as ended:
+        status = ended.code
+    return status, capsys.readouterr().out
+
+
+def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
+    status, out = verdict(monkeypatch, capsys, gib=[1.0])
+    assert status == 0 and out.endswith("it fits\n") and "mine on v5e:1x1: 1 chips" in out
+    status, out = verdict(monkeypatch, capsys, gib=[15.0])
+    assert status == 0 and "less than 10% is free: lower learner.micro_batch_rows" in out
+    status, out = verdict(monkeypatch, capsys, gib=[16.0])
+    assert status == 1 and out.endswith("it does not fit\n")
+    status, out = verdict(monkeypatch, capsys, gib=[None])
+    assert status == 1 and "mine on v5e:1x1 does not fit: update: 17.2G" in out
+    assert "Set learner.remat to offload" in out
+    status, out = verdict(monkeypatch, capsys, gib=[None, 1.0], suggest=True)
+    assert status == 0 and out.endswith("it fits\n")
 
 
 @pytest.mark.parametrize("setting", [{"learner.lora_rank": 4}, {"algo.kl_coef": 0.1}])
