@@ -35,6 +35,7 @@ from dapo_jax.run import (
     compile_cache,
     digests,
     dry_run,
+    failures,
     files,
     hub,
     recipe,
@@ -208,6 +209,8 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
+    saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
+    stack.enter_context(saved)
     snapshots = stack.enter_context(
         Snapshots(
             checkpoints,

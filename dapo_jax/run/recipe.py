@@ -21,7 +21,7 @@ from configs import base
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
-SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=.]+)\.([^=]+)")
+SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=]+)")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
 # A resumed run may change these; anything else would make it another run. Where it runs on other
@@ -161,8 +161,12 @@ class RecipeParser(ConfigFileFlagParser):
         config = super().parse(found(path))
         argv = (sys.argv if self._argv is None else self._argv)[1:]
         named: dict[tuple[str, str], set[str]] = {}
-        for section, name, key in (m.groups() for m in map(SET_FLAG.match, argv) if m):
-            named.setdefault((section, name), set()).add(key.partition(".")[0])
+        for section, rest in (m.groups() for m in map(SET_FLAG.match, argv) if m):
+            parts = rest.split(".")
+            # NAME.KEY, or NAME.args.KEY; a dot in NAME is refused below.
+            cut = 1 if len(parts) > 2 and parts[1] in base.DATASET else len(parts) - 1
+            if cut:
+                named.setdefault((section, ".".join(parts[:cut])), set()).add(parts[cut])
         with config.unlocked():
             for (section, name), given in named.items():
                 if name not in config[section]:
