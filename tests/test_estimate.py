@@ -282,7 +282,7 @@ def test_topologies_name_their_chips():
 
 
 def estimate(*, minutes: tuple[float, float], headroom: float = 0.94) -> ranges.Estimate:
-    """Of a recipe whose steps take so long and leave so much memory."""
+    """An estimate of a recipe whose steps take so long and leave so much memory."""
     of_steps = dict.fromkeys((f.name for f in dataclasses.fields(simulate.Step)), 0)
     steps = tuple(simulate.Step(**of_steps | {"rollout": 60 * time}) for time in minutes)
     found = types.SimpleNamespace(headroom=headroom)

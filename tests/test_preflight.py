@@ -218,7 +218,10 @@ def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
     assert status == 1 and "mine on v5e:1x1 does not fit: update: 17.2G" in out
     assert "Set learner.remat to offload" in out
     status, out = verdict(monkeypatch, capsys, gib=[None, 1.0], suggest=True)
+    first, second, *_ = out.splitlines()
     assert status == 0 and out.endswith("it fits\n")
+    assert first.startswith("the recipe as it is does not fit: update")
+    assert second.startswith("--config.mesh.slices=1 ")
 
 
 @pytest.mark.parametrize("setting", [{"learner.lora_rank": 4}, {"algo.kl_coef": 0.1}])

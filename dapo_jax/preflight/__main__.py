@@ -25,7 +25,7 @@ from dapo_jax.run.recipe import define_config
 def main(_):
     found = compile_candidates()
     for name, one in found.items():
-        if len(found) > 1:
+        if flags.FLAGS.suggest:
             print(f"{name}:")
         print("\n".join([*render.lines(one), *render.verdict_lines(one, seconds=one.seconds)]))
     if all(one.headroom < 0 for one in found.values()):

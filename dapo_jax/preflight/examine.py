@@ -109,7 +109,8 @@ def candidates(
         try:
             found[name] = examine(candidate, devices, recipe=recipe, where=where, say=say)
         except DoesNotFit as error:
-            report(f"{recipe} on {where} does not fit: {error}")
+            what = f"{recipe} on {where}" if len(tried) == 1 else name
+            report(f"{what} does not fit: {error}")
         except ValueError as error:
             if len(tried) == 1:
                 raise
