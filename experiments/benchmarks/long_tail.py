@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.run.timeline import plot_timeline
+from dapo_jax.report.timeline import plot_timeline
 from experiments.benchmarks import common, static_sampler
 from sharding import hosts, rules
 from sharding.mesh import split_cpu
