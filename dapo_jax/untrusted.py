@@ -49,13 +49,13 @@ def listing(folder: epath.Path) -> str:
     return ", ".join(map(shown, names[:MAX_SHOWN_NAMES])) + more or "nothing"
 
 
-def is_local(path: epath.Path) -> bool:
-    """Tells whether a path is of this machine, not of a bucket."""
+def is_local(path: str | os.PathLike) -> bool:
+    """Returns whether a path is of this machine, not of a bucket."""
     return "://" not in os.fspath(path)
 
 
 def present(file: epath.Path) -> bool:
-    """Tells whether a directory has a file of that name; raises as `check_file` where it is none.
+    """Returns whether a directory has a file of that name; raises as `check_file` where it is none.
 
     A pipe or a link that leads nowhere is not taken for a file that is absent.
     """

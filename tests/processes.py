@@ -14,14 +14,16 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], *, processes: int = 1, outputs=(), stdin=None) -> Iterator[list]:
+def started(
+    arguments: list[str], *, processes: int = 1, outputs=(), stdin=None, more=None
+) -> Iterator[list]:
     """Starts `python ARGUMENTS` once, or as so many processes that join; kills what is left.
 
-    outputs: the files that the processes write to, pipes by default. Each process counts its
-    devices as the program says, not as conftest.py does.
+    outputs: the files that the processes write to, pipes by default. more: variables beside those
+    of this process. Each process counts its devices as the program says, not as conftest.py does.
     """
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": str(ROOT)}
+    env |= {"PYTHONPATH": str(ROOT)} | (more or {})
     if processes > 1:
         env |= {hosts.COORDINATOR: f"localhost:{free_port()}", hosts.PROCESSES: str(processes)}
         # JAX keeps the programs of process 0 alone. It would wait for the others, which compile,

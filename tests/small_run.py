@@ -1,8 +1,9 @@
 """What tests/test_processes.py runs in each process: a few steps of a small recipe.
 
-    python tests/small_run.py DIR DEVICES STEPS [START]
+    python tests/small_run.py DIR DEVICES STEPS [START] [CHECKPOINTS]
 
 DEVICES are those of all processes, which the environment tells of (sharding.hosts). START: --start.
+CHECKPOINTS: checkpoint.directory.
 """
 
 import os
@@ -12,13 +13,14 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from dapo_jax import train
-from dapo_jax.run import command, restore
+from dapo_jax.run import command
+from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache
 from experiments.preemption.config import get_config
 from sharding import hosts
 
 
-def main(workdir: str, devices: str, steps: str, start: str | None = None) -> None:
+def main(workdir: str, devices: str, steps: str, start: str = "", checkpoints: str = "") -> None:
     cache.PARTS = ((1, 1),)  # one program for decoding
     config = get_config()
     config.num_steps = int(steps)
@@ -26,10 +28,11 @@ def main(workdir: str, devices: str, steps: str, start: str | None = None) -> No
     config.eval.every_steps = 2
     config.checkpoint.every_steps = 1
     config.checkpoint.keep = 9
+    config.checkpoint.directory = checkpoints
     hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=int(devices))
     try:
         with hosts.ending_when_a_peer_is_lost():
-            origin = restore.Origin.parse(start) if start else None
+            origin = Origin.parse(start) if start else None
             train.train(config, pathlib.Path(workdir), origin)
     except Exception as error:
         command.end_all(repr(error))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from test_engine import RUN_KEY, SAMPLING, SMALL, build, by_request, drain, random_params
-from test_riding import Killed, digests
+from test_overlapped_evaluation import Killed, digests
 from test_rollout import G, ScriptedSession, long_tailed_script, prompt_at, scripted_grade
 from test_train import (
     programs_compiled_once,  # noqa: F401  a fixture
@@ -20,7 +20,7 @@ from test_train import (
 from dapo_jax import train
 from dapo_jax.carry_over import collect_carrying, fits, from_json, to_json
 from dapo_jax.packing import pack
-from dapo_jax.run.restore import Origin
+from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.session import Session, Stream

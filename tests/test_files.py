@@ -15,34 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from google.api_core.exceptions import Forbidden
+from google.auth.exceptions import DefaultCredentialsError
 from ml_collections import config_flags
 
 from configs import tiny
 from dapo_jax import evaluate
-from dapo_jax.audit import again
-from dapo_jax.audit.findings import REFUSED
+from dapo_jax.audit import again, findings
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
-from dapo_jax.run import (
-    arguments,
-    build,
-    command,
-    failures,
-    files,
-    lock,
-    policy,
-    provenance,
-    record,
-)
+from dapo_jax.run import build, digests, failures, files, policy, provenance, recipe, record
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.files import (
-    MetricsWriter,
+    Rows,
     append_line,
     gzip_lines,
     read_rows,
     remove_leftovers,
 )
 from dapo_jax.run.snapshots import Snapshots
+from dapo_jax.run.start import Progress
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 from experiments.faults.disks import small_files
 from models.hf import load_params
@@ -54,6 +46,14 @@ TENSORSTORE = (
     '"/r/checkpoints/3.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/ocdbt.process_0/": '
     'Failed writing: "/r/checkpoints/3": No space left on device [OS error 28: ENOSPC] ['
     "source locations='third_party/tensorstore/kvstore/ocdbt/driver.cc:123' ...]"
+)
+REFUSED = (
+    'PERMISSION_DENIED: Error opening "zarr" driver: Error writing "a/.zarray" in OCDBT database '
+    "at gs://b/r/2/: it does not have storage.objects.create access [http_response_code='403'] ["
+    'http_response_body=\'{"error": {"code": 403}}\']'
+)
+CLOSED = (
+    "GET https://storage.googleapis.com/storage/v1/b/b?prettyPrint=false: no storage.buckets.get"
 )
 
 
@@ -67,16 +67,31 @@ def answered(status: int) -> Exception:
 @pytest.mark.parametrize(
     ("error", "line", "status"),
     [
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/r/a"), r"/r/a: no space is left", 1),
-        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/r/a"), r"/r/a: the disk quota", 1),
-        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/r/a"), r"/r/a: .*read-only", 1),
-        (ValueError(TENSORSTORE), r"/r/checkpoints/3: no space is left.*\(ENOSPC", 1),
-        (OSError(errno.EIO, os.strerror(errno.EIO), "/r/a"), r"/r/a: the disk failed", 75),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/r/a"),
+            r"/r/a: No space left on device \(ENOSPC",
+            1,
+        ),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/r/a"), r"/r/a: Disk quota", 1),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/r/a"), r"/r/a: Read-only", 1),
+        (ValueError(TENSORSTORE), r"/r/checkpoints/3: No space left.*\(ENOSPC", 1),
+        (OSError(errno.EIO, os.strerror(errno.EIO), "/r/a"), r"/r/a: Input/output error", 75),
         (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/r/a"), r"\(ESTALE\)", 75),
         (TimeoutError(errno.ETIMEDOUT, "reading took 30 s"), r"reading took 30 s; give the", 75),
         (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
         (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
+        (
+            ValueError("ABORTED: gs://b/c [http_response_code='503']"),
+            r"gs://b/c: .* not answer",
+            75,
+        ),
+        (ValueError(REFUSED), r"gs://b/r/2/: .*IED, storage\.objects\.create\); give the right", 1),
+        (OSError("Forbidden: b/b/o/r%2F2\nNo right."), r"gs://b/r/2: this user may .*right", 1),
+        (FileNotFoundError("Bucket does not exist: b"), r"gs://b: there is no such bucket", 1),
+        (DefaultCredentialsError("Your default credentials were not found."), r"may not do", 1),
+        (Forbidden(CLOSED), r"gs://b: .*\(HTTP 403, storage\.buckets\.get\); give the right", 1),
+        (answered(401), r"\(HTTP 401\)", 1),
         (answered(429), r"\(HTTP 429\)", 75),
         (answered(404), r"the bucket said no", 1),
         (MemoryError("out of memory"), r"out of memory", 1),
@@ -125,8 +140,8 @@ def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
     ):
         checkpoints.save(2, state, {"cursor": 1})
     line, status = failures.explain(failed.value)
-    assert f"{tmp_path / 'checkpoints' / '2'}: the file would exceed the limit" in line
-    assert f"1 finished steps are saved in {tmp_path / 'checkpoints'}; raise ulimit" in line
+    assert f"{tmp_path / 'checkpoints' / '2'}: File too large" in line
+    assert f"1 finished steps are saved in {tmp_path / 'checkpoints'}; mend that" in line
     assert status == 1
     checkpoints.close()
     assert list((tmp_path / "checkpoints").glob("*-tmp*"))
@@ -145,7 +160,8 @@ def test_the_newest_step_is_saved_before_a_failed_write_ends_the_run(tmp_path):
             Snapshots(checkpoints, every_steps=100, say=print) as snapshots,
         ):
             for step in range(1, 4):
-                snapshots.take(step, {"a": jnp.full(3, step)}, {"cursor": step})
+                state = {"a": jnp.full(3, step)}
+                snapshots.take(step, state, Progress(step), digests.described(state))
             pathlib.Path("/dev/full").write_bytes(b"x" * 100_000)
 
     with pytest.raises(OSError, match="No space") as failed:
@@ -201,10 +217,10 @@ def test_a_command_ends_with_one_line_also_where_threads_fail():
     )
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "writer: /quota/file: the disk quota is used up (EDQUOT); make room or raise the quota, "
-        "and give the same command again",
-        "error: the storage: no space is left on the disk (ENOSPC); make room and give the same "
-        "command again",
+        "writer: /quota/file: Disk quota exceeded (EDQUOT); mend that and give the same command "
+        "again",
+        "error: the storage: No space left on device (ENOSPC); mend that and give the same command "
+        "again",
         "(--debug shows where)",
     ]
 
@@ -225,7 +241,7 @@ KNOWN_FLAGS = {"workdir": None, "config": None, "debug": None}
 )
 def test_an_argument_without_dashes_is_refused(argument, meant):
     """A sweep with `config.num_steps=3` ran the recipe as it was, in silence."""
-    message = arguments.leftover([argument], KNOWN_FLAGS, tiny.get_config())
+    message = recipe.leftover([argument], KNOWN_FLAGS, tiny.get_config())
     assert message.endswith(f"did you mean {meant}?")
 
 
@@ -244,7 +260,7 @@ def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
     """Only keys of the section that was named were compared, so most hints were missing."""
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values)
-    values["config"].parser = arguments.RecipeParser("config")
+    values["config"].parser = recipe.RecipeParser("config")
     command = ["command", "--config=configs/tiny.py", flag]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.chdir(ROOT)
@@ -254,55 +270,25 @@ def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
 
 def test_a_bucket_is_no_workdir():
     """Everything went to a folder `gs:` beside the code, which a preempted machine loses."""
-    values = flags.FlagValues()
-    command.define_workdir(values)
-    with pytest.raises(flags.Error, match=r"workdir=gs://b/r.*checkpoint\.directory may be"):
-        values(["command", "--workdir=gs://b/r"])
-    values(["command", "--workdir=runs/r"])
-
-
-def test_a_row_reaches_tensorboard_at_once_and_again_on_resume(tmp_path):
-    """A stop ends the process between a row and TensorBoard's flush: the row was lost for good."""
-
-    def steps():
-        return {event.step: event for event in _events(tmp_path) if event.summary.value}
-
-    writer = MetricsWriter(tmp_path, resume_step=None)
-    for step in range(3):
-        writer.write({"step": step, "x": step / 2})
-    assert list(steps()) == [0, 1, 2]  # before it is closed
-    last = max((tmp_path / "tensorboard").iterdir())
-    last.write_bytes(last.read_bytes()[:-40])  # the last row did not get there
-    MetricsWriter(tmp_path, resume_step=2).close()
-    assert steps()[2].summary.value[0].simple_value == 1.0
-    for file in (tmp_path / "tensorboard").iterdir():
-        file.unlink()
-    MetricsWriter(tmp_path, resume_step=2).close()
-    assert list(steps()) == [0, 1, 2]
-
-
-def _events(workdir):
-    """The whole events of all files."""
-    from tensorboardX.proto import event_pb2
-
-    for path in sorted((workdir / "tensorboard").iterdir()):
-        data, at = path.read_bytes(), 0
-        while at + 12 < len(data):
-            end = at + 16 + int.from_bytes(data[at : at + 8], "little")
-            if end <= len(data):
-                yield event_pb2.Event.FromString(data[at + 12 : end - 4])
-            at = end
+    done = subprocess.run(
+        [sys.executable, "-m", "dapo_jax.audit", "--workdir=gs://b/r"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert re.search(r"workdir=gs://b/r.*checkpoint\.directory may be", done.stderr)
 
 
 def test_rows_are_not_cut_without_a_copy(tmp_path):
     """A resume with an empty checkpoint directory erased metrics.jsonl; twice: two copies."""
     for times in (1, 2):
-        with MetricsWriter(tmp_path, resume_step=None) as writer:
-            for step in range(3):
-                writer.write({"step": step, "x": times})
+        writer = Rows(tmp_path, resume_step=None)
+        for step in range(3):
+            writer.write({"step": step, "x": times})
     (note,) = writer.notes
     assert note.startswith("3 rows from step 0 on are of work that is done again; kept in ")
-    MetricsWriter(tmp_path, resume_step=0).close()
+    Rows(tmp_path, resume_step=0)
     copies = [read_rows(tmp_path / f"metrics.cut-{n}.jsonl") for n in (1, 2)]
     assert [[(row["step"], row["x"]) for row in rows] for rows in copies] == [
         [(0, 1), (1, 1), (2, 1)],
@@ -314,7 +300,7 @@ def test_rows_out_of_order_are_cut_without_a_loss(tmp_path):
     """Two runs had mixed their rows: the copy had as many rows as were cut, but not those."""
     mixed = [{"step": step, "x": x} for x, step in enumerate([0, 1, 2, 0, 1, 2, 3])]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    MetricsWriter(tmp_path, resume_step=1).close()
+    Rows(tmp_path, resume_step=1)
     files = (tmp_path / name for name in ("metrics.jsonl", "metrics.cut-1.jsonl"))
     kept, cut = ([row["x"] for row in read_rows(file)] for file in files)
     assert (kept, cut) == ([0, 1, 3, 4], [2, 5, 6])
@@ -335,41 +321,25 @@ def test_only_temporary_files_of_dead_processes_are_removed(tmp_path):
 
 def test_rows_do_not_begin_anew_where_somebody_moved_them(tmp_path):
     """A row went to a file that no name led to any more, or to a new one: nobody was told."""
-    with MetricsWriter(tmp_path / "run", resume_step=None) as writer:
-        writer.write({"step": 0})
-        (tmp_path / "run").rename(tmp_path / "moved")
-        with pytest.raises(FileNotFoundError, match=r"run/metrics\.jsonl"):
-            writer.write({"step": 1})
+    writer = Rows(tmp_path / "run", resume_step=None)
+    writer.write({"step": 0})
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"run/metrics\.jsonl"):
+        writer.write({"step": 1})
     assert not (tmp_path / "run").exists()
 
 
-def test_the_lock_names_who_has_it_and_ends_with_him(tmp_path):
+def test_one_running_process_has_a_directory(tmp_path):
     """Two runs in one directory both went on and mixed their rows."""
-    with lock.locked(tmp_path):
-        found = json.loads((tmp_path / lock.NAME).read_text())
-        assert (found["pid"], found["host"]) == (os.getpid(), os.uname().nodename)
-        with pytest.raises(ValueError, match=rf"process {os.getpid()} on .*, since 20.*run\.lock"):
-            lock.locked(tmp_path).__enter__()
-    assert not (tmp_path / lock.NAME).exists()
-    (tmp_path / lock.NAME).write_bytes(b"")  # a full disk: its owner could not say who he was
-    with lock.locked(tmp_path):
-        pass
-
-
-def test_without_the_kernels_lock_a_process_is_known_by_its_birth(tmp_path, monkeypatch):
-    """Some file systems have no locks. A number of a process is given again to another one."""
-    monkeypatch.setattr(lock, "_lock", lambda descriptor: True)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        mine = lock._myself()
-        owner = mine | {"pid": other.pid, "born": lock._born(other.pid)}
-        (tmp_path / lock.NAME).write_text(json.dumps(owner))
-        with pytest.raises(ValueError, match=f"process {other.pid} on"), lock.locked(tmp_path):
-            pass
-        for dead in ({"born": owner["born"] - 1}, {"boot": "before"}, {"pid": 2**22 + 1}):
-            (tmp_path / lock.NAME).write_text(json.dumps(owner | dead))
-            with lock.locked(tmp_path):
-                pass
-        other.stdin.close()
+    start = {"pid": 7, "host": "there", "time": "2026", "first_step": 0}
+    with files.locked(tmp_path):
+        (tmp_path / "starts.jsonl").write_text(json.dumps(start) + "\n")
+        other = "import sys\nfrom dapo_jax.run.files import locked\nwith locked(sys.argv[1]): pass"
+        command = [sys.executable, "-c", other, str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        said = r"belongs to a run that is going on \(process 7 on there, since 2026; .*run\.lock\)"
+        assert re.search(said, done.stderr.splitlines()[-1])
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
 
 
 def test_every_start_is_recorded(tmp_path):
@@ -377,12 +347,12 @@ def test_every_start_is_recorded(tmp_path):
     config = tiny.get_config()
     with (tmp_path / provenance.NAME).open("w") as file:
         file.write('{"time": "20')  # killed in the middle of the line before
-    for _ in range(2):
-        provenance.add_start(tmp_path, config)
+    for step in range(2):
+        provenance.add_start(tmp_path, config, first_step=step, origin=None)
     config.seed = 1
-    provenance.add_start(tmp_path, config)
-    with MetricsWriter(tmp_path, resume_step=None) as writer:
-        writer.write({"step": 0})
+    provenance.add_start(tmp_path, config, first_step=2, origin=None)
+    writer = Rows(tmp_path, resume_step=None)
+    writer.write({"step": 0})
     run = load_run(tmp_path)
     digests = [start["config_sha256"] for start in run.starts]
     assert len(digests) == 3 and digests[0] == digests[1] != digests[2]
@@ -427,8 +397,8 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
     assert one.name.startswith("60.arithmetic.t0.6_p0.95_k8_dapo_s0.")
     assert other.name.startswith("60.arithmetic.t0.6_p0.95_k8_n16_dapo_s0.")
     assert json.loads(one.read_text())["settings"]["arithmetic"]["top_p"] == 0.95
-    with MetricsWriter(tmp_path, resume_step=None) as writer:
-        writer.write({"step": 0})
+    writer = Rows(tmp_path, resume_step=None)
+    writer.write({"step": 0})
     labels = {path.name.split(".", 2)[2].removesuffix(".json") for path in (one, other)}
     names = {"arithmetic", *(f"arithmetic {label}" for label in labels)}
     assert {name for name, _ in load_run(tmp_path).evaluations} == names
@@ -480,11 +450,11 @@ def test_evaluate_compares_the_policy_with_the_checkpoints(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.identity = {"recipe": json.loads(config.to_json_best_effort())}
     checkpoints.save(1, {"a": jnp.ones(1)}, {})
-    recipe = checkpoints.identity_of(1)["recipe"]
-    policy.check_recipe(config, recipe, "checkpoint 1")
+    theirs = checkpoints.identity_of(1)["recipe"]
+    policy.check_recipe(config, theirs, "checkpoint 1")
     config.tokenizer.path = "another"
     with pytest.raises(ValueError, match=r"checkpoint 1 is of another policy: tokenizer\.path is"):
-        policy.check_recipe(config, recipe, "checkpoint 1")
+        policy.check_recipe(config, theirs, "checkpoint 1")
 
 
 def test_a_run_of_several_slices_converts_on_one_device(tmp_path):
@@ -539,10 +509,10 @@ def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=message):
         convert("run:.", "hf:out", dtype="float32")
     for key in ("data.train.task", "eval.sets.arithmetic.task"):
-        recipe = recipe_with(**{key: "payload:Task"})
-        run = types.SimpleNamespace(config=recipe, workdir=tmp_path)
+        config = recipe_with(**{key: "payload:Task"})
+        run = types.SimpleNamespace(config=config, workdir=tmp_path)
         (finding,) = again.check(run, steps=1, seed=0, trust_code=False)
-        assert finding.kind == REFUSED
+        assert finding.kind == findings.REFUSED
         assert f"{key} = 'payload:Task' is a module" in finding.what
     assert not (tmp_path / "run").exists()
     recipe_with(**{"model.family": "payload"})
@@ -596,8 +566,8 @@ def test_a_line_that_is_too_long_is_not_read(tmp_path, monkeypatch):
 
 def test_somebodys_own_file_beside_evaluations_does_not_end_a_run(tmp_path):
     """A foreign JSON file in eval/ ended `train` with status 1, all its steps being done."""
-    with MetricsWriter(tmp_path, resume_step=None) as writer:
-        writer.write({"step": 0})
+    writer = Rows(tmp_path, resume_step=None)
+    writer.write({"step": 0})
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "notes.json").write_text("[]")
     (tmp_path / "eval" / "1.json").write_text('{"step": 1, "sets": {"a": {"mean@2": 0.5}}}')

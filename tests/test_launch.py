@@ -154,9 +154,14 @@ def test_dry_run_of_the_other_tpu_vm_commands(tmp_path):
 
 
 def test_dry_run_of_iam_grants_the_worker_little(tmp_path):
+    """It had no storage.buckets.get, without which Orbax saves nothing (tests/test_bucket.py)."""
     commands = dry_run("tpu_vm.sh", "iam", tmp_path)
     roles = [w for c in commands for w in c if w.startswith("--role=")]
-    assert roles == ["--role=roles/storage.objectUser", "--role=roles/logging.logWriter"]
+    assert roles == [
+        "--role=roles/storage.objectUser",
+        "--role=roles/storage.legacyBucketReader",
+        "--role=roles/logging.logWriter",
+    ]
     commands = dry_run("tpu_vm.sh", "iam", tmp_path, LAUNCHER="user:a@b.c")
     mine = [c for c in commands if "--member=user:a@b.c" in c]
     assert [w for c in mine for w in c if w.startswith("--role=")] == [

@@ -20,6 +20,7 @@ from quick import COMPILER_OPTIONS, jit
 from configs import base
 from dapo_jax import learner
 from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_rate
+from dapo_jax.losses import GATES
 from dapo_jax.run import build, checks
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
@@ -37,7 +38,6 @@ from sharding.mesh import make_mesh
 SMALL = Qwen2Config(64, 32, 64, 2, 4, 2, 8, True)
 VOCAB = 60  # the tokenizer's; the model has 4 embedding rows more
 LEARNING = Learning(
-    loss="dapo",
     eps_low=0.2,
     eps_high=0.28,
     dual_clip=10.0,
@@ -494,12 +494,12 @@ def test_four_devices_take_the_update_of_one(params, data, mesh):
 
 def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):
     """GSPO is added by tests/gspo.py alone and goes through the trainer's update on a mesh."""
-    assert learner.LOSSES["gspo"].function is gspo
+    assert GATES["gspo"] is gspo
     shift_R = np.where(np.isin(np.arange(8), (3, 5)), -0.8, 0.3)  # ratios beyond both bounds
     behavior = [b - np.float32(s) for b, s in zip(data.behavior_logp, shift_R, strict=True)]
     data = data.replace(behavior_logp=behavior)
     config = mesh_config(data=2, model=2)
-    config.algo.loss = "gspo"
+    config.algo.ratio, config.algo.gate = "sequence", "gspo"
     config.algo.loss_aggregation = "sequence_mean"
     checks.check(config)
     _, state, metrics = update_on_mesh(config, params, data)

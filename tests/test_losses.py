@@ -5,6 +5,7 @@ loss in each token's log-probability is all that a preset changes of the gradien
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -16,9 +17,8 @@ from quick import jit
 
 from configs import base
 from dapo_jax import learner, losses
-from dapo_jax.losses import Token
 from dapo_jax.run import build, checks
-from dapo_jax.types import Group, Prompt, Response
+from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import KERNELS
 
 MAX_TOKENS = 50
@@ -43,17 +43,18 @@ def token_of(ratio, advantage, *, branch=None, fresh=True, marked=None):
     """(logp, token) of [1, T] tokens, each sampled with probability 1/e; branch 0 is a prompt's."""
     shape = (1, len(ratio))
     branch_BT = np.arange(1, shape[1] + 1)[None] if branch is None else np.array([branch])
-    token = Token(
-        behavior_logp=np.full(shape, -1.0, np.float32),
-        old_logp=np.full(shape, -1.0, np.float32),
-        advantage=np.array([advantage], np.float32),
-        weight=np.ones(shape, np.float32),
-        is_response=branch_BT > 0,
-        branch=branch_BT,
-        reference_logp=None,
-        is_fresh=(branch_BT > 0) & np.broadcast_to(fresh, shape),
-        is_high_cov=marked,
-    )
+    zeros = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields().items()}
+    given = {
+        "behavior_logp_BT": np.full(shape, -1.0, np.float32),
+        "old_logp_BT": np.full(shape, -1.0, np.float32),
+        "advantage_BT": np.array([advantage], np.float32),
+        "weight_BT": np.ones(shape, np.float32),
+        "is_response_BT": branch_BT > 0,
+        "branch_BT": branch_BT,
+        "is_fresh_BT": (branch_BT > 0) & np.broadcast_to(fresh, shape),
+        "is_high_cov_BT": marked,
+    }
+    token = Batch(**zeros | given, num_micro=None)
     return np.log(np.array([ratio], np.float32)) - 1, token
 
 
@@ -62,8 +63,8 @@ def loss_and_slope(logp, token, learning):
 
     @jit
     def run(logp, token):
-        function = losses.LOSSES[learning.loss].function
-        loss, pull, held = jax.vjp(lambda x: function(x, token, learning), logp, has_aux=True)
+        of = functools.partial(losses.policy_loss, token=token, learning=learning)
+        loss, pull, held = jax.vjp(of, logp, has_aux=True)
         return loss, pull(jnp.ones_like(loss))[0], held
 
     return jax.device_get(run(logp, token))
@@ -171,8 +172,8 @@ def test_the_sequence_ratio_is_the_geometric_mean_by_hand():
     # Each of |y| losses has the slope s A / |y| in each of the response's log-probabilities.
     np.testing.assert_allclose(slope_BT[0, 2:9], [-s[0]] * 2 + [s[1]] * 3 + [0.0] * 2, rtol=1e-5)
     np.testing.assert_array_equal(held["clip_fraction/high"][0, 2:9], [0] * 5 + [1] * 2)
-    theirs = loss_and_slope(logp, token, dataclasses.replace(learning, loss="gspo"))
-    assert losses.LOSSES["gspo"].function is gspo  # tests/gspo.py's, written for itself
+    theirs = loss_and_slope(logp, token, dataclasses.replace(learning, gate="gspo"))
+    assert losses.GATES["gspo"] is gspo  # tests/gspo.py's, written for itself
     np.testing.assert_allclose(loss_BT, theirs[0], rtol=1e-5)
     np.testing.assert_allclose(slope_BT, theirs[1], rtol=1e-5)
 
@@ -305,22 +306,12 @@ def slopes(config, layout: dict) -> list[np.ndarray]:
 
     found = np.full(len(behavior), np.nan)
     for m in range(int(batch.num_micro)):
-        token = Token(
-            batch.behavior_logp_BT[m],
-            batch.old_logp_BT[m],
-            batch.advantage_BT[m],
-            batch.weight_BT[m],
-            batch.is_response_BT[m],
-            batch.branch_BT[m],
-            None,
-            batch.is_fresh_BT[m],
-            batch.is_high_cov_BT[m],
-        )
-        place_BT = order[np.searchsorted(behavior[order], token.behavior_logp).clip(max=81)]
-        logp_BT = token.behavior_logp + np.concatenate(log_ratio)[place_BT]
+        token = learner.micro_batch(batch, m)
+        place_BT = order[np.searchsorted(behavior[order], token.behavior_logp_BT).clip(max=81)]
+        logp_BT = token.behavior_logp_BT + np.concatenate(log_ratio)[place_BT]
         slope_BT = np.asarray(slope(logp_BT.astype(np.float32), token))
-        assert not slope_BT[~token.is_response].any()
-        found[place_BT[token.is_response]] = slope_BT[token.is_response]
+        assert not slope_BT[~token.is_response_BT].any()
+        found[place_BT[token.is_response_BT]] = slope_BT[token.is_response_BT]
     return np.split(found, CUTS)
 
 
@@ -365,19 +356,18 @@ def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest)
 
 
-def test_a_loss_of_one_s_own_takes_no_choices():
+def test_choices_that_do_not_go_together_are_refused():
     for changes, message in (
-        (
-            {"loss": "gspo", "gate": "cispo"},
-            r"algo\.gate = 'cispo' is a choice of .*that is 'gspo'",
-        ),
         ({"tis_cap": 2.0}, r"algo\.tis_cap = 2\.0 .*carry_over_steps = 0; set that to 1"),
         ({"eps_low": 1.0}, r"algo\.eps_low = 1\.0, but .*'cispo'"),
-        ({"gate": "cisp"}, r"algo\.gate = 'cisp'; choose one of clip, cispo, none, kl_cov"),
-        ({"ratio": "sentence"}, r"algo\.ratio = 'sentence'; choose one of token, sequence"),
-        ({"advantage_scale": "std"}, r"advantage_scale = 'std'; choose one of group_std, batch"),
-        ({"kl_cov_share": 0.0}, r"kl_cov_share = 0\.0, but must be over 0"),
-        ({"retire_pass_rate": 1.1}, r"retire_pass_rate = 1\.1, but must be from 0 to 1"),
+        ({"gate": "cisp"}, r"algo\.gate = 'cisp', but must be one of clip, cispo, none, kl_cov"),
+        ({"ratio": "sentence"}, r"algo\.ratio = 'sentence', but must be one of token, sequence"),
+        ({"advantage_scale": "std"}, r"advantage_scale = 'std', but must be one of group_std, b"),
+        ({"kl_cov_share": 0.0}, r"kl_cov_share = 0\.0, but must be greater than 0"),
+        (
+            {"retire_pass_rate": 1.1},
+            r"retire_pass_rate = 1\.1, but must be at least 0, and at most 1",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             checks.check(recipe(**changes))

@@ -1,6 +1,5 @@
 """Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -21,14 +20,11 @@ import types
 import numpy as np
 import pytest
 from rich.console import Console
-from tensorboardX.proto import event_pb2
-from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from configs import tiny
 from dapo_jax.report import plots
 from dapo_jax.report.page import render
 from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.run import metrics, texts
+from dapo_jax.run import metrics
 from dapo_jax.run.display import (
     Display,
     Sample,
@@ -39,7 +35,7 @@ from dapo_jax.run.display import (
     shorten_middle,
 )
 from dapo_jax.run.files import (
-    MetricsWriter,
+    Rows,
     append_log,
     atomic_file,
     read_rows,
@@ -92,93 +88,17 @@ CUT_SAMPLE = Sample(
 
 
 def _write(workdir, steps, *, resume_step=None, value=0.5):
-    with MetricsWriter(workdir, resume_step=resume_step) as writer:
-        for step in steps:
-            writer.write({"step": step, "reward/mean": value})
-        return writer
-
-
-def _tensorboard_events(workdir):
-    """The events of all files in the order TensorBoard reads them (TFRecord framing)."""
-    events = []
-    for path in sorted((workdir / "tensorboard").glob("events.*")):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (length,) = struct.unpack("<Q", data[at : at + 8])
-            events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
-            at += 16 + length
-    return events
-
-
-def _shown_in_tensorboard(workdir) -> collections.Counter:
-    """(tag, step) -> how often it is shown: a START mark hides earlier files' events from there."""
-    shown = []
-    for event in _tensorboard_events(workdir):
-        if event.session_log.status == event_pb2.SessionLog.START:
-            shown = [(tag, step) for tag, step in shown if step < event.step]
-        shown += [(value.tag, event.step) for value in event.summary.value]
-    return collections.Counter(shown)
-
-
-HPARAMS = tuple(f"_hparams_/{part}" for part in ("experiment", "session_start_info"))
-
-
-def test_tensorboard_has_recipe_samples_and_hparams_once_over_all_resumes(tmp_path):
-    of_run = {"texts": {"recipe": "    {}"}, "hparams": {"seed": 3, "algo.loss": "dapo"}}
-    of_run["scores"] = ["eval/a/mean@8"]
-    for resume_step in (None, None, 0, 1, 3):
-        first = 0 if resume_step is None else resume_step + 1
-        with MetricsWriter(tmp_path, resume_step=resume_step, **of_run) as writer:
-            for step in range(first, first + 3):
-                writer.write({"step": step, "x": 1.0})
-                writer.write_text(step, "samples", f"of step {step}")
-            if resume_step is not None:  # as a record does
-                writer.write_text(resume_step, "samples", f"of step {resume_step}")
-        shown = _shown_in_tensorboard(tmp_path)
-        for tag in ("recipe/text_summary", *HPARAMS):
-            assert shown[tag, 0] == 1, (resume_step, tag)
-            assert sum(times for (name, _), times in shown.items() if name == tag) == 1
-        steps = range(first + 3)
-        assert all(shown["samples/text_summary", step] == 1 for step in steps), resume_step
-        assert all(shown["x", step] == 1 for step in steps)
-
-
-def test_the_hparams_tab_gets_the_recipes_numbers_and_the_tags_of_the_scores(tmp_path):
-    config = tiny.get_config()
-    config.algo.eps_high = 0.5
-    config = json.loads(config.to_json_best_effort())
-    assert texts.scores(config) == ["eval/arithmetic/mean@8", "accuracy/mean"]
-    row = {"hparams": texts.hparams(config), "scores": texts.scores(config)}
-    with MetricsWriter(tmp_path, resume_step=None, begin_step=20, **row) as writer:
-        writer.write({"step": 20, "eval/arithmetic/mean@8": 0.5, "accuracy/mean": 0.25})
-    values = [value for event in _tensorboard_events(tmp_path) for value in event.summary.value]
-    data = {
-        value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
-        for value in values
-        if value.tag.startswith("_hparams_/")
-    }
-    given = data["_hparams_/session_start_info"].session_start_info.hparams
-    assert given["algo.eps_high"].number_value == 0.5
-    assert given["data.train.levels"].string_value == "[2, 3, 4]"
-    assert given["algo.dynamic_sampling"].bool_value is True
-    assert not any(name.startswith(("log.", "checkpoint.")) for name in given)
-    tags = [info.name.tag for info in data["_hparams_/experiment"].experiment.metric_infos]
-    assert set(tags) <= {value.tag for value in values}  # else the tab's columns stay empty
-    assert len(tags) == 2
-
-
-def test_a_shown_text_cannot_be_markdown_or_move_the_cursor():
-    shown = texts.of_samples([SAMPLE, CUT_SAMPLE])
-    assert "\u202e" not in shown and "\x1b" not in shown
-    assert all(line.startswith("    ") for line in shown.splitlines() if "[bold" in line)
-    assert "[bold" in shown
+    writer = Rows(workdir, resume_step=resume_step)
+    for step in steps:
+        writer.write({"step": step, "reward/mean": value})
+    return writer
 
 
 def test_numbers_read_back_as_written(tmp_path):
     values = [0.1, 1 / 3, 1e-300, 5e-324, -0.0, 2**53 - 1, float(np.float32(0.1))]
-    with MetricsWriter(tmp_path, resume_step=None) as writer:
-        for step, value in enumerate(values):
-            writer.write({"step": np.int64(step), "x": value, "y": np.float32(value)})
+    writer = Rows(tmp_path, resume_step=None)
+    for step, value in enumerate(values):
+        writer.write({"step": np.int64(step), "x": value, "y": np.float32(value)})
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [struct.pack("<d", row["x"]) for row in rows] == [struct.pack("<d", v) for v in values]
     assert [row["y"] for row in rows] == [float(np.float32(value)) for value in values]
@@ -186,24 +106,22 @@ def test_numbers_read_back_as_written(tmp_path):
 
 
 def test_not_finite_numbers_become_null_and_the_file_stays_strict_json(tmp_path):
-    with MetricsWriter(tmp_path, resume_step=None) as writer:
-        writer.write({"step": 0, "a": math.nan, "b": np.float32("inf"), "c": 1.0})
+    writer = Rows(tmp_path, resume_step=None)
+    writer.write({"step": 0, "a": math.nan, "b": np.float32("inf"), "c": 1.0})
 
     def refuse(constant):
         raise AssertionError(constant)
 
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line, parse_constant=refuse) == {"step": 0, "a": None, "b": None, "c": 1.0}
-    values = [value for event in _tensorboard_events(tmp_path) for value in event.summary.value]
-    assert [(value.tag, value.simple_value) for value in values] == [("c", 1.0)]
 
 
 def test_a_row_is_on_disk_before_the_writer_closes(tmp_path):
-    with MetricsWriter(tmp_path, resume_step=None) as writer:
-        assert not writer.has_row(0)
-        writer.write({"step": 0, "x": 1})
-        assert writer.has_row(0)
-        assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "x": 1}]
+    writer = Rows(tmp_path, resume_step=None)
+    assert not writer.has(0)
+    writer.write({"step": 0, "x": 1})
+    assert writer.has(0)
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "x": 1}]
 
 
 def test_resume_keeps_the_bytes_before_and_cuts_the_rows_after(tmp_path):
@@ -211,8 +129,8 @@ def test_resume_keeps_the_bytes_before_and_cuts_the_rows_after(tmp_path):
     path = tmp_path / "metrics.jsonl"
     before = path.read_bytes().splitlines(keepends=True)
     writer = _write(tmp_path, range(4, 7), resume_step=3, value=0.75)
-    assert writer.cut_rows == 2
-    assert [step for step in range(9) if writer.has_row(step)] == list(range(7))
+    assert len(read_rows(tmp_path / "metrics.cut-1.jsonl")) == 2
+    assert [step for step in range(9) if writer.has(step)] == list(range(7))
     assert path.read_bytes().splitlines(keepends=True)[:4] == before[:4]
     assert [(row["step"], row["reward/mean"]) for row in read_rows(path)] == [
         *((step, 0.5) for step in range(4)),
@@ -221,22 +139,10 @@ def test_resume_keeps_the_bytes_before_and_cuts_the_rows_after(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir() if entry.suffix == ".tmp"] == []
 
 
-def test_resume_hides_the_lost_rows_from_tensorboard(tmp_path):
-    _write(tmp_path, range(6))
-    _write(tmp_path, [4], resume_step=3, value=0.75)
-    curve = {}
-    for event in _tensorboard_events(tmp_path):
-        if event.HasField("session_log"):  # what TensorBoard does at a start mark
-            curve = {step: value for step, value in curve.items() if step < event.step}
-        for value in event.summary.value:
-            curve[event.step] = value.simple_value
-    assert curve == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5, 4: 0.75}
-
-
 def test_a_start_without_a_checkpoint_begins_an_empty_file(tmp_path):
     _write(tmp_path, range(3))
-    writer = _write(tmp_path, [0], value=0.75)
-    assert writer.cut_rows == 3
+    _write(tmp_path, [0], value=0.75)
+    assert len(read_rows(tmp_path / "metrics.cut-1.jsonl")) == 3
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.75}]
 
 
@@ -269,18 +175,18 @@ def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
         read_rows(path)
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        MetricsWriter(tmp_path, resume_step=0)
+        Rows(tmp_path, resume_step=0)
 
 
 def test_rows_that_make_no_sense_are_refused(tmp_path):
-    with MetricsWriter(tmp_path, resume_step=None) as writer:
+    writer = Rows(tmp_path, resume_step=None)
+    writer.write({"step": 5})
+    with pytest.raises(ValueError, match="step 5 is not after the last step 5"):
         writer.write({"step": 5})
-        with pytest.raises(ValueError, match="step 5 is not after the last step 5"):
-            writer.write({"step": 5})
-        with pytest.raises(TypeError, match="'loss' of step 6"):
-            writer.write({"step": 6, "loss": [1.0, 2.0]})
-        with pytest.raises(TypeError, match="integer 'step'"):
-            writer.write({"loss": 1.0})
+    with pytest.raises(TypeError, match="'loss' of step 6"):
+        writer.write({"step": 6, "loss": [1.0, 2.0]})
+    with pytest.raises(TypeError, match="integer 'step'"):
+        writer.write({"loss": 1.0})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 5}]
 
 
@@ -393,11 +299,12 @@ def _step(updates=None):
         learning_rate=1e-3,
         sampled_tokens_total=1056,
         evaluation={"eval/a/mean@8": 0.5},
+        seconds=SECONDS,
     )
 
 
 def test_a_steps_row_by_hand():
-    assert step_row(_step(), SECONDS) == {
+    assert step_row(_step()) == {
         "step": 12,
         "prompts_seen": 9,
         "sampled_tokens_total": 1056,
@@ -451,17 +358,17 @@ def test_a_steps_row_by_hand():
 
 def test_skipped_updates_do_not_count_in_the_means():
     nan = _update(math.nan, taken=False)
-    row = step_row(_step([_update(0.5), nan]), SECONDS)
+    row = step_row(_step([_update(0.5), nan]))
     assert (row["updates"], row["updates_skipped"], row["loss"]) == (1, 1, 0.5)
     for updates in ([nan], []):
-        row = step_row(_step(updates), SECONDS)
+        row = step_row(_step(updates))
         assert (row["updates"], row["updates_skipped"]) == (0, len(updates))
         assert not {*KEYS_OF_UPDATE, *CLIPPED} & row.keys()
 
 
 def test_numbers_that_no_row_names_still_reach_the_file():
     updates = [_update(0.5) | {"sequence_ratio": np.float32(n)} for n in (1, 2)]
-    row = step_row(_step(updates), SECONDS | {"reshard": 0.5})
+    row = step_row(dataclasses.replace(_step(updates), seconds=SECONDS | {"reshard": 0.5}))
     assert (row["sequence_ratio"], row["seconds/reshard"]) == (1.5, 0.5)
 
 
@@ -476,7 +383,7 @@ def test_what_a_task_measures_is_averaged_over_the_responses_that_have_it():
     group = group.graded(["" for _ in verdicts], verdicts)
     groups = (group, *step.rollouts.sampled[1:])
     step = dataclasses.replace(step, rollouts=dataclasses.replace(step.rollouts, sampled=groups))
-    row = step_row(step, SECONDS)
+    row = step_row(step)
     found = {key: value for key, value in row.items() if key.startswith("task/")}
     assert found == {"task/lines": 1.5, "task/road": 0.0}
 
@@ -500,7 +407,7 @@ def test_answers_that_the_grader_gave_up_on_are_counted_by_kind():
     ]
     groups = [dataclasses.replace(step.rollouts.sampled[0], responses=tuple(responses))]
     rollouts = dataclasses.replace(step.rollouts, sampled=groups, kept=np.array([0]))
-    row = step_row(dataclasses.replace(step, rollouts=rollouts), SECONDS)
+    row = step_row(dataclasses.replace(step, rollouts=rollouts))
     found = {key: value for key, value in row.items() if key.startswith("verdicts/")}
     assert found == {"verdicts/gave_up": 3, "verdicts/timeout": 2, "verdicts/memory": 1}
 
@@ -513,7 +420,7 @@ def test_keys_are_distinct_and_the_readme_lists_them():
 
 
 def test_a_new_metric_is_one_row_of_the_table(tmp_path):
-    """Added from outside, it is in the file, in TensorBoard and wherever a person looks."""
+    """Added from outside, it is in the file and wherever a person looks."""
     row = Metric(
         *("response_tokens/p90", "tokens", "Nine of ten responses are no longer."),
         lambda step: np.quantile(step.rollouts.length_PG, 0.9),
@@ -524,12 +431,10 @@ def test_a_new_metric_is_one_row_of_the_table(tmp_path):
     )
     METRICS.append(row)
     try:
-        with MetricsWriter(tmp_path, resume_step=None) as writer:
-            writer.write(step_row(_step(), SECONDS))
+        writer = Rows(tmp_path, resume_step=None)
+        writer.write(step_row(_step()))
         run = load_run(tmp_path)
         assert run.rows[0]["response_tokens/p90"] == 10.0
-        events = _tensorboard_events(tmp_path)
-        assert "response_tokens/p90" in {v.tag for event in events for v in event.summary.value}
         assert "  p90  10.0  " in _plain(lambda display: display.step(run.rows[0]))
         summary = "\n".join(" ".join(line.split()) for line in summary_lines(run))
         assert "90th percentile 10.0 -> 10.0" in summary

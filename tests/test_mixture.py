@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 
 from configs import base, tiny
-from dapo_jax.run import build, checks, command
+from dapo_jax.run import build, checks, recipe
 from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream
 from dapo_jax.types import Group, Prompt, Response, Verdict
 
@@ -57,7 +57,7 @@ SMALL = "--config=experiments/preemption/config.py"
 def parsed(monkeypatch, *arguments):
     """The config that a command gets from its flags."""
     values = flags.FlagValues()
-    holder = command.define_config(values)
+    holder = recipe.define_config(flag_values=values)
     monkeypatch.setattr(sys, "argv", ["command", SMALL, *arguments])
     values(sys.argv)
     return holder.value
@@ -120,7 +120,10 @@ def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data.train.weight": -1.0}, "data.train.weight = -1.0, but must be finite and at least"),
+        (
+            {"data.train.weight": -1.0},
+            "data.train.weight = -1.0, but must be at least 0",
+        ),
         ({"data.train.weight": 0.0}, "data.train.weight = 0, and no set of data.mixture has a"),
         ({"eval.sets.arithmetic.weight": 1.0}, r"eval.sets.arithmetic.weight is set, but is for t"),
         (

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from test_riding import Killed, digests
+from test_overlapped_evaluation import Killed, digests
 from test_train import (
     programs_compiled_once,  # noqa: F401  a fixture
     rows_without_timings,
@@ -15,7 +15,7 @@ from test_train import (
 
 from configs import base
 from dapo_jax import train
-from dapo_jax.run import build, checks, recipes
+from dapo_jax.run import build, checks, recipe
 from dapo_jax.sampler.session import Session, Stream
 
 RECIPES = ("tiny", "forks", *(f"qwen2_5_{size}" for size in ("0_5b", "1_5b", "7b", "32b")))
@@ -27,7 +27,7 @@ def test_a_preset_goes_with_every_recipe_and_changes_the_loss_alone(preset):
         module = importlib.import_module(f"configs.{name}")
         config, plain = module.get_config(preset), module.get_config()
         checks.check(config)
-        differing = {key for key, *_ in recipes.differences(plain.to_dict(), config.to_dict())}
+        differing = {key for key, *_ in recipe.differences(plain.to_dict(), config.to_dict())}
         assert differing <= base.LOSS_PRESETS[preset].keys()
         assert differing
 

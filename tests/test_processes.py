@@ -32,12 +32,15 @@ TIMINGS = CLOCKED
 SECONDS = 480  # a run that takes so long hangs
 
 
-def run(workdir, *, processes=1, devices, steps=STEPS):
-    """Starts the processes, waits for all, and returns the run's directory; output in its logs/."""
+def run(workdir, *, processes=1, devices, steps=STEPS, checkpoints=""):
+    """Starts the processes, waits for all, and returns the run's directory; output in its logs/.
+
+    checkpoints: checkpoint.directory.
+    """
     logs = workdir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     names = [logs / f"{processes}_{i}.txt" for i in range(processes)]
-    arguments = ["tests/small_run.py", str(workdir), str(devices), str(steps)]
+    arguments = ["tests/small_run.py", str(workdir), str(devices), str(steps), "", checkpoints]
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(name.open("w")) for name in names]
         group = stack.enter_context(started(arguments, processes=processes, outputs=outputs))

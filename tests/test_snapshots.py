@@ -6,7 +6,6 @@ import pathlib
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -14,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import ROOT, started
+from processes import started
 
-from dapo_jax.run import stops
+from dapo_jax.run import digests, signals
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.snapshots import HOST_MEMORY, Snapshot, Snapshots, host_copy
+from dapo_jax.run.start import Progress
 from dapo_jax.tasks.readers import DataError
 from sharding import hosts
 from sharding.hosts import RETRYABLE
@@ -28,6 +28,11 @@ SECONDS = 15  # from SIGTERM to the end of all processes
 
 def saved_steps(folder: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def take(run: Snapshots, step: int, state, *, cursor: int = 0, force: bool = False) -> None:
+    """Takes a snapshot of a state, as a finished step does."""
+    run.take(step, state, Progress(cursor=cursor), digests.described(state), force=force)
 
 
 def snapshots(folder, *, every_steps) -> Snapshots:
@@ -42,7 +47,7 @@ def restored(folder, step: int, shape: tuple[int, ...]):
 def test_due_and_forced_snapshots_are_saved(tmp_path):
     with snapshots(tmp_path, every_steps=3) as run:
         for step in range(1, 9):
-            run.take(step, {"a": jnp.full(2, step)}, {"cursor": step}, force=step == 8)
+            take(run, step, {"a": jnp.full(2, step)}, cursor=step, force=step == 8)
     assert saved_steps(tmp_path) == [3, 6, 8]
 
 
@@ -52,7 +57,7 @@ def test_a_state_that_is_donated_after_the_snapshot_is_saved_as_it_was(tmp_path)
     state = {"a": jax.random.normal(jax.random.key(0), (2048, 2048))}
     expected = np.array(state["a"], copy=True)
     with snapshots(tmp_path, every_steps=1) as run:
-        run.take(1, state, {})
+        take(run, 1, state)
         state = jax.block_until_ready(overwrite(state))
     abstract = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
@@ -85,7 +90,7 @@ def test_a_failed_save_is_raised_in_the_run(tmp_path):
         Snapshots(Full(tmp_path, keep=None), every_steps=1, say=print) as run,
     ):
         for step in range(1, 100):
-            run.take(step, {"a": jnp.ones(1)}, {})
+            take(run, step, {"a": jnp.ones(1)})
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -110,12 +115,12 @@ def test_a_stop_that_cannot_save_says_what_is_saved(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
     run = Snapshots(Full(tmp_path, keep=None), every_steps=1, say=print)
-    run._save(Snapshot(1, {"a": jnp.ones(1)}, {}))
-    run.take(2, {"a": jnp.ones(1)}, {})
+    run._save(Snapshot(1, {"a": jnp.ones(1)}, Progress(), {}))
+    take(run, 2, {"a": jnp.ones(1)})
     run._stop("SIGTERM")
     run._run()
     ((line, status),) = said
-    assert "2: no space is left on the disk" in line and status == RETRYABLE
+    assert "2: No space left on device" in line and status == RETRYABLE
     assert f"1 finished steps are saved in {tmp_path}" in line
 
 
@@ -123,7 +128,7 @@ def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_s
     """The saver's next order, before and after SIGTERM; nobody carries it out here."""
     run = snapshots(tmp_path, every_steps=2)
     for step in range(1, 4):
-        run.take(step, {"a": jnp.ones(1)}, {})
+        take(run, step, {"a": jnp.ones(1)})
     assert run._order() == "save 2"
     run._stop("SIGTERM")
     assert run._order() == "stop SIGTERM 3"
@@ -132,12 +137,13 @@ def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_s
 # Both programs say that they are ready when the save of the last due snapshot has begun.
 WATCHED = """
 import ctypes, sys, threading, jax.numpy as jnp, numpy as np
-from dapo_jax.run.snapshots import Snapshots
-from dapo_jax.run import stops
 from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.snapshots import Snapshots
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 folder, steps = sys.argv[1], int(sys.argv[2])
+sys.path.insert(0, "tests")
+from test_snapshots import take
 last_due, begun = steps - steps % 2, threading.Event()
 class Watched(Checkpoints):
     def save(self, step, *content):
@@ -148,7 +154,7 @@ class Watched(Checkpoints):
 ALONE = """
 with Snapshots(Watched(folder, keep=None), every_steps=2, say=print) as run:
     for step in range(1, steps + 1):
-        run.take(step, {"a": jnp.full(3, step)}, {"cursor": 10 * step})
+        take(run, step, {"a": jnp.full(3, step)}, cursor=10 * step)
     if last_due:
         begun.wait()
     print("ready", flush=True)
@@ -159,7 +165,7 @@ hosts.start(several=True, cpu_devices=2)
 rows = rules.rows(make_mesh(data=-1, model=1))
 with Snapshots(Watched(folder, keep=None), every_steps=2, say=print) as run:
     for step in range(1, steps + 1):
-        run.take(step, {"a": hosts.place(np.arange(4) + step, rows)}, {"cursor": 10 * step})
+        take(run, step, {"a": hosts.place(np.arange(4) + step, rows)}, cursor=10 * step)
         hosts.gather(step)  # what a step has all do together
     begun.wait()
     print("ready", flush=True)
@@ -210,7 +216,7 @@ def test_sigterm_saves_the_newest_snapshot_while_the_main_thread_is_deep_in_c(
     if saved:
         state, progress = restored(folder, steps, (3,))
         assert state["a"].tolist() == [steps] * 3
-        assert progress == {"cursor": 10 * steps}
+        assert progress["cursor"] == 10 * steps
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -225,13 +231,15 @@ def test_ctrl_c_and_a_closed_terminal_stop_as_sigterm_does(tmp_path, number):
 NEVER_SAVED = """
 import sys, time
 from dapo_jax.run.snapshots import Snapshots
+sys.path.insert(0, "tests")
+from test_snapshots import take
 class Slow:
     directory = latest_step = None
     def save(self, *content):
         print("ready", flush=True)
         time.sleep(60)
 with Snapshots(Slow(), every_steps=1, say=print) as run:
-    run.take(1, {}, {})
+    take(run, 1, {})
 """
 
 
@@ -242,7 +250,7 @@ def test_a_second_ctrl_c_ends_at_once():
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        time.sleep(stops.AGAIN_SECONDS)
+        time.sleep(signals.AGAIN_SECONDS)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=5)
@@ -266,36 +274,10 @@ def test_a_signal_that_is_ignored_stays_so():
     """Of nohup, or of a shell's background job."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stops.Stops(print):
+        with signals.Signals(print):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_command_that_is_still_importing_stops_in_one_line():
-    """A KeyboardInterrupt from deep inside JAX's imports was 60 lines."""
-    with started(["-X", "importtime", "-m", "dapo_jax.report", "absent"]) as (process,):
-        while "numpy" not in process.stdout.readline():
-            pass
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == RETRYABLE and "Traceback" not in output
-    assert output.splitlines()[-1] == "SIGINT: stopped, with nothing to save"
-
-
-def test_another_program_that_imports_this_package_keeps_its_signals(tmp_path):
-    """`python -m ITS_PACKAGE`, which imports this in its __init__, had Ctrl-C end it with 75."""
-    package = tmp_path / "its_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("import dapo_jax")
-    (package / "__main__.py").write_text("import signal; print(signal.getsignal(signal.SIGINT))")
-    result = subprocess.run(
-        [sys.executable, "-m", "its_package"],
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        capture_output=True,
-        text=True,
-    )
-    assert "default_int_handler" in result.stdout, result
 
 
 def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
@@ -303,17 +285,17 @@ def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
     folder, away, said = tmp_path / "checkpoints", tmp_path / "away", []
     checkpoints = Checkpoints(folder, keep=None)
     with Snapshots(checkpoints, every_steps=1, say=said.append, on_failed_save="continue") as run:
-        run.take(1, {"a": jnp.ones(1)}, {})
+        take(run, 1, {"a": jnp.ones(1)})
         with run._changed:
             run._changed.wait_for(lambda: not run._pending)
         folder.rename(away)
         folder.write_text("in the way")
-        run.take(2, {"a": jnp.ones(1)}, {})
+        take(run, 2, {"a": jnp.ones(1)})
         with run._changed:
             run._changed.wait_for(lambda: not run._pending)
         folder.unlink()
         away.rename(folder)
-        run.take(3, {"a": jnp.ones(1)}, {})
+        take(run, 3, {"a": jnp.ones(1)})
     assert len(said) == 1 and said[0].startswith("checkpoint 2 could not be saved: ")
     assert saved_steps(folder) == [1, 3]
 
@@ -323,7 +305,7 @@ def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
             Full(folder, keep=None), every_steps=1, say=said.append, on_failed_save="continue"
         ) as run,
     ):
-        run.take(4, {"a": jnp.ones(1)}, {})
+        take(run, 4, {"a": jnp.ones(1)})
 
 
 @pytest.mark.parametrize("signalled", [[0], [1], [0, 1]])
@@ -343,7 +325,7 @@ def test_any_exception_saves_the_newest_snapshot(tmp_path, error):
     """Nine steps were finished and five saved: only an OSError had the newest one saved."""
     with pytest.raises(type(error)), snapshots(tmp_path, every_steps=5) as run:
         for step in range(1, 10):
-            run.take(step, {"a": jnp.full(2, step)}, {})
+            take(run, step, {"a": jnp.full(2, step)})
         raise error
     assert saved_steps(tmp_path) == [5, 9]
 

@@ -24,8 +24,7 @@ from dapo_jax.report import statistics
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
-from dapo_jax.run.files import MetricsWriter
-from dapo_jax.run.lock import locked
+from dapo_jax.run.files import Rows, locked
 from dapo_jax.run.metrics import METRICS
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep import points as sweep_points
@@ -159,8 +158,8 @@ def test_a_sweeps_folder_is_read_arm_by_arm(tmp_path):
     plan = {"arms": {"b": {"algo.eps_high": 0.3}, "a": {}}, "seeds": [0, 3]}
     (tmp_path / "sweep.json").write_text(json.dumps(plan))
     for point in ("a/seed_0", "b/seed_3", "b/seed_0", "gone/seed_0"):
-        with MetricsWriter(tmp_path / point, resume_step=None) as writer:
-            writer.write(_row(0))
+        writer = Rows(tmp_path / point, resume_step=None)
+        writer.write(_row(0))
         (tmp_path / point / "config.json").write_text(json.dumps({"seed": int(point[-1])}))
     (tmp_path / "a" / "seed_3").mkdir()
     (tmp_path / "a" / "seed_3" / "metrics.jsonl").touch()

@@ -19,7 +19,7 @@ from absl import flags
 from configs import base, tiny
 from dapo_jax import evaluate
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
-from dapo_jax.run import build, checks, command
+from dapo_jax.run import build, checks, recipe
 from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
@@ -293,7 +293,7 @@ def test_evaluation_sets_by_flags_alone(workdir):
 def parsed(monkeypatch, *arguments):
     """The config that a command gets from its flags."""
     values = flags.FlagValues()
-    holder = command.define_config(values)
+    holder = recipe.define_config(flag_values=values)
     monkeypatch.setattr(sys, "argv", ["command", SMALL, *arguments])
     values(sys.argv)
     return holder.value
@@ -325,7 +325,7 @@ def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, m
     with pytest.raises((flags.Error, AttributeError, KeyError)) as refused:
         of_set = f"--config.eval.sets.{name}."
         parsed(monkeypatch, f"{of_set}path=a.csv", of_set + setting)
-    assert re.search(message, command.flag_error_line(refused.value))
+    assert re.search(message, recipe.error_line(refused.value))
 
 
 def test_a_sets_name_is_a_word(monkeypatch):
@@ -397,14 +397,14 @@ def test_each_set_is_sampled_as_it_says():
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("k", -1, "eval.sets.new.k = -1, but must be at least 1, or 0 to leave the set out"),
+        ("k", -1, "eval.sets.new.k = -1, but must be at least 0, and finite"),
         ("max_prompts", -1, "eval.sets.new.max_prompts = -1, but must be at least 0"),
         (
             "temperature",
             -0.5,
-            "eval.sets.new.temperature = -0.5, but must be finite and at least 0",
+            "eval.sets.new.temperature = -0.5, but must be at least 0, and finite",
         ),
-        ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be over 0 and at most 1"),
+        ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be greater than 0, and at most 1"),
         ("rules", "dappo", "eval.sets.new.rules = 'dappo', but must be one of dapo, strict"),
     ],
 )

@@ -287,9 +287,9 @@ def _graded(rules):
 @pytest.mark.parametrize(
     ("rules", "wrong_rewarded", "right_refused"),
     [
-        ("dapo", 65, 126),  # the reference's own
-        ("strict", 0, 46),
-        ("strict_box", 5, 218),
+        ("dapo", 161, 187),  # the reference's own
+        ("strict", 0, 130),
+        ("strict_box", 23, 316),
         ("math_verify", 0, 1),
     ],
 )
@@ -298,11 +298,15 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
 
     Such as "I give up after 42 tries", "It cannot be 42", `5=7` for 7, `691_{1369}` for 691, `7 km`
     for `7 m`, `x=5` for `y=5`, and "Answer: 42" with "No wait" after it. Of 262 right ones they
-    refused 50 and 25. The five of `strict_box` have "not", "no wait" or another box around theirs.
+    refused 50 and 25. The 23 of `strict_box` have "not", "no wait" or another box around theirs.
+
+    Then `math_verify` refused 99 right ones of 778 more pairs, such as "The largest $n$ is 34",
+    `5! = 120`, `(x, y) = (5, 8)` and `6\\pi\\text{ cm}`, and rewarded 70 wrong ones: two boxes with
+    "or" between them, "Hence if $n = 34$", `125\\text{ million}`, `x-y=2` for `x+y=2`.
     """
     rows, verdicts = _graded(rules)
-    assert sum(row["right"] for row in rows) == 262
-    assert len(rows) == 262 + 568
+    assert sum(row["right"] for row in rows) == 360
+    assert len(rows) == 360 + 1248
     wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
     refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
@@ -542,15 +546,15 @@ def test_math_verify_rules(symbolic, response, ground_truth, status):
 
 
 def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
-    r"""160 of 188 rows agree. Those that do not:
+    r"""166 of 188 rows agree. Those that do not:
 
-    * a number or formula with words around it, without box or "The answer is ...": 8, as in
-      "there are 12 distinct sequences"; before, any last number was an answer ("I give up after 42
-      tries" was 42), and 178 agreed;
+    * a number or formula with words around it, without a box, "The answer is ..." or "Therefore":
+      6, as in "Jane started 3 hours ago"; before, any last number was an answer ("I give up after
+      42 tries" was 42), and 178 agreed;
     * chains that hold unequal numbers: 3, such as `x = 5+5+1 = 7 =11` for 11;
     * rounding: 3.14159 for 3.1416, 16.67 for 16.\overline{6}, 2.3 for 2.\overline{3}; 75 for 0.75;
     * `1,22` as 1.22 (a decimal comma; here a list of two), `10, 4, -2` for `4, 10, -2` (compared
-      as sets), unspaced `-5\lex\le1`, `x\approx11` for 11, several boxes with words between;
+      as sets), unspaced `-5\lex\le1`, `x\approx11` for 11, a ground truth in words;
     * an answer that only its middle states, and a ground truth of more than 1000 characters.
     """
     rows = _rows(shared / "golden" / "math_equivalence.jsonl")
@@ -561,8 +565,57 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
     graded = list(zip(rows, verdicts, strict=True))
     rewarded = [row["pred"] for row, verdict in graded if verdict.correct > row["expected"]]
     assert len(rows) == 188
-    assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 160
+    assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 166
     assert rewarded == ["10, 4, -2"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"),
+    [
+        (r"125\textnormal{ miles}", "$125$ miles"),
+        (r"6\pi\mbox{ square units}", r"6\pi"),
+        (r"\left| 3 - 5 \right| = 2", "2"),
+        ("m + n = 3 + 4 = 7", "7"),
+        (r"A = \frac{1}{2}bh = \frac12 \cdot 6 \cdot 4 = 12", "12"),
+        (r"\cos 60^\circ = \frac{1}{2}", "1/2"),
+        (r"\sum_{k=1}^{10} k = 55", "55"),
+        ("(x-1)^2 + (y-2)^2 = 9", "(y-2)^2+(x-1)^2 = 9"),  # was a tower of powers
+        (r"(x, y) = (5, 8) \quad \text{and} \quad (8, 5)", "(5, 8), (8, 5)"),
+        (r"x = 6 \text{ or } x = 8", "6, 8"),
+        ("x = 3, y = 4", "(3, 4)"),
+    ],
+)
+def test_math_verify_reads_units_chains_and_lists_in_a_box_and_on_a_line(
+    symbolic, answer, ground_truth
+):
+    """Rules against wrong answers refused such right ones: of 187, 177 passed before, then 154."""
+    responses = [f"Answer: {answer}", f"Answer: ${answer}$", rf"So it is $\boxed{{{answer}}}$."]
+    verdicts = symbolic.verify_many(responses, [ground_truth] * 3)
+    assert [verdict.status for verdict in verdicts] == ["correct"] * 3
+
+
+@pytest.mark.parametrize(
+    ("sentence", "status"),
+    [
+        ("The largest $n$ is %s.", "correct"),
+        ("There are %s such numbers.", "correct"),
+        ("Therefore, $n = %s$", "correct"),
+        ("John has %s apples in total.", "correct"),
+        ("$%s$ is the answer.", "correct"),
+        ("I doubt that %s is the answer.", "wrong"),
+        ("The largest $n$ is %s or 35.", "wrong"),
+        ("The largest $n$ is not %s.", "wrong"),
+        ("The largest of 50 is %s.", "wrong"),
+        ("There are at most %s.", "wrong"),
+        ("There are %s million ways.", "wrong"),
+        ("I have %s ideas.", "wrong"),
+        ("The largest $n$ is %s. No, 35.", "retracted"),
+    ],
+)
+def test_math_verify_reads_the_one_value_that_a_sentence_states(symbolic, sentence, status):
+    """Only "The answer is ..." was read: "Final Answer: The largest $n$ is 34." was wrong."""
+    assert symbolic.verify(f"Final Answer: {sentence % 34}", "34").status == status
+    assert not symbolic.verify(f"Final Answer: {sentence % 35}", "34").correct
 
 
 def test_math_verify_survives_soup(symbolic):
@@ -626,18 +679,50 @@ def test_a_worker_that_is_killed_at_work_changes_no_verdict(lone):
     assert after != before
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_as_they_start_never_raise(lone):
-    for _ in range(2):
-        os.killpg(lone.worker_pids()[0], signal.SIGKILL)
-        time.sleep(0.05)
-    assert lone.verify("Answer: 2^1", "2").correct
+    """Three in a row raised into the run: any error, or the kernel short of memory, may kill so."""
+    killed = set()
+    deadline = time.monotonic() + 60
+
+    def kill_four():
+        while len(killed) < 4 and time.monotonic() < deadline:
+            (pid,) = lone.worker_pids()
+            if pid not in killed:
+                os.killpg(pid, signal.SIGKILL)
+                killed.add(pid)
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_four)
+    killer.start()
+    assert lone.verify("Answer: 2^1+x", "x+2").correct
+    killer.join()
+    assert len(killed) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
+    """A worker that was stopped (SIGSTOP), not dead, held 20 answers for 120 seconds."""
+    monkeypatch.setattr("dapo_jax.tasks.symbolic.SILENCE_SECONDS", 3.0)
+    with SymbolicVerifier(num_workers=1, cpu_seconds=0.4) as verifier:
+        if is_ready:
+            assert verifier.verify("Answer: 2^1+x", "x+2").correct
+        (before,) = verifier.worker_pids()
+        os.kill(before, signal.SIGSTOP)
+        start = time.monotonic()
+        answers = [f"Answer: x+2^{power}" for power in range(20)]
+        verdicts = verifier.verify_many(answers, [f"{2**power}+x" for power in range(20)])
+        assert [verdict.status for verdict in verdicts] == ["correct"] * 20
+        assert 2 < time.monotonic() - start < 30
+        assert verifier.worker_pids() != [before]
 
 
 def test_a_pool_that_cannot_start_says_so_and_not_that_it_was_slow(monkeypatch):
     monkeypatch.setattr("dapo_jax.tasks.interpreter._PROGRAM", "import sys; sys.exit(7)")
     with (
         SymbolicVerifier(num_workers=1) as verifier,
-        pytest.raises(RuntimeError, match=r"3 math_verify workers .*ended with status 7"),
+        pytest.raises(ChildProcessError, match=r"3 math_verify workers .*ended with status 7"),
     ):
         verifier.verify("Answer: 2^1", "2")
 

@@ -1,14 +1,15 @@
 """The only module that knows Orbax: a run's checkpoints, and parameters alone.
 
 A checkpoint has a manifest: the digest of each array and of the progress, which every restore
-compares, and whose run it is (`identity`). What is damaged is set aside, never deleted; a storage
-that answers with an error for a while is asked again, and damages nothing.
+compares, and the run's `identity`. A damaged checkpoint is set aside, never deleted. Transient
+storage errors are retried, and damage nothing.
 """
 
 import errno
 import functools
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,13 +19,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from dapo_jax.run import digests, identity, storage
-from dapo_jax.run.storage import absolute, brief, is_damage, is_transient, patiently
+from dapo_jax.run import digests, identity
+from dapo_jax.run.failures import brief, is_damage, is_transient
 from sharding import hosts
 
 SHOWN_DIFFERENCES = 3
 DAMAGED = "damaged"
 LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
+RETRY_SECONDS = (1, 2, 4, 8, 15)  # between readings of a storage that fails for a while
 PARAMS_MANIFEST = "manifest.json"  # of parameters alone, in their folder
 
 
@@ -78,10 +80,7 @@ class Checkpoints:
             "progress": of_item(ocp.JsonCheckpointHandler),
             "manifest": of_item(ocp.JsonCheckpointHandler),
         }
-        self._manager = patiently(
-            lambda: ocp.CheckpointManager(directory, options=options, item_handlers=handlers),
-            directory,
-        )
+        self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
         """Saves, if there is no checkpoint of this step yet; returns whether it was needed.
@@ -93,7 +92,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return False
         newest = self._manager.latest_step()
-        gone = storage.is_gone(self.directory, newest)
+        gone = self._is_gone(newest)
         manifest = {
             "arrays": digests.described(state) if arrays is None else arrays,
             "progress": digests.of_json(progress),
@@ -105,9 +104,15 @@ class Checkpoints:
             manifest=ocp.args.JsonSave({**manifest, "digest": digests.of_json(manifest)}),
         )
         saved = self._manager.save(step, args=content, force=True)
-        if gone or (self._keep != 1 and storage.is_gone(self.directory, newest)):
-            raise storage.not_there(self.directory / str(newest))
+        if gone or (self._keep != 1 and self._is_gone(newest)):
+            place = str(self.directory / str(newest))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
         return saved
+
+    def _is_gone(self, step: int | None) -> bool:
+        """Returns whether a step's checkpoint has gone, as the main process sees it."""
+        there = step is None or not hosts.is_main_host() or (self.directory / str(step)).exists()
+        return not there
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
         """Reads (step, state, progress) of the newest undamaged checkpoint; None without any.
@@ -173,7 +178,7 @@ class Checkpoints:
 
     def _agreed_steps(self) -> list[int]:
         """Lists the steps that the main process sees, newest first."""
-        patiently(self._manager.reload, self.directory)
+        self._manager.reload()
         return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))
 
     def _read(self, step: int, abstract_state: Any, require: Callable | None, report):
@@ -183,7 +188,7 @@ class Checkpoints:
         not there for all yet, is read again after some seconds, by all.
         """
         where, doubted = f"checkpoint {step} in {self.directory}", False
-        for seconds in (*storage.RETRY_SECONDS, None):
+        for seconds in (*RETRY_SECONDS, None):
             content, outcome, why = self._read_once(step, abstract_state, require)
             if outcome == DAMAGED and not doubted:
                 doubted = True
@@ -295,6 +300,12 @@ class Checkpoints:
             time.sleep(1)
 
 
+def absolute(path) -> epath.Path:
+    """Makes a path absolute, as Orbax wants it; one with a scheme (gs://) is so already."""
+    path = epath.Path(path)
+    return path if "://" in str(path) else path.absolute()
+
+
 def save_params(path, params) -> None:
     """Writes parameters alone, as an Orbax checkpoint without steps."""
     path = absolute(path)
@@ -320,7 +331,7 @@ def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], 
 
     def read(function):
         try:
-            return patiently(lambda: _reading(function), path)
+            return _reading(function)
         except DamagedError as error:
             raise DamagedError(f"{path} cannot be read: {error}") from error
 

@@ -1,7 +1,8 @@
-"""Says in one line what a failed read or write means, and whether the same command can go on.
+"""Classifies failed reads and writes: one line for a person, the exit status, and what to do.
 
 Host only. Libraries hide the system's error in their own: tensorstore's is a ValueError with the
-system's words in its text, a bucket's a status of HTTP. Both are looked for in the whole chain.
+system's words in its text, a bucket's a status of HTTP. Both are looked for in the whole chain of
+causes.
 """
 
 import contextlib
@@ -15,70 +16,70 @@ import shutil
 import sys
 import threading
 import traceback
+import urllib.parse
 from collections.abc import Callable, Iterator
 
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 300  # characters of a library's message; tensorstore's are pages long
+AGAIN = "give the same command again"
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a read or write failed: in words, what a person does, and whether coming back helps."""
+    """The reason why a read or write failed: in words, what a person does, whether it may pass."""
 
     words: str
-    advice: str
+    advice: str = f"mend that and {AGAIN}"
     transient: bool = False
 
 
-AGAIN = "give the same command again"
 LATER = Cause("the storage does not answer for the moment", AGAIN, transient=True)
 DENIED = Cause("this user may not do that", "give the right to read and write it, or another path")
-CAUSES = {
-    errno.ENOSPC: Cause("no space is left on the disk", f"make room and {AGAIN}"),
-    errno.EDQUOT: Cause("the disk quota is used up", f"make room or raise the quota, and {AGAIN}"),
-    errno.EFBIG: Cause("the file would exceed the limit on sizes", f"raise ulimit -f and {AGAIN}"),
-    errno.EROFS: Cause(
-        "the file system is read-only", "mount it to be written, or give another path"
-    ),
-    errno.EACCES: DENIED,
-    errno.EPERM: DENIED,
-    errno.ENOENT: Cause("it, or its folder, is not there", "put it back, or give another path"),
-    errno.ENOTDIR: Cause("a part of the path is no folder", "give another path"),
-    errno.EISDIR: Cause("it is a folder, not a file", "give another path"),
-    errno.EEXIST: Cause("something of that name is in the way", "move it, or give another path"),
-    errno.ENAMETOOLONG: Cause("the name is too long", "give a shorter path"),
-    errno.EMFILE: Cause("too many files are open", f"raise ulimit -n and {AGAIN}"),
-    errno.EIO: Cause("the disk failed to read or write", AGAIN, transient=True),
-    **dict.fromkeys(
-        (
-            *(errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH),
-            *(errno.EHOSTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED),
-            *(errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO, errno.ENOTCONN),
-        ),
-        LATER,
-    ),
-}
+NO_BUCKET = Cause(
+    "there is no such bucket, or this user may not see it",
+    "make it, give the right storage.buckets.get, or another path",
+)
+TRANSIENT = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN),
+    *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.EBUSY),
+    *(errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOTCONN),
+)
+# The errors of a path that leads nowhere: a flipped bit may be in the name of a file.
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # Orbax's have no errno
+# tensorstore's words, where they are not the system's. ABORTED: it has tried for minutes.
+TRANSIENT_TEXT = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED)\b|[Tt]imed out")
+REFUSED_TEXT = re.compile(r"Too many open files|Cannot allocate|[Oo]ut of memory")
 # What libraries write of the same: the system's own words, and what buckets answer.
-TEXTS = {
-    **{
-        re.escape(os.strerror(number)): number
-        for number in (
-            *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE),
-            *(errno.EACCES, errno.ENOENT, errno.ENETDOWN, errno.ECONNRESET, errno.ECONNREFUSED),
-        )
-    },
+SYSTEM_TEXTS = {
+    os.strerror(number): number
+    for number in (
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE),
+        *(errno.EACCES, errno.ENOENT, errno.ENETDOWN, errno.ECONNRESET, errno.ECONNREFUSED),
+    )
+}
+BUCKET_TEXTS = {
     r"too many requests|service unavailable|bad gateway|gateway time-?out|internal server error"
     r"|(rateLimitExceeded|backendError)|max retries exceeded|temporary failure in name resolution"
-    r"|http (status|response|error)?( code)?:? ?(429|50[0234])"
-    r"|retry attempts failed|curl error": errno.EAGAIN,  # tensorstore's, of a bucket
+    r"|http[ _](status|response|error)?([ _]code)?[:=]?[ ']?(429|50[0234])"
+    r"|retry attempts failed|curl error": LATER,  # tensorstore's, of a bucket
+    r"http[ _]response[ _]code[:=][ ']?40[13]|permission_denied|unauthenticated|^forbidden"
+    r"|default credentials were not found": DENIED,
+    r"^bucket does not exist": NO_BUCKET,
 }
 OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
 # Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
 NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
-RETRIED_STATUS = (408, 429, 500, 502, 503, 504)  # of HTTP
-PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']")
+STATUSES = {  # of HTTP
+    **{status: (LATER, f"HTTP {status}") for status in (408, 429, 500, 502, 503, 504)},
+    **{status: (DENIED, f"HTTP {status}") for status in (401, 403)},
+}
+PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
+RIGHT = re.compile(r"storage\.(?!googleapis)\w+\.\w+")  # that a bucket's answer says is missing
+# The forms in which a bucket's API, and gcsfs, name it and an object in it.
+IN_BUCKET = re.compile(r"(?:/v1/b/|: b/|^Bucket .*: )([^/?\s]+)(?:/o(?:/|\?name=)([^\s&?]+))?")
 
 
 def explain(error: BaseException) -> tuple[str, int]:
@@ -102,14 +103,22 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Says whether it is a check of ours, whose message is made for a person."""
+    """Returns whether it is a check of ours, whose message is made for a person."""
     ours = isinstance(error, ValueError | OSError) and raised_by_us(error)
     return ours and getattr(error, "errno", None) is None
 
 
 def is_explained(error: BaseException) -> bool:
-    """Says whether `explain` has more to say of an error than its traceback has."""
+    """Returns whether `explain` has more to say of an error than its traceback has."""
     return is_refusal(error) or cause_of(error) is not None
+
+
+def of_errno(number: int) -> Cause:
+    """Makes a cause of the system's error number, in the system's words."""
+    if number in (errno.EACCES, errno.EPERM):
+        return DENIED
+    advice = AGAIN if number in TRANSIENT else f"mend that and {AGAIN}"
+    return Cause(os.strerror(number), advice, number in TRANSIENT)
 
 
 def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
@@ -118,14 +127,13 @@ def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
         number, path = getattr(link, "errno", None), None
         if isinstance(link, OSError) and number is not None:
             path = link.filename2 or link.filename
-        if isinstance(link, OSError) and number in CAUSES:
-            return _text(path), CAUSES[number], errno.errorcode[number]
-        status = _http_status(link)
-        if status in RETRIED_STATUS:
-            return _text(path), LATER, f"HTTP {status}"
-        if not raised_by_us(link) and (told := _told(str(link))):
-            quoted = PATH.search(str(link))
-            return quoted and _text(quoted[1]), *told
+        if isinstance(link, OSError) and number in errno.errorcode:
+            return _text(path), of_errno(number), errno.errorcode[number]
+        text, status = str(link), _http_status(link)
+        if told := STATUSES.get(status) or (not raised_by_us(link) and _told(text)):
+            cause, name = told
+            right = RIGHT.search(text) if cause is DENIED else None
+            return _text(path) or _place(text), cause, f"{name}, {right[0]}" if right else name
         lost = status is None and f"{type(link).__module__}.".startswith(NETWORK)
         if lost or isinstance(link, TimeoutError | ConnectionError):
             return _text(path), LATER, type(link).__name__
@@ -133,20 +141,57 @@ def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
 
 
 def _told(text: str) -> tuple[Cause, str] | None:
-    """The cause, and its short name, that a library's message tells of."""
-    if match := OS_ERROR.search(text):
-        number = int(match[1] or match[2])
-        if number in CAUSES:
-            return CAUSES[number], errno.errorcode[number]
-    for pattern, number in TEXTS.items():
+    """Returns the cause, and its short name, that a library's message has in its text."""
+    match = OS_ERROR.search(text)
+    numbers = [int(match[1] or match[2])] if match else []
+    numbers += [number for words, number in SYSTEM_TEXTS.items() if words.lower() in text.lower()]
+    for number in numbers:
+        if number in errno.errorcode:
+            return of_errno(number), errno.errorcode[number]
+    for pattern, cause in BUCKET_TEXTS.items():
         if match := re.search(pattern, text, re.IGNORECASE):
-            name = errno.errorcode[number] if number != errno.EAGAIN else match[0]
-            return CAUSES[number], name
+            return cause, "HTTP 404" if cause is NO_BUCKET else match[0]
+    return None
+
+
+def is_transient(error: BaseException) -> bool:
+    """Returns whether reading again, some time later, may well succeed."""
+    if found := cause_of(error):
+        return found[1].transient
+    return bool(TRANSIENT_TEXT.search(str(error))) and not REFUSED_TEXT.search(str(error))
+
+
+def is_damage(error: BaseException) -> bool:
+    """Returns whether an error of reading a file is a fault of the file.
+
+    Orbax and tensorstore raise errors of any type for cut or malformed files. Denied access, a lack
+    of memory (the devices' too) and transient errors are no fault of a file.
+    """
+    if isinstance(error, MISSING_ERRORS):
+        return True
+    if found := cause_of(error):
+        return found[2] in [errno.errorcode[number] for number in MISSING]
+    if isinstance(error, OSError | MemoryError) or type(error).__name__ == "JaxRuntimeError":
+        return False
+    return not (TRANSIENT_TEXT.search(str(error)) or REFUSED_TEXT.search(str(error)))
+
+
+def brief(error: BaseException) -> str:
+    """Shortens an error to its kind and the beginning of its message, which may be pages long."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _place(text: str) -> str | None:
+    """The path that a library's message names, if any."""
+    if named := PATH.search(text):
+        return _text(named[1] or named[2])
+    if named := IN_BUCKET.search(text):
+        return _text("/".join(["gs:/", *map(urllib.parse.unquote, filter(None, named.groups()))]))
     return None
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Says whether our own check refused something: a library's error needs its traceback."""
+    """Returns whether our own check refused something: a library's error needs its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return False
@@ -225,13 +270,13 @@ def _http_status(error: BaseException) -> int | None:
 
 
 def _own_text(error: BaseException) -> str | None:
-    """What the raiser of a system's error says in place of the system's words."""
+    """Returns the words that replace the system's in an error of the system."""
     text = error.strerror if isinstance(error, OSError) and error.errno is not None else None
     return text if text and text != os.strerror(error.errno) else None
 
 
 def _free(path: str | None, name: str) -> str:
-    """How much is free, where there is too little."""
+    """Returns the free space in words, where the disk is full."""
     if path is None or name != "ENOSPC" or "://" in path:
         return ""
     with contextlib.suppress(OSError):

@@ -1,15 +1,18 @@
 """Formats of files of rows: parquet, JSON lines, JSON and CSV, each within bounds.
 
+A format reads an open file, of this machine or in a bucket; `path` is what messages call it.
+
 A file may be damaged at any byte, or be made to fill the memory: either is a DataError.
 """
 
 import codecs
 import csv
+import io
 import itertools
 import json
-import pathlib
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, AnyStr, TypeVar
+from typing import IO, AnyStr, BinaryIO, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,31 +35,30 @@ class DataError(ValueError):
 Records = Iterator[tuple[int, Callable[[], dict]]]
 
 
-def _parquet(path: pathlib.Path, fields: Sequence[str]) -> Records:
+def _parquet(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
+        file = pq.ParquetFile(opened, page_checksum_verification=True)
         schema = file.schema_arrow
     except PARQUET_ERRORS as error:
         raise DataError(
             f"{path} is not a readable parquet file: {_one_line(error)} (path, kind)."
         ) from error
-    with file:
-        _check_columns(path, schema, fields)
-        row = 0
-        for batch in _batches(path, file, fields):
-            try:
-                records = batch.to_pylist()
-            except PARQUET_ERRORS:  # one bad row: read this batch row by row to name it
-                records = None
-            for offset in range(batch.num_rows):
-                if records is None:
-                    yield row, lambda b=batch, o=offset: _record(b, o)
-                else:
-                    yield row, lambda record=records[offset]: record
-                row += 1
+    _check_columns(path, schema, fields)
+    row = 0
+    for batch in _batches(path, file, fields):
+        try:
+            records = batch.to_pylist()
+        except PARQUET_ERRORS:  # one bad row: read this batch row by row to name it
+            records = None
+        for offset in range(batch.num_rows):
+            if records is None:
+                yield row, lambda b=batch, o=offset: _record(b, o)
+            else:
+                yield row, lambda record=records[offset]: record
+            row += 1
 
 
-def _check_columns(path: pathlib.Path, schema: pa.Schema, fields: Sequence[str]) -> None:
+def _check_columns(path: str, schema: pa.Schema, fields: Sequence[str]) -> None:
     missing = [name for field in fields if (name := _missing_column(schema, field))]
     if missing:
         columns = cut(", ".join(f"{column.name}: {column.type}" for column in schema))
@@ -80,9 +82,7 @@ def _missing_column(schema: pa.Schema, field: str) -> str | None:
     return None
 
 
-def _batches(
-    path: pathlib.Path, file: pq.ParquetFile, fields: Sequence[str]
-) -> Iterator[pa.RecordBatch]:
+def _batches(path: str, file: pq.ParquetFile, fields: Sequence[str]) -> Iterator[pa.RecordBatch]:
     row, promised = 0, file.metadata.num_rows
     try:
         for batch in file.iter_batches(1024, columns=list(fields)):
@@ -115,7 +115,7 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-def _lines(path: pathlib.Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
+def _lines(path: str, file: IO[AnyStr]) -> Iterator[AnyStr]:
     """Reads lines of at most MAX_ROW_BYTES: a file without line breaks would fill the memory."""
     for number in itertools.count(1):
         line = file.readline(MAX_ROW_BYTES)
@@ -126,39 +126,40 @@ def _lines(path: pathlib.Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
         yield line
 
 
-def _json_lines(path: pathlib.Path, fields: Sequence[str]) -> Records:
-    with path.open("rb") as file:
-        for line_number, line in enumerate(_lines(path, file), start=1):
-            if line_number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield line_number, lambda line=line: typed(_parsed(line), dict, "the line")
+def _json_lines(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
+    for line_number, line in enumerate(_lines(path, opened), start=1):
+        if line_number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            yield line_number, lambda line=line: typed(_parsed(line), dict, "the line")
 
 
-def _json(path: pathlib.Path, fields: Sequence[str]) -> Records:
+def _json(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
     """Reads a list of objects, or, since files of that name often are, JSON lines."""
-    size = path.stat().st_size
+    size = opened.seek(0, os.SEEK_END)
+    opened.seek(0)
     if size > MAX_LIST_BYTES:
         raise DataError(
             f"{path} has {size:,} bytes, more than the {MAX_LIST_BYTES:,} that are read at once: "
             "write it as JSON lines (kind=jsonl)."
         )
     try:
-        records = _parsed(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+        records = _parsed(opened.read().removeprefix(codecs.BOM_UTF8))
     except ValueError:
         records = None
     if not isinstance(records, list):
-        yield from enumerate(record_of for _, record_of in _json_lines(path, fields))
+        opened.seek(0)
+        yield from enumerate(record_of for _, record_of in _json_lines(path, opened, fields))
         return
     for row, record in enumerate(records):
         yield row, lambda record=record: typed(record, dict, "the row")
 
 
-def _csv(path: pathlib.Path, fields: Sequence[str]) -> Records:
+def _csv(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
+    text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for row, record in enumerate(csv.DictReader(_lines(path, file), strict=True)):
-                yield row, lambda record=record: record
+        for row, record in enumerate(csv.DictReader(_lines(path, text), strict=True)):
+            yield row, lambda record=record: record
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} is no readable CSV file in UTF-8: {error} (path, kind)."

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from dapo_jax.tasks.units import differ, name_of, unit_of
+from dapo_jax.tasks.units import TEXT, differ, name_of, unit_of
 from dapo_jax.types import Verdict
 
 STATUSES = (
@@ -143,11 +143,11 @@ def last_box(text: str) -> str | None:
     if start < 0:
         return None
     opening = start + len(r"\boxed")
-    closing = _closing_brace(text, opening)
+    closing = closing_brace(text, opening)
     return None if closing is None else text[opening + 1 : closing]
 
 
-def _closing_brace(text: str, opening: int) -> int | None:
+def closing_brace(text: str, opening: int) -> int | None:
     """Finds the index of the brace that closes the one at `opening`."""
     depth = 0
     for index in range(opening, len(text)):
@@ -178,6 +178,8 @@ _STRICT_REPLACED = (
     (re.compile(r"\\!"), ""),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<!\\)\\(?:[()\[\],;: ]|(?:q?quad|displaystyle|large)(?![a-zA-Z]))|\*\*"), " "),
+    (re.compile(r"\\hspace\{[^{}]*\}|(?<=[\w})])~"), " "),
+    (re.compile(r"\^?\\degree(?![a-zA-Z])"), r"^\\circ"),
     (re.compile(r"\s+"), " "),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(r"\\%"), "%"),
@@ -188,9 +190,10 @@ _STRICT_REPLACED = (
     (re.compile(r"(?<!\w) | (?!\w)"), ""),  # a space says something only between two words
 )
 _STYLE = re.compile(r"\\(?:boxed|fbox|textbf|mathbf|bm|textit|mathit|emph)\{")
-_WRAPPER = re.compile(r"(?:\\(?:text|textrm|mathrm|mbox))?\{")
-_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
-_SUBSCRIPT_OR_ARGUMENT = re.compile(r"_(?:\{\w+\}|\w)|(?<=[a-zA-Z])\([^()]*\)")
+_WRAPPER = re.compile(rf"(?:{TEXT})?\{{")
+EQUALS = re.compile(
+    r"(?<![<>:=\\/])(?<!\\not)(?<![^\d)}]!)=(?![=/]|[^(){}]*[)}])"
+)  # outside brackets
 _LITERAL = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}([ ,'])[0-9]{3}(?:\1[0-9]{3})*|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
@@ -202,15 +205,32 @@ _UNIT_WORDS = (
     "mm cm km km/h mph inch(?:es)? ft feet (?:milli|centi|kilo)?met(?:er|re)s? miles? yards? "
     "gm kg grams? kilograms? lit(?:er|re)s? 个 個 元 度 种 種 人"
 )
+# Words that make another answer of the number beside them, or no answer.
+DOUBT = (
+    r"(?i:\b(?:no|not|never|none|nobody|neither|nor|cannot|without|unless|except|excluded|if|whether"
+    r"|let|suppose|assume|doubt|guess|maybe|may|might|could|perhaps|possibly|probably|wrong|false"
+    r"|incorrect|mistaken|contradiction|fail|check|try|tries|tried|unknown|unlikely|sure|about"
+    r"|around|approximate|nearly|almost|roughly|hardly|bound|more|less|fewer|than|between|at least"
+    r"|at most|plus|minus|half|twice|double|triple|squared|cubed|percent points|each|hundred"
+    r"|thousand|times (?:as|the)|dozen|[mbt]r?illion)s?\b|n['\u2019]t\b|\?)"
+)
+_WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
+_NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{_WORDS}")
+_NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w|\\text|\\mbox")
+_KNOWN_UNIT = rf"(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})"
+_SQUARE = r"(?:\^[23]|\^\{[23]\}|[²³])?$"
 _UNIT = re.compile(
-    r" ?(?:%|°|\^\\circ|\^\{\\circ\}"
-    r"|(?:\\(?:text|textrm|mathrm|mbox)\{(?![^{}]*\b(?:or|not)\b)[^{}0-9]*\}"
-    rf"|(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})|(?<= )[msgh])"
-    r"(?:\^[23]|\^\{[23]\}|[²³])?)$"
+    r" ?(?:(?:[%°€£¥]|\^\\circ|\^\{\\circ\})$"
+    rf"|(?:(?!\\\w+\{{[^{{}}]*\b(?:and|or)\b){_WORDS}|{_KNOWN_UNIT}|(?<= )[msgh]){_SQUARE})"
+)
+# A formula in degrees is another one without them.
+_UNIT_OF_FORMULA = re.compile(
+    rf"(?:(?<!/){TEXT}\{{ ?(?!degree)(?:{_KNOWN_UNIT}|[msgh])\}}"
+    rf"|(?<=[ }})])(?!degree){_KNOWN_UNIT}){_SQUARE}"
 )
 _RETRACTION = re.compile(
-    r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract"
-    r"|second thought|i meant|scratch that|not (?:right|correct|the answer)|should(?: have)? be)\b"
+    r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract|i meant"
+    r"|second thought|scratch that|not (?:right|correct|really|the answer)|should(?: have)? be)\b"
     r"|(?:^|[.!?\n])\W*no(?:pe)?\b(?! (?:other|more|further))|不对|错了|更正|等等",
     re.IGNORECASE,
 )
@@ -224,11 +244,9 @@ def strict_form(answer: str) -> str:
     string without what says nothing: markup, math delimiters, wrappers, spacing, a name before "=".
 
     Right answers that the reference calls wrong:
-      `42.`  `**42**`  `**Answer:** 42`  `**Answer: 42**`  `Answer**: 42`  `*42*`  `` `42` ``
-      `\(42\)`  `\[42\]`  `$$42$$`  `$\displaystyle 42$`  `\boxed{42}.`  `\fbox{42}`  `{42}`
-      `42%`  `42 seconds`  `42 km/h`  `42°`  `42 个`  `+42`  `42.0`  `1,000.50`  `1\,000`  `1'000`
-      `m+n = 42.`  `\tfrac{1}{2}`, `\frac{1}2` and `0.5` for `\frac{1}{2}`  `\frac{-1}{2}`
-      `–7` (en dash)  full-width digits and colon  a number on the line after `\[` or `$$`
+      `42.`  `**42**`  `**Answer:** 42`  `Answer**: 42`  `\(42\)`  `$$42$$`  `\fbox{42}`  `{42}`
+      `42%`  `42 km/h`  `42°`  `42 个`  `+42`  `1,000.50`  `1\,000`  `m+n = 42.`  `\frac{1}2` and
+      `0.5` for `\frac{1}{2}`  `\frac{-1}{2}`  `–7` (en dash)  a number on the line after `\[`
     Wrong answers that it calls right:
       `41=42` (two numbers)  `4 2`  `12,34` for 1234  `35` for `3,5`  `42\text{0}` for 420
       `$42$ or $43$` (it reads the first)  `square 42`, `a 42`, `ways42` (words cut out anywhere)
@@ -250,12 +268,12 @@ class Answer(NamedTuple):
 
 def read_answer(text: str) -> Answer:
     """Reads an answer; name and unit are "" where there is none, each in one spelling."""
-    name = unit = ""
+    name, unit = "", "dollar" if r"\$" in text else ""
     for _ in range(_MAX_PASSES):
         its_name, side = _last_side(_plain(text))
         value = exact_number(side)
-        if value is not None and (match := _UNIT.search(side)):
-            unit = unit or unit_of(match[0])
+        if match := (_UNIT_OF_FORMULA if value is None else _UNIT).search(side):
+            unit, side = unit or unit_of(match[0]), side[: match.start()]
         name = name or its_name
         simpler = side if value is None else str(value)
         if simpler == text:
@@ -271,7 +289,7 @@ def _plain(text: str) -> str:
     text = text.lstrip("*_: ").rstrip("*_,;:。、 ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1]
-    while (wrapper := _WRAPPER.match(text)) and _closing_brace(text, wrapper.end() - 1) == (
+    while (wrapper := _WRAPPER.match(text)) and closing_brace(text, wrapper.end() - 1) == (
         len(text) - 1
     ):
         text = text[wrapper.end() : -1]
@@ -281,33 +299,34 @@ def _plain(text: str) -> str:
 def _without_styles(text: str) -> str:
     r"""Blanks out `\boxed{`, `\textbf{` and the like, and the braces that close them."""
     styles = {match.end() - 1: match.start() for match in _STYLE.finditer(text)}
-    if not styles:
-        return text
-    characters = list(text)
-    openings = []
-    for index, character in enumerate(text):
+    characters, openings = list(text), []
+    for index, character in enumerate(text if styles else ""):
         if character == "{":
             openings.append(index)
-        elif character == "}" and openings:
-            opening = openings.pop()
-            if opening in styles:
-                start = styles[opening]
-                characters[start : opening + 1] = " " * (opening + 1 - start)
-                characters[index] = " "
+        elif character == "}" and openings and (opening := openings.pop()) in styles:
+            start = styles[opening]
+            characters[start : opening + 1] = " " * (opening + 1 - start)
+            characters[index] = " "
     return "".join(characters)
 
 
 def _last_side(text: str) -> tuple[str, str]:
     """Splits off what is before the last "=" if it is names (m+n, f(2), a_1) or that number."""
-    *others, last = _EQUALS.split(text)
+    *others, last = EQUALS.split(text)
     value, found = exact_number(last), ""
     for side in dict.fromkeys(others):  # each once: repetition costs no time
-        name = _SUBSCRIPT_OR_ARGUMENT.sub("", side)
-        if not any(character.isdigit() or character == "," for character in name):
+        if is_name(side):
             found = found or name_of(side)
         elif value is None or exact_number(side) != value:
             return "", text
     return found, last
+
+
+def is_name(side: str) -> bool:
+    """Tells whether a side of "=" names what the other is: m+n, f(2), a_1, (x,y), Total."""
+    if re.fullmatch(r"\([A-Za-z](,[A-Za-z])+\)", side):
+        return list(side[1::2]) == sorted(side[1::2])
+    return not _NO_NAME.search(_NO_VALUE.sub("", side))
 
 
 def exact_number(text: str) -> Fraction | None:
@@ -355,14 +374,11 @@ def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
     verdict = compare(None if answer is None else answer.form, truth.form)
     if not verdict.correct:
         return verdict
-    for status, is_so in (
-        ("other_unit", differ(answer.unit, truth.unit)),
-        ("other_name", differ(answer.name, truth.name)),
-        ("retracted", retracts(rest)),
-    ):
-        if is_so:
-            return Verdict(False, verdict.prediction, status)
-    return verdict
+    if differ(answer.unit, truth.unit):
+        return Verdict(False, verdict.prediction, "other_unit")
+    if differ(answer.name, truth.name):
+        return Verdict(False, verdict.prediction, "other_name")
+    return Verdict(False, verdict.prediction, "retracted") if retracts(rest) else verdict
 
 
 def retracts(rest: str) -> bool:

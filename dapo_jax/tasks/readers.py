@@ -8,6 +8,7 @@ about 100 times). Nothing is dropped silently: a `DataReport` accounts for each 
 import contextlib
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -17,9 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
+from etils import epath
+
 from dapo_jax.tasks.formats import FORMATS, DataError, cut, typed
 from dapo_jax.tasks.math_rules import last_box
 from dapo_jax.types import Example, Message
+from dapo_jax.untrusted import is_local
 
 # The prompt of DAPO, section 4.1.
 PROMPT_TEMPLATE = (
@@ -199,16 +203,17 @@ def read_rows(
     """
     file_format = file_format or _format_of(path)
     rows = Rows(path, "line" if file_format == "jsonl" else "row", on_bad_row)
-    file = pathlib.Path(path)
+    file = pathlib.Path(path) if is_local(path) else epath.Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"No data file at {path!r}: set path.")
-    for row, record_of in FORMATS[file_format](file, fields):
-        with rows.reading(row):
-            record = record_of()
-            for name in fields:
-                typed(field(record, name), object, name)
-            messages, answer, *extra = make(record)
-            rows.add(row, messages, _text(answer, "the answer"), *extra)
+    with io.BufferedReader(file.open("rb")) as opened:  # a bucket's own reads lines of any length
+        for row, record_of in FORMATS[file_format](path, opened, fields):
+            with rows.reading(row):
+                record = record_of()
+                for name in fields:
+                    typed(field(record, name), object, name)
+                messages, answer, *extra = make(record)
+                rows.add(row, messages, _text(answer, "the answer"), *extra)
     return rows.result()
 
 

@@ -22,6 +22,7 @@ import resource
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,7 +39,8 @@ ANSWER_MEMORY_BYTES = 1 << 30  # beyond what a worker has when it is ready
 PATIENCE = 100
 IMPATIENT_CPU_SECONDS = 0.1
 TRIES = 3
-SILENCE_SECONDS = 120.0  # of a worker that starts, or grades: no verdict hangs on this clock
+SILENCE_SECONDS = 12.0  # of a worker: it is stopped, as no busy host makes a second of CPU time
+KILLED_STARTS = 8  # in a row, two minutes with the pauses between them
 _MEMORY_STATUS = 3
 
 
@@ -52,13 +54,13 @@ class Workers:
     that ends its process is "crashed". A process that was killed from outside is no answer's fault:
     its answer is graded again, up to TRIES times. After PATIENCE timeouts that less than one answer
     in a hundred explains, answers get IMPATIENT_CPU_SECONDS each; only then do verdicts depend on
-    the answers before.
+    the answers before. A worker that is silent for SILENCE_SECONDS (stopped, say) is replaced.
 
     Workers start at once and live until `close`, the end of the `with` block or of the process,
     and exit on their own when this process is gone. Safe to share by threads.
 
-    Raises ValueError for a number of workers or a time that is not positive, and RuntimeError where
-    workers cannot be started.
+    Raises ValueError for a number of workers or a time that is not positive, and ChildProcessError
+    where TRIES workers in a row end as they start, or KILLED_STARTS are killed or silent.
     """
 
     def __init__(self, num_workers: int, cpu_seconds: float, *, module: str, name: str) -> None:
@@ -118,13 +120,12 @@ class Workers:
         seconds = self._cpu_seconds if patient else min(IMPATIENT_CPU_SECONDS, self._cpu_seconds)
         for _ in range(TRIES):
             worker = self._idle.get()
-            verdict = worker.ask(*question, seconds)
-            self._idle.put(worker if worker.alive else self._replaced(worker))
-            if worker.failed_starts >= TRIES:
-                raise RuntimeError(
-                    f"{TRIES} {self._name} workers in a row were never ready; the last one "
-                    f"{worker.failure}, and what it said is on the error output"
-                )
+            try:
+                while not worker.is_ready():
+                    worker = self._replaced(worker)
+                verdict = worker.ask(*question, seconds)
+            finally:
+                self._idle.put(worker)
             if verdict is not None:
                 break
         verdict = verdict or Verdict(False, question[0], "crashed")
@@ -134,11 +135,17 @@ class Workers:
         return verdict
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
-        """Starts a worker in the place of one that is gone."""
+        """Starts a worker in the place of one that is gone, after a pause if none was ready."""
+        worker.kill()
+        tries = TRIES if worker.process.returncode >= 0 else KILLED_STARTS
+        if worker.failed_starts >= tries:
+            raise ChildProcessError(
+                f"{worker.failed_starts} {self._name} workers in a row were never ready; the last "
+                f"one {worker.failure}, and what it said is on the error output"
+            )
+        time.sleep(0.5 * (2**worker.failed_starts - 1))
         with self._lock:
-            if self._closed:
-                return worker
-            worker.kill()
+            self.check_open()
             fresh = _Worker(self._module, worker.failed_starts)
             self._workers[self._workers.index(worker)] = fresh
             return fresh
@@ -200,30 +207,34 @@ class _Worker:
         self.alive, self.failure = True, ""
         self.failed_starts, self._ready = failed_starts, False
 
+    def is_ready(self) -> bool:
+        """Waits until it is ready to be asked; False where it never will be."""
+        if self.alive and not self._ready:
+            self._receive(SILENCE_SECONDS * 2 ** min(self.failed_starts, 3))
+            self._ready = self.alive
+            self.failed_starts = 0 if self._ready else self.failed_starts + 1
+        return self.alive
+
     def ask(self, answer: str, truth: str | bytes, cpu_seconds: float) -> Verdict | None:
         """Returns its verdict; None where it, or its child, was killed, or where it is silent."""
-        try:
-            if not self._ready:
-                self.failed_starts += 1  # until it says that it is ready
-                self._receive()
-                self._ready, self.failed_starts = True, 0
+        with contextlib.suppress(OSError):  # of one that has ended, which `_receive` finds
             self.connection.send((answer, truth, cpu_seconds))
-            return self._receive()
-        except TimeoutError:
-            self.failure = f"was silent for {SILENCE_SECONDS:.0f} s"
+        return self._receive(max(SILENCE_SECONDS, 10 * cpu_seconds))
+
+    def _receive(self, seconds: float) -> Verdict | None:
+        try:
+            if self.connection.poll(seconds):
+                return self.connection.recv()
+            self.failure = f"was silent for {seconds:.0f} s"
         except (EOFError, OSError):
             self.failure = "ended"
         self.alive = False
         return None
 
-    def _receive(self) -> Verdict | None:
-        if not self.connection.poll(SILENCE_SECONDS):
-            raise TimeoutError
-        return self.connection.recv()
-
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if self.process.returncode is None:  # else its number may be another's
+                os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
         if self.failure == "ended":
             self.failure = f"ended with status {status}"

@@ -50,8 +50,9 @@ _SYMBOLS = {
 }
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _POWER = re.compile(r"\^\{?([23])\}?|([²³])")
-_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}")
-_NAME = re.compile(r"[A-Za-z]\w*(?:\([^()]*\))?(?:\+[A-Za-z]\w*(?:\([^()]*\))?)*")
+TEXT = r"\\(?:text(?:rm|normal)?|mathrm|mbox)"
+TEXT_GROUP = re.compile(TEXT + r"\{([^{}]*)\}")
+_NAME = re.compile(r"[A-Za-z]\w*(?:\([^()]*\))?(?:[-+/][A-Za-z]\w*(?:\([^()]*\))?)*")
 _VARIABLE_ARGUMENT = re.compile(r"\([A-Za-z]\)")
 
 
@@ -61,7 +62,7 @@ def unit_of(text: str) -> str:
     It is "" for no unit, and for words that count things (points, ways, students).
     """
     power = "".join(f"^{a or '23'['²³'.index(b)]}" for a, b in _POWER.findall(text))
-    text = _TEXT.sub(r" \1 ", _POWER.sub("", text)).lower()
+    text = TEXT_GROUP.sub(r" \1 ", _POWER.sub("", text)).lower()
     text = text.replace("tre", "ter").replace("/", " / ")
     words = [_singular(word) for word in re.split(r"[\s{}\\^.,]+", text) if word]
     power = "".join(_POWERS.get(word, "") for word in words) or power

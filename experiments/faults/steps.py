@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.run import stops
+from dapo_jax.run import digests, signals
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.snapshots import Snapshots
+from dapo_jax.run.start import Progress
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
@@ -81,14 +82,15 @@ def main(folder: str, phase: str) -> None:
         for step in range(first, STEPS):
             if phase and step == STEP + (phase == "saving"):
                 last(phase, mesh)
-            state = step_of(state)
-            snapshots.take(step + 1, {"a": state}, {"cursor": step + 1}, force=step + 1 == STEPS)
+            state, last_one = step_of(state), step + 1 == STEPS
+            of_step = (step + 1, {"a": state}, Progress(cursor=step + 1))
+            snapshots.take(*of_step, digests.described({"a": state}), force=last_one)
             hosts.gather(step)
     print(f"all steps are done: {hosts.fetch(state).tolist()}", flush=True)
 
 
 if __name__ == "__main__":
-    with stops.Stops(stops.end_command), hosts.ending_when_a_peer_is_lost():
+    with signals.Signals(signals.end_command), hosts.ending_when_a_peer_is_lost():
         try:
             main(*sys.argv[1:])
         except ValueError as error:

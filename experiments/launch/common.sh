@@ -114,8 +114,11 @@ grant_access() {
   execute_or_go_on gcloud iam service-accounts create "${SERVICE_ACCOUNT%%@*}" "--project=$PROJECT"
   execute_or_go_on gcloud storage buckets create "gs://$BUCKET" "--project=$PROJECT" "--location=$REGION" \
     --uniform-bucket-level-access --public-access-prevention
-  execute gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" \
-    "--member=serviceAccount:$SERVICE_ACCOUNT" --role=roles/storage.objectUser
+  # Orbax and gcsfs read the bucket's own metadata (storage.buckets.get), which no role of objects has.
+  for role in objectUser legacyBucketReader; do
+    execute gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" \
+      "--member=serviceAccount:$SERVICE_ACCOUNT" "--role=roles/storage.$role"
+  done
   grant_project "serviceAccount:$SERVICE_ACCOUNT" roles/logging.logWriter
   [[ -n ${LAUNCHER-} ]] || return 0
   grant_project "$LAUNCHER" roles/tpu.admin

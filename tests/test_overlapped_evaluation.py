@@ -1,6 +1,5 @@
 """An evaluation rides in the next rollout's session: the same bits, for it and for training."""
 
-import contextlib
 import dataclasses
 import gc
 import gzip
@@ -10,7 +9,6 @@ import weakref
 
 import numpy as np
 import pytest
-from test_files import _events
 from test_train import (
     STEPS,
     programs_compiled_once,  # noqa: F401  a fixture
@@ -22,7 +20,6 @@ from configs import base
 from dapo_jax import evaluate, train
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.run import build
-from dapo_jax.run.begun import Begun
 
 # What depends on when slots fall idle: requests that were issued, and cancelled in the end.
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
@@ -90,70 +87,6 @@ def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, ste
 
 class Interrupted(Exception):
     pass
-
-
-def test_an_interrupted_evaluation_goes_on_with_what_it_had(riding, tmp_path):
-    """Bit for bit; of another policy, other prompts or samples nothing is taken.
-
-    One of three hours that was preempted in its last minutes had to begin anew.
-    """
-    config = two_sets()
-    programs = build.programs(config, build.tokenizer(config).vocab_size)
-    sets = build.load_data(config, build.tokenizer(config), training=False).eval_sets
-    weights = programs.reshard(programs.start_params(), None)
-
-    def begun(how="a", turned=0, more=0):
-        made = {}
-        for name, it in sets.items():
-            prompts = it.dataset.prompts[turned:] + it.dataset.prompts[:turned]
-            k = it.k + more
-            made[name] = Begun(tmp_path, f"0.{name}", how=how, prompts=prompts, k=k, say=print)
-        return made
-
-    def finished(groups):
-        return sum(len(of_set.responses) for of_set in groups.values())
-
-    def keep(name, groups):
-        evaluate.write_responses(tmp_path, f"0.{name}", groups)
-
-    def sampled(interrupt):
-        """Evaluates with what is there; the numbers of groups to go, and the results."""
-        to_go = []
-
-        def report(text):
-            to_go.append(int(text.split()[1]))
-            if interrupt and to_go[-1] < to_go[0]:
-                raise Interrupted
-
-        results = None
-        with contextlib.suppress(Interrupted):
-            results = evaluate.evaluate(
-                config, programs, weights, sets, report=report, keep=keep, begun=begun()
-            )
-        return to_go, results
-
-    (groups, *_, left), results = sampled(interrupt=True)
-    assert results is None
-    assert groups == 14
-    had = begun()
-    assert finished(had) == groups - left > 0
-    name = next(name for name, of_set in had.items() if of_set.responses)
-    with (tmp_path / "eval" / f"0.{name}.begun.jsonl").open("ab") as torn:
-        torn.write(b'{"cursor": 0, "pro')
-    to_go, results = sampled(interrupt=False)
-    assert to_go[0] == left
-    assert results == json.loads((riding / "eval" / "0.json").read_text())["sets"]
-    for name in sets:
-        path = f"eval/0.{name}.jsonl.gz"
-        assert (tmp_path / path).read_bytes() == (riding / path).read_bytes()
-    assert finished(begun()) == groups
-    assert sampled(interrupt=False) == ([], results)
-    files = {path: path.read_bytes() for path in tmp_path.glob("eval/*.begun.jsonl")}
-    for other in ({"how": "b"}, {"turned": 1}, {"more": 1}):
-        assert finished(begun(**other)) == finished(begun()) == 0
-        for path, content in files.items():
-            path.write_bytes(content)
-    assert finished(begun()) == groups
 
 
 @pytest.mark.slow
@@ -302,21 +235,3 @@ def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
     assert len(sessions) == STEPS + 1  # the last evaluation's is alone
     assert alive == [0] * STEPS
     assert sum(session() is not None for session in sessions) == 0
-
-
-@pytest.mark.slow
-def test_tensorboard_keeps_an_evaluation_that_no_row_has(riding, tmp_path):
-    """A resume's purge mark hid the scores after the last step, and nothing wrote them again."""
-    run = tmp_path / "run"
-    shutil.copytree(riding, run)
-    config = two_sets()
-    config.num_steps += 1
-    train.train(config, run)
-    shown = {}  # (step, key): as TensorBoard shows it
-    for event in _events(run):
-        if event.HasField("session_log"):
-            shown = {place: value for place, value in shown.items() if place[0] < event.step}
-        shown |= {(event.step, v.tag): v.simple_value for v in event.summary.value}
-    scores = json.loads((run / "eval" / "3.json").read_text())["sets"]["cool"]
-    assert shown[3, "eval/cool/mean_2"] == pytest.approx(scores["mean@2"])
-    assert {step for step, _ in shown} == {0, 1, 2, 3, 4}

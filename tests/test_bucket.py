@@ -1,0 +1,456 @@
+"""Runs, models and data in a bucket (gs://), against an emulator of its API with injected faults.
+
+What the emulator has not: permissions (the proxy answers in its place), gRPC (by which gcsfs asks
+what kind of bucket it is; it warns, and takes it for a flat one, so hierarchical ones are untried),
+batches of deletions (gcsfs sends them one by one) and a memory of finished uploads (the proxy's).
+The libraries' own retries wait for a second or more, for which these tests take their time.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import fsspec
+import gcsfs
+import jax
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from bucket import Fault, served
+from etils.epath import backend
+from jax.sharding import PartitionSpec
+from processes import ROOT, started
+from test_checkpoint import abstract, assert_bitwise_equal, fail, state_at
+from test_hf import UNTIED, assert_same, random_params
+from test_processes import assert_same_run, run
+
+from dapo_jax.run import failures
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.files import read_rows
+from dapo_jax.tasks.readers import read
+from dapo_jax.tasks.tokenizer import load_tokenizer
+from models import load_hf, save_hf
+from models.transformer import split
+from sharding.mesh import make_mesh
+
+# As in tests/test_checkpoint.py: Orbax abandons its other writes when one is denied.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+MODEL = ROOT / "experiments" / "tiny_base" / "checkpoint"
+# What the API says to an account without the right.
+WORDS = (
+    "robot@p.iam.gserviceaccount.com does not have {} access to the Google Cloud Storage object."
+)
+# The same step after step, whatever happens in between; says where it goes on.
+PROGRAM = """
+import sys, jax, jax.numpy as jnp
+from dapo_jax.run.checkpoint import Checkpoints
+checkpoints, steps = Checkpoints(sys.argv[1], keep=2), int(sys.argv[2])
+state = {"a": jnp.arange(2**16, dtype=jnp.uint32), "b": jnp.arange(4, dtype=jnp.uint32)}
+abstract = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+)
+first, state, _ = checkpoints.restore_latest(abstract, report=print) or (0, state, {})
+print("begins after", first, flush=True)
+for step in range(first, steps):
+    state = {name: leaf * 1664525 + step for name, leaf in state.items()}
+    checkpoints.save(step + 1, state, {"cursor": step})
+print("ends with", int(state["a"][12345]), int(state["b"][3]))
+"""
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """A bucket that this process and those started from it reach as they do a real one."""
+    with served() as bucket, pytest.MonkeyPatch.context() as patch:
+        for name, value in bucket.env.items():
+            patch.setenv(name, value)
+        # Other tests have a file system in memory in its place.
+        fsspec.register_implementation("gcs", gcsfs.GCSFileSystem, clobber=True)
+        _forget()
+        yield bucket
+    _forget()
+
+
+def _forget():
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def place(bucket, request):
+    """The name of a folder in the bucket, this test's own."""
+    return request.node.name.replace("[", "-").replace("]", "")
+
+
+def saved(url, *steps, keep=2):
+    """Saves these steps, and returns the open checkpoints."""
+    checkpoints = Checkpoints(url, keep=keep)
+    for step in steps:
+        assert checkpoints.save(step, state_at(step), {"cursor": step})
+    return checkpoints
+
+
+def restored(url, report=fail):
+    """(step, state, progress) of the newest checkpoint, as a new process finds it."""
+    return Checkpoints(url, keep=2).restore_latest(abstract(state_at(0)), report=report)
+
+
+def assert_restored(found, step):
+    assert (found[0], found[2]) == (step, {"cursor": step})
+    assert_bitwise_equal(found[1], state_at(step))
+
+
+def folders(bucket, place):
+    """What is in a run's folder of checkpoints."""
+    return {name.removeprefix(f"{place}/").split("/")[0] for name in bucket.names(f"{place}/")}
+
+
+def flip(bucket, prefix):
+    """Flips a bit in the middle of the largest object whose name begins so."""
+    name = max(bucket.names(prefix), key=lambda name: len(bucket.read(name)))
+    content = bytearray(bucket.read(name))
+    content[len(content) // 2] ^= 1
+    bucket.write(name, bytes(content))
+
+
+def complete_steps(bucket, place):
+    """The steps of the checkpoints that are complete."""
+    there = {name.removeprefix(f"{place}/") for name in bucket.names(f"{place}/")}
+    steps = [int(name) for name in folders(bucket, place) if name.isdigit()]
+    return sorted(step for step in steps if f"{step}/commit_success.txt" in there)
+
+
+# Checkpoints
+
+
+def test_the_newest_checkpoints_come_back_bitwise_on_other_devices(bucket, place):
+    saved_from = make_mesh(data=4, model=1)
+    checkpoints = Checkpoints(f"{bucket.url}/{place}", keep=2)
+    for step in (1, 2, 3):
+        state = state_at(step, spec=PartitionSpec("data", "model"), mesh=saved_from)
+        checkpoints.save(step, state, {"cursor": step})
+    for devices in (1, 2, 4):
+        mesh = make_mesh(data=1, model=devices, devices=jax.devices()[:devices])
+        wanted = abstract(state_at(0, spec=PartitionSpec("data", "model"), mesh=mesh))
+        url = f"{bucket.url}/{place}"
+        found = Checkpoints(url, keep=2).restore_latest(wanted, report=fail)
+        assert_restored(found, 3)
+        assert found[1].params["embed_VD"].sharding == wanted.params["embed_VD"].sharding
+    assert folders(bucket, place) == {"2", "3"}
+
+
+def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, place):
+    """The libraries' own retries do it: gcsfs's, TensorStore's and google-cloud-storage's."""
+    url = f"{bucket.url}/{place}"
+    checkpoints = saved(url, 1, 2)
+    faults = (
+        Fault("POST /upload.*manifest/metadata", times=1, status=503),
+        Fault("POST /upload.*ocdbt", times=1, status=429),
+        Fault("POST /upload.*/state/d/", times=1, lost="request"),
+        Fault("POST /upload.*upload_id", every=4, times=1, lost="answer"),
+        Fault("DELETE .*/1/", every=3, times=1, lost="request"),
+        Fault("GET .*alt=media", every=3, times=1, late_s=3),
+    )
+    with bucket.failing(*faults):
+        assert checkpoints.save(3, state_at(3), {"cursor": 3})
+    assert [fault.met for fault in faults] == [1] * len(faults)
+    assert complete_steps(bucket, place) == [2, 3]
+    faults = (
+        Fault("GET .*manifest/metadata", times=1, status=429),
+        Fault("GET .*/state/.*alt=media", times=1, status=503),
+        Fault("GET .*/d/.*alt=media", every=2, times=1, lost="answer"),
+        Fault("GET .*commit_success", times=1, lost="request"),
+    )
+    with bucket.failing(*faults):
+        assert_restored(restored(url), 3)
+    assert [fault.met for fault in faults] == [1] * len(faults)
+
+
+KINDS = [{"status": 503}, {"lost": "request"}, {"lost": "answer"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=["503", "request", "answer"])
+def test_any_request_of_a_save_or_a_restore_may_fail(bucket, place, kind):
+    """One in 29 of them, other ones for each kind."""
+    url = f"{bucket.url}/{place}"
+    checkpoints, offset = saved(url, 1, 2), KINDS.index(kind)
+    fault = Fault("", every=29, matched=9 * offset, **kind)
+    with bucket.failing(fault):
+        assert checkpoints.save(3, state_at(3), {"cursor": 3})
+        assert complete_steps(bucket, place) == [2, 3]
+        assert_restored(restored(url), 3)
+    assert fault.met > 6
+
+
+def test_a_damaged_object_costs_one_checkpoint_and_is_kept(bucket, place):
+    url = f"{bucket.url}/{place}"
+    saved(url, 1, 2)
+    flip(bucket, f"{place}/2/state/")
+    damaged = bucket.contents(f"{place}/2/")
+    reports = []
+    assert_restored(restored(url, reports.append), 1)
+    assert len(reports) == 1 and reports[0].startswith("checkpoint 2 cannot be read (")
+    kept = bucket.contents(f"{place}/damaged.2.0/")
+    assert list(kept.values()) == list(damaged.values()) and not bucket.names(f"{place}/2/")
+    saved(url, 2)
+    assert_restored(restored(url), 2)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_denied_reading_damages_nothing(bucket, place, status):
+    """An expired account (401) was damage: twice denied, the good checkpoint was set aside."""
+    url = f"{bucket.url}/{place}"
+    saved(url, 1, 2)
+    before = bucket.names(f"{place}/")
+    denied = Fault(f"{place}/2/manifest/metadata.*alt=media", status=status)
+    with bucket.failing(denied), pytest.raises(Exception) as raised:
+        restored(url)
+    line, code = failures.explain(raised.value)
+    assert f"this user may not do that (HTTP {status}" in line or "(Forbidden" in line
+    assert code == 1 and failures.is_explained(raised.value)
+    assert bucket.names(f"{place}/") == before
+    assert_restored(restored(url), 2)
+
+
+# Said in one line
+
+
+def test_a_missing_bucket_is_one_line(bucket, tmp_path):
+    """It was a traceback; and no bucket is made: a name with a typing error may be anybody's."""
+    seen = len(bucket.seen)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "dapo_jax.train", "--config=experiments/preemption/config.py"),
+            *("--config.checkpoint.directory=gs://no-bucket/run", f"--workdir={tmp_path}"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: gs://no-bucket: there is no such bucket" in done.stderr
+    assert not [request for request in list(bucket.seen)[seen:] if request.startswith("POST")]
+
+
+DENIED = {
+    "all": ("", "storage.objects.list"),
+    "reading the bucket's own metadata": ("GET /storage/v1/b/[^/]*$", "storage.buckets.get"),
+    "gcsfs's writes": ("POST /upload.*_CHECKPOINT_METADATA", "storage.objects.create"),
+    "TensorStore's writes": ("POST /upload.*ocdbt", "storage.objects.create"),
+    "deletions": ("DELETE .*/1/", "storage.objects.delete"),
+}
+
+
+@pytest.mark.parametrize("which", DENIED)
+def test_a_missing_right_is_one_line_with_the_path(bucket, which):
+    """It was a traceback of gcsfs's or TensorStore's."""
+    pattern, right = DENIED[which]
+    name = f"closed-{list(DENIED).index(which)}"  # whose metadata Orbax does not know yet
+    bucket.call("POST", "/storage/v1/b?project=p", json.dumps({"name": name}).encode())
+    fault = Fault(pattern, status=403, words=WORDS.format(right))
+    with bucket.failing(fault), pytest.raises(Exception) as raised:
+        saved(f"gs://{name}/run", 1, 2, 3)
+    line, code = failures.explain(raised.value)
+    assert line.startswith(f"gs://{name}") and "\n" not in line and len(line) < 400
+    assert right in line and "give the right " in line
+    assert failures.is_explained(raised.value) and code == 1 and fault.met
+
+
+# kill -9
+
+
+@contextlib.contextmanager
+def killing(bucket, pattern="", *, every=1):
+    """Kills the process in the list that it yields at the first request that matches."""
+    group = []
+    with bucket.failing(Fault(pattern, every=every, times=1, act=lambda: group[0].kill())):
+        yield group
+
+
+def first_step(log):
+    """Where PROGRAM went on; all that it read was whole."""
+    text = log.read_text()
+    assert "cannot be read" not in text, text
+    return int(re.search(r"begins after (\d+)\n", text)[1])
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(
+    bucket, place, tmp_path, kills
+):
+    """Each kill is at another request, after a restore and a save or two of some 150 requests."""
+    url, log, steps, newest = f"{bucket.url}/{place}", tmp_path / "log", 3 * kills + 3, 0
+    arguments = ["-c", PROGRAM, url, str(steps)]
+    for i in range(kills):
+        with (
+            log.open("w") as output,
+            killing(bucket, every=300 + 67 * i % 160) as group,
+            started(arguments, outputs=[output]) as processes,
+        ):
+            group += processes
+            assert group[0].wait(timeout=120) == -signal.SIGKILL
+        assert first_step(log) == newest
+        newest = max(complete_steps(bucket, place))
+        assert newest > i
+    with log.open("w") as output, started(arguments, outputs=[output]) as (process,):
+        assert process.wait(timeout=120) == 0
+    assert first_step(log) == newest
+    state = [12345, 3]
+    for step in range(steps):
+        state = [(number * 1664525 + step) % 2**32 for number in state]
+    assert log.read_text().splitlines()[-1] == "ends with {} {}".format(*state)
+    # What the killed ones left has gone.
+    assert folders(bucket, place) == {str(steps - 1), str(steps)}
+
+
+# Models, data and programs
+
+
+@pytest.fixture(scope="module")
+def model(bucket):
+    """The tiny recipe's start model, in the bucket."""
+    for file in MODEL.iterdir():
+        bucket.write(f"model/{file.name}", file.read_bytes())
+    return f"{bucket.url}/model"
+
+
+def test_a_model_and_a_tokenizer_are_read_from_a_bucket(bucket, place, model):
+    assert_same(split(load_hf(model))[1], split(load_hf(MODEL))[1])
+    params = random_params(UNTIED)
+    save_hf(params, UNTIED, f"{bucket.url}/{place}", max_shard_bytes=10_000)
+    assert len([name for name in bucket.names(f"{place}/") if "safetensors" in name]) > 3
+    assert_same(split(load_hf(f"{bucket.url}/{place}"))[1], params)
+    theirs, ours = (load_tokenizer(path, stop_tokens=None, chat="none") for path in (model, MODEL))
+    assert theirs.encode("What is 7 * 8?") == ours.encode("What is 7 * 8?")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "csv"])
+def test_data_is_read_from_a_bucket(bucket, place, tmp_path, ending):
+    """Every file of data in a bucket was said to be missing."""
+    rows = [{"question": f"{i} + 1?", "solution": str(i + 1)} for i in range(3_000)]
+    file = tmp_path / f"rows.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif ending == "json":
+        file.write_text(json.dumps(rows))
+    elif ending == "jsonl":
+        file.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        file.write_text("\n".join(["question,solution", *(",".join(r.values()) for r in rows)]))
+    bucket.write(f"{place}/{file.name}", file.read_bytes())
+    fields = {"prompt_field": "question", "answer_field": "solution"}
+    examples, _ = read(f"{bucket.url}/{place}/{file.name}", **fields)
+    assert examples == read(str(file), **fields)[0] and len(examples) == 3_000
+    with pytest.raises(FileNotFoundError, match=f"No data file at 'gs://.*/no.{ending}'"):
+        read(f"{bucket.url}/{place}/no.{ending}", **fields)
+
+
+def test_jax_keeps_programs_in_a_bucket(bucket, place):
+    """What the launch scripts ask for, with the packages of requirements.txt."""
+    cache = jax._src.lru_cache.LRUCache(f"{bucket.url}/{place}", max_size=-1)
+    assert cache.get("key") is None
+    cache.put("key", b"program")
+    assert cache.get("key") == b"program" and bucket.names(place) == [f"{place}/key-cache"]
+
+
+# Whole runs
+
+TRAIN = [
+    *("dapo_jax.train", "--config=experiments/preemption/config.py"),
+    *("--config.num_steps=3", "--config.checkpoint.every_steps=1", "--config.mesh.cpu_devices=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(bucket, tmp_path_factory):
+    """A run of one process with two devices and its checkpoints on this machine's disk."""
+    return run(tmp_path_factory.mktemp("whole"), devices=2)
+
+
+def command(*arguments, **env):
+    """Runs a command; returns what it printed."""
+    with started(["-m", *arguments], more=env) as (process,):
+        said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, said[-3_000:]
+    return said
+
+
+@pytest.mark.slow
+def test_a_run_is_killed_resumed_audited_exported_sampled_and_forked(
+    bucket, place, tmp_path, whole
+):
+    """As one on this machine's disk, bitwise."""
+    there, url = tmp_path / "there", f"{bucket.url}/{place}"
+    arguments = ["tests/small_run.py", str(there), "2", "3", "", url]
+    with (
+        killing(bucket, f"POST /upload.*{place}/2/.*ocdbt") as group,
+        started(arguments) as processes,
+    ):
+        group += processes
+        group[0].communicate(timeout=240)
+        assert group[0].returncode == -signal.SIGKILL
+    assert complete_steps(bucket, place) == [1]
+    assert_same_run(run(there, devices=2, checkpoints=url), whole, bitwise=True)
+    assert complete_steps(bucket, place) == [1, 2, 3]
+
+    audited = command("dapo_jax.audit", f"--workdir={there}", "--steps=1")
+    assert "WRONG" not in audited and "REFUSED" not in audited
+    command("dapo_jax.report", f"--workdir={there}")
+    fork = tmp_path / "fork"
+    command(*TRAIN, f"--workdir={fork}", f"--start=run:{there}@2")
+    last, parents = (read_rows(folder / "metrics.jsonl")[-1] for folder in (fork, whole))
+    assert last["digest/state"] == parents["digest/state"]
+
+    command("dapo_jax.convert", f"--from=run:{whole}", f"--to=hf:{tmp_path / 'model'}")
+    command("dapo_jax.convert", f"--from=run:{there}", f"--to=hf:{url}-hf")
+    exported = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    assert exported == {name: bucket.read(f"{place}-hf/{name}") for name in exported}
+    command("dapo_jax.convert", f"--from=hf:{url}-hf", f"--to=orbax:{url}-orbax")
+    command("dapo_jax.convert", f"--from=orbax:{url}-orbax", f"--to=hf:{url}-again")
+    weights = "model.safetensors"
+    assert bucket.read(f"{place}-again/{weights}") == exported[weights]
+    ask = ("--prompt=7*8=", "--max_tokens=8", "--temperature=0", "--template=dapo")
+    of_run, of_model = (
+        command("dapo_jax.sample", source, *ask)
+        for source in (f"--workdir={there}", f"--model={url}-hf")
+    )
+    assert "ready after" in of_run and "ready after" in of_model
+
+
+@pytest.mark.slow
+def test_a_run_finds_model_data_and_programs_in_the_bucket(bucket, place, tmp_path, model):
+    """The second start loads what the first has compiled."""
+    problems = [
+        {"problem": f"What is {i} + {j}?", "answer": i + j} for i in range(9) for j in range(9)
+    ]
+    lines, url = "".join(json.dumps(row) + "\n" for row in problems), f"{bucket.url}/{place}"
+    bucket.write(f"{place}/problems.jsonl", lines.encode())
+    arguments = [
+        *(*TRAIN, f"--workdir={tmp_path}", f"--config.checkpoint.directory={url}/checkpoints"),
+        *(f"--config.model.path={model}", "--config.data.train.kind=math"),
+        f"--config.data.train.path={url}/problems.jsonl",
+    ]
+    programs = {"JAX_COMPILATION_CACHE_DIR": f"{url}/compiled"}
+    command(*arguments, "--config.num_steps=1", **programs)
+    before, seen = bucket.names(f"{place}/compiled/"), len(bucket.seen)
+    assert [name for name in before if "jit_update" in name]
+    assert "resuming after 1 steps" in command(*arguments, "--config.num_steps=2", **programs)
+    asked = [it for it in list(bucket.seen)[seen:] if "jit_update" in it]
+    assert [it for it in asked if "alt=media" in it] and not [it for it in asked if "POST" in it]
+
+
+@pytest.mark.slow
+def test_two_processes_save_resume_and_set_damage_aside(bucket, place, tmp_path, whole):
+    """Each writes its own part; one finds the damage, and both go on with the checkpoint before."""
+    url = f"{bucket.url}/{place}"
+    two = run(tmp_path / "two", processes=2, devices=2, steps=2, checkpoints=url)
+    flip(bucket, f"{place}/2/state/ocdbt.process_1/d/")
+    run(two, processes=2, devices=2, checkpoints=url)
+    assert "leave this one as damaged.2.0" in (two / "logs" / "2_1.txt").read_text()
+    assert folders(bucket, place) == {"1", "2", "3", "damaged.2.0"}
+    assert_same_run(two, whole, bitwise=True)
