@@ -139,6 +139,14 @@ def test_imports_point_downward_and_host_modules_are_free_of_jax():
     assert not faults, "\n".join(faults)
 
 
+def test_the_report_knows_a_run_by_its_files():
+    """It imports what reads and writes those files, and no other part of run/."""
+    files = {"dapo_jax.run.files", "dapo_jax.run.chain", "dapo_jax.run.metrics"}
+    report = [text for name, text in sources().items() if room(name) == "dapo_jax.report"]
+    found = {name for text in report for name in imports(text) if room(name) == "dapo_jax.run"}
+    assert {".".join(name.split(".")[:3]) for name in found} <= files
+
+
 def test_meshes_processes_and_the_config_are_named_in_their_places_only():
     faults = [fault for name, text in sources().items() for fault in mention_faults(name, text)]
     assert not faults, "\n".join(faults)

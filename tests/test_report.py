@@ -411,10 +411,11 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
     }
     kept, short = complete(runs)
     assert len(kept) == 5 and short == ["b/seed_1 has 3 of 30 steps"]
-    assert page.ends(kept)["held_out mean@8, %"][1][1] == "+0.0 [+0.0, +0.0]"
+    mean, difference, _ = page.ends(kept)["held_out mean@8, %"][1]
+    assert difference == "+0.0 [+0.0, +0.0]"
     found = _Page(page.render(runs)).text
     assert "Left out, not finished: b/seed_1 has 3 of 30 steps." in found
-    assert "b (2 seeds)" in found
+    assert "b (2 seeds)" in found and mean in found
     # Folders of two recipes are arms of their own: each as long as its recipe asks for.
     alone = {"short": _run(steps=3, num_steps=3), "long": _run(steps=5, num_steps=5)}
     assert "Left out" not in page.render(alone)

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+from dapo_jax.report import plots
 from dapo_jax.types import BlockRecord
 
 SHOWN_SLOTS = 256  # the first ones, of a larger engine
@@ -44,7 +45,7 @@ def stays(blocks: Sequence[BlockRecord]) -> list[tuple[int, float, float, int]]:
 def plot_timeline(blocks: Sequence[BlockRecord], path: str | pathlib.Path) -> None:
     """Plots the slots of one step as a PNG: a bar a response, coloured by prompt; white is idle.
 
-    Below it, the share of slots that sample useful tokens, and of cache pages that are taken.
+    Below it, the share of slots that sample useful tokens, and of cache pages in use.
     """
     if not blocks:
         raise ValueError("there is no block of decode steps to plot")
@@ -62,7 +63,7 @@ def plot_timeline(blocks: Sequence[BlockRecord], path: str | pathlib.Path) -> No
     steps = sum(block.steps for block in blocks)
     mean = sum(int(block.useful_B.sum()) for block in blocks) / (steps * len(blocks[0].useful_B))
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure = Figure(figsize=(11, 6.5), dpi=130, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     top.add_collection(PolyCollection(bars, facecolors=colors, edgecolors="none"))
     top.set(ylim=(num_slots, 0), ylabel="slot", xlim=(0, last_seconds))
@@ -85,6 +86,4 @@ def plot_timeline(blocks: Sequence[BlockRecord], path: str | pathlib.Path) -> No
     bottom.legend(loc="lower left", frameon=False)
     for ax in (top, bottom):
         ax.spines[["top", "right"]].set_visible(False)
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    plots.save(figure, path)
