@@ -35,6 +35,7 @@ from dapo_jax.run import (
     compile_cache,
     digests,
     dry_run,
+    failures,
     files,
     hub,
     recipe,
@@ -72,7 +73,7 @@ class Run:
         return self.programs.reshard(state.params, self.start_weights)
 
     def evaluates_in(self, step: int) -> bool:
-        """Whether the policy that a step samples is evaluated in the same session."""
+        """Returns whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
 
     def evaluate_start(self, state: learner.TrainState) -> None:
@@ -87,6 +88,7 @@ class Run:
         how = {"first_stream": rollout.TRAINING + 1}
         with evaluate.Evaluation(session, self.sets, **how) as evaluation:
             self.scores(evaluation, finished_steps)
+        self.record.evaluated.clear()  # these files are no row's: seal.json has their digests
 
     def scores(self, evaluation: evaluate.Evaluation, finished_steps: int) -> dict[str, float]:
         """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
@@ -207,6 +209,8 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
+    saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
+    stack.enter_context(saved)
     snapshots = stack.enter_context(
         Snapshots(
             checkpoints,
@@ -260,8 +264,9 @@ def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[st
     """Returns the summary of a run that has done all steps of this recipe; [] for any other."""
     if not (workdir / chain.SEAL).is_file():
         return []
-    done = files.read_rows(workdir / "metrics.jsonl")[-1]["step"] + 1
-    if done != config.num_steps:
+    rows = files.read_rows(workdir / "metrics.jsonl")
+    done = rows[-1]["step"] + 1 if rows else 0
+    if done != config.num_steps or files.read_json(workdir / chain.SEAL).get("rows") != len(rows):
         return []
     checks.check_same_recipe(config, workdir)
     start.origin_of(workdir, origin)

@@ -20,7 +20,7 @@ from test_train import (
 from dapo_jax import train
 from dapo_jax.carry_over import collect_carrying, fits, from_json, to_json
 from dapo_jax.packing import pack
-from dapo_jax.run.restore import Origin
+from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.session import Session, Stream

@@ -3,69 +3,80 @@
 import gzip
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from scipy.special import stdtrit
 
 from configs import any_model, base, tiny
 from dapo_jax import evaluate, sample
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import paired_interval, paired_share_interval, share_interval
-from dapo_jax.run import arguments, build, checks, command, policy, record
+from dapo_jax.run import build, checks, policy, record
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Response
 from tests import quick
 
 MODEL = "experiments/tiny_base/checkpoint"
-SHORT = {"model": "model.path", "set": "eval.sets", "k": "eval.samples_per_prompt"}
 
 
-def expand(*given):
-    return arguments.expanded(given, SHORT, recipe="any.py")
+def chosen(*given):
+    """The recipe of `evaluate` with these flags, which it defines where it is run."""
+    program = (
+        "import runpy, sys\n"
+        "from dapo_jax.run import command\n"
+        "def run(main):\n"
+        "    command.parse_flags(sys.argv)\n"
+        "    print(main.__globals__['chosen_recipe']().to_json_best_effort())\n"
+        "command.run = run\n"
+        "runpy.run_module('dapo_jax.evaluate', run_name='__main__', alter_sys=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *given, "--workdir=out"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+    return ConfigDict(json.loads(done.stdout))
 
 
-def test_short_flags_are_the_keys_own():
-    assert expand("--config=mine.py", "--k=8", "--debug", "-k", "4") == [
-        "--config=mine.py",
-        "--config.eval.samples_per_prompt=8",
-        "--debug",
-        "--config.eval.samples_per_prompt=4",
-    ]
-    assert expand("--model=DIR") == ["--model=DIR", "--config=any.py", "--config.model.path=DIR"]
-    assert expand("--model=DIR", "--config=mine.py") == [
-        "--model=DIR",
-        "--config.model.path=DIR",
-        "--config=mine.py",
-    ]
+def test_the_commands_own_flags_are_keys_of_its_recipe():
+    config = chosen("--model=DIR", "--k=4", "--temperature=0.5", "--max_tokens=7")
+    assert (config.model.path, config.model.family) == ("DIR", "")  # any_model's
+    assert (config.eval.samples_per_prompt, config.eval.temperature) == (4, 0.5)
+    assert (config.rollout.max_response_tokens, config.eval.top_p) == (7, 0.95)
+    given = ("--config=configs/tiny.py", "--set=a:csv:b.csv", "--set=g:gsm8k:c", "--config.seed=3")
+    config = chosen(*given)
+    assert {*config.eval.sets} == {"arithmetic", "a", "g"}
+    assert (config.eval.sets.a.kind, config.eval.sets.a.path, config.seed) == ("csv", "b.csv", 3)
 
 
 @pytest.mark.parametrize(
-    ("text", "flags"),
+    ("given", "problem"),
+    [
+        (["--model=DIR", "--set=a:csv:b.csv", "--set=a:json:c.json"], "a second set 'a'"),
+        (["--set=a:csv:b.csv"], "give --config=FILE, the recipe of the run in --workdir"),
+        (["--model=DIR", "--config.eval.tempreature=1"], "Did you mean --config.eval.temperature"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(given, problem):
+    with pytest.raises(AssertionError, match=problem):
+        chosen(*given)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
     [
         ("aime:math:a.jsonl", {"kind": "math", "path": "a.jsonl"}),
         ("g:gsm8k:gs://bucket/b.jsonl", {"kind": "gsm8k", "path": "gs://bucket/b.jsonl"}),
         ("mine:my.tasks:Mine:c.csv", {"task": "my.tasks:Mine", "path": "c.csv"}),
-        ("sums:arithmetic:", {"task": "arithmetic"}),
+        ("sums:arithmetic:", {"task": "arithmetic", "path": ""}),
     ],
 )
-def test_a_set_is_named_with_task_and_path(text, flags):
-    name = text.partition(":")[0]
-    expected = [f"--config.eval.sets.{name}.{key}={value}" for key, value in flags.items()]
-    assert expand("--config=mine.py", f"--set={text}") == ["--config=mine.py", *expected]
-
-
-def test_the_example_reads_a_published_file(tmp_path):
-    """MATH-500 and AI-MO's AIME have their fields under these names."""
-    path = tmp_path / "aime24.jsonl"
-    path.write_text(json.dumps({"problem": "1 + 1?", "answer": "002"}) + "\n")
-    given = expand("--config=configs/any_model.py", f"--set=aime24:math:{path}")
-    config = command.read_recipe([*given, f"--config.model.path={MODEL}"])
-    policy.fit_model(config)
-    data = build.load_data(config, build.tokenizer(config), training=False)
-    (prompt,) = data.eval_sets["aime24"].dataset.prompts
-    assert prompt.example.answer == "2"
+def test_a_set_is_named_with_task_and_path(text, settings):
+    assert evaluate.named_set(text) == (text.partition(":")[0], settings)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +85,21 @@ def test_the_example_reads_a_published_file(tmp_path):
 )
 def test_a_set_that_cannot_be_read_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="must be NAME:TASK:PATH, for instance"):
-        expand("--config=mine.py", f"--set={text}")
+        evaluate.named_set(text)
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (["--model=DIR", "--set=a:csv:b.csv", "--set=a:json:c.json"], "a second set 'a'"),
-        (["--set=a:csv:b.csv"], "--set needs --model=DIR, or the recipe of a run"),
-        (["--model="], "--model has no value"),
-    ],
-)
-def test_short_flags_that_do_not_fit_are_refused(given, problem):
-    with pytest.raises(ValueError, match=problem):
-        expand(*given)
+def test_the_example_reads_a_published_file(tmp_path):
+    """MATH-500 and AI-MO's AIME have their fields under these names."""
+    path = tmp_path / "aime24.jsonl"
+    path.write_text(json.dumps({"problem": "1 + 1?", "answer": "002"}) + "\n")
+    config = any_model.get_config()
+    config.model.path = MODEL
+    name, settings = evaluate.named_set(f"aime24:math:{path}")
+    config.eval.sets[name] = base.dataset(**settings)
+    policy.fit_model(config)
+    data = build.load_data(config, build.tokenizer(config), training=False)
+    (prompt,) = data.eval_sets["aime24"].dataset.prompts
+    assert prompt.example.answer == "2"
 
 
 @pytest.mark.parametrize("share", [[0, 1, 1, 1, 0, 1, 1], [0.25, 0.5, 1, 0.75, 0.5]])
@@ -416,25 +428,6 @@ def test_half_a_character_is_shown_when_the_other_half_is_there():
         added.append(sample.shown(text, response, Letters()))
         text += added[-1]
     assert added == ["a", "", "\u00e9", "!"]
-
-
-@pytest.mark.parametrize(
-    ("most", "kept", "note"),
-    [(10, ["one", "two"], ""), (5, ["two"], "begins anew"), (2, [], "3 tokens, of 2 at most")],
-)
-def test_a_conversation_that_is_too_long_begins_anew(most, kept, note):
-    config = any_model.get_config()
-    config.rollout.max_prompt_tokens = most
-
-    class Lengths:
-        def encode_chat(self, messages):
-            return "".join(message["content"] for message in messages)
-
-    one, two = ({"role": "user", "content": text} for text in ("one", "two"))
-    messages, said = sample.fitting(policy.Policy(config, Lengths(), None, {}), [one], [two])
-    assert [message["content"] for message in messages] == kept
-    assert note in said
-    assert bool(note) == bool(said)
 
 
 def test_closed_input_has_no_lines(monkeypatch):

@@ -24,7 +24,7 @@ from dapo_jax import evaluate
 from dapo_jax.audit import again, findings
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
-from dapo_jax.run import build, failures, files, policy, provenance, recipe, record
+from dapo_jax.run import build, digests, failures, files, policy, provenance, recipe, record
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.files import (
     Rows,
@@ -34,6 +34,7 @@ from dapo_jax.run.files import (
     remove_leftovers,
 )
 from dapo_jax.run.snapshots import Snapshots
+from dapo_jax.run.start import Progress
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 from experiments.faults.disks import small_files
 from models.hf import load_params
@@ -68,7 +69,7 @@ def answered(status: int) -> Exception:
     [
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/r/a"),
-            r"/r/a: No space left on device \(ENOSPC\)",
+            r"/r/a: No space left on device \(ENOSPC",
             1,
         ),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/r/a"), r"/r/a: Disk quota", 1),
@@ -159,7 +160,8 @@ def test_the_newest_step_is_saved_before_a_failed_write_ends_the_run(tmp_path):
             Snapshots(checkpoints, every_steps=100, say=print) as snapshots,
         ):
             for step in range(1, 4):
-                snapshots.take(step, {"a": jnp.full(3, step)}, {"cursor": step})
+                state = {"a": jnp.full(3, step)}
+                snapshots.take(step, state, Progress(step), digests.described(state))
             pathlib.Path("/dev/full").write_bytes(b"x" * 100_000)
 
     with pytest.raises(OSError, match="No space") as failed:

@@ -120,7 +120,7 @@ def test_a_stop_that_cannot_save_says_what_is_saved(tmp_path, monkeypatch):
     run._stop("SIGTERM")
     run._run()
     ((line, status),) = said
-    assert "2: no space is left on the disk" in line and status == RETRYABLE
+    assert "2: No space left on device" in line and status == RETRYABLE
     assert f"1 finished steps are saved in {tmp_path}" in line
 
 

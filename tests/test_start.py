@@ -22,7 +22,7 @@ from dapo_jax.run import checks, identity
 from dapo_jax.run.checkpoint import DamagedError
 from dapo_jax.run.files import read_starts
 from dapo_jax.run.metrics import Step
-from dapo_jax.run.restore import Origin, origin_of
+from dapo_jax.run.start import Origin, origin_of
 from dapo_jax.types import Group, Response, Rollouts, Verdict
 
 
@@ -111,7 +111,7 @@ def test_forks_share_a_steps_samples_until_their_weights_differ(parent, tmp_path
 def start(config, workdir: pathlib.Path, origin: Origin | None):
     """Starts a run up to its first step, and returns what it would go on with."""
     with contextlib.ExitStack() as stack:
-        run, _, progress = train.start(config, workdir, stack, origin)
+        run, _, progress = train.begin(config, workdir, stack, origin)
         return run, progress
 
 
@@ -141,7 +141,7 @@ def test_a_refused_fork_leaves_its_folder_to_any_run(parent, tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint 4"):
         start(recipe(), tmp_path, Origin.parse(f"run:{parent}@4"))
     run, progress = start(recipe(), tmp_path, None)
-    assert (run.first_step, run.begin_step, progress["cursor"]) == (0, 0, 0)
+    assert (run.first_step, run.begin_step, progress.cursor) == (0, 0, 0)
     with pytest.raises(ValueError, match="holds a run that began without a --start"):
         start(recipe(), tmp_path, Origin.parse(f"run:{parent}@2"))
 
@@ -156,7 +156,7 @@ def test_a_fork_without_a_checkpoint_of_its_own_begins_with_the_parent_again(par
     for given in (None, origin):
         run, progress = start(config, tmp_path, given)
         assert (run.first_step, run.begin_step) == (2, 2)
-        assert progress["row"]["step"] == 1
+        assert progress.row["step"] == 1
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     assert (tmp_path / "metrics.cut-1.jsonl").read_bytes() == rows[2]
 
@@ -336,7 +336,9 @@ def test_a_run_that_filters_by_reward_trains_on_wrong_groups(tmp_path):
 def test_an_unknown_filter_is_refused():
     config = base.get_config()
     config.algo.filter_groups = "seq_final_reward"
-    with pytest.raises(ValueError, match=r"algo.filter_groups = 'seq_final_reward'; choose one"):
+    with pytest.raises(
+        ValueError, match=r"algo.filter_groups = 'seq_final_reward', but must be one"
+    ):
         checks.check(config)
 
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax import evaluate, opening, train
+from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
 from dapo_jax.rollout import minibatches
 from dapo_jax.run import build, dry_run
 from dapo_jax.run.chain import CLOCKED
 from dapo_jax.run.files import read_rows
 from dapo_jax.run.metrics import METRICS
+from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Response, Verdict
@@ -192,44 +193,28 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     for settings, message in (
         ({"algo.eps_high": 0.5}, "algo.eps_high is 0.5, but was 0.28"),
         ({"num_steps": 2}, "num_steps = 2, but the run in .* has finished 3 steps"),
-        ({"rollout.group_size": 1}, "a group of 1 has no advantage"),
+        ({"rollout.group_size": 1}, "rollout.group_size = 1, but must be at least 2"),
     ):
         with pytest.raises(ValueError, match=message):
             lines(finished, **settings)
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
-def test_a_finished_run_says_so_and_what_is_to_be_refused_is_left_to_the_command(
-    finished, tmp_path
-):
-    """Before: the model was loaded and everything compiled, to do nothing."""
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text("from test_train import small_config as get_config\n")
-    line = [f"--config={recipe}", f"--workdir={finished}"]
-    first, *_, last = opening.finished_lines(line)
+def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, capsys, monkeypatch):
+    """The model was loaded and everything compiled, to do nothing."""
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    monkeypatch.setattr(train, "begin", None)  # nothing of a start is called
+    train.train(small_config(), finished)
+    first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"finished: 3 of 3 steps in {finished}; raise num_steps to go on")
     assert last == f"curves: {finished / 'curves.png'}"
-    assert opening.finished_lines([*line[:1], "--workdir", str(finished), "num_steps=3"])
-    assert opening.finished_lines([*line, "--config.log.samples_every_steps", "7"])
-    for more in (
-        "num_steps=4",
-        "num_steps=2",
-        "algo.eps_high=0.5",
-        "--config.num_stepss=3",
-        "+num_steps=3",
-        "--distributed",
-        "--dry_run",
-        "--start=run:elsewhere@1",
-        f"--workdir={tmp_path}",
-        f"checkpoint.directory={tmp_path}",
-        "another",
-    ):
-        assert opening.finished_lines([*line, more]) is None, more
-    for name in ("curves.png", "run.lock", "eval/3.json"):
-        copy = tmp_path / name.replace("/", "_")
-        shutil.copytree(finished, copy)
-        (copy / name).unlink() if (copy / name).exists() else (copy / name).touch()
-        assert opening.finished_lines([line[0], f"--workdir={copy}"]) is None, name
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    more = small_config()
+    more.num_steps = 4
+    assert train.finished_lines(more, finished, None) == []
+    assert train.finished_lines(more, tmp_path, None) == []
+    with pytest.raises(ValueError, match=r"--start=run:.*@1, but .* began without a --start"):
+        train.train(small_config(), finished, Origin(tmp_path, 1))
 
 
 def test_a_dry_run_counts_what_a_device_holds():
@@ -293,7 +278,7 @@ def test_an_alarm_is_said_once_and_a_resumed_run_counts_on(tmp_path, capsys):
 def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path, monkeypatch):
     """Every gradient NaN: the run went on to its end at status 0 and with the start's weights."""
     nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
-    monkeypatch.setattr(train, "ADVANTAGES", nan)
+    monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
     config = small_config()
     config.eval.every_steps = 0
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out") as stopped:

@@ -601,6 +601,8 @@ def test_math_verify_reads_units_chains_and_lists_in_a_box_and_on_a_line(
         ("There are %s such numbers.", "correct"),
         ("Therefore, $n = %s$", "correct"),
         ("John has %s apples in total.", "correct"),
+        ("$%s$ is the answer.", "correct"),
+        ("I doubt that %s is the answer.", "wrong"),
         ("The largest $n$ is %s or 35.", "wrong"),
         ("The largest $n$ is not %s.", "wrong"),
         ("The largest of 50 is %s.", "wrong"),

@@ -20,8 +20,8 @@ from dapo_jax.report import evaluations, events, paper, plots, runs
 from dapo_jax.report.page import render
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
-from dapo_jax.run.recipe import leftover
 from dapo_jax.run.files import atomic_file
+from dapo_jax.run.recipe import leftover
 
 Paths = Sequence[str | pathlib.Path]
 

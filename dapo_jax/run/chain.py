@@ -47,7 +47,7 @@ OWN = re.compile(
 
 
 def is_text(key: str) -> bool:
-    """Whether a key of a row is one of KEYS."""
+    """Returns whether a key of a row is one of KEYS."""
     return key.startswith(DIGEST) or key == CHAIN
 
 
@@ -161,5 +161,5 @@ def _paths(workdir: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def is_arrays(name: str, path: pathlib.Path) -> bool:
-    """Whether a file is a large one of a checkpoint."""
+    """Returns whether a file is a large one of a checkpoint."""
     return name.startswith("checkpoints/") and path.stat().st_size > CHECKPOINT_BYTES

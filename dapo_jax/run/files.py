@@ -315,7 +315,7 @@ class Rows:
         )
 
     def has(self, step: int) -> bool:
-        """Whether the file holds the row of this step."""
+        """Returns whether the file holds the row of this step."""
         return step in self._steps
 
     def write(self, row: Mapping) -> None:

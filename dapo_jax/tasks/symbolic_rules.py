@@ -2,7 +2,7 @@ r"""Reads and compares answers by the rules "math_verify"; the library has the l
 
 `decide` settles all that needs no algebra: equal texts, numbers, what is no formula, what is too
 large. `grade_symbolic` asks the library about the rest, in a process that may be killed
-(`symbolic.py`): whole formulas only, and each side of a chain of "=" must be equal to the last.
+(`symbolic.py`): whole formulas only, and the numbers in a chain of "=" must equal its last side.
 """
 
 import functools
@@ -55,7 +55,7 @@ _PHRASE = re.compile(
 _CLAIM = re.compile(
     rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|(?<!we )\b(?:has|have|needs?"
     r"|costs?|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*)\$?(?P<noun>(?: [a-z-]+)*?)"
-    r"(?: in total)?|(?:\b(?:is|are|equals)\b:?|:(?=\s*\$))\s*(?P<value>.+?))(?=\.(?:\s|$)|$)"
+    r"(?: in total)?|(?:\b(?:is|are|equals)\b(?!.*: ?\$):?|:(?= ?\$)) *(?P<value>.+?))(?=\.\s|\.?$)"
 )
 # A last sentence "$x > 5$ is the solution." or "Therefore there are 12 ways."
 _CONCLUSION = re.compile(
@@ -87,7 +87,7 @@ def find_answer(response: str) -> tuple[str | None, str]:
 
 def _claimed(sentence: str) -> tuple[str, str]:
     """Splits a sentence into the value that it states, and what follows it."""
-    sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+", "", sentence)
+    sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+|\s+is\s+{_THE_ANSWER}\.?$", "", sentence)
     words = TEXT_GROUP.sub(r"\1", sentence)
     if not (claim := _CLAIM.match(words)):
         return sentence, ""
