@@ -381,6 +381,16 @@ def test_a_forged_chain_is_not_that_of_the_digest(copy):
     assert f"--digest={published} is neither" in "".join(wrong(found(copy, digest=published)))
 
 
+def test_a_run_without_its_end_is_not_that_of_the_digest(copy):
+    """Without seal and last rows it looks like one that was killed before them."""
+    published = chain.of_file(copy / "seal.json")
+    (copy / "seal.json").unlink()
+    shutil.rmtree(copy / "checkpoints" / "3")
+    rows_with(copy, lambda rows: rows.pop())
+    assert wrong(found(copy)) == []
+    assert "is neither" in "".join(wrong(found(copy, digest=published)))
+
+
 def test_what_others_write_into_the_directory_is_named(copy):
     """`evaluate` and `report` come later; nobody has digests of what they wrote."""
     for name in ("eval/3.a.t1_p1_k4_dapo_s0.0123ab.json", "report.html"):
