@@ -4,6 +4,9 @@ import pytest
 
 from experiments.faults import parts
 
+# Orbax abandons its other reads when one fails, and Python tells of them as they are collected.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @pytest.mark.parametrize("name", parts.NAMES)
 def test_every_fault_is_survived_and_said(name, tmp_path):
