@@ -381,6 +381,16 @@ def test_a_forged_chain_is_not_that_of_the_digest(copy):
     assert f"--digest={published} is neither" in "".join(wrong(found(copy, digest=published)))
 
 
+def test_a_run_without_its_end_is_not_that_of_the_digest(copy):
+    """Without seal and last rows it looks like one that was killed before them."""
+    published = chain.of_file(copy / "seal.json")
+    (copy / "seal.json").unlink()
+    shutil.rmtree(copy / "checkpoints" / "3")
+    rows_with(copy, lambda rows: rows.pop())
+    assert wrong(found(copy)) == []
+    assert "is neither" in "".join(wrong(found(copy, digest=published)))
+
+
 def test_what_others_write_into_the_directory_is_named(copy):
     """`evaluate` and `report` come later; nobody has digests of what they wrote."""
     for name in ("eval/3.a.t1_p1_k4_dapo_s0.0123ab.json", "report.html"):
@@ -552,6 +562,7 @@ def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp
     config = small_config()
     config.num_steps = 2
     train.train(config, tmp_path)
+    (tmp_path / "seal.json").unlink()  # as a start with more steps does, killed in its third
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')
     train.train(small_config(), tmp_path)

@@ -280,22 +280,6 @@ def test_a_bucket_is_no_workdir():
     assert re.search(r"workdir=gs://b/r.*checkpoint\.directory may be", done.stderr)
 
 
-def test_rows_are_not_cut_without_a_copy(tmp_path):
-    """A resume with an empty checkpoint directory erased metrics.jsonl; twice: two copies."""
-    for times in (1, 2):
-        writer = Rows(tmp_path, resume_step=None)
-        for step in range(3):
-            writer.write({"step": step, "x": times})
-    (note,) = writer.notes
-    assert note.startswith("3 rows from step 0 on are of work that is done again; kept in ")
-    Rows(tmp_path, resume_step=0)
-    copies = [read_rows(tmp_path / f"metrics.cut-{n}.jsonl") for n in (1, 2)]
-    assert [[(row["step"], row["x"]) for row in rows] for rows in copies] == [
-        [(0, 1), (1, 1), (2, 1)],
-        [(1, 2), (2, 2)],
-    ]
-
-
 def test_rows_out_of_order_are_cut_without_a_loss(tmp_path):
     """Two runs had mixed their rows: the copy had as many rows as were cut, but not those."""
     mixed = [{"step": step, "x": x} for x, step in enumerate([0, 1, 2, 0, 1, 2, 3])]
@@ -327,19 +311,6 @@ def test_rows_do_not_begin_anew_where_somebody_moved_them(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"run/metrics\.jsonl"):
         writer.write({"step": 1})
     assert not (tmp_path / "run").exists()
-
-
-def test_one_running_process_has_a_directory(tmp_path):
-    """Two runs in one directory both went on and mixed their rows."""
-    start = {"pid": 7, "host": "there", "time": "2026", "first_step": 0}
-    with files.locked(tmp_path):
-        (tmp_path / "starts.jsonl").write_text(json.dumps(start) + "\n")
-        other = "import sys\nfrom dapo_jax.run.files import locked\nwith locked(sys.argv[1]): pass"
-        command = [sys.executable, "-c", other, str(tmp_path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        said = r"belongs to a run that is going on \(process 7 on there, since 2026; .*run\.lock\)"
-        assert re.search(said, done.stderr.splitlines()[-1])
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
 
 
 def test_every_start_is_recorded(tmp_path):

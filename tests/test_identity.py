@@ -71,25 +71,6 @@ def test_the_same_run_and_what_may_change_are_silent():
     assert said_of(identity_of(**changed)) == []
 
 
-@pytest.mark.parametrize(
-    ("new", "message"),
-    [
-        (
-            {"train": prompts(20, r3="8", r17="9")},
-            r"checkpoint 5 in DIR is of another run: data.train: its prompts differ",
-        ),
-        ({"train": prompts(21)}, r"data.train has 21 prompts, not 20"),
-        ({"train": prompts(20)[::-1]}, r"data.train: its prompts differ"),
-        ({"algo.eps_high": 0.24}, r"algo.eps_high is 0.24, but was 0.28\. Give what it had"),
-    ],
-    ids=["answers", "added", "order", "recipe"],
-)
-def test_another_input_is_refused_by_its_key(new, message):
-    """A changed or added row, and another recipe under the same checkpoint.directory, went on."""
-    with pytest.raises(identity.OtherRunError, match=message):
-        said_of(identity_of(**new))
-
-
 TWO = {"mixture": [prompts(30)], "weights": (1.0, 2.0)}
 
 

@@ -209,4 +209,4 @@ def inject(count: int, seed: int, folder: pathlib.Path) -> Iterator[Outcome]:
         shutil.rmtree(place)
 
 
-PART = Part("changed inputs of a resumed run", full=60, short=6, inject=inject)
+PART = Part("changed inputs of a resumed run", full=60, short=12, inject=inject)
