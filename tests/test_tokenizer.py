@@ -295,7 +295,7 @@ def test_a_prompt_has_the_tokens_that_the_tokenizer_puts_around_a_text(
 def test_the_begin_token_that_the_tokenizers_config_adds_is_there_once(bpe_folder, tmp_path):
     """DeepSeek-R1-Distill-Qwen was sampled without its first token, as Llama 3 had been.
 
-    Its tokenizer.json adds nothing: tokenizer_config.json says add_bos_token, by which the library's
+    Its tokenizer.json adds nothing: by add_bos_token in tokenizer_config.json the library's class
     LlamaTokenizerFast makes the post-processor anew.
     """
     begin = {"bos_token": "<|im_start|>", "add_bos_token": True}
