@@ -101,7 +101,7 @@ class Trend:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is run and how it is read.
+    """The runs of a study and how they are read.
 
     title: of result and figure. config: the recipe. arms: name -> "KEY=V KEY=V", as
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
@@ -185,7 +185,7 @@ def load(name: str) -> Study:
 
 
 def verdict(claim: Claim, paired: statistics.Interval, p: float) -> str:
-    """Whether the runs confirm a claim or refute it; p: corrected, of the pooled difference."""
+    """Says if the runs confirm a claim or refute it; p: corrected, of the pooled difference."""
     if not (p < ALPHA and paired.excludes_zero):
         return "not significant"
     return "confirmed" if paired.difference * claim.sign > 0 else "refuted"
@@ -291,7 +291,7 @@ def _judged(
 
 
 def _origin(runs: Mapping[str, Run]) -> str:
-    """Of which commits and versions the rows are, and how long the runs took."""
+    """Names the commits and versions of the rows, and how long the runs took."""
     starts = [start for run in runs.values() for start in run.starts]
     commits = dict.fromkeys(commit_text(start) for start in starts)
     jax = dict.fromkeys(start["versions"]["jax"] for start in starts)

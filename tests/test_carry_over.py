@@ -389,7 +389,7 @@ def rollout_lines(workdir, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
-    """What was carried is in the checkpoint; rows, rollouts and weights are what they would be."""
+    """Carried groups are in the checkpoint; rows, rollouts and weights are what they would be."""
     run = tmp_path / "run"
 
     def killed(*args):

@@ -110,7 +110,7 @@ def fitted(prompt_tokens, requests, **changes):
 
 
 def slots(config):
-    """Of all groups of devices."""
+    """The number of slots of all groups of devices."""
     engine = build.programs(config, 384).engine
     return engine.cache.slots * engine.shards
 

@@ -78,12 +78,12 @@ def room(module):
 
 
 def is_host(module):
-    """Whether a module is one without devices."""
+    """True for a module without devices."""
     return any(module == host or module.startswith(f"{host}.") for host in HOST_ROOMS)
 
 
 def import_faults(module, source):
-    """What `module` imports against the rules, one sentence each."""
+    """Lists what `module` imports against the rules, one sentence each."""
     here = room(module)
     faults = []
     if module == "dapo_jax":  # every command imports it, and sees its first line from there
@@ -103,12 +103,12 @@ def import_faults(module, source):
 
 
 def reads_the_config(module):
-    """Whether a module may know the config object: recipes, commands, and run/ under them."""
+    """True where a module may know the config object: recipes, commands, and run/ under them."""
     return room(module) in (None, "configs") or FLOOR_OF[room(module)] >= FLOOR_OF["dapo_jax.run"]
 
 
 def mention_faults(module, source):
-    """What `module` names though another place alone may."""
+    """Lists what `module` names though another place alone may."""
     owners = {
         "jax.make_mesh": module == "sharding.mesh",
         "mesh_utils": module == "sharding.mesh",

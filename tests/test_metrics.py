@@ -546,7 +546,7 @@ def test_finished_steps_stay_above_the_live_lines_of_a_terminal():
 
 
 def _on_screen(text: str) -> list[str]:
-    """What a terminal that is long enough shows of a text, line by line."""
+    """Lists the lines that a long enough terminal shows of a text."""
     lines, row = [""], 0
     for up, other, feed, plain in re.findall(
         r"\x1b\[(\d+)A|(\x1b\[[0-9;?]*[A-Za-z])|(\n)|([^\x1b\n\r]+)", text

@@ -211,7 +211,7 @@ def test_p_values_are_scipys():
 
 
 def test_the_pooled_interval_has_the_residual_of_all_arms():
-    """Of two arms it is the paired one; a third, that scatters, widens it."""
+    """With two arms it is the paired one; a third, that scatters, widens it."""
     two = statistics.pooled_interval([A_S, B_S], 0, 1)
     paired = statistics.paired_interval(A_S, B_S)
     assert (two.low, two.high, two.p) == pytest.approx((paired.low, paired.high, paired.p))

@@ -294,7 +294,7 @@ def _graded(rules):
     ],
 )
 def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
-    """Of 568 wrong answers `strict` rewarded 50 and `math_verify` 139, now none.
+    """`strict` rewarded 50 of 568 wrong answers and `math_verify` 139, now none.
 
     Such as "I give up after 42 tries", "It cannot be 42", `5=7` for 7, `691_{1369}` for 691, `7 km`
     for `7 m`, `x=5` for `y=5`, and "Answer: 42" with "No wait" after it. Of 262 right ones they
@@ -528,7 +528,7 @@ def lone():
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead but not yet collected does not.
+    """True while a process runs; one that is dead but not yet collected does not.
 
     The first thread may be dead before the others, which still hold the process's files open.
     """

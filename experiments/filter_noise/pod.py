@@ -1,4 +1,4 @@
-"""What sampling more groups would cost on a pod: the 32B recipe's step at several numbers of them.
+"""The cost of sampling more groups on a pod: the 32B recipe's step at several numbers of them.
 
     python -m experiments.filter_noise.pod     # 6 minutes; `make preflight` installs the compiler
 
@@ -54,7 +54,7 @@ def committed() -> Pod:
 
 
 def pod_hours(run: Run, *, end: int, cancelled: float) -> np.ndarray:
-    """What the pod would have taken up to the end of each step, for the groups that it sampled.
+    """The pod's time up to the end of each step, for the groups that it sampled.
 
     end: 0 for the estimate's fast end, 1 for its slow one. cancelled: the share of a group's cost
     that one that was begun and cancelled has. Raises ValueError for a step with more groups than

@@ -1,4 +1,4 @@
-"""What becomes of the solutions' texts: operations, checks, loops and cuts in held-out responses.
+"""Changes in the solutions' texts: operations, checks, loops and cuts in held-out responses.
 
     python -m experiments.overlong.texts --workdir=DIR
     python -m experiments.overlong.texts
@@ -59,12 +59,12 @@ def percent(values: Iterable[bool]) -> float:
 
 
 def loops(response: dict) -> bool:
-    """Whether it goes over a line again and again."""
+    """True if it goes over a line again and again."""
     return bool(loop_lines(response["response"]))
 
 
 def works_all(response: dict) -> bool:
-    """Whether each operation of the question is worked, and no other: its operands are distinct."""
+    """True if each operation of the question is worked, and no other: its operands are distinct."""
     (question,) = re.findall(r"What is \d+(.*)\?", response["prompt"])
     lines = [line.partition("=") for line in response["response"].split("\n")]
     worked = {
