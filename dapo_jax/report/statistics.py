@@ -97,13 +97,15 @@ def paired_share_interval(a_P, b_P) -> Interval:
     """Returns Student's interval of the mean of a - b, shares from 0 to 1 of the same problems.
 
     v of `share_interval` stands for var(a - b): m counts the problems that differ, and the one more
-    is all or nothing, with the variance mean(|a - b|) - mean(a - b)^2. a_P, b_P: [problems].
+    is all or nothing, with the variance mean(|a - b|) - mean(a - b)^2, as if no less than two of P
+    had differed in all: without it equal results leave no spread. a_P, b_P: [problems].
     """
     d_P = np.asarray(a_P, np.float64) - np.asarray(b_P, np.float64)
     P, m = len(d_P), np.count_nonzero(d_P)
     if P < 2:
         return Interval(nan_mean(d_P), math.nan, math.nan)
-    v = (m * spread(d_P) ** 2 + np.abs(d_P).mean() - d_P.mean() ** 2) / (m + 1)
+    one_more = max(np.abs(d_P).mean(), 2 / P) - d_P.mean() ** 2
+    v = (m * spread(d_P) ** 2 + one_more) / (m + 1)
     return _around(d_P.mean(), math.sqrt(v / P), P - 1)
 
 

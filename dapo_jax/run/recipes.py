@@ -1,10 +1,15 @@
 """In what two recipes differ, key by key, and what a resumed run may change."""
 
 import pathlib
+import re
 from collections.abc import Iterator
 
 from dapo_jax.run import places
 
+# A name on the hub without its revision: an identity has digests of what it stands for.
+_NAME = re.compile(
+    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
+)
 # A resumed run may change these; anything else would make it another run. Where it runs on other
 # devices, the work has to be divided in another way.
 MAY_CHANGE = (
@@ -43,8 +48,13 @@ def recipe_differences(
 
 
 def _same_place(key: str, one, other) -> bool:
-    """Whether two values of a path mean the same folder."""
-    if not key.endswith(".path") or not one or not other or "://" in f"{one}{other}":
+    """Whether two values of a path mean the same folder, or repository on the hub."""
+    if not key.endswith(".path") or not one or not other:
+        return False
+    a, b = _NAME.fullmatch(one), _NAME.fullmatch(other)
+    if a and b and a.groups() == b.groups():
+        return True
+    if "://" in f"{one}{other}":
         return False
     return pathlib.Path(places.found(one)).resolve() == pathlib.Path(places.found(other)).resolve()
 
