@@ -85,6 +85,23 @@ def test_the_interval_of_a_comparison_covers_hard_and_easy_sets(P, k, a, b, gain
     assert P < 500 or width < 1.01 * students
 
 
+@pytest.mark.parametrize(("P", "p", "gain"), [(30, 0.02, 0.05), (30, 0.95, 0.03), (10, 0.1, 0.1)])
+def test_the_interval_of_two_greedy_evaluations_is_no_point_where_they_agree(P, p, gain):
+    """Two that agree on all of 30 problems were said to differ by 0.0 points [+0.0, +0.0].
+
+    With one response a problem it held the true difference 25 to 90 % of the time.
+    """
+    rng, hit = np.random.default_rng(0), 0
+    for _ in range(1_000):
+        one_P, other_P = rng.random(P) < p, rng.random(P) < p + gain
+        interval = paired_share_interval(other_P, one_P)
+        hit += interval.low <= gain <= interval.high
+    assert hit >= 940
+    same = paired_share_interval([0.0] * 30, [0.0] * 30)
+    assert same.difference == 0 and same.p == 1
+    assert same.high == -same.low == pytest.approx(stdtrit(29, 0.975) * 2**0.5 / 30)
+
+
 def write(folder, name, correct_PK, *, rows=None, **settings):
     """An evaluation of a set "sums" as `evaluate` writes it."""
     (folder / "eval").mkdir(parents=True)
@@ -112,7 +129,7 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path):
     assert compared.counts == (1, 1, 1)
     assert compared.alone == 2  # row 3 of a, row 9 of b
     assert compared.interval.difference == pytest.approx(0.5 / 3)
-    v = (2 * np.var([1, 0, -0.5], ddof=1) + 1.5 / 3 - (0.5 / 3) ** 2) / 3
+    v = (2 * np.var([1, 0, -0.5], ddof=1) + 2 / 3 - (0.5 / 3) ** 2) / 3
     half = stdtrit(2, 0.975) * np.sqrt(v / 3)
     assert compared.interval.high == pytest.approx(0.5 / 3 + half)
     text = "\n".join(compared.lines())

@@ -91,13 +91,15 @@ def paired_share_interval(a_P, b_P) -> Interval:
     """Returns Student's interval of the mean of a - b, shares from 0 to 1 of the same problems.
 
     The v of `share_interval` replaces var(a - b): m counts the problems that differ, and one more
-    problem has the variance mean(|a - b|) - mean(a - b)^2. a_P, b_P: [problems].
+    problem has the variance mean(|a - b|) - mean(a - b)^2, as if at least two of P had differed:
+    without it equal results would have no spread. a_P, b_P: [problems].
     """
     d_P = np.asarray(a_P, np.float64) - np.asarray(b_P, np.float64)
     P, m = len(d_P), np.count_nonzero(d_P)
     if P < 2:
         return Interval(nan_mean(d_P), math.nan, math.nan)
-    v = (m * spread(d_P) ** 2 + np.abs(d_P).mean() - d_P.mean() ** 2) / (m + 1)
+    one_more = max(np.abs(d_P).mean(), 2 / P) - d_P.mean() ** 2
+    v = (m * spread(d_P) ** 2 + one_more) / (m + 1)
     return _around(d_P.mean(), math.sqrt(v / P), P - 1)
 
 
