@@ -23,7 +23,7 @@ from dapo_jax.run import build
 
 # What depends on when slots fall idle: requests that were issued, and cancelled in the end.
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
-OF_EVALUATIONS = ("eval/", "digest/eval/", "chain")
+OF_EVALUATIONS = ("eval/", "chain")
 
 
 def two_sets():
