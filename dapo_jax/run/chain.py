@@ -1,7 +1,7 @@
 """The chain of a run's rows and the seal of its end: SHA-256 of what was sampled and written.
 
-A row of metrics.jsonl has `digest/<what>` of what its step computed and of its file of rollouts, and
-a link to the row before:
+A row of metrics.jsonl has `digest/<what>` of what its step computed and of each file that the step
+wrote, and a link to the row before:
 
     chain(s) = sha256(chain(s - 1), row s without its times)
 
