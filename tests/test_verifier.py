@@ -14,8 +14,9 @@ import time
 
 import pytest
 
+from dapo_jax.tasks import isolated
 from dapo_jax.tasks.math_rules import MAX_GROUND_TRUTH_CHARS, dapo_form, strict_form
-from dapo_jax.tasks.symbolic import SymbolicVerifier, _Worker, default_verifier
+from dapo_jax.tasks.symbolic_rules import SymbolicVerifier, default_verifier
 from dapo_jax.verifier import RULES, STATUSES, Verdict, verify, verify_many
 
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
@@ -654,7 +655,7 @@ def test_the_limit_of_time_holds_where_its_signal_is_ignored():
     The TPU's compiler leaves a program with SIGPROF ignored and its timer running: a process apart.
     """
     code = (
-        "import signal; from dapo_jax.tasks.symbolic import SymbolicVerifier\n"
+        "import signal; from dapo_jax.tasks.symbolic_rules import SymbolicVerifier\n"
         "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
         "with SymbolicVerifier(num_workers=1, cpu_seconds=0.2) as verifier:\n"
         f"    print(verifier.verify({HANGS!r}, 'x^2').status)"
@@ -704,7 +705,7 @@ def test_workers_that_are_killed_as_they_start_never_raise(lone):
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
     """A worker that was stopped (SIGSTOP), not dead, held 20 answers for 120 seconds."""
-    monkeypatch.setattr("dapo_jax.tasks.symbolic.SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr("dapo_jax.tasks.isolated.SILENCE_SECONDS", 3.0)
     with SymbolicVerifier(num_workers=1, cpu_seconds=0.4) as verifier:
         if is_ready:
             assert verifier.verify("Answer: 2^1+x", "x+2").correct
@@ -719,7 +720,7 @@ def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
 
 
 def test_a_pool_that_cannot_start_says_so_and_not_that_it_was_slow(monkeypatch):
-    monkeypatch.setattr("dapo_jax.tasks.interpreter._PROGRAM", "import sys; sys.exit(7)")
+    monkeypatch.setattr("dapo_jax.tasks.isolated._PROGRAM", "import sys; sys.exit(7)")
     with (
         SymbolicVerifier(num_workers=1) as verifier,
         pytest.raises(ChildProcessError, match=r"3 math_verify workers .*ended with status 7"),
@@ -762,27 +763,27 @@ def test_a_busy_host_changes_no_verdict(lone):
 def test_an_answer_that_wants_all_memory_gets_a_gigabyte():
     """A worker took 2.5 GB. An answer may add 1 GiB to what its worker has, and no more."""
     program = (
-        "from dapo_jax.tasks import symbolic\n"
-        "grade = lambda answer, truth: bytearray(int(answer) << 20)\n"
-        "print(symbolic._grade_in_child(grade, '1100', '', 5.0).status)\n"
-        "print(len(symbolic._grade_in_child(grade, '10', '', 5.0)) >> 20)\n"
+        "from dapo_jax.tasks.isolated import STATUSES, answered_in_child\n"
+        "for mib in (1100, 10):\n"
+        "    reply = answered_in_child(lambda: bytes(bytearray(mib << 20)[:9]), 5.0)\n"
+        "    print(STATUSES[reply[0]], len(reply))\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert run.stdout.split() == ["memory", "10"]
+    assert run.stdout.split() == ["memory", "1", "done", "10"]
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Every question to a worker, with its seconds, noted on its way."""
-    questions, ask = [], _Worker.ask
+    """The requests to workers, with their seconds of CPU time, noted on their way."""
+    questions, ask = [], isolated.Worker.ask
 
-    def noting(worker, *question):
-        questions.append(question)
-        return ask(worker, *question)
+    def noting(worker, request, cpu_seconds, **limits):
+        questions.append((request, cpu_seconds))
+        return ask(worker, request, cpu_seconds, **limits)
 
-    monkeypatch.setattr(_Worker, "ask", noting)
+    monkeypatch.setattr(isolated.Worker, "ask", noting)
     return questions
 
 
@@ -797,7 +798,7 @@ def test_many_timeouts_make_the_next_ones_short(lone, asked, monkeypatch):
     """A step of 8,192 answers with 1 % bombs waited 4 to 8 minutes on 2 workers: 5 s each."""
     monkeypatch.setattr(lone, "_patience", 1.0)
     lone.verify_many([HANGS, HANGS + "+1", "Answer: 2^1"], ["x^2", "x^2", "2"])
-    assert [seconds for _, _, seconds in asked] == [1.0, 0.1, 0.1]
+    assert [seconds for _, seconds in asked] == [1.0, 0.1, 0.1]
 
 
 def test_text_and_numbers_need_no_worker(lone, asked):
@@ -841,7 +842,7 @@ def test_workers_end_with_the_block_and_load_no_jax(symbolic):
 def test_workers_end_with_the_process_however_it_ends():
     program = (
         "import os, signal, sys\n"
-        "from dapo_jax.tasks.symbolic import SymbolicVerifier\n"
+        "from dapo_jax.tasks.symbolic_rules import SymbolicVerifier\n"
         "verifier = SymbolicVerifier(1)\n"
         "verifier.verify('Answer: 2^0', '1')\n"
         "print(*verifier.worker_pids(), flush=True)\n"
