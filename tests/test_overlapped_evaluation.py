@@ -1,6 +1,5 @@
 """An evaluation rides in the next rollout's session: the same bits, for it and for training."""
 
-import contextlib
 import dataclasses
 import gc
 import gzip
@@ -22,7 +21,6 @@ from configs import base
 from dapo_jax import evaluate, train
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.run import build
-from dapo_jax.run.begun import Begun
 
 # What depends on when slots fall idle: requests that were issued, and cancelled in the end.
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")

@@ -16,8 +16,7 @@ import pytest
 from configs import tiny
 from dapo_jax.rollout import collect
 from dapo_jax.run import build
-from dapo_jax.run.files import read_rollouts, write_rollouts
-from dapo_jax.run.record import problem_of, rollout_rows, samples
+from dapo_jax.run.record import rollout_rows
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.tasks.base import graded

@@ -24,8 +24,7 @@ from dapo_jax.report import statistics
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
 from dapo_jax.report.summary import markdown
-from dapo_jax.run.files import Rows
-from dapo_jax.run.files import locked
+from dapo_jax.run.files import Rows, locked
 from dapo_jax.run.metrics import METRICS
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep import points as sweep_points

@@ -26,10 +26,10 @@ from dapo_jax.types import Example, Group, Verdict
 BUILT_IN = {
     "math": "dapo_jax.tasks.math_problems:MathProblems",
     "arithmetic": "dapo_jax.tasks.arithmetic:Arithmetic",
-    "countdown": "dapo_jax.tasks.countdown:Countdown",
-    "multiple_choice": "dapo_jax.tasks.multiple_choice:MultipleChoice",
-    "format_answer": "dapo_jax.tasks.format_answer:FormatAnswer",
-    "reasoning_gym": "dapo_jax.tasks.reasoning_gym:ReasoningGym",
+    "countdown": "experiments.tasks.countdown:Countdown",
+    "multiple_choice": "experiments.tasks.multiple_choice:MultipleChoice",
+    "format_answer": "experiments.tasks.format_answer:FormatAnswer",
+    "reasoning_gym": "experiments.tasks.reasoning_gym:ReasoningGym",
 }
 
 
