@@ -291,7 +291,7 @@ def _graded(rules):
         ("dapo", 161, 187),  # the reference's own
         ("strict", 0, 130),
         ("strict_box", 23, 316),
-        ("math_verify", 0, 1),
+        ("math_verify", 0, 15),  # 14 of them have neither a line "Answer:" nor a box
     ],
 )
 def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
@@ -525,14 +525,15 @@ needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), re
         ("Answer: (x+1)^2", "x^2+2x+1", "correct"),
         ("**Answer:** $42$.", "42", "correct"),
         (r"So it is $\boxed{42}$.", "42", "correct"),
-        ("So the result is 42.", "42", "correct"),
+        ("So the answer is 42.", "42", "no_answer"),
+        ("#### 42", "42", "no_answer"),
+        (r"\boxed{41}. So the answer is 42.", "42", "correct"),
+        (r"\boxed{42}. So the answer is 41.", "42", "wrong"),
         ("Answer: 43", "42", "wrong"),
         ("Answer: $42$ or $43$", "42", "wrong"),
         ("Answer:", "42", "empty_answer"),
         ("  ", "42", "no_answer"),
         ("I gave up", "42", "no_answer"),
-        ("The answer is:\n\\[\n42\n\\]", "42", "correct"),  # its first line was the answer: "\["
-        ("So the answer is\n$$\n43\n$$", "42", "wrong"),
         (r"Answer: \frac{2}{", "42", "unreadable_answer"),
         ("Answer: x^2", r"\frac{x}{", "unreadable_ground_truth"),
         ("Answer: 9^{9^{9^{9}}}", "42", "too_large"),
@@ -547,26 +548,24 @@ def test_math_verify_rules(symbolic, response, ground_truth, status):
 
 
 def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
-    r"""166 of 188 rows agree. Those that do not:
+    r"""Those that do not agree, each given as an answer line unless it has a box:
 
-    * a number or formula with words around it, without a box, "The answer is ..." or "Therefore":
-      6, as in "Jane started 3 hours ago"; before, any last number was an answer ("I give up after
-      42 tries" was 42), and 178 agreed;
-    * chains that hold unequal numbers: 3, such as `x = 5+5+1 = 7 =11` for 11;
+    * a number or formula with words around it, as in "Jane started 3 hours ago";
+    * chains that hold unequal numbers, such as `x = 5+5+1 = 7 =11` for 11;
     * rounding: 3.14159 for 3.1416, 16.67 for 16.\overline{6}, 2.3 for 2.\overline{3}; 75 for 0.75;
     * `1,22` as 1.22 (a decimal comma; here a list of two), `10, 4, -2` for `4, 10, -2` (compared
       as sets), unspaced `-5\lex\le1`, `x\approx11` for 11, a ground truth in words;
     * an answer that only its middle states, and a ground truth of more than 1000 characters.
     """
     rows = _rows(shared / "golden" / "math_equivalence.jsonl")
-    responses = [  # rows of the other kinds give the bare answer, so it goes where answers go
-        row["pred"] if "extraction" in row["kind"] else f"Answer: {row['pred']}" for row in rows
+    responses = [
+        row["pred"] if "boxed" in row["pred"] else f"Answer: {row['pred']}" for row in rows
     ]
     verdicts = symbolic.verify_many(responses, [row["gold"] for row in rows])
     graded = list(zip(rows, verdicts, strict=True))
     rewarded = [row["pred"] for row, verdict in graded if verdict.correct > row["expected"]]
     assert len(rows) == 188
-    assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 166
+    assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 161
     assert rewarded == ["10, 4, -2"]
 
 

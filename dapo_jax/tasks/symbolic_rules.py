@@ -64,32 +64,24 @@ _CLAIM = re.compile(
     r"|costs?|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*)\$?(?P<noun>(?: [a-z-]+)*?)"
     r"(?: in total)?|(?:\b(?:is|are|equals)\b(?!.*: ?\$):?|:(?= ?\$)) *(?P<value>.+?))(?=\.\s|\.?$)"
 )
-# A last sentence "$x > 5$ is the solution." or "Therefore there are 12 ways."
-_CONCLUSION = re.compile(
-    rf"(?i)(?:^|[.!?\n])\s*(?:{_LEAD_IN}*(\$[^$\n]+\$|\\\([^\n]+?\\\))\s+is\s+{_THE_ANSWER}"
-    rf"|{_LEAD_IN}+((?:[^.!?\n]|\.(?=\S))+))\.?\s*(?:I hope it is correct.*)?$"
-)
 
 
 def find_answer(response: str) -> tuple[str | None, str]:
     r"""Finds the answer and the text that follows it; None where there is none.
 
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
-    by "," or "and", or what a later sentence "The answer is ..." says; without any what the last
-    sentence concludes, or a response that is one line of formula and nothing else.
+    by "," or "and", or the value of a sentence "The answer is ..." after the box.
     """
     answer, rest = last_answer(response)
     if answer is not None:
         return answer, rest
     tail = response[-SYMBOLIC_TAIL_CHARS:]
-    boxes, phrases = _boxes(tail), list(_PHRASE.finditer(tail))
-    if phrases and not (boxes and phrases[-1].start() < boxes[-1][2]):
-        return phrases[-1][1], tail[phrases[-1].end() :]
-    if boxes:
-        return _last_boxes(tail, boxes)
-    if concludes := _CONCLUSION.search(tail):
-        response, _ = _claimed(next(filter(None, concludes.groups())))
-    return (response if _is_formula(response) else None), ""
+    if not (boxes := _boxes(tail)):
+        return None, ""
+    *_, phrase = [None, *_PHRASE.finditer(tail)]
+    if phrase and phrase.start() > boxes[-1][2]:
+        return phrase[1], tail[phrase.end() :]
+    return _last_boxes(tail, boxes)
 
 
 def _claimed(sentence: str) -> tuple[str, str]:
@@ -100,17 +92,6 @@ def _claimed(sentence: str) -> tuple[str, str]:
         return sentence, ""
     value = claim["value"] or rf"{claim['number']}\text{{{claim['noun']}}}"
     return value, words[claim.end() :]
-
-
-def _is_formula(response: str) -> bool:
-    """Tells whether a whole response is one line without words, but for a unit after a number."""
-    text = response.strip()
-    return (
-        0 < len(text) <= MAX_FORMULA_CHARS
-        and "\n" not in text
-        and text.count("$") + text.count(r"\(") <= 4
-        and _words(read_answer(text).form) <= {text.strip("$").lower()}
-    )
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
