@@ -48,9 +48,10 @@ class Key:
             return ""
         if (allowed := self.allowed()) and value not in allowed:
             return f"but must be one of {', '.join(map(str, allowed))}"
-        bounded = self.at_least is not None or self.above is not None
-        least = max(self.above, TINY32) if self.above is not None else self.at_least
-        if not bounded or least <= value <= self.at_most:
+        if self.at_least is None and self.above is None:
+            return ""
+        over = value >= self.at_least if self.above is None else value > self.above
+        if over and (value >= TINY32 or self.above is None) and value <= self.at_most:
             return ""
         low = f"at least {self.at_least}" if self.above is None else f"greater than {self.above}"
         high = "finite in float32" if self.at_most == MAX32 else f"at most {self.at_most}"

@@ -115,7 +115,7 @@ def _complete(group: Group) -> Carried:
 
 
 def fits(carried: Sequence[Carried], *, group_size: int, max_tokens: int) -> bool:
-    """Tells whether a recipe could have sampled these; that of a fork may be another."""
+    """Returns whether a recipe could have sampled these; that of a fork may be another."""
     return all(
         len(it.responses) == group_size
         and len(response.tokens_T) <= max_tokens

@@ -16,6 +16,8 @@ import collections
 import json
 import math
 import pathlib
+import re
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -61,7 +63,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
-    """Says whether the most frequent prediction is right (maj@k); the earliest wins a tie.
+    """Returns whether the most frequent prediction is right (maj@k); the earliest wins a tie.
 
     Responses without a prediction have no vote.
     """
@@ -212,7 +214,7 @@ def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, d
 def chosen_recipe() -> ConfigDict:
     """Returns the recipe of --config, or that of any model, with the command's own flags in it."""
     given, config = flags.FLAGS, CONFIG.value
-    if not given.model and given["config"].using_default_value:
+    if not given.model and given["config"].config_filename == ANY_MODEL:
         raise ValueError("give --config=FILE, the recipe of the run in --workdir, or --model=DIR")
     for name, (key, _) in SHORT.items():
         if given[name].value is not None:
@@ -351,7 +353,9 @@ if __name__ == "__main__":
         define = flags.DEFINE_integer if flag in ("k", "max_tokens") else define
         define(flag, None, f"{help_} Sets --config.{key_}.")
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
-    CONFIG = recipe.define_config(default=ANY_MODEL)
+    if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
+        sys.argv.insert(1, f"--config={ANY_MODEL}")
+    CONFIG = recipe.define_config()
     WORKDIR = command.define_workdir()
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."

@@ -244,18 +244,18 @@ def micro_batch(batch: Batch, i) -> Batch:
     return jax.tree.map(lambda rows: rows[i], dataclasses.replace(batch, num_micro=None))
 
 
-def micro_batch_loss(params, start_weights, batch: Batch, i, *, graph, mesh, learning: Learning):
-    """Computes micro-batch i's share of the mini-batch's loss, and the sums of its metrics.
+def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
+    """Computes a micro-batch's share of the mini-batch's loss, and the sums of its metrics.
 
     Returns (loss, {name: sum over the response tokens}).
     """
-    micro = micro_batch(batch, i)
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
     x_BTD, head_DV = run(*weights_and_adapters(params, start_weights, learning))
+    reference_logp_BT = None
     if learning.kl_coef > 0:
         reference_logp_BT, _ = chosen_logprobs(*run(start_weights, None), micro.target_BT, **head)
-        micro = dataclasses.replace(micro, reference_logp_BT=reference_logp_BT)
+    micro = dataclasses.replace(micro, num_micro=None, reference_logp_BT=reference_logp_BT)
     evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
     loss_of = functools.partial(weighted_loss, learning=learning)
     loss, logp_BT, entropy_BT = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
@@ -307,15 +307,16 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     term is measured against; without either pass None.
     """
 
-    loss_of = functools.partial(micro_batch_loss, graph=graph, mesh=mesh, learning=learning)
+    how = {"graph": graph, "mesh": mesh, "learning": learning}
+
+    def loss_of(params, i):
+        return micro_batch_loss(params, start_weights, micro_batch(batch, i), **how)
 
     def accumulate(i, total):
         loss_and_gradient = jax.value_and_grad(loss_of, has_aux=True)
-        return jax.tree.map(
-            jnp.add, total, loss_and_gradient(state.params, start_weights, batch, i)
-        )
+        return jax.tree.map(jnp.add, total, loss_and_gradient(state.params, i))
 
-    shapes = (jax.eval_shape(loss_of, state.params, start_weights, batch, 0), state.params)
+    shapes = (jax.eval_shape(loss_of, state.params, 0), state.params)
     zero = jax.tree.map(jnp.zeros_like, shapes)
     (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
     grad_norm = optax.tree.norm(grads)
@@ -351,7 +352,7 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
 
 
 def all_finite(tree) -> jax.Array:
-    """Tells whether every value of every array is finite."""
+    """Returns whether every value of every array is finite."""
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
 
 

@@ -215,5 +215,5 @@ def policy_loss(logp, token: Batch, learning):
 
 
 def takes_old_logp(learning) -> bool:
-    """Whether the loss compares with the learner's own old log-probabilities."""
+    """Returns whether the loss compares with the learner's own old log-probabilities."""
     return learning.ratio == "sequence" or learning.gate == "kl_cov"

@@ -65,7 +65,7 @@ def answers(
 
 
 def shown(text: str, response: Response, tokenizer) -> str:
-    """What a response adds to the text of it that is shown; half a character waits."""
+    """Returns the text that a response adds to its shown text; half a character waits."""
     whole = tokenizer.decode(response.tokens_T.tolist())
     if not response.stopped:
         whole = whole.rstrip("\ufffd")

@@ -35,6 +35,7 @@ from dapo_jax.run import (
     compile_cache,
     digests,
     dry_run,
+    failures,
     files,
     hub,
     recipe,
@@ -72,8 +73,14 @@ class Run:
         return self.programs.reshard(state.params, self.start_weights)
 
     def evaluates_in(self, step: int) -> bool:
-        """Whether the policy that a step samples is evaluated in the same session."""
+        """Returns whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
+
+    def evaluate_start(self, state: learner.TrainState) -> None:
+        """Evaluates the policy that a fork begins with: all forks have a first point."""
+        begins = self.first_step == self.begin_step
+        if begins and self.sets and not self.evaluates_in(self.first_step):
+            self.evaluate_alone(state, self.first_step)
 
     def evaluate_alone(self, state: learner.TrainState, finished_steps: int) -> None:
         """Evaluates all sets in a session of their own."""
@@ -81,6 +88,7 @@ class Run:
         how = {"first_stream": rollout.TRAINING + 1}
         with evaluate.Evaluation(session, self.sets, **how) as evaluation:
             self.scores(evaluation, finished_steps)
+        self.record.evaluated.clear()  # these files are no row's: seal.json has their digests
 
     def scores(self, evaluation: evaluate.Evaluation, finished_steps: int) -> dict[str, float]:
         """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
@@ -102,9 +110,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None
         return
     with contextlib.ExitStack() as stack:
         run, state, progress = begin(config, workdir, stack, origin)
-        begins = run.first_step == run.begin_step
-        if begins and run.sets and not run.evaluates_in(run.first_step):
-            run.evaluate_alone(state, run.first_step)  # a fork: all have a first point
+        run.evaluate_start(state)
         for step in range(run.first_step, config.num_steps):
             state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:
@@ -203,6 +209,8 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
+    saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
+    stack.enter_context(saved)
     snapshots = stack.enter_context(
         Snapshots(
             checkpoints,

@@ -167,7 +167,7 @@ class Carried:
 
 @dataclasses.dataclass
 class BlockRecord:
-    """What one block of decode steps did, for the metrics and the timeline.
+    """The record of one block of decode steps, for the metrics and the timeline.
 
     stream_B, cursor_B, sample_B: of the request in each slot of all shards; the cursor is -1 in a
     free one. useful_B: tokens of its response that each slot sampled; steps: the most of them, and
@@ -211,7 +211,7 @@ class RolloutStats:
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """What one step sampled (in prompt order), and which of it the update trains on.
+    """The groups that one step sampled, in prompt order, and those of them that it trains on.
 
     sampled: P graded groups, the last one kept being the last; at the cap, as many as it allows.
     kept: indices into `sampled`, ascending. cursor: of the next unseen prompt. issued: groups asked

@@ -50,12 +50,12 @@ def listing(folder: epath.Path) -> str:
 
 
 def is_local(path: str | os.PathLike) -> bool:
-    """Tells whether a path is of this machine, not of a bucket."""
+    """Returns whether a path is of this machine, not of a bucket."""
     return "://" not in os.fspath(path)
 
 
 def present(file: epath.Path) -> bool:
-    """Tells whether a directory has a file of that name; raises as `check_file` where it is none.
+    """Returns whether a directory has a file of that name; raises as `check_file` where it is none.
 
     A pipe or a link that leads nowhere is not taken for a file that is absent.
     """

@@ -102,7 +102,7 @@ def _cluster_of_environment() -> dict[str, Any]:
 
 
 def started() -> bool:
-    """Whether this process has joined others (asking JAX for more would start its backends)."""
+    """Returns whether this process has joined others, without starting JAX's backends."""
     return distributed.global_state.client is not None
 
 
@@ -112,12 +112,12 @@ def count() -> int:
 
 
 def is_main_host() -> bool:
-    """Whether this process writes the files that all processes would write alike."""
+    """Returns whether this process writes the files that all processes would write alike."""
     return jax.process_index() == 0
 
 
 def is_mine(number: int) -> bool:
-    """Whether this process does the numbered piece of host work; each piece is one process's."""
+    """Returns whether a numbered piece of host work is this process's; each is one's."""
     return number % jax.process_count() == jax.process_index()
 
 
@@ -279,7 +279,7 @@ def lost_line(error: BaseException) -> str | None:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Tells whether JAX raised it because another process is gone."""
+    """Returns whether JAX raised it because another process is gone."""
     if (LOST if isinstance(error, jax.errors.JaxRuntimeError) else GLOO).match(str(error)):
         return True
     before = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""Which logical axis of a parameter or a batch lies on which mesh axis: one table each.
+"""Sharding rules: tables from the logical axes of parameters and batches to mesh axes.
 
 LEARNER shards parameters and optimizer state over "data" and "model" (fully sharded data parallel,
 Zhao et al. 2023, arXiv 2304.11277, times tensor parallel, Shoeybi et al. 2019, arXiv 1909.08053);
@@ -122,7 +122,7 @@ def by_parts(local, mesh: Mesh, *, params, tokens: int):
 
 
 def tokens_divide(mesh: Mesh, tokens: int) -> bool:
-    """Tells whether the tokens of a row lie over "model" between products."""
+    """Returns whether the tokens of a row lie over "model" between products."""
     ways = mesh.shape["model"]
     return ways > 1 and tokens % ways == 0
 

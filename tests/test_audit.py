@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from test_train import programs_compiled_once, small_config  # noqa: F401
 
 from dapo_jax import train
-from dapo_jax.audit import again, written
+from dapo_jax.audit import again
 from dapo_jax.audit.__main__ import audit, verdict
 from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding
-from dapo_jax.run import chain, digests, ending, provenance
+from dapo_jax.run import chain, digests, provenance
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.files import Rows, append_line, read_rows, write_rollouts
+from dapo_jax.run.files import Rows, append_line, read_rows, write_rollouts, write_seal
+from dapo_jax.run.start import Origin
 from dapo_jax.types import Group, Response, Verdict
+from experiments.preemption.config import get_config
 
 CONFIG = {"num_steps": 3, "seed": 0, "checkpoint": {"directory": "", "keep": 2}}
 
@@ -35,24 +36,14 @@ def sha(text: str) -> str:
 
 
 def test_the_chain_is_what_the_docstring_says():
-    row = {"step": 1, "loss": float("nan"), "seconds/total": 2.5, "sealed/a": "x", "digest/b": "y"}
+    row = {"step": 1, "loss": float("nan"), "seconds/total": 2.5, "digest/b": "y"}
     linked = chain.link("before", row)
     assert linked == sha('before\n{"digest/b": "y", "loss": null, "step": 1}')
-    row["chain"] = linked
-    assert chain.link("before", row) == linked
-    plain = f'{{"chain": "{linked}", "digest/b": "y", "loss": null, "sealed/a": "x", '
-    plain += '"seconds/total": 2.5, "step": 1}'
-    assert chain.seal("before", row) == sha(f"before\n{plain}")
-    assert chain.seal("before", row | {"seal": "any"}) == chain.seal("before", row)
-
-
-def test_times_and_seals_change_the_seal_alone():
-    row = {"step": 1, "loss": 0.5}
-    for key in ("seconds/total", "tokens_per_second/step", "sealed/starts.jsonl"):
-        assert chain.link("", row | {key: 1.0}) == chain.link("", row)
-        assert chain.seal("", row | {key: 1.0}) != chain.seal("", row)
-    assert chain.link("", row | {"loss": 0.5000001}) != chain.link("", row)
-    assert chain.link("other", row) != chain.link("", row)
+    assert chain.link("before", row | {"chain": linked}) == linked
+    for key in ("seconds/total", "seconds_in_rollout/a", "tokens_per_second/step"):
+        assert chain.link("before", row | {key: 1.0}) == linked
+    assert chain.link("before", row | {"loss": 0.5}) != linked
+    assert chain.link("other", row) != linked
 
 
 def group_of(logp=(-1.5, -0.25), correct=True, tokens=(3, 7)) -> Group:
@@ -106,24 +97,23 @@ def test_digests_on_devices_are_those_of_a_manifest(sharding):
         ]
         for name, it in tree.items()
     }
-    assert digests.of_state(tree, digests.sums_on_devices(tree)) == digests.of_json(expected)
+    assert digests.of_json(digests.described(tree)) == digests.of_json(expected)
     tree["half"] = tree["half"].at[2, 1].multiply(-1)
-    assert digests.of_state(tree, digests.sums_on_devices(tree)) != digests.of_json(expected)
+    assert digests.of_json(digests.described(tree)) != digests.of_json(expected)
 
 
 # A directory made by hand, without devices
 
 
-def write_start(workdir: pathlib.Path, config: dict, **others) -> None:
+def write_start(workdir: pathlib.Path, config: dict, first_step: int, **others) -> None:
     path = workdir / "starts.jsonl"
     path.touch()
-    start = {"config_sha256": provenance.recipe_digest(config), "origin": None, **others}
-    append_line(path, start | {"seal": provenance.seal(path.read_bytes(), start)})
+    start = {"config_sha256": provenance.recipe_digest(config), "first_step": first_step}
+    append_line(path, start | {"origin": None} | others)
 
 
 def write_checkpoint(workdir: pathlib.Path, step: int, row: dict, arrays: dict) -> None:
-    progress = {"cursor": 0, "row": chain.numbers(row) | {"chain": row["chain"]}}
-    progress["row"] |= {key: it for key, it in row.items() if key.startswith(chain.DIGEST)}
+    progress = {"cursor": 0, "row": row}
     manifest = {"arrays": arrays, "progress": digests.of_json(progress), "identity": None}
     folder = workdir / "checkpoints" / str(step)
     for name, content in (
@@ -135,17 +125,15 @@ def write_checkpoint(workdir: pathlib.Path, step: int, row: dict, arrays: dict) 
 
 
 def make_run(workdir: pathlib.Path, *, before: str = "", origin=None, first: int = 0) -> None:
-    """Writes what a run of three steps leaves; the second is of another start."""
+    """Writes what a run of three steps leaves; the last two are of another start."""
     config = CONFIG | {"num_steps": first + 3}
     (workdir / "eval").mkdir(parents=True)
-    (workdir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (workdir / "config.json").write_bytes(chain.as_written(config))
     linked = before
     for steps in (range(first, first + 1), range(first + 1, first + 3)):
-        write_start(workdir, config, origin=origin, commit=f"{steps[0]}")
-        resumed = steps[0] - 1 if steps[0] > first else (first or 1) - 1 if first else None
-        earlier = [*workdir.glob("tensorboard/*")]
+        write_start(workdir, config, steps[0], origin=origin, commit=f"{steps[0]}")
+        resumed = steps[0] - 1 if steps[0] else None
         writer = Rows(workdir, resume_step=resumed, begin_step=first)
-        seals = chain.Seals(workdir, read_rows(writer.path), earlier, linked)
         for step in steps:
             arrays = {"w": [["float32[1]", f"{step:016x}"]]}
             row = {"step": step, "loss": 0.5 / (step + 1), "seconds/total": 1.0 + step}
@@ -155,10 +143,14 @@ def make_run(workdir: pathlib.Path, *, before: str = "", origin=None, first: int
                 content = [{"response": f"{step} {name}", "correct": True}]
                 row["digest/" + name] = write_rollouts(workdir / name, content)
             row["chain"] = linked = chain.link(linked, row)
-            writer.write(seals.sealed(row))
-    write_checkpoint(workdir, first + 3, row, arrays)
+            writer.write(row)
+            write_checkpoint(workdir, step + 1, row, arrays)
+    shutil.rmtree(workdir / "checkpoints" / str(first + 1))  # checkpoint.keep = 2
+    (workdir / "eval" / f"{first + 3}.json").write_text("{}")  # after the last row
     (workdir / "curves.png").write_bytes(b"a picture")
-    ending.write(workdir)
+    (workdir / "tensorboard").mkdir()
+    (workdir / "tensorboard" / "events").write_bytes(b"a writer's")
+    write_seal(workdir)
 
 
 @pytest.fixture(scope="module")
@@ -192,10 +184,10 @@ def test_an_untouched_run_is_found_so_and_left_so(made):
     before = state_of(made)
     findings = found(made, digest=chain.of_file(made / "seal.json"))
     assert wrong(findings) == []
-    assert verdict(findings) == ("OK: as the run wrote it; 1 lines say what is not checked", 0)
+    assert verdict(findings) == ("OK: as the run wrote it; 2 lines say what is not checked", 0)
     assert state_of(made) == before
     row = read_rows(made / "metrics.jsonl")[1]
-    assert wrong(found(made, digest=row["seal"])) == []
+    assert wrong(found(made, digest=row["chain"])) == []
     assert "neither" in wrong(found(made, digest="0" * 64))[0]
 
 
@@ -227,46 +219,74 @@ def regzip(workdir):
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), mtime=5))
 
 
-def flip_event(workdir):
-    path = min((workdir / "tensorboard").iterdir())
-    content = bytearray(path.read_bytes())
-    content[-6] ^= 1
-    path.write_bytes(content)
+def swap_checkpoints(workdir):
+    a, b = (workdir / "checkpoints" / str(step) for step in (2, 3))
+    for old, new in ((a, workdir / "aside"), (b, a), (workdir / "aside", b)):
+        old.rename(new)
+
+
+def a_linked_row_more(workdir):
+    def edit(rows):
+        row = rows[-1] | {"step": 3}
+        rows.append(row | {"chain": chain.link(rows[-1]["chain"], row)})
+
+    rows_with(workdir, edit)
+
+
+def seal_with(**others):
+    """Another seal.json, written as the run writes it."""
+
+    def change(workdir):
+        content = json.loads((workdir / "seal.json").read_bytes())
+        (workdir / "seal.json").write_bytes(chain.as_written(content | others))
+
+    return change
+
+
+def seal_reordered(workdir):
+    content = json.loads((workdir / "seal.json").read_bytes())
+    content["files"] = dict(reversed(content["files"].items()))
+    (workdir / "seal.json").write_bytes(chain.as_written(content))
 
 
 def forged(workdir):
-    """The chain and the end computed anew, TensorBoard forgotten."""
-
-    def edit(rows):
-        rows[1]["loss"] = before = sealed = ""
-        rows[1]["loss"] = 0.125
-        for row in rows:
-            row["chain"] = before = chain.link(before, row)
-            row["seal"] = sealed = chain.seal(sealed, row)
-
-    rows_with(workdir, edit)
-    ending.write(workdir)
+    """The chain and the seal computed anew."""
+    rows = read_rows(workdir / "metrics.jsonl")
+    rows[1]["loss"], before = 0.125, ""
+    for row in rows:
+        row["chain"] = before = chain.link(before, row)
+    rows_with(workdir, lambda old: old.__setitem__(slice(None), rows))
+    write_seal(workdir)
 
 
+SEAL, AT_END = "seal.json: not what the run wrote", "not what was there at the run's end"
 TAMPERINGS = {
     "a number": (lambda w: rows_with(w, lambda r: r[0].update(loss=9.0)), "chain does not hold"),
     "a time": (
         lambda w: rows_with(w, lambda r: r[2].update({"seconds/total": 1.0})),
-        "chain does not hold at step 2",
+        f"metrics.jsonl: {AT_END}",
     ),
     "a space": (replaced("metrics.jsonl", b": ", b":"), "not written as the run writes it"),
     "a row less": (lambda w: rows_with(w, lambda r: r.pop(1)), "rows are of the steps 0, 2"),
-    "the last row": (lambda w: rows_with(w, lambda r: r.pop()), "seal.json: not of these rows"),
+    "the last row": (lambda w: rows_with(w, lambda r: r.pop()), SEAL),
     "a row more": (lambda w: rows_with(w, lambda r: r.append(r[2] | {"step": 3})), "chain does"),
-    "no chain in one": (lambda w: rows_with(w, lambda r: r[2].pop("chain")), "at step 2"),
-    "a start": (replaced("starts.jsonl", b'"commit": "1"', b'"commit": "2"'), "starts.jsonl: line"),
+    "no chain in one": (lambda w: rows_with(w, lambda r: r[2].pop("chain")), "a row has no chain"),
+    "a linked row more": (a_linked_row_more, SEAL),
+    "a start": (
+        replaced("starts.jsonl", b'"commit": "1"', b'"commit": "2"'),
+        f"starts.jsonl: {AT_END}",
+    ),
     "a start less": (
         lambda w: (w / "starts.jsonl").write_bytes((w / "starts.jsonl").read_bytes()[:100]),
-        "of its states that rows tell of",
+        f"starts.jsonl: {AT_END}",
     ),
-    "the recipe": (replaced("config.json", b'"seed": 0', b'"seed": 1'), "config.json: not what"),
-    "the recipe's form": (replaced("config.json", b"\n ", b"\n  "), "config.json: not what"),
-    "no recipe": (lambda w: (w / "config.json").unlink(), "config.json: not what"),
+    "no starts": (lambda w: (w / "starts.jsonl").unlink(), "starts.jsonl: gone"),
+    "the recipe": (
+        replaced("config.json", b'"seed": 0', b'"seed": 1'),
+        "config.json: not the recipe",
+    ),
+    "the recipe's form": (replaced("config.json", b"\n ", b"\n  "), "config.json: not the recipe"),
+    "no recipe": (lambda w: (w / "config.json").unlink(), "config.json: not the recipe"),
     "two rollouts swapped": (swap, "rollouts/0.jsonl.gz: not what the run wrote"),
     "another compression": (regzip, "rollouts/1.jsonl.gz: not what the run wrote"),
     "no rollouts": (lambda w: (w / "rollouts" / "1.jsonl.gz").unlink(), "1.jsonl.gz: gone"),
@@ -274,15 +294,31 @@ TAMPERINGS = {
         lambda w: (w / "eval" / "0.a.jsonl.gz").write_bytes(b""),
         "eval/0.a.jsonl.gz: not what",
     ),
-    "a file more": (
-        lambda w: (w / "rollouts" / "7.jsonl.gz").write_bytes(b"x"),
-        "rollouts/7.jsonl.gz: no row has it",
+    "the last evaluation": (lambda w: (w / "eval" / "3.json").write_text("{ }"), AT_END),
+    "no last evaluation": (lambda w: (w / "eval" / "3.json").unlink(), "eval/3.json: gone"),
+    "an evaluation more": (
+        lambda w: (w / "eval" / "9.json").write_text("{}"),
+        "eval/9.json: added",
     ),
-    "a picture": (lambda w: (w / "curves.png").write_bytes(b"b"), "curves.png: not what was"),
-    "TensorBoard": (flip_event, "damaged at byte"),
-    "no TensorBoard": (lambda w: shutil.rmtree(w / "tensorboard"), "tensorboard: gone"),
-    "the end": (replaced("seal.json", b'"rows": 3', b'"rows": 2'), "seal.json: not of these rows"),
-    "no end": (lambda w: (w / "seal.json").unlink(), "seal.json: not there, though all steps"),
+    "rollouts more": (
+        lambda w: (w / "rollouts" / "7.jsonl.gz").write_bytes(b"x"),
+        "rollouts/7.jsonl.gz: added",
+    ),
+    "a picture": (lambda w: (w / "curves.png").write_bytes(b"b"), f"curves.png: {AT_END}"),
+    "the seal's count": (seal_with(rows=2), SEAL),
+    "the seal's chain": (seal_with(chain="0" * 64), SEAL),
+    "a seal that says more": (seal_with(more=1), SEAL),
+    "a seal of another form": (seal_with(files=[1]), "seal.json: not what a run writes (Attr"),
+    "a seal in another order": (seal_reordered, SEAL),
+    "a seal's last byte": (
+        lambda w: (w / "seal.json").write_bytes((w / "seal.json").read_bytes()[:-1]),
+        SEAL,
+    ),
+    "no seal": (lambda w: (w / "seal.json").unlink(), "seal.json: not there, though all steps"),
+    "two checkpoints swapped": (
+        swap_checkpoints,
+        "checkpoint 2: its arrays' digests, its row: not what the rows say",
+    ),
     "a checkpoint's arrays": (
         replaced("checkpoints/3/manifest/metadata", b"00002", b"00003"),
         "checkpoint 3: its manifest, its arrays' digests: not what the rows say",
@@ -293,7 +329,7 @@ TAMPERINGS = {
     ),
     "the order of keys": (
         lambda w: rows_with(w, lambda r: r.append(dict(reversed(r.pop().items())))),
-        "metrics.jsonl: not what was there",
+        f"metrics.jsonl: {AT_END}",
     ),
     "half a row behind the last": (
         lambda w: (w / "metrics.jsonl").open("ab").write(b'{"step": 3, "lo'),
@@ -301,23 +337,15 @@ TAMPERINGS = {
     ),
     "a link to nothing": (
         lambda w: (w / "rollouts" / "7.jsonl.gz").symlink_to("nothing"),
-        "rollouts/7.jsonl.gz: no row has it",
-    ),
-    "an end that says more": (
-        replaced("seal.json", b'"files": {', b'"more": 1,\n "files": {'),
-        "seal.json: not of these rows",
-    ),
-    "an end of another form": (
-        lambda w: (w / "seal.json").write_text('{"rows": 3, "files": [1]}'),
-        "seal.json: not of these rows",
+        "rollouts/7.jsonl.gz: no file, the run did not write it",
     ),
     "a number as text": (
         lambda w: rows_with(w, lambda r: r[1].update(loss="low")),
-        "tensorboard: not what a run writes (TypeError",
+        "chain does not hold at step 1",
     ),
     "a digest that is a list": (
-        lambda w: rows_with(w, lambda r: r[1].update({"sealed/starts.jsonl": [1]})),
-        "starts.jsonl: not what a run writes (TypeError",
+        lambda w: rows_with(w, lambda r: r[1].update({"digest/config.json": [1]})),
+        "config.json: not what the run wrote",
     ),
     "a recipe of another form": (
         replaced("config.json", b'"checkpoint": {', b'"checkpoint": 1, "old": {'),
@@ -332,7 +360,6 @@ TAMPERINGS = {
         "checkpoint 3: its files (",
     ),
     "a checkpoint gone": (lambda w: shutil.rmtree(w / "checkpoints"), "metadata: gone"),
-    "a forged chain": (forged, "tensorboard: other numbers than the rows' at step 1"),
 }
 
 
@@ -346,9 +373,22 @@ def test_tampering_is_found_and_named(copy, what):
 
 
 def test_a_forged_chain_is_not_that_of_the_digest(copy):
+    """Who computes all digests anew leaves no other trace in the files but the checkpoints'."""
     published = chain.of_file(copy / "seal.json")
+    shutil.rmtree(copy / "checkpoints")
     forged(copy)
+    assert wrong(found(copy)) == []
     assert f"--digest={published} is neither" in "".join(wrong(found(copy, digest=published)))
+
+
+def test_a_run_without_its_end_is_not_that_of_the_digest(copy):
+    """Without seal and last rows it looks like one that was killed before them."""
+    published = chain.of_file(copy / "seal.json")
+    (copy / "seal.json").unlink()
+    shutil.rmtree(copy / "checkpoints" / "3")
+    rows_with(copy, lambda rows: rows.pop())
+    assert wrong(found(copy)) == []
+    assert "is neither" in "".join(wrong(found(copy, digest=published)))
 
 
 def test_what_others_write_into_the_directory_is_named(copy):
@@ -358,14 +398,14 @@ def test_what_others_write_into_the_directory_is_named(copy):
     findings = found(copy)
     assert wrong(findings) == []
     (line,) = (f.what for f in findings if f.kind == UNCHECKED and "no digest of" in f.what)
-    assert line == "no digest of: eval/3.a.t1_p1_k4_dapo_s0.0123ab.json, report.html"
+    names = "eval/3.a.t1_p1_k4_dapo_s0.0123ab.json, report.html, tensorboard/events"
+    assert line == f"no digest of: {names}"
 
 
 def test_what_report_draws_anew_is_no_alarm(copy):
     """It writes a curves.png too, with the folder's name of today."""
-    ending.remove(copy)
     (copy / "report.html").write_text("of a run that was going on")
-    ending.write(copy)
+    write_seal(copy)
     for name in ("curves.png", "report.html"):
         (copy / name).write_text("of today")
     findings = found(copy)
@@ -378,56 +418,57 @@ def test_a_folder_may_lie_on_another_disk(copy, name):
     (copy / name).rename(copy.parent / "elsewhere")
     (copy / name).symlink_to(copy.parent / "elsewhere")
     assert wrong(found(copy)) == []
-    assert ending.files_in(copy).keys() >= {"curves.png", "rollouts/1.jsonl.gz"}
+    assert chain.files_in(copy).keys() >= {"curves.png", "rollouts/1.jsonl.gz"}
     (copy / "more").symlink_to(copy)  # is named, not followed
     (line,) = (f.what for f in found(copy) if f.kind == UNCHECKED and "no digest of" in f.what)
-    assert line == "no digest of: more"
+    assert line == "no digest of: more, tensorboard/events"
+
+
+def going_on(workdir: pathlib.Path, *, steps: int = 9) -> None:
+    """Makes the run one that is told to do more steps, and has started again."""
+    (workdir / "seal.json").unlink()
+    config = CONFIG | {"num_steps": steps}
+    (workdir / "config.json").write_bytes(chain.as_written(config))
+    write_start(workdir, config, 3, commit="1")
 
 
 @pytest.mark.parametrize("left", [1, 40])
 def test_what_a_kill_cut_short_is_no_alarm(copy, left):
     """A row's last line, and a line of starts.jsonl with a whole one after it."""
-    ending.remove(copy)
-    replaced("config.json", b'"num_steps": 3', b'"num_steps": 9')(copy)
-    config = CONFIG | {"num_steps": 9}
     with (copy / "starts.jsonl").open("ab") as file:
         file.write(b'{"time": "2026-01-01T00:00:00+00:00", "ho'[:left])
-    write_start(copy, config, origin=None, commit="1")
+    going_on(copy)
     with (copy / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 3, "loss": 0.25, "seconds/total": 1'[:left])
     findings = found(copy)
     assert wrong(findings) == []
     lines = [f.what for f in findings if f.kind == UNCHECKED]
     assert "metrics.jsonl: its last line has no end yet" in lines
-    assert "starts.jsonl: line 3 was cut short by a kill" in lines
-    replaced("starts.jsonl", b'{"' if left > 1 else b"{\n{", b"{'" if left > 1 else b"}\n{")(copy)
-    assert wrong(found(copy))
+    assert "seal.json: none, the run has not ended" in lines
 
 
-def test_a_run_of_an_earlier_version_is_said(copy):
-    def plain(rows):
-        rows[:] = map(chain.numbers, rows)
+def test_what_a_running_run_writes_ahead_of_its_row_is_no_alarm(copy):
+    """Responses, evaluations and checkpoints are on disk before the row that has their digests."""
+    going_on(copy)
+    shutil.copytree(copy / "checkpoints" / "3", copy / "checkpoints" / "4")
+    for name in ("rollouts/3.jsonl.gz", "eval/4.json"):
+        (copy / name).write_bytes(b"of step 3")
+    assert wrong(found(copy)) == []
+    (copy / "rollouts" / "3.jsonl.gz").rename(copy / "rollouts" / "01.jsonl.gz")
+    assert "rollouts/01.jsonl.gz: no row has it" in "".join(wrong(found(copy)))
 
-    rows_with(copy, plain)
-    assert wrong(found(copy))[0].startswith("metrics.jsonl: no row has a chain: an earlier version")
 
+def test_a_checkpoint_that_a_running_run_removes_is_no_alarm(copy, monkeypatch):
+    """It keeps its newest ones, and an audit had listed the one that went."""
+    going_on(copy)
+    of_json = digests.of_json
 
-def test_rows_of_an_earlier_version_before_the_chain_are_named(tmp_path):
-    """The run was updated in its middle; taken out later, they break the chain."""
-    make_run(tmp_path / "run")
-    workdir = tmp_path / "run"
+    def removed_meanwhile(value):
+        shutil.rmtree(copy / "checkpoints" / "3", ignore_errors=True)
+        return of_json(value)
 
-    def begun_late(rows):
-        rows[0] = chain.numbers(rows[0])
-        before = sealed = ""
-        for row in rows[1:]:
-            row["chain"] = before = chain.link(before, row)
-            row["seal"] = sealed = chain.seal(sealed, row)
-
-    rows_with(workdir, begun_late)
-    found_rows = [*written.rows(written.read(workdir))]
-    assert [f.kind for f in found_rows] == [UNCHECKED, SAME]
-    assert "steps 0 are of an earlier version" in found_rows[0].what
+    monkeypatch.setattr(digests, "of_json", removed_meanwhile)
+    assert wrong(found(copy)) == []
 
 
 def test_a_forks_chain_goes_on_from_its_parents(tmp_path):
@@ -436,12 +477,31 @@ def test_a_forks_chain_goes_on_from_its_parents(tmp_path):
     fork, origin = tmp_path / "fork", f"run:{tmp_path / 'parent'}@3"
     make_run(fork, before=last["chain"], origin=origin, first=3)
     (row, *_) = read_rows(fork / "metrics.jsonl")
-    assert (row["step"], row[chain.BEFORE]) == (3, last["chain"])
+    assert (row["step"], row["chain"]) == (3, chain.link(last["chain"], row))
+    assert wrong(found(fork, digest=row["chain"])) == []
+    rows_with(tmp_path / "parent", lambda rows: rows[-1].update(chain="0" * 64))
+    assert "chain does not hold at step 3" in "".join(wrong(found(fork)))
+    shutil.rmtree(tmp_path / "parent")
     findings = found(fork)
     assert wrong(findings) == []
-    assert any("the chain goes on from row 2" in finding.what for finding in findings)
-    shutil.rmtree(tmp_path / "parent")
-    assert any("is the parent's: " in f.what for f in found(fork) if f.kind == UNCHECKED)
+    assert f"metrics.jsonl: the row before the first is of {origin}" in [f.what for f in findings]
+
+
+def test_a_first_row_without_its_parents_proves_no_digest(tmp_path):
+    """The chain of a fork's first row could be any text: that of --digest, before forged rows."""
+    published, fork = "ab" * 32, tmp_path / "fork"
+    make_run(fork, before="", origin=f"run:{tmp_path / 'gone'}@3", first=3)
+
+    def forge(rows):
+        rows[0]["chain"] = before = published
+        for row in rows[1:]:
+            row["chain"] = before = chain.link(before, row)
+
+    rows_with(fork, forge)
+    shutil.rmtree(fork / "checkpoints")
+    write_seal(fork)
+    assert wrong(found(fork)) == []
+    assert "is neither" in "".join(wrong(found(fork, digest=published)))
 
 
 # Which steps can be done again, and whether they can here
@@ -489,12 +549,20 @@ def test_a_check_that_could_not_be_made_is_no_success():
     assert verdict(findings) == ("nothing wrong was found, but 1 checks could not be made", 1)
 
 
+def small_config():
+    """Makes a recipe of three steps with an evaluation and a checkpoint after the second."""
+    config = get_config()
+    config.num_steps, config.checkpoint.every_steps, config.eval.every_steps = 3, 2, 2
+    return config
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp_path, monkeypatch):
     """Stopped after two steps, a step's rows lost, and resumed."""
     config = small_config()
     config.num_steps = 2
     train.train(config, tmp_path)
+    (tmp_path / "seal.json").unlink()  # as a start with more steps does, killed in its third
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')
     train.train(small_config(), tmp_path)
@@ -513,15 +581,32 @@ def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp
     monkeypatch.setattr(Checkpoints, "restore", restoring)
     findings = [*audit(tmp_path, steps=3, seed=0)]
     assert kept
-    assert [f for f in findings if f.kind != SAME] == []
+    assert {f.kind for f in findings} == {SAME, UNCHECKED}, findings
+    (line,) = (f.what for f in findings if f.kind == UNCHECKED)
+    assert line.startswith("no digest of: tensorboard/")
     assert sum("done again: samples" in finding.what for finding in findings) == 3
     assert state_of(tmp_path) == before
 
     def forge(rows):
         rows[2]["entropy"] *= 1.5
         rows[2]["chain"] = chain.link(rows[1]["chain"], rows[2])
-        rows[2]["seal"] = chain.seal(rows[1]["seal"], rows[2])
 
     rows_with(tmp_path, forge)
     lines = wrong([*audit(tmp_path, steps=3, seed=0)])
     assert "step 2 done again has other entropy" in lines
+
+
+@pytest.mark.slow
+def test_a_forks_first_step_is_done_again_with_the_evaluation_before_it(tmp_path):
+    """An honest fork was "NOT what the run wrote": its first row has that evaluation's digests."""
+    config = small_config()
+    config.num_steps, config.checkpoint.every_steps = 2, 1
+    train.train(config, tmp_path / "parent")
+    origin = Origin.parse(f"run:{tmp_path / 'parent'}@1")
+    config.algo.eps_high = 0.5
+    train.train(config, tmp_path / "fork", origin)
+    (row,) = read_rows(tmp_path / "fork" / "metrics.jsonl")
+    assert "digest/eval/1.json" in row
+    findings = [*audit(tmp_path / "fork", steps=1, seed=0)]
+    assert {f.kind for f in findings} == {SAME, UNCHECKED}, findings
+    assert sum("step 1 done again: samples" in finding.what for finding in findings) == 1

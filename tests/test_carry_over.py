@@ -20,7 +20,7 @@ from test_train import (
 from dapo_jax import train
 from dapo_jax.carry_over import collect_carrying, fits, from_json, to_json
 from dapo_jax.packing import pack
-from dapo_jax.run.restore import Origin
+from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.session import Session, Stream
@@ -389,7 +389,7 @@ def rollout_lines(workdir, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
-    """What was carried is in the checkpoint; rows, rollouts and weights are what they would be."""
+    """Carried groups are in the checkpoint; rows, rollouts and weights are what they would be."""
     run = tmp_path / "run"
 
     def killed(*args):

@@ -369,25 +369,19 @@ def flip(file: pathlib.Path, place: int, bit: int = 0) -> None:
     file.write_bytes(content)
 
 
-def test_a_flipped_bit_in_the_values_or_in_the_progress_is_seen(folder):
-    """54 of 100 flipped bits once went on with other numbers in silence.
+def test_another_digit_in_the_progress_is_seen(folder):
+    """A digit is a digit: the run went on from another prompt in silence.
 
-    Arrays are stored uncompressed where they do not compress, and a digit is a digit. The bits of
-    any place are in experiments/faults/flips.py.
+    Flipped bits of any file, the arrays' too, are in experiments/faults/flips.py.
     """
-    values = largest_file(folder / "3")
-    flip(values, values.stat().st_size // 2)
-    progress = folder / "2" / "progress" / "metadata"
-    progress.write_text(progress.read_text().replace("96", "97"))
+    progress = folder / "3" / "progress" / "metadata"
+    progress.write_text(progress.read_text().replace("144", "145"))
     reports = []
-    step, state, progress = checkpoints(folder).restore_latest(
+    step, _, progress = checkpoints(folder).restore_latest(
         abstract(state_at(0)), report=reports.append
     )
-    assert (step, progress) == (1, {"cursor": 48})
-    assert_bitwise_equal(state, state_at(1))
-    assert "progress is not what was saved" in reports[1]
-    there = sorted(path.name for path in folder.iterdir())
-    assert there == ["1", "damaged.2.0", "damaged.3.0"]
+    assert (step, progress) == (2, {"cursor": 96})
+    assert "progress is not what was saved" in reports[0]
 
 
 def test_a_damaged_checkpoint_that_is_only_read_stays_where_it_is(folder):

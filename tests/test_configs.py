@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from configs import base
-from dapo_jax.run import arguments, build, checks
+from dapo_jax.run import build, checks
+from dapo_jax.run import recipe as recipes
 from sharding.mesh import make_mesh
 
 SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
@@ -58,10 +59,10 @@ def named_keys(source: str) -> set[str]:
 
 
 def is_key(name: str) -> bool:
-    """Whether the recipe has the key; a set's name, and what a message fills in, may be any."""
+    """True if the recipe has the key; a set's name, and what a message fills in, may be any."""
     config = base.get_config()
     config.eval.sets.NAME = base.dataset()
-    known = set(arguments.keys(config))
+    known = set(recipes.keys(config))
     parts = name.split(".")
     if parts[:2] == ["eval", "sets"] and len(parts) > 2:
         parts[2] = "NAME"
@@ -147,8 +148,8 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"rollout.top_p": 1.5}, "rollout.top_p = 1.5"),
         ({"algo.eps_low": -0.1}, "algo.eps_low = -0.1"),
         ({"algo.dual_clip": 1.0}, "algo.dual_clip = 1.0"),
-        ({"algo.dual_clip": float("inf")}, "algo.dual_clip = inf, but must be greater than 1 and"),
-        ({"algo.loss": "ppo"}, "algo.loss = 'ppo'.*dapo"),
+        ({"algo.dual_clip": float("inf")}, "algo.dual_clip = inf, but must be greater than 1, and"),
+        ({"algo.gate": "ppo"}, "algo.gate = .ppo..*clip"),
         ({"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
         ({"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),
         ({"learner.row_tokens": 174}, "learner.row_tokens = 174.*175"),
@@ -165,7 +166,7 @@ def test_the_tiny_recipe_passes_the_checks():
         ({"learner.adam_b1": 1.0}, "adam_b1 = 1.0"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ("q", "qq")}, "lora_targets has 'qq'"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ()}, "lora_targets is empty"),
-        ({"learner.remat": "ful"}, "learner.remat = 'ful'; choose one of none, keep_products"),
+        ({"learner.remat": "ful"}, "learner.remat = 'ful', but must be one of none, keep_products"),
         ({"data.train.rules": "foo"}, "data.train.rules = 'foo', but must be one of dapo"),
         ({"data.train.max_prompts": -3}, "data.train.max_prompts = -3, but must be at least 0"),
         ({"learner.learning_rate": float("inf")}, "learning_rate = inf"),

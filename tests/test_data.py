@@ -374,7 +374,7 @@ def test_an_answer_that_nothing_can_match_is_named_or_skipped(tmp_path, rules, a
 
 
 def test_each_byte_of_a_parquet_file_may_be_damaged(tmp_path):
-    """Of 4,500 damaged files three raised UnicodeDecodeError, for a column's name among others.
+    """Three of 4,500 damaged files raised UnicodeDecodeError, for a column's name among others.
 
     Where a file has checksums of its pages they are now compared: a flipped bit in a text was read
     as another text (95 of 428 in a file that is compressed, 249 of 428 in one that is not). A

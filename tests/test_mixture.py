@@ -120,7 +120,10 @@ def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data.train.weight": -1.0}, "data.train.weight = -1.0, but must be finite and at least"),
+        (
+            {"data.train.weight": -1.0},
+            "data.train.weight = -1.0, but must be at least 0",
+        ),
         ({"data.train.weight": 0.0}, "data.train.weight = 0, and no set of data.mixture has a"),
         ({"eval.sets.arithmetic.weight": 1.0}, r"eval.sets.arithmetic.weight is set, but is for t"),
         (

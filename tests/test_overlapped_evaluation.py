@@ -9,7 +9,6 @@ import weakref
 
 import numpy as np
 import pytest
-from test_files import _events
 from test_train import (
     STEPS,
     programs_compiled_once,  # noqa: F401  a fixture
@@ -236,21 +235,3 @@ def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
     assert len(sessions) == STEPS + 1  # the last evaluation's is alone
     assert alive == [0] * STEPS
     assert sum(session() is not None for session in sessions) == 0
-
-
-@pytest.mark.slow
-def test_tensorboard_keeps_an_evaluation_that_no_row_has(riding, tmp_path):
-    """A resume's purge mark hid the scores after the last step, and nothing wrote them again."""
-    run = tmp_path / "run"
-    shutil.copytree(riding, run)
-    config = two_sets()
-    config.num_steps += 1
-    train.train(config, run)
-    shown = {}  # (step, key): as TensorBoard shows it
-    for event in _events(run):
-        if event.HasField("session_log"):
-            shown = {place: value for place, value in shown.items() if place[0] < event.step}
-        shown |= {(event.step, v.tag): v.simple_value for v in event.summary.value}
-    scores = json.loads((run / "eval" / "3.json").read_text())["sets"]["cool"]
-    assert shown[3, "eval/cool/mean_2"] == pytest.approx(scores["mean@2"])
-    assert {step for step, _ in shown} == {0, 1, 2, 3, 4}

@@ -391,14 +391,14 @@ def test_each_set_is_sampled_as_it_says():
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("k", -1, "eval.sets.new.k = -1, but must be at least 1, or 0 to leave the set out"),
+        ("k", -1, "eval.sets.new.k = -1, but must be at least 0, and finite"),
         ("max_prompts", -1, "eval.sets.new.max_prompts = -1, but must be at least 0"),
         (
             "temperature",
             -0.5,
-            "eval.sets.new.temperature = -0.5, but must be finite and at least 0",
+            "eval.sets.new.temperature = -0.5, but must be at least 0, and finite",
         ),
-        ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be over 0 and at most 1"),
+        ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be greater than 0, and at most 1"),
         ("rules", "dappo", "eval.sets.new.rules = 'dappo', but must be one of dapo, strict"),
     ],
 )

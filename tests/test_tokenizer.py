@@ -292,6 +292,29 @@ def test_a_prompt_has_the_tokens_that_the_tokenizer_puts_around_a_text(
     assert chat == load(bpe_folder, chat="template").encode_chat(user("2+2?"))
 
 
+def test_the_begin_token_that_the_tokenizers_config_adds_is_there_once(bpe_folder, tmp_path):
+    """DeepSeek-R1-Distill-Qwen was sampled without its first token, as Llama 3 had been.
+
+    Its tokenizer.json adds nothing: by add_bos_token in tokenizer_config.json the library's class
+    LlamaTokenizerFast makes the post-processor anew.
+    """
+    begin = {"bos_token": "<|im_start|>", "add_bos_token": True}
+    folder = copy_of(bpe_folder, tmp_path, **begin)
+    plain = load(bpe_folder).encode("2+2?")
+    assert load(folder).encode_chat(user("2+2?")) == [257, *plain]
+    assert load(folder).encode("2+2?") == plain
+    chat = load(folder, chat="template").encode_chat(user("2+2?"))
+    assert chat == load(bpe_folder, chat="template").encode_chat(user("2+2?"))
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    assert load(folder).encode_chat(user("2+2?")) == [257, *plain]
+    copy_of(bpe_folder, folder, **begin | {"add_bos_token": False})
+    assert load(folder).encode_chat(user("2+2?")) == plain
+
+
 def test_stop_tokens_without_the_models_end_of_turn_are_warned_of(bpe_folder, caplog):
     assert load(bpe_folder, stop_tokens=["<|endoftext|>"], chat="template").stop_ids == (256,)
     (record,) = caplog.records

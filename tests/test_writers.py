@@ -57,10 +57,10 @@ def give(tmp_path, names, monkeypatch, fails=""):
     monkeypatch.setattr(Broken, "fails", fails)
     said = []
     of_run = writers.Writers(names, {"num_steps": 2}, tmp_path, 4, said.append)
-    of_run.evaluation(0, {"eval/a/mean@8": 0.5})
+    of_run("evaluation", 0, {"eval/a/mean@8": 0.5})
     for step in range(2):
-        of_run.step({"step": step, "entropy": 0.25})
-    of_run.close()
+        of_run("step", {"step": step, "entropy": 0.25})
+    of_run("close")
     return [one.given for one in Kept.made], said
 
 
@@ -90,7 +90,10 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch,
     ("name", "message"),
     [
         ("wandb", r"log.writers has 'wandb', but that package is not installed: pip install"),
-        ("mlflow", r"log.writers has 'mlflow'; give one of wandb, or \"module:Class\""),
+        (
+            "mlflow",
+            r"log.writers has 'mlflow'; give one of tensorboard, wandb, or \"module:Class\"",
+        ),
         ("no_such_module:Class", "which cannot be imported: No module named 'no_such_module'"),
         (f"{__name__}:Absent", "which cannot be imported: .*Absent"),
         (f"{__name__}:pytest", "has no method step, evaluation, close"),
@@ -101,7 +104,7 @@ def test_a_name_that_is_no_writers_is_refused_at_the_start(name, message, tmp_pa
     config = tiny.get_config()
     config.log.writers = (name,)
     with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=message):
-        train.start(config, tmp_path / "new", stack)
+        train.begin(config, tmp_path / "new", stack)
     assert not (tmp_path / "new").exists()
 
 
@@ -132,11 +135,11 @@ def test_wandb_gets_all_of_a_run_and_a_resumed_one_goes_on_in_it(tmp_path, monke
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for resume_step, steps in ((None, (0, 1)), (1, (2, 3))):
         of_run = writers.Writers(["wandb"], {"num_steps": 4}, tmp_path, resume_step, pytest.fail)
-        of_run.evaluation(steps[0], {"eval/a/mean@8": steps[0] / 10})
-        of_run.step({"step": steps[0], "entropy": 1.0})
-        of_run.evaluation(steps[1] + 1, {"eval/a/mean@8": 0.9})
-        of_run.step({"step": steps[1], "entropy": 2.0})
-        of_run.close()
+        of_run("evaluation", steps[0], {"eval/a/mean@8": steps[0] / 10})
+        of_run("step", {"step": steps[0], "entropy": 1.0})
+        of_run("evaluation", steps[1] + 1, {"eval/a/mean@8": 0.9})
+        of_run("step", {"step": steps[1], "entropy": 2.0})
+        of_run("close")
     ids = [settings["id"] for settings in fake.settings if settings != "finished"]
     assert ids == [(tmp_path / "wandb_id.txt").read_text()] * 2
     assert len(ids[0]) == 8

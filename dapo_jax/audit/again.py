@@ -19,7 +19,7 @@ from configs.base import eval_settings, mixture_settings
 from dapo_jax import train
 from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
-from dapo_jax.report.events import spans
+from dapo_jax.report.runs import spans
 from dapo_jax.run import chain, checks, hub, identity, policy, provenance, start
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import read_rows
@@ -166,7 +166,7 @@ def _again(
         first = None
         if base not in last:
             continue
-        first = start.Start(base, state, progress, run.checkpoints, None)
+        first = start.Start(base, state, progress, run.checkpoints, origin)
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             workdir = pathlib.Path(folder)
@@ -176,6 +176,7 @@ def _again(
             else:
                 record = stack.enter_context(Record(config, workdir, first, parts.tokenizer))
                 again = dataclasses.replace(shared, record=record, first_step=base)
+            again.evaluate_start(state)
             for step in range(base, last[base] + 1):
                 state, progress, _ = train.rl_step(again, step, state, progress)
             rows = read_rows(workdir / "metrics.jsonl")

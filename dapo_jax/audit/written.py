@@ -68,6 +68,22 @@ class Written:
         """The run's own first step; a fork's is not 0."""
         return int(self.origin.rpartition("@")[2]) if self.origin else 0
 
+    @functools.cached_property
+    def chain_before(self) -> str | None:
+        """The chain of the row before the first one, a fork's parent's; None where that is gone."""
+        if self.begin_step == 0:
+            return ""
+        folder, _, step = self.origin.removeprefix("run:").rpartition("@")
+        with contextlib.suppress(OSError, ValueError):
+            theirs = {row["step"]: row for row in read_rows(pathlib.Path(folder, "metrics.jsonl"))}
+            return theirs.get(int(step) - 1, {}).get(chain.CHAIN)
+        return None
+
+    @property
+    def linked(self) -> list[dict]:
+        """The rows whose link can be checked: without the parent's row not the first one."""
+        return self.rows if self.chain_before is not None else self.rows[1:]
+
     def start_of(self, row: int) -> dict:
         """Returns the start that wrote a row; {} where there is none."""
         step = self.rows[row]["step"]
@@ -122,15 +138,12 @@ def rows(run: Written) -> Iterator[Finding]:
         lines = [*lines[:-1], lines[-1] + b"\n"][: len(run.rows)]
     if [json_line(row) for row in run.rows] != lines:
         yield Finding(WRONG, "metrics.jsonl: a row is not written as the run writes it")
-    before = "" if run.begin_step == 0 else _chain_of_parent(run.origin)
+    before = run.chain_before
     if before is None:
         yield Finding(UNCHECKED, f"metrics.jsonl: the row before the first is of {run.origin}")
         before = run.rows[0][chain.CHAIN]
-        checked = run.rows[1:]
-    else:
-        checked = run.rows
     wrong = []
-    for row in checked:
+    for row in run.linked:
         if row[chain.CHAIN] != chain.link(before, row):
             wrong.append(row["step"])
         before = row[chain.CHAIN]
@@ -140,23 +153,13 @@ def rows(run: Written) -> Iterator[Finding]:
         yield Finding(SAME, f"metrics.jsonl: {len(run.rows)} rows, chained")
 
 
-def _chain_of_parent(origin: str) -> str | None:
-    """Returns the chain of the row that a fork began behind; None where the parent is gone."""
-    folder, _, step = origin.removeprefix("run:").rpartition("@")
-    with contextlib.suppress(OSError, ValueError):
-        theirs = {row["step"]: row for row in read_rows(pathlib.Path(folder, "metrics.jsonl"))}
-        return theirs.get(int(step) - 1, {}).get(chain.CHAIN)
-    return None
-
-
 def starts(run: Written) -> Iterator[Finding]:
     """Checks that config.json is the recipe of the last start."""
     from dapo_jax.run import provenance  # it imports jax
 
     path = run.workdir / "config.json"
-    content = (json.dumps(run.config, indent=1) + "\n").encode()
     good = run.starts and provenance.recipe_digest(run.config) == run.starts[-1]["config_sha256"]
-    good = good and path.is_file() and path.read_bytes() == content
+    good = good and path.is_file() and path.read_bytes() == chain.as_written(run.config)
     what = "the recipe of the last start" if good else "not the recipe of the last start"
     yield Finding(SAME if good else WRONG, f"config.json: {what}")
 
@@ -181,22 +184,27 @@ def sealed(run: Written) -> Iterator[Finding]:
     """Checks seal.json, and the files that it alone has digests of."""
     if not run.is_sealed:
         done = run.rows[-1]["step"] + 1 >= run.config.get("num_steps", 0)
-        text = "not there, though all steps are done" if done else "none, the run has not ended"
+        text = "none, the run has not ended"
+        if done:  # a kill in the last moment leaves the same
+            text = "not there, though all steps are done; the run's command, given again, writes it"
         yield Finding(WRONG if done else UNCHECKED, f"{chain.SEAL}: {text}")
         return
-    theirs = read_json(run.workdir / chain.SEAL)
-    ours, _ = chain.seal(run.workdir, run.rows)
+    path = run.workdir / chain.SEAL
+    theirs, ours = read_json(path), chain.seal(run.workdir, run.rows)
     names = theirs["files"].keys() | ours["files"].keys()
     wrong = [name for name in sorted(names) if theirs["files"].get(name) != ours["files"].get(name)]
     if DRAWN in wrong and {DRAWN, PAGE} <= run.files.keys():
         wrong.remove(DRAWN)
+        ours["files"][DRAWN] = theirs["files"].get(DRAWN)
         yield Finding(UNCHECKED, f"{DRAWN}: another one, which `report` draws beside {PAGE}")
-    if theirs != {**ours, "files": theirs["files"]}:
-        yield Finding(WRONG, f"{chain.SEAL}: not of these rows")
+    expected = {**ours, "files": theirs["files"]} if wrong else ours
+    is_ours = path.read_bytes() == chain.as_written(expected)
+    if not is_ours:
+        yield Finding(WRONG, f"{chain.SEAL}: not what the run wrote of these rows and files")
     for name in wrong:
         what = "not what was there at the run's end" if name in theirs["files"] else "added"
         yield Finding(WRONG, f"{name}: {what if name in run.files else 'gone'}")
-    if not wrong:
+    if is_ours and not wrong:
         yield Finding(SAME, f"the other files, {len(names)} in {chain.SEAL}")
 
 
@@ -228,6 +236,8 @@ def checkpoints(run: Written) -> Iterator[Finding]:
             wrong = [what for what, is_wrong in faults.items() if is_wrong]
         except (OSError, *NOT_AS_WRITTEN) as error:
             wrong = [f"its files ({said(error)})"]
+        if wrong and not run.is_sealed and not folder.exists():
+            continue  # the run goes on, and keeps only its newest ones
         if wrong:
             yield Finding(WRONG, f"{name}: {listed(wrong)}: not what the rows say")
         else:
@@ -241,16 +251,18 @@ def saved_steps(run: Written) -> list[int]:
 
 
 def others(run: Written) -> Iterator[Finding]:
-    """Names the files that nothing has a digest of; the run's own names were added."""
-    left = [name for name in run.files if name not in run.known]
-    left += chain.no_files_in(run.workdir)
+    """Names what nothing has a digest of; the run's own names were added."""
     last, unchecked = run.rows[-1]["step"], []
-    for name in left:
+    for name in chain.no_files_in(run.workdir):
+        if chain.OWN.fullmatch(name):
+            yield Finding(WRONG, f"{name}: no file, the run did not write it")
+        else:
+            unchecked.append(name)
+    for name in (name for name in run.files if name not in run.known):
         match = chain.OWN.fullmatch(name)
-        if match and run.is_sealed and not chain.is_arrays(name, run.workdir / name):
+        if match and run.is_sealed and not chain.is_arrays(name, run.files[name]):
             continue  # `sealed` has it
-        steps = match.groupdict() if match else {}
-        step = steps.get("rollout")
+        step = match and match["rollout"]
         if step and int(step) <= last and not run.is_sealed:
             yield Finding(WRONG, f"{name}: no row has it, the run did not write it")
         else:
@@ -268,7 +280,7 @@ def published(run: Written, digest: str) -> Finding:
     file = run.workdir / chain.SEAL
     if file.is_file() and chain.of_file(file) == digest:
         return Finding(SAME, f"{chain.SEAL} is the one of --digest")
-    for row in run.rows:
+    for row in run.linked:
         if row[chain.CHAIN] == digest:
             return Finding(SAME, f"the rows up to step {row['step']} are those of --digest")
     return Finding(WRONG, f"--digest={digest} is neither {chain.SEAL}'s nor a row's chain")

@@ -1,4 +1,4 @@
-"""What is wrong with a run that goes on: numbers that are not finite, and the table of alarms.
+"""Alarms of a running training: numbers that are not finite, and the table of conditions.
 
 `require_finite` refuses weights before anything is computed from them. An alarm is a condition on
 a step's row of metrics.jsonl: a key `alarm/<name>` there, which counts the steps in a row, and a
@@ -125,7 +125,7 @@ def require_finite_to_save(state: TrainState, updates: Sequence[Mapping], step: 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What alarms know beside a row: the recipe, the entropy of a uniform choice, what was bad."""
+    """The facts beside a row: the recipe, the entropy of a uniform choice, the bad value."""
 
     config: ConfigDict
     uniform_nats: float

@@ -111,7 +111,7 @@ class Programs:
         return self.load_weights(dtype=self.config.model.compute_dtype)
 
     def start_params(self) -> dict:
-        """What is trained, before the first step: all weights in float32, or LoRA's factors."""
+        """Makes the trained arrays of the start: all weights in float32, or LoRA factors."""
         lora = self.learning.lora
         if lora is None:
             return self.load_weights(dtype="float32")
@@ -158,7 +158,7 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
 
 
 def positions_of(path: str, sizes: ModelConfig) -> int | None:
-    """How many positions the model of a directory was made for; None where it does not say."""
+    """Returns the number of positions that a model directory names; None where it names none."""
     positions = read_config(path).get("max_position_embeddings")
     if positions and isinstance(sizes.rope_scaling, YarnScaling):
         # Qwen's model cards add the scaling and leave the number as it was.
@@ -243,7 +243,7 @@ def with_samplings(config: ConfigDict, tokenizer: Tokenizer, data: Data) -> Data
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
-    """How training samples, with changes of its temperature, top-p and top-k.
+    """Makes the sampling settings of training, with changes of temperature, top-p and top-k.
 
     A temperature of 0 is greedy decoding: the likeliest token each time.
     """
@@ -261,7 +261,7 @@ def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
 
 
 def eval_samplings(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Sampling]:
-    """How each set is sampled: as in training, but for temperature and top-p, and never top-k."""
+    """Makes each set's sampling settings: its own temperature and top-p, no top-k."""
     return {
         name: sampling(
             config, tokenizer, temperature=settings["temperature"], top_p=settings["top_p"], top_k=0

@@ -47,7 +47,7 @@ OWN = re.compile(
 
 
 def is_text(key: str) -> bool:
-    """Whether a key of a row is one of KEYS."""
+    """Returns whether a key of a row is one of KEYS."""
     return key.startswith(DIGEST) or key == CHAIN
 
 
@@ -118,8 +118,8 @@ def files_of(row: Mapping) -> dict[str, str]:
     }
 
 
-def seal(workdir: pathlib.Path, rows: Sequence[Mapping]) -> tuple[dict, bytes]:
-    """Returns (content, bytes) of the seal of a run's directory as it is.
+def seal(workdir: pathlib.Path, rows: Sequence[Mapping]) -> dict:
+    """Returns the seal of a run's directory as it is.
 
     It has the number of rows, the last one's chain, and the digests of the run's files that no row
     has a digest of.
@@ -130,8 +130,12 @@ def seal(workdir: pathlib.Path, rows: Sequence[Mapping]) -> tuple[dict, bytes]:
         for name, path in files_in(workdir).items()
         if OWN.fullmatch(name) and name not in known and not is_arrays(name, path)
     }
-    content = {"rows": len(rows), CHAIN: rows[-1].get(CHAIN, ""), "files": files}
-    return content, (json.dumps(content, indent=1) + "\n").encode()
+    return {"rows": len(rows), CHAIN: rows[-1].get(CHAIN, ""), "files": files}
+
+
+def as_written(content: Mapping) -> bytes:
+    """Returns the bytes of a run's JSON file: seal.json, config.json."""
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def files_in(workdir: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -157,5 +161,5 @@ def _paths(workdir: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def is_arrays(name: str, path: pathlib.Path) -> bool:
-    """Whether a file is a large one of a checkpoint."""
+    """Returns whether a file is a large one of a checkpoint."""
     return name.startswith("checkpoints/") and path.stat().st_size > CHECKPOINT_BYTES

@@ -110,7 +110,7 @@ class Checkpoints:
         return saved
 
     def _is_gone(self, step: int | None) -> bool:
-        """Whether a step's checkpoint has gone, as the main process sees it; None: of no step."""
+        """Returns whether a step's checkpoint has gone, as the main process sees it."""
         there = step is None or not hosts.is_main_host() or (self.directory / str(step)).exists()
         return not there
 

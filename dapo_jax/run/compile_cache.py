@@ -49,6 +49,8 @@ def default_folder() -> pathlib.Path:
     if not cache.is_absolute():  # the convention says to ignore it
         if not os.environ.get("HOME", "unset"):  # which Python takes for /
             raise OSError("HOME is empty")
+        if not pathlib.Path.home().is_dir():  # which root could make
+            raise OSError(f"{pathlib.Path.home()} is not there")
         cache = pathlib.Path.home() / ".cache"
     return cache / "dapo_jax" / "programs" / machine()
 

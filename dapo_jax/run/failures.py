@@ -103,13 +103,13 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Says whether it is a check of ours, whose message is made for a person."""
+    """Returns whether it is a check of ours, whose message is made for a person."""
     ours = isinstance(error, ValueError | OSError) and raised_by_us(error)
     return ours and getattr(error, "errno", None) is None
 
 
 def is_explained(error: BaseException) -> bool:
-    """Says whether `explain` has more to say of an error than its traceback has."""
+    """Returns whether `explain` has more to say of an error than its traceback has."""
     return is_refusal(error) or cause_of(error) is not None
 
 
@@ -155,14 +155,14 @@ def _told(text: str) -> tuple[Cause, str] | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether reading again, some time later, may well succeed."""
+    """Returns whether reading again, some time later, may well succeed."""
     if found := cause_of(error):
         return found[1].transient
     return bool(TRANSIENT_TEXT.search(str(error))) and not REFUSED_TEXT.search(str(error))
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error of reading a file is a fault of the file.
+    """Returns whether an error of reading a file is a fault of the file.
 
     Orbax and tensorstore raise errors of any type for cut or malformed files. Denied access, a lack
     of memory (the devices' too) and transient errors are no fault of a file.
@@ -191,7 +191,7 @@ def _place(text: str) -> str | None:
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Says whether our own check refused something: a library's error needs its traceback."""
+    """Returns whether our own check refused something: a library's error needs its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return False
@@ -270,13 +270,13 @@ def _http_status(error: BaseException) -> int | None:
 
 
 def _own_text(error: BaseException) -> str | None:
-    """What the raiser of a system's error says in place of the system's words."""
+    """Returns the words that replace the system's in an error of the system."""
     text = error.strerror if isinstance(error, OSError) and error.errno is not None else None
     return text if text and text != os.strerror(error.errno) else None
 
 
 def _free(path: str | None, name: str) -> str:
-    """How much is free, where there is too little."""
+    """Returns the free space in words, where the disk is full."""
     if path is None or name != "ENOSPC" or "://" in path:
         return ""
     with contextlib.suppress(OSError):

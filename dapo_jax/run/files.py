@@ -262,7 +262,7 @@ def read_rows(path: str | os.PathLike) -> list[dict]:
 
 def write_seal(workdir: pathlib.Path) -> str:
     """Writes seal.json of a run that has ended; returns its SHA-256."""
-    _, content = chain.seal(workdir, read_rows(workdir / "metrics.jsonl"))
+    content = chain.as_written(chain.seal(workdir, read_rows(workdir / "metrics.jsonl")))
     with atomic_file(workdir / chain.SEAL) as file:
         file.write(content)
     return hashlib.sha256(content).hexdigest()
@@ -315,7 +315,7 @@ class Rows:
         )
 
     def has(self, step: int) -> bool:
-        """Whether the file holds the row of this step."""
+        """Returns whether the file holds the row of this step."""
         return step in self._steps
 
     def write(self, row: Mapping) -> None:

@@ -58,7 +58,7 @@ class Step:
 
     @property
     def varied(self) -> np.ndarray:
-        """Which groups dynamic sampling calls informative: bool [P]."""
+        """The groups that dynamic sampling calls informative: bool [P]."""
         by_reward = self.config.algo.filter_groups == "reward"
         value_PG = self.reward_PG if by_reward else self.rollouts.correct_PG
         return value_PG.max(axis=1) > value_PG.min(axis=1)
@@ -71,7 +71,7 @@ class Step:
 
     @property
     def carries(self) -> bool:
-        """Whether groups go on from step to step."""
+        """Returns whether groups go on from step to step."""
         return self.config.rollout.carry_over_steps > 0
 
     @property
@@ -146,7 +146,7 @@ class Metric:
 
 NOT_AVERAGED = ("taken", "bad", "empty", "fresh")  # of what an update returns
 TASK = "task/"  # begins the keys of what a task measures of its own
-SECONDS = "seconds a step"  # the panel whose metrics are stacked, as parts of seconds/total
+SECONDS = "seconds a step"  # the panel of the parts of seconds/total
 
 # fmt: off
 METRICS: list[Metric] = [

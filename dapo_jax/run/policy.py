@@ -36,7 +36,7 @@ SLOT_SHARE = 0.5  # of the longest response is what a slot is planned with: few 
 
 
 class Policy(NamedTuple):
-    """What samples: the recipe it was made by, its tokenizer, programs, and weights for them."""
+    """A policy to sample from: its recipe, tokenizer, programs, and weights for them."""
 
     config: ConfigDict
     tokenizer: Tokenizer
@@ -155,7 +155,7 @@ def of_model(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
 
 
 def named(config: ConfigDict) -> dict:
-    """What names the policy of model.path, which reads and writes by a tokenizer; JSON-able."""
+    """Returns the names of a model and its tokenizer, JSON-able."""
     tokenizer = json.loads(config.tokenizer.to_json())
     return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
 

@@ -21,7 +21,7 @@ from configs import base
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
-SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=.]+)\.([^=]+)")
+SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=]+)")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
 # A resumed run may change these; anything else would make it another run. Where it runs on other
@@ -72,6 +72,12 @@ def complete(config: ConfigDict) -> None:
 # Differences
 
 
+# A name on the hub without its revision; an identity has the digests of its files.
+_HUB_NAME = re.compile(
+    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
+)
+
+
 def recipe_differences(
     old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
 ) -> list[str]:
@@ -98,7 +104,13 @@ def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, o
 
 
 def _same_place(key: str, one, other) -> bool:
-    if not key.endswith(".path") or not one or not other or "://" in f"{one}{other}":
+    """True if two values of a path mean one folder, or one repository on the hub."""
+    if not key.endswith(".path") or not one or not other:
+        return False
+    a, b = _HUB_NAME.fullmatch(one), _HUB_NAME.fullmatch(other)
+    if a and b and a.groups() == b.groups():
+        return True
+    if "://" in f"{one}{other}":
         return False
     return pathlib.Path(found(one)).resolve() == pathlib.Path(found(other)).resolve()
 
@@ -107,22 +119,17 @@ def _same_place(key: str, one, other) -> bool:
 
 
 def define_config(
-    *,
-    default: str | None = None,
-    flag_values: flags.FlagValues = flags.FLAGS,
-    argv: Sequence[str] | None = None,
+    *, flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None
 ) -> flags.FlagHolder:
-    """Defines --config=FILE[:PRESET], and --config.KEY=VALUE for every key.
+    """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
 
-    default: the recipe where none is given; None: --config is required. argv: the command line
-    that they are on; None: that of the process.
+    argv: the command line that they are on; None: that of the process.
     """
     holder = config_flags.DEFINE_config_file(
-        "config", default, "The run's recipe.", flag_values=flag_values, sys_argv=argv
+        "config", None, "The run's recipe.", flag_values=flag_values, sys_argv=argv
     )
     flag_values["config"].parser = RecipeParser("config", argv)
-    if default is None:
-        flags.mark_flag_as_required("config", flag_values=flag_values)
+    flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
 
 
@@ -166,8 +173,12 @@ class RecipeParser(ConfigFileFlagParser):
         config = super().parse(found(path))
         argv = (sys.argv if self._argv is None else self._argv)[1:]
         named: dict[tuple[str, str], set[str]] = {}
-        for section, name, key in (m.groups() for m in map(SET_FLAG.match, argv) if m):
-            named.setdefault((section, name), set()).add(key.partition(".")[0])
+        for section, rest in (m.groups() for m in map(SET_FLAG.match, argv) if m):
+            parts = rest.split(".")
+            # NAME.KEY, or NAME.args.KEY; a dot in NAME is refused below.
+            cut = 1 if len(parts) > 2 and parts[1] in base.DATASET else len(parts) - 1
+            if cut:
+                named.setdefault((section, ".".join(parts[:cut])), set()).add(parts[cut])
         with config.unlocked():
             for (section, name), given in named.items():
                 if name not in config[section]:

@@ -53,7 +53,7 @@ class Record:
         self._writers: Writers | None = None
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._files: concurrent.futures.Future | None = None
-        self._evaluated: dict[str, str] = {}  # the files of the evaluation in this step -> digest
+        self.evaluated: dict[str, str] = {}  # the files of the evaluation in this step -> digest
 
     def __enter__(self) -> "Record":
         if hosts.is_main_host():
@@ -109,8 +109,8 @@ class Record:
         """
         if self._files is None:
             return {}
-        (evaluated, self._evaluated), (files, self._files) = (
-            (self._evaluated, {}),
+        (evaluated, self.evaluated), (files, self._files) = (
+            (self.evaluated, {}),
             (self._files, None),
         )
         return files.result() | evaluated
@@ -120,7 +120,7 @@ class Record:
         if hosts.is_main_host() and self._config.log.eval_responses:
             name = f"{finished_steps}.{name}"
             digest = write_responses(self.workdir, name, groups)
-            self._evaluated[f"{chain.DIGEST}eval/{name}.jsonl.gz"] = digest
+            self.evaluated[f"{chain.DIGEST}eval/{name}.jsonl.gz"] = digest
 
     def results(
         self, finished_steps: int, results: dict, settings: Mapping[str, dict]
@@ -129,7 +129,7 @@ class Record:
         scores = result_row(results)
         if hosts.is_main_host():
             digest = write_results(self.workdir, finished_steps, results, settings)
-            self._evaluated[f"{chain.DIGEST}eval/{finished_steps}.json"] = digest
+            self.evaluated[f"{chain.DIGEST}eval/{finished_steps}.json"] = digest
             self._writers("evaluation", finished_steps, scores)
         self.display.line(evaluation_line(finished_steps, scores))
         return scores
@@ -144,7 +144,7 @@ class Record:
         self.display.step(row)
 
     def shows_samples(self, step: int) -> bool:
-        """Whether samples of a step are due."""
+        """Returns whether samples of a step are due."""
         return _every(self._config.log.samples_every_steps, step)
 
 
@@ -309,7 +309,7 @@ def _every(steps: int, step: int) -> bool:
 
 def write_json(path: pathlib.Path, content: dict) -> str:
     """Writes a JSON file; returns its SHA-256."""
-    data = (json.dumps(content, indent=1) + "\n").encode()
+    data = chain.as_written(content)
     with atomic_file(path) as file:
         file.write(data)
     return hashlib.sha256(data).hexdigest()

@@ -101,7 +101,7 @@ def leave_dead_streams() -> bool:
 
 
 def is_of_dead_streams(error: BaseException | None) -> bool:
-    """Whether an error came from printing to what nobody reads any more, which is then left.
+    """Returns whether an error came from printing to a stream that nobody reads any more.
 
     rich makes a SystemExit of a broken pipe.
     """

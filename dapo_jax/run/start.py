@@ -103,7 +103,7 @@ class Start(NamedTuple):
 
     @property
     def is_new(self) -> bool:
-        """Whether the run has no finished step of its own."""
+        """Returns whether the run has no finished step of its own."""
         return self.step == self.begin_step
 
 
@@ -257,7 +257,7 @@ def forked(programs: build.Programs, ours: dict, origin: Origin) -> Start:
 
 
 def is_there(origin: Origin) -> bool:
-    """Whether the parent still has the checkpoint."""
+    """Returns whether the parent still has the checkpoint."""
     try:
         return (_parent(origin)[0] / str(origin.step)).is_dir()
     except (ValueError, OSError):

@@ -363,7 +363,7 @@ def copy_pages(pages, copy_M4, *, kernels: Kernels):
     m_M = jnp.arange(len(copy_M4))
 
     def exchanged(taken_M):
-        """What the shards that copies are from have there."""
+        """Gathers the rows that copies come from, of all shards."""
         bits = jax.lax.bitcast_convert_type(taken_M, f"uint{8 * taken_M.dtype.itemsize}")
         is_mine = (source_M == here).reshape(-1, 1, 1, 1)
         bits = jax.lax.psum(jnp.where(is_mine, bits, 0), rules.ROW_AXES)

@@ -1,4 +1,4 @@
-"""What the scheduler plans for a block: prefills, moves between shards, and the slots' work.
+"""The plan of a block: prefills, moves between shards, and the work of the slots.
 
 Host only, no jax. Axis letters: those of `scheduler`; M pages that are copied.
 """

@@ -316,7 +316,7 @@ class Scheduler:
         return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
 
     def _has_room(self, d: int, prompt_pages: int, *, pages: int) -> bool:
-        """Whether shard d has these pages free, and prompt pages of a longest prompt beside."""
+        """Returns whether shard d has these pages free, and those of a longest prompt."""
         free_prompt_pages = self._free_prompt_DP[d].sum() - self.cache.pages_per_prompt
         return free_prompt_pages >= prompt_pages and self._free_DP[d].sum() >= pages
 

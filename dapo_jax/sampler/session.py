@@ -154,7 +154,7 @@ class Session:
         return taken
 
     def so_far(self, stream: int = 0) -> list[Carried]:
-        """What there is of a stream's unfinished groups, as submitted; they go on."""
+        """Returns a stream's unfinished groups so far, in their order; they continue."""
         slots = self._scheduler.occupied
         found = []
         for number, asked in self._asked.items():

@@ -48,13 +48,18 @@ _BETWEEN_BOXES = re.compile(
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
 _DENIED = re.compile(r"(?i)(?:\b(?:not|never|cannot|doubt|maybe)|n['\u2019]t)\b[^,.;\n]{0,20}$")
+# The box is a part of a formula, or what the answer is not.
+_OF_MORE = re.compile(
+    r"(?:\\neq? ?|≠ ?|\\(?:cdot|times) ?|\\(?:sqrt|[dt]?frac)\{|\}\{|[\d/^]|(?<!-)-)$"
+)
+_GOES_ON = re.compile(r"\^(?!\{?\\circ)| ?\\(?:cdot|times)(?![a-z])")
 _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
     r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:*]*)"
 )
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
 _PHRASE = re.compile(
-    rf"(?i)(?:(?:^|[.!?:\n])\W*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
+    rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
     r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
     r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
 )
@@ -110,7 +115,8 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
     joined = [boxes.pop()]
     while boxes and _BETWEEN_BOXES.fullmatch(text[boxes[-1][2] + 1 : joined[0][0]]):
         joined.insert(0, boxes.pop())
-    if _DENIED.search(text[max(0, joined[0][0] - 60) : joined[0][0]].rstrip("$ ")):
+    before = text[max(0, joined[0][0] - 60) : joined[0][0]]
+    if _DENIED.search(before.rstrip("$ ")) or _OF_MORE.search(before) or _GOES_ON.match(rest):
         return None, rest
     return ", ".join(text[start:end] for _, start, end in joined), rest
 

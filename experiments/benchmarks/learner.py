@@ -43,7 +43,6 @@ flags.DEFINE_integer("rows", 2, "Packed rows of a micro-batch.")
 flags.DEFINE_integer("repeats", 3, "Of everything; the best counts.")
 PROMPTS, GROUP, PROMPT, LONGEST = 8, 8, 64, 1_024
 LEARNING = learner.Learning(
-    loss="dapo",
     eps_low=0.2,
     eps_high=0.28,
     dual_clip=10.0,

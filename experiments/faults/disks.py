@@ -17,13 +17,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 
-from dapo_jax.run import checks, failures, lock
-from dapo_jax.run.chain import untimed
-from dapo_jax.run.files import MetricsWriter, atomic_file, read_rows, remove_leftovers
+from dapo_jax.run import checks, failures
+from dapo_jax.run.chain import LOCK, untimed
+from dapo_jax.run.files import Rows, atomic_file, locked, read_rows, remove_leftovers
 from experiments.faults.parts import Outcome, Part, compiled
 from experiments.preemption.config import get_config
 
@@ -32,11 +31,13 @@ ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step 
 STEPS = 3
 COMMANDS = 12  # of the full part; the others take milliseconds
 HOLD = """
-import pathlib, sys, time
-from dapo_jax.run.chain import untimed
-from dapo_jax.run.files import atomic_file
-from dapo_jax.run.files import locked
-with locked(sys.argv[1]), atomic_file(pathlib.Path(sys.argv[1], "eval", "3.json")) as file:
+import os, pathlib, socket, sys, time
+from dapo_jax.run.files import append_line, atomic_file, locked
+folder = pathlib.Path(sys.argv[1])
+with locked(folder), atomic_file(folder / "eval" / "3.json") as file:
+    (folder / "starts.jsonl").touch()
+    start = {"pid": os.getpid(), "host": socket.gethostname(), "time": "2026"}
+    append_line(folder / "starts.jsonl", start)
     print("held", flush=True)
     time.sleep(60)
 """
@@ -53,18 +54,24 @@ def small_files(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def write_rows(folder: pathlib.Path) -> None:
+    writer = Rows(folder, resume_step=None)
+    for row in ROWS:
+        writer.write(row)
+
+
 def full_disk_under_rows(folder: pathlib.Path, chance: random.Random) -> Outcome:
-    """A write of a row, of a result or of TensorBoard's fails at a random byte."""
+    """A write of a row or of a result fails at a random byte."""
     size = chance.randrange(10, 3_000)
     error, done = None, []
     with small_files(size):
         try:
-            with MetricsWriter(folder, resume_step=None) as writer:
-                for row in ROWS:
-                    writer.write(row)
-                    done.append(row)
-                    with atomic_file(folder / "eval" / f"{row['step']}.json") as file:
-                        file.write(b"x" * (100 * row["step"]))
+            writer = Rows(folder, resume_step=None)
+            for row in ROWS:
+                writer.write(row)
+                done.append(row)
+                with atomic_file(folder / "eval" / f"{row['step']}.json") as file:
+                    file.write(b"x" * (100 * row["step"]))
         except OSError as raised:
             error = raised
     file = folder / "metrics.jsonl"
@@ -74,9 +81,9 @@ def full_disk_under_rows(folder: pathlib.Path, chance: random.Random) -> Outcome
     said = str(folder) in line and "EFBIG" in line and "\n" not in line and status == 1
     left = [path for path in folder.rglob("*") if path.suffix == ".tmp"]
     last = len(rows) - 1 if rows else None
-    with MetricsWriter(folder, resume_step=last) as writer:
-        for row in ROWS[len(rows) :]:
-            writer.write(row)
+    writer = Rows(folder, resume_step=last)
+    for row in ROWS[len(rows) :]:
+        writer.write(row)
     whole = whole and not left and read_rows(file) == ROWS
     return Outcome(f"no room after {size} bytes", whole, said, "" if whole else "rows")
 
@@ -99,9 +106,7 @@ def cut_config(folder: pathlib.Path, chance: random.Random) -> Outcome:
 
 def cut_rows(folder: pathlib.Path, chance: random.Random) -> Outcome:
     """The rows end at a random byte, or are gone: what is there stays, and the loss is said."""
-    with MetricsWriter(folder, resume_step=None) as writer:
-        for row in ROWS:
-            writer.write(row)
+    write_rows(folder)
     file = folder / "metrics.jsonl"
     data = file.read_bytes()
     size = chance.randrange(len(data) - len(data.splitlines()[-1]))
@@ -109,10 +114,10 @@ def cut_rows(folder: pathlib.Path, chance: random.Random) -> Outcome:
     if gone := chance.random() < 0.3:
         file.unlink()
     resume, there = len(ROWS) - 1, 0 if gone else data[:size].count(b"\n")
-    with MetricsWriter(folder, resume_step=resume) as writer:
-        notes = writer.notes
-        if not writer.has_row(resume):
-            writer.write(ROWS[-1])  # which the checkpoint has
+    writer = Rows(folder, resume_step=resume)
+    notes = writer.notes
+    if not writer.has(resume):
+        writer.write(ROWS[-1])  # which the checkpoint has
     rows = read_rows(file)
     kept = rows[:-1] in (ROWS[:there], ROWS[: there + 1]) and rows[-1] == ROWS[-1]
     said = len(notes) == 1 and f"lacks {resume - len(rows) + 1} of the {len(ROWS)} rows" in notes[0]
@@ -121,16 +126,16 @@ def cut_rows(folder: pathlib.Path, chance: random.Random) -> Outcome:
 
 
 def rows_of_lost_steps(folder: pathlib.Path, chance: random.Random) -> Outcome:
-    """The checkpoint is older than the rows: those that are done again are kept in a copy."""
-    with MetricsWriter(folder, resume_step=None) as writer:
-        for row in ROWS:
-            writer.write(row)
+    """The checkpoint is older than the rows, twice: rows that are done again are kept in copies."""
+    write_rows(folder)
     resume = chance.randrange(len(ROWS) - 1)
-    with MetricsWriter(folder, resume_step=resume) as writer:
-        notes = writer.notes
-    copies = [row for path in folder.glob("metrics.cut-*") for row in read_rows(path)]
-    kept = read_rows(folder / "metrics.jsonl") + copies == ROWS
-    said = len(notes) == 1 and "metrics.cut-1.jsonl" in notes[0]
+    said, kept, file = True, True, folder / "metrics.jsonl"
+    for name in ("metrics.cut-1.jsonl", "metrics.cut-2.jsonl"):
+        writer = Rows(folder, resume_step=resume)
+        said = said and len(writer.notes) == 1 and name in writer.notes[0]
+        kept = kept and read_rows(file) + read_rows(folder / name) == ROWS
+        for row in ROWS[resume + 1 :]:
+            writer.write(row)
     return Outcome(f"resumed at step {resume} of {len(ROWS)}", kept, said, "" if kept else "rows")
 
 
@@ -152,7 +157,7 @@ def holder(folder: pathlib.Path) -> Iterator[subprocess.Popen]:
 def tried(folder: pathlib.Path) -> str:
     """Takes the lock, and what its taker then removes; the refusal, "" where there was none."""
     try:
-        with lock.locked(folder, say=lambda message: None):
+        with locked(folder):
             remove_leftovers(folder)
     except ValueError as error:
         return str(error)
@@ -167,7 +172,7 @@ def locked_by_a_live_run(folder: pathlib.Path, chance: random.Random) -> Outcome
         files = set(folder.rglob("*"))
         message = tried(folder)
         kept = bool(message) and files == set(folder.rglob("*"))
-        said = f"process {process.pid} on " in message and str(folder / lock.NAME) in message
+        said = f"process {process.pid} on " in message and str(folder / LOCK) in message
     fault = f"a second run{', the first one stopped' if stopped else ''}"
     return Outcome(fault, kept, said, "" if kept else "the first run's folder")
 
@@ -179,36 +184,9 @@ def locked_by_a_dead_run(folder: pathlib.Path, chance: random.Random) -> Outcome
         process.wait()
         before = list(folder.glob("eval/*.tmp"))
         message = tried(folder)
-    left = [path for path in folder.rglob("*") if path.is_file()]
+    left = list(folder.glob("eval/*"))
     free = len(before) == 1 and not message and not left
     return Outcome("kill -9 with the lock", free, None, "" if free else f"{message}{left}")
-
-
-def locked_elsewhere(folder: pathlib.Path, chance: random.Random) -> Outcome:
-    """The lock file names another machine, whose lock is not seen here: its heartbeat decides."""
-    alive = chance.random() < 0.5
-    file, usual = folder / lock.NAME, lock.WATCHED_SECONDS
-    file.write_text(json.dumps({"host": "another", "pid": 7, "time": "2026-01-01T00:00:00+00:00"}))
-    stop = threading.Event()
-
-    def beat():
-        while not stop.wait(0.05):
-            os.utime(file)
-
-    thread = threading.Thread(target=beat)
-    lock.WATCHED_SECONDS = 0.3
-    try:
-        if alive:
-            thread.start()
-        message = tried(folder)
-    finally:
-        lock.WATCHED_SECONDS = usual
-        stop.set()
-        if alive:
-            thread.join()
-    right = alive == ("process 7 on another" in message) and alive == file.exists()
-    fault = f"another machine's lock, {'live' if alive else 'dead'}"
-    return Outcome(fault, right, right if alive else None, "" if right else "the wrong one has it")
 
 
 def started_at_once(folder: pathlib.Path, chance: random.Random) -> Outcome:
@@ -285,7 +263,7 @@ class Runs:
     def outcome(
         self, fault: str, workdir, process, *, words: str, mend: Callable[[], object]
     ) -> Outcome:
-        """What a run said that was to end, and what the same command gives after `mend`."""
+        """Returns what a run said that was to end, and what the same command gives after `mend`."""
         output, _ = process.communicate()
         lines = [line for line in output.splitlines() if line.startswith("error: ")]
         clean = "Traceback" not in output and "Exception ignored" not in output
@@ -372,7 +350,6 @@ IN_PROCESS = (
     locked_by_a_live_run,
     locked_by_a_dead_run,
     rows_of_lost_steps,
-    locked_elsewhere,
     started_at_once,
 )
 
@@ -394,4 +371,4 @@ def inject(count: int, seed: int, folder: pathlib.Path) -> Iterator[Outcome]:
             yield kinds[number % len(kinds)](place, chance)
 
 
-PART = Part("disks: full, read-only, moved; broken files; locks", full=60, short=6, inject=inject)
+PART = Part("disks: full, read-only, moved; broken files; locks", full=60, short=7, inject=inject)

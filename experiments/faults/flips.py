@@ -93,4 +93,4 @@ def inject(count: int, seed: int, folder: pathlib.Path) -> Iterator[Outcome]:
         shutil.rmtree(copy)
 
 
-PART = Part("a flipped bit in a checkpoint", full=500, short=10, inject=inject)
+PART = Part("a flipped bit in a checkpoint", full=500, short=20, inject=inject)

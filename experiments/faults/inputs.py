@@ -175,7 +175,7 @@ def make_run(folder: pathlib.Path) -> None:
 
 def saved(folder: pathlib.Path) -> dict[str, bytes]:
     """Reads what a refused start has to leave as it was."""
-    files = [*(folder / "run").glob("metrics*"), *(folder / "run" / "checkpoints").rglob("*")]
+    files = [*(folder / "run").glob("metrics*"), *(folder / "run" / "checkpoints").glob("*/**/*")]
     return {str(file): file.read_bytes() for file in files if file.is_file()}
 
 
@@ -186,7 +186,7 @@ def outcome_of(change: Change, folder: pathlib.Path, chance: random.Random) -> O
     before, error = saved(folder), None
     with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
         try:
-            train.start(config, workdir, stack)
+            train.begin(config, workdir, stack)
         except Exception as raised:
             error = raised
             raise
@@ -209,4 +209,4 @@ def inject(count: int, seed: int, folder: pathlib.Path) -> Iterator[Outcome]:
         shutil.rmtree(place)
 
 
-PART = Part("changed inputs of a resumed run", full=60, short=6, inject=inject)
+PART = Part("changed inputs of a resumed run", full=60, short=12, inject=inject)

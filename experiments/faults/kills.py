@@ -35,18 +35,21 @@ TRAIN = [
 SNAPSHOTS = """
 import sys, time, jax, jax.numpy as jnp
 from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.digests import described
 from dapo_jax.run.snapshots import Snapshots
+from dapo_jax.run.start import Progress
 checkpoints = Checkpoints(sys.argv[1], keep=2)
 state = {"a": jnp.arange(2**18, dtype=jnp.uint32)}
 abstract = {"a": jax.ShapeDtypeStruct(state["a"].shape, jnp.uint32, sharding=state["a"].sharding)}
-first, state, progress = checkpoints.restore_latest(abstract, report=print) or (0, state, {})
+first, state, saved = checkpoints.restore_latest(abstract, report=print) or (0, state, {})
+cursor = Progress.from_json(saved).cursor
 with Snapshots(checkpoints, every_steps=1, say=print) as run:
     for step in range(first, 30):
         state = {"a": state["a"] * 1664525 + step}
-        run.take(step + 1, state, {"cursor": progress.get("cursor", 0) + step})
-        progress = {"cursor": progress.get("cursor", 0) + step}
+        cursor += step
+        run.take(step + 1, state, Progress(cursor=cursor), described(state))
         time.sleep(0.01)
-print(int(state["a"][12345]), progress)
+print(int(state["a"][12345]), cursor)
 """
 
 
@@ -157,7 +160,7 @@ def snapshots(count: int, seed: int, folder: pathlib.Path) -> Iterator[Outcome]:
         for step in range(30):
             a = (a * 1664525 + step) % 2**32
         last = log.read_text().splitlines()[-1]
-        same = last == f"{a} {{'cursor': {sum(range(30))}}}"
+        same = last == f"{a} {sum(range(30))}"
         fault = f"SIGKILL {wait[1]:.2f} s after a save began"
         yield Outcome(fault, killed and same, None, "" if killed and same else f"ended with {last}")
 

@@ -54,14 +54,16 @@ SHORT = (
     Case("SIGTERM", 1, "reducing"),
     Case("SIGKILL", 0, "reducing"),
     Case("SIGINT twice", 0, "saving", 1),
+    Case("SIGINT", -1, "reducing"),
+    Case("terminal closed", 0, "reducing", 1),
 )
 CASES = (
     *SHORT,
     *(Case(name, i % 2, phase) for i, phase in enumerate(LATER) for name in STOPS),
     *(Case("SIGTERM", (i + 1) % 2, phase) for i, phase in enumerate(LATER)),
-    *(Case("SIGINT", -1, phase) for phase in ("starting", "reducing", "saving")),
+    *(Case("SIGINT", -1, phase) for phase in ("starting", "saving")),
     *(Case(name, 0, phase, 1) for phase in ("starting", "saving") for name in STOPS[:2]),
-    *(Case("terminal closed", 0, phase, 1) for phase in ("reducing", "saving")),
+    Case("terminal closed", 0, "saving", 1),
     *(Case("SIGKILL", i, phase) for i in range(2) for phase in LATER),
     *(Case("SIGSTOP", i, phase) for i in range(2) for phase in ("compiling", "waiting", "saving")),
     *(Case("SIGINT twice", i, "saving") for i in range(2)),
@@ -162,7 +164,7 @@ def wrong_end(case: Case, folder: pathlib.Path) -> list[str]:
 
 
 def is_said(case: Case, outputs: list[str]) -> bool | None:
-    """Whether every process that could speak says the fault, once, and without a traceback."""
+    """True if every process that could speak says the fault, once, and without a traceback."""
     if case.what == "terminal closed":
         return None  # to whom?
     name = case.what.split()[0]

@@ -1,4 +1,4 @@
-"""What faults/processes.py runs in each process: steps of a small state, saved by Snapshots.
+"""The program of each process of faults/processes.py: steps of a small state, saved by Snapshots.
 
     python -m experiments.faults.steps FOLDER PHASE
 
@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.run import signals
+from dapo_jax.run import digests, signals
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.snapshots import Snapshots
+from dapo_jax.run.start import Progress
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
@@ -81,8 +82,9 @@ def main(folder: str, phase: str) -> None:
         for step in range(first, STEPS):
             if phase and step == STEP + (phase == "saving"):
                 last(phase, mesh)
-            state = step_of(state)
-            snapshots.take(step + 1, {"a": state}, {"cursor": step + 1}, force=step + 1 == STEPS)
+            state, last_one = step_of(state), step + 1 == STEPS
+            of_step = (step + 1, {"a": state}, Progress(cursor=step + 1))
+            snapshots.take(*of_step, digests.described({"a": state}), force=last_one)
             hosts.gather(step)
     print(f"all steps are done: {hosts.fetch(state).tolist()}", flush=True)
 

@@ -10,15 +10,13 @@ import json
 import pathlib
 import random
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 
 from dapo_jax import train
 from dapo_jax.audit.__main__ import audit
-from dapo_jax.audit.events import records
 from dapo_jax.audit.findings import WRONG
-from dapo_jax.run import chain, digests, ending
-from dapo_jax.run.files import json_line, read_json, read_rows
+from dapo_jax.run import chain, digests
+from dapo_jax.run.files import json_line, read_json, read_rows, write_seal
 from experiments.faults.parts import Outcome, Part
 from experiments.preemption.config import get_config
 
@@ -34,9 +32,10 @@ def recipe():
 
 
 def files(folder: pathlib.Path, pattern: str = "*") -> list[pathlib.Path]:
-    """Lists the files of a run that are not empty."""
+    """Lists the files that a run is made of, but empty ones and those that writers made."""
     paths = (path for path in sorted(folder.rglob(pattern)) if path.is_file())
-    return [path for path in paths if path.stat().st_size]
+    without = (folder / "tensorboard", folder / chain.LOCK)
+    return [p for p in paths if p.stat().st_size and not {p, p.parent}.intersection(without)]
 
 
 def flipped(folder, chance):
@@ -164,28 +163,24 @@ def verdict_of(folder, step: int, chance) -> None:
     path.write_bytes(gzip.compress(data, compresslevel=1, mtime=0))
 
 
-def a_shown_number(folder, chance):
-    """Another number in TensorBoard, with right checksums."""
-    show(folder, chance.randrange(STEPS), {"reward/mean": 0.5})
-    return "tensorboard: another number"
-
-
-def show(folder, step: int, numbers: dict) -> None:
-    from tensorboardX.proto import event_pb2
-    from tensorboardX.record_writer import masked_crc32c
-
-    (path,) = (folder / "tensorboard").iterdir()
-    content = b""
-    for data in [*records(path)]:
-        event = event_pb2.Event.FromString(data)
-        for value in event.summary.value:
-            if event.step == step and value.tag in numbers:
-                value.simple_value = numbers[value.tag]
-        data = event.SerializeToString()
-        size = struct.pack("<Q", len(data))
-        sums = [struct.pack("<I", masked_crc32c(part)) for part in (size, data)]
-        content += size + sums[0] + data + sums[1]
-    path.write_bytes(content)
+def seal_changed(folder, chance):
+    """Another count, chain or digest in seal.json, one of them left out, or no seal."""
+    path = folder / chain.SEAL
+    seal = read_json(path)
+    what = chance.choice(["rows", chain.CHAIN, "files", "nothing"])
+    if what == "nothing":
+        path.unlink()
+        return "seal.json removed"
+    if what == "files":
+        files = seal["files"]
+        what = chance.choice([*files])
+        files[what] = chance.choice(["0" * 64, None])
+        if files[what] is None:
+            del files[what]
+    else:
+        seal[what] = 5 if what == "rows" else "0" * 64
+    path.write_text(json.dumps(seal, indent=1) + "\n")
+    return f"seal.json: another entry of {what}"
 
 
 def a_progress(folder, chance):
@@ -207,7 +202,7 @@ def with_progress(folder: pathlib.Path, edit) -> None:
 
 
 def forged(step: int):
-    """A better reward in a row, TensorBoard and rollouts, and all digests computed anew."""
+    """A better reward in a row and in rollouts, and all digests computed anew."""
 
     def change(folder, chance):
         verdict_of(folder, step, chance)
@@ -216,16 +211,14 @@ def forged(step: int):
         rows[step]["reward/mean"] = better
         name = f"rollouts/{step}.jsonl.gz"
         rows[step][chain.DIGEST + name] = chain.of_file(folder / name)
-        before = sealed = ""
+        before = ""
         for row in rows:
             row[chain.CHAIN] = before = chain.link(before, row)
-            row[chain.SEAL] = sealed = chain.seal(sealed, row)
         write_rows(folder, rows)
-        show(folder, step, {"reward/mean": better})
         for saved in (folder / "checkpoints").iterdir():
             row = rows[int(saved.name) - 1]
             with_progress(saved, lambda it, row=row: it["row"].update(chain.untimed(row)))
-        ending.write(folder)
+        write_seal(folder)
         return f"step {step} and the whole chain after it forged"
 
     return change
@@ -252,7 +245,7 @@ TAMPERINGS = [
     (start_changed, BY_FILES),
     (start_added, BY_FILES),
     *((a_verdict, BY_FILES),) * 2,
-    (a_shown_number, BY_FILES),
+    (seal_changed, BY_FILES),
     (a_progress, BY_FILES),
     *((forged(step), BY_DIGEST) for step in (0, 2, 3, 5)),
     *((forged(step), BY_STEPS) for step in AGAIN),
@@ -276,7 +269,7 @@ def inject(count: int, seed: int, folder: pathlib.Path) -> Iterator[Outcome]:
     """Makes a run, and tampers with so many copies of it."""
     original = folder / "original"
     train.train(recipe(), original)
-    digest, chance = chain.of_file(original / ending.NAME), random.Random(seed)
+    digest, chance = chain.of_file(original / chain.SEAL), random.Random(seed)
     for i in range(count):
         change, how = TAMPERINGS[i * len(TAMPERINGS) // count % len(TAMPERINGS)]
         copy = folder / str(i)

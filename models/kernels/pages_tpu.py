@@ -1,4 +1,4 @@
-"""How a TPU stores pools of key/value pages, and Pallas kernels that write and copy their pages.
+"""Pools of key/value pages on a TPU: their layout, and Pallas kernels that write and copy pages.
 
 Axis letters: B slots, K key/value heads, H head size, C tokens of a page, P pages of a pool, S
 tokens that a slot writes, M pages that are copied.
