@@ -344,9 +344,9 @@ def test_a_template_that_takes_too_long_is_stopped(heard):
 
     So they did in a run that ignores the limit's signal, which a process inherits.
     """
-    before = signal.signal(signal.SIGXCPU, heard)
+    before = signal.signal(signal.SIGPROF, heard)
     template = ChatTemplate(LOOPS, "here", seconds=1)
-    signal.signal(signal.SIGXCPU, before)
+    signal.signal(signal.SIGPROF, before)
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ValueError, match="template of here takes more than 1 s: mend it"):
@@ -375,7 +375,7 @@ def test_what_a_template_takes_and_raises_is_bounded(bpe_folder, tmp_path, sourc
 
 def test_a_templates_process_ends_with_it(bpe_folder):
     tokenizer = load(bpe_folder, chat="template")
-    process = tokenizer._template._process
+    process = tokenizer._template._worker.process
     assert process.poll() is None
     del tokenizer
     assert process.poll() is not None
