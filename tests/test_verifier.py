@@ -748,7 +748,7 @@ def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
         answers = [f"Answer: x+2^{power}" for power in range(20)]
         verdicts = verifier.verify_many(answers, [f"{2**power}+x" for power in range(20)])
         assert [verdict.status for verdict in verdicts] == ["correct"] * 20
-        # Each answer that waited for itself would take 4 s, 80 in all; a start on a busy host, many.
+        # Were each answer to wait for itself, it took 80 s; a busy host's workers start slowly.
         assert 2 < time.monotonic() - start < 60
         assert verifier.worker_pids() != [before]
 
