@@ -25,20 +25,21 @@ from ml_collections import ConfigDict
 from scipy import stats
 
 from dapo_jax.report import plots, statistics
-from dapo_jax.report.curves import Panel, evaluation_curve, metric_curve
-from dapo_jax.report.quantities import WORK, Quantity, mean
-from dapo_jax.report.rows import read_rows_file
-from dapo_jax.report.runs import Run, commit_text, flatten
-from dapo_jax.report.statistics import Interval
-from dapo_jax.report.summary import (
+from dapo_jax.report.compare import (
+    WORK,
     Comparison,
+    Quantity,
     by_arm,
     interval_text,
+    mean,
     numbers,
     signed,
     spread_text,
     table,
 )
+from dapo_jax.report.rows import read_rows_file
+from dapo_jax.report.runs import Run, commit_text, flatten
+from dapo_jax.report.statistics import Interval
 from dapo_jax.run.files import atomic_file
 from dapo_jax.run.metrics import METRICS, TASK, score_metric
 from dapo_jax.sweep import plan as plans
@@ -100,7 +101,7 @@ class Trend:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is run and how it is read.
+    """The runs of a study and how they are read.
 
     title: of result and figure. config: the recipe. arms: name -> "KEY=V KEY=V", as
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
@@ -184,7 +185,7 @@ def load(name: str) -> Study:
 
 
 def verdict(claim: Claim, paired: statistics.Interval, p: float) -> str:
-    """Whether the runs confirm a claim or refute it; p: corrected, of the pooled difference."""
+    """Says if the runs confirm a claim or refute it; p: corrected, of the pooled difference."""
     if not (p < ALPHA and paired.excludes_zero):
         return "not significant"
     return "confirmed" if paired.difference * claim.sign > 0 else "refuted"
@@ -290,7 +291,7 @@ def _judged(
 
 
 def _origin(runs: Mapping[str, Run]) -> str:
-    """Of which commits and versions the rows are, and how long the runs took."""
+    """Names the commits and versions of the rows, and how long the runs took."""
     starts = [start for run in runs.values() for start in run.starts]
     commits = dict.fromkeys(commit_text(start) for start in starts)
     jax = dict.fromkeys(start["versions"]["jax"] for start in starts)
@@ -299,20 +300,22 @@ def _origin(runs: Mapping[str, Run]) -> str:
     return f"{len(runs)} runs, {hours:.1f} hours of one core in all; {made}."
 
 
-def panels(drawn: Mapping[str, str]) -> list[Panel]:
+def panels(drawn: Mapping[str, str]) -> list[plots.Panel]:
     """A panel for each metric or eval/<set>/<score>: key -> title; ValueError for another key."""
     metrics, found = {metric.key: metric for metric in METRICS}, []
     for key, title in drawn.items():
         if key.startswith("eval/"):
             _, name, score = key.split("/", 2)
             found.append(
-                Panel(title, score_metric(key).unit, False, [evaluation_curve(name, score)])
+                plots.Panel(
+                    title, score_metric(key).unit, False, [plots.evaluation_curve(name, score)]
+                )
             )
         else:
             if key not in metrics and not key.startswith(TASK):
                 raise ValueError(f"a study draws {key!r}, which is no metric")
             unit, log = (metrics[key].unit, metrics[key].log) if key in metrics else ("", False)
-            found.append(Panel(title, unit, log, [metric_curve(key, title)]))
+            found.append(plots.Panel(title, unit, log, [plots.metric_curve(key, title)]))
     return found
 
 

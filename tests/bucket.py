@@ -33,7 +33,7 @@ HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host"
 
 @dataclasses.dataclass
 class Fault:
-    """What becomes of requests whose "METHOD path?query" matches `pattern`.
+    """The treatment of requests whose "METHOD path?query" matches `pattern`.
 
     every: it meets one in so many of them. times: and then no more than so many. status, words: of
     the answer in the server's place. lost: "request" closes the connection before the server has

@@ -25,7 +25,7 @@ class LossAndGradient:
 
 @dataclasses.dataclass(frozen=True)
 class LossInputs:
-    """What one update's policy loss is computed from; arrays are float32."""
+    """The inputs of one update's policy loss; arrays are float32."""
 
     name: str
     logp_RT: np.ndarray

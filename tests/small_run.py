@@ -1,4 +1,4 @@
-"""What tests/test_processes.py runs in each process: a few steps of a small recipe.
+"""The program that tests/test_processes.py runs in each process: a few steps of a small recipe.
 
     python tests/small_run.py DIR DEVICES STEPS [START] [CHECKPOINTS]
 

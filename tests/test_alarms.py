@@ -1,4 +1,4 @@
-"""What is not finite is refused by name; an alarm is said once, and the same after a resume."""
+"""Values that are not finite are refused by name; an alarm comes once, after a resume as well."""
 
 import json
 import math

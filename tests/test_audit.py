@@ -20,7 +20,7 @@ from dapo_jax.audit.__main__ import audit, verdict
 from dapo_jax.audit.findings import REFUSED, SAME, UNCHECKED, WRONG, Finding
 from dapo_jax.run import chain, digests, provenance
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.files import Rows, append_line, read_rows, write_rollouts, write_seal
+from dapo_jax.run.files import Rows, append_line, read_json, read_rows, write_rollouts, write_seal
 from dapo_jax.run.start import Origin
 from dapo_jax.types import Group, Response, Verdict
 from experiments.preemption.config import get_config
@@ -598,15 +598,14 @@ def test_a_resumed_run_is_done_again_bit_by_bit_and_forged_numbers_are_found(tmp
 
 @pytest.mark.slow
 def test_a_forks_first_step_is_done_again_with_the_evaluation_before_it(tmp_path):
-    """An honest fork was "NOT what the run wrote": its first row has that evaluation's digests."""
+    """An honest fork whose start was evaluated was "NOT what the run wrote"."""
     config = small_config()
     config.num_steps, config.checkpoint.every_steps = 2, 1
     train.train(config, tmp_path / "parent")
     origin = Origin.parse(f"run:{tmp_path / 'parent'}@1")
     config.algo.eps_high = 0.5
     train.train(config, tmp_path / "fork", origin)
-    (row,) = read_rows(tmp_path / "fork" / "metrics.jsonl")
-    assert "digest/eval/1.json" in row
+    assert "eval/1.json" in read_json(tmp_path / "fork" / "seal.json")["files"]
     findings = [*audit(tmp_path / "fork", steps=1, seed=0)]
     assert {f.kind for f in findings} == {SAME, UNCHECKED}, findings
     assert sum("step 1 done again: samples" in finding.what for finding in findings) == 1

@@ -105,7 +105,7 @@ def assert_restored(found, step):
 
 
 def folders(bucket, place):
-    """What is in a run's folder of checkpoints."""
+    """Lists a run's folder of checkpoints."""
     return {name.removeprefix(f"{place}/").split("/")[0] for name in bucket.names(f"{place}/")}
 
 
@@ -351,7 +351,7 @@ def test_data_is_read_from_a_bucket(bucket, place, tmp_path, ending):
 
 
 def test_jax_keeps_programs_in_a_bucket(bucket, place):
-    """What the launch scripts ask for, with the packages of requirements.txt."""
+    """The launch scripts' requests work with the packages of requirements.txt."""
     cache = jax._src.lru_cache.LRUCache(f"{bucket.url}/{place}", max_size=-1)
     assert cache.get("key") is None
     cache.put("key", b"program")

@@ -19,11 +19,11 @@ import pytest
 
 from configs import base
 from dapo_jax.tasks.base import grade_many, load_examples, make_task
-from dapo_jax.tasks.countdown import Countdown, evaluate
-from dapo_jax.tasks.format_answer import FormatAnswer
-from dapo_jax.tasks.multiple_choice import MultipleChoice
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example
+from experiments.tasks.countdown import Countdown, evaluate
+from experiments.tasks.format_answer import FormatAnswer
+from experiments.tasks.multiple_choice import MultipleChoice
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 needs_reasoning_gym = pytest.mark.skipif(
@@ -324,7 +324,7 @@ def test_a_generator_by_its_name_is_graded_by_its_scorer(name):
 def test_problems_are_the_same_whatever_order_sets_have(name):
     """Four generators of 103 gave a resumed process other problems."""
     code = (
-        "from dapo_jax.tasks.reasoning_gym import ReasoningGym\n"
+        "from experiments.tasks.reasoning_gym import ReasoningGym\n"
         f"print(*ReasoningGym(name={name!r}, count=6).load()[0])"
     )
     printed = {

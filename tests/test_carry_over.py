@@ -389,7 +389,7 @@ def rollout_lines(workdir, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
-    """What was carried is in the checkpoint; rows, rollouts and weights are what they would be."""
+    """Carried groups are in the checkpoint; rows, rollouts and weights are what they would be."""
     run = tmp_path / "run"
 
     def killed(*args):
@@ -441,7 +441,7 @@ def test_a_step_that_decodes_nothing_ends_like_any_other(carrying, tmp_path, mon
         stats = dataclasses.replace(rollouts.stats, blocks=[], sampled_tokens=0, **nothing)
         return dataclasses.replace(rollouts, stats=stats)
 
-    monkeypatch.setattr(train, "collect_carrying", without_blocks)
+    monkeypatch.setattr(train.carry_over, "collect_carrying", without_blocks)
     train.train(config, run)
     assert rows_without_timings(run)[-1]["engine/decode_steps"] == 0
 

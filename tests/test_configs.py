@@ -59,7 +59,7 @@ def named_keys(source: str) -> set[str]:
 
 
 def is_key(name: str) -> bool:
-    """Whether the recipe has the key; a set's name, and what a message fills in, may be any."""
+    """True if the recipe has the key; a set's name, and what a message fills in, may be any."""
     config = base.get_config()
     config.eval.sets.NAME = base.dataset()
     known = set(recipes.keys(config))

@@ -6,10 +6,10 @@ import types
 import numpy as np
 import pytest
 
-from dapo_jax.preflight import attention, rollouts, simulate
-from dapo_jax.preflight.chips import CHIPS, chip_of, ring_rates
-from dapo_jax.preflight.hlo_cost import Collective, Cost
+from dapo_jax.preflight.chips import CHIPS, chip_of
 from dapo_jax.sampler.cache import Cache
+from experiments.preflight.estimate import attention, ranges, render, rollouts, simulate
+from experiments.preflight.estimate.hlo_cost import Collective, Cost
 
 CHIP = dataclasses.replace(
     CHIPS["v5e"], clock=1_000.0, hbm_rate=10.0, link_rate=2.0, dcn_rate=1.0, closes_at=4
@@ -81,13 +81,13 @@ def test_rings_close_where_the_slice_has_the_links(chip, shape, closed):
     """v5e and v6e from 16 chips on along an axis, the others in slices made of whole cubes."""
     for axis, is_ring in enumerate(closed):
         line = [tuple(n * (a == axis) for a in range(len(shape))) for n in range(shape[axis])]
-        (rate,) = ring_rates(CHIPS[chip], shape, line)
+        (rate,) = simulate.ring_rates(CHIPS[chip], shape, line)
         assert rate == CHIPS[chip].link_rate * (2 if is_ring else 1)
 
 
 def test_eight_of_sixteen_chips_are_a_line():
     """mesh.model = 8 in v6e:16x16."""
-    (rate,) = ring_rates(CHIPS["v6e"], (16, 16), [(x, 3) for x in range(8)])
+    (rate,) = simulate.ring_rates(CHIPS["v6e"], (16, 16), [(x, 3) for x in range(8)])
     assert rate == CHIPS["v6e"].link_rate
 
 
@@ -183,12 +183,12 @@ def test_a_tail_runs_in_the_program_with_fewer_rows():
     assert found.seconds == pytest.approx(4 * 1 + 0.5 + 2 * (4 * 0.25 + 0.1))
 
 
-def test_an_evaluation_rides_in_idle_slots_and_its_steps_take_longer():
+def test_an_overlapped_evaluation_fills_idle_slots_and_its_steps_take_longer():
     """A response of 8 tokens is there first; a step beside it takes 1 + 2 seconds.
 
     Beside one response of 4 it adds 4 steps; beside two of 8, which need two slots, 8.
     """
-    how = {"riding_PG": [[8]], "riding_seconds": lambda rows, slots_D: 2.0 * slots_D}
+    how = {"eval_PG": [[8]], "eval_seconds": lambda rows, slots_D: 2.0 * slots_D}
     assert rollout([4]).seconds == pytest.approx(4 + 0.5)
     assert rollout([4], **how).seconds == pytest.approx(8 * 3 + 2 * 0.5)
     assert rollout([8, 8], **how).seconds == pytest.approx(8 * 3 + 8 * 1 + 4 * 0.5)
@@ -227,10 +227,10 @@ def test_micro_batches_begin_with_the_rows_that_have_the_most_work():
 SIZES = types.SimpleNamespace(num_heads=6, head_dim=16, num_layers=5)
 
 
-def attention_seconds(segment_MBT, *, remat="none", row_ways=1, model_ways=1):
+def attention_seconds(segment_MBT, *, remat="none", row_degree=1, model_degree=1):
     """With a rate at which a product of a block of 2 x 2 tokens takes a second a head."""
-    ways = {"row_ways": row_ways, "model_ways": model_ways, "flop_rate": 2 * 2 * 2 * 16}
-    return attention.attention_seconds(np.array(segment_MBT), SIZES, remat=remat, **ways)
+    how = {"row_degree": row_degree, "model_degree": model_degree, "flop_rate": 2 * 2 * 2 * 16}
+    return attention.attention_seconds(np.array(segment_MBT), SIZES, remat=remat, **how)
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_attention_takes_its_products_of_visited_blocks(segment_T, visited, bloc
     """9 products, or 11 where forward is computed twice, of 6 heads in 5 layers."""
     assert attention_seconds([[segment_T]]) == pytest.approx([visited * 9 * 30])
     assert attention_seconds([[segment_T]], remat="full") == pytest.approx([visited * 11 * 30])
-    assert attention_seconds([[segment_T]], model_ways=2) == pytest.approx([visited * 9 * 15])
+    assert attention_seconds([[segment_T]], model_degree=2) == pytest.approx([visited * 9 * 15])
 
 
 def test_attention_takes_a_step_of_each_kernel_for_what_it_skips(blocks_of_two, monkeypatch):
@@ -269,9 +269,9 @@ def test_a_micro_batch_waits_for_the_device_with_the_most_attention(blocks_of_tw
     """Rows with 6, 3, 5 and 3 blocks: on one device, two or four; the second has 3 in each."""
     long, short, two = [1] * 6, [1, 1, 2, 2, 3, 3], [1, 1, 1, 2, 2, 2]
     micro = [[long, short, two, short], [short] * 4]
-    for ways, blocks in ((1, [17, 12]), (2, [9, 6]), (4, [6, 3])):
+    for degree, blocks in ((1, [17, 12]), (2, [9, 6]), (4, [6, 3])):
         expected = [9 * 30 * n for n in blocks]
-        assert attention_seconds(micro, row_ways=ways) == pytest.approx(expected)
+        assert attention_seconds(micro, row_degree=degree) == pytest.approx(expected)
 
 
 def test_topologies_name_their_chips():
@@ -279,3 +279,29 @@ def test_topologies_name_their_chips():
     assert chip_of("7x:4x4x4").name == chip_of("tpu7x:4x4x4").name == "tpu7x"
     with pytest.raises(ValueError, match=r"--topology=v9:2x2: there are v4, v5e, v5p, v6e, tpu7x"):
         chip_of("v9:2x2")
+
+
+def estimate(*, minutes: tuple[float, float], headroom: float = 0.94) -> ranges.Estimate:
+    """An estimate of a recipe whose steps take so long and leave so much memory."""
+    of_steps = dict.fromkeys((f.name for f in dataclasses.fields(simulate.Step)), 0)
+    steps = tuple(simulate.Step(**of_steps | {"rollout": 60 * time}) for time in minutes)
+    found = types.SimpleNamespace(headroom=headroom)
+    return ranges.Estimate(found=found, costs={}, slice=LINE, steps=steps, runs=([], []))
+
+
+def test_a_proposal_that_is_slower_or_does_not_fit_is_not_taken():
+    """For 0.5B on v5e:2x4 larger caches were proposed that made a step slower."""
+    recipe, slower = estimate(minutes=(2, 4)), estimate(minutes=(1.9, 4.2))
+    larger = estimate(minutes=(1, 2), headroom=-0.02)
+    candidates = {"recipe": recipe, "slower": slower, "larger": larger, "same": recipe}
+    assert ranges.fastest(candidates) == "recipe"
+    assert render.choice_lines(candidates, "recipe") == [
+        "recipe: 2.0 to 4.0 minutes a step, 94% free",
+        "slower: 1.9 to 4.2 minutes a step, 94% free",
+        "larger: 1.0 to 2.0 minutes a step, does not fit",
+        "same: 2.0 to 4.0 minutes a step, 94% free",
+        "the faster: recipe",
+        "",
+    ]
+    quicker = estimate(minutes=(1.5, 3))
+    assert ranges.fastest({"recipe": recipe, "quicker": quicker}) == "quicker"

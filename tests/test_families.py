@@ -169,7 +169,7 @@ def test_weights_keep_their_names_and_bits_through_every_directory(
 
 @pytest.mark.slow
 def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
-    """What a recipe builds samples as the reference does; its update sees the same log-probs."""
+    """A recipe's model samples as the reference does; its update sees the same log-probs."""
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     built = sampled_step.programs("gains", folder)
     before, groups, state, metrics = sampled_step.step(built)

@@ -105,7 +105,7 @@ def test_a_failed_write_is_one_line_with_path_and_cause(error, line, status):
 
 
 def test_an_error_of_ours_keeps_its_words_and_a_bug_its_traceback():
-    """What caused a refusal is not what it says; what was handled before a bug is not its cause."""
+    """A refusal does not print its cause; an error handled before a bug is not the bug's cause."""
     with pytest.raises(FileNotFoundError) as refused:
         _refuse()
     assert failures.explain(refused.value) == (

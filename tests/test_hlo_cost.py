@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dapo_jax.preflight import hlo_cost
+from experiments.preflight.estimate import hlo_cost
 
 F = 4  # bytes of a float32
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=4\n"

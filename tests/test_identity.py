@@ -115,7 +115,7 @@ def test_another_evaluation_set_is_said():
 
 
 def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
-    """What a task keeps for its grader may be anything; an object's text has its address."""
+    """A task may keep anything for its grader; an object's text has its address."""
 
     def digest(extra):
         example = Example(({"role": "user", "content": "?"},), "7", "f", 0, extra)

@@ -74,7 +74,7 @@ def dry_run(script, command, tmp_path, **changes):
 
 
 def starts(commands):
-    """What each command is, up to its first flag or operand."""
+    """Lists each command up to its first flag or operand."""
     word = re.compile(r"[a-z][-a-z]*$")
     return [
         " ".join(command[: next((i for i, w in enumerate(command) if not word.match(w)), None)])

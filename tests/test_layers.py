@@ -33,7 +33,8 @@ HOST_ROOMS = (
     "dapo_jax.untrusted",
     *("dapo_jax.sampler.cache", "dapo_jax.sampler.scheduler"),
     *("dapo_jax.run.metrics", "dapo_jax.run.files", "dapo_jax.run.display", "dapo_jax.report"),
-    *("dapo_jax.preflight.chips", "dapo_jax.preflight.hlo_text", "dapo_jax.preflight.hlo_cost"),
+    "dapo_jax.preflight.chips",
+    *(f"experiments.preflight.estimate.{name}" for name in ("hlo_text", "hlo_cost")),
 )
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "models", "sharding"}
 # Host rooms may not import these either: they compute with jax arrays.
@@ -77,12 +78,12 @@ def room(module):
 
 
 def is_host(module):
-    """Whether a module is one without devices."""
+    """True for a module without devices."""
     return any(module == host or module.startswith(f"{host}.") for host in HOST_ROOMS)
 
 
 def import_faults(module, source):
-    """What `module` imports against the rules, one sentence each."""
+    """Lists what `module` imports against the rules, one sentence each."""
     here = room(module)
     faults = []
     if module == "dapo_jax":  # every command imports it, and sees its first line from there
@@ -102,12 +103,12 @@ def import_faults(module, source):
 
 
 def reads_the_config(module):
-    """Whether a module may know the config object: recipes, commands, and run/ under them."""
+    """True where a module may know the config object: recipes, commands, and run/ under them."""
     return room(module) in (None, "configs") or FLOOR_OF[room(module)] >= FLOOR_OF["dapo_jax.run"]
 
 
 def mention_faults(module, source):
-    """What `module` names though another place alone may."""
+    """Lists what `module` names though another place alone may."""
     owners = {
         "jax.make_mesh": module == "sharding.mesh",
         "mesh_utils": module == "sharding.mesh",
@@ -136,6 +137,14 @@ def test_every_module_has_a_floor():
 def test_imports_point_downward_and_host_modules_are_free_of_jax():
     faults = [fault for name, text in sources().items() for fault in import_faults(name, text)]
     assert not faults, "\n".join(faults)
+
+
+def test_the_report_knows_a_run_by_its_files():
+    """It imports what reads and writes those files, and no other part of run/."""
+    files = {"dapo_jax.run.files", "dapo_jax.run.chain", "dapo_jax.run.metrics"}
+    report = [text for name, text in sources().items() if room(name) == "dapo_jax.report"]
+    found = {name for text in report for name in imports(text) if room(name) == "dapo_jax.run"}
+    assert {".".join(name.split(".")[:3]) for name in found} <= files
 
 
 def test_meshes_processes_and_the_config_are_named_in_their_places_only():

@@ -605,7 +605,7 @@ def test_the_reference_trains_its_first_step_at_zero_and_ours_is_one_ahead(share
 
 @pytest.mark.parametrize("where", ["behavior", "advantage", "params", "moments"])
 def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
-    """What is not finite is named, and the state is bitwise the one before.
+    """A value that is not finite is named, and the state is bitwise the one before.
 
     An infinite second moment divides the step by infinity: the gradient and the new weights are
     finite, and only the new moments tell. Such an update was taken, and saved as it was.

@@ -212,7 +212,7 @@ def largest_logits(jaxpr):
     [(chunked_gradient(1, 1, 1), CHUNK_TOKENS), (whole_gradient, 4 * CHUNK_TOKENS)],
 )
 def test_only_a_chunks_logits_exist_in_the_backward_pass_too(function, tokens):
-    """Of a sequence of four chunks, one chunk's logits; the plain function holds all four."""
+    """It holds one chunk's logits of a sequence of four; the plain function holds all four."""
     T = 4 * CHUNK
     jaxpr = jax.make_jaxpr(function.__wrapped__)(*inputs(T), weights(T))
     assert largest_logits(jaxpr.jaxpr) == tokens * V

@@ -53,7 +53,7 @@ def by_hand(w, a, b, scale):
 
 @functools.cache
 def jitted_gradient(lora, *, data=1, model=1):
-    """Of a micro-batch's loss: with LoRA by its factors, with None by all weights."""
+    """The gradient of a micro-batch's loss: with LoRA by its factors, with None by all weights."""
     mesh = make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
     learning = dataclasses.replace(LEARNING, lora=lora)
     how = {"graph": abstract_params(SMALL)[0], "mesh": mesh, "learning": learning}
@@ -173,7 +173,7 @@ def test_four_devices_take_the_update_of_one(params, micro):
 
 
 def test_a_run_is_exported_with_its_factors_added(tmp_path):
-    """What transformers reads is W + scale * A B; nothing of LoRA is left to know about."""
+    """transformers reads W + scale * A B; nothing of LoRA is left to know about."""
     config = lora_config()
     policy = build.programs(config, 384)
     adapters = random_adapters(policy.learning.lora, config=policy.sizes)

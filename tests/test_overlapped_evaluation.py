@@ -179,7 +179,7 @@ def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
 def test_a_run_that_stops_is_evaluated_where_that_was_due(tmp_path, monkeypatch):
     """No step follows in whose session it could ride."""
     nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
-    monkeypatch.setattr(train, "ADVANTAGES", nan)
+    monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out"):
         train.train(two_sets(), tmp_path)
     assert {path.name for path in (tmp_path / "eval").glob("*.json")} == {"0.json", "2.json"}

@@ -129,7 +129,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
 @pytest.mark.parametrize(("remat", "again"), [("none", 0), ("keep_products", 0), ("full", 6)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_that_are_kept_are_not_computed_a_second_time(remat, again, dtype):
-    """Of a layer's 7 products forward, of which the backward pass needs 6, beside its own 14.
+    """A layer has 7 products forward; the backward pass needs 6 of them, beside its own 14.
 
     In bfloat16 a product has a gradient of its own (models.precision), and a policy that looks for
     products did not see it: keep_products kept nothing.
@@ -180,7 +180,7 @@ def test_bfloat16_rounds_the_weights_and_the_result_only():
 
 
 def test_blocks_that_see_nothing_of_each_other_are_not_computed(monkeypatch):
-    """Of a row of short sequences: pairs of blocks in proportion to the row, not to its square."""
+    """A row of short sequences visits pairs of blocks in proportion to the row, not its square."""
     monkeypatch.setattr(packed, "BLOCK_TOKENS", 8)
     counts = jit(lambda *rows: packed._pairs(*rows).count_Q)
     for length in (64, 256):

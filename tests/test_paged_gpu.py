@@ -83,7 +83,7 @@ def test_a_slot_depends_on_itself_alone(shape):
 
 
 def test_a_position_has_the_bits_of_one_by_itself():
-    """What a draft's row gives is what the token's row gives when its turn comes."""
+    """A draft's row gives what the token's row gives when its turn comes."""
     case = make_case(RUN, **SHAPES["several queries"])
     together = case()
     for t in range(together.shape[1]):

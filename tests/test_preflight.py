@@ -1,10 +1,10 @@
 """A recipe through the real TPU compiler, and the messages where one does not fit."""
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,19 @@ import pytest
 from conftest import ROOT
 
 from configs import base, qwen2_5_0_5b, qwen2_5_32b
-from dapo_jax.preflight import examine, render, simulate
+from dapo_jax.preflight import __main__ as preflight
+from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB, chip_of
 from dapo_jax.preflight.compile import (
     LIBTPU,
     DoesNotFit,
+    Program,
     compiled,
     topology_devices,
     without_weights,
 )
 from dapo_jax.run import build
+from dapo_jax.run.dry_run import device_bytes
 from models.qwen2 import PRESETS
 
 needs_compiler = pytest.mark.skipif(
@@ -55,8 +58,8 @@ SMALL_SETTINGS = {
 QUICKLY = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1"}
 
 
-def run(*arguments, **environment):
-    command = [sys.executable, "-m", "dapo_jax.preflight", *arguments]
+def run(command, *arguments, **environment):
+    command = [sys.executable, "-m", command, *arguments]
     how = {"cwd": ROOT, "env": os.environ | environment, "capture_output": True, "text": True}
     return subprocess.run(command, **how, check=False)
 
@@ -74,6 +77,7 @@ def test_a_recipe_that_fits_its_slice(tmp_path, topology, small):
     recipe.update_from_flattened_dict(settings)
     sizes = build.model_sizes(without_weights(recipe))
     done = run(
+        "experiments.preflight.estimate",
         "--config=configs/qwen2_5_0_5b.py",
         *(f"--config.{key}={value}" for key, value in settings.items()),
         f"--topology={topology}",
@@ -88,7 +92,7 @@ def test_a_recipe_that_fits_its_slice(tmp_path, topology, small):
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["headroom"] >= examine.WANTED_HEADROOM
 
-    parameters, chips = simulate.parameter_count(sizes), found["chips"]
+    parameters, chips = examine.parameter_count(sizes), found["chips"]
     phase = found["phases"]["decode"]
     assert phase["state"] == pytest.approx(12 * parameters / chips, rel=0.01)
     head = 2 * sizes.vocab_size * sizes.width  # the sampler's copy of the tied embedding
@@ -135,7 +139,7 @@ def test_an_impossible_mesh_is_refused_before_anything_is_compiled():
     recipe = without_weights(qwen2_5_32b.get_config())
     recipe.mesh.model = 16
     devices = topology_devices("v5p:8x8x4", slices=1)
-    where = {"recipe": "32b", "where": "v5p:8x8x4", "mean": 100.0, "say": pytest.fail}
+    where = {"recipe": "32b", "where": "v5p:8x8x4", "say": pytest.fail}
     message = (
         r"heads axis of 40 does not divide by mesh.model = 16; choose a .*divides 40, as 8 does"
     )
@@ -144,7 +148,7 @@ def test_an_impossible_mesh_is_refused_before_anything_is_compiled():
 
 
 def test_an_unknown_topology_is_named():
-    done = run("--config=configs/qwen2_5_0_5b.py", "--topology=v9:2x2")
+    done = run("dapo_jax.preflight", "--config=configs/qwen2_5_0_5b.py", "--topology=v9:2x2")
     assert done.returncode == 1
     assert "--topology=v9:2x2: there are v4, v5e, v5p, v6e, tpu7x" in done.stderr
 
@@ -161,7 +165,7 @@ def test_the_fewest_chips_that_hold_the_weights_are_proposed(config, topology, c
     assert 0 < found["rollout.cache_mib"] < chip_of(topology).hbm_bytes / 2**20
 
 
-def test_more_ways_are_proposed_where_chips_are_small():
+def test_a_higher_degree_is_proposed_where_chips_are_small():
     recipe = without_weights(qwen2_5_32b.get_config())
     found = examine.suggested(recipe, [None] * 256, chip_of("v6e:16x16"), slices=1)
     assert found["mesh.model"] == 8
@@ -173,32 +177,73 @@ def test_a_model_that_no_mesh_of_these_chips_holds_is_refused():
         examine.suggested(recipe, [None] * 8, chip_of("v5e:2x4"), slices=1)
 
 
-def findings(*, minutes: tuple[float, float], needed_gib: float = 1.0) -> examine.Findings:
-    """Of a recipe whose steps take so long and which needs so much memory."""
-    of_steps = dict.fromkeys((f.name for f in dataclasses.fields(simulate.Step)), 0)
-    steps = tuple(simulate.Step(**of_steps | {"rollout": 60 * time}) for time in minutes)
-    values = dict.fromkeys(f.name for f in dataclasses.fields(examine.Findings))
-    phases = [examine.Phase("update", {"state": int(needed_gib * GIB)})]
-    values |= {"chip": chip_of("v5e:2x2"), "phases": phases, "steps": steps}
-    return examine.Findings(**values)
+class Given(types.SimpleNamespace):
+    """Stands for the parsed flags of the command."""
+
+    def __getitem__(self, name):
+        return types.SimpleNamespace(config_filename="configs/mine.py:dapo")
 
 
-def test_a_proposal_that_is_slower_or_does_not_fit_is_not_taken():
-    """For 0.5B on v5e:2x4 larger caches were proposed that made a step slower."""
-    recipe, slower = findings(minutes=(2, 4)), findings(minutes=(1.9, 4.2))
-    larger = findings(minutes=(1, 2), needed_gib=16.0)
-    candidates = {"recipe": recipe, "slower": slower, "larger": larger, "same": recipe}
-    assert examine.fastest(candidates) == ("recipe", recipe)
-    assert render.choice_lines(candidates, "recipe") == [
-        "recipe: 2.0 to 4.0 minutes a step, 94% free",
-        "slower: 1.9 to 4.2 minutes a step, 94% free",
-        "larger: 1.0 to 2.0 minutes a step, does not fit",
-        "same: 2.0 to 4.0 minutes a step, 94% free",
-        "the faster: recipe",
-        "",
-    ]
-    quicker = findings(minutes=(1.5, 3))
-    assert examine.fastest({"recipe": recipe, "quicker": quicker})[0] == "quicker"
+def verdict(monkeypatch, capsys, *, gib, suggest=False):
+    """Runs the command where each program has so many GiB of temporaries; None: none compiles."""
+    sizes = iter(gib)
+
+    def compile_programs(built, *, say):
+        if (size := next(sizes)) is None:
+            raise DoesNotFit("update: 17.2G of 15.75G")
+        return {"update": Program("update", device_bytes(built.state), int(size * GIB), "", 0.0)}
+
+    config = base.get_config()
+    config.model.preset = "tiny"
+    given = Given(config=config, topology="v5e:1x1", slices=None, suggest=suggest)
+    monkeypatch.setattr(preflight.flags, "FLAGS", given)
+    monkeypatch.setattr(examine, "compiled_programs", compile_programs)
+    monkeypatch.setattr(examine, "topology_devices", lambda *_, **__: jax.devices()[:1])
+    status = 0
+    try:
+        preflight.main([])
+    except SystemExit as ended:
+        status = ended.code
+    return status, capsys.readouterr().out
+
+
+def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
+    status, out = verdict(monkeypatch, capsys, gib=[1.0])
+    assert status == 0 and out.endswith("it fits\n") and "mine on v5e:1x1: 1 chips" in out
+    status, out = verdict(monkeypatch, capsys, gib=[15.0])
+    assert status == 0 and "less than 10% is free: lower learner.micro_batch_rows" in out
+    status, out = verdict(monkeypatch, capsys, gib=[16.0])
+    assert status == 1 and out.endswith("it does not fit\n")
+    status, out = verdict(monkeypatch, capsys, gib=[None])
+    assert status == 1 and "mine on v5e:1x1 does not fit: update: 17.2G" in out
+    assert "Set learner.remat to offload" in out
+    status, out = verdict(monkeypatch, capsys, gib=[None, 1.0], suggest=True)
+    first, second, *_ = out.splitlines()
+    assert status == 0 and out.endswith("it fits\n")
+    assert first.startswith("the recipe as it is does not fit: update")
+    assert second.startswith("--config.mesh.slices=1 ")
+
+
+@pytest.mark.parametrize("setting", [{"learner.lora_rank": 4}, {"algo.kl_coef": 0.1}])
+def test_start_weights_are_counted_while_sampling(setting):
+    """LoRA's or the KL term's start weights lie on the devices in all phases.
+
+    Preflight counted them in the update alone, and told that a too large cache fits.
+    """
+    config = base.get_config()
+    config.update_from_flattened_dict({"model.preset": "tiny", **setting})
+    built = build.programs(config, build.model_sizes(config).vocab_size, devices=jax.devices()[:1])
+    start_weights = device_bytes(built.start_weights)
+    state = device_bytes(built.state)
+    update = Program("update", state + start_weights + 7, 5, "", 0.0)
+    decode = Program("decode", 0, 3, "", 0.0)
+    phases = examine.memory_phases(built, {"decode": decode, "update": update})
+    decoding, updating = phases
+    assert decoding.parts["start weights"] == start_weights > 0
+    sampler = device_bytes(built.engine.params) + device_bytes(built.engine.pages)
+    assert decoding.total == state + start_weights + sampler + 3
+    assert updating.total == update.arguments + update.temporaries
+    assert updating.parts["batch"] == 7
 
 
 def test_a_path_and_a_preset_must_be_of_one_size(tmp_path):

@@ -90,7 +90,7 @@ def test_a_preset_trains(preset, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_that_retires_prompts_resumes_bitwise(tmp_path, monkeypatch):
-    """What is retired is in the checkpoint; few prompts, so that epochs are short."""
+    """Retired prompts are in the checkpoint; few prompts, so that epochs are short."""
 
     def config():
         it = small_config()

@@ -615,7 +615,7 @@ def test_rollout_rows_say_what_was_trained_on():
 
 
 def test_rollout_rows_have_the_tokens_of_a_few_groups():
-    """Of the first two groups trained on and of the first other one; joined they are the text."""
+    """The first two groups trained on and the first other one have tokens that join to the text."""
     tokenizer = build.tokenizer(tiny.get_config())
     ids = np.array([*tokenizer.encode("12 é"), *tokenizer.stop_ids], np.int32)
     response = Response(ids, np.log(np.linspace(0.2, 0.9, len(ids), dtype=np.float32)), True)

@@ -499,7 +499,7 @@ def test_samples_of_a_real_vocabulary_follow_its_distribution(ways, limits, temp
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [FULL, LIMITS[1]], ids=str)
 def test_each_token_gets_its_share_of_all_uniform_numbers(limits):
-    """Of 8,388,608 numbers each token gets as many as it should, to 1.5.
+    """Each token gets its share of 8,388,608 numbers, to 1.5.
 
     Those near the tokens' borders are tried, up to 231,000. Tokens never fall from a number to the
     next, so those between two that give the same token give it as well.

@@ -110,7 +110,7 @@ def all_free(scheduler):
 
 
 def test_slots_are_refilled_while_requests_wait():
-    """Of 60 requests with a long tail, no slot is left empty for a block while one waits.
+    """With 60 requests of a long tail, no slot is left empty for a block while one waits.
 
     Then the blocks are at most the mean load of a slot and one longest request (Graham 1969).
     """
@@ -239,7 +239,7 @@ def first_in(scheduler):
 
 
 def test_the_youngest_is_preempted_and_recomputed_first():
-    """Of three responses of three pages each in six pages, the third starts again."""
+    """With six pages for three responses of three pages each, the third starts again."""
     script = Script(dataclasses.replace(CACHE, slots=3, pages=7))
     script.submit(0, [20, 20, 20])
     script.submit(1, [1])

@@ -262,7 +262,7 @@ def test_a_stop_goes_on_where_nobody_reads_the_output_any_more(tmp_path):
 
 
 def test_a_signal_that_is_ignored_stays_so():
-    """Of nohup, or of a shell's background job."""
+    """A signal that is ignored at the start, as by nohup or in a shell's background job."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals.Signals(print):

@@ -74,7 +74,7 @@ def test_agrees_with_plain_attention_forward_and_backward(segment_BT, head_dim):
 
 @pytest.mark.parametrize("segment", [1, 2, 3])
 def test_blocks_without_its_segment_are_not_even_read(segment):
-    """What is no number in a block makes numbers of no block that visits it, masked or not."""
+    """NaNs of one segment reach no block that does not visit it, masked or not."""
     segment_1T = rows([256, 128, 256, 0])
     its_1T = segment_1T == segment
     given = arrays(segment_1T)

@@ -235,6 +235,27 @@ def test_a_path_may_be_written_in_another_way(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("someone/tiny", "hf://someone/tiny@1a2b", True),
+        ("someone/tiny@refs/pr/1", "someone/tiny", True),
+        ("hf://datasets/someone/sums/a.jsonl", "hf://datasets/someone/sums@v1/a.jsonl", True),
+        ("hf://datasets/someone/sums/a.jsonl", "hf://datasets/someone/sums/b.jsonl", False),
+        ("someone/tiny", "another/tiny", False),
+        ("gs://a/tiny", "gs://b/tiny", False),
+        ("runs@1/tiny", "runs@2/tiny", False),
+    ],
+)
+def test_a_name_on_the_hub_may_have_its_revision_beside_it(one, other, same):
+    """A run whose workdir was lost, and `main` had moved, could not be given its old commit.
+
+    The digests decide whether the content is the same.
+    """
+    old, new = {"model": {"path": one}}, {"model": {"path": other}}
+    assert (checks.recipe_differences(old, new) == []) is same
+
+
 def test_the_report_of_a_fork_counts_its_own_tokens(tmp_path):
     """Its first row is step 20, and its parent has sampled 1,000 tokens before."""
     rows = [

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 import configs.forks
-from dapo_jax.report.quantities import last
+from dapo_jax.report.compare import by_arm, last
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
 from dapo_jax.report.statistics import Interval
-from dapo_jax.report.summary import by_arm
 from dapo_jax.run import build
 from experiments import study
 from experiments.eps_high.study import steps_until_half

@@ -1,8 +1,8 @@
 """Sweeps: rows that are kept, plans, points run and stopped, and what seeds say of a difference."""
 
 import dataclasses
+import functools
 import gzip
-import io
 import json
 import math
 import os
@@ -17,20 +17,17 @@ import time
 
 import numpy as np
 import pytest
-from rich.console import Console
 from scipy import stats
 
 from dapo_jax.report import statistics
+from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
-from dapo_jax.report.summary import markdown
 from dapo_jax.run.files import Rows, locked
 from dapo_jax.run.metrics import METRICS
 from dapo_jax.sweep import plan as plans
-from dapo_jax.sweep import points as sweep_points
-from dapo_jax.sweep.__main__ import common_flags, launch_line, sweep
-from dapo_jax.sweep.points import Progress, Runner, share
-from dapo_jax.sweep.table import SweepDisplay, minutes_left
+from dapo_jax.sweep.__main__ import launch_lines, sweep
+from dapo_jax.sweep.runner import Runner, share
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -146,7 +143,7 @@ def test_rows_of_two_files_with_one_arms_name_stay_apart(tmp_path):
         }
         write_rows(tmp_path / f"{name}.jsonl.gz", runs)
     files = [f"--rows={tmp_path / name}.jsonl.gz" for name in ("one", "two")]
-    command = [sys.executable, "-m", "dapo_jax.report.summary", *files]
+    command = [sys.executable, "-m", "dapo_jax.report.compare", *files]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
     (new,) = [line for line in lines if line[1:3] == ["train accuracy, %", "new"]]
@@ -214,7 +211,7 @@ def test_p_values_are_scipys():
 
 
 def test_the_pooled_interval_has_the_residual_of_all_arms():
-    """Of two arms it is the paired one; a third, that scatters, widens it."""
+    """With two arms it is the paired one; a third, that scatters, widens it."""
     two = statistics.pooled_interval([A_S, B_S], 0, 1)
     paired = statistics.paired_interval(A_S, B_S)
     assert (two.low, two.high, two.p) == pytest.approx((paired.low, paired.high, paired.p))
@@ -280,7 +277,7 @@ def test_values_are_split_outside_of_brackets_and_quotes():
     assert plans.split_values("(1,2),(3,)") == ["(1,2)", "(3,)"]
     assert plans.split_values("""'a,b',"c",''""") == ["a,b", "c", ""]
     assert plans.split_values("('q','k'),{'a':[1,2]}") == ["('q','k')", "{'a':[1,2]}"]
-    for wrong, said in (("(1,2", r"'\)' is missing"), ("1]", "closes nothing"), ("1,,2", "empty")):
+    for wrong, said in (("(1,2", "no partner"), ("1,2]", "no partner in '2]'"), ("1,,2", "empty")):
         with pytest.raises(ValueError, match=said):
             plans.split_values(wrong)
 
@@ -337,13 +334,15 @@ def test_arms_are_named_and_span_the_grid():
         ({"grid": ["algo.eps_high=0.2,x"]}, r"arm 'eps_high=x': .*could not convert.*'x'"),
         ({"grid": ["algo.eps_high=-1"]}, r"arm 'eps_high=-1': algo.eps_high = -1.0, but must be"),
         ({"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
-        ({"grid": ["preset=dapo"], "config": "configs/tiny.py:dapo"}, "has a preset, and so has"),
+        (
+            {"grid": ["preset=dapo"], "config": "configs/tiny.py:dapo"},
+            "arm 'dapo': .*'dapo:dapo' is unknown",
+        ),
         ({"grid": ["algo.eps_high"]}, "write KEY=V1,V2"),
         ({"grid": ["algo.eps_high=0.2", "algo.eps_high=0.3"]}, "--set has a key twice"),
         ({"grid": ["algo.eps_high=0.2,0.20"]}, "'eps_high=0.2' and 'eps_high=0.20' are the same"),
         ({"grid": ["seed=1,2"]}, "give --seeds=5"),
         ({"common": ["--config.seed=1"]}, "give --seeds=5"),
-        ({"grid": ["num_steps=2"], "common": ["--config.num_steps=3"]}, "both set num_steps"),
         ({"named": ["a: num_steps=2", "a: num_steps=3"]}, "two arms are called 'a'"),
         ({"named": ["a: num_steps"]}, "'num_steps' is no KEY=V"),
         ({"named": ["num_steps=3"]}, 'write "NAME: KEY=V KEY=V"'),
@@ -396,28 +395,27 @@ def test_a_folder_takes_more_of_the_same_sweep_and_no_other(tmp_path):
 
 def test_launch_prints_what_a_point_needs():
     plan = _plan(grid=["preset=dapo"], common=["--config.data.train.path=my file"])
-    point = plan.points(pathlib.Path("D"))[1]
-    line = launch_line("RUN={name} CONFIG={config} {workdir} {seed} {arm} {flags}", point)
-    assert line == (
+    points = plan.points(pathlib.Path("D"))
+    template = "RUN={name} CONFIG={config} {workdir} {seed} {arm} {flags}"
+    assert launch_lines(template, points)[1] == (
         "RUN=dapo-s1 CONFIG=configs/tiny.py:dapo D/dapo/seed_1 1 dapo "
         "'--config.data.train.path=my file' --config.seed=1"
     )
-    assert shlex.split(launch_line("{command}", point))[2:4] == [
+    assert shlex.split(launch_lines("{command}", points)[1])[2:4] == [
         "dapo_jax.train",
         "--config=configs/tiny.py:dapo",
     ]
     with pytest.raises(ValueError, match=r"--launch has \{sed\}; there are .*\{seed\}"):
-        launch_line("{sed}", point)
+        launch_lines("{sed}", points)
 
 
-def test_flags_may_have_their_value_apart():
-    given = ["--config", "configs/tiny.py", "--config.num_steps", "3", "--seeds=2"]
-    given += ["--noconfig.algo.dynamic_sampling", "--config.algo.eps_high=0.3"]
-    assert common_flags(given) == [
-        "--config.num_steps=3",
-        "--noconfig.algo.dynamic_sampling",
-        "--config.algo.eps_high=0.3",
-    ]
+def test_launch_refuses_two_points_of_one_name():
+    """Arms `x=-1` and `x=1` were both called x-1: a pod took the second run for the first."""
+    plan = _plan(named=["x=-1: algo.eps_high=0.3", "x=1: algo.eps_high=0.4"])
+    points = plan.points(pathlib.Path("D"))
+    with pytest.raises(ValueError, match=r"'x=-1' and 'x=1' both have \{name\} 'x-1-s0'"):
+        launch_lines("RUN={name} {command}", points)
+    assert len(set(launch_lines("{command}", points))) == len(points)
 
 
 # In place of dapo_jax.train: it does what the sweep's folder says of a point, attempt by attempt.
@@ -438,6 +436,8 @@ with (workdir / "metrics.jsonl").open("w") as file:
     for step in range(steps):
         row = {"step": step, "accuracy/mean": eps + seed / 10, "seconds/total": 60.0}
         file.write(json.dumps(row) + "\\n")
+if does == "ok":
+    (workdir / "seal.json").touch()
 (workdir / "config.json").write_text(json.dumps({"seed": seed}))
 (workdir / "cores.json").write_text(json.dumps(sorted(os.sched_getaffinity(0))))
 if does == "wait":
@@ -451,14 +451,13 @@ if does == "wait":
 if does == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if does == "fail":
-    print("working", "error: no such model", "(--debug shows where)", sep="\\n")
+    print("working", "error: no [bold]model[/bold]\x1b", "(--debug shows where)", sep="\\n")
 sys.exit({"fail": 1, "again": 75}.get(does, 0))
 """
 
 
 @pytest.fixture
-def program(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_points, "POLL_SECONDS", 0.02)
+def program(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return [sys.executable, "-S", str(path)]
@@ -493,7 +492,7 @@ def test_failures_are_kept_apart_and_retried_at_the_end(tmp_path, program):
         jobs=1,
         retries=1,
         program=program,
-        say=lambda point, status, at: said.append((point.label, status, at.state)),
+        say=said.append,
         again_seconds=0,
     )
     runner.run()
@@ -508,13 +507,18 @@ def test_failures_are_kept_apart_and_retried_at_the_end(tmp_path, program):
         (f"{a}/seed_0", 0),
         (f"{a}/seed_1", 1),
     ]
-    assert [at.state for at in runner.progress.values()] == ["done", "done", "failed", "done"]
-    assert said[0] == (f"{a}/seed_0", 1, "failed") and said[1][2] == "waiting"
-    (failed,) = [at for at in runner.progress.values() if at.state == "failed"]
-    assert failed.error == ["ended with status 0, but metrics.jsonl has 0 of 2 steps"]
+    why = ["ended with status 0 after 0 steps"]
+    assert runner.done == 3 and runner.failed == {points[2]: why}
+    first, *reason = said[0].split("\n")
+    assert first.startswith(f"[0/4] {a}/seed_0: failed with status 1, 0 of 2 steps in 0:00:0")
+    assert reason == ["  working", "  error: no [bold]model[/bold]\\x1b"]
+    assert f"{b}/seed_0: stopped and saved, 0 of 2 steps" in said[1]
+    assert f"{a}/seed_1: killed by signal 9" in said[4]
+    assert said[5].startswith(f"[2/4] {b}/seed_1: done, 2 of 2 steps in 0:00:0")
+    assert said[5].endswith(", accuracy 40.0%")
     line = json.loads((folder / "points.jsonl").read_text().splitlines()[0])
-    assert line["error"] == ["working", "error: no such model", "(--debug shows where)"]
-    assert line["num_steps"] == 2 and line["seconds"] >= 0
+    assert line["error"] == ["working", "error: no [bold]model[/bold]\x1b"]
+    assert line["seconds"] >= 0
     log = (folder / a / "seed_0" / "output.txt").read_text()
     assert log.startswith("working")
 
@@ -535,11 +539,11 @@ def test_what_says_again_for_ever_fails(tmp_path, program):
     runner = Runner(tmp_path / "sweep", points, jobs=1, retries=0, program=program, again_seconds=0)
     runner.run()
     assert [status for _, status in _attempts(tmp_path / "sweep")] == [75] * 6 + [0]
-    assert [at.state for at in runner.progress.values()] == ["failed", "done"]
+    assert [point.seed for point in runner.failed] == [0] and runner.done == 1
 
 
 def test_jobs_have_their_own_cores(tmp_path, program):
-    assert [share(range(8), slot, 3) for slot in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert [share(range(8), slot, 3) for slot in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert [share([4, 5], slot, 3) for slot in range(3)] == [[4], [5], [4]]
     cores = sorted(os.sched_getaffinity(0))
     does = {f"eps_high={arm}/seed_0": ["wait"] for arm in (0.2, 0.3)}
@@ -547,31 +551,31 @@ def test_jobs_have_their_own_cores(tmp_path, program):
     _, points = _points(folder, does, seeds="1")
     runner = Runner(folder, points, jobs=2, retries=0, program=program)
 
-    def stop_when_both_wait():
-        if all((point.workdir / "waits").exists() for point in points):
-            runner.stop()
-
-    runner.look = stop_when_both_wait
+    both = [point.workdir / "waits" for point in points]
+    stopper = threading.Thread(target=_call_when, args=(both, runner.stop))
+    stopper.start()
     runner.run()
+    stopper.join()
     assert runner.stopped and all((point.workdir / "saved").exists() for point in points)
     assert [status for _, status in _attempts(folder)] == [75, 75]
-    assert [at.state for at in runner.progress.values()] == ["waiting", "waiting"]
+    assert not runner.failed
     bound = [json.loads((point.workdir / "cores.json").read_text()) for point in points]
     assert bound == [share(cores, slot, 2) for slot in range(2)]
 
 
-def _signal_when(path):
-    """Sends this process SIGTERM when the file is there."""
-    while not path.exists():
+def _call_when(paths, call):
+    """Calls a function when all files are there."""
+    while not all(path.exists() for path in paths):
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGTERM)
+    call()
 
 
 def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, capsys):
     folder = tmp_path / "sweep"
     plan, points = _points(folder, {"eps_high=0.3/seed_0": ["wait", "ok"]})
     settings = {"jobs": 1, "retries": 0, "baseline": "", "program": program}
-    killer = threading.Thread(target=_signal_when, args=(points[1].workdir / "waits",))
+    kill = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    killer = threading.Thread(target=_call_when, args=([points[1].workdir / "waits"], kill))
     killer.start()
     with pytest.raises(SystemExit) as ended:
         sweep(plan, folder, **settings)
@@ -587,8 +591,7 @@ def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, 
     assert _attempts(folder)[2:] == [(point.label, 0) for point in points[1:]]
     out = capsys.readouterr().out
     assert "2 arms x 2 seeds" in out and "1 of 4 runs are done" in out
-    assert "[4/4] eps_high=0.3/seed_1: done, 2 steps in 0:00:0" in out
-    assert "accuracy 40.0%" in out
+    assert "[4/4] eps_high=0.3/seed_1: done, 2 of 2 steps in 0:00:0" in out
     text = (folder / "summary.md").read_text()
     assert text in out
     runs = read_rows_file(folder / "rows.jsonl.gz")
@@ -603,7 +606,7 @@ def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, 
         sweep(more, folder, **settings)
     assert ended.value.code == 1
     captured = capsys.readouterr()
-    assert "seed_2/output.txt: error: no such model" in captured.err
+    assert "seed_2/output.txt: error: no [bold]model" in captured.err
     assert "eps_high=0.3/seed_2: done" in captured.out, "a failure stops nothing"
 
 
@@ -614,7 +617,7 @@ def test_a_sweep_that_fails_as_a_whole_says_why(tmp_path, program, capsys):
         sweep(plan, folder, jobs=1, retries=0, baseline="", program=program)
     captured = capsys.readouterr()
     assert ended.value.code == 1
-    assert f"failed: {points[0].workdir / 'output.txt'}: error: no such model" in captured.err
+    assert f"failed: {points[0].workdir / 'output.txt'}: error: no [bold]model" in captured.err
     assert "No run has finished." in captured.out
 
 
@@ -659,42 +662,6 @@ def test_the_summary_leaves_out_what_is_not_finished():
     assert _cells(text, "b") == _cells(markdown(_summary_runs()), "b")
     short = {"b/seed_9": runs["b/seed_9"]}
     assert "No run has finished." in markdown(short)
-
-
-def test_the_display_tells_of_all_runs(tmp_path):
-    _, points = _points(tmp_path, {}, steps=10)
-    row = {"accuracy/mean": 0.5, "entropy": 0.25, "clip_fraction/high": 0.0125}
-    progress = {
-        points[0]: Progress(state="done", row=row | {"step": 9, "seconds/total": 30.0}),
-        points[1]: Progress(state="running", row=row | {"step": 3, "seconds/total": 60.0}),
-        points[2]: Progress(),
-        points[3]: Progress(state="failed", error=["error: [bold]no[/bold]\x1b model"]),
-    }
-    assert minutes_left(progress, 1) == "11 min", "6 steps of 60 s and 10 of 30 s"
-    assert minutes_left(progress, 2, arm="eps_high=0.3") == "3 min"
-    assert minutes_left({points[2]: Progress()}, 1) == "-"
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120, color_system=None)
-    with SweepDisplay(progress, jobs=1, console=console):
-        pass
-    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
-    assert any("eps_high=0.2 1/2 - - 5/10 50.0% 0.250 1.25% 5" in line for line in lines)
-    assert any("eps_high=0.3 0/2 1 1 2/10 50.0% 0.250 1.25% 6" in line for line in lines)
-    out = io.StringIO()
-    display = SweepDisplay(progress, jobs=1, console=Console(file=out, width=140))
-    display.end(points[3], 1, progress[points[3]])
-    display.end(points[1], -9, progress[points[1]])
-    failed, reason, killed = out.getvalue().splitlines()
-    assert failed == (
-        "[1/4] eps_high=0.3/seed_1: failed with status 1 after 0 of 10 steps and 0:00:00  "
-        "11 min left"
-    )
-    log = points[3].workdir / "output.txt"
-    assert reason == f"  error: [bold]no[/bold]\\x1b model  ({log})"
-    assert killed == (
-        "[1/4] eps_high=0.3/seed_0: killed by signal 9 after 4 of 10 steps and 0:00:00  "
-        "accuracy 50.0%  entropy 0.250  clipped high 1.25%  11 min left"
-    )
 
 
 @pytest.mark.slow

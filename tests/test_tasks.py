@@ -133,26 +133,24 @@ def test_what_a_task_measures_is_copied_into_plain_numbers():
 
 
 @pytest.mark.parametrize(
-    ("verdict", "message"),
+    "verdict",
     [
-        (True, "graded a response True, which is no Verdict"),
-        (Verdict(True, "", "", float("nan")), "with score = nan"),
-        (Verdict(True, "", "", "1"), "with score = '1'"),
-        (Verdict(1, "", ""), "with correct = 1"),
-        (Verdict(True, 5, ""), "with prediction = 5"),
-        (Verdict(True, None, None), "with status = None"),
-        (Verdict(True, None, "", measures={"lines": math.nan}), "with measures = {'lines': nan}"),
-        (Verdict(True, None, "", measures={"a/b": 1}), "with measures = {'a/b': 1}"),
-        (Verdict(True, None, "", measures=[1]), "with measures = "),
-        (Verdict(True, None, "", measures={"lines": 10**400}), "with measures = "),
+        True,
+        Verdict(True, "", "", float("nan")),
+        Verdict(True, "", "", "one"),
+        Verdict(True, None, "", measures={"lines": math.nan}),
+        Verdict(True, None, "", measures={"a/b": 1}),
+        Verdict(True, None, "", measures=[1]),
+        Verdict(True, None, "", measures={"lines": 10**400}),
     ],
 )
-def test_a_verdict_that_is_none_is_named(verdict, message):
+def test_a_verdict_that_is_none_is_named(verdict):
     class Careless:
         def grade(self, response, example):
             return verdict
 
-    with pytest.raises(DataError, match=rf"Careless.*{message}.* \(sums.csv, row 3\)$"):
+    message = rf"^Careless graded a response {re.escape(f'{verdict!r:.50}')}.* \(sums.csv, row 3\)$"
+    with pytest.raises(DataError, match=message):
         graded(group(["a"], EXAMPLE), task=Careless(), tokenizer=Letters())
 
 
@@ -178,13 +176,9 @@ USER = ({"role": "user", "content": "hi"},)
         (Example(USER, "1", "x", 0), r"load\(\) gave Example\(.*, but must"),
         (([Example(USER, "1", "x", 0)], "report"), r"example 0 \(from 0\): it is \[Example"),
         (["hi"], "it is 'hi', which is no Example"),
-        ([Example("hi", "1", "x", 0)], '\'h\' in its prompt is not {"role": text, "content'),
-        ([Example(USER[0], "1", "x", 0)], "its prompt is {.*}, not a tuple of messages"),
-        ([Example(({"content": "a"},), "1", "x", 0)], "{'content': 'a'} in its prompt is not"),
-        ([Example((), "1", "x", 0)], r"its prompt is \(\), not a tuple of messages"),
         (
             [Example(USER, "1", "x", 0), Example(USER, 1, "x", 0)],
-            r"example 1 .* answer is 1, no te",
+            r"example 1 .* which is no Example with a text as its answer",
         ),
     ],
 )

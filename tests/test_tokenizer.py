@@ -292,6 +292,29 @@ def test_a_prompt_has_the_tokens_that_the_tokenizer_puts_around_a_text(
     assert chat == load(bpe_folder, chat="template").encode_chat(user("2+2?"))
 
 
+def test_the_begin_token_that_the_tokenizers_config_adds_is_there_once(bpe_folder, tmp_path):
+    """DeepSeek-R1-Distill-Qwen was sampled without its first token, as Llama 3 had been.
+
+    Its tokenizer.json adds nothing: by add_bos_token in tokenizer_config.json the library's class
+    LlamaTokenizerFast makes the post-processor anew.
+    """
+    begin = {"bos_token": "<|im_start|>", "add_bos_token": True}
+    folder = copy_of(bpe_folder, tmp_path, **begin)
+    plain = load(bpe_folder).encode("2+2?")
+    assert load(folder).encode_chat(user("2+2?")) == [257, *plain]
+    assert load(folder).encode("2+2?") == plain
+    chat = load(folder, chat="template").encode_chat(user("2+2?"))
+    assert chat == load(bpe_folder, chat="template").encode_chat(user("2+2?"))
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    assert load(folder).encode_chat(user("2+2?")) == [257, *plain]
+    copy_of(bpe_folder, folder, **begin | {"add_bos_token": False})
+    assert load(folder).encode_chat(user("2+2?")) == plain
+
+
 def test_stop_tokens_without_the_models_end_of_turn_are_warned_of(bpe_folder, caplog):
     assert load(bpe_folder, stop_tokens=["<|endoftext|>"], chat="template").stop_ids == (256,)
     (record,) = caplog.records
@@ -321,9 +344,9 @@ def test_a_template_that_takes_too_long_is_stopped(heard):
 
     So they did in a run that ignores the limit's signal, which a process inherits.
     """
-    before = signal.signal(signal.SIGXCPU, heard)
+    before = signal.signal(signal.SIGPROF, heard)
     template = ChatTemplate(LOOPS, "here", seconds=1)
-    signal.signal(signal.SIGXCPU, before)
+    signal.signal(signal.SIGPROF, before)
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ValueError, match="template of here takes more than 1 s: mend it"):
@@ -352,7 +375,7 @@ def test_what_a_template_takes_and_raises_is_bounded(bpe_folder, tmp_path, sourc
 
 def test_a_templates_process_ends_with_it(bpe_folder):
     tokenizer = load(bpe_folder, chat="template")
-    process = tokenizer._template._process
+    process = tokenizer._template._worker.process
     assert process.poll() is None
     del tokenizer
     assert process.poll() is not None

@@ -223,7 +223,7 @@ def test_a_dry_run_counts_what_a_device_holds():
     held = dry_run.memory(build.programs(config, 384))
     weights = 4 * 1_034_368
     assert held["update"]["gradients"] == pytest.approx(weights / 4, rel=0.01)
-    state = held["rollout"]["state (weights, moments)"]
+    state = held["rollout"]["state"]
     assert state == pytest.approx(3 * weights / 4, rel=0.01)
     assert held["rollout"]["sampler's weights"] == pytest.approx(weights, rel=0.05)
     assert held["rollout"]["keys and values"] <= config.rollout.cache_mib * 2**20

@@ -14,8 +14,9 @@ import time
 
 import pytest
 
+from dapo_jax.tasks import isolated
 from dapo_jax.tasks.math_rules import MAX_GROUND_TRUTH_CHARS, dapo_form, strict_form
-from dapo_jax.tasks.symbolic import SymbolicVerifier, _Worker, default_verifier
+from dapo_jax.tasks.symbolic_rules import SymbolicVerifier, default_verifier
 from dapo_jax.verifier import RULES, STATUSES, Verdict, verify, verify_many
 
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
@@ -290,11 +291,11 @@ def _graded(rules):
         ("dapo", 161, 187),  # the reference's own
         ("strict", 0, 130),
         ("strict_box", 23, 316),
-        ("math_verify", 0, 1),
+        ("math_verify", 0, 15),  # 14 of them have neither a line "Answer:" nor a box
     ],
 )
 def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
-    """Of 568 wrong answers `strict` rewarded 50 and `math_verify` 139, now none.
+    """`strict` rewarded 50 of 568 wrong answers and `math_verify` 139, now none.
 
     Such as "I give up after 42 tries", "It cannot be 42", `5=7` for 7, `691_{1369}` for 691, `7 km`
     for `7 m`, `x=5` for `y=5`, and "Answer: 42" with "No wait" after it. Of 262 right ones they
@@ -310,6 +311,31 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
     wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
     refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *(r"$-\boxed{5}$", r"$x \neq \boxed{5}$", r"$2\boxed{5}$", r"$\sqrt{\boxed{5}}$"),
+        *(r"$\frac{\boxed{5}}{2}$", r"$\frac{1}{\boxed{5}}$", r"$3 \cdot \boxed{5}$"),
+        *(r"$1/\boxed{5}$", r"$\boxed{5}^2$", r"$\boxed{5} \times 10^3$"),
+    ],
+)
+def test_a_box_inside_a_formula_is_no_answer(response):
+    """`math_verify` rewarded what is in the box, such as -5, 25 and "not 5" for 5."""
+    assert not verify(response, "5", rules="math_verify").correct
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *(r"- $\boxed{5}$", r"$x = \boxed{5}$", r"$10 - 5 = \boxed{5}^\circ$", r"1. \boxed{5}"),
+        *(r"**\boxed{5}**", r"${\boxed{5}}$", r"So $a+b \geq \boxed{5}$.", r"$\boxed{5}\%$"),
+        *(r"-> \boxed{5}", r"\boxed{5}!", r"Step 2 --\boxed{5}", r"\(\Rightarrow\boxed{5}\)"),
+    ],
+)
+def test_a_box_is_an_answer_with_what_is_around_it(response):
+    assert verify(response, "5", rules="math_verify").correct
 
 
 @pytest.mark.parametrize("rules", ["strict", "math_verify"])
@@ -435,6 +461,15 @@ def test_a_response_of_megabytes_costs_no_more_than_its_tail(rules):
     assert time.process_time() - start < 0.02
 
 
+@pytest.mark.parametrize("text", ["\n", "!", "\n\n ", ". "])
+def test_a_response_that_runs_empty_costs_no_time(text):
+    """1,000 line ends cost 0.15 s of the main process: 20 minutes for 8,192 such responses."""
+    start = time.process_time()
+    for length in range(900, 1000):
+        assert not verify((text * 1000)[:length], "5", rules="math_verify").correct
+    assert time.process_time() - start < 1.0
+
+
 @pytest.mark.parametrize("rules", LOCAL_RULES)
 @pytest.mark.parametrize(
     ("response", "ground_truth", "status"),
@@ -494,7 +529,7 @@ def lone():
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead but not yet collected does not.
+    """True while a process runs; one that is dead but not yet collected does not.
 
     The first thread may be dead before the others, which still hold the process's files open.
     """
@@ -524,14 +559,15 @@ needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), re
         ("Answer: (x+1)^2", "x^2+2x+1", "correct"),
         ("**Answer:** $42$.", "42", "correct"),
         (r"So it is $\boxed{42}$.", "42", "correct"),
-        ("So the result is 42.", "42", "correct"),
+        ("So the answer is 42.", "42", "no_answer"),
+        ("#### 42", "42", "no_answer"),
+        (r"\boxed{41}. So the answer is 42.", "42", "correct"),
+        (r"\boxed{42}. So the answer is 41.", "42", "wrong"),
         ("Answer: 43", "42", "wrong"),
         ("Answer: $42$ or $43$", "42", "wrong"),
         ("Answer:", "42", "empty_answer"),
         ("  ", "42", "no_answer"),
         ("I gave up", "42", "no_answer"),
-        ("The answer is:\n\\[\n42\n\\]", "42", "correct"),  # its first line was the answer: "\["
-        ("So the answer is\n$$\n43\n$$", "42", "wrong"),
         (r"Answer: \frac{2}{", "42", "unreadable_answer"),
         ("Answer: x^2", r"\frac{x}{", "unreadable_ground_truth"),
         ("Answer: 9^{9^{9^{9}}}", "42", "too_large"),
@@ -546,26 +582,24 @@ def test_math_verify_rules(symbolic, response, ground_truth, status):
 
 
 def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
-    r"""166 of 188 rows agree. Those that do not:
+    r"""Those that do not agree, each given as an answer line unless it has a box:
 
-    * a number or formula with words around it, without a box, "The answer is ..." or "Therefore":
-      6, as in "Jane started 3 hours ago"; before, any last number was an answer ("I give up after
-      42 tries" was 42), and 178 agreed;
-    * chains that hold unequal numbers: 3, such as `x = 5+5+1 = 7 =11` for 11;
+    * a number or formula with words around it, as in "Jane started 3 hours ago";
+    * chains that hold unequal numbers, such as `x = 5+5+1 = 7 =11` for 11;
     * rounding: 3.14159 for 3.1416, 16.67 for 16.\overline{6}, 2.3 for 2.\overline{3}; 75 for 0.75;
     * `1,22` as 1.22 (a decimal comma; here a list of two), `10, 4, -2` for `4, 10, -2` (compared
       as sets), unspaced `-5\lex\le1`, `x\approx11` for 11, a ground truth in words;
     * an answer that only its middle states, and a ground truth of more than 1000 characters.
     """
     rows = _rows(shared / "golden" / "math_equivalence.jsonl")
-    responses = [  # rows of the other kinds give the bare answer, so it goes where answers go
-        row["pred"] if "extraction" in row["kind"] else f"Answer: {row['pred']}" for row in rows
+    responses = [
+        row["pred"] if "boxed" in row["pred"] else f"Answer: {row['pred']}" for row in rows
     ]
     verdicts = symbolic.verify_many(responses, [row["gold"] for row in rows])
     graded = list(zip(rows, verdicts, strict=True))
     rewarded = [row["pred"] for row, verdict in graded if verdict.correct > row["expected"]]
     assert len(rows) == 188
-    assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 166
+    assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 161
     assert rewarded == ["10, 4, -2"]
 
 
@@ -654,7 +688,7 @@ def test_the_limit_of_time_holds_where_its_signal_is_ignored():
     The TPU's compiler leaves a program with SIGPROF ignored and its timer running: a process apart.
     """
     code = (
-        "import signal; from dapo_jax.tasks.symbolic import SymbolicVerifier\n"
+        "import signal; from dapo_jax.tasks.symbolic_rules import SymbolicVerifier\n"
         "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
         "with SymbolicVerifier(num_workers=1, cpu_seconds=0.2) as verifier:\n"
         f"    print(verifier.verify({HANGS!r}, 'x^2').status)"
@@ -704,7 +738,7 @@ def test_workers_that_are_killed_as_they_start_never_raise(lone):
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
     """A worker that was stopped (SIGSTOP), not dead, held 20 answers for 120 seconds."""
-    monkeypatch.setattr("dapo_jax.tasks.symbolic.SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr("dapo_jax.tasks.isolated.SILENCE_SECONDS", 3.0)
     with SymbolicVerifier(num_workers=1, cpu_seconds=0.4) as verifier:
         if is_ready:
             assert verifier.verify("Answer: 2^1+x", "x+2").correct
@@ -714,12 +748,13 @@ def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
         answers = [f"Answer: x+2^{power}" for power in range(20)]
         verdicts = verifier.verify_many(answers, [f"{2**power}+x" for power in range(20)])
         assert [verdict.status for verdict in verdicts] == ["correct"] * 20
-        assert 2 < time.monotonic() - start < 30
+        # Each answer that waited for itself would take 4 s, 80 in all; a start on a busy host, many.
+        assert 2 < time.monotonic() - start < 60
         assert verifier.worker_pids() != [before]
 
 
 def test_a_pool_that_cannot_start_says_so_and_not_that_it_was_slow(monkeypatch):
-    monkeypatch.setattr("dapo_jax.tasks.interpreter._PROGRAM", "import sys; sys.exit(7)")
+    monkeypatch.setattr("dapo_jax.tasks.isolated._PROGRAM", "import sys; sys.exit(7)")
     with (
         SymbolicVerifier(num_workers=1) as verifier,
         pytest.raises(ChildProcessError, match=r"3 math_verify workers .*ended with status 7"),
@@ -762,27 +797,27 @@ def test_a_busy_host_changes_no_verdict(lone):
 def test_an_answer_that_wants_all_memory_gets_a_gigabyte():
     """A worker took 2.5 GB. An answer may add 1 GiB to what its worker has, and no more."""
     program = (
-        "from dapo_jax.tasks import symbolic\n"
-        "grade = lambda answer, truth: bytearray(int(answer) << 20)\n"
-        "print(symbolic._grade_in_child(grade, '1100', '', 5.0).status)\n"
-        "print(len(symbolic._grade_in_child(grade, '10', '', 5.0)) >> 20)\n"
+        "from dapo_jax.tasks.isolated import STATUSES, answered_in_child\n"
+        "for mib in (1100, 10):\n"
+        "    reply = answered_in_child(lambda: bytes(bytearray(mib << 20)[:9]), 5.0)\n"
+        "    print(STATUSES[reply[0]], len(reply))\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert run.stdout.split() == ["memory", "10"]
+    assert run.stdout.split() == ["memory", "1", "done", "10"]
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Every question to a worker, with its seconds, noted on its way."""
-    questions, ask = [], _Worker.ask
+    """The requests to workers, with their seconds of CPU time, noted on their way."""
+    questions, ask = [], isolated.Worker.ask
 
-    def noting(worker, *question):
-        questions.append(question)
-        return ask(worker, *question)
+    def noting(worker, request, cpu_seconds, **limits):
+        questions.append((request, cpu_seconds))
+        return ask(worker, request, cpu_seconds, **limits)
 
-    monkeypatch.setattr(_Worker, "ask", noting)
+    monkeypatch.setattr(isolated.Worker, "ask", noting)
     return questions
 
 
@@ -797,7 +832,7 @@ def test_many_timeouts_make_the_next_ones_short(lone, asked, monkeypatch):
     """A step of 8,192 answers with 1 % bombs waited 4 to 8 minutes on 2 workers: 5 s each."""
     monkeypatch.setattr(lone, "_patience", 1.0)
     lone.verify_many([HANGS, HANGS + "+1", "Answer: 2^1"], ["x^2", "x^2", "2"])
-    assert [seconds for _, _, seconds in asked] == [1.0, 0.1, 0.1]
+    assert [seconds for _, seconds in asked] == [1.0, 0.1, 0.1]
 
 
 def test_text_and_numbers_need_no_worker(lone, asked):
@@ -841,7 +876,7 @@ def test_workers_end_with_the_block_and_load_no_jax(symbolic):
 def test_workers_end_with_the_process_however_it_ends():
     program = (
         "import os, signal, sys\n"
-        "from dapo_jax.tasks.symbolic import SymbolicVerifier\n"
+        "from dapo_jax.tasks.symbolic_rules import SymbolicVerifier\n"
         "verifier = SymbolicVerifier(1)\n"
         "verifier.verify('Answer: 2^0', '1')\n"
         "print(*verifier.worker_pids(), flush=True)\n"

@@ -19,7 +19,7 @@ from configs.base import eval_settings, mixture_settings
 from dapo_jax import train
 from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
-from dapo_jax.report.events import spans
+from dapo_jax.report.runs import spans
 from dapo_jax.run import chain, checks, hub, identity, policy, provenance, start
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import read_rows

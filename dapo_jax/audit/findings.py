@@ -1,4 +1,4 @@
-"""What an audit finds: one line a thing that was looked at. Host only."""
+"""The findings of an audit, a line for each thing that was checked. Host only."""
 
 import dataclasses
 from collections.abc import Iterator

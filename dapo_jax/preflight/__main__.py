@@ -1,93 +1,62 @@
-"""Tells whether a recipe fits a TPU slice, and how long a step takes, without a TPU.
+"""Tells whether a recipe compiles for a TPU slice and fits its memory, without a TPU.
 
     python -m dapo_jax.preflight --config=configs/qwen2_5_32b.py --topology=v5p:8x8x4
-        [--slices=2] [--suggest] [--json=FILE] [--png=FILE] [--mean_response_tokens=4000]
+        [--slices=2] [--suggest]
 
 The recipe's own programs (update, prefill, decoding for training and for evaluation, reshard) are
-compiled ahead of time for the topology by the TPU's compiler. Reported: the bytes that a chip holds
-in each phase, the costs of each program with its loops counted in full, and the time of a simulated
-RL step and run as a range. Exit status: 0 if it fits, 1 if it does not, with the setting to change.
---suggest compiles and simulates the recipe with proposed settings too, and takes the faster.
+compiled ahead of time for the topology by the TPU's compiler. Printed are the bytes that a chip
+holds in each phase. Exit status: 0: it fits. 1: it does not; the setting to change is named.
+--suggest compiles the recipe with proposed settings too, and one of the two has to fit.
 
-Needs the package libtpu: `make preflight` installs it beside the environment.
+Needs the package libtpu: `make preflight` installs it beside the environment. The seconds of a step
+are estimated by `python -m experiments.preflight.estimate`, which takes the same flags.
 """
 
 import pathlib
 import sys
 
-import jax
 from absl import flags
 
 from dapo_jax.preflight import examine, render
-from dapo_jax.preflight.chips import chip_of
-from dapo_jax.preflight.compile import DoesNotFit, topology_devices, without_weights
 from dapo_jax.run import command
 from dapo_jax.run.recipe import define_config
 
-ADVICE = (
-    "Set learner.remat to offload, lower learner.micro_batch_rows, learner.row_tokens or "
-    "rollout.cache_mib, raise mesh.model, or take a larger topology; --suggest proposes settings"
-)
-
 
 def main(_):
-    config, topology = without_weights(CONFIG.value), TOPOLOGY.value
-    slices = SLICES.value or config.mesh.slices
-    config.mesh.slices = slices
-    devices = topology_devices(topology, slices=slices)
-    where = topology if slices == 1 else f"{topology} x {slices}"
-    recipe = pathlib.Path(flags.FLAGS["config"].config_filename).stem
-    tried = {"the recipe as it is": {}}
-    if SUGGEST.value:
-        proposal = examine.suggested(config, devices, chip_of(topology), slices=slices)
-        tried[" ".join(f"--config.{key}={value}" for key, value in proposal.items())] = proposal
-    mean = MEAN.value or round(examine.MEAN_LENGTHS[-1] * config.rollout.max_response_tokens)
-    candidates = {}
-    for name, settings in tried.items():
-        candidate = config.copy_and_resolve_references()
-        candidate.update_from_flattened_dict(settings)
-        how = {"recipe": recipe, "where": where, "mean": mean, "say": say}
-        try:
-            candidates[name] = examine.examine(candidate, devices, **how)
-        except DoesNotFit as error:
-            print(f"{recipe} on {where} does not fit: {error}")
-        except ValueError as error:
-            if len(tried) == 1:
-                raise
-            print(f"{name}: {error}")
-    if not candidates:
-        print(ADVICE)
+    found = compile_candidates()
+    for name, one in found.items():
+        if flags.FLAGS.suggest:
+            print(f"{name}:")
+        print("\n".join([*render.lines(one), *render.verdict_lines(one, seconds=one.seconds)]))
+    if all(one.headroom < 0 for one in found.values()):
         sys.exit(1)
-    taken, found = examine.fastest(candidates)
-    if SUGGEST.value:
-        print("\n".join(render.choice_lines(candidates, taken)))
-    print("\n".join(render.lines(found)))
-    for flag, write in ((JSON, render.write_json), (PNG, render.plot)):
-        if flag.value:
-            write(found, pathlib.Path(flag.value))
-            print(f"written: {flag.value}")
-    print(f"preflight took {found.seconds:.0f} s with JAX {jax.__version__}")
-    if found.headroom < examine.WANTED_HEADROOM:
-        print(f"less than {examine.WANTED_HEADROOM:.0%} is free: {found.advice}")
-    if found.headroom < 0:
-        print("it does not fit")
-        sys.exit(1)
-    print("it fits")
 
 
-def say(message: str) -> None:
-    """Shows progress on stderr, apart from the result."""
-    print(message, file=sys.stderr, flush=True)
+def define_flags() -> None:
+    """Defines --config, --topology, --slices and --suggest."""
+    define_config()
+    flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
+    flags.DEFINE_integer("slices", None, "The number of slices; the recipe's mesh.slices.")
+    flags.DEFINE_bool("suggest", False, "Compile the recipe with proposed settings too.")
+
+
+def compile_candidates() -> dict[str, examine.Findings]:
+    """Compiles the command line's recipe; exits with status 1 where nothing could be compiled."""
+    given = flags.FLAGS
+    found = examine.candidates(
+        given.config,
+        given.topology,
+        recipe=pathlib.Path(given["config"].config_filename).stem,
+        slices=given.slices,
+        suggest=given.suggest,
+        say=lambda message: print(message, file=sys.stderr, flush=True),
+    )
+    if not found:
+        print(render.ADVICE)
+        sys.exit(1)
+    return found
 
 
 if __name__ == "__main__":
-    CONFIG = define_config()
-    TOPOLOGY = flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
-    SLICES = flags.DEFINE_integer("slices", None, "How many of them; the recipe's mesh.slices.")
-    SUGGEST = flags.DEFINE_bool(
-        "suggest", False, "Compare with proposed settings, and take the faster."
-    )
-    MEAN = flags.DEFINE_float("mean_response_tokens", None, "Of the simulated step.")
-    JSON = flags.DEFINE_string("json", None, "Write the findings here.")
-    PNG = flags.DEFINE_string("png", None, "Draw memory and time here.")
+    define_flags()
     command.run(main)

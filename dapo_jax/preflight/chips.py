@@ -1,23 +1,22 @@
-"""What a TPU chip has, by generation, and which links a slice of them closes to rings.
+"""TPU chips by generation: memory, rates, links, and their names for the compiler.
 
 https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, read in November 2026; rates of
 single links and closed rings: https://jax-ml.github.io/scaling-book/tpus.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 GIB = 2**30
-CUBE = 4  # chips along an axis, in steps of which v4, v5p and tpu7x are put together
+CUBE = 4  # chips along each axis of the cubes that v4, v5p and tpu7x slices are made of
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device of JAX's; bytes and FLOP (bfloat16) a second.
+    """One device of JAX's, with published rates a second in bytes and FLOP (bfloat16).
 
-    hbm_bytes: what a program may use, a little less than there is. clock: of the cycles that the
-    compiler estimates. link_rate: of one link to a neighbour, one direction. dcn_rate: between
-    slices. closes_at: an axis of a slice is a ring where it has so many chips or a multiple.
+    hbm_bytes: the memory that a program may use. clock: the cycles a second of the compiler's
+    estimates. link_rate: of one link to a neighbour, one direction. dcn_rate: between slices.
+    closes_at: an axis of a slice is a ring if its chips are a multiple of this.
     """
 
     name: str
@@ -95,29 +94,9 @@ CHIPS = {
 
 
 def chip_of(topology: str) -> Chip:
-    """The chips of a topology such as "v5p:8x8x4". ValueError for an unknown generation."""
+    """Returns the chip of a topology such as "v5p:8x8x4". ValueError for an unknown generation."""
     name = topology.partition(":")[0]
     name = {"7x": "tpu7x", "v7x": "tpu7x"}.get(name, name)
     if name not in CHIPS:
         raise ValueError(f"--topology={topology}: there are {', '.join(CHIPS)}, as in v5p:8x8x4")
     return CHIPS[name]
-
-
-def ring_rates(
-    chip: Chip, shape: Sequence[int], coordinates: Sequence[Sequence[int]]
-) -> list[float]:
-    """The rates at which a group of devices passes data around, one for each axis that it spans.
-
-    shape: of the slice, in chips. coordinates: of the group's devices. Where the group fills an
-    axis that is a ring, both directions are used; elsewhere it is a line, and the way back takes
-    the other direction. Devices of one chip only: between its two cores.
-    """
-    cubes = [n % CUBE == 0 for n in shape]
-    rates = []
-    for axis, length in enumerate(shape):
-        spanned = len({where[axis] for where in coordinates})
-        if spanned > 1:
-            is_ring = length % chip.closes_at == 0 and (chip.closes_at > CUBE or all(cubes))
-            closes = spanned == length and is_ring
-            rates.append(chip.link_rate * (2 if closes else 1))
-    return rates or [2 * chip.link_rate]

@@ -4,7 +4,6 @@ Needs the package libtpu, which holds the TPU's compiler: `make preflight` insta
 environment.
 """
 
-import collections
 import concurrent.futures
 import dataclasses
 import os
@@ -18,9 +17,7 @@ import jax
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
-from dapo_jax.preflight import hlo_cost
 from dapo_jax.preflight.chips import chip_of
-from dapo_jax.preflight.hlo_cost import Cost
 from dapo_jax.run import build
 
 LIBTPU = pathlib.Path(sys.prefix) / "tpu" / "libtpu" / "libtpu.so"  # where make puts it
@@ -37,33 +34,27 @@ PROMPT_TOKENS = 145
 
 
 class DoesNotFit(Exception):
-    """The compiler found that a program needs more memory than there is."""
+    """A program that needs more memory than there is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One compiled program on one device.
+    """A compiled program on one device.
 
-    arguments, outputs (those not in the place of an argument), temporaries: bytes. fixed: its cost
-    without its dynamic loop (the micro-batches of an update, the steps of a block of decoding);
-    turn: the cost that one turn of that loop adds. plain_turn: the same where of every conditional
-    the cheaper branch runs, as in a decode step that truncates no slot's distribution.
+    arguments, temporaries: bytes. text: its optimised, partitioned HLO.
     """
 
     name: str
     arguments: int
-    outputs: int
     temporaries: int
-    fixed: Cost
-    turn: Cost
-    plain_turn: Cost
+    text: str = dataclasses.field(repr=False)
     compile_seconds: float
 
 
 def topology_devices(topology: str, *, slices: int):
-    """The devices of so many slices, none of which is there.
+    """Returns the devices of so many slices, none of which is there.
 
-    Raises ValueError for a topology that the compiler does not know, and where it is missing.
+    Raises ValueError for a topology that the compiler does not have, or without the compiler.
     """
     jax.config.update("jax_platforms", "cpu")
     if LIBTPU.exists():
@@ -86,7 +77,7 @@ def topology_devices(topology: str, *, slices: int):
 
 
 def without_weights(config: ConfigDict) -> ConfigDict:
-    """The recipe with the sizes of its preset alone: its weights are neither there nor needed."""
+    """Returns a recipe with the sizes of its preset, so that no weights are needed."""
     config = config.copy_and_resolve_references()
     if config.model.preset:
         config.model.path = ""
@@ -94,17 +85,17 @@ def without_weights(config: ConfigDict) -> ConfigDict:
 
 
 def mean_prompt(config: ConfigDict) -> int:
-    """The tokens of a prompt of mean length, as far as the recipe takes it."""
+    """Returns the tokens of a prompt of mean length, cut at the recipe's limit."""
     return min(PROMPT_TOKENS, config.rollout.max_prompt_tokens)
 
 
 def decode_name(rows: int, all_rows: int) -> str:
-    """The name of the decoding program for so many rows, of training and evaluation."""
+    """Returns the name of the decoding program for so many rows."""
     return "decode" if rows == all_rows else f"decode[{rows}]"
 
 
 def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
-    """The recipe's programs by name, ready for the compiler.
+    """Returns the recipe's programs by name, ready for the compiler.
 
     Prefill is there for a prompt of mean length and for the longest one, refill (carry-over) for
     the longest response, decoding for all rows ("decode") and for fewer ("decode[32]").
@@ -134,7 +125,7 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
 
 
 def compiled_programs(built: build.Programs, *, say: Callable[[str], None]) -> dict[str, Program]:
-    """Compiles the recipe's programs side by side. Raises DoesNotFit for the first that does not.
+    """Compiles the recipe's programs in parallel. Raises DoesNotFit for the first that does not.
 
     say: reports each that is ready.
     """
@@ -148,7 +139,7 @@ def compiled_programs(built: build.Programs, *, say: Callable[[str], None]) -> d
 
 
 def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
-    """Compiles a program and counts its cost. Raises DoesNotFit where the memory is too small."""
+    """Compiles a program. Raises DoesNotFit where the memory is too small."""
     start = time.perf_counter()
     try:
         program = lowered.compile()
@@ -159,20 +150,10 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
         raise DoesNotFit(f"{name}: {said}") from error
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
-    text = program.as_text()
-
-    def cost(turns: int, branch: Callable = max) -> Cost:
-        loop_times = collections.defaultdict(lambda: turns)
-        return hlo_cost.count(text, loop_times=loop_times, branch=branch)
-
-    fixed = cost(0)
     return Program(
         name,
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        memory.temp_size_in_bytes,
-        fixed,
-        cost(1) - fixed,
-        cost(1, min) - cost(0, min),
-        seconds,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        text=program.as_text(),
+        compile_seconds=seconds,
     )

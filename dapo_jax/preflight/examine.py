@@ -1,32 +1,34 @@
-"""Puts together what was found for one recipe on one topology: memory by phase, time by part."""
+"""Compiles a recipe for a topology, and adds up the bytes of a device in each phase."""
 
 import dataclasses
 import math
 import time
 from collections.abc import Callable
 
-import numpy as np
+import jax
 from ml_collections import ConfigDict
 
-from dapo_jax.preflight import simulate
 from dapo_jax.preflight.chips import GIB, Chip, chip_of
-from dapo_jax.preflight.compile import DoesNotFit, Program, compiled_programs
-from dapo_jax.preflight.simulate import Step
+from dapo_jax.preflight.compile import (
+    DoesNotFit,
+    Program,
+    compiled_programs,
+    topology_devices,
+    without_weights,
+)
 from dapo_jax.run import build, checks
-from dapo_jax.run.dry_run import device_bytes
+from dapo_jax.run.dry_run import memory
+from models.parameters import ModelConfig
+from models.transformer import abstract_params
 
-# Mean response lengths over a run, as parts of the greatest length: the paper's grew from 743 to
-# 4,537 tokens of 20,480.
-MEAN_LENGTHS = tuple(tokens / 20_480 for tokens in (743, 1_700, 2_650, 3_600, 4_537))
 WANTED_HEADROOM = 0.10
 KEPT_FOR_PROGRAMS = 0.15  # of the memory, where settings are proposed
-
-PARTS = ("state", "sampler's weights", "keys and values", "batch and start weights", "temporaries")
+PARTS = ("state", "start weights", "sampler's weights", "keys and values", "batch", "temporaries")
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The memory that a device uses while something runs; parts: one of PARTS -> bytes."""
+    """The memory of a device while a program runs; parts: one of PARTS -> bytes."""
 
     name: str
     parts: dict[str, int]
@@ -38,28 +40,22 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """All that was found for one recipe on one topology.
+    """A recipe's compiled programs on one topology, and the memory that they need.
 
-    slots, pages: of a data shard. reshard_bytes: to a device. steps: at the length asked for, with
-    the fast and the slow assumptions; runs: steps at the lengths of the paper's run, with either.
-    seconds: the time that finding it took.
+    seconds: the time of the compilation.
     """
 
     recipe: str
     where: str
     chip: Chip
-    chips: int
-    mesh: dict[str, int]
-    slots: int
-    pages: int
-    reshard_bytes: float
+    built: build.Programs
     programs: dict[str, Program]
     phases: list[Phase]
-    slice: simulate.Slice
-    steps: tuple[Step, Step]
-    runs: tuple[list[Step], list[Step]]
-    num_steps: int
     seconds: float
+
+    @property
+    def chips(self) -> int:
+        return self.built.mesh.size // self.chip.devices_per_chip
 
     @property
     def fullest(self) -> Phase:
@@ -67,14 +63,8 @@ class Findings:
 
     @property
     def headroom(self) -> float:
-        """The share of the memory that is left in the fullest phase."""
+        """The share of the memory that is free in the fullest phase."""
         return 1 - self.fullest.total / self.chip.hbm_bytes
-
-    @property
-    def run_hours(self) -> tuple[float, float]:
-        """The time of all rollout steps at the lengths of the paper's run, fast and slow."""
-        fast, slow = (float(np.mean([step.total for step in run])) for run in self.runs)
-        return self.num_steps * fast / 3_600, self.num_steps * slow / 3_600
 
     @property
     def advice(self) -> str:
@@ -89,70 +79,84 @@ class Findings:
         return f"lower rollout.cache_mib by {mib} or raise mesh.model: sampling needs the most"
 
 
-def examine(
-    config: ConfigDict, devices, *, recipe: str, where: str, mean: float, say: Callable[[str], None]
-) -> Findings:
-    """Compiles everything for these devices and simulates steps.
+def candidates(
+    config: ConfigDict,
+    topology: str,
+    *,
+    recipe: str,
+    slices: int | None,
+    suggest: bool,
+    say: Callable[[str], None],
+    report: Callable[[str], None] = print,
+) -> dict[str, Findings]:
+    """Compiles a recipe as it is, and if `suggest` also with the settings of `suggested`.
 
-    mean: response length of the simulated step, tokens. say: reports what is ready. Raises
-    ValueError for settings that cannot work, DoesNotFit where a program does not.
+    slices: None: the recipe's. say: shows progress. report: gets a line for each candidate that
+    cannot be compiled; these are left out. Raises ValueError for a single one with wrong settings.
+    """
+    config = without_weights(config)
+    config.mesh.slices = slices = slices or config.mesh.slices
+    devices = topology_devices(topology, slices=slices)
+    where = topology if slices == 1 else f"{topology} x {slices}"
+    tried = {"the recipe as it is": {}}
+    if suggest:
+        proposal = suggested(config, devices, chip_of(topology), slices=slices)
+        tried[" ".join(f"--config.{key}={value}" for key, value in proposal.items())] = proposal
+    found = {}
+    for name, settings in tried.items():
+        candidate = config.copy_and_resolve_references()
+        candidate.update_from_flattened_dict(settings)
+        try:
+            found[name] = examine(candidate, devices, recipe=recipe, where=where, say=say)
+        except DoesNotFit as error:
+            what = f"{recipe} on {where}" if len(tried) == 1 else name
+            report(f"{what} does not fit: {error}")
+        except ValueError as error:
+            if len(tried) == 1:
+                raise
+            report(f"{name}: {error}")
+    return found
+
+
+def examine(
+    config: ConfigDict, devices, *, recipe: str, where: str, say: Callable[[str], None]
+) -> Findings:
+    """Compiles everything for these devices, and adds up the memory.
+
+    say: reports each program that is ready. Raises ValueError for settings that cannot work,
+    DoesNotFit for a program that does not.
     """
     start = time.perf_counter()
-    chip = chip_of(where)
     checks.check(config)
     built = build.programs(config, build.model_sizes(config).vocab_size, devices=devices)
     checks.check_divides(config, built.mesh)
-    cache = built.engine.cache
-    if cache.slots < 1:
+    if built.engine.cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")
     programs = compiled_programs(built, say=say)
-    where_chips = simulate.Slice.of(built.mesh, chip)
-    simulators = [
-        simulate.Simulator(built, programs, where_chips, assumed) for assumed in simulate.ENDS
-    ]
-    longest = config.rollout.max_response_tokens
     return Findings(
         recipe=recipe,
         where=where,
-        chip=chip,
-        chips=len(devices) // chip.devices_per_chip,
-        mesh=dict(built.mesh.shape),
-        slots=cache.slots,
-        pages=cache.pages,
-        reshard_bytes=sum(c.bytes * c.times for c in programs["reshard"].fixed.collectives),
+        chip=chip_of(where),
+        built=built,
         programs=programs,
         phases=memory_phases(built, programs),
-        slice=where_chips,
-        steps=tuple(simulator.step(mean) for simulator in simulators),
-        runs=tuple([s.step(part * longest) for part in MEAN_LENGTHS] for s in simulators),
-        num_steps=config.num_steps,
         seconds=time.perf_counter() - start,
     )
 
 
-def fastest(candidates: dict[str, Findings]) -> tuple[str, Findings]:
-    """The one whose step takes the least time, in the middle of its range, of those that fit.
-
-    The first of them where they are equal; if none fits, the one that comes closest.
-    """
-
-    def slowness(item: tuple[str, Findings]) -> tuple[float, float]:
-        found = item[1]
-        return max(0.0, -found.headroom), sum(step.total for step in found.steps)
-
-    return min(candidates.items(), key=slowness)
-
-
 def memory_phases(built: build.Programs, programs: dict[str, Program]) -> list[Phase]:
-    """The memory of a device while each program runs."""
-    state = device_bytes(built.state)
-    weights, pages = device_bytes(built.engine.params), device_bytes(built.engine.pages)
-    sampling = {"state": state, "sampler's weights": weights, "keys and values": pages}
-    resharding = {"state": state, "sampler's weights": weights}
+    """Adds up the memory of a device while each program runs.
+
+    The parts of sampling are those of `train --dry_run`. The update's batch is the rest of the
+    compiler's arguments; its gradients are among the temporaries.
+    """
+    sampling = memory(built)["rollout"]
+    resharding = {name: size for name, size in sampling.items() if name != "keys and values"}
+    held = {name: sampling[name] for name in ("state", "start weights")}
     phases = []
     for name, program in programs.items():
         if name == "update":
-            parts = {"state": state, "batch and start weights": program.arguments - state}
+            parts = held | {"batch": program.arguments - sum(held.values())}
         else:
             parts = resharding if name == "reshard" else sampling
         phases.append(Phase(name, parts | {"temporaries": program.temporaries}))
@@ -160,18 +164,18 @@ def memory_phases(built: build.Programs, programs: dict[str, Program]) -> list[P
 
 
 def suggested(config: ConfigDict, devices, chip: Chip, *, slices: int) -> dict[str, int]:
-    """Settings of mesh and batch that should fit, by arithmetic alone.
+    """Returns settings of mesh, batch and cache that should fit, by arithmetic alone.
 
-    The fewest chips for a copy of the sampler's weights that leave room for the state, for half as
-    much of keys and values and for the programs: less is exchanged then. Raises ValueError where
-    none do.
+    The sampler's weights are divided among the fewest chips that leave room for the state, the
+    programs, and keys and values of half the weights' size: few chips exchange little. Raises
+    ValueError where no mesh does.
     """
     sizes = build.model_sizes(config)
-    parameters, chips = simulate.parameter_count(sizes), len(devices) // slices
+    parameters, chips = parameter_count(sizes), len(devices) // slices
     usable = (1 - WANTED_HEADROOM - KEPT_FOR_PROGRAMS) * chip.hbm_bytes
     state = 12 * parameters / chips
-    ways = [n for n in range(1, sizes.num_kv_heads + 1) if sizes.num_kv_heads % n == 0]
-    for model in (n for n in ways if chips % n == 0 and sizes.num_heads % n == 0):
+    degrees = [n for n in range(1, sizes.num_kv_heads + 1) if sizes.num_kv_heads % n == 0]
+    for model in (n for n in degrees if chips % n == 0 and sizes.num_heads % n == 0):
         weights = 2 * parameters / model
         cache = usable - state - weights
         if cache > weights / 2:
@@ -185,6 +189,11 @@ def suggested(config: ConfigDict, devices, chip: Chip, *, slices: int) -> dict[s
             }
     raise ValueError(
         f"{parameters / 1e9:.1f} billion parameters do not fit {chips} chips of {chip.name}: "
-        f"{state / GIB:.1f} GiB of state and {2 * parameters / ways[-1] / GIB:.1f} of weights over "
-        f"{ways[-1]} chips, of {chip.hbm_bytes / GIB:g}; take a larger topology"
+        f"{state / GIB:.1f} GiB of state and {2 * parameters / degrees[-1] / GIB:.1f} of weights "
+        f"over {degrees[-1]} chips, of {chip.hbm_bytes / GIB:g}; take a larger topology"
     )
+
+
+def parameter_count(sizes: ModelConfig) -> int:
+    """Returns the number of the whole model's parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))

@@ -1,29 +1,23 @@
-"""Evaluations, problem by problem: a page to read the responses, and two compared.
+"""Evaluations, problem by problem: a page of the responses, and paired comparisons of two.
 
 An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl.gz beside it. Two
-are compared on the problems that both have, paired: a problem is hard for both.
+are compared on the problems that both have.
 """
 
 import collections
 import dataclasses
 import json
 import pathlib
-import statistics as python_statistics
 from collections.abc import Mapping, Sequence
 
-import jinja2
-
-from dapo_jax.report import statistics
-from dapo_jax.report.samples import verdict
-from dapo_jax.report.statistics import Interval
-from dapo_jax.run.display import printable_lines
-from dapo_jax.run.files import atomic_file, read_rollouts
-from dapo_jax.tasks.readers import PROMPT_TEMPLATE
+from dapo_jax.report import page
+from dapo_jax.report.statistics import Interval, paired_share_interval
+from dapo_jax.run.files import read_rollouts
 
 PAGE_RESPONSES = 4  # shown of a problem
-HEAD, TAIL = 3_000, 1_500  # characters shown of a response
 SHOWN_PROBLEMS = 10  # of a comparison in the terminal, on either side
-OF_GENERATED = ("levels", "count", "split")  # settings that say nothing of a file
+SHOWN_CHARACTERS = 90  # of a problem in the terminal
+OF_GENERATED = ("levels", "count", "split")  # settings without a meaning for a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +36,19 @@ class Problem:
     @property
     def text(self) -> str:
         """The problem in one line, without DAPO's template around it."""
-        before, after = PROMPT_TEMPLATE.split("{problem}")
-        return " ".join(self.prompt.removeprefix(before).removesuffix(after).split())
+        return page.problem_of(self.prompt)
 
     @property
     def mean(self) -> float:
         """The share of responses that are right."""
-        return python_statistics.mean(row["correct"] for row in self.rows)
+        return sum(row["correct"] for row in self.rows) / len(self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
     """One evaluation of one set: its scores and settings, and its problems.
 
-    problems: by (source, row, answer, which of the problems that share these three).
+    problems: by (source, row, answer, number among the problems that share these three).
     """
 
     path: pathlib.Path
@@ -66,12 +59,12 @@ class Evaluated:
 
     @property
     def label(self) -> str:
-        """The workdir and the file, which two evaluations differ in."""
+        """The names of the workdir and of the file."""
         return f"{self.path.resolve().parents[1].name}/{self.path.name.removesuffix('.json')}"
 
     @property
     def given(self) -> dict[str, object]:
-        """The settings that say something: those of generated problems do not where a file is."""
+        """The settings with a value, without those of generated problems where a file is read."""
         unused = OF_GENERATED if self.settings.get("path") else ()
         return {
             name: value
@@ -110,7 +103,7 @@ def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
     rows: dict[tuple, list] = {}
     try:
         for row in read_rollouts(path):
-            # The cursor alone is a problem's own; early files have neither it nor the source.
+            # The cursor alone identifies a problem; early files have neither it nor the source.
             key = row.get("source", ""), row["row"], str(row["ground_truth"]), row.get("cursor")
             rows.setdefault(key, []).append(row)
     except (EOFError, OSError, ValueError) as error:
@@ -127,139 +120,127 @@ def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two evaluations on the problems they share: what b - a is, problem by problem.
+    """Two evaluations on the problems they share: b - a, problem by problem.
 
-    deltas: (b's mean - a's, key), the greatest gain first. alone: problems that one of them has.
+    pairs: (a's problem, b's), the greatest gain first. alone: the number of problems in one of them
+    only.
     """
 
     a: Evaluated
     b: Evaluated
-    interval: Interval
-    deltas: Sequence[tuple[float, tuple]]
+    pairs: Sequence[tuple[Problem, Problem]]
     alone: int
+
+    @property
+    def interval(self) -> Interval:
+        """The mean difference with its 95 % interval, paired by problem."""
+        mean_a_P, mean_b_P = zip(
+            *((one.mean, other.mean) for one, other in self.pairs), strict=True
+        )
+        return paired_share_interval(mean_b_P, mean_a_P)
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """(better, equal, worse) problems of b."""
-        signs = [(delta > 0) - (delta < 0) for delta, _ in self.deltas]
-        return signs.count(1), signs.count(0), signs.count(-1)
+        better = sum(other.mean > one.mean for one, other in self.pairs)
+        worse = sum(other.mean < one.mean for one, other in self.pairs)
+        return better, len(self.pairs) - better - worse, worse
 
     def said(self) -> list[str]:
-        """Says in words what is compared, the difference, and the counts."""
-        i, (better, equal, worse) = self.interval, self.counts
+        """Describes the two evaluations, their difference and the counts."""
+        i, P, (better, equal, worse) = self.interval, len(self.pairs), self.counts
+        mean_a, mean_b = (sum(pair[which].mean for pair in self.pairs) / P for which in (0, 1))
+        difference = f"b - a {100 * i.difference:+.1f} points"
+        if P > 1:
+            bounds = f"[{100 * i.low:+.1f}, {100 * i.high:+.1f}]"
+            difference += f" {bounds} (95 %, paired by problem)"
         lines = [
             "\n".join([f"a: {self.a.label}", f"b: {self.b.label}", *self._differing()]),
-            f"mean over {len(self.deltas)} problems: a {self._mean(self.a):.1%}, "
-            f"b {self._mean(self.b):.1%}, b - a {100 * i.difference:+.1f} points"
-            + (
-                f" [{100 * i.low:+.1f}, {100 * i.high:+.1f}] (95 %, paired by problem)"
-                if len(self.deltas) > 1
-                else ""
-            ),
+            f"mean over {P} problems: a {mean_a:.1%}, b {mean_b:.1%}, {difference}",
             f"b is better on {better}, equal on {equal}, worse on {worse}",
         ]
         if self.alone:
             lines.append(f"{self.alone} problems are in one of them alone, and left out")
-        if reworded := sum(
-            self.a.problems[key].prompt != self.b.problems[key].prompt for _, key in self.deltas
-        ):
+        if reworded := sum(one.prompt != other.prompt for one, other in self.pairs):
             lines.append(f"{reworded} have another prompt in b: a template, or another problem")
         return lines
 
-    def lines(self) -> list[str]:
-        """What is said in words, and the problems that moved most, up and down."""
-        lines = self.said()
-        gains = [item for item in self.deltas if item[0] > 0]
-        losses = [item for item in self.deltas if item[0] < 0]
-        for delta, key in [*gains[:SHOWN_PROBLEMS], *losses[-SHOWN_PROBLEMS:]]:
-            one, other = self.a.problems[key], self.b.problems[key]
-            text = one.text
-            lines.append(
-                f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * delta:+6.1f}  {one.place}: "
-                f"{text[:60]}{'...' if len(text) > 60 else ''}"
-            )
-        return list(map(printable_lines, lines))
-
     def _differing(self) -> list[str]:
-        """A line for each setting that is not the same: what else the difference may be of."""
+        """A line for each setting that differs: another possible cause of the difference."""
         a, b = self.a.given, self.b.given
         return [
             f"   {name}: a {a.get(name)}, b {b.get(name)}"
             for name in {**a, **b}
-            if a.get(name) != b.get(name) and name != "max_prompt_tokens"  # says what is left out
+            if a.get(name) != b.get(name) and name != "max_prompt_tokens"  # see `alone`
         ]
 
-    def _mean(self, evaluated: Evaluated) -> float:
-        return python_statistics.mean(evaluated.problems[key].mean for _, key in self.deltas)
+    def moves(self) -> list[tuple[str, str, str, str]]:
+        """(a's mean, b's mean, b - a, problem) as texts, the greatest gain first."""
+        return [
+            (
+                f"{one.mean:.1%}",
+                f"{other.mean:.1%}",
+                f"{100 * (other.mean - one.mean):+.1f}",
+                f"{one.place}: {one.text}",
+            )
+            for one, other in self.pairs
+        ]
+
+    def lines(self) -> list[str]:
+        """The description, then the problems that moved most, up and down; safe to print."""
+        better, equal, _ = self.counts
+        moves, lines = self.moves(), self.said()
+        gains, losses = moves[: min(better, SHOWN_PROBLEMS)], moves[better + equal :]
+        for one, other, points, problem in [*gains, *losses[-SHOWN_PROBLEMS:]]:
+            cut = problem[:SHOWN_CHARACTERS] + "..." * (len(problem) > SHOWN_CHARACTERS)
+            lines.append(f"  {one:>6} -> {other:>6}  {points:>6}  {cut}")
+        return ["".join(map(_printable, line)) for line in lines]
 
 
 def compare(a: Evaluated, b: Evaluated) -> Comparison:
-    """Compares two evaluations, which may be of different policies, settings and k.
+    """Compares two evaluations, which may differ in policy, settings and k.
 
-    A problem is the same where its source, its row and its answer are; where either evaluation has
-    one source alone, that may have another name. Raises ValueError where none is.
+    Problems are the same if source, row and answer are equal; two evaluations of a single source
+    each may name it differently. Raises ValueError where no problem is shared.
     """
-    if all(len({key[0] for key in of.problems}) == 1 for of in (a, b)):
-        a, b = (
-            dataclasses.replace(of, problems={("", *k[1:]): p for k, p in of.problems.items()})
-            for of in (a, b)
-        )
-    shared = [key for key in a.problems if key in b.problems]
+    single = all(len({source for source, *_ in of.problems}) == 1 for of in (a, b))
+    ours, theirs = ({key[single:]: p for key, p in of.problems.items()} for of in (a, b))
+    shared = [(problem, theirs[key]) for key, problem in ours.items() if key in theirs]
     if not shared:
         raise ValueError(f"{a.label} and {b.label} have no problem in common (source, row, answer)")
-    means_a, means_b = ([of.problems[key].mean for key in shared] for of in (a, b))
-    deltas = sorted(
-        ((y - x, key) for x, y, key in zip(means_a, means_b, shared, strict=True)),
-        key=lambda item: -item[0],
-    )
-    interval = statistics.paired_share_interval(means_b, means_a)
-    return Comparison(a, b, interval, deltas, len({*a.problems} ^ {*b.problems}))
+    shared.sort(key=lambda pair: pair[0].mean - pair[1].mean)
+    return Comparison(a, b, shared, len(ours.keys() ^ theirs.keys()))
+
+
+def compared(paths: Sequence[str | pathlib.Path]) -> tuple[list[Evaluated], list[Comparison]]:
+    """Reads results, and compares those of one set with the first of it."""
+    found = [evaluated for path in paths for evaluated in read(path)]
+    first: dict[str, Evaluated] = {}
+    others = [of for of in found if first.setdefault(of.name, of) is not of]
+    return found, [compare(first[of.name], of) for of in others]
+
+
+def lines(paths: Sequence[str | pathlib.Path]) -> list[str]:
+    """The comparisons of the results of one set, as lines for a terminal."""
+    found, comparisons = compared(paths)
+    if len(found) > 1 and not comparisons:
+        names = ", ".join(of.name for of in found)
+        return [f"nothing is compared: the sets are {names}, and none is there twice"]
+    return [line for comparison in comparisons for line in comparison.lines()]
 
 
 def write_page(paths: Sequence[str | pathlib.Path]) -> pathlib.Path:
-    """Writes evaluation.html beside the first result: scores, problems, responses.
+    """Writes evaluation.html beside the first result; returns its path.
 
-    Where there are two results of one set it has their comparison. Returns the page's path.
+    It has the comparisons of the results of one set, all scores, problems and responses.
     """
-    found = [evaluated for path in paths for evaluated in read(path)]
-    comparisons = [compare(*pair) for pair in pairs(found)]
-    folder = pathlib.Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("evaluation.html.j2").render(
-        style=(folder / "page.css").read_text(),
-        found=found,
-        comparisons=comparisons,
-        verdict=verdict,
-        without_middle=without_middle,
-        shown=PAGE_RESPONSES,
-    )
+    found, comparisons = compared(paths)
     target = pathlib.Path(paths[0]).resolve().parent / "evaluation.html"
-    with atomic_file(target) as file:
-        file.write(text.encode(errors="backslashreplace"))
+    sections = {"evaluations": found, "comparisons": comparisons, "responses": PAGE_RESPONSES}
+    page.write(target, page.html("Evaluation", **sections))
     return target
 
 
-def pairs(found: Sequence[Evaluated]) -> list[tuple[Evaluated, Evaluated]]:
-    """Pairs the first evaluation of each set with every later one of it."""
-    first: dict[str, Evaluated] = {}
-    paired = []
-    for evaluated in found:
-        if evaluated.name in first:
-            paired.append((first[evaluated.name], evaluated))
-        else:
-            first[evaluated.name] = evaluated
-    return paired
-
-
-def without_middle(text: str) -> str:
-    """A long text with a note in place of its middle."""
-    left_out = len(text) - HEAD - TAIL
-    if left_out <= 0:
-        return text
-    return f"{text[:HEAD]}\n[... {left_out:,} characters ...]\n{text[-TAIL:]}"
+def _printable(char: str) -> str:
+    """The character, or its escape where it could move the cursor or change colours."""
+    return char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()

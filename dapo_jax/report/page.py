@@ -1,238 +1,248 @@
-"""The page of one or several runs: tables as HTML, curves and samples as data for its scripts."""
+"""The page of runs or of evaluations: one HTML file with its pictures in it, without scripts."""
 
+import base64
+import contextlib
+import io
+import itertools
+import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import jinja2
-import numpy as np
+import matplotlib
+from matplotlib.figure import Figure
 
-from dapo_jax.report import curves, events, runs, samples, statistics
-from dapo_jax.report.curves import Curve, Line, Panel
-from dapo_jax.report.quantities import finished_steps
-from dapo_jax.report.runs import Run
-from dapo_jax.report.summary import complete
-from dapo_jax.run.metrics import METRICS, Metric, score_metric
+from dapo_jax.report import compare, plots, statistics
+from dapo_jax.report.runs import Run, by_arm, complete, flatten, spans, summary_lines, thinned
+from dapo_jax.run.files import atomic_file, read_rollouts, read_rows
+from dapo_jax.run.metrics import METRICS, Metric
+from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 
 TABLE_ROWS = 30  # rows of metrics shown for a run
-RUNS_WITH_ROWS = 4  # of more runs no single rows are shown
-OPEN_RUNS = 8  # a table of more runs is folded
-POINTS = (
-    12_000  # of one curve, over all arms; longer ones are thinned, at most to LEAST_POINTS each
-)
-LEAST_POINTS, MOST_POINTS = 100, 1_000
-AXES = {  # what a person may choose for the horizontal axis
-    "steps": "finished rollout steps",
-    "tokens": "tokens sampled for training",
-    "updates": "gradient updates",
-    "hours": "hours of the steps",
+RUNS_WITH_ROWS = 4  # a page of more runs shows no single rows
+SAMPLE_TOKENS = 30_000  # on a page
+SAMPLE_STEPS = 9  # of a run
+SAMPLES = 12  # of a step
+READ_RESPONSES = 1_000  # of a step's file: the first ones
+HEAD_TOKENS, TAIL_TOKENS = 800, 400  # shown of a response
+HEAD, TAIL = 3_000, 1_500  # characters shown of a response without its tokens
+UNLIKELY = (0.9, 0.5, 0.2, 0.05)  # probabilities between the colours of tokens
+CODE = ("commit", "changed", "versions", "devices")  # of a start's line
+VERDICTS = ("right", "wrong", "truncated")
+COUNTED = {  # metrics that are 0 in a step without a fault
+    "updates_skipped": "updates left out, not finite",
+    "updates_empty": "updates without any weight",
+    "responses_not_finite": "responses with a log-probability that is not finite",
+    "verdicts/gave_up": "responses that the grader gave up on",
 }
 
 
-def render(
-    loaded: Mapping[str, Run],
-    *,
-    paper: Mapping[str, list[dict]] | None = None,
-    unfinished: Sequence[Mapping] = (),
-) -> str:
-    """Renders the HTML page of runs by label; it needs no other file.
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes a page, complete or not at all."""
+    with atomic_file(path) as file:
+        file.write(text.encode(errors="backslashreplace"))  # responses may hold any characters
 
-    paper: what `paper.read` gives. unfinished: points of a sweep that did not end as they should.
-    """
-    by_arm = curves.arms(loaded)
-    finished, short = complete(loaded)
-    keys = {
-        label: dict.fromkeys(key for row in run.rows for key in row)
-        for label, run in loaded.items()
-    }
-    plain = [Metric(key, "", "") for by_run in keys.values() for key in by_run]
-    chosen = samples.choose(loaded)
-    # Names, settings and responses may hold anything: all text is escaped, JSON as well.
-    folder = pathlib.Path(__file__).parent
+
+def html(title: str, **sections) -> str:
+    """Renders page.html.j2 with the given sections; all text in them is escaped."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    return environment.get_template("page.html.j2").render(
-        title=f"DAPO: {_title(loaded, by_arm)}",
-        style=(folder / "page.css").read_text(),
-        scripts=[(folder / name).read_text() for name in ("curves.js", "samples.js")],
-        runs=loaded,
-        arms=by_arm,
-        seeded=len(loaded) > len(by_arm),
-        changes={label: runs.changes(run) for label, run in loaded.items()},
-        totals={label: runs.totals(run) for label, run in loaded.items()},
-        averaged=sorted({runs.averaged_rows(run.rows) for run in loaded.values()}),
-        ends=ends(by_arm),
-        ended={arm: len(finished.keys() & of_arm.keys()) for arm, of_arm in by_arm.items()},
+    environment.globals |= {"verdict": verdict, "problem_of": problem_of, "tokens_of": tokens_of}
+    return environment.get_template("page.html.j2").render(title=title, **sections)
+
+
+def render(runs: Mapping[str, Run], *, unfinished: Sequence[Mapping] = ()) -> str:
+    """Renders the page of runs by label.
+
+    unfinished: points of a sweep that did not end with status 0.
+    """
+    arms, (finished, short) = by_arm(runs), complete(runs)
+    with_rows = runs if len(runs) <= RUNS_WITH_ROWS else {}
+    many = len(arms) > RUNS_WITH_ROWS
+    return html(
+        f"DAPO: {f'{len(runs)} runs of {len(arms)} arms' if many else ', '.join(arms)}",
+        runs=runs,
+        arms=list(arms),
+        summaries={label: summary_lines(run) for label, run in runs.items()},
+        seeds={arm: len(of_seed) for arm, of_seed in by_arm(finished).items()},
+        ends=ends(finished) if finished and len(runs) > 1 else {},
         short=short,
         last_rows=statistics.LAST_ROWS,
-        differences=arm_differences(by_arm),
-        drawing=drawing(by_arm, paper=paper or {}),
-        with_paper=bool(paper),
-        samples=chosen,
-        verdicts=samples.VERDICTS,
-        events={label: found for label, run in loaded.items() if (found := events.of_run(run))},
-        unfinished=unfinished,
-        versions=events.versions(loaded),
-        open_runs=OPEN_RUNS,
-        keys=keys,
-        rows={
-            label: runs.thinned(run.rows, limit=TABLE_ROWS)
-            for label, run in loaded.items()
-            if len(loaded) <= RUNS_WITH_ROWS
-        },
-        metrics={metric.key: metric for metric in plain + METRICS},
+        differences=[(key, *values) for key, values in differences(runs).items()],
+        pictures=[picture(plots.curves(runs)), picture(plots.accuracy_vs_tokens(runs))],
+        samples=samples(runs),
+        likely=UNLIKELY,
+        events=[(label, *event) for label, run in runs.items() for event in events(run)],
+        unfinished=[
+            (p["arm"], p["seed"], p.get("status"), (p.get("error") or ["-"])[-1])
+            for p in unfinished
+        ],
+        rows={label: _rows(run) for label, run in with_rows.items()},
     )
 
 
-def _title(loaded: Mapping[str, Run], by_arm: Mapping) -> str:
-    if len(by_arm) > RUNS_WITH_ROWS:
-        return f"{len(loaded)} runs of {len(by_arm)} arms"
-    return ", ".join(by_arm)
+def picture(figure: Figure) -> str:
+    """The figure as an SVG in a data URI: sharp at any width, and isolated from the page."""
+    file = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dapo"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def arm_differences(by_arm: Mapping[str, Mapping[str, Run]]) -> dict[str, list[str]]:
-    """Lists the config keys on which runs differ: key -> the values of each arm, as text."""
-    labels = [label for arm in by_arm.values() for label in arm]
-    by_key = runs.config_differences({k: v for arm in by_arm.values() for k, v in arm.items()})
-    result = {}
-    for key, texts in by_key.items():
-        of_label = dict(zip(labels, texts, strict=True))
-        result[key] = [
-            ", ".join(dict.fromkeys(of_label[label] for label in arm)) for arm in by_arm.values()
-        ]
+def _rows(run: Run) -> tuple[list[Metric], list[Mapping]]:
+    """(the metrics of a run's rows, some of the rows)."""
+    keys = dict.fromkeys(key for row in run.rows for key in row)
+    known = {metric.key for metric in METRICS}
+    metrics = [metric for metric in METRICS if metric.key in keys]
+    others = [Metric(key, "", "") for key in keys if key not in known]
+    return metrics + others, thinned(run.rows, limit=TABLE_ROWS)
+
+
+def ends(runs: Mapping[str, Run]) -> dict[str, list[tuple[str, str, bool]]]:
+    """Quantity -> for each arm its mean ± spread over seeds, and its difference from the first arm.
+
+    The difference is a text with its paired 95 % interval, "" where there is none; the last item is
+    True where that interval excludes zero.
+    """
+    arms, result = by_arm(runs), {}
+    for quantity in compare.quantities(runs):
+        of_arm = [compare.values(quantity, of_seed) for of_seed in arms.values()]
+        result[quantity.name] = cells = []
+        for i, of_seed in enumerate(of_arm):
+            paired = compare.Comparison.of(of_seed, of_arm[0]).paired
+            text = ""
+            if i > 0 and not math.isnan(paired.low):
+                text = compare.signed(quantity, paired.difference)
+                text += f" {compare.interval_text(quantity, paired)}"
+            cells.append((compare.spread_text(quantity, of_seed), text, paired.excludes_zero))
     return result
 
 
-def ends(by_arm: Mapping[str, Mapping[str, Run]]) -> dict[str, list[dict | None]]:
-    """Compares the ends of arms: quantity -> for each arm its mean, spread and paired difference.
+def differences(runs: Mapping[str, Run]) -> dict[str, list[str]]:
+    """Settings, code and devices in which the arms differ -> each arm's, '-' where absent."""
+    facts = [[_facts(run) for run in of_seed.values()] for of_seed in by_arm(runs).values()]
+    keys = dict.fromkeys(key for of_arm in facts for of_run in of_arm for key in of_run)
 
-    {"mean", "spread" (standard deviation over seeds), "difference" (from the first arm on the seeds
-    that both have, with its 95 % interval), "excludes_zero"}, numbers as texts; None where an arm
-    does not have the quantity. Runs that are not complete are left out.
+    def text(key: str, of_arm: Sequence[Mapping]) -> str:
+        values = (json.dumps(of_run[key]) if key in of_run else "-" for of_run in of_arm)
+        return ", ".join(dict.fromkeys(values))
+
+    table = {key: [text(key, of_arm) for of_arm in facts] for key in keys}
+    return {key: texts for key, texts in table.items() if len(set(texts)) > 1}
+
+
+def _facts(run: Run) -> dict[str, object]:
+    start = run.starts[-1] if run.starts else {}
+    return run.config | flatten({key: start[key] for key in CODE if key in start})
+
+
+def verdict(row: Mapping) -> str:
+    """Names the end of a response; "truncated" is one that is cut off and not right."""
+    return "right" if row["correct"] else "truncated" if row["truncated"] else "wrong"
+
+
+def problem_of(prompt: str) -> str:
+    """A problem in one line, without DAPO's template around it."""
+    before, after = PROMPT_TEMPLATE.split("{problem}")
+    return " ".join(str(prompt).removeprefix(before).removesuffix(after).split())
+
+
+def tokens_of(row: Mapping) -> list[tuple[str, float | None, int]]:
+    """Lists (text, probability, class) of a response's tokens, without the middle of a long one.
+
+    The class counts the bounds of UNLIKELY above the probability. A response without its tokens is
+    one text of probability None.
     """
-    finished, _ = complete({k: run for arm in by_arm.values() for k, run in arm.items()})
-    values: dict[str, list[dict]] = {}
-    metric_of: dict[str, Metric] = {}
-    for i, arm in enumerate(by_arm.values()):
-        for label, run in arm.items():
-            for metric, name, value in _ends_of(run) if label in finished else ():
-                metric_of[name] = metric
-                of_arm = values.setdefault(name, [{} for _ in by_arm])[i]
-                of_arm[label if run.seed is None else run.seed] = value
-    return {
-        name: [_end(metric_of[name], of_arm, per_arm[0], i > 0) for i, of_arm in enumerate(per_arm)]
-        for name, per_arm in values.items()
-    }
+    if "token_texts" not in row:
+        text, left_out = row["response"], len(row["response"]) - HEAD - TAIL
+        if left_out > 0:
+            text = f"{text[:HEAD]}\n[... {left_out:,} characters ...]\n{text[-TAIL:]}"
+        return [(text, None, 0)]
+    found = []
+    for text, logp in zip(row["token_texts"], row["token_logp"], strict=True):
+        p = 0.0 if logp is None else math.exp(logp)
+        found.append((text or "·", p, sum(p < bound for bound in UNLIKELY)))
+    left_out = len(found) - HEAD_TOKENS - TAIL_TOKENS
+    if left_out > 0:
+        found[HEAD_TOKENS:-TAIL_TOKENS] = [(f" [... {left_out:,} tokens ...] ", None, 0)]
+    return found
 
 
-def _ends_of(run: Run):
-    """Yields (metric, name, value at the end) of a run's evaluations and summarized metrics."""
-    for (name, score), found in run.evaluations.items():
-        if (last := finished_steps(run)) in found:
-            yield score_metric(f"eval/{name}/{score}"), f"{name} {score}", found[last]
-    for metric in METRICS:
-        value = statistics.last_mean(runs.column(run.rows, metric.key)) if metric.summary else None
-        if value is not None and math.isfinite(value):
-            yield metric, metric.summary, value
+def samples(runs: Mapping[str, Run]) -> dict[str, dict[int, list[dict]]]:
+    """Chooses responses from rollouts/<step>.jsonl.gz: label -> step -> rows.
 
-
-def _end(metric: Metric, found: Mapping, first: Mapping, compare: bool) -> dict | None:
-    if not found:
-        return None
-    values = list(found.values())
-    cell = {"mean": metric.text(statistics.nan_mean(values)).strip(), "n": len(values)}
-    spread = statistics.spread(values)
-    cell["spread"] = metric.text(spread).strip().lstrip("+") if len(values) > 1 else ""
-    shared = [seed for seed in found if seed in first]
-    cell |= {"difference": "", "excludes_zero": False}
-    if compare and len(shared) > 1:
-        interval = statistics.paired_interval(
-            [found[seed] for seed in shared], [first[seed] for seed in shared]
-        )
-        text = [_signed(metric, v) for v in (interval.difference, interval.low, interval.high)]
-        cell["difference"] = "{} [{}, {}]".format(*text)
-        cell["excludes_zero"] = interval.excludes_zero
-    return cell
-
-
-def _signed(metric: Metric, value: float) -> str:
-    text = metric.text(value).strip()
-    return text if text[:1] in "+-" else f"+{text}"
-
-
-def drawing(by_arm: Mapping[str, Mapping[str, Run]], *, paper: Mapping[str, list[dict]]) -> dict:
-    """Gathers what the page's script draws: {"axes", "arms", "panels"}, ready for JSON.
-
-    A line has x in finished steps; "low" and "high" where it is a mean over seeds, "raw" where a
-    single run was smoothed; an arm's "axes" translate steps into what else x may show.
+    They are of each arm's first run with such files, and SAMPLE_TOKENS in all: about as many of
+    each step.
     """
-    runs_of = [list(arm.values()) for arm in by_arm.values()]
-    every = {label: run for arm in by_arm.values() for label, run in arm.items()}
-    limit = min(MOST_POINTS, max(LEAST_POINTS, POINTS // len(by_arm)))
-    spent = [curves.axes(arm) for arm in runs_of]
-    names = [name for name in AXES if name == "steps" or any(name in axes for axes in spent)]
-    return {
-        "axes": {name: AXES[name] for name in names},
-        "arms": [
-            {
-                "name": name,
-                "seeds": sorted(run.seed for run in arm if run.seed is not None),
-                "runs": len(arm),
-                "axes": {key: _thin_axis(known, limit) for key, known in axes.items()},
+    chosen = {}
+    limit = SAMPLE_TOKENS // len(by_arm(runs)) // SAMPLE_STEPS
+    for label, run in runs.items():
+        if run.workdir and not any(runs[other].arm == run.arm != "" for other in chosen):
+            files = {
+                int(step): path
+                for path in (run.workdir / "rollouts").glob("*.jsonl.gz")
+                if (step := path.name.removesuffix(".jsonl.gz")).isdigit()
             }
-            for name, arm, axes in zip(by_arm, runs_of, spent, strict=True)
-        ],
-        "panels": [
-            _panel(panel, runs_of, paper, limit)
-            for panel in curves.panels(every, split=len(by_arm) > 1)
-        ],
-    }
+            steps = thinned(sorted(files), limit=SAMPLE_STEPS)
+            found = {step: _chosen_rows(files[step], limit_tokens=limit) for step in steps}
+            if found := {step: rows for step, rows in found.items() if rows}:
+                chosen[label] = found
+    return chosen
 
 
-def _panel(panel: Panel, runs_of: Sequence, paper: Mapping, limit: int) -> dict:
-    lines = [
-        {"arm": i, "curve": kind, **_line(found, limit), "marks": not curve.noisy}
-        for kind, curve in enumerate(panel.curves)
-        for i, arm in enumerate(runs_of)
-        if (found := curves.line(arm, curve))
-    ]
-    return {
-        "title": panel.title,
-        "cost": panel.title.startswith(curves.COST),
-        "share": panel.unit == "share",
-        "log": panel.log,
-        "curves": [curve.name for curve in panel.curves],
-        "lines": lines,
-        "paper": [theirs for key in _paper_keys(panel.curves) for theirs in paper.get(key, ())],
-    }
+def _chosen_rows(path: pathlib.Path, *, limit_tokens: int) -> list[dict]:
+    """Rows of a step's file: the verdicts take turns, rows with their tokens first."""
+    rows, spent = [], 0
+    with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
+        rows.extend(itertools.islice(read_rollouts(path), READ_RESPONSES))
+    rows.sort(key=lambda row: "token_texts" not in row)
+    by_verdict = [[row for row in rows if verdict(row) == name] for name in VERDICTS]
+    chosen = []
+    for row in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*by_verdict))):
+        spent += min(row["tokens"], HEAD_TOKENS + TAIL_TOKENS)
+        if len(chosen) == SAMPLES or (chosen and spent > limit_tokens):
+            break
+        chosen.append(row)
+    return chosen
 
 
-def _paper_keys(shown: Sequence[Curve]) -> list[str]:
-    return list(dict.fromkeys("eval" if c.key.startswith("eval/") else c.key for c in shown))
+def events(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yields (kind, steps, text) of a run's alarms, faults, resumes and repeated steps."""
+    alarms = [*dict.fromkeys(key for row in run.rows for key in row if key.startswith("alarm/"))]
+    for key in alarms or ["alarms"]:
+        if steps := _steps(run, key):
+            yield "alarm", spans(steps), f"{key.removeprefix('alarm/')} ({len(steps)} steps)"
+    for key, meaning in COUNTED.items():
+        if steps := _steps(run, key):
+            count = sum(row.get(key) or 0 for row in run.rows)
+            yield "fault", spans(steps), f"{count:.0f} {meaning}"
+    for number, (before, start) in enumerate(itertools.pairwise(run.starts), start=2):
+        names = ("host", "commit", "versions", "devices")
+        changed = [name for name in names if before.get(name) != start.get(name)]
+        other = f", another {' and '.join(changed)}" if changed else ""
+        yield "resume", "-", f"start {number} of {len(run.starts)}, {start.get('time', '-')}{other}"
+    for path in sorted(run.workdir.glob("metrics.cut-*.jsonl")) if run.workdir else ():
+        with contextlib.suppress(ValueError):  # a copy; nothing else depends on it
+            steps = spans([row["step"] for row in read_rows(path)])
+            yield "repeated", steps, f"the first attempt's rows are in {path.name}"
 
 
-def _line(found: Line, limit: int) -> dict:
-    """A line as JSON, thinned to `limit` points, numbers to five digits."""
-    kept = np.linspace(0, len(found.x) - 1, min(limit, len(found.x))).round().astype(int)
-    result = {"x": found.x[kept].astype(int).tolist(), "y": _numbers(found.y[kept])}
-    if found.count.max() > 1:
-        result |= {"low": _numbers(found.low[kept]), "high": _numbers(found.high[kept])}
-        result["count"] = found.count[kept].tolist()
-    if found.raw is not None:
-        result["raw"] = _numbers(found.raw[kept])
-    return result
+def _steps(run: Run, key: str) -> list[int]:
+    return [row["step"] for row in run.rows if row.get(key)]
 
 
-def _thin_axis(known: Mapping[int, float], limit: int) -> dict:
-    points = runs.thinned([{"x": x, "y": y} for x, y in known.items()], limit=limit)
-    return {"x": [point["x"] for point in points], "y": _numbers([p["y"] for p in points])}
-
-
-def _numbers(values) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
+def unfinished(folder: pathlib.Path) -> list[dict]:
+    """Lists the last attempt of each point of a sweep that did not end with status 0."""
+    path, last = folder / "points.jsonl", {}
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill in a line
+            point = json.loads(line)
+            last[point["arm"], point["seed"]] = point
+    return [point for point in last.values() if point.get("status") != 0]

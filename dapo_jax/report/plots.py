@@ -1,9 +1,14 @@
-"""Figures of runs as PNGs: the curves of one run or of several, and accuracy at equal budgets."""
+"""Figures of one run or of several: the curves over the steps, and accuracy at equal budgets.
 
+Every figure draws the same lines: one an arm, the mean over its seeds, with a band from the lowest
+to the highest seed. A run without an arm is an arm of its own.
+"""
+
+import collections
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -12,30 +17,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from dapo_jax.report.curves import (
-    ACCURACY,
-    Curve,
-    Line,
-    Panel,
-    arms,
-    axes,
-    line,
-    mean_scores,
-    metric_curve,
-    panels,
-    smoothing_window,
-)
-from dapo_jax.report.quantities import Quantity
-from dapo_jax.report.runs import Run, column
+from dapo_jax.report.compare import Quantity
+from dapo_jax.report.runs import Run, by_arm, column, tokens_before
 from dapo_jax.report.statistics import paired_interval
-from dapo_jax.run.display import shorten_middle
 from dapo_jax.run.files import atomic_file
-from dapo_jax.run.metrics import METRICS, SECONDS
+from dapo_jax.run.metrics import METRICS, TASK
 
-COLUMNS = 3  # panels beside each other; one more where there are many
-MANY_PANELS = 12
+SMOOTHED_ROWS = 30  # shorter runs are drawn as they are
+ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
+COLUMNS = 3  # panels beside each other
 PANEL_INCHES = 4.5
 DPI = 100
+LABEL = 48  # characters of a name in a legend
 
 _COLORS = (
     *("#2364aa", "#d1495b", "#2a9d6f", "#e09f3e", "#7b5ea7"),
@@ -61,138 +54,227 @@ _STYLE = {
 }
 
 
-def _label(text: str) -> str:
-    """A legend text shown as it is: no mathematics, not hidden by a leading underscore."""
-    text = shorten_middle(text, limit=48).replace("$", r"\$")
-    return " " + text if text.startswith("_") else text
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One quantity of every run: its name in a legend, and x (finished steps) and y of a run.
 
-
-def _look(arm: int, kind: int, *, num_arms: int, noisy: bool) -> dict:
-    """Several arms: a colour an arm. A single one: a colour a quantity."""
-    number = kind if num_arms == 1 else arm
-    lines = 1 if num_arms == 1 else number // len(_COLORS)
-    look = {"color": _COLORS[number % len(_COLORS)], "linewidth": 1.8}
-    look["linestyle"] = "-" if num_arms == 1 else _LINES[lines % len(_LINES)]
-    if not noisy:
-        marker = _MARKERS[kind % len(_MARKERS)]
-        look |= {"marker": marker, "markeredgecolor": "white", "markeredgewidth": 0.7}
-    return look
-
-
-def _draw(ax: Axes, title: str, lines: Mapping[str, Sequence[Line | None]], *, noisy) -> np.ndarray:
-    """Draws lines, by curve and arm, with a legend, and returns their finite values, [values].
-
-    noisy: curve -> whether it has a value a step.
+    noisy: a value a step, drawn with its rolling mean; otherwise a few values, drawn with markers.
     """
-    ax.set_title(title, parse_math=False)
-    drawn, names = [np.zeros(0)], {}
-    for kind, (name, by_arm) in enumerate(lines.items()):
-        for arm, found in enumerate(by_arm):
-            if found is None:
-                continue
-            drawn += [found.low, found.high]
-            look = _look(arm, kind, num_arms=len(by_arm), noisy=noisy[name])
-            names[name] = Line2D([], [], **look)
-            if found.raw is not None:
-                drawn.append(found.raw[np.isfinite(found.raw)])
-                ax.plot(found.x, found.raw, color=look["color"], linewidth=0.8, alpha=0.25)
-            if found.count.max() > 1:
-                band = {"color": look["color"], "alpha": 0.18, "linewidth": 0}
-                ax.fill_between(found.x, found.low, found.high, **band)
-            if len(found.x) == 1:  # A line needs two points.
-                look["marker"] = "o"
-            some = found.count < found.count.max()  # seeds that have ended, or were not evaluated
-            if some.any():
-                ax.plot(found.x, found.y, **look | {"linewidth": 0.8, "linestyle": "--"})
-            ax.plot(found.x, np.where(some, np.nan, found.y), **look)
-    if not names:
-        ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
-        ax.set(xticks=[], yticks=[])
-    elif len(lines) > 1:
-        beside_title = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
-        room = ax.get_subplotspec().get_gridspec().ncols <= COLUMNS
-        # Names of evaluation sets may be long.
-        place = beside_title if room and all(noisy.values()) else {"loc": "best"}
-        labels = [_label(name) for name in names]
-        ax.legend(
-            names.values(), labels, **place, borderaxespad=0.1, columnspacing=1.0, handlelength=2.0
-        )
-    return np.concatenate(drawn)
+
+    name: str
+    points: Callable[[Run], tuple[np.ndarray, np.ndarray]]
+    noisy: bool = True
 
 
-def _lines(runs: Mapping[str, Run], curves: Sequence[Curve]) -> dict[str, list[Line | None]]:
-    """Name -> the line of each arm."""
-    by_arm = [list(arm.values()) for arm in arms(runs).values()]
-    return {curve.name: [line(arm, curve) for arm in by_arm] for curve in curves}
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """A title, the unit of the curves below it, and a logarithmic axis or not."""
+
+    title: str
+    unit: str
+    log: bool
+    curves: list[Curve]
 
 
-def _panel(ax: Axes, runs: Mapping[str, Run], panel: Panel) -> None:
-    """Draws the curves of a panel."""
-    noisy = {curve.name: curve.noisy for curve in panel.curves}
-    values = _draw(ax, panel.title, _lines(runs, panel.curves), noisy=noisy)
-    if panel.unit == "share":
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A curve of an arm. All are [points]: x, finished steps; y, the mean over the arm's seeds.
+
+    low, high: the lowest and the highest seed. count: the seeds that have the point. Noisy curves
+    are smoothed seed by seed before the mean. raw: the single values of a single smoothed run.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    count: np.ndarray
+    raw: np.ndarray | None
+
+
+def metric_curve(key: str, name: str) -> Curve:
+    """A metric over the steps."""
+    return Curve(name, lambda run: (column(run.rows, "step"), column(run.rows, key)))
+
+
+def evaluation_curve(name: str, score: str) -> Curve:
+    """A score of an evaluation set over the finished steps."""
+
+    def points(run):
+        curve = run.evaluations.get((name, score), {})
+        return np.array(list(curve)), np.array(list(curve.values()), dtype=np.float64)
+
+    return Curve(f"{name} {score}", points, noisy=False)
+
+
+def mean_scores(runs: Mapping[str, Run]) -> list[Curve]:
+    """The mean@k of the runs' evaluation sets, in order of first appearance."""
+    pairs = dict.fromkeys(pair for run in runs.values() for pair in run.evaluations)
+    return [evaluation_curve(*pair) for pair in pairs if pair[1].startswith("mean@")]
+
+
+def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
+    """The panels that METRICS names, the evaluations beside the training accuracy.
+
+    Leaves out curves without any value: parts of the package that the recipe does not use. Before
+    the first row all are there. A curve that is alone in a panel of several has its name in the
+    title. split: each curve in a panel of its own, for several arms.
+    """
+    rows = [row for run in runs.values() for row in run.rows]
+    known = {key for row in rows for key, value in row.items() if value is not None}
+    by_title: dict[str, Panel] = {}
+    for metric in METRICS:
+        if metric.panel and (metric.key in known or metric.key == ACCURACY or not known):
+            new = Panel(metric.panel, metric.unit, metric.log, [])
+            curves = by_title.setdefault(metric.panel, new).curves
+            if metric.key == ACCURACY:
+                curves += [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
+            else:
+                curves.append(metric_curve(metric.key, metric.name))
+    for key in sorted(key for key in known if key.startswith(TASK)):
+        name = key.removeprefix(TASK).replace("_", " ")
+        by_title[key] = Panel(f"{name}, the task's own", "", False, [metric_curve(key, name)])
+    titles = collections.Counter(metric.panel for metric in METRICS)
+    found = []
+    for panel in by_title.values():
+        several = len(panel.curves) > 1 or titles[panel.title] > 1
+        if several and (split or len(panel.curves) == 1):
+            found += [
+                dataclasses.replace(panel, title=f"{panel.title}: {curve.name}", curves=[curve])
+                for curve in panel.curves
+            ]
+        else:
+            found.append(panel)
+    return found
+
+
+def rolling_mean(values: np.ndarray, *, window: int) -> np.ndarray:
+    """Centred mean over `window` (odd) neighbours; at the ends over those that exist.
+
+    NaNs are left out of every mean and stay NaN.
+    """
+    if not len(values):
+        return values
+    valid = np.isfinite(values)
+    ones, half = np.ones(window), window // 2
+    total = np.convolve(np.where(valid, values, 0.0), ones)[half : half + len(values)]
+    count = np.convolve(valid.astype(float), ones)[half : half + len(values)]
+    return np.where(valid, total / np.maximum(count, 1), math.nan)
+
+
+def smoothing_window(rows: int) -> int:
+    """Rows in the rolling mean of a run with this many rows; 1 without smoothing."""
+    return 1 if rows < SMOOTHED_ROWS else rows // 15 | 1
+
+
+def line(runs: Sequence[Run], curve: Curve) -> Line | None:
+    """The curve of an arm's runs; None where no run has a finite value of it.
+
+    Where a seed has no value at a step, the mean is over the others: see `count`.
+    """
+    found = [curve.points(run) for run in runs]
+    window = smoothing_window(max(len(x) for x, _ in found)) if curve.noisy else 1
+    x = np.unique(np.concatenate([steps for steps, _ in found]))
+    y_SX = np.full((len(runs), len(x)), math.nan)
+    smooth_SX = y_SX.copy()
+    for i, (steps, values) in enumerate(found):
+        place = np.searchsorted(x, steps)
+        y_SX[i, place], smooth_SX[i, place] = values, rolling_mean(values, window=window)
+    known = np.isfinite(smooth_SX).any(axis=0)
+    if not known.any():
+        return None
+    x, y_SX, smooth_SX = x[known], y_SX[:, known], smooth_SX[:, known]
+    return Line(
+        x=x,
+        y=np.nanmean(smooth_SX, axis=0),
+        low=np.nanmin(smooth_SX, axis=0),
+        high=np.nanmax(smooth_SX, axis=0),
+        count=np.isfinite(smooth_SX).sum(axis=0),
+        raw=y_SX[0] if len(runs) == 1 and not np.array_equal(y_SX, smooth_SX) else None,
+    )
+
+
+def lines(runs: Mapping[str, Run], curve: Curve) -> list[Line | None]:
+    """The line of each arm."""
+    return [line(list(of_seed.values()), curve) for of_seed in by_arm(runs).values()]
+
+
+def tokens_spent(runs: Sequence[Run]) -> dict[int, float]:
+    """Finished steps -> tokens sampled for training so far, the mean over an arm's seeds."""
+    known = [tokens_before(run.rows) for run in runs]
+    steps = sorted(set().union(*known))
+    return {step: float(np.mean([of[step] for of in known if step in of])) for step in steps}
+
+
+@matplotlib.rc_context(_STYLE)
+def curves(runs: Mapping[str, Run]) -> Figure:
+    """A run, or the arms of several over each other, over the steps: the panels of METRICS.
+
+    Thin lines are single steps, thick ones centred rolling means. An arm of several seeds is their
+    mean, in a band from the lowest to the highest.
+    """
+    shown = panels(runs, split=len(by_arm(runs)) > 1)
+    figure, axes = _figure(runs, len(shown), title=_title(runs))
+    for ax, panel in zip(axes, shown, strict=True):
+        _panel(ax, runs, panel)
+    return figure
+
+
+@matplotlib.rc_context(_STYLE)
+def chosen(
+    runs: Mapping[str, Run], panels: Sequence[Panel], quantities: Sequence[Quantity], *, title: str
+) -> Figure:
+    """The arms over each other in the given panels, and each quantity, a column an arm.
+
+    A quantity's panel shows every seed, the mean and its 95 % interval over the seeds.
+    """
+    figure, axes = _figure(runs, len(panels) + len(quantities), title=title)
+    for ax, panel in zip(axes, panels, strict=False):
+        _panel(ax, runs, panel)
+    for ax, quantity in zip(axes[len(panels) :], quantities, strict=True):
+        _columns(ax, quantity, [list(of_seed.values()) for of_seed in by_arm(runs).values()])
+    return figure
+
+
+@matplotlib.rc_context(_STYLE)
+def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
+    """Accuracy in training and evaluations over the tokens sampled for training so far.
+
+    Groups that dynamic sampling discards count: on this axis runs with and without it compare
+    fairly. Over several seeds both are means.
+    """
+    spent = [tokens_spent(list(of_seed.values())) for of_seed in by_arm(runs).values()]
+    scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
+    title = f"accuracy at equal sampling budgets: {_title(runs)}"
+    figure, axes = _figure(runs, len(scores), title=title)
+    for ax, curve in zip(axes, scores, strict=True):
+        over = [
+            found and dataclasses.replace(found, x=np.array([*map(tokens.get, found.x)], float))
+            for found, tokens in zip(lines(runs, curve), spent, strict=True)
+        ]
+        _draw(ax, curve.name, [curve], [over])
         ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-    if panel.log and (values > 0).any():
-        ax.set_yscale("log", nonpositive="mask")
+        ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        ax.set_xlabel("tokens sampled for training")
+    return figure
 
 
-def _seconds_panel(ax: Axes, runs: Mapping[str, Run]) -> None:
-    """Stacked seconds over the steps for one run; a stacked bar of means each arm for several."""
-    title, metrics = SECONDS, [metric for metric in METRICS if metric.panel == SECONDS]
-    spent = {
-        metric.name: [np.nan_to_num(column(run.rows, metric.key)) for run in runs.values()]
-        for metric in metrics
-    }
-    totals = [np.nan_to_num(column(run.rows, "seconds/total")) for run in runs.values()]
-    spent["other"] = [
-        np.maximum(total - sum(parts), 0.0)
-        for total, *parts in zip(totals, *spent.values(), strict=True)
-    ]
-    color = dict(zip(spent, [*_COLORS[: len(metrics)], "#bbbbbb"], strict=True))
-    spent = {name: by_run for name, by_run in spent.items() if any(s.any() for s in by_run)}
-    if not spent:
-        _draw(ax, title, {}, noisy={})
-    elif len(runs) == 1:
-        rows = next(iter(runs.values())).rows
-        edges = np.append(column(rows, "step"), rows[-1]["step"] + 1)
-        top = np.zeros(len(rows))
-        for name, (seconds,) in spent.items():
-            bottom, top = top, top + seconds
-            ax.stairs(top, edges, baseline=bottom, fill=True, color=color[name], label=name)
-        # One slow step, a compilation for instance, would flatten all the others.
-        limit = min(top.max(), 1.5 * np.quantile(top, 0.95))
-        if limit < top.max():
-            slowest = rows[int(top.argmax())]["step"]
-            title += f" (cut off: {top.max():.0f} s at step {slowest})"
-        ax.set(title=title, ylim=(0, limit * 1.25))
-    else:
-        by_arm = arms(runs)
-        arm_of = {label: i for i, arm in enumerate(by_arm.values()) for label in arm}
-        left = np.zeros(len(by_arm))
-        for name, by_run in spent.items():
-            of_arm = [[] for _ in by_arm]
-            for label, seconds in zip(runs, by_run, strict=True):
-                of_arm[arm_of[label]].append(seconds)
-            means = np.array([np.concatenate(seconds).mean() for seconds in of_arm])
-            ax.barh(range(len(by_arm)), means, 0.5, left, color=color[name], label=name)
-            left += means
-        for position, label in enumerate(by_arm):
-            ax.text(0, position - 0.3, _label(label), va="bottom", fontsize=9.5)
-        # Room for the legend above the first bar.
-        ax.set(title=f"{title}, mean by phase", xlabel="seconds", yticks=[])
-        ax.set_ylim(len(by_arm) - 0.4, -0.45 - 0.35 * len(by_arm))
-        ax.grid(axis="y", visible=False)
-    if spent:
-        ax.legend(loc="upper right", ncols=3, columnspacing=1.0, handlelength=1.2)
+def save(figure: Figure, path: str | pathlib.Path) -> None:
+    """Writes a figure as a PNG, complete or not at all."""
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png")
 
 
-def _figure(names: Sequence[str], panels: int, *, title: str) -> tuple[Figure, list[Axes]]:
+def _figure(runs: Mapping[str, Run], panels: int, *, title: str) -> tuple[Figure, list[Axes]]:
     """A figure 1600 pixels wide and its axes; above them its title, and the arms' colours."""
-    columns = min(COLUMNS + (panels > MANY_PANELS), panels)
-    lines = -(-panels // columns)
-    figure = Figure(figsize=(16, 1 + PANEL_INCHES * lines), dpi=DPI, layout="constrained")
+    names = list(by_arm(runs))
+    smoothed = smoothing_window(max(len(run.rows) for run in runs.values()))
+    title += f"; curves smoothed over {smoothed} steps" if smoothed > 1 else ""
+    columns = min(COLUMNS, panels)
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(16, 1 + PANEL_INCHES * rows), dpi=DPI, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in axes[panels:]:
         ax.set_axis_off()
     if len(names) == 1:
@@ -212,113 +294,99 @@ def _figure(names: Sequence[str], panels: int, *, title: str) -> tuple[Figure, l
     return figure, axes[:panels]
 
 
-def _smoothing(runs: Mapping[str, Run]) -> str:
-    """Says over how many steps the longest run's curves are smoothed, where they are."""
-    steps = smoothing_window(max(len(run.rows) for run in runs.values()))
-    return f"; curves smoothed over {steps} steps" if steps > 1 else ""
-
-
 def _title(runs: Mapping[str, Run]) -> str:
-    """Names a run, or counts them; says what a band is where there is one, and the smoothing."""
-    by_arm = arms(runs)
-    if len(runs) == len(by_arm):
-        name = shorten_middle(next(iter(runs)), limit=100)
-        return (name if len(runs) == 1 else f"{len(runs)} runs") + _smoothing(runs)
-    name = shorten_middle(next(iter(by_arm)), limit=80)
-    name = name if len(by_arm) == 1 else f"{len(by_arm)} arms"
-    over = "means over the seeds, bands from the lowest to the highest"
-    return f"{name}, {len(runs)} runs: {over}{_smoothing(runs)}"
+    """Names a run or an arm, or counts them; explains the bands."""
+    arms = by_arm(runs)
+    name = _short(next(iter(arms)), limit=2 * LABEL)
+    if len(runs) == len(arms):
+        return name if len(runs) == 1 else f"{len(runs)} runs"
+    name = name if len(arms) == 1 else f"{len(arms)} arms"
+    return f"{name}, {len(runs)} runs: means over the seeds, bands from the lowest to the highest"
 
 
-@matplotlib.rc_context(_STYLE)
-def curves(runs: Mapping[str, Run]) -> Figure:
-    """A run, or the arms of several over each other, over the steps: the panels of METRICS.
-
-    Thin lines are single steps, thick ones centred rolling means (runs of SMOOTHED_ROWS rows or
-    more). An arm of several seeds is their mean, in a band from the lowest to the highest.
-    """
-    names = list(arms(runs))
-    shown = {  # the seconds, of which there may be several, are one
-        SECONDS if panel.title.startswith(SECONDS) else panel.title: panel
-        for panel in panels(runs, split=len(names) > 1)
-    }
-    figure, axes = _figure(names, len(shown), title=_title(runs))
-    for ax, (title, panel) in zip(axes, shown.items(), strict=True):
-        _seconds_panel(ax, runs) if title == SECONDS else _panel(ax, runs, panel)
-        if ax.has_data() and not ax.get_xlabel():
-            ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-            ax.set_xlabel("finished rollout steps")
-    return figure
+def _short(text: str, *, limit: int) -> str:
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
-@matplotlib.rc_context(_STYLE)
-def chosen(
-    runs: Mapping[str, Run], panels: Sequence[Panel], quantities: Sequence[Quantity], *, title: str
-) -> Figure:
-    """The arms over each other in the panels asked for, and each quantity, a column an arm.
+def _label(text: str) -> str:
+    """A legend text shown as it is: no mathematics, not hidden by a leading underscore."""
+    text = _short(text, limit=LABEL).replace("$", r"\$")
+    return " " + text if text.startswith("_") else text
 
-    Of a quantity it shows every seed, the mean and its 95 % interval over the seeds.
-    """
-    by_arm = arms(runs)
-    title += _smoothing(runs)
-    figure, axes = _figure(list(by_arm), len(panels) + len(quantities), title=title)
-    for ax, panel in zip(axes, panels, strict=False):
-        _panel(ax, runs, panel)
+
+def _look(arm: int, kind: int, *, num_arms: int, noisy: bool) -> dict:
+    """Several arms: a colour an arm. A single one: a colour a quantity."""
+    number = kind if num_arms == 1 else arm
+    style = 0 if num_arms == 1 else number // len(_COLORS)
+    look = {"color": _COLORS[number % len(_COLORS)], "linewidth": 1.8}
+    look["linestyle"] = _LINES[style % len(_LINES)]
+    if not noisy:
+        marker = _MARKERS[kind % len(_MARKERS)]
+        look |= {"marker": marker, "markeredgecolor": "white", "markeredgewidth": 0.7}
+    return look
+
+
+def _panel(ax: Axes, runs: Mapping[str, Run], panel: Panel) -> None:
+    """Draws the curves of a panel over the steps."""
+    _draw(ax, panel.title, panel.curves, [lines(runs, curve) for curve in panel.curves])
+    if panel.unit == "share":
+        ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    drawn = [y for line in ax.lines for y in line.get_ydata()]
+    if panel.log and any(y > 0 for y in drawn):
+        ax.set_yscale("log", nonpositive="mask")
+    if ax.has_data():
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         ax.set_xlabel("finished rollout steps")
-    for ax, quantity in zip(axes[len(panels) :], quantities, strict=True):
-        _columns(ax, quantity, [list(arm.values()) for arm in by_arm.values()])
-    return figure
 
 
-def _columns(ax: Axes, quantity: Quantity, by_arm: Sequence[Sequence[Run]]) -> None:
+def _draw(
+    ax: Axes, title: str, curves: Sequence[Curve], by_curve: Sequence[Sequence[Line | None]]
+) -> None:
+    """Draws the lines of each curve and arm, with a legend of the curves."""
+    ax.set_title(title, parse_math=False)
+    names = {}
+    for kind, (curve, of_arm) in enumerate(zip(curves, by_curve, strict=True)):
+        for arm, found in enumerate(of_arm):
+            if found is None:
+                continue
+            look = _look(arm, kind, num_arms=len(of_arm), noisy=curve.noisy)
+            names[curve.name] = Line2D([], [], **look)
+            if found.raw is not None:
+                ax.plot(found.x, found.raw, color=look["color"], linewidth=0.8, alpha=0.25)
+            if found.count.max() > 1:
+                band = {
+                    "color": look["color"],
+                    "alpha": min(0.18, 0.6 / len(of_arm)),
+                    "linewidth": 0,
+                }
+                ax.fill_between(found.x, found.low, found.high, **band)
+            if len(found.x) == 1:  # a line needs two points
+                look["marker"] = "o"
+            some = found.count < found.count.max()  # seeds that have ended, or were not evaluated
+            if some.any():
+                ax.plot(found.x, found.y, **look | {"linewidth": 0.8, "linestyle": "--"})
+            ax.plot(found.x, np.where(some, np.nan, found.y), **look)
+    if not names:
+        ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
+        ax.set(xticks=[], yticks=[])
+    elif len(curves) > 1:
+        ax.legend(names.values(), map(_label, names))
+
+
+def _columns(ax: Axes, quantity: Quantity, arms: Sequence[Sequence[Run]]) -> None:
     """Draws a quantity's values, a column of dots an arm, each beside its mean and interval."""
     ax.set_title(quantity.name, parse_math=False)
-    for arm, runs in enumerate(by_arm):
+    for arm, runs in enumerate(arms):
         values = np.array([quantity.value(run) for run in runs])
-        color = _look(arm, 0, num_arms=len(by_arm), noisy=True)["color"]
+        color = _look(arm, 0, num_arms=len(arms), noisy=True)["color"]
         ax.plot(np.full(len(values), arm - 0.12), values, "o", color=color, alpha=0.4)
         known = values[np.isfinite(values)]
         around = paired_interval(known, np.zeros_like(known))
-        # Of some of an arm's seeds it would not be the arm's.
+        # An interval of some of an arm's seeds would not be the arm's.
         half = np.nan_to_num(around.half_width) if len(known) == len(values) else 0.0
         ax.errorbar(arm + 0.12, around.difference, half, fmt="D", color=color, capsize=4)
-    ax.set_xlim(-0.6, len(by_arm) - 0.4)
+    ax.set_xlim(-0.6, len(arms) - 0.4)
     ax.set_xticks([])
-    if any(len(runs) > 1 for runs in by_arm):
+    if any(len(runs) > 1 for runs in arms):
         ax.set_xlabel("bars: 95 % interval, of their own arm")
-
-
-@matplotlib.rc_context(_STYLE)
-def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
-    """Accuracy in training and evaluations over the tokens sampled for training so far.
-
-    This is the axis on which runs with and without dynamic sampling compare fairly: the groups
-    that are sampled and filtered out count. Over several seeds both are means.
-    """
-    by_arm = arms(runs)
-    spent = [axes(list(arm.values())).get("tokens", {0: 0.0}) for arm in by_arm.values()]
-    scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
-    title = f"accuracy at equal sampling budgets: {_title(runs)}"
-    figure, all_axes = _figure(list(by_arm), len(scores), title=title)
-    for ax, curve in zip(all_axes, scores, strict=True):
-        (lines,) = _lines(runs, [curve]).values()
-        over = [
-            found and dataclasses.replace(found, x=_looked_up(tokens, found.x))
-            for found, tokens in zip(lines, spent, strict=True)
-        ]
-        _draw(ax, curve.name, {curve.name: over}, noisy={curve.name: curve.noisy})
-        ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-        ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
-        ax.set_xlabel("tokens sampled for training")
-    return figure
-
-
-def _looked_up(known: Mapping[int, float], steps: np.ndarray) -> np.ndarray:
-    """The known value at each step; NaN, which is not drawn, elsewhere."""
-    return np.array([known.get(step, math.nan) for step in steps.tolist()])
-
-
-def save(figure: Figure, path: str | pathlib.Path) -> None:
-    """Writes a figure as a PNG, complete or not at all."""
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png")

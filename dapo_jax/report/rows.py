@@ -1,8 +1,8 @@
-"""The small raw rows of an experiment: one file, rows.jsonl.gz, of which all its tables are made.
+"""The rows of several runs in one small file, rows.jsonl.gz, from which a study makes its tables.
 
-A line is a run: {"arm", "seed", "config": {dotted key: value}, "starts": [of each start: commit,
-changed, versions, devices, time, command], "evaluations": {set: {score: {finished steps: value}}},
-"metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
+A line is a run: {"arm", "seed", "config": {dotted key: value}, "starts": [commit, changed,
+versions, devices, time and command of each start], "evaluations": {set: {score: {finished steps:
+value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
 """
 
 import gzip
@@ -17,9 +17,9 @@ from dapo_jax.report.runs import Run, sweep_label
 from dapo_jax.run.files import gzip_lines, write_rollouts
 from dapo_jax.run.metrics import METRICS, TASK
 
-LEFT_OUT = ("engine/", "seconds_in_rollout/")  # of a machine and a day, and no result,
-BUT = ("engine/decode_steps", "engine/occupancy")  # but for what a schedule is compared by
-OF_THE_MACHINE = ("host", "pid", "folder")  # of a start's line
+# The times of one machine are left out, but not the quantities of its schedule.
+LEFT_OUT, KEPT = ("engine/", "seconds_in_rollout/"), ("engine/decode_steps", "engine/occupancy")
+OF_THE_MACHINE = ("host", "pid", "folder")  # keys of a start's line
 DIGITS = 6  # significant ones of a float
 ABSOLUTE = re.compile(r"""(?:^|(?<=[=:,'"\[]))/(?!/)[^\s,=:'"\]]*""")  # no gs://, no </s>
 
@@ -27,14 +27,14 @@ ABSOLUTE = re.compile(r"""(?:^|(?<=[=:,'"\[]))/(?!/)[^\s,=:'"\]]*""")  # no gs:/
 def write_rows(path: str | pathlib.Path, runs: Mapping[str, Run]) -> None:
     """Writes the runs, a line each, in order; equal runs give equal bytes.
 
-    A run of no sweep gets its label for an arm. Paths of the machine are shortened: relative to the
+    A run without an arm gets its label for one. Paths of the machine are shortened: relative to the
     folder of the start, or to their last part.
     """
-    write_rollouts(path, (_line(run.arm or label, run) for label, run in runs.items()))
+    write_rollouts(path, (_line_of(run.arm or label, run) for label, run in runs.items()))
 
 
 def read_rows_file(path: str | pathlib.Path) -> dict[str, Run]:
-    """Reads what `write_rows` wrote: label -> run, with the arm and seed of each.
+    """Reads the output of `write_rows`: label -> run, with the arm and seed of each.
 
     Raises ValueError, with file and line, for a line that is no run, and for two runs of one arm
     and seed; FileNotFoundError.
@@ -43,7 +43,7 @@ def read_rows_file(path: str | pathlib.Path) -> dict[str, Run]:
     try:
         for number, line in enumerate(gzip_lines(path), start=1):
             try:
-                run = _run(json.loads(line))
+                run = _run_of(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}, line {number}: no run's rows ({error!r})") from None
             label = sweep_label(run.arm, run.seed)
@@ -55,33 +55,27 @@ def read_rows_file(path: str | pathlib.Path) -> dict[str, Run]:
     return runs
 
 
-def _line(arm: str, run: Run) -> dict:
+def _line_of(arm: str, run: Run) -> dict:
     folder = run.starts[-1].get("folder", "") if run.starts else ""
     evaluations: dict[str, dict] = {}
     for (name, score), values in run.evaluations.items():
-        evaluations.setdefault(name, {})[score] = {
-            str(step): rounded(value) for step, value in values.items()
-        }
+        rounded_values = {str(step): _rounded(value) for step, value in values.items()}
+        evaluations.setdefault(name, {})[score] = rounded_values
+    keys = [metric.key for metric in METRICS]
+    kept = [key for key in keys if key in KEPT or not key.startswith(LEFT_OUT)]
+    kept += sorted({key for row in run.rows for key in row if key.startswith(TASK)})
+    columns = {key: [_rounded(row.get(key)) for row in run.rows] for key in kept}
     return {
         "arm": arm,
         "seed": run.seed,
         "config": {key: _portable(value, folder) for key, value in run.config.items()},
-        "starts": [_start(start) for start in run.starts],
+        "starts": [*map(_portable_start, run.starts)],
         "evaluations": evaluations,
-        "metrics": _columns(run.rows),
+        "metrics": {k: values for k, values in columns.items() if values.count(None) < len(values)},
     }
 
 
-def _columns(rows: list[dict]) -> dict[str, list]:
-    """Key -> its value of each row, of the keys that any row has."""
-    keys = [metric.key for metric in METRICS]
-    kept = [key for key in keys if key in BUT or not key.startswith(LEFT_OUT)]
-    kept += sorted({key for row in rows for key in row if key.startswith(TASK)})
-    columns = {key: [rounded(row.get(key)) for row in rows] for key in kept}
-    return {key: values for key, values in columns.items() if values.count(None) < len(values)}
-
-
-def _start(start: Mapping) -> dict:
+def _portable_start(start: Mapping) -> dict:
     kept = {key: value for key, value in start.items() if key not in OF_THE_MACHINE}
     if isinstance(command := kept.get("command"), str):
         words = [_portable(word, start.get("folder", "")) for word in shlex.split(command)]
@@ -104,14 +98,14 @@ def _portable(value, folder: str):
     return ABSOLUTE.sub(short, value)
 
 
-def rounded(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     """A number to six significant digits; integers and None stay, NaN and infinities are None."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
-def _run(line: Mapping) -> Run:
+def _run_of(line: Mapping) -> Run:
     lengths = {len(values) for values in line["metrics"].values()}
     if len(lengths) != 1:
         raise ValueError(f"its metrics have {sorted(lengths)} rows")
@@ -124,10 +118,4 @@ def _run(line: Mapping) -> Run:
         for name, scores in line["evaluations"].items()
         for score, values in scores.items()
     }
-    return Run(
-        rows=rows,
-        evaluations=evaluations,
-        config=dict(line["config"]),
-        starts=list(line["starts"]),
-        arm=line["arm"],
-    )
+    return Run(rows, evaluations, dict(line["config"]), list(line["starts"]), line["arm"])

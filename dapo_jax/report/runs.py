@@ -1,4 +1,4 @@
-"""Runs read from their folders, and what their numbers say: first against last, totals, configs.
+"""Runs read from their directories, and the summary of a run: first against last.
 
 Row s of metrics.jsonl describes responses of the policy after s finished steps, and eval/<n>.json
 the policy after n: both share the axis "finished rollout steps".
@@ -6,15 +6,13 @@ the policy after n: both share the axis "finished rollout steps".
 
 import collections
 import dataclasses
-import json
+import datetime
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.run.chain import numbers
-from dapo_jax.run.display import format_duration
 from dapo_jax.run.files import read_json, read_rows, read_starts
 from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
 
@@ -23,13 +21,13 @@ AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at mos
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The contents of a run's folder.
+    """The contents of a run's directory.
 
     rows: metrics.jsonl, in order. evaluations: set and metric -> {finished steps: value}, for
     instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
     settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
-    arm: what the runs of a sweep have in common that differ in their seed alone; "": of no sweep.
-    workdir: where rollouts and cut rows are; None for a run that was read from a file of rows.
+    arm: the name shared by the runs of a sweep that differ in their seed alone; "" without a sweep.
+    workdir: None for a run from a file of rows.
     """
 
     rows: list[dict]
@@ -41,12 +39,17 @@ class Run:
 
     @property
     def seed(self) -> int | None:
-        """The recipe's seed; None where the recipe is not there."""
+        """The recipe's seed; None without a config.json."""
         return self.config.get("seed")
 
+    @property
+    def finished_steps(self) -> int:
+        """The number of finished rollout steps."""
+        return self.rows[-1]["step"] + 1
 
-def load_run(workdir: str | pathlib.Path) -> Run:
-    """Reads metrics.jsonl, eval/*.json, config.json and starts.jsonl; all but the first may lack.
+
+def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
+    """Reads metrics.jsonl, eval/*.json, config.json and starts.jsonl; only the first is required.
 
     Raises FileNotFoundError for a folder without metrics.jsonl, ValueError for one without rows
     and for a broken file, with its name.
@@ -55,33 +58,33 @@ def load_run(workdir: str | pathlib.Path) -> Run:
     path = workdir / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --workdir={workdir} holds no training run")
-    rows = [*map(numbers, read_rows(path))]
+    rows = [
+        {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
+        for row in read_rows(path)
+    ]
     if not rows:
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config_path = workdir / "config.json"
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
-    evaluations = _read_evaluations(workdir / "eval")
     starts = read_starts(workdir / "starts.jsonl")
-    return Run(rows=rows, evaluations=evaluations, config=config, starts=starts, workdir=workdir)
+    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
 
 
 def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
     """Reads the runs of a sweep's folder (dapo_jax.sweep): label -> run, arm by arm, seed by seed.
 
-    Those without a finished step are left out. Raises FileNotFoundError for a folder without
+    Leaves out runs without a finished step. Raises FileNotFoundError for a folder without
     sweep.json, ValueError for a broken file, with its name.
     """
     folder = pathlib.Path(folder)
     path = folder / "sweep.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no sweep")
-    plan = read_json(path)
-    runs = {}
-    for arm in plan["arms"]:
-        for seed in plan["seeds"]:
-            point = folder / arm / f"seed_{seed}"
-            if (point / "metrics.jsonl").is_file() and read_rows(point / "metrics.jsonl"):
-                runs[sweep_label(arm, seed)] = dataclasses.replace(load_run(point), arm=arm)
+    plan, runs = read_json(path), {}
+    for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
+        rows = folder / label / "metrics.jsonl"
+        if rows.is_file() and read_rows(rows):
+            runs[label] = load_run(rows.parent, arm=arm)
     return runs
 
 
@@ -92,13 +95,12 @@ def sweep_label(arm: str, seed: int | None) -> str:
 
 def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
     curves: dict[tuple[str, str], dict[int, float]] = {}
-    # Another name is no evaluation's: the file is somebody's own.
     results = {path: read_json(path) for path in folder.glob("[0-9]*.json")}
     for path, result in results.items():
         if type(result.get("step")) is not int or not isinstance(result.get("sets"), dict):
             raise ValueError(f"{path} is no evaluation: it needs an integer 'step' and 'sets'")
     for result in sorted(results.values(), key=lambda result: result["step"]):
-        label = result.get("label")  # training's own have none
+        label = result.get("label")  # only results of `evaluate` have one
         for name, metrics in result["sets"].items():
             name = f"{name} {label}" if label else name
             for metric, value in metrics.items():
@@ -129,10 +131,10 @@ def labelled(paths: Sequence[str | pathlib.Path], *, parts: int = 1) -> dict[str
 
 
 def merged(parts: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
-    """Joins the runs of several folders and files, by part's name and label, under one label each.
+    """Joins the runs of several folders and files (part -> label -> run) under distinct labels.
 
-    Where labels or arms of two parts are called the same, both carry the name of their part. A run
-    of no sweep is an arm of its own, called by its label.
+    Labels and arms that two parts share get the name of their part. A run without an arm is an arm
+    of its own, named by its label.
     """
     arms = collections.Counter(
         arm for part in parts.values() for arm in {run.arm or label for label, run in part.items()}
@@ -147,6 +149,29 @@ def merged(parts: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
     return result
 
 
+def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int | None, Run]]:
+    """Groups runs by label: arm -> seed -> run, both in order of first appearance."""
+    arms: dict[str, dict[int | None, Run]] = {}
+    for label, run in runs.items():
+        arms.setdefault(run.arm or label, {})[run.seed] = run
+    return arms
+
+
+def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
+    """(runs with as many steps as their arm's recipe asks for, a text for each other run)."""
+    wanted = {
+        arm: max(run.config.get("num_steps", 0) for run in of_seed.values())
+        for arm, of_seed in by_arm(runs).items()
+    }
+    kept, short = {}, []
+    for label, run in runs.items():
+        if run.finished_steps >= (steps := wanted[run.arm or label]):
+            kept[label] = run
+        else:
+            short.append(f"{label} has {run.finished_steps} of {steps} steps")
+    return kept, short
+
+
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
     """The rows' values of a key, [rows] float64, NaN where missing."""
     values = [row.get(key) for row in rows]
@@ -156,68 +181,70 @@ def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
     """Finished steps -> tokens sampled for training before: 0 -> 0, then each row's total.
 
-    The first row of a fork is not step 0: what was sampled before it is its parent's.
+    A fork's first row is not step 0; the tokens before it are its parent's.
     """
     known = [row for row in rows if row.get("sampled_tokens_total") is not None]
-    begin, before = 0, 0.0
+    first, before = 0, 0.0
     if known and known[0]["step"] > 0 and known[0].get("engine/drawn_tokens") is not None:
-        begin = known[0]["step"]
+        first = known[0]["step"]
         before = float(known[0]["sampled_tokens_total"] - known[0]["engine/drawn_tokens"])
-    return {begin: before, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
+    return {first: before, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
 
 
-def thinned(rows: Sequence[Mapping], *, limit: int) -> list[Mapping]:
-    """At most `limit` (2 or more) rows at even distances, the first and the last among them."""
-    if len(rows) <= limit:
-        return list(rows)
-    return [rows[index] for index in np.linspace(0, len(rows) - 1, limit).round().astype(int)]
+def thinned(items: Sequence, *, limit: int) -> list:
+    """At most `limit` (2 or more) items at even distances, the first and the last among them."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[index] for index in np.linspace(0, len(items) - 1, limit).round().astype(int)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A quantity at a run's start and end; `best` and its step only where higher is better."""
-
-    first: float
-    last: float
-    best: float | None
-    best_step: int | None
-    metric: Metric
-
-    def text(self, value: float) -> str:
-        return self.metric.text(value).strip()
+def spans(steps: Sequence[int]) -> str:
+    """Formats steps as ranges: [3, 4, 5, 9] is "3-5, 9"."""
+    ends: list[list[int]] = []
+    for step in steps:
+        if ends and step == ends[-1][1] + 1:
+            ends[-1][1] = step
+        else:
+            ends.append([step, step])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ends)
 
 
-def averaged_rows(rows: Sequence[Mapping]) -> int:
-    """How many rows `changes` averages at each end: a tenth of the run, 1 to AVERAGED_STEPS."""
-    return min(AVERAGED_STEPS, max(1, len(rows) // 10))
+def summary_lines(run: Run) -> list[str]:
+    """The end of a run in a few aligned lines: first -> last (best), then the totals."""
+    found = changes(run) | {name: f"{text:>8}" for name, text in totals(run).items()}
+    width = max(map(len, found))
+    return [f"{name:<{width}}  {text}" for name, text in found.items()]
 
 
-def changes(run: Run) -> dict[str, Change]:
-    """Name -> start and end of the evaluations and of the metrics that have a summary.
+def changes(run: Run) -> dict[str, str]:
+    """Name -> "first -> last" of the evaluations and of the metrics that have a summary.
 
-    Evaluations compare the first with the last file; metrics the means of `averaged_rows(rows)`
-    rows at either end.
+    Evaluations compare the first file with the last. Metrics compare the means over a tenth of the
+    rows at either end, 1 to AVERAGED_STEPS of them. Where higher is better, the best one follows.
     """
     result = {}
     for (name, score), values in run.evaluations.items():
-        steps = list(values)
         metric = score_metric(f"eval/{name}/{score}")
-        best_step = max(steps, key=values.__getitem__) if metric.higher_is_better else None
-        best = values.get(best_step)
-        ends = values[steps[0]], values[steps[-1]]
-        result[f"{name} {score}"] = Change(*ends, best, best_step, metric)
-    edge = averaged_rows(run.rows)
+        result[f"{name} {score}"] = _change(metric, list(values), np.array([*values.values()]), 1)
+    edge = min(AVERAGED_STEPS, max(1, len(run.rows) // 10))
     for metric in METRICS:
         values = column(run.rows, metric.key)
-        valid = values[np.isfinite(values)]
-        if not metric.summary or not len(valid):
-            continue
-        best = best_step = None
-        if metric.higher_is_better:
-            best, best_step = float(valid.max()), run.rows[int(np.nanargmax(values))]["step"]
-        ends = float(valid[:edge].mean()), float(valid[-edge:].mean())
-        result[metric.summary] = Change(*ends, best, best_step, metric)
+        valid = np.isfinite(values)
+        if metric.summary and valid.any():
+            steps = column(run.rows, "step")[valid]
+            result[metric.summary] = _change(metric, steps, values[valid], edge)
     return result
+
+
+def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: int) -> str:
+    first, last, best = (
+        metric.text(float(value)).strip()
+        for value in (values[:edge].mean(), values[-edge:].mean(), values.max())
+    )
+    text = f"{first:>8} -> {last:>8}"
+    if metric.higher_is_better:
+        text += f"   best {best} at step {steps[values.argmax()]:.0f}"
+    return text
 
 
 def totals(run: Run) -> dict[str, str]:
@@ -227,7 +254,7 @@ def totals(run: Run) -> dict[str, str]:
     known = tokens_before(run.rows).values()
     tokens = max(known) - min(known)  # a fork's own
     if seconds > 0:
-        result["wall time"] = format_duration(seconds)
+        result["wall time"] = str(datetime.timedelta(seconds=round(seconds)))
     if tokens > 0:
         result["sampled tokens"] = f"{int(tokens):,}"
     if tokens > 0 and seconds > 0:
@@ -243,30 +270,7 @@ def totals(run: Run) -> dict[str, str]:
 
 
 def commit_text(start: Mapping) -> str:
-    """The commit of a start, short, and whether its files had changes; "unknown" without git."""
+    """The short commit of a start, with "and changes" for modified files; "unknown" without git."""
     if not start.get("commit"):
         return "unknown"
     return start["commit"][:9] + (" and changes" if start.get("changed") else "")
-
-
-def summary_lines(run: Run) -> list[str]:
-    """The end of a run in a few aligned lines: first -> last (best), then the totals."""
-    all_changes, all_totals = changes(run), totals(run)
-    width = max(map(len, [*all_changes, *all_totals]))
-    lines = []
-    for name, change in all_changes.items():
-        line = f"{name:<{width}}  {change.text(change.first):>8} -> {change.text(change.last):>8}"
-        if change.best is not None:
-            line += f"   best {change.text(change.best)} at step {change.best_step}"
-        lines.append(line)
-    return lines + [f"{name:<{width}}  {text:>8}" for name, text in all_totals.items()]
-
-
-def config_differences(runs: Mapping[str, Run]) -> dict[str, list[str]]:
-    """Dotted config keys on which the runs differ -> their values as JSON, '-' where absent."""
-    keys = dict.fromkeys(key for run in runs.values() for key in run.config)
-    texts = {
-        key: [json.dumps(run.config[key]) if key in run.config else "-" for run in runs.values()]
-        for key in keys
-    }
-    return {key: values for key, values in texts.items() if len(set(values)) > 1}

@@ -1,9 +1,11 @@
-"""What a few seeds say of a difference: spreads, intervals with p-values, seeds needed.
+"""Statistics of a few seeds: spreads, intervals with p-values, Holm's correction, seeds needed.
 
 Pure functions on arrays. Two arms that share a seed share prompts and sampling noise until their
-policies differ, so that the difference on one seed spreads less than either arm.
+policies differ, so that the difference on one seed spreads less than either arm. The quantiles are
+SciPy's; its tests return NaN where all seeds are equal.
 """
 
+import bisect
 import dataclasses
 import math
 
@@ -12,8 +14,8 @@ from scipy.special import stdtr, stdtrit
 
 CONFIDENCE = 0.95
 LAST_ROWS = 10
-ROUNDING = 1e-9  # of the values: what is less than that is no difference
-MOST_SEEDS = 100_000  # what `seeds_for_unpaired` answers at most
+ROUNDING = 1e-9  # of the values: a smaller difference is rounding
+MOST_SEEDS = 100_000  # the largest answer of `seeds_for_unpaired`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether all of the interval lies on one side of zero."""
+        """True where all of the interval lies on one side of zero."""
         return self.low > 0 or self.high < 0
 
 
@@ -61,22 +63,14 @@ def spread(values) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else math.nan
 
 
-def paired_spread(a_S, b_S) -> float:
-    """Returns the standard deviation of a - b; 0 where nothing but rounding differs."""
-    a_S, b_S = np.asarray(a_S, np.float64), np.asarray(b_S, np.float64)
-    sd = spread(a_S - b_S)
-    return 0.0 if sd < ROUNDING * max(np.abs(a_S).max(), np.abs(b_S).max()) else sd
-
-
 def share_interval(share_P, *, samples: int) -> Interval:
-    """Returns the interval of a mean of shares from 0 to 1, which keeps inside of them.
+    """Returns the interval of a mean of shares from 0 to 1; its bounds stay in that range.
 
-    Wilson's (1927) of p = mean(share) in n' samples, with t(P - 1) for his quantile. n' is as many
-    as independent ones that would spread as the problems do, p (1 - p) / (v / P), and `samples`,
-    those there were, at most. v = (m var(share) + p (1 - p)) / (m + 1): of P shares only those m
-    that are not all 0 (not all 1, where these are fewer) say how problems spread, and one more is
-    taken to be all or nothing. Without it 1 or 2 solved problems of 30 leave too small a spread by
-    chance. P where all are 0 or all 1. Its `difference` is p.
+    Wilson's interval (1927) of p = mean(share) with t(P - 1) as its quantile and the effective
+    number of samples n' = p (1 - p) / (v / P), at most `samples`; n' = P where all shares are 0 or
+    all are 1. v = (m var(share) + p (1 - p)) / (m + 1): m counts the shares above 0 (below 1, where
+    these are fewer), and one more problem is taken to be all right or all wrong. Without it 1 or 2
+    solved problems of 30 leave too small a spread by chance. Its `difference` is p.
     """
     share_P = np.asarray(share_P, np.float64)
     P, p = len(share_P), float(share_P.mean())
@@ -96,35 +90,39 @@ def share_interval(share_P, *, samples: int) -> Interval:
 def paired_share_interval(a_P, b_P) -> Interval:
     """Returns Student's interval of the mean of a - b, shares from 0 to 1 of the same problems.
 
-    v of `share_interval` stands for var(a - b): m counts the problems that differ, and the one more
-    is all or nothing, with the variance mean(|a - b|) - mean(a - b)^2. a_P, b_P: [problems].
+    The v of `share_interval` replaces var(a - b): m counts the problems that differ, and one more
+    problem has the variance mean(|a - b|) - mean(a - b)^2, as if at least two of P had differed:
+    without it equal results would have no spread. a_P, b_P: [problems].
     """
     d_P = np.asarray(a_P, np.float64) - np.asarray(b_P, np.float64)
     P, m = len(d_P), np.count_nonzero(d_P)
     if P < 2:
         return Interval(nan_mean(d_P), math.nan, math.nan)
-    v = (m * spread(d_P) ** 2 + np.abs(d_P).mean() - d_P.mean() ** 2) / (m + 1)
+    one_more = max(np.abs(d_P).mean(), 2 / P) - d_P.mean() ** 2
+    v = (m * spread(d_P) ** 2 + one_more) / (m + 1)
     return _around(d_P.mean(), math.sqrt(v / P), P - 1)
 
 
 def paired_interval(a_S, b_S) -> Interval:
-    """Returns the Student interval of the mean of a - b, whose values share seeds.
+    """Returns Student's interval of the mean of a - b on shared seeds.
 
     d = mean(a - b), d -+ t(n - 1) sd(a - b) / sqrt(n). a_S, b_S: [seeds], in the same order.
     """
-    difference_S = np.asarray(a_S, np.float64) - np.asarray(b_S, np.float64)
-    n = len(difference_S)
+    a_S, b_S = np.asarray(a_S, np.float64), np.asarray(b_S, np.float64)
+    d_S, n = a_S - b_S, len(a_S)
     if n < 2:
-        return Interval(nan_mean(difference_S), math.nan, math.nan)
-    return _around(difference_S.mean(), paired_spread(a_S, b_S) / math.sqrt(n), n - 1)
+        return Interval(nan_mean(d_S), math.nan, math.nan)
+    sd = spread(d_S)
+    sd = 0.0 if sd < ROUNDING * max(np.abs(a_S).max(), np.abs(b_S).max()) else sd
+    return _around(d_S.mean(), sd / math.sqrt(n), n - 1)
 
 
 def pooled_interval(value_AS, a: int, b: int) -> Interval:
     """Returns the interval of mean(a) - mean(b) with the scatter of all arms on all seeds.
 
     value = arm + seed + e, d -+ t(f) sqrt(2 v / S) with v = sum(e^2) / f and f = (A - 1) (S - 1),
-    the residual of a two-way analysis of variance. All arms are taken to scatter alike. value_AS:
-    [arms, seeds] without NaN; a, b: rows of it.
+    the residual of a two-way analysis of variance. It assumes that all arms scatter alike.
+    value_AS: [arms, seeds] without NaN; a, b: rows of it.
     """
     value_AS = np.asarray(value_AS, np.float64)
     A, S = value_AS.shape
@@ -140,8 +138,8 @@ def pooled_interval(value_AS, a: int, b: int) -> Interval:
 def holm(p_N) -> np.ndarray:
     """Returns p-values corrected for the number of tests (Holm 1979), float64 [N]; NaN stays.
 
-    The k-th smallest of N (k from 0) becomes (N - k) p, at most 1 and no less than the one before:
-    below 0.05 by chance alone one family of tests in twenty has any.
+    The k-th smallest of N (k from 0) becomes (N - k) p, at most 1 and no less than the one before.
+    By chance alone one family of tests in twenty has a value below 0.05.
     """
     p_N = np.asarray(p_N, np.float64)
     order = np.argsort(p_N)
@@ -166,19 +164,25 @@ def welch_interval(a_S, b_S) -> Interval:
 
 
 def seeds_for_unpaired(a_S, b_S, half_width: float) -> int | None:
-    """Returns how many seeds an arm make the Welch interval's half width at most `half_width`.
+    """Returns the seeds an arm for a Welch interval of at most this half width; None if unknown.
 
     The least n with t(f) sqrt((var(a) + var(b)) / n) <= half_width and
-    f = (n - 1) (var(a) + var(b))^2 / (var(a)^2 + var(b)^2). None where the samples cannot tell.
+    f = (n - 1) (var(a) + var(b))^2 / (var(a)^2 + var(b)^2), at most MOST_SEEDS.
     """
     var_a, var_b = spread(a_S) ** 2, spread(b_S) ** 2
     total, squares = var_a + var_b, var_a**2 + var_b**2
     share = total**2 / squares if squares > 0 else 2.0
-    return _least(lambda n: quantile((n - 1) * share) * math.sqrt(total / n), half_width)
+
+    def fits(n: int) -> bool:
+        return quantile((n - 1) * share) * math.sqrt(total / n) <= half_width
+
+    if not half_width > 0 or not math.isfinite(total):
+        return None
+    return 2 + bisect.bisect_left(range(2, MOST_SEEDS), True, key=fits)
 
 
 def quantile(freedom: float) -> float:
-    """Returns Student's t beyond which, on both sides, 1 - CONFIDENCE of the mass lies."""
+    """Returns Student's t with a mass of 1 - CONFIDENCE beyond it on both sides together."""
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
@@ -186,18 +190,3 @@ def _around(difference: float, error: float, freedom: float) -> Interval:
     difference, half_width = float(difference), quantile(freedom) * error
     p = 2 * float(stdtr(freedom, -abs(difference) / error)) if error else float(not difference)
     return Interval(difference, difference - half_width, difference + half_width, p)
-
-
-def _least(width_of, half_width: float) -> int | None:
-    """The least n >= 2 whose width, which falls with n, is at most the half width asked for."""
-    if not half_width > 0 or not math.isfinite(width_of(2)):
-        return None
-    low, high = 1, 2  # width_of(low) is too wide
-    while width_of(high) > half_width:
-        low, high = high, 2 * high
-        if low >= MOST_SEEDS:
-            return MOST_SEEDS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if width_of(middle) > half_width else (low, middle)
-    return high

@@ -1,4 +1,4 @@
-"""Plots one step's slots over time: where the device worked, and where it waited."""
+"""The slots of one step over time: where the device worked, and where it waited."""
 
 import pathlib
 from collections.abc import Sequence
@@ -8,19 +8,20 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+from dapo_jax.report import plots
 from dapo_jax.types import BlockRecord
 
 SHOWN_SLOTS = 256  # the first ones, of a larger engine
 COLORS = matplotlib.colormaps["tab20"].colors
 
 
-def spans(blocks: Sequence[BlockRecord]) -> list[tuple[int, float, float, int]]:
+def stays(blocks: Sequence[BlockRecord]) -> list[tuple[int, float, float, int]]:
     """Lists (slot, start, end, cursor) of every stay of a request in a slot, in seconds.
 
     A stay ends inside its last block where the response did: a share of the block's steps.
     """
     zero = blocks[0].start_seconds
-    stays, open_stays = [], {}
+    ended, open_stays = [], {}
     for block in blocks:
         start, end = block.start_seconds - zero, block.end_seconds - zero
         taken = np.flatnonzero(block.cursor_B >= 0)
@@ -33,24 +34,24 @@ def spans(blocks: Sequence[BlockRecord]) -> list[tuple[int, float, float, int]]:
                 open_stays[slot][2] = stop
             else:
                 if slot in open_stays:
-                    stays.append((slot, open_stays[slot]))
+                    ended.append((slot, open_stays[slot]))
                 open_stays[slot] = [request, start, stop]
         for slot in set(open_stays) - set(taken.tolist()):
-            stays.append((slot, open_stays.pop(slot)))
-    stays += list(open_stays.items())
-    return [(slot, start, stop, request[0]) for slot, (request, start, stop) in stays]
+            ended.append((slot, open_stays.pop(slot)))
+    ended += list(open_stays.items())
+    return [(slot, start, stop, request[0]) for slot, (request, start, stop) in ended]
 
 
 def plot_timeline(blocks: Sequence[BlockRecord], path: str | pathlib.Path) -> None:
     """Plots the slots of one step as a PNG: a bar a response, coloured by prompt; white is idle.
 
-    Below it, the share of slots that sample useful tokens, and of cache pages that are taken.
+    Below it, the share of slots that sample useful tokens, and of cache pages in use.
     """
     if not blocks:
         raise ValueError("there is no block of decode steps to plot")
     num_slots = min(len(blocks[0].cursor_B), SHOWN_SLOTS)
     bars, colors = [], []
-    for slot, start, stop, cursor in spans(blocks):
+    for slot, start, stop, cursor in stays(blocks):
         if slot < num_slots:
             low, high = slot + 0.08, slot + 0.92
             bars.append([(start, low), (start, high), (stop, high), (stop, low)])
@@ -62,7 +63,7 @@ def plot_timeline(blocks: Sequence[BlockRecord], path: str | pathlib.Path) -> No
     steps = sum(block.steps for block in blocks)
     mean = sum(int(block.useful_B.sum()) for block in blocks) / (steps * len(blocks[0].useful_B))
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure = Figure(figsize=(11, 6.5), dpi=130, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     top.add_collection(PolyCollection(bars, facecolors=colors, edgecolors="none"))
     top.set(ylim=(num_slots, 0), ylabel="slot", xlim=(0, last_seconds))
@@ -85,6 +86,4 @@ def plot_timeline(blocks: Sequence[BlockRecord], path: str | pathlib.Path) -> No
     bottom.legend(loc="lower left", frameon=False)
     for ax in (top, bottom):
         ax.spines[["top", "right"]].set_visible(False)
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    plots.save(figure, path)

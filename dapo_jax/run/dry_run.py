@@ -80,7 +80,7 @@ def memory(programs: build.Programs) -> dict[str, dict[str, int]]:
     """
     batch = learner.abstract_batch(build.batch_shape(programs.config), programs.mesh)
     state = {
-        "state (weights, moments)": device_bytes(programs.state),
+        "state": device_bytes(programs.state),
         "start weights": device_bytes(programs.start_weights),
     }
     return {

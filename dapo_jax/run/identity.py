@@ -162,6 +162,10 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
     if found:
+        here = ours.get("hub", {})
+        for name, commit in theirs.get("hub", {}).items():
+            if name in here and here[name] != commit:
+                where += f" ({name} was at commit {commit}, which @ can name)"
         raise OtherRunError(
             f"{where} is of another run: {_listed(found)}. Give what it had to resume it, or "
             "another --workdir (and checkpoint.directory) to start a new run"

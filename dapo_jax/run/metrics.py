@@ -146,7 +146,7 @@ class Metric:
 
 NOT_AVERAGED = ("taken", "bad", "empty", "fresh")  # of what an update returns
 TASK = "task/"  # begins the keys of what a task measures of its own
-SECONDS = "seconds a step"  # the panel whose metrics are stacked, as parts of seconds/total
+SECONDS = "seconds a step"  # the panel of the parts of seconds/total
 
 # fmt: off
 METRICS: list[Metric] = [

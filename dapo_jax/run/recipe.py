@@ -72,6 +72,12 @@ def complete(config: ConfigDict) -> None:
 # Differences
 
 
+# A name on the hub without its revision; an identity has the digests of its files.
+_HUB_NAME = re.compile(
+    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
+)
+
+
 def recipe_differences(
     old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
 ) -> list[str]:
@@ -98,7 +104,13 @@ def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, o
 
 
 def _same_place(key: str, one, other) -> bool:
-    if not key.endswith(".path") or not one or not other or "://" in f"{one}{other}":
+    """True if two values of a path mean one folder, or one repository on the hub."""
+    if not key.endswith(".path") or not one or not other:
+        return False
+    a, b = _HUB_NAME.fullmatch(one), _HUB_NAME.fullmatch(other)
+    if a and b and a.groups() == b.groups():
+        return True
+    if "://" in f"{one}{other}":
         return False
     return pathlib.Path(found(one)).resolve() == pathlib.Path(found(other)).resolve()
 

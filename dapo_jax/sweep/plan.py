@@ -1,7 +1,7 @@
-"""The plan of a sweep: arms, seeds and the command of each point, from flags; kept in sweep.json.
+"""The plan of a sweep: arms, seeds and each run's command, from flags; recorded in sweep.json.
 
-An arm is what runs have in common that differ in their seed alone: values of keys of the recipe,
-`preset` (of configs.base) among them. A point is an arm and a seed.
+An arm is a set of values for keys of the recipe, `preset` (of configs.base) among them; its runs
+differ in their seed alone. A point is one run: an arm and a seed.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from ml_collections import ConfigDict
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.run import checks
 from dapo_jax.run.files import atomic_file, read_json
-from dapo_jax.run.recipe import MAY_CHANGE, differences, read_recipe
+from dapo_jax.run.recipe import KEY_FLAG, MAY_CHANGE, read_recipe, recipe_differences
 
 PRESET = "preset"
 SEEDS_BELOW = 2**32  # dapo_jax.run.checks has it too
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")  # of an arm, which names a folder
-OPENING, CLOSING, QUOTES = "([{", ")]}", "'\""
+QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 Settings = dict[str, str]
 
 
@@ -30,7 +30,7 @@ Settings = dict[str, str]
 class Point:
     """One run of a sweep.
 
-    flags: all that follows `python -m dapo_jax.train`, but for --workdir. num_steps: the recipe's.
+    flags: everything after `python -m dapo_jax.train` but --workdir. num_steps: the recipe's.
     """
 
     arm: str
@@ -41,21 +41,21 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The point's name: its folder inside the sweep's."""
+        """The point's name, which is its folder inside the sweep's."""
         return sweep_label(self.arm, self.seed)
 
     @property
     def arguments(self) -> list[str]:
-        """What follows `python -m dapo_jax.train`."""
+        """Everything after `python -m dapo_jax.train`."""
         return [*self.flags, f"--workdir={self.workdir}"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a sweep runs.
+    """The arms and seeds of a sweep.
 
-    config: FILE[:PRESET]. flags: --config.KEY=V of every arm. start: what --start says, in which
-    {seed} is replaced. recipes: arm -> its config, with any seed; `check` made them.
+    config: FILE[:PRESET]. flags: --config.KEY=V of every arm. start: the value of --start, with
+    {seed} in it. arms: name -> settings. recipes: arm -> its recipe, with any seed.
     """
 
     config: str
@@ -65,35 +65,34 @@ class Plan:
     seeds: tuple[int, ...]
     recipes: dict[str, ConfigDict] = dataclasses.field(default_factory=dict)
 
-    def point(self, folder: pathlib.Path, arm: str, seed: int, *extra: str) -> Point:
-        """Returns the run of an arm and a seed; extra: more flags."""
-        chosen = [*arm_flags(self, arm), f"--config.seed={seed}", *extra]
-        if self.start:
-            chosen.append(f"--start={self.start.replace('{seed}', str(seed))}")
-        return Point(
-            arm=arm,
-            seed=seed,
-            workdir=folder / arm / f"seed_{seed}",
-            flags=tuple(chosen),
-            num_steps=self.recipes[arm].num_steps,
-        )
+    def arm_flags(self, arm: str) -> list[str]:
+        """Returns --config and --config.KEY=V of an arm, with which its runs' commands begin."""
+        settings = self.arms[arm]
+        preset = f":{settings[PRESET]}" if PRESET in settings else ""
+        own = [f"--config.{key}={value}" for key, value in settings.items() if key != PRESET]
+        return [f"--config={self.config}{preset}", *self.flags, *own]
 
     def points(self, folder: pathlib.Path, *, single_device: bool = False) -> list[Point]:
-        """Returns all runs: every arm with the first seed, then with the next one.
+        """Returns all runs: every arm with the first seed, then every arm with the next one.
 
-        So comparisons on the same seed exist early. single_device: on a CPU each run counts as one
-        device, unless the sweep's flags say how many.
+        Comparisons on one seed exist early in this order. single_device: a run counts as one device
+        of a CPU, unless the arm's flags have mesh.cpu_devices.
         """
-        key = "--config.mesh.cpu_devices="
         return [
-            self.point(folder, arm, seed, *self._devices(arm, key) * single_device)
+            self._point(folder, arm, seed, single_device)
             for seed in self.seeds
             for arm in self.arms
         ]
 
-    def _devices(self, arm: str, key: str) -> tuple[str, ...]:
-        given = any(flag.startswith(key) for flag in arm_flags(self, arm))
-        return () if given else (f"{key}1",)
+    def _point(self, folder: pathlib.Path, arm: str, seed: int, single_device: bool) -> Point:
+        flags, devices = self.arm_flags(arm), "--config.mesh.cpu_devices="
+        flags.append(f"--config.seed={seed}")
+        if single_device and not any(flag.startswith(devices) for flag in flags):
+            flags.append(f"{devices}1")
+        if self.start:
+            flags.append(f"--start={self.start.replace('{seed}', str(seed))}")
+        workdir = folder / arm / f"seed_{seed}"
+        return Point(arm, seed, workdir, tuple(flags), self.recipes[arm].num_steps)
 
 
 def make(
@@ -107,62 +106,45 @@ def make(
 ) -> Plan:
     """Returns the plan of a command line; every arm's recipe has passed dapo_jax.run.checks.
 
-    grid: KEY=V1,V2,... each. named: "NAME: KEY=V KEY=V" each. Raises ValueError, in one line, for
-    what is wrong in them: keys get the nearest name.
+    grid: KEY=V1,V2,... each. named: "NAME: KEY=V KEY=V" each. Raises ValueError, in one line, for a
+    wrong one; a wrong key gets the nearest name.
     """
     axes = dict(_axis(text) for text in grid)
     if len(axes) < len(grid):
         raise ValueError(f"--set has a key twice: {', '.join(text.split('=')[0] for text in grid)}")
     plan = Plan(config, tuple(flags), start, _arms(config, axes, named), _seeds(seeds))
-    for arm, settings in plan.arms.items():
-        _check_keys(plan, arm, settings)
-    recipes = {arm: _checked_recipe(plan, arm) for arm in plan.arms}
-    seen: dict[str, str] = {}
-    for arm, recipe in recipes.items():
-        other = seen.setdefault(recipe.to_json_best_effort(sort_keys=True), arm)
+    keys = {match[1] for match in map(KEY_FLAG.match, flags) if match}.union(*plan.arms.values())
+    if "seed" in keys:
+        raise ValueError("the recipe's seed is the sweep's: give --seeds=5, or --seeds=0,3,7")
+    of_recipe: dict[str, str] = {}
+    for arm in plan.arms:
+        recipe = plan.recipes[arm] = _checked_recipe(plan, arm)
+        other = of_recipe.setdefault(recipe.to_json_best_effort(sort_keys=True), arm)
         if other != arm:
             raise ValueError(f"arms {other!r} and {arm!r} are the same recipe: leave one out")
-    return dataclasses.replace(plan, recipes=recipes)
-
-
-def arm_flags(plan: Plan, arm: str) -> list[str]:
-    """Returns --config and --config.KEY=V of an arm, which its runs' commands begin with."""
-    settings = plan.arms[arm]
-    preset = f":{settings[PRESET]}" if PRESET in settings else ""
-    own = [f"--config.{key}={value}" for key, value in settings.items() if key != PRESET]
-    return [f"--config={plan.config}{preset}", *plan.flags, *own]
+    return plan
 
 
 def split_values(text: str) -> list[str]:
-    """Splits at commas outside of brackets and quotes; quotes around a whole value go.
+    """Splits at commas outside brackets and quotes; quotes around a whole value are removed.
 
-    Raises ValueError for a bracket or quote that is left open, and for an empty value.
+    Raises ValueError for a bracket or quote without its partner, and for an empty value.
     """
-    values, depth, quote = [""], [], ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in QUOTES:
-            quote = char
-        elif char in OPENING:
-            depth.append(CLOSING[OPENING.index(char)])
-        elif char in CLOSING and (not depth or depth.pop() != char):
-            raise ValueError(f"{text!r}: {char!r} closes nothing")
-        elif char == "," and not depth:
-            values.append("")
-            continue
-        values[-1] += char
-    if quote or depth:
-        raise ValueError(f"{text!r}: {quote or depth[-1]!r} is missing at the end")
-    values = [value.strip() for value in values]
+    values, part = [], ""
+    for piece in text.split(","):
+        part = f"{part},{piece}" if part else piece
+        bare = QUOTED.sub("", part)
+        if not re.search("['\"]", bare) and all(
+            bare.count(left) == bare.count(right) for left, right in ("()", "[]", "{}")
+        ):
+            values.append(part.strip())
+            part = ""
+    if part:
+        raise ValueError(f"{text!r}: a bracket or quote has no partner in {part!r}")
     if "" in values:
         raise ValueError(f"{text!r} has an empty value; write '' for an empty text")
-    return [_unquoted(value) for value in values]
-
-
-def _unquoted(value: str) -> str:
-    whole = len(value) > 1 and value[0] in QUOTES and value.find(value[0], 1) == len(value) - 1
-    return value[1:-1] if whole else value
+    quoted = map(QUOTED.fullmatch, values)
+    return [q[1] or q[2] or "" if q else v for q, v in zip(quoted, values, strict=True)]
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
@@ -173,7 +155,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    """5: the seeds 0 to 4. "0,3,7", or "3,": those."""
+    """Reads "5" as the seeds 0 to 4, and "0,3,7" or "3," as a list."""
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"--seeds={text}: give how many, as 5, or a list, as 0,3,7")
@@ -184,11 +166,10 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _arms(config: str, axes: Mapping[str, list[str]], named: Sequence[str]) -> dict[str, Settings]:
-    """Every named arm with every point of the grid; without either, the recipe as it is."""
-    begun = [_named_arm(text) for text in named] or [("", {})]
+    """Combines every named arm with every point of the grid; without either, the recipe alone."""
     file, _, preset = config.partition(":")
     arms: dict[str, Settings] = {}
-    for name, settings in begun:
+    for name, settings in [_named_arm(text) for text in named] or [("", {})]:
         if both := settings.keys() & axes.keys():
             raise ValueError(f"arm {name!r} and --set both have {min(both)}")
         for values in itertools.product(*axes.values()):
@@ -224,7 +205,7 @@ def _named_arm(text: str) -> tuple[str, Settings]:
 
 
 def _short(key: str, value: str, keys: Mapping) -> str:
-    """The part of an arm's name that says one value: eps_high=0.28; of a preset its name."""
+    """Returns the part of an arm's name for one value: eps_high=0.28, or a preset's name."""
     if key == PRESET:
         return value
     last = key.rpartition(".")[2]
@@ -232,20 +213,9 @@ def _short(key: str, value: str, keys: Mapping) -> str:
     return f"{key if ambiguous else last}={re.sub('[^A-Za-z0-9_.+=-]+', '_', value).strip('_')}"
 
 
-def _check_keys(plan: Plan, arm: str, settings: Settings) -> None:
-    common = {flag.lstrip("-").partition("=")[0].removeprefix("config.") for flag in plan.flags}
-    common = {key.removeprefix("noconfig.") for key in common}
-    if PRESET in settings and ":" in plan.config:
-        raise ValueError(f"arm {arm!r} has a preset, and so has --config={plan.config}: drop one")
-    if twice := settings.keys() & common:
-        raise ValueError(f"arm {arm!r} and --config.{min(twice)} both set {min(twice)}: drop one")
-    if "seed" in settings.keys() | common:
-        raise ValueError("the recipe's seed is the sweep's: give --seeds=5, or --seeds=0,3,7")
-
-
 def _checked_recipe(plan: Plan, arm: str) -> ConfigDict:
     try:
-        recipe = read_recipe(arm_flags(plan, arm))
+        recipe = read_recipe(plan.arm_flags(arm))
         checks.check(recipe)
     except ValueError as error:
         raise ValueError(f"arm {arm!r}: {' '.join(str(error).split())}") from None
@@ -253,7 +223,7 @@ def _checked_recipe(plan: Plan, arm: str) -> ConfigDict:
 
 
 def write(plan: Plan, folder: pathlib.Path) -> None:
-    """Adds the plan to what the folder's sweep.json says; whatever it had stays."""
+    """Adds the plan to the folder's sweep.json, which keeps the arms and seeds that it has."""
     old = _read(folder)
     document = {
         "config": plan.config,
@@ -270,23 +240,21 @@ def write(plan: Plan, folder: pathlib.Path) -> None:
 def check_same(plan: Plan, folder: pathlib.Path) -> None:
     """Refuses a folder whose sweep.json contradicts the plan (ValueError).
 
-    More arms, seeds or steps are none, nor is what a resumed run may change; another evaluation is.
+    More arms, seeds or steps are no contradiction, nor is a key that a resumed run may change.
+    Another evaluation is one.
     """
     if not (old := _read(folder)):
         return
-    may_change = [key for key in MAY_CHANGE if key != "eval."]
-    found = [
-        f"{name} is {new!r}, but was {was!r}"
-        for name, was, new in differences(old["recipe"], _common_recipe(plan))
-        if not name.startswith(tuple(may_change))
-    ]
+    new = _common_recipe(plan)
+    may_change = tuple(key for key in MAY_CHANGE if key != "eval.")
+    found = recipe_differences(old["recipe"], new, but=may_change)
     for arm, settings in plan.arms.items():
         if (was := old["arms"].get(arm, settings)) != settings:
             found.append(f"arm {arm!r} is {settings}, but was {was}")
     if plan.start != old["start"]:
         found.append(f"--start is {plan.start!r}, but was {old['start']!r}")
-    if (steps := old["recipe"]["num_steps"]) > (now := _common_recipe(plan)["num_steps"]):
-        found.append(f"num_steps is {now}, but was {steps}: fewer steps are not undone")
+    if new["num_steps"] < (steps := old["recipe"]["num_steps"]):
+        found.append(f"num_steps is {new['num_steps']}, but was {steps}: steps are not undone")
     if found:
         raise ValueError(
             f"{folder} holds another sweep: {'; '.join(found)}. Give the old values to go on, or "
@@ -300,6 +268,6 @@ def _read(folder: pathlib.Path) -> dict:
 
 
 def _common_recipe(plan: Plan) -> dict:
-    """The recipe without any arm's settings, as JSON has it."""
+    """Returns the recipe without any arm's settings, as JSON has it."""
     recipe = read_recipe([f"--config={plan.config}", *plan.flags])
     return json.loads(recipe.to_json_best_effort())

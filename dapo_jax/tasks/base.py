@@ -1,6 +1,6 @@
 """A task: examples with ground truth, and the grading of responses to them.
 
-A task of one's own is one class in one file, named in the config by "module:Class":
+A custom task is one class in one file, named in the config by "module:Class":
 
     --config.data.train.task=my_tasks.countdown:Countdown
 
@@ -14,10 +14,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Protocol
-
-import numpy as np
 
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -26,10 +23,10 @@ from dapo_jax.types import Example, Group, Verdict
 BUILT_IN = {
     "math": "dapo_jax.tasks.math_problems:MathProblems",
     "arithmetic": "dapo_jax.tasks.arithmetic:Arithmetic",
-    "countdown": "dapo_jax.tasks.countdown:Countdown",
-    "multiple_choice": "dapo_jax.tasks.multiple_choice:MultipleChoice",
-    "format_answer": "dapo_jax.tasks.format_answer:FormatAnswer",
-    "reasoning_gym": "dapo_jax.tasks.reasoning_gym:ReasoningGym",
+    "countdown": "experiments.tasks.countdown:Countdown",
+    "multiple_choice": "experiments.tasks.multiple_choice:MultipleChoice",
+    "format_answer": "experiments.tasks.format_answer:FormatAnswer",
+    "reasoning_gym": "experiments.tasks.reasoning_gym:ReasoningGym",
 }
 
 
@@ -95,8 +92,8 @@ def _task_class(setting: str, name: str) -> type:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise DataError(
-            f"{setting}: there is no such task.{hint} Built in are {', '.join(BUILT_IN)}; one of "
-            'your own is named "module:Class".'
+            f"{setting}: there is no such task.{hint} Built in are {', '.join(BUILT_IN)}; a "
+            'custom one is named "module:Class".'
         )
     try:
         module = importlib.import_module(module_name)
@@ -133,24 +130,12 @@ def load_examples(task: Task, name: str) -> tuple[list[Example], DataReport]:
         raise DataError(f"{type(task).__name__}.load() gave {loaded!r:.80}, but must give examples")
     examples = list(loaded)
     for row, example in enumerate(examples):
-        if wrong := _wrong_example(example):
-            raise DataError(f"{type(task).__name__}.load(), example {row} (from 0): {wrong}")
+        if not isinstance(example, Example) or not isinstance(example.answer, str):
+            raise DataError(
+                f"{type(task).__name__}.load(), example {row} (from 0): it is {example!r:.80}, "
+                "which is no Example with a text as its answer"
+            )
     return examples, report or DataReport(name, rows=len(examples), kept=len(examples))
-
-
-def _wrong_example(example: object) -> str | None:
-    """Finds the reason why this cannot be an example, if there is one."""
-    if not isinstance(example, Example):
-        return f"it is {example!r:.80}, which is no Example"
-    messages = example.prompt
-    if not isinstance(messages, Sequence) or not messages:
-        return f"its prompt is {messages!r:.80}, not a tuple of messages"
-    for message in messages:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            return f'{message!r:.80} in its prompt is not {{"role": text, "content": text}}'
-    return None if isinstance(example.answer, str) else f"its answer is {example.answer!r}, no text"
 
 
 def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[Verdict]:
@@ -168,7 +153,7 @@ def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[V
 
 
 def _grade(task: Task, response: str, example: Example) -> object:
-    """The task's verdict; an exception of its own says at which response it was."""
+    """Returns the task's verdict, or notes the response on the exception of the task."""
     try:
         return task.grade(response, example)
     except Exception as error:
@@ -180,37 +165,18 @@ def _grade(task: Task, response: str, example: Example) -> object:
 
 
 def _checked(name: str, verdict: object, where: str) -> Verdict:
-    """A verdict with a plain copy of its measures, which the task `name` can no longer change."""
-    if not isinstance(verdict, Verdict):
-        raise DataError(f"{name} graded a response {verdict!r:.80}, which is no Verdict ({where})")
-    correct, prediction, status, score, measures = verdict
-    for field, holds in (
-        ("correct", isinstance(correct, bool | np.bool_)),
-        ("prediction", prediction is None or isinstance(prediction, str)),
-        ("status", isinstance(status, str)),
-        ("score", score is None or _is_number(score)),
-        ("measures", measures is None or _are_measures(measures)),
-    ):
-        if not holds:
-            value = getattr(verdict, field)
-            raise DataError(f"{name} graded a response with {field} = {value!r:.80} ({where})")
-    if measures is None:
-        return verdict
-    return verdict._replace(measures={key: float(value) for key, value in measures.items()})
-
-
-def _is_number(value: object) -> bool:
+    """Returns a verdict of plain values, with a copy of its measures; DataError for none."""
     try:
-        return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
-
-
-def _are_measures(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(name, str) and name.isidentifier() and _is_number(number)
-        for name, number in value.items()
-    )
+        correct, prediction, status, score, measures = verdict
+        score = None if score is None else float(score)
+        measures = measures and {key: float(value) for key, value in measures.items()}
+        numbers = [score or 0.0, *(measures or {}).values()]
+        fits = all(map(math.isfinite, numbers)) and all(map(str.isidentifier, measures or ()))
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        fits = False
+    if not fits or not isinstance(verdict, Verdict):
+        raise DataError(f"{name} graded a response {verdict!r:.200}, which is no Verdict ({where})")
+    return Verdict(bool(correct), prediction, status, score, measures)
 
 
 def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:

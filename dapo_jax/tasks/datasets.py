@@ -183,7 +183,7 @@ class RemainingStream(Generic[T]):
         return remaining if remaining >= max(1, self._at_least) else len(self._stream)
 
     def _remains(self, epoch: int) -> np.ndarray:
-        """What remains of an epoch, as places in its order."""
+        """Lists the places that remain of an epoch, in its order."""
         if epoch not in self._remaining:
             gone = [place for place, first in self._retired.items() if first <= epoch]
             if self.size(epoch) == len(self._stream):

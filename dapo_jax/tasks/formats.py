@@ -1,25 +1,21 @@
-"""Formats of files of rows: parquet, JSON lines, JSON and CSV, each within bounds.
+"""Formats of files of rows: parquet, JSON lines, JSON and CSV.
 
-A format reads an open file, of this machine or in a bucket; `path` is what messages call it.
-
-A file may be damaged at any byte, or be made to fill the memory: either is a DataError.
+A format reads an open file, on this machine or in a bucket; `path` is its name in messages. A
+damaged file is a DataError.
 """
 
-import codecs
 import csv
 import io
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, AnyStr, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 MAX_SHOWN_CHARS = 1000
-MAX_ROW_BYTES = 2**24  # of a line of text; the longest prompts have a few hundred thousand
-MAX_LIST_BYTES = 2**31  # of a JSON list, which is read whole
+MAX_TEXT_BYTES = 2**31  # of a file that is not parquet: one line or list may be all of it
 # What pyarrow raises for a damaged file: UnicodeDecodeError for a name, OverflowError for a date.
 PARQUET_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
 
@@ -30,20 +26,26 @@ class DataError(ValueError):
     """Data that cannot be used: the message names the file, the row and the setting to change."""
 
 
-# Each format's reader yields a row's number and a function that returns the row as a dict, or
-# raises ValueError where this one row is bad.
+# A reader yields the number of each row and a function that returns the row as a dict, or raises
+# ValueError where this one row is bad.
 Records = Iterator[tuple[int, Callable[[], dict]]]
 
 
 def _parquet(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
     try:
         file = pq.ParquetFile(opened, page_checksum_verification=True)
-        schema = file.schema_arrow
+        there = [file.schema.column(i).path for i in range(len(file.schema))]
+        columns = ", ".join(f"{column.name}: {column.type}" for column in file.schema_arrow)
     except PARQUET_ERRORS as error:
         raise DataError(
             f"{path} is not a readable parquet file: {_one_line(error)} (path, kind)."
         ) from error
-    _check_columns(path, schema, fields)
+    missing = [name for name in fields if not any(f"{at}.".startswith(f"{name}.") for at in there)]
+    if missing:
+        raise DataError(
+            f"{path} has no column {' and no column '.join(missing)}; it has {cut(columns)}. "
+            "Change prompt_field, answer_field, path or kind."
+        )
     row = 0
     for batch in _batches(path, file, fields):
         try:
@@ -56,30 +58,6 @@ def _parquet(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
             else:
                 yield row, lambda record=records[offset]: record
             row += 1
-
-
-def _check_columns(path: str, schema: pa.Schema, fields: Sequence[str]) -> None:
-    missing = [name for field in fields if (name := _missing_column(schema, field))]
-    if missing:
-        columns = cut(", ".join(f"{column.name}: {column.type}" for column in schema))
-        raise DataError(
-            f"{path} has no column {' and no column '.join(missing)}; it has {columns}. Change "
-            "prompt_field, answer_field, path or kind."
-        )
-
-
-def _missing_column(schema: pa.Schema, field: str) -> str | None:
-    """Returns the first part of a dotted field that the schema lacks; None where it has all."""
-    if field in schema.names:
-        return None
-    columns, found = {column.name: column.type for column in schema}, []
-    for part in field.split("."):
-        found.append(part)
-        if part not in columns:
-            return ".".join(found)
-        inside = columns[part]
-        columns = {c.name: c.type for c in inside} if pa.types.is_struct(inside) else {}
-    return None
 
 
 def _batches(path: str, file: pq.ParquetFile, fields: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -115,40 +93,31 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-def _lines(path: str, file: IO[AnyStr]) -> Iterator[AnyStr]:
-    """Reads lines of at most MAX_ROW_BYTES: a file without line breaks would fill the memory."""
-    for number in itertools.count(1):
-        line = file.readline(MAX_ROW_BYTES)
-        if not line:
-            return
-        if len(line) == MAX_ROW_BYTES:
-            raise DataError(f"{path}, line {number} is longer than {MAX_ROW_BYTES:,} (path, kind).")
-        yield line
+def _check_size(path: str, opened: BinaryIO) -> None:
+    size = opened.seek(0, os.SEEK_END)
+    opened.seek(0)
+    if size > MAX_TEXT_BYTES:
+        raise DataError(
+            f"{path} has {size:,} bytes, more than the {MAX_TEXT_BYTES:,} that are read as text: "
+            "write it as parquet (path, kind)."
+        )
 
 
 def _json_lines(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
-    for line_number, line in enumerate(_lines(path, opened), start=1):
-        if line_number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
+    _check_size(path, opened)
+    for line_number, line in enumerate(opened, start=1):
         if line.strip():
             yield line_number, lambda line=line: typed(_parsed(line), dict, "the line")
 
 
 def _json(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
-    """Reads a list of objects, or, since files of that name often are, JSON lines."""
-    size = opened.seek(0, os.SEEK_END)
-    opened.seek(0)
-    if size > MAX_LIST_BYTES:
-        raise DataError(
-            f"{path} has {size:,} bytes, more than the {MAX_LIST_BYTES:,} that are read at once: "
-            "write it as JSON lines (kind=jsonl)."
-        )
+    """Reads a list of objects or, since files of that name often are, JSON lines."""
+    _check_size(path, opened)
     try:
-        records = _parsed(opened.read().removeprefix(codecs.BOM_UTF8))
+        records = _parsed(opened.read())
     except ValueError:
         records = None
     if not isinstance(records, list):
-        opened.seek(0)
         yield from enumerate(record_of for _, record_of in _json_lines(path, opened, fields))
         return
     for row, record in enumerate(records):
@@ -156,9 +125,10 @@ def _json(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
 
 
 def _csv(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
+    _check_size(path, opened)
     text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
     try:
-        for row, record in enumerate(csv.DictReader(_lines(path, text), strict=True)):
+        for row, record in enumerate(csv.DictReader(text, strict=True)):
             yield row, lambda record=record: record
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
@@ -171,7 +141,7 @@ FORMATS = {"parquet": _parquet, "jsonl": _json_lines, "json": _json, "csv": _csv
 
 def _parsed(text: bytes) -> object:
     try:
-        return json.loads(text.decode("utf-8"))
+        return json.loads(text.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ValueError(f"invalid JSON ({error})") from error
     except RecursionError as error:

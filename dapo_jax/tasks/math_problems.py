@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from dapo_jax.tasks import readers, symbolic
+from dapo_jax.tasks import readers, symbolic_rules
 from dapo_jax.tasks.math_rules import grade_box, grade_dapo, grade_strict, pairs, refuse
 from dapo_jax.tasks.readers import DataReport
 from dapo_jax.types import Example, Verdict
@@ -51,7 +51,7 @@ def verify_many(
             "(config key `verifier.rules`)"
         )
     if rules == "math_verify":
-        return symbolic.default_verifier().verify_many(responses, ground_truths)
+        return symbolic_rules.default_verifier().verify_many(responses, ground_truths)
     return [
         refuse(response, truth) or _GRADERS[rules](response, truth)
         for response, truth in pairs(responses, ground_truths)
@@ -78,7 +78,7 @@ def _matches_itself(truth: str, rules: str) -> bool:
         return False  # a zero-width space equals itself, but nobody means it
     line, box = f"Answer: {truth}", rf"\boxed{{{truth}}}"
     if rules == "math_verify":
-        verdicts = [symbolic.decide_locally(response, truth) for response in (line, box)]
+        verdicts = [symbolic_rules.decide_locally(response, truth) for response in (line, box)]
         return any(isinstance(it, Verdict) and it.correct for it in verdicts)
     return verify(box if rules == "strict_box" else line, truth, rules=rules).correct
 

@@ -1,15 +1,20 @@
 r"""Reads and compares answers by the rules "math_verify"; the library has the last word only.
 
-`decide` settles all that needs no algebra: equal texts, numbers, what is no formula, what is too
-large. `grade_symbolic` asks the library about the rest, in a process that may be killed
-(`symbolic.py`): whole formulas only, and the numbers in a chain of "=" must equal its last side.
+`decide` settles all that needs no algebra: equal texts, numbers, texts that are no formula, and
+formulas that are too large. `grade_symbolic` asks the library about the rest, in a process with
+limits (`isolated`): whole formulas only, and the numbers in a chain of "=" must equal its last
+side.
 """
 
 import functools
+import importlib.util
 import itertools
+import json
 import re
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from dapo_jax.tasks import isolated
 from dapo_jax.tasks.math_rules import (
     DOUBT,
     EQUALS,
@@ -20,7 +25,9 @@ from dapo_jax.tasks.math_rules import (
     exact_number,
     is_name,
     last_answer,
+    pairs,
     read_answer,
+    refuse,
     retracts,
 )
 from dapo_jax.tasks.units import TEXT, TEXT_GROUP
@@ -41,13 +48,18 @@ _BETWEEN_BOXES = re.compile(
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
 _DENIED = re.compile(r"(?i)(?:\b(?:not|never|cannot|doubt|maybe)|n['\u2019]t)\b[^,.;\n]{0,20}$")
+# The box is a part of a formula, or what the answer is not.
+_OF_MORE = re.compile(
+    r"(?:\\neq? ?|≠ ?|\\(?:cdot|times) ?|\\(?:sqrt|[dt]?frac)\{|\}\{|[\d/^]|(?<!-)-)$"
+)
+_GOES_ON = re.compile(r"\^(?!\{?\\circ)| ?\\(?:cdot|times)(?![a-z])")
 _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
     r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:*]*)"
 )
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
 _PHRASE = re.compile(
-    rf"(?i)(?:(?:^|[.!?:\n])\W*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
+    rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
     r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
     r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
 )
@@ -57,32 +69,24 @@ _CLAIM = re.compile(
     r"|costs?|paid|earned|travels at))\s+(?P<number>[$\\-]*\d[\d,]*)\$?(?P<noun>(?: [a-z-]+)*?)"
     r"(?: in total)?|(?:\b(?:is|are|equals)\b(?!.*: ?\$):?|:(?= ?\$)) *(?P<value>.+?))(?=\.\s|\.?$)"
 )
-# A last sentence "$x > 5$ is the solution." or "Therefore there are 12 ways."
-_CONCLUSION = re.compile(
-    rf"(?i)(?:^|[.!?\n])\s*(?:{_LEAD_IN}*(\$[^$\n]+\$|\\\([^\n]+?\\\))\s+is\s+{_THE_ANSWER}"
-    rf"|{_LEAD_IN}+((?:[^.!?\n]|\.(?=\S))+))\.?\s*(?:I hope it is correct.*)?$"
-)
 
 
 def find_answer(response: str) -> tuple[str | None, str]:
     r"""Finds the answer and the text that follows it; None where there is none.
 
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
-    by "," or "and", or what a later sentence "The answer is ..." says; without any what the last
-    sentence concludes, or a response that is one line of formula and nothing else.
+    by "," or "and", or the value of a sentence "The answer is ..." after the box.
     """
     answer, rest = last_answer(response)
     if answer is not None:
         return answer, rest
     tail = response[-SYMBOLIC_TAIL_CHARS:]
-    boxes, phrases = _boxes(tail), list(_PHRASE.finditer(tail))
-    if phrases and not (boxes and phrases[-1].start() < boxes[-1][2]):
-        return phrases[-1][1], tail[phrases[-1].end() :]
-    if boxes:
-        return _last_boxes(tail, boxes)
-    if concludes := _CONCLUSION.search(tail):
-        response, _ = _claimed(next(filter(None, concludes.groups())))
-    return (response if _is_formula(response) else None), ""
+    if not (boxes := _boxes(tail)):
+        return None, ""
+    *_, phrase = [None, *_PHRASE.finditer(tail)]
+    if phrase and phrase.start() > boxes[-1][2]:
+        return phrase[1], tail[phrase.end() :]
+    return _last_boxes(tail, boxes)
 
 
 def _claimed(sentence: str) -> tuple[str, str]:
@@ -93,17 +97,6 @@ def _claimed(sentence: str) -> tuple[str, str]:
         return sentence, ""
     value = claim["value"] or rf"{claim['number']}\text{{{claim['noun']}}}"
     return value, words[claim.end() :]
-
-
-def _is_formula(response: str) -> bool:
-    """Tells whether a whole response is one line without words, but for a unit after a number."""
-    text = response.strip()
-    return (
-        0 < len(text) <= MAX_FORMULA_CHARS
-        and "\n" not in text
-        and text.count("$") + text.count(r"\(") <= 4
-        and _words(read_answer(text).form) <= {text.strip("$").lower()}
-    )
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
@@ -122,7 +115,8 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
     joined = [boxes.pop()]
     while boxes and _BETWEEN_BOXES.fullmatch(text[boxes[-1][2] + 1 : joined[0][0]]):
         joined.insert(0, boxes.pop())
-    if _DENIED.search(text[max(0, joined[0][0] - 60) : joined[0][0]].rstrip("$ ")):
+    before = text[max(0, joined[0][0] - 60) : joined[0][0]]
+    if _DENIED.search(before.rstrip("$ ")) or _OF_MORE.search(before) or _GOES_ON.match(rest):
         return None, rest
     return ", ".join(text[start:end] for _, start, end in joined), rest
 
@@ -284,11 +278,77 @@ def too_large(form: str) -> bool:
     )
 
 
-# What the library decides, in a process of its own.
+# What the library decides, in processes with limits.
+
+
+class SymbolicVerifier(isolated.Pool):
+    """Grades by the rules "math_verify", the algebra in workers.
+
+    Raises ImportError without math-verify, and what `isolated.Pool` raises.
+    """
+
+    def __init__(self, num_workers: int, cpu_seconds: float = isolated.CPU_SECONDS) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError('the rules "math_verify" need the package math-verify')
+        super().__init__(
+            f"{__name__}:algebra",
+            name="math_verify",
+            num_workers=num_workers,
+            cpu_seconds=cpu_seconds,
+        )
+
+    def verify(self, response: str, ground_truth: str) -> Verdict:
+        """Grades one pair, as `verify_many` does."""
+        return self.verify_many([response], [ground_truth])[0]
+
+    def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
+        """Grades pairs, in order; raises ValueError where the lengths differ."""
+        self.check_open()
+        decided = [
+            refuse(response, truth) or decide_locally(response, truth)
+            for response, truth in pairs(responses, ground_truths)
+        ]
+        requests = {it: json.dumps(it).encode() for it in decided if not isinstance(it, Verdict)}
+        replies = self.ask(requests.values())
+        return [
+            it if isinstance(it, Verdict) else verdict_of(replies[requests[it]], it[0])
+            for it in decided
+        ]
+
+
+def verdict_of(reply: isolated.Reply, answer: str) -> Verdict:
+    """Reads a worker's verdict on an answer; one without an answer to it is wrong."""
+    if reply.status == "done":
+        return Verdict(*json.loads(reply.answer))
+    return Verdict(False, answer, reply.status)
+
+
+def decide_locally(response: str, truth: str) -> Verdict | tuple[str, str]:
+    """Returns the verdict on a response where no worker is needed, else the two formulas."""
+    answer, rest = find_answer(response)
+    return decide(answer, truth, rest)
+
+
+@functools.cache
+def default_verifier() -> SymbolicVerifier:
+    """Starts the pool that this process shares, one worker a core, at the first call."""
+    return SymbolicVerifier(isolated.one_a_core())
+
+
+def algebra() -> Callable[[bytes], Callable[[], bytes]]:
+    """Warms up a worker: after it a formula costs 0.01 s, before it 0.4 s."""
+    for answer, truth in _WARM_UP:
+        grade_symbolic(answer, truth)
+
+    def prepare(request: bytes) -> Callable[[], bytes]:
+        answer, truth = json.loads(request)
+        return lambda: json.dumps(grade_symbolic(answer, truth)).encode()
+
+    return prepare
 
 
 def grade_symbolic(answer: str, truth: str) -> Verdict:
-    """Grades a formula by the library: only inside a worker, because it may take forever."""
+    """Grades a formula by the library, which may take forever: only inside a worker."""
     import math_verify
 
     sides = EQUALS.split(answer) if not EQUALS.search(truth) else [answer]
@@ -298,8 +358,8 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
         return Verdict(False, answer, "unreadable_answer")
     if not gold:
         return Verdict(False, answer, "unreadable_ground_truth")
-    pairs = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
-    correct = all(math_verify.verify(*pair, timeout_seconds=None) for pair in pairs)
+    equal = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
+    correct = all(math_verify.verify(*pair, timeout_seconds=None) for pair in equal)
     return Verdict(correct, answer, "correct" if correct else "wrong")
 
 
@@ -319,9 +379,8 @@ def _read(formula: str) -> list:
     )
 
 
-# Kinds of formulas that the library reads and compares once before it is forked, so that its
-# parser's tables are filled: a first formula costs 0.4 s, a later one 0.01 s.
-WARM_UP = (
+# Kinds of formulas that fill the tables of the library's parser.
+_WARM_UP = (
     ("(x+1)^2", "x^2+2x+1"),
     (r"\sqrt{12}", r"2\sqrt{3}"),
     (r"\frac{\pi}{4}", r"\pi/4"),

@@ -187,6 +187,9 @@ class HuggingFaceTokenizer:
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
         self._template = _chat_template(folder, config) if chat == "template" else None
         self._template_tokens = special
+        # LlamaTokenizer's library adds it by this setting, whatever tokenizer.json says.
+        begin = special.get("bos_token", "") if config.get("add_bos_token") is True else ""
+        self._begin_ids = [id] if (id := self._tokenizer.token_to_id(begin)) is not None else []
 
     def _text_of(self, id: int) -> str | None:
         with _of_library(self._file, f"has no token {id}"):
@@ -204,7 +207,8 @@ class HuggingFaceTokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if self._template is None:
             with _of_library(self._file, "cannot encode a text"):
-                return self._tokenizer.encode(plain_text(messages)).ids
+                ids = self._tokenizer.encode(plain_text(messages)).ids
+            return ids if ids[:1] == self._begin_ids else self._begin_ids + ids
         shielded = [
             {key: self._shield(value) for key, value in message.items()} for message in messages
         ]

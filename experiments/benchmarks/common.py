@@ -1,4 +1,4 @@
-"""What the benchmarks share: the peers' model sizes with random weights, an engine, a table."""
+"""The shared part of the benchmarks: the peers' model sizes, an engine, a table."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""What drafts save: decode steps and seconds of a recipe's rollout, with and without them.
+"""The savings of drafts: decode steps and seconds of a recipe's rollout, with and without them.
 
     python -m experiments.benchmarks.drafts --config=configs/tiny.py --groups=40
 

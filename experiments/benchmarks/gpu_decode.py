@@ -61,7 +61,7 @@ def rates() -> tuple[float, float]:
 
 
 def read_bytes(preset: str, slots: int, context: int) -> int:
-    """What a step has to read: all weights but the embedding's, and the live keys and values."""
+    """The bytes that a step has to read: the weights without the embedding's, live keys, values."""
     config = PRESETS[preset]
     abstract, _ = common.engine_params(config, one_device(), jnp.bfloat16)
     del abstract["embed_VD"]  # the head is an array of its own

@@ -67,7 +67,7 @@ def forget_peak():
 
 
 def mib(array) -> float:
-    """What this process holds of an array."""
+    """MiB that this process holds of an array."""
     return sum(shard.data.nbytes for shard in array.addressable_shards) / MIB
 
 

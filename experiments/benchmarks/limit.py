@@ -1,4 +1,4 @@
-"""How far a decode step is from what this machine's memory and arithmetic allow.
+"""The distance of a decode step from what this machine's memory and arithmetic allow.
 
     python -m experiments.benchmarks.limit
 

@@ -1,6 +1,6 @@
 """Carry-over: what tokens of earlier policies do to learning, and what they save in decoding."""
 
-from dapo_jax.report.quantities import Quantity, final_score, last, mean
+from dapo_jax.report.compare import Quantity, final_score, last, mean
 from experiments.study import CLIPPED, Claim, Study
 
 ROAD = final_score("road", "mean@4")

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.quantities import Quantity, final_score, finished_steps, last, mean
+from dapo_jax.report.compare import Quantity, final_score, last, mean
 from dapo_jax.report.runs import column
 from experiments.study import CLIPPED, Claim, Study, Trend
 
@@ -25,7 +25,7 @@ def half_reached(run) -> float:
 def steps_until_half(run) -> float:
     """The steps until then; all of the run's if they never do."""
     half = half_reached(run)
-    return float(finished_steps(run)) if math.isnan(half) else half
+    return float(run.finished_steps) if math.isnan(half) else half
 
 
 def tokens_until_half(run) -> float:

@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dapo_jax.tasks.symbolic import ANSWER_MEMORY_BYTES, PATIENCE, SymbolicVerifier
+from dapo_jax.tasks.isolated import MEMORY_BYTES as ANSWER_MEMORY_BYTES
+from dapo_jax.tasks.isolated import PATIENCE
+from dapo_jax.tasks.symbolic_rules import SymbolicVerifier
 from dapo_jax.verifier import STATUSES, Verdict, verify
 from experiments.faults.parts import Outcome, Part
 

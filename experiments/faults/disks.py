@@ -263,7 +263,7 @@ class Runs:
     def outcome(
         self, fault: str, workdir, process, *, words: str, mend: Callable[[], object]
     ) -> Outcome:
-        """What a run said that was to end, and what the same command gives after `mend`."""
+        """Returns what a run said that was to end, and what the same command gives after `mend`."""
         output, _ = process.communicate()
         lines = [line for line in output.splitlines() if line.startswith("error: ")]
         clean = "Traceback" not in output and "Exception ignored" not in output

@@ -60,7 +60,7 @@ SCORES = (1e300, np.inf, np.nan, 2e38)  # the first is infinite in float32
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a run ended: its status, all that it printed, its last row."""
+    """The end of a run: its status, all that it printed, its last row."""
 
     status: int
     text: str
@@ -68,7 +68,7 @@ class Ended:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it went on to its end, with right answers and without an alarm."""
+        """True if it went on to its end, with right answers and without an alarm."""
         return self.status == 0 and self.row["accuracy/mean"] > 0 and not self.row.get("alarms")
 
 

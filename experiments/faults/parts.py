@@ -1,4 +1,4 @@
-"""What a part of the fault test is: one kind of fault, injected many times."""
+"""A part of the fault test: one kind of fault, injected many times."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to c
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one injected fault.
+    """The outcome of one injected fault.
 
     fault: what was injected, in a few words. survived: whether the result is bitwise that of an
     undisturbed run, or the program stopped before it computed or saved anything wrong, with all

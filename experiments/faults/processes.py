@@ -164,7 +164,7 @@ def wrong_end(case: Case, folder: pathlib.Path) -> list[str]:
 
 
 def is_said(case: Case, outputs: list[str]) -> bool | None:
-    """Whether every process that could speak says the fault, once, and without a traceback."""
+    """True if every process that could speak says the fault, once, and without a traceback."""
     if case.what == "terminal closed":
         return None  # to whom?
     name = case.what.split()[0]

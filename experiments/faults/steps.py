@@ -1,4 +1,4 @@
-"""What faults/processes.py runs in each process: steps of a small state, saved by Snapshots.
+"""The program of each process of faults/processes.py: steps of a small state, saved by Snapshots.
 
     python -m experiments.faults.steps FOLDER PHASE
 

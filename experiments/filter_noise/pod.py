@@ -1,9 +1,10 @@
-"""What sampling more groups would cost on a pod: the 32B recipe's step at several numbers of them.
+"""The cost of sampling more groups on a pod: the 32B recipe's step at several numbers of them.
 
     python -m experiments.filter_noise.pod     # 6 minutes; `make preflight` installs the compiler
 
-Compiles the recipe for v5p:8x8x4 and simulates its rollouts (dapo_jax.preflight) with as many
-groups as a step trains on, and up to 24 times as many. Writes pod.json, which study.py reads.
+Compiles the recipe for v5p:8x8x4 and simulates its rollouts (experiments/preflight/estimate) with
+as many groups as a step trains on, and up to 24 times as many. Writes pod.json, which study.py
+reads.
 """
 
 import dataclasses
@@ -16,12 +17,13 @@ import numpy as np
 from absl import app
 
 from configs import qwen2_5_32b
-from dapo_jax.preflight import simulate
 from dapo_jax.preflight.chips import chip_of
 from dapo_jax.preflight.compile import compiled_programs, topology_devices, without_weights
 from dapo_jax.report.runs import Run, column
 from dapo_jax.run import build
 from dapo_jax.run.files import atomic_file
+from experiments.preflight.estimate import simulate
+from experiments.preflight.estimate.hlo_cost import program_cost
 
 FILE = pathlib.Path(__file__).with_name("pod.json")
 TOPOLOGY = "v5p:8x8x4"
@@ -52,7 +54,7 @@ def committed() -> Pod:
 
 
 def pod_hours(run: Run, *, end: int, cancelled: float) -> np.ndarray:
-    """What the pod would have taken up to the end of each step, for the groups that it sampled.
+    """The pod's time up to the end of each step, for the groups that it sampled.
 
     end: 0 for the estimate's fast end, 1 for its slow one. cancelled: the share of a group's cost
     that one that was begun and cancelled has. Raises ValueError for a step with more groups than
@@ -71,7 +73,8 @@ def main(_):
     config = without_weights(qwen2_5_32b.get_config())
     devices = topology_devices(TOPOLOGY, slices=1)
     built = build.programs(config, build.model_sizes(config).vocab_size, devices=devices)
-    programs = compiled_programs(built, say=print)
+    compiled = compiled_programs(built, say=print)
+    programs = {name: program_cost(program.text) for name, program in compiled.items()}
     where = simulate.Slice.of(built.mesh, chip_of(TOPOLOGY))
     steps = [
         [

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.quantities import Quantity, last
+from dapo_jax.report.compare import Quantity, last
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.filter_noise.pod import pod_hours

@@ -1,6 +1,6 @@
 """Dynamic sampling: what length penalties teach where half of the problems are out of reach."""
 
-from dapo_jax.report.quantities import final_score, last
+from dapo_jax.report.compare import final_score, last
 from experiments.study import Claim, Study
 
 LONG = final_score("long", "mean@8")

@@ -68,12 +68,12 @@ class Samples:
 
     @property
     def correct_N(self) -> np.ndarray:
-        """Whether each counts as right, given MAX_TOKENS."""
+        """True for each that counts as right, given MAX_TOKENS."""
         return np.concatenate([group.correct_G for group in self.groups])
 
     @property
     def solved_N(self) -> np.ndarray:
-        """Whether the answer is right, whatever the luck on a poor road."""
+        """True if the answer is right, whatever the luck on a poor road."""
         verdicts = [response.verdict for response in self.responses]
         return np.array([v.correct or v.status == "unlucky" for v in verdicts])
 

@@ -1,6 +1,6 @@
 """Overlong responses: punished, masked, or punished softly, where the long solutions are sound."""
 
-from dapo_jax.report.quantities import final_score, last
+from dapo_jax.report.compare import final_score, last
 from experiments.study import Claim, Study
 
 LONG = final_score("long", "mean@8")

@@ -1,4 +1,4 @@
-"""What becomes of the solutions' texts: operations, checks, loops and cuts in held-out responses.
+"""Changes in the solutions' texts: operations, checks, loops and cuts in held-out responses.
 
     python -m experiments.overlong.texts --workdir=DIR
     python -m experiments.overlong.texts
@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report.quantities import Quantity
-from dapo_jax.report.summary import Comparison, interval_text, spread_text, table
+from dapo_jax.report.compare import Comparison, Quantity, interval_text, spread_text, table
 from experiments.forks_base.task import loop_lines
 from experiments.overlong.study import STUDY
 from experiments.study import look_into
@@ -60,12 +59,12 @@ def percent(values: Iterable[bool]) -> float:
 
 
 def loops(response: dict) -> bool:
-    """Whether it goes over a line again and again."""
+    """True if it goes over a line again and again."""
     return bool(loop_lines(response["response"]))
 
 
 def works_all(response: dict) -> bool:
-    """Whether each operation of the question is worked, and no other: its operands are distinct."""
+    """True if each operation of the question is worked, and no other: its operands are distinct."""
     (question,) = re.findall(r"What is \d+(.*)\?", response["prompt"])
     lines = [line.partition("=") for line in response["response"].split("\n")]
     worked = {

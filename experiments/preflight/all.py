@@ -2,9 +2,9 @@
 
     python -m experiments.preflight.all [--only=7b] [--folder=runs/preflight]
 
-One case after the other, each by `python -m dapo_jax.preflight`; results of earlier runs are taken
-from the folder, where each leaves its JSON, its PNG and its output. Exit status 1 if one does not
-fit.
+The cases run one after the other, each by `python -m experiments.preflight.estimate`. Each leaves
+its JSON, its PNG and its output in the folder; results of earlier runs are taken from there. Exit
+status 1 if one does not fit.
 """
 
 import json
@@ -14,8 +14,8 @@ import sys
 
 from absl import app, flags
 
-from dapo_jax.preflight import render
 from experiments.benchmarks import common
+from experiments.preflight.estimate import render
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "Cases with this in their names.")
@@ -42,17 +42,18 @@ CASES = (
 
 
 def name_of(recipe: str, topology: str, slices: int) -> str:
-    """A case's name, which its files have."""
+    """Returns a case's name, which its files have."""
     return f"{recipe}_{topology.replace(':', '_')}" + (f"_{slices}_slices" if slices > 1 else "")
 
 
 def examine(folder: pathlib.Path, recipe: str, topology: str, slices: int, settings) -> dict | None:
-    """The JSON of a case; None where it does not fit or does not compile."""
+    """Returns the JSON of a case; None where it does not fit or does not compile."""
     name = name_of(recipe, topology, slices)
     result = folder / f"{name}.json"
     if not result.exists():
         command = [
-            *(sys.executable, "-m", "dapo_jax.preflight", f"--config=configs/{recipe}.py"),
+            *(sys.executable, "-m", "experiments.preflight.estimate"),
+            f"--config=configs/{recipe}.py",
             *(f"--topology={topology}", f"--slices={slices}", f"--json={result}"),
             f"--png={folder / name}.png",
             *(f"--config.{key}={value}" for key, value in settings.items()),
@@ -63,7 +64,7 @@ def examine(folder: pathlib.Path, recipe: str, topology: str, slices: int, setti
 
 
 def row(recipe: str, topology: str, slices: int, settings, found: dict | None) -> list[str]:
-    """A line of the table."""
+    """Returns a line of the table."""
     where = topology + (f" x {slices}" if slices > 1 else "")
     changed = ", ".join(f"{key} {value}" for key, value in settings.items())
     return [recipe, where, changed, *render.table_row(found)]

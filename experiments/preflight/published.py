@@ -1,9 +1,9 @@
-"""Does the estimate hold what others measured? Decoding and training steps of dense models on TPUs.
+"""Compares the estimate with published seconds: decoding and training of dense models on TPUs.
 
     python -m experiments.preflight.published [--only=decode]     # needs `make preflight` once
 
 Our programs for the published sizes are compiled for the published slice, and estimated with the
-assumptions of dapo_jax.preflight.simulate. The measured programs are others': MaxText's training
+assumptions of estimate/simulate.py. The measured programs are others': MaxText's training
 and the decoders of SGLang-JAX, Levanter and PyTorch/XLA, so agreement is no more than that the
 range is of the right size. Prints a table of estimated and measured seconds a step.
 
@@ -28,13 +28,14 @@ import numpy as np
 from absl import app, flags
 
 from configs import base
-from dapo_jax.preflight import simulate
 from dapo_jax.preflight.chips import chip_of
 from dapo_jax.preflight.compile import compiled, topology_devices
 from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import Engine, token_bytes
 from experiments.benchmarks import common
+from experiments.preflight.estimate import simulate
+from experiments.preflight.estimate.hlo_cost import program_cost
 from models.families import register
 from models.parameters import ModelConfig
 from models.transformer import Layer
@@ -147,7 +148,8 @@ def decode_seconds(point: Decode) -> list[float]:
     ids = types.SimpleNamespace(stop_ids=(0,), pad_id=0, vocab_size=sizes.vocab_size)
     with jax.set_mesh(built.mesh):
         lowered = engine.lower(build.sampling(config, ids))
-    decode = compiled("decode", next(low for key, low in lowered.items() if key[0] == "decode"))
+    decode = next(low for key, low in lowered.items() if key[0] == "decode")
+    decode = program_cost(compiled("decode", decode).text)
     read = token_bytes(sizes, bytes_per_value=2, model_ways=point.ways)
     live = point.sequences * point.context * read / where.chip.hbm_rate
     slots = point.sequences * sum(times for _, times in decode.turn.kernels)
@@ -169,7 +171,7 @@ def train_seconds(point: Train) -> list[float]:
     config.rollout.group_size = config.learner.micro_batch_rows
     built, where = programs_of(point, config)
     with jax.set_mesh(built.mesh):
-        update = {"update": compiled("update", built.lower_update())}
+        update = {"update": program_cost(compiled("update", built.lower_update()).text)}
     whole_1BT = np.ones((1, config.learner.micro_batch_rows, point.tokens), np.int32)
     return [simulate.Simulator(built, update, where, a).update(whole_1BT) for a in simulate.ENDS]
 

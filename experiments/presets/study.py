@@ -1,7 +1,7 @@
 """The losses of other papers beside DAPO's, as presets of one recipe on the mixture."""
 
 from configs.base import LOSS_PRESETS
-from dapo_jax.report.quantities import Quantity, final_score, last, mean, tokens_of
+from dapo_jax.report.compare import Quantity, final_score, last, mean, tokens_of
 from experiments.study import CLIPPED, Claim, Study
 
 ACCURACY = last("accuracy, %", "accuracy/mean", scale=100)

@@ -20,8 +20,7 @@ from flax import nnx
 
 from configs import forks
 from dapo_jax import convert
-from dapo_jax.report.quantities import Quantity
-from dapo_jax.report.summary import Comparison, interval_text, spread_text, table
+from dapo_jax.report.compare import Comparison, Quantity, interval_text, spread_text, table
 from dapo_jax.run import build
 from dapo_jax.sweep.plan import Plan
 from experiments.forks_base.properties import fork_places

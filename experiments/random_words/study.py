@@ -1,6 +1,6 @@
 """Random rewards of the first words alone: the upper clip where words are equal, and unequal."""
 
-from dapo_jax.report.quantities import last
+from dapo_jax.report.compare import last
 from experiments.study import CLIPPED, Claim, Study, Trend
 
 ENTROPY = last("entropy, nats, last 10 steps", "entropy", form="{:.3f}")

@@ -1,6 +1,6 @@
 """Six ways in which a run goes wrong, beside one that does not: a seed each."""
 
-from dapo_jax.report.quantities import final_score, last, mean
+from dapo_jax.report.compare import final_score, last, mean
 from experiments.study import Study
 
 TASKS = "data.train.task=experiments.reading_a_run.task"

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from configs.base import TABLE_1
-from dapo_jax.report.quantities import Quantity, final_score, last, mean
+from dapo_jax.report.compare import Quantity, final_score, last, mean
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.eps_high.study import HALF

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dapo_jax.report import statistics
-from dapo_jax.report.quantities import Quantity, last
+from dapo_jax.report.compare import Quantity, last
 from dapo_jax.report.runs import column
 from experiments.forks_base.task import LOOP_LINE_TOKENS
 from experiments.study import Claim, Study

@@ -1,8 +1,8 @@
 """Reads the text of an optimised, partitioned HLO program into instructions and device groups.
 
-Only what `hlo_cost` counts is read: names, opcodes, shapes with their memory space, operands, and
-the attributes that say how a loop, a convolution or a collective runs. The forms are those that
-the TPU's and the CPU's compilers print.
+The parts that `hlo_cost` counts are read: names, opcodes, shapes with their memory space, operands,
+and the attributes of loops, convolutions and collectives. The forms are those that the TPU's and
+the CPU's compilers print.
 """
 
 import collections
@@ -91,7 +91,7 @@ class Instruction(NamedTuple):
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs, where the compiler has printed it."""
+        """The turns of a loop, where the compiler has printed them."""
         printed = TRIP_COUNT.search(self.attributes)
         return int(printed[1]) if printed else None
 
@@ -161,7 +161,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads what `compiled.as_text()` prints."""
+    """Reads the text of `compiled.as_text()`."""
     computations, entry, name = {}, "", ""
     for line in whole_lines(text):
         if header := COMPUTATION.match(line):
@@ -176,7 +176,7 @@ def parse(text: str) -> Program:
 
 
 def whole_lines(text: str) -> Iterator[str]:
-    """Lines of the text; one that is broken inside an attribute is joined again."""
+    """Yields the lines of the text; one that is broken inside an attribute is joined again."""
     whole = ""
     for line in text.split("\n"):
         if line.startswith(('"', "}}")):
@@ -204,7 +204,7 @@ def parse_instruction(name: str, text: str) -> Instruction:
 
 
 def closing_bracket(text: str, start: int) -> int:
-    """The place behind the bracket that closes the one at `start`. ValueError where none does."""
+    """Returns the place behind the partner of the bracket at `start`. ValueError without one."""
     depth = 0
     for found in re.finditer(r"[()]", text[start:]):
         depth += 1 if found[0] == "(" else -1
@@ -222,12 +222,12 @@ def parse_array(kind: str, dims: str, layout: str) -> Array:
 
 
 def integers(text: str | None) -> list[int]:
-    """Numbers between commas; [] of nothing."""
+    """Reads numbers between commas; [] of nothing."""
     return [int(number) for number in text.split(",")] if text else []
 
 
 def slice_exchange(attributes: str) -> tuple[str, int] | None:
-    """(kind, group size) of a send that is a collective between slices; None of any other."""
+    """Returns (kind, group size) of a send that is a collective between slices, else None."""
     found = MEGASCALE.search(attributes)
     if not found:
         return None
@@ -237,7 +237,7 @@ def slice_exchange(attributes: str) -> tuple[str, int] | None:
 
 
 def device_groups(attributes: str, partitions: int) -> tuple[tuple[int, ...], ...]:
-    """The devices that exchange with each other in a collective, group by group.
+    """Returns the devices that exchange with each other in a collective, group by group.
 
     They are printed as a list of groups or of pairs, in the iota form, or by the mesh's axes.
     """
@@ -255,12 +255,12 @@ def device_groups(attributes: str, partitions: int) -> tuple[tuple[int, ...], ..
 
 
 def transposed_iota(dims: list[int], order: list[int]) -> np.ndarray:
-    """0, 1, ... in an array of these dimensions, transposed."""
+    """Returns 0, 1, ... in an array of these dimensions, transposed."""
     return np.arange(math.prod(dims)).reshape(dims).transpose(order or None)
 
 
 def mesh_groups(mesh: re.Match) -> list[list[int]]:
-    """Groups of mesh['data'=4,'model'=4] {'model'}; 'data':(1)2 is a part of 4 = 1 * 2 * 2."""
+    """Returns the groups of mesh['data'=4,'model'=4] {'model'}; 'data':(1)2 is a part of 4."""
     sizes = {axis: int(size) for axis, size in MESH_AXIS.findall(mesh[1])}
     devices = np.arange(math.prod(sizes.values()))
     if mesh[2]:
@@ -289,7 +289,7 @@ def mesh_groups(mesh: re.Match) -> list[list[int]]:
 
 
 def connected(pairs: list[list[int]]) -> list[list[int]]:
-    """The devices that a permute's (source, target) pairs connect, as groups."""
+    """Returns the groups of devices that a permute's (source, target) pairs connect."""
     group_of: dict[int, set[int]] = {}
     for source, target in pairs:
         joined = group_of.get(source, {source}) | group_of.get(target, {target})

@@ -1,9 +1,9 @@
 """Estimates the seconds of one RL step as a range, from the costs of programs and response lengths.
 
-A program's core takes the cycles that the TPU's compiler estimates; what it does not estimate is
-added: exchanges between devices, reads of keys and values, attention's kernel in the learner. How
-fast these go is assumed, as a range: `FAST` and `SLOW`. The assumptions were fixed by published
-measurements (experiments/preflight/published.py) and are not changed when the programs are.
+A program's core takes the cycles that the TPU's compiler estimates. The rest is added: exchanges
+between devices, reads of keys and values, attention's kernel in the learner. Their rates are
+assumed, as a range: `FAST` and `SLOW`. The assumptions were fixed by published measurements
+(experiments/preflight/published.py), and stay when the programs change.
 """
 
 import dataclasses
@@ -15,16 +15,15 @@ import jax
 import numpy as np
 
 from configs.base import eval_settings
-from dapo_jax.preflight.attention import attention_seconds, micro_batches
-from dapo_jax.preflight.chips import Chip, ring_rates
-from dapo_jax.preflight.compile import Program, decode_name, mean_prompt
-from dapo_jax.preflight.hlo_cost import Collective, Cost
-from dapo_jax.preflight.rollouts import Rollout, response_lengths, simulate_rollout
+from dapo_jax.preflight.chips import CUBE, Chip
+from dapo_jax.preflight.compile import decode_name, mean_prompt
+from dapo_jax.preflight.examine import parameter_count
 from dapo_jax.run import build
 from dapo_jax.sampler.engine import COPIES, token_bytes
 from dapo_jax.sampler.sampling import truncated_sizes
-from models.parameters import ModelConfig
-from models.transformer import abstract_params
+from experiments.preflight.estimate.attention import attention_seconds, micro_batches
+from experiments.preflight.estimate.hlo_cost import Collective, Cost, ProgramCost
+from experiments.preflight.estimate.rollouts import Rollout, response_lengths, simulate_rollout
 from sharding import rules
 
 PROBLEMS_A_SET = 30  # of an evaluation set, as AIME 2024 has
@@ -34,17 +33,16 @@ COLLECTIVE_SECONDS = 10e-6  # from the start of an exchange to its first bytes
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
-    """How fast that goes which the compiler does not estimate, one end of the range.
+    """Assumed rates and shares, one end of the range.
 
     cycles: the core's, over the compiler's estimate. hidden: the share of asynchronous exchanges
     that runs behind the core. rings: over all axes of the torus that a group spans at once, or
-    over one after the other. links, pages, kernels: the shares of the published rates that are
-    reached by links, by memory where pages of keys and values are read, and by the products of
-    attention's kernel. slot_seconds: of a decoding kernel for each slot, beside the bytes of its
-    pages; by the TPU compiler's schedule some 660 bundles for a slot of one block of pages, 470 for
-    each further one. informative: of the groups that are sampled (the paper's Figure 3b).
-    block_seconds: of the host, for a block of decode steps. save_rate: of a device's state to its
-    host, bytes a second.
+    over one after the other. links, pages, kernels: the shares of the published rates that links,
+    reads of pages of keys and values, and the products of attention's kernel reach. slot_seconds:
+    of a decoding kernel for each slot, beside the bytes of its pages; by the TPU compiler's
+    schedule some 660 bundles for a slot of one block of pages, 470 for each further one.
+    informative: of the groups that are sampled (the paper's Figure 3b). block_seconds: of the host,
+    for a block of decode steps. save_rate: of a device's state to its host, bytes a second.
     """
 
     cycles: float
@@ -86,11 +84,31 @@ SLOW = Assumed(
 ENDS = (FAST, SLOW)
 
 
+def ring_rates(
+    chip: Chip, shape: Sequence[int], coordinates: Sequence[Sequence[int]]
+) -> list[float]:
+    """Returns the rates at which a group of devices passes data around, one an axis that it spans.
+
+    shape: of the slice, in chips. coordinates: of the group's devices. Both directions are used
+    where the group fills an axis that is a ring. Elsewhere it is a line, and the way back takes the
+    other direction. Devices of one chip have the rate between its two cores.
+    """
+    cubes = [n % CUBE == 0 for n in shape]
+    rates = []
+    for axis, length in enumerate(shape):
+        spanned = len({where[axis] for where in coordinates})
+        if spanned > 1:
+            is_ring = length % chip.closes_at == 0 and (chip.closes_at > CUBE or all(cubes))
+            closes = spanned == length and is_ring
+            rates.append(chip.link_rate * (2 if closes else 1))
+    return rates or [2 * chip.link_rate]
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A slice of chips, and where each device of the mesh is in it.
+    """A slice of chips, and the coordinates of the flattened mesh's devices in it.
 
-    shape: in chips. coordinates: of the flattened mesh's devices.
+    shape: in chips.
     """
 
     chip: Chip
@@ -99,17 +117,17 @@ class Slice:
 
     @classmethod
     def of(cls, mesh: jax.sharding.Mesh, chip: Chip) -> "Slice":
-        """The slice of a mesh whose devices say where they are."""
+        """Makes the slice of a mesh whose devices have coordinates."""
         coordinates = tuple(tuple(device.coords) for device in mesh.devices.flat)
         shape = tuple(1 + max(axis) - min(axis) for axis in zip(*coordinates, strict=True))
         return cls(chip, shape, coordinates)
 
     def rates(self, group: tuple[int, ...]) -> list[float]:
-        """`ring_rates` of a collective's group."""
+        """Returns `ring_rates` of a collective's group."""
         return ring_rates(self.chip, self.shape, [self.coordinates[n] for n in group])
 
     def exchange_seconds(self, collective: Collective, assumed: Assumed) -> float:
-        """The time of one collective, each time that it runs."""
+        """Returns the time of all executions of a collective."""
         size = collective.group_size
         others = (size - 1) / size
         if collective.groups:
@@ -127,7 +145,7 @@ class Slice:
         return collective.times * (COLLECTIVE_SECONDS + moved)
 
     def seconds(self, cost: Cost, assumed: Assumed, *, kernels: float = 0.0) -> float:
-        """The time of a program whose kernels take so many seconds.
+        """Returns the time of a program whose kernels take so many seconds.
 
         Copies run behind the core, and share the memory with it.
         """
@@ -144,7 +162,7 @@ class Slice:
 class Step:
     """One simulated RL step at a mean response length; seconds.
 
-    evaluation, save: their share of a step, as they come every so many.
+    evaluation, save: their share of a step, as they come every few steps.
     """
 
     mean_response_tokens: int
@@ -168,21 +186,24 @@ class Step:
 
     @property
     def mfu_of_update(self) -> float:
-        """6 FLOP a parameter and trained token, of what the devices could do in the time."""
+        """6 FLOP a parameter and trained token, over the devices' FLOP in the time."""
         return 6 * self.parameters * self.trained_tokens / (self.update * self.flop_rate)
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulator:
-    """Simulates steps of one recipe on one slice, under one end of the assumptions."""
+    """Simulates steps of one recipe on one slice, under one end of the assumptions.
+
+    programs: name -> cost.
+    """
 
     built: build.Programs
-    programs: dict[str, Program]
+    programs: dict[str, ProgramCost]
     slice: Slice
     assumed: Assumed
 
     def step(self, mean: float) -> Step:
-        """One RL step whose responses have a mean of so many tokens."""
+        """Simulates an RL step whose responses have a mean of so many tokens."""
         config, r = self.built.config, self.built.config.rollout
         share = self.assumed.informative if config.algo.dynamic_sampling else 1.0
         groups = math.ceil(r.num_prompts / share)
@@ -219,18 +240,18 @@ class Simulator:
         )
 
     def lengths(self, mean: float, *, groups: int, group_size: int) -> np.ndarray:
-        """`response_lengths` up to the recipe's limit."""
+        """Draws `response_lengths` up to the recipe's limit."""
         longest = self.built.config.rollout.max_response_tokens
         return response_lengths(mean, groups=groups, group_size=group_size, longest=longest, seed=0)
 
     def seconds(self, program: str) -> float:
-        """The time of a program that has no dynamic loop."""
+        """Returns the time of a program without a dynamic loop."""
         return self.slice.seconds(self.programs[program].fixed, self.assumed)
 
-    def rollout(self, length_PG, riding_PG: Sequence[Sequence[int]] = ()) -> Rollout:
+    def rollout(self, length_PG, eval_PG: Sequence[Sequence[int]] = ()) -> Rollout:
         """Simulates the sampling of responses of these lengths with the recipe's cache.
 
-        riding_PG: of the groups of an evaluation in the same session.
+        eval_PG: the lengths of an overlapped evaluation.
         """
         built, assumed = self.built, self.assumed
         read = token_bytes(built.sizes, bytes_per_value=2, model_ways=built.mesh.shape["model"])
@@ -268,14 +289,14 @@ class Simulator:
                 for rows, decode in decodes.items()
             },
             copy_seconds=self.copy_seconds(),
-            riding_PG=riding_PG,
-            riding_seconds=lambda rows, slots_D: np.array(
+            eval_PG=eval_PG,
+            eval_seconds=lambda rows, slots_D: np.array(
                 [truncating_seconds(rows, slots) for slots in slots_D.tolist()]
             ),
         )
 
-    def truncating_seconds(self, decode: Program, rows: int, slots: int) -> float:
-        """What a step takes longer in which an evaluation has so many slots: of its core a part."""
+    def truncating_seconds(self, decode: ProgramCost, rows: int, slots: int) -> float:
+        """Returns the time that a step takes longer if an evaluation has so many of its slots."""
         part = next(size for size in truncated_sizes(rows) if size >= slots) / rows
         if not part:
             return 0.0
@@ -283,36 +304,36 @@ class Simulator:
         part_of = {"cycles": part * more.cycles, "copied_bytes": part * more.copied_bytes}
         return self.slice.seconds(dataclasses.replace(more, **part_of), self.assumed)
 
-    def training_turn(self, decode: Program) -> Cost:
-        """The cost of a decode step in which training's slots alone are live."""
+    def training_turn(self, decode: ProgramCost) -> Cost:
+        """Returns the cost of a decode step without an evaluation."""
         r = self.built.config.rollout
         return decode.turn if r.top_p < 1 or r.top_k > 0 else decode.plain_turn
 
     def slot_seconds(self, cost: Cost) -> float:
-        """What a program's kernels take for each slot, beside its bytes."""
+        """Returns the time of a program's kernels for each slot, beside its bytes."""
         return sum(times for _, times in cost.kernels) * self.assumed.slot_seconds
 
     def copy_seconds(self) -> float:
-        """The time of a call that copies pages between shards; 0 where there is one shard."""
+        """Returns the time of a call that copies pages between shards; 0 for a single shard."""
         if "copy" not in self.programs:
             return 0.0
         kernels = COPIES * self.slot_seconds(self.programs["copy"].fixed)
         return self.seconds("copy") + kernels
 
     def prefill(self, rollout: Rollout) -> float:
-        """The time of a rollout's prefills, for prompts of mean length."""
+        """Returns the time of a rollout's prefills, for prompts of mean length."""
         bucket = self.built.engine.cache.bucket(mean_prompt(self.built.config))
         return rollout.prefills * self.seconds(f"prefill[{bucket}]") if bucket else 0.0
 
     def update(self, segment_MBT) -> float:
-        """The time of a step's updates, which have these micro-batches in all."""
+        """Returns the time of a step's updates, which have these micro-batches in all."""
         config, mesh, program = self.built.config, self.built.mesh, self.programs["update"]
         kernels_M = attention_seconds(
             segment_MBT,
             self.built.sizes,
             remat=config.learner.remat,
-            row_ways=rules.row_ways(mesh),
-            model_ways=mesh.shape["model"],
+            row_degree=rules.row_ways(mesh),
+            model_degree=mesh.shape["model"],
             flop_rate=self.slice.chip.flop_rate * self.assumed.kernels,
         )
         turns = sum(
@@ -321,26 +342,21 @@ class Simulator:
         return turns + config.updates_per_step * self.slice.seconds(program.fixed, self.assumed)
 
     def evaluation(self, mean: float, length_PG, rollout: Rollout) -> float:
-        """What an evaluation adds to the rollout that it rides in, over the steps between two."""
+        """Returns the time that an overlapped evaluation adds, over the steps between two."""
         config = self.built.config
         if not config.eval.every_steps:
             return 0.0
-        riding_PG: list[Sequence[int]] = []
+        eval_PG: list[Sequence[int]] = []
         for settings in eval_settings(config).values():
             groups = settings["max_prompts"] or PROBLEMS_A_SET
             lengths = self.lengths(mean, groups=groups, group_size=settings["k"])
-            riding_PG += lengths.tolist()
-        both = self.rollout(length_PG, riding_PG)
+            eval_PG += lengths.tolist()
+        both = self.rollout(length_PG, eval_PG)
         longer = both.seconds + self.prefill(both) - rollout.seconds - self.prefill(rollout)
         return longer / config.eval.every_steps
 
     def save(self) -> float:
-        """The time in which a checkpoint leaves the devices, over the steps between two."""
+        """Returns the time in which a checkpoint leaves the devices, over the steps between two."""
         config = self.built.config
         state = 12 * parameter_count(self.built.sizes) / self.built.mesh.size
         return state / self.assumed.save_rate / config.checkpoint.every_steps
-
-
-def parameter_count(sizes: ModelConfig) -> int:
-    """The number of the whole model's parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))

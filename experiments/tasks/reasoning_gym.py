@@ -1,7 +1,7 @@
 """Any generator of the package reasoning-gym by its name, graded by its own scorer.
 
 An optional extra: pip install reasoning-gym. Scorers read answers by parsers that may take forever,
-so they run in processes with limits (`symbolic.Workers`).
+so they run in processes with limits (`dapo_jax.tasks.isolated`).
 """
 
 import dataclasses
@@ -11,28 +11,24 @@ import importlib
 import importlib.util
 import json
 import math
-import multiprocessing
-import multiprocessing.connection
-import os
 import pickle
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.tasks import interpreter, symbolic
+from dapo_jax.tasks import isolated
 from dapo_jax.tasks.arithmetic import TEST_SHARE, is_of
-from dapo_jax.tasks.format_answer import tagged_answer
 from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
+from dapo_jax.tasks.symbolic_rules import verdict_of
 from dapo_jax.types import Example, Verdict
+from experiments.tasks.format_answer import tagged_answer
 
 TEMPLATE = (
     "{problem}\n\nThink step by step. End your response with the answer alone, between <answer> "
     "and </answer>."
 )
 MAX_ANSWER_CHARS = 20_000  # grids are answers too
-SCORES, GENERATES = range(2)  # what a process of this module does
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +47,7 @@ class ReasoningGym:
 
     def load(self) -> tuple[list[Example], DataReport]:
         """Generates the problems; DataError without the package, or for wrong arguments."""
-        entries = _in_another_process(
-            self.name, self.count, self.seed, self.split, dict(self.config)
-        )
+        entries = _generated(self.name, self.count, self.seed, self.split, dict(self.config))
         rows = Rows(f"{self.name} (reasoning-gym, {self.split})", "row", "error")
         for row, entry in enumerate(entries):
             with rows.reading(row):
@@ -68,38 +62,46 @@ class ReasoningGym:
 
     def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
         """Grades what stands in answer tags at each response's end, by the generator's scorer."""
-        truth = pickle.dumps((self.name, dict(self.config), example.extra))
         answers = [tagged_answer(response, MAX_ANSWER_CHARS) for response in responses]
-        verdicts = _scorers().grade((answer, truth) for answer in answers if answer)
-        return [verdicts[answer, truth] if answer else _without(answer) for answer in answers]
+        generator = self.name, json.dumps(dict(self.config))
+        requests = {it: pickle.dumps((generator, example.extra, it)) for it in answers if it}
+        replies = _scorers().ask(requests.values())
+        return [
+            verdict_of(replies[requests[answer]], answer) if answer else _without(answer)
+            for answer in answers
+        ]
 
 
-def _in_another_process(*request) -> list[dict]:
-    """Generates in an interpreter that orders sets the same each time: some problems depend on it.
+def _generated(*request) -> list[dict]:
+    """Generates in a worker, which orders sets the same each time: some problems depend on it.
 
     A resumed run would have others, and be refused.
     """
     require_package()
-    connection, far_end = multiprocessing.Pipe()
-    with subprocess.Popen(
-        interpreter.command(__name__, far_end.fileno(), GENERATES),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[far_end.fileno()],
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-    ) as process:
-        far_end.close()
-        try:
-            connection.send(request)
-            entries = connection.recv()
-        except (EOFError, OSError) as error:
-            message = f"ended with status {process.wait()}, and what it said is on the error output"
-            raise DataError(f"reasoning-gym's {request[0]} {message}") from error
-        finally:
-            connection.close()
+    worker = isolated.Worker(f"{__name__}:generator", forks=False)
+    reply = worker.ask(pickle.dumps(request), None)
+    worker.kill()
+    if reply.status != "done":
+        reason = "needs more memory than there is" if reply.status == "memory" else worker.failure
+        raise DataError(
+            f"reasoning-gym's {request[0]} {reason}, and its last words are on the error output"
+        )
+    entries = pickle.loads(reply.answer)
     if isinstance(entries, str):
         raise DataError(entries)
     return entries
+
+
+def generator() -> Callable[[bytes], Callable[[], bytes]]:
+    """Returns a function that generates the entries of a request, or the message of an error."""
+
+    def entries(request: bytes) -> bytes:
+        try:
+            return pickle.dumps(generate(*pickle.loads(request)))
+        except DataError as error:
+            return pickle.dumps(str(error))
+
+    return lambda request: lambda: entries(request)
 
 
 def generate(name: str, count: int, seed: int, split: str, config: dict) -> list[dict]:
@@ -150,39 +152,34 @@ def _without(answer: str | None) -> Verdict:
 
 
 @functools.cache
-def _scorers() -> symbolic.Workers:
+def _scorers() -> isolated.Pool:
     """Starts the pool that this process shares, at the first call."""
-    seconds = symbolic.ANSWER_CPU_SECONDS
-    return symbolic.Workers(symbolic.one_a_core(), seconds, module=__name__, name="reasoning_gym")
+    return isolated.Pool(
+        f"{__name__}:scorer",
+        name="reasoning_gym",
+        num_workers=isolated.one_a_core(),
+        cpu_seconds=isolated.CPU_SECONDS,
+    )
 
 
-def serve(pipe: int, what: int = SCORES) -> None:
-    """Scores, inside a worker, what comes through the pipe, or generates what it asks for, once."""
-    if what == SCORES:
-        symbolic.serve_by(score, pipe, prepared=_prepared)
-        return
-    with multiprocessing.connection.Connection(pipe) as connection:
-        try:
-            connection.send(generate(*connection.recv()))
-        except DataError as error:
-            connection.send(str(error))
+def scorer() -> Callable[[bytes], Callable[[], bytes]]:
+    """Returns a function that makes a request's generator in the worker, to score in a child."""
+    made = functools.cache(
+        lambda name, config: make_dataset(name, size=1, seed=0, **json.loads(config))
+    )
+
+    def prepare(request: bytes) -> Callable[[], bytes]:
+        generator, entry, answer = pickle.loads(request)
+        dataset = made(*generator)
+        return lambda: json.dumps(score(answer, dataset, entry)).encode()
+
+    return prepare
 
 
-def _prepared(truth: bytes) -> tuple:
-    name, config, entry = pickle.loads(truth)
-    return _generator(name, json.dumps(config)), entry
-
-
-@functools.cache
-def _generator(name: str, config: str):
-    return make_dataset(name, size=1, seed=0, **json.loads(config))
-
-
-def score(answer: str, truth: tuple) -> Verdict:
+def score(answer: str, dataset, entry: dict) -> Verdict:
     """Scores an answer; one on which the scorer fails is wrong, as one that it cannot read."""
-    generator, entry = truth
     try:
-        value = float(generator.score_answer(answer, entry))
+        value = float(dataset.score_answer(answer, entry))
     except Exception:  # it may be any
         return Verdict(False, answer, "unreadable_answer", -1.0)
     value = min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0

@@ -76,7 +76,7 @@ def tagged_answer(response: str, max_chars: int) -> str | None:
 
 
 def keeps_form(response: str) -> bool:
-    """Whether it is <think>thoughts</think><answer>answer</answer>, each once and neither empty."""
+    """True for <think>thoughts</think><answer>answer</answer>, each once and neither empty."""
     text = response.strip()
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     if any(text.count(tag) != 1 for tag in tags) or not text.startswith("<think>"):

@@ -1,4 +1,4 @@
-"""Response lengths as they are met in practice, and the sampler's own scheduler run on them."""
+"""Simulates a rollout: log-normal response lengths, and the sampler's own scheduler on them."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
 
 
 def response_lengths(mean: float, *, groups: int, group_size: int, longest: int, seed: int):
-    """Log-normal lengths [P, G], int, of the given mean after they are cut at `longest`."""
+    """Draws log-normal lengths [P, G], int, of the given mean after they are cut at `longest`."""
     rng = np.random.default_rng(seed)
     spread_P1 = SIGMA_PROBLEMS * rng.standard_normal((groups, 1))
     shape_PG = np.exp(spread_P1 + SIGMA_SAMPLES * rng.standard_normal((groups, group_size)))
@@ -33,10 +33,10 @@ def response_lengths(mean: float, *, groups: int, group_size: int, longest: int,
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """The sampling of a step, simulated.
+    """The simulated sampling of a step.
 
-    tokens: all that are sampled, among them discarded_tokens of responses that are preempted.
-    occupancy: tokens as a part of decode steps times slots. prefills: calls of the program.
+    tokens: all sampled ones, with the discarded_tokens of preempted responses. occupancy: tokens
+    over decode steps times slots. prefills: calls of the program.
     """
 
     seconds: float
@@ -56,21 +56,21 @@ def simulate_rollout(
     step_seconds: Mapping[int, Callable[[np.ndarray, np.ndarray], np.ndarray]],
     block_seconds: Mapping[int, float],
     copy_seconds: float,
-    riding_PG: Sequence[Sequence[int]] = (),
-    riding_seconds: Callable[[int, np.ndarray], np.ndarray] = lambda rows, slots_D: 0.0,
+    eval_PG: Sequence[Sequence[int]] = (),
+    eval_seconds: Callable[[int, np.ndarray], np.ndarray] = lambda rows, slots_D: 0.0,
 ) -> Rollout:
-    """Runs the sampler's own scheduler on groups whose responses end after so many tokens.
+    """Runs the sampler's own scheduler on groups whose responses have these lengths.
 
-    step_seconds: (tokens that the slots of each shard read [D], occupied slots [D]) -> seconds of a
-    decode step [D], and block_seconds: of a block beside its steps, by the rows of a program; each
-    block runs the smallest that holds the fullest shard. All shards wait for the slowest between
-    blocks. copy_seconds: of a call that copies pages between shards. prompt_tokens: of every
-    prompt, of which every slot reads all but the last. riding_PG: of an evaluation's groups,
-    submitted first; riding_seconds(rows, their slots on each shard [D]): how much longer a step
-    takes for them.
+    step_seconds: by the rows of a decoding program, (tokens that the slots of each shard read [D],
+    occupied slots [D]) -> seconds of a step [D]. block_seconds: by the rows, the time of a block
+    beside its steps. A block runs the smallest program that holds the fullest shard, and ends with
+    its slowest shard. copy_seconds: of a call that copies pages between shards. prompt_tokens: of
+    every prompt; a slot reads all but the last one. eval_PG: lengths of an overlapped evaluation,
+    submitted first. eval_seconds: (rows, its slots on each shard [D]) -> the time that a step takes
+    longer for it [D].
     """
     scheduler = Scheduler(cache, shards)
-    for cursor, limits in enumerate([*riding_PG, *length_PG]):
+    for cursor, limits in enumerate([*eval_PG, *length_PG]):
         scheduler.submit(cursor, prompt_tokens, limits)
     elapsed = 0.0
     tokens = blocks = prefills = slot_steps = 0
@@ -83,8 +83,8 @@ def simulate_rollout(
         live_D = np.bincount(plan.shard_N, plan.sampled_N, minlength=shards)
         live_D += occupied_D * (prompt_tokens - 1)
         rows = min(rows for rows in step_seconds if rows >= occupied_D.max())
-        riding_D = np.bincount(plan.shard_N[plan.cursor_N < len(riding_PG)], minlength=shards)
-        seconds_D = step_seconds[rows](live_D, occupied_D) + riding_seconds(rows, riding_D)
+        eval_D = np.bincount(plan.shard_N[plan.cursor_N < len(eval_PG)], minlength=shards)
+        seconds_D = step_seconds[rows](live_D, occupied_D) + eval_seconds(rows, eval_D)
         elapsed += float((steps_D * seconds_D).max())
         elapsed += block_seconds[rows]
         elapsed += copy_seconds * sum(

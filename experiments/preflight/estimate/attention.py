@@ -1,6 +1,6 @@
-"""The time of attention in the learner, on the rows that it would pack an update's responses into.
+"""Estimates the time of attention in the learner, on the rows of an update's packed responses.
 
-It is a kernel's, models/kernels/splash_tpu.py, whose work depends on the segments of its rows.
+It is the time of a kernel, models/kernels/splash_tpu.py, whose work depends on the rows' segments.
 """
 
 import math
@@ -19,9 +19,9 @@ STEP_SECONDS = 0.35e-6
 def micro_batches(
     length_PG, *, prompt_tokens: int, row_tokens: int, rows: int, share_prompts: bool
 ) -> np.ndarray:
-    """The segments of the micro-batches that the learner packs an update's responses into.
+    """Returns the segments [M, rows, T] of the micro-batches of an update's packed responses.
 
-    They are [M, rows, T], the rows with the most work first, as packing.into_micro_batches has it.
+    The rows with the most work come first, as in packing.into_micro_batches.
     """
     packed = plan_rows(
         [prompt_tokens] * len(length_PG),
@@ -42,15 +42,15 @@ def attention_seconds(
     sizes: ModelConfig,
     *,
     remat: str,
-    row_ways: int,
-    model_ways: int,
+    row_degree: int,
+    model_degree: int,
     flop_rate: float,
 ) -> np.ndarray:
-    """The seconds [M] of a micro-batch's attention, forward and backward, where most is to do.
+    """Returns the seconds [M] of a micro-batch's attention on its slowest device.
 
-    Rows are spread over row_ways devices, and each row's heads over model_ways. The products run
-    at flop_rate a device: two forward; backward four for keys and values and three for queries, as
-    either computes the scores.
+    Rows are divided among row_degree devices, and each row's heads among model_degree. The products
+    run at flop_rate a device: two forward; backward four for keys and values and three for queries,
+    as either computes the scores.
     """
     M, B, T = segment_MBT.shape
     block = splash_tpu.block_tokens(T)
@@ -62,5 +62,5 @@ def attention_seconds(
     products, kernels = 2 * forward + 7, forward + 2
     flop_R = products * 2 * block**2 * sizes.head_dim * visited_R
     seconds_R = flop_R / flop_rate + kernels * STEP_SECONDS * skipped_R
-    seconds_R *= sizes.num_heads / model_ways * sizes.num_layers
-    return seconds_R.reshape(M, row_ways, -1).sum(-1).max(-1)
+    seconds_R *= sizes.num_heads / model_degree * sizes.num_layers
+    return seconds_R.reshape(M, row_degree, -1).sum(-1).max(-1)

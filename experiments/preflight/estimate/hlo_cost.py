@@ -1,7 +1,7 @@
-"""Counts what one compiled program costs a device, from its optimised, partitioned HLO text.
+"""Counts the cost of a compiled program on one device, from its optimised, partitioned HLO text.
 
 The TPU's compiler writes its own estimate of the cycles into the text, for every fusion, copy and
-convolution; loops are counted in full here. What it estimates nothing for is listed: exchanges
+convolution; loops are counted in full here. The rest is listed without an estimate: exchanges
 between devices, copies that run behind the core, and kernels (custom calls).
 """
 
@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from dapo_jax.preflight import hlo_text
-from dapo_jax.preflight.hlo_text import Computation, Instruction
+from experiments.preflight.estimate import hlo_text
+from experiments.preflight.estimate.hlo_text import Computation, Instruction
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 KERNEL = "tpu_custom_call"  # the target of custom calls that compute something
@@ -26,8 +26,8 @@ class Collective:
     bytes: of a device and one execution; the output of an all-gather, the input of all others.
     groups: the devices that exchange, as places in the (flattened) mesh of the program, or of a
     slice where there are several; of a permute the devices that its pairs connect. Empty for an
-    exchange between slices, over the data centre's network. waits: whether the core does nothing
-    else meanwhile.
+    exchange between slices, over the data centre's network. waits: True where the core is idle
+    meanwhile.
     """
 
     kind: str
@@ -40,10 +40,10 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one run of a program costs one device.
+    """The cost of one run of a program on one device.
 
     cycles: of its core, as the compiler estimates them. copied_bytes: from HBM, behind the core.
-    kernels: how often each runs; (name, times) pairs.
+    kernels: (name, number of executions) pairs.
     """
 
     cycles: float
@@ -52,7 +52,7 @@ class Cost:
     kernels: tuple[tuple[str, float], ...] = ()
 
     def __sub__(self, other: "Cost") -> "Cost":
-        """The cost that remains of this one without the other, which is a part of it."""
+        """The rest of this cost without the other, which is a part of it."""
         exchanged = _times(self)
         exchanged.subtract(_times(other))
         kernels = collections.Counter(dict(self.kernels))
@@ -66,8 +66,32 @@ class Cost:
 
 
 def _times(cost: Cost) -> collections.Counter:
-    """How often each collective runs, by its other fields."""
+    """Counts each collective's executions, by its other fields."""
     return collections.Counter({dataclasses.astuple(c)[:-1]: c.times for c in cost.collectives})
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """The cost of a program with a dynamic loop: an update's micro-batches, or a block's steps.
+
+    fixed: without the loop's turns. turn: of one turn. plain_turn: of one turn in which the cheaper
+    branch of every conditional runs, as in a decode step without truncated distributions.
+    """
+
+    fixed: Cost
+    turn: Cost
+    plain_turn: Cost
+
+
+def program_cost(text: str) -> ProgramCost:
+    """Counts the cost of a program, and of a turn of its dynamic loop."""
+
+    def cost(turns: int, branch: Callable = max) -> Cost:
+        loop_times = collections.defaultdict(lambda: turns)
+        return count(text, loop_times=loop_times, branch=branch)
+
+    fixed = cost(0)
+    return ProgramCost(fixed, cost(1) - fixed, cost(1, min) - cost(0, min))
 
 
 def count(
@@ -78,11 +102,10 @@ def count(
 ) -> Cost:
     """Counts the cost of the program whose `compiled.as_text()` this is.
 
-    loop_times: how often the loops run whose length only the run decides, by the JAX name stack of
-    the loop, as "jit(update)/while" (the op_name of its instruction). A defaultdict serves where
-    all take the same number. branch: which of a conditional's branches runs, that with the most
-    cycles (max) or with the fewest (min). Raises ValueError with the name of a loop that is
-    missing.
+    loop_times: the turns of the loops of dynamic length, by the JAX name stack of the loop, as
+    "jit(update)/while" (the op_name of its instruction). branch: the branch of a conditional that
+    runs, with the most cycles (max) or with the fewest (min). Raises ValueError with the name of a
+    loop that is missing.
     """
     counter = _Counter(hlo_text.parse(text), loop_times, branch)
     total = counter.executed(counter.program.entry)
@@ -112,7 +135,7 @@ class _Total:
 
 
 class _Counter:
-    """Adds up the costs of a program's computations, each of which is looked at once."""
+    """Adds up the costs of a program's computations, each of which is read once."""
 
     def __init__(
         self, program: hlo_text.Program, loop_times: Mapping[str, float], branch: Callable
@@ -163,7 +186,7 @@ class _Counter:
         return total
 
     def times(self, computation: Computation, loop: Instruction) -> float:
-        """How often a loop's body runs: printed, worked out, or given by the caller."""
+        """Returns the turns of a loop: printed, worked out, or given by the caller."""
         times = loop.trip_count
         if times is None:
             times = self.static_times(computation, loop)
@@ -173,12 +196,12 @@ class _Counter:
             return self.loop_times[loop.op_name]
         except KeyError:
             raise ValueError(
-                f"how often the loop {loop.op_name!r} runs is not in the program: give it in "
+                f"the turns of the loop {loop.op_name!r} are not in the program: give them in "
                 "loop_times"
             ) from None
 
     def static_times(self, computation: Computation, loop: Instruction) -> int | None:
-        """The length of a loop from one constant to below another, as the TPU's loops are."""
+        """Returns the turns of a loop from one constant to below another, else None."""
         condition = self.computations[loop.attribute("condition")]
         body = self.computations[loop.attribute("body")]
         test = condition.instructions[condition.root]
@@ -202,21 +225,21 @@ class _Counter:
         return max(0, -((first - end) // by))
 
     def collective(self, i: Instruction, computation: Computation, *, waits: bool) -> dict:
-        """{the fields of a Collective but its times: 1}."""
+        """Returns {the fields of a Collective but its times: 1}."""
         moved = [i] if i.opcode == "all-gather" else computation.operands(i)
         groups = hlo_text.device_groups(i.attributes, self.program.partitions)
         return {(i.opcode, sum(m.bytes for m in moved), max(map(len, groups)), groups, waits): 1}
 
 
 def _copied_bytes(done: Instruction, computation: Computation) -> int:
-    """What an asynchronous copy reads from HBM and writes to it."""
+    """Counts the bytes that an asynchronous copy reads from HBM and writes to it."""
     start = computation.started(done)
     (source,) = computation.operands(start)
     return done.bytes * (source.arrays[0].hbm + done.arrays[0].hbm)
 
 
 def _continues(i: Instruction, computation: Computation) -> bool:
-    """Whether this goes on with a collective that another fusion has started.
+    """Returns True for the continuation of a collective that another fusion has started.
 
     The TPU's compiler repeats it in every fusion that it overlaps with, up to the one that ends it.
     """
@@ -226,7 +249,7 @@ def _continues(i: Instruction, computation: Computation) -> bool:
 
 
 def _scattered(i: Instruction, computation: Computation) -> Instruction:
-    """A fused all-reduce of which each device takes a slice, as what it is: a reduce-scatter."""
+    """Returns a fused all-reduce as a reduce-scatter, where each device takes a slice of it."""
     users = [user.opcode for user, _ in computation.users[i.name]]
     is_scattered = i.opcode == "all-reduce" and users == ["dynamic-slice"]
     return i._replace(opcode="reduce-scatter") if is_scattered else i
