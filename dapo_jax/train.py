@@ -76,12 +76,6 @@ class Run:
         """Returns whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
 
-    def evaluate_start(self, state: learner.TrainState) -> None:
-        """Evaluates the policy that a fork begins with: all forks have a first point."""
-        begins = self.first_step == self.begin_step
-        if begins and self.sets and not self.evaluates_in(self.first_step):
-            self.evaluate_alone(state, self.first_step)
-
     def evaluate_alone(self, state: learner.TrainState, finished_steps: int) -> None:
         """Evaluates all sets in a session of their own."""
         session = Session(self.programs.engine, self.sampler_weights(state), *self.streams)
@@ -110,7 +104,9 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None
         return
     with contextlib.ExitStack() as stack:
         run, state, progress = begin(config, workdir, stack, origin)
-        run.evaluate_start(state)
+        begins = run.first_step == run.begin_step
+        if begins and run.sets and not run.evaluates_in(run.first_step):
+            run.evaluate_alone(state, run.first_step)  # a fork: all have a first point
         for step in range(run.first_step, config.num_steps):
             state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:

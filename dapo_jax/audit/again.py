@@ -166,7 +166,7 @@ def _again(
         first = None
         if base not in last:
             continue
-        first = start.Start(base, state, progress, run.checkpoints, origin)
+        first = start.Start(base, state, progress, run.checkpoints, None)
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             workdir = pathlib.Path(folder)
@@ -176,7 +176,6 @@ def _again(
             else:
                 record = stack.enter_context(Record(config, workdir, first, parts.tokenizer))
                 again = dataclasses.replace(shared, record=record, first_step=base)
-            again.evaluate_start(state)
             for step in range(base, last[base] + 1):
                 state, progress, _ = train.rl_step(again, step, state, progress)
             rows = read_rows(workdir / "metrics.jsonl")
