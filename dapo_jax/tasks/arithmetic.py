@@ -74,7 +74,7 @@ class Arithmetic(MathTask):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A problem is one question; `steps` holds (operation, operand) after the value `start`."""
+    """One question; `steps` holds (operation, operand) after the value `start`."""
 
     question: str
     answer: str
@@ -84,7 +84,7 @@ class Problem:
 
 
 class HasQuestion(Protocol):
-    """A problem that is told from others by its question alone."""
+    """A problem whose identity is its question."""
 
     question: str
 
@@ -140,7 +140,7 @@ def distinct(
 
 
 def is_of(split: str, question: str) -> bool:
-    """Tells whether a question belongs to a split; DataError for one that is not there."""
+    """Returns True for a question of the split; DataError for an unknown split."""
     if split not in ("train", "test"):
         raise DataError(f"split is {split!r}, but must be 'train' or 'test'")
     return (zlib.crc32(question.encode()) % TEST_SHARE == 0) == (split == "test")

@@ -1,4 +1,4 @@
-"""A task: examples with ground truth, and the grading of responses to them.
+"""Tasks: examples with ground truth, and the grading of responses to them.
 
 A custom task is one class in one file, named in the config by "module:Class":
 
@@ -31,7 +31,7 @@ BUILT_IN = {
 
 
 class Task(Protocol):
-    """A task loads examples and grades responses; any class with these two methods is one.
+    """A loader of examples and grader of responses: any class with these two methods.
 
     A method `grade_many(responses, example) -> list[Verdict]` is used where there is one: it
     grades all responses to an example at once.

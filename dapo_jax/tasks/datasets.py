@@ -130,7 +130,7 @@ class PromptStream(Generic[T]):
         raise TypeError("A PromptStream has no end: take stream[cursor].")
 
     def order(self, epoch: int) -> np.ndarray:
-        """The epoch's items as places in the data, in their order; of a stream of one set."""
+        """Lists the items of an epoch, in order, as places in the data; for a stream of one set."""
         if epoch not in self._orders:
             first = epoch * len(self)
             order = [self._places[cursor] for cursor in range(first, first + len(self))]
@@ -160,7 +160,7 @@ class RemainingStream(Generic[T]):
         return self._stream[epoch * len(self._stream) + self._remains(epoch)[i]]
 
     def retire(self, cursors: Sequence[int], *, next_cursor: int) -> dict[int, int]:
-        """The retired items, and those at `cursors`: out of each epoch that has not begun yet."""
+        """Retires the items at `cursors` from each later epoch; returns all retired items."""
         epoch, i = self._find(next_cursor)
         found = {}
         for cursor in cursors:
@@ -170,14 +170,14 @@ class RemainingStream(Generic[T]):
         return found | self._retired
 
     def _find(self, cursor: int) -> tuple[int, int]:
-        """The epoch of a cursor, and how many of what remains there come before."""
+        """Returns the epoch of a cursor, and its place among the items that remain there."""
         epoch = 0
         while cursor >= (size := self.size(epoch)):
             cursor, epoch = cursor - size, epoch + 1
         return epoch, cursor
 
     def size(self, epoch: int) -> int:
-        """The number of items that the epoch has."""
+        """Counts the items of an epoch."""
         gone = int(np.searchsorted(self._first_epochs, epoch, side="right"))
         remaining = len(self._stream) - gone
         return remaining if remaining >= max(1, self._at_least) else len(self._stream)

@@ -33,7 +33,7 @@ STATUSES = (
     "memory",
     "crashed",
 )
-GAVE_UP = ("too_large", "timeout", "memory", "crashed")  # nobody knows whether these are right
+GAVE_UP = ("too_large", "timeout", "memory", "crashed")  # without a verdict on the answer
 
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
@@ -259,7 +259,7 @@ def strict_form(answer: str) -> str:
 
 
 class Answer(NamedTuple):
-    """An answer in the form of "strict", and what the form leaves out: its name and unit."""
+    """An answer in the form of "strict", and its name and unit, which the form leaves out."""
 
     form: str
     name: str
@@ -323,7 +323,7 @@ def _last_side(text: str) -> tuple[str, str]:
 
 
 def is_name(side: str) -> bool:
-    """Tells whether a side of "=" names what the other is: m+n, f(2), a_1, (x,y), Total."""
+    """Returns True for a side of "=" that is a name: m+n, f(2), a_1, (x,y), Total."""
     if re.fullmatch(r"\([A-Za-z](,[A-Za-z])+\)", side):
         return list(side[1::2]) == sorted(side[1::2])
     return not _NO_NAME.search(_NO_VALUE.sub("", side))
@@ -382,7 +382,7 @@ def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
 
 
 def retracts(rest: str) -> bool:
-    """Tells whether the text after an answer takes it back, by the words of `_RETRACTION`."""
+    """Returns True where the text after an answer takes it back, by `_RETRACTION`."""
     return bool(_RETRACTION.search(rest))
 
 

@@ -78,10 +78,9 @@ _WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 class DataReport:
     """Accounts for every row of a data set.
 
-    rows = kept + duplicates + conflicting_rows + overlong + bad_rows, where no note says that only
-    the first of these are kept. A row is a duplicate when
-    an earlier row has the same prompt and answer; all rows of a prompt that occurs with two
-    answers are conflicting.
+    rows = kept + duplicates + conflicting_rows + overlong + bad_rows, unless a note says that only
+    the first of these are kept. A row is a duplicate when an earlier row has the same prompt and
+    answer; all rows of a prompt with two answers are conflicting.
     """
 
     name: str
@@ -304,7 +303,7 @@ def _prompt(value: object, name: str, template: str) -> tuple[Message, ...]:
 
 
 def template_text(template: str) -> str:
-    """Returns the text of a name of TEMPLATES, or a text of one's own; DataError for another."""
+    """Returns the text of a name of TEMPLATES, or a custom text; DataError for another."""
     if template in TEMPLATES:
         return TEMPLATES[template]
     if "{problem}" not in template:

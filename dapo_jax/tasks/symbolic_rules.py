@@ -224,7 +224,7 @@ def _same_number(
 
 
 def _hopeless(one: str, other: str) -> bool:
-    """Tells whether an answer is no formula, or one of another kind than the other, the truth.
+    """Returns True for an answer that is no formula, or one of another kind than the truth.
 
     The library reads a number even in "42 steps", drops a base and "...", and turns a date into a
     difference.
@@ -256,7 +256,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def too_large(form: str) -> bool:
-    """Tells whether a formula is one that algebra may never finish, by its text alone.
+    """Returns True for a formula that algebra may never finish, judged by its text alone.
 
     Towers of powers, exponents over MAX_EXPONENT (over 100 on a bracket), factorials, binomials,
     sums and products beyond MAX_RANGE, large matrices, deep nesting, long numbers. What it lets

@@ -37,7 +37,7 @@ _SHIELD_OPEN, _SHIELD_CLOSE = "\udc00", "\udc01"
 
 
 class Tokenizer(Protocol):
-    """A tokenizer turns text and messages into ids, and ids into text.
+    """A translator of text and messages into ids, and of ids into text.
 
     vocab_size: 1 + the largest id that exists; a model's padded vocabulary may be larger.
     stop_ids: ids that end a response, at least one.

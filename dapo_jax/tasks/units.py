@@ -1,4 +1,4 @@
-r"""Tells whether two answers name different units or different unknowns: 7 km and 7 m, x=5 and y=5.
+r"""Units and unknowns of answers, in one spelling: 7 km is not 7 m, nor x=5 y=5.
 
 An answer without a unit or a name says nothing against one that has it: 7 is right for 7 m.
 """
@@ -80,7 +80,7 @@ def _singular(word: str) -> str:
 
 
 def differ(one: str, other: str) -> bool:
-    """Tells whether two units or two names, in one spelling each, are there and differ."""
+    """Returns True where two units or two names are there and differ."""
     return bool(one and other and one != other)
 
 

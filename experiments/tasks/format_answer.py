@@ -57,7 +57,7 @@ class FormatAnswer(MathProblems):
 
 
 def _one_line(response: str) -> str | None:
-    """An answer of several lines could have a second "Answer:" in it: it is none."""
+    """Returns the answer in tags; one of several lines, which could hold "Answer:", is none."""
     answer = tagged_answer(response, MAX_ANSWER_CHARS)
     return answer if answer is None or answer.isprintable() else None
 
