@@ -273,7 +273,7 @@ def killing(bucket, pattern="", *, every=1):
 
 
 def first_step(log):
-    """Where PROGRAM went on; all that it read was whole."""
+    """Returns the step after which PROGRAM went on; all that it read was whole."""
     text = log.read_text()
     assert "cannot be read" not in text, text
     return int(re.search(r"begins after (\d+)\n", text)[1])

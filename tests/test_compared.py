@@ -45,7 +45,7 @@ def test_the_interval_of_equal_shares_is_no_point():
     ],
 )
 def test_the_interval_of_shares_covers_hard_and_easy_sets(P, k, a, b):
-    """Where one or two of 30 problems are ever solved it held the truth 84 % of the time.
+    """With one or two of 30 problems ever solved, it held the truth 84 % of the time.
 
     It took the spread over problems from those few as it was. Each problem is solved with a
     probability from Beta(a, b). Where hundreds of problems are solved now and then, the interval
@@ -68,7 +68,7 @@ def test_the_interval_of_shares_covers_hard_and_easy_sets(P, k, a, b):
     [(30, 32, 0.05, 3, 2), (30, 32, 0.1, 2, 1.5), (30, 32, 0.3, 0.7, 2), (500, 4, 0.8, 0.5, 1.2)],
 )
 def test_the_interval_of_a_comparison_covers_hard_and_easy_sets(P, k, a, b, gain):
-    """Where few of 30 problems ever move, Student's held the true difference 83 % of the time.
+    """With few of 30 problems ever moving, Student's held the true difference 83 % of the time.
 
     p of a problem becomes 1 - (1 - p)^gain. On large sets the interval is Student's to 1 %.
     """

@@ -144,7 +144,7 @@ def test_kl_cov_penalises_the_marked_tokens_alone_by_hand():
 
 
 def test_tokens_of_earlier_policies_weigh_their_ratio_so_much_at_most():
-    """Where the clip would leave those far from 1 no gradient; fresh tokens keep the clip."""
+    """The clip would leave those far from 1 no gradient; fresh tokens keep the clip."""
     ratio, advantage = [0.5, 1.5, 8.0] * 3, [2.0] * 3 + [-2.0] * 3 + [2.0] * 3
     fresh = np.array([[False] * 6 + [True] * 3])
     logp, token = token_of(ratio, advantage, fresh=fresh)
