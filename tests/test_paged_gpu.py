@@ -123,7 +123,7 @@ def test_splits_behind_a_rows_last_page_are_left_alone(monkeypatch):
 
 
 def test_no_tile_behind_a_rows_last_token_is_computed(monkeypatch):
-    """Full tiles alone would not show it: masked scores could as well be zeros, as there are none."""
+    """With full tiles alone it would not show: there are no masked scores, zero or not."""
     monkeypatch.setattr(paged_gpu, "TILE_TOKENS", 8)
     case = make_case(None, **SHAPES["groups of 5"])
 

@@ -1,4 +1,4 @@
-"""The places of the lost entropy: at the forks of the student's own solutions, and at all other tokens.
+"""The places of the lost entropy: the forks of the student's own solutions, and all other tokens.
 
     python -m experiments.random_rewards.forks --workdir=DIR
     python -m experiments.random_rewards.forks
