@@ -279,7 +279,7 @@ def main(_):
             say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
     say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
     if hosts.is_main_host():
-        say(f"to read them: {evaluations.write_page(paths)}")
+        say(f"to read them: {evaluations.write_page(paths, *evaluations.compared(paths))}")
 
 
 def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):

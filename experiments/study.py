@@ -36,9 +36,10 @@ from dapo_jax.report.compare import (
     signed,
     spread_text,
     table,
+    values,
 )
 from dapo_jax.report.rows import read_rows_file
-from dapo_jax.report.runs import Run, commit_text, flatten
+from dapo_jax.report.runs import Run, commit_text, flatten, sweep_label
 from dapo_jax.report.statistics import Interval
 from dapo_jax.run.files import atomic_file
 from dapo_jax.run.metrics import METRICS, TASK, score_metric
@@ -91,8 +92,8 @@ class Trend:
 
     def p(self, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> float:
         """The two-sided p-value; NaN while a seed is missing."""
-        found = [numbers(_values(self.quantity, arms.get(arm, {}))) for arm in self.arms]
-        if any(len(values) < seeds for values in found):
+        found = [numbers(values(self.quantity, arms.get(arm, {}))) for arm in self.arms]
+        if any(len(numbers_S) < seeds for numbers_S in found):
             return math.nan
         value_SA = np.stack(found, axis=1)
         ways = (value_SA, value_SA[:, ::-1])
@@ -137,7 +138,7 @@ class Study:
         A run counts if its recipe has the values that the study asks for, if it differs from the
         first one in no other key but the seed, and if all its steps are there.
         """
-        recipes = {arm: recipe_values(recipe) for arm, recipe in self.plan().recipes.items()}
+        recipes = {arm: recipevalues(recipe) for arm, recipe in self.plan().recipes.items()}
         one, *rest = recipes.values()
         varied = {
             key for other in rest for key in {**one, **other} if one.get(key) != other.get(key)
@@ -149,7 +150,7 @@ class Study:
         label_of = {(run.arm, run.seed): label for label, run in runs.items()}
         kept, missing = {}, []
         for arm, seed in itertools.product(self.arms, self.seeds):
-            label = label_of.get((arm, seed), f"{arm}/seed_{seed}")
+            label = label_of.get((arm, seed), sweep_label(arm, seed))
             run = runs.get(label)
             if run is None:
                 missing.append(f"{label} has not been run")
@@ -171,7 +172,7 @@ class Study:
         return kept, missing
 
 
-def recipe_values(recipe: ConfigDict) -> dict[str, object]:
+def recipevalues(recipe: ConfigDict) -> dict[str, object]:
     """The values of a recipe, dotted key -> value, as a run's config.json has them."""
     return flatten(json.loads(recipe.to_json_best_effort()))
 
@@ -203,7 +204,7 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
     lines += table(
         ["arm", "seeds", *(quantity.name for quantity in columns)],
         [
-            [arm, str(len(found)), *(spread_text(q, _values(q, found)) for q in columns)]
+            [arm, str(len(found)), *(spread_text(q, values(q, found)) for q in columns)]
             for arm, found in arms.items()
         ],
     )
@@ -251,14 +252,10 @@ def p_text(p: float) -> str:
     return "-" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _values(quantity: Quantity, runs: Mapping[int, Run]) -> dict[int, float]:
-    return {seed: quantity.value(run) for seed, run in runs.items()}
-
-
 def _pooled(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> Interval:
     """The claim's pooled interval, of the arms that have all seeds; NaN if its own do not."""
-    found = {arm: numbers(_values(claim.quantity, of_arm)) for arm, of_arm in arms.items()}
-    whole = [arm for arm, values in found.items() if len(values) == seeds]
+    found = {arm: numbers(values(claim.quantity, of_arm)) for arm, of_arm in arms.items()}
+    whole = [arm for arm, numbers_S in found.items() if len(numbers_S) == seeds]
     if not {claim.arm, claim.than} <= set(whole):
         return Interval(math.nan, math.nan, math.nan)
     value_AS = np.stack([found[arm] for arm in whole])
@@ -274,7 +271,7 @@ def _judged(
     is_post_hoc: bool,
 ) -> list[str]:
     """The cells of a claim; it has no verdict while a seed is missing."""
-    ours, theirs = (_values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
+    ours, theirs = (values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
     found = Comparison.of(ours, theirs)
     said = "incomplete" if math.isnan(pooled.difference) else verdict(claim, found.paired, p)
     if is_post_hoc:

@@ -102,6 +102,10 @@ def test_the_interval_of_two_greedy_evaluations_is_no_point_where_they_agree(P, 
     assert same.high == -same.low == pytest.approx(stdtrit(29, 0.975) * 2**0.5 / 30)
 
 
+def write_page(paths):
+    return evaluations.write_page(paths, *evaluations.compared(paths))
+
+
 def write(folder, name, correct_PK, *, rows=None, **settings):
     """An evaluation of a set "sums" as `evaluate` writes it."""
     (folder / "eval").mkdir(parents=True)
@@ -214,7 +218,7 @@ def test_a_comparison_says_which_settings_differ(tmp_path):
     (a,), (b,) = evaluations.read(one), evaluations.read(other)
     first, *_ = evaluations.compare(a, b).said()
     assert first.splitlines()[2:] == ["   model: a A, b B", "   temperature: a 0.0, b 0.6"]
-    page = evaluations.write_page([one, other]).read_text()
+    page = write_page([one, other]).read_text()
     assert "path = sums.jsonl, top_p = 1.0, model = A, temperature = 0.0</p>" in page
 
 
@@ -240,11 +244,11 @@ def test_the_problems_shown_moved_most(tmp_path):
 
 def test_the_page_shows_responses_as_text(tmp_path):
     paths = [write(tmp_path / name, name, [[1, 0], [0, 0]]) for name in "ab"]
-    page = evaluations.write_page(paths).read_text()
+    page = write_page(paths).read_text()
     assert "&lt;script&gt;alert(1)" in page
     assert "<script>" not in page
     assert "Compared, problem by problem" in page
-    assert "Compared" not in evaluations.write_page(paths[:1]).read_text()
+    assert "Compared" not in write_page(paths[:1]).read_text()
 
 
 def test_what_is_no_evaluation_is_refused(tmp_path):

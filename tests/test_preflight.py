@@ -191,7 +191,7 @@ def verdict(monkeypatch, capsys, *, gib, suggest=False):
     def compile_programs(built, *, say):
         if (size := next(sizes)) is None:
             raise DoesNotFit("update: 17.2G of 15.75G")
-        return {"update": Program("update", device_bytes(built.state), int(size * GIB), "", 0.0)}
+        return {"update": Program(device_bytes(built.state), int(size * GIB), "", 0.0)}
 
     config = base.get_config()
     config.model.preset = "tiny"
@@ -235,8 +235,8 @@ def test_start_weights_are_counted_while_sampling(setting):
     built = build.programs(config, build.model_sizes(config).vocab_size, devices=jax.devices()[:1])
     start_weights = device_bytes(built.start_weights)
     state = device_bytes(built.state)
-    update = Program("update", state + start_weights + 7, 5, "", 0.0)
-    decode = Program("decode", 0, 3, "", 0.0)
+    update = Program(state + start_weights + 7, 5, "", 0.0)
+    decode = Program(0, 3, "", 0.0)
     phases = examine.memory_phases(built, {"decode": decode, "update": update})
     decoding, updating = phases
     assert decoding.parts["start weights"] == start_weights > 0

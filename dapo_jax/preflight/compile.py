@@ -44,7 +44,6 @@ class Program:
     arguments, temporaries: bytes. text: its optimised, partitioned HLO.
     """
 
-    name: str
     arguments: int
     temporaries: int
     text: str = dataclasses.field(repr=False)
@@ -151,7 +150,6 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     return Program(
-        name,
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         text=program.as_text(),

@@ -87,12 +87,11 @@ def candidates(
     slices: int | None,
     suggest: bool,
     say: Callable[[str], None],
-    report: Callable[[str], None] = print,
 ) -> dict[str, Findings]:
     """Compiles a recipe as it is, and if `suggest` also with the settings of `suggested`.
 
-    slices: None: the recipe's. say: shows progress. report: gets a line for each candidate that
-    cannot be compiled; these are left out. Raises ValueError for a single one with wrong settings.
+    Prints a line for each candidate that cannot be compiled; these are left out. slices: None: the
+    recipe's. say: shows progress. Raises ValueError for a single one with wrong settings.
     """
     config = without_weights(config)
     config.mesh.slices = slices = slices or config.mesh.slices
@@ -110,11 +109,11 @@ def candidates(
             found[name] = examine(candidate, devices, recipe=recipe, where=where, say=say)
         except DoesNotFit as error:
             what = f"{recipe} on {where}" if len(tried) == 1 else name
-            report(f"{what} does not fit: {error}")
+            print(f"{what} does not fit: {error}")
         except ValueError as error:
             if len(tried) == 1:
                 raise
-            report(f"{name}: {error}")
+            print(f"{name}: {error}")
     return found
 
 

@@ -65,8 +65,9 @@ def main() -> None:
         parser.error("give --workdir=DIR, --rows=FILE or --evaluation=FILE")
     try:
         if given.evaluation:
-            print("\n".join(evaluations.lines(given.evaluation)))
-            print(evaluations.write_page(given.evaluation))
+            both = evaluations.compared(given.evaluation)
+            print("\n".join(evaluations.lines(*both)))
+            print(evaluations.write_page(given.evaluation, *both))
         if given.workdir or given.rows:
             print(write_report(given.workdir, rows=given.rows))
     except (FileNotFoundError, ValueError) as error:

@@ -220,21 +220,23 @@ def compared(paths: Sequence[str | pathlib.Path]) -> tuple[list[Evaluated], list
     return found, [compare(first[of.name], of) for of in others]
 
 
-def lines(paths: Sequence[str | pathlib.Path]) -> list[str]:
+def lines(found: Sequence[Evaluated], comparisons: Sequence[Comparison]) -> list[str]:
     """The comparisons of the results of one set, as lines for a terminal."""
-    found, comparisons = compared(paths)
     if len(found) > 1 and not comparisons:
         names = ", ".join(of.name for of in found)
         return [f"nothing is compared: the sets are {names}, and none is there twice"]
     return [line for comparison in comparisons for line in comparison.lines()]
 
 
-def write_page(paths: Sequence[str | pathlib.Path]) -> pathlib.Path:
+def write_page(
+    paths: Sequence[str | pathlib.Path],
+    found: Sequence[Evaluated],
+    comparisons: Sequence[Comparison],
+) -> pathlib.Path:
     """Writes evaluation.html beside the first result; returns its path.
 
     It has the comparisons of the results of one set, all scores, problems and responses.
     """
-    found, comparisons = compared(paths)
     target = pathlib.Path(paths[0]).resolve().parent / "evaluation.html"
     sections = {"evaluations": found, "comparisons": comparisons, "responses": PAGE_RESPONSES}
     page.write(target, page.html("Evaluation", **sections))

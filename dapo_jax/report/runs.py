@@ -58,12 +58,17 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     path = workdir / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --workdir={workdir} holds no training run")
+    run = _with_rows(read_rows(path), workdir, arm)
+    if not run.rows:
+        raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
+    return run
+
+
+def _with_rows(rows: Sequence[dict], workdir: pathlib.Path, arm: str) -> Run:
     rows = [
         {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
-        for row in read_rows(path)
+        for row in rows
     ]
-    if not rows:
-        raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config_path = workdir / "config.json"
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
@@ -82,9 +87,9 @@ def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no sweep")
     plan, runs = read_json(path), {}
     for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
-        rows = folder / label / "metrics.jsonl"
-        if rows.is_file() and read_rows(rows):
-            runs[label] = load_run(rows.parent, arm=arm)
+        path = folder / label / "metrics.jsonl"
+        if path.is_file() and (rows := read_rows(path)):
+            runs[label] = _with_rows(rows, path.parent, arm)
     return runs
 
 

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from configs.base import KEYS
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.run import checks
 from dapo_jax.run.files import atomic_file, read_json
 from dapo_jax.run.recipe import KEY_FLAG, MAY_CHANGE, read_recipe, recipe_differences
 
 PRESET = "preset"
-SEEDS_BELOW = 2**32  # dapo_jax.run.checks has it too
+SEEDS_BELOW = KEYS["seed"].at_most + 1
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")  # of an arm, which names a folder
 QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 Settings = dict[str, str]
@@ -91,7 +92,7 @@ class Plan:
             flags.append(f"{devices}1")
         if self.start:
             flags.append(f"--start={self.start.replace('{seed}', str(seed))}")
-        workdir = folder / arm / f"seed_{seed}"
+        workdir = folder / sweep_label(arm, seed)
         return Point(arm, seed, workdir, tuple(flags), self.recipes[arm].num_steps)
 
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.compare import Quantity, last
+from dapo_jax.report.compare import Quantity, last, nonzero_updates
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.filter_noise.pod import pod_hours
@@ -57,11 +57,6 @@ def warmup_tokens(run) -> float:
 def score_at_updates(run) -> float:
     """After BUDGET_UPDATES updates whose gradient is not zero."""
     return score_at(run, np.cumsum(nonzero_updates(run)), BUDGET_UPDATES)
-
-
-def nonzero_updates(run) -> np.ndarray:
-    """The updates of each step that changed the weights."""
-    return column(run.rows, "updates") - column(run.rows, "updates_zero_gradient")
 
 
 def score_at_hours(run, *, budget: float, **how) -> float:

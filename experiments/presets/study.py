@@ -1,14 +1,13 @@
 """The losses of other papers beside DAPO's, as presets of one recipe on the mixture."""
 
 from configs.base import LOSS_PRESETS
-from dapo_jax.report.compare import Quantity, final_score, last, mean, tokens_of
+from dapo_jax.report.compare import TOKENS, final_score, last, mean
 from experiments.study import CLIPPED, Claim, Study
 
 ACCURACY = last("accuracy, %", "accuracy/mean", scale=100)
 ENTROPY = last("entropy, nats", "entropy", form="{:.3f}")
 LENGTH = last("response tokens", "response_tokens/mean", form="{:.1f}")
 LONG = final_score("long", "mean@8")
-TOKENS = Quantity("sampled tokens, thousands", tokens_of, "{:.0f}")
 DECODE = mean("decode steps a step", "engine/decode_steps", form="{:.0f}")
 
 STUDY = Study(

@@ -85,10 +85,10 @@ class ProgramCost:
 
 def program_cost(text: str) -> ProgramCost:
     """Counts the cost of a program, and of a turn of its dynamic loop."""
+    program = hlo_text.parse(text)
 
     def cost(turns: int, branch: Callable = max) -> Cost:
-        loop_times = collections.defaultdict(lambda: turns)
-        return count(text, loop_times=loop_times, branch=branch)
+        return _count(program, collections.defaultdict(lambda: turns), branch)
 
     fixed = cost(0)
     return ProgramCost(fixed, cost(1) - fixed, cost(1, min) - cost(0, min))
@@ -107,8 +107,11 @@ def count(
     runs, with the most cycles (max) or with the fewest (min). Raises ValueError with the name of a
     loop that is missing.
     """
-    counter = _Counter(hlo_text.parse(text), loop_times, branch)
-    total = counter.executed(counter.program.entry)
+    return _count(hlo_text.parse(text), loop_times, branch)
+
+
+def _count(program: hlo_text.Program, loop_times: Mapping[str, float], branch: Callable) -> Cost:
+    total = _Counter(program, loop_times, branch).executed(program.entry)
     return Cost(
         total.cycles,
         total.copied_bytes,

@@ -1,6 +1,7 @@
 """Estimates the seconds of a recipe's step and the hours of its run, as ranges."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -49,14 +50,15 @@ def estimate(found: Findings, *, mean: float | None = None) -> Estimate:
     costs = {name: program_cost(program.text) for name, program in found.programs.items()}
     where = simulate.Slice.of(found.built.mesh, found.chip)
     simulators = [simulate.Simulator(found.built, costs, where, a) for a in simulate.ENDS]
+    steps = [functools.cache(simulator.step) for simulator in simulators]
     longest = found.built.config.rollout.max_response_tokens
     mean = mean or round(MEAN_LENGTHS[-1] * longest)
     return Estimate(
         found=found,
         costs=costs,
         slice=where,
-        steps=tuple(simulator.step(mean) for simulator in simulators),
-        runs=tuple([s.step(part * longest) for part in MEAN_LENGTHS] for s in simulators),
+        steps=tuple(step(mean) for step in steps),
+        runs=tuple([step(part * longest) for part in MEAN_LENGTHS] for step in steps),
     )
 
 
