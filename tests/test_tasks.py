@@ -137,7 +137,10 @@ def test_what_a_task_measures_is_copied_into_plain_numbers():
     [
         True,
         Verdict(True, "", "", float("nan")),
-        Verdict(True, "", "", "one"),
+        Verdict(True, "", "", "1"),
+        Verdict(1, "", ""),
+        Verdict(True, 5, ""),
+        Verdict(True, None, None),
         Verdict(True, None, "", measures={"lines": math.nan}),
         Verdict(True, None, "", measures={"a/b": 1}),
         Verdict(True, None, "", measures=[1]),
@@ -176,6 +179,10 @@ USER = ({"role": "user", "content": "hi"},)
         (Example(USER, "1", "x", 0), r"load\(\) gave Example\(.*, but must"),
         (([Example(USER, "1", "x", 0)], "report"), r"example 0 \(from 0\): it is \[Example"),
         (["hi"], "it is 'hi', which is no Example"),
+        ([Example("hi", "1", "x", 0)], 'no Example with messages {"role": text, "content'),
+        ([Example(USER[0], "1", "x", 0)], "no Example with messages"),
+        ([Example(({"content": "a"},), "1", "x", 0)], "no Example with messages"),
+        ([Example((), "1", "x", 0)], "no Example with messages"),
         (
             [Example(USER, "1", "x", 0), Example(USER, 1, "x", 0)],
             r"example 1 .* which is no Example with a text as its answer",

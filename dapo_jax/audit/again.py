@@ -175,7 +175,7 @@ def _again(
                 again = shared
             else:
                 record = stack.enter_context(Record(config, workdir, first, parts.tokenizer))
-                again = dataclasses.replace(shared, record=record, first_step=base)
+                again = dataclasses.replace(shared, record=record)
             for step in range(base, last[base] + 1):
                 state, progress, _ = train.rl_step(again, step, state, progress)
             rows = read_rows(workdir / "metrics.jsonl")

@@ -14,7 +14,10 @@ import importlib
 import inspect
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Protocol
+
+import numpy as np
 
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -131,11 +134,22 @@ def load_examples(task: Task, name: str) -> tuple[list[Example], DataReport]:
     examples = list(loaded)
     for row, example in enumerate(examples):
         if not isinstance(example, Example) or not isinstance(example.answer, str):
-            raise DataError(
-                f"{type(task).__name__}.load(), example {row} (from 0): it is {example!r:.80}, "
-                "which is no Example with a text as its answer"
-            )
+            wanted = "no Example with a text as its answer"
+        elif not example.prompt or not all(map(_is_message, example.prompt)):
+            wanted = 'no Example with messages {"role": text, "content": text} as its prompt'
+        else:
+            continue
+        raise DataError(
+            f"{type(task).__name__}.load(), example {row} (from 0): it is {example!r:.80}, "
+            f"which is {wanted}"
+        )
     return examples, report or DataReport(name, rows=len(examples), kept=len(examples))
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
 
 
 def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[Verdict]:
@@ -168,14 +182,21 @@ def _checked(name: str, verdict: object, where: str) -> Verdict:
     """Returns a verdict of plain values, with a copy of its measures; DataError for none."""
     try:
         correct, prediction, status, score, measures = verdict
-        score = None if score is None else float(score)
-        measures = measures and {key: float(value) for key, value in measures.items()}
-        numbers = [score or 0.0, *(measures or {}).values()]
-        fits = all(map(math.isfinite, numbers)) and all(map(str.isidentifier, measures or ()))
+        numbers = [*([] if score is None else [score]), *(measures or {}).values()]
+        fits = (
+            isinstance(verdict, Verdict)
+            and isinstance(correct, bool | np.bool_)
+            and isinstance(prediction, str | None)
+            and isinstance(status, str)
+            and all(isinstance(number, Real) and math.isfinite(number) for number in numbers)
+            and all(map(str.isidentifier, measures or ()))
+        )
     except (TypeError, ValueError, OverflowError, AttributeError):
         fits = False
-    if not fits or not isinstance(verdict, Verdict):
+    if not fits:
         raise DataError(f"{name} graded a response {verdict!r:.200}, which is no Verdict ({where})")
+    score = None if score is None else float(score)
+    measures = measures and {key: float(value) for key, value in measures.items()}
     return Verdict(bool(correct), prediction, status, score, measures)
 
 
