@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -25,72 +24,23 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from dapo_jax import algorithm, carry_over, evaluate, learner, losses, rollout
-from dapo_jax.report import plots, runs, timeline
+from dapo_jax.lifetime import Run, begin, conclude, finished_lines
 from dapo_jax.run import (
     alarms,
-    build,
     chain,
     checks,
     command,
     compile_cache,
     digests,
     dry_run,
-    failures,
-    files,
-    hub,
     recipe,
     start,
 )
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
-from dapo_jax.run.record import Record, banner
-from dapo_jax.run.snapshots import Snapshots
-from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.sampler.session import Session
 from dapo_jax.tasks.datasets import RemainingStream
 from dapo_jax.types import Rollouts
 from sharding import hosts
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The constants of a run; its training state and progress change from step to step."""
-
-    config: ConfigDict
-    programs: build.Programs
-    data: build.Data
-    start_weights: dict | None
-    update: Callable
-    old_logprobs: Callable | None
-    sets: dict[str, build.EvalSet]  # that are evaluated now and then
-    streams: tuple[Stream, ...]  # of every session: training's, then those of the sets
-    record: Record
-    alarms: alarms.Alarms
-    snapshots: Snapshots
-    first_step: int
-    begin_step: int  # the run's first, not 0 in a fork
-
-    def sampler_weights(self, state: learner.TrainState) -> dict:
-        """Returns the weights as the sampler shards them."""
-        return self.programs.reshard(state.params, self.start_weights)
-
-    def evaluates_in(self, step: int) -> bool:
-        """Returns whether the policy that a step samples is evaluated in the same session."""
-        return bool(self.sets) and step % self.config.eval.every_steps == 0
-
-    def evaluate_alone(self, state: learner.TrainState, finished_steps: int) -> None:
-        """Evaluates all sets in a session of their own."""
-        session = Session(self.programs.engine, self.sampler_weights(state), *self.streams)
-        how = {"first_stream": rollout.TRAINING + 1}
-        with evaluate.Evaluation(session, self.sets, **how) as evaluation:
-            self.scores(evaluation, finished_steps)
-        self.record.evaluated.clear()  # these files are no row's: seal.json has their digests
-
-    def scores(self, evaluation: evaluate.Evaluation, finished_steps: int) -> dict[str, float]:
-        """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
-        results = evaluation.finish(
-            report=self.record.display.phase,
-            keep=functools.partial(self.record.responses, finished_steps),
-        )
-        return self.record.results(finished_steps, results, evaluate.settings_of(self.config))
 
 
 def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None = None) -> None:
@@ -111,13 +61,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None
             state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:
                 raise SystemExit(stopped)
-    if hosts.is_main_host():
-        summary = runs.load_run(workdir)
-        plots.save(plots.curves({workdir.name: summary}), workdir / "curves.png")
-        text = "\n".join([*runs.summary_lines(summary), f"curves: {workdir / 'curves.png'}"])
-        print(text)
-        files.append_log(workdir, text)
-        print(f"digest: {files.write_seal(workdir)} (of {chain.SEAL}; dapo_jax.audit compares it)")
+    conclude(workdir)
 
 
 def rl_step(
@@ -191,87 +135,8 @@ def finish(
     run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
     run.record.step(row, rollouts, done.reward_PG)
-    if hosts.is_main_host() and run.record.shows_samples(step) and rollouts.stats.blocks:
-        timeline.plot_timeline(rollouts.stats.blocks, run.record.workdir / "timeline.png")
+    run.draw_timeline(step, rollouts.stats)
     return state, progress, stopped
-
-
-def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):
-    """Returns (run, state, progress) before the first step to do: new, or of a checkpoint.
-
-    Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
-    """
-    start.check(config)
-    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
-    origin = start.claim(config, workdir, stack, origin)
-    checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
-    saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
-    stack.enter_context(saved)
-    snapshots = stack.enter_context(
-        Snapshots(
-            checkpoints,
-            every_steps=config.checkpoint.every_steps,
-            say=print,
-            on_failed_save=config.checkpoint.on_failed_save,
-        )
-    )
-    start.check_parent(config, checkpoints.latest_step(), origin)
-    parts = start.prepare(config, workdir)
-    first = start.restore(config, workdir, parts, checkpoints, origin)
-    run = ready(config, workdir, stack, parts, first, snapshots)
-    return run, first.state, first.progress
-
-
-def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapshots) -> Run:
-    """Loads and compiles all that every step needs, and opens the record in `workdir`."""
-    tokenizer, programs, data = parts
-    start_weights = programs.load_start_weights()
-    alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
-
-    record = stack.enter_context(Record(config, workdir, first, tokenizer))
-    snapshots.say = record.display.last_line
-    record.display.line(banner(config, programs, data, workdir, first))
-    record.display.phase("compiling the update")
-    update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
-    record.display.phase("compiling the sampler")
-    sets = data.eval_sets if config.eval.every_steps > 0 else {}
-    key = build.key(config, build.ROLLOUT_STREAM)
-    training = Stream(key, build.sampling(config, tokenizer))
-    streams = (training, *evaluate.streams(config, sets))
-    programs.engine.compile(*(stream.sampling for stream in streams))
-    return Run(
-        config=config,
-        programs=programs,
-        data=data,
-        start_weights=start_weights,
-        update=update,
-        old_logprobs=old_logprobs,
-        sets=sets,
-        streams=streams,
-        record=record,
-        alarms=alarms.Alarms(programs, record.display.line),
-        snapshots=snapshots,
-        first_step=first.step,
-        begin_step=first.begin_step,
-    )
-
-
-def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[str]:
-    """Returns the summary of a run that has done all steps of this recipe; [] for any other."""
-    if not (workdir / chain.SEAL).is_file():
-        return []
-    rows = files.read_rows(workdir / "metrics.jsonl")
-    done = rows[-1]["step"] + 1 if rows else 0
-    if done != config.num_steps or files.read_json(workdir / chain.SEAL).get("rows") != len(rows):
-        return []
-    checks.check_same_recipe(config, workdir)
-    start.origin_of(workdir, origin)
-    return [
-        f"finished: {done} of {done} steps in {workdir}; raise num_steps to go on, as "
-        f"--config.num_steps={2 * done}",
-        *runs.summary_lines(runs.load_run(workdir)),
-        f"curves: {workdir / 'curves.png'}",
-    ]
 
 
 def sample(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
-from dapo_jax import train
+from dapo_jax import lifetime, train
 from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
 from dapo_jax.report.runs import spans
@@ -171,7 +171,7 @@ def _again(
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             workdir = pathlib.Path(folder)
             if shared is None:
-                shared = train.ready(config, workdir, stack, parts, first, Unsaved())
+                shared = lifetime.ready(config, workdir, stack, parts, first, Unsaved())
                 again = shared
             else:
                 record = stack.enter_context(Record(config, workdir, first, parts.tokenizer))

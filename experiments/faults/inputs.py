@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 
 from configs import base
-from dapo_jax import train
+from dapo_jax import lifetime
 from dapo_jax.run import build, identity
 from dapo_jax.run.checkpoint import Checkpoints
 from experiments.faults.parts import Outcome, Part
@@ -186,7 +186,7 @@ def outcome_of(change: Change, folder: pathlib.Path, chance: random.Random) -> O
     before, error = saved(folder), None
     with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
         try:
-            train.begin(config, workdir, stack)
+            lifetime.begin(config, workdir, stack)
         except Exception as raised:
             error = raised
             raise

@@ -1,0 +1,160 @@
+"""The beginning and the end of a run: all that surrounds the loop of RL steps.
+
+`begin` refuses, loads and compiles everything before the first step; `conclude` writes the summary,
+the curves and the seal after the last one.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from dapo_jax import evaluate, learner, rollout
+from dapo_jax.report import plots, runs, timeline
+from dapo_jax.run import alarms, build, chain, checks, failures, files, hub, start
+from dapo_jax.run.record import Record, banner
+from dapo_jax.run.snapshots import Snapshots
+from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.types import RolloutStats
+from sharding import hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The constants of a run; its training state and progress change from step to step."""
+
+    config: ConfigDict
+    programs: build.Programs
+    data: build.Data
+    start_weights: dict | None
+    update: Callable
+    old_logprobs: Callable | None
+    sets: dict[str, build.EvalSet]  # that are evaluated now and then
+    streams: tuple[Stream, ...]  # of every session: training's, then those of the sets
+    record: Record
+    alarms: alarms.Alarms
+    snapshots: Snapshots
+    first_step: int
+    begin_step: int  # the run's first, not 0 in a fork
+
+    def sampler_weights(self, state: learner.TrainState) -> dict:
+        """Returns the weights as the sampler shards them."""
+        return self.programs.reshard(state.params, self.start_weights)
+
+    def evaluates_in(self, step: int) -> bool:
+        """Returns whether the policy that a step samples is evaluated in the same session."""
+        return bool(self.sets) and step % self.config.eval.every_steps == 0
+
+    def evaluate_alone(self, state: learner.TrainState, finished_steps: int) -> None:
+        """Evaluates all sets in a session of their own."""
+        session = Session(self.programs.engine, self.sampler_weights(state), *self.streams)
+        how = {"first_stream": rollout.TRAINING + 1}
+        with evaluate.Evaluation(session, self.sets, **how) as evaluation:
+            self.scores(evaluation, finished_steps)
+        self.record.evaluated.clear()  # these files are no row's: seal.json has their digests
+
+    def scores(self, evaluation: evaluate.Evaluation, finished_steps: int) -> dict[str, float]:
+        """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
+        results = evaluation.finish(
+            report=self.record.display.phase,
+            keep=functools.partial(self.record.responses, finished_steps),
+        )
+        return self.record.results(finished_steps, results, evaluate.settings_of(self.config))
+
+    def draw_timeline(self, step: int, stats: RolloutStats) -> None:
+        """Draws timeline.png of a step whose samples are shown."""
+        if hosts.is_main_host() and self.record.shows_samples(step) and stats.blocks:
+            timeline.plot_timeline(stats.blocks, self.record.workdir / "timeline.png")
+
+
+def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):
+    """Returns (run, state, progress) before the first step to do: new, or of a checkpoint.
+
+    Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
+    """
+    start.check(config)
+    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
+    origin = start.claim(config, workdir, stack, origin)
+    checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
+    saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
+    stack.enter_context(saved)
+    snapshots = stack.enter_context(
+        Snapshots(
+            checkpoints,
+            every_steps=config.checkpoint.every_steps,
+            say=print,
+            on_failed_save=config.checkpoint.on_failed_save,
+        )
+    )
+    start.check_parent(config, checkpoints.latest_step(), origin)
+    parts = start.prepare(config, workdir)
+    first = start.restore(config, workdir, parts, checkpoints, origin)
+    run = ready(config, workdir, stack, parts, first, snapshots)
+    return run, first.state, first.progress
+
+
+def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapshots) -> Run:
+    """Loads and compiles all that every step needs, and opens the record in `workdir`."""
+    tokenizer, programs, data = parts
+    start_weights = programs.load_start_weights()
+    alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
+
+    record = stack.enter_context(Record(config, workdir, first, tokenizer))
+    snapshots.say = record.display.last_line
+    record.display.line(banner(config, programs, data, workdir, first))
+    record.display.phase("compiling the update")
+    update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
+    record.display.phase("compiling the sampler")
+    sets = data.eval_sets if config.eval.every_steps > 0 else {}
+    key = build.key(config, build.ROLLOUT_STREAM)
+    training = Stream(key, build.sampling(config, tokenizer))
+    streams = (training, *evaluate.streams(config, sets))
+    programs.engine.compile(*(stream.sampling for stream in streams))
+    return Run(
+        config=config,
+        programs=programs,
+        data=data,
+        start_weights=start_weights,
+        update=update,
+        old_logprobs=old_logprobs,
+        sets=sets,
+        streams=streams,
+        record=record,
+        alarms=alarms.Alarms(programs, record.display.line),
+        snapshots=snapshots,
+        first_step=first.step,
+        begin_step=first.begin_step,
+    )
+
+
+def conclude(workdir: pathlib.Path) -> None:
+    """Writes the curves and the seal of a run that has done its steps, and prints its summary."""
+    if not hosts.is_main_host():
+        return
+    summary = runs.load_run(workdir)
+    plots.save(plots.curves({workdir.name: summary}), workdir / "curves.png")
+    text = "\n".join([*runs.summary_lines(summary), f"curves: {workdir / 'curves.png'}"])
+    print(text)
+    files.append_log(workdir, text)
+    print(f"digest: {files.write_seal(workdir)} (of {chain.SEAL}; dapo_jax.audit compares it)")
+
+
+def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[str]:
+    """Returns the summary of a run that has done all steps of this recipe; [] for any other."""
+    if not (workdir / chain.SEAL).is_file():
+        return []
+    rows = files.read_rows(workdir / "metrics.jsonl")
+    done = rows[-1]["step"] + 1 if rows else 0
+    if done != config.num_steps or files.read_json(workdir / chain.SEAL).get("rows") != len(rows):
+        return []
+    checks.check_same_recipe(config, workdir)
+    start.origin_of(workdir, origin)
+    return [
+        f"finished: {done} of {done} steps in {workdir}; raise num_steps to go on, as "
+        f"--config.num_steps={2 * done}",
+        *runs.summary_lines(runs.load_run(workdir)),
+        f"curves: {workdir / 'curves.png'}",
+    ]
