@@ -18,7 +18,8 @@ from dapo_jax.run import alarms, build, chain, checks, failures, files, hub, sta
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.types import RolloutStats
+from dapo_jax.tasks.datasets import RemainingStream
+from dapo_jax.types import Rollouts, RolloutStats
 from sharding import hosts
 
 
@@ -43,6 +44,26 @@ class Run:
     def sampler_weights(self, state: learner.TrainState) -> dict:
         """Returns the weights as the sampler shards them."""
         return self.programs.reshard(state.params, self.start_weights)
+
+    def remaining(self, progress: start.Progress) -> RemainingStream:
+        """Returns the training prompts in the order of sampling, without those that are retired."""
+        at_least = checks.generation_batch(self.config)[1]
+        return RemainingStream(self.data.stream, progress.retired, at_least=at_least)
+
+    def retire_solved(self, rollouts: Rollouts, progress: start.Progress) -> dict[int, int]:
+        """Returns the retired prompts after a step, in which some may have been solved."""
+        least, found = self.config.algo.retire_pass_rate, []
+        if least > 0:
+            found = [it.cursor for it in rollouts.sampled if it.correct_G.mean() >= least]
+        retired = self.remaining(progress).retire(found, next_cursor=rollouts.cursor)
+        prompts, (key, batch) = len(self.data.stream), checks.generation_batch(self.config)
+        if len(progress.retired) <= prompts - batch < len(retired):
+            self.record.display.line(
+                f"{len(retired):,} of {prompts:,} prompts are retired (algo.retire_pass_rate = "
+                f"{least}): fewer than rollout.{key} = {batch:,} remain, so later epochs have all "
+                "again"
+            )
+        return retired
 
     def evaluates_in(self, step: int) -> bool:
         """Returns whether the policy that a step samples is evaluated in the same session."""

@@ -27,8 +27,6 @@ from dapo_jax import algorithm, carry_over, evaluate, learner, losses, rollout
 from dapo_jax.lifetime import Run, begin, conclude, finished_lines
 from dapo_jax.run import (
     alarms,
-    chain,
-    checks,
     command,
     compile_cache,
     digests,
@@ -38,7 +36,6 @@ from dapo_jax.run import (
 )
 from dapo_jax.run.metrics import Step, Stopwatch, step_row
 from dapo_jax.sampler.session import Session
-from dapo_jax.tasks.datasets import RemainingStream
 from dapo_jax.types import Rollouts
 from sharding import hosts
 
@@ -111,7 +108,7 @@ def finish(
         made = run.record.digests()
         arrays = digests.described(state, sums)
 
-    retired = retire_solved(run, rollouts, progress)
+    retired = run.retire_solved(rollouts, progress)
     tokens = progress.sampled_tokens_total + rollouts.stats.sampled_tokens
     done = dataclasses.replace(
         done,
@@ -126,10 +123,7 @@ def finish(
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         run.evaluate_alone(state, step + 1)
 
-    if hosts.is_main_host():
-        row |= made | {chain.STATE: digests.of_json(arrays)}
-        row[chain.CHAIN] = chain.link(before.get(chain.CHAIN, ""), row)
-
+    row = run.record.linked(row | made, before, arrays)
     progress = start.Progress(rollouts.cursor, tokens, row, rollouts.carried, retired)
     alarms.require_finite_to_save(state, done.updates, step)
     run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
@@ -163,7 +157,7 @@ def sample_groups(
     run: Run, session: Session, progress: start.Progress, evaluation: evaluate.Evaluation
 ) -> Rollouts:
     """Samples until enough of training's groups are informative."""
-    r, stream = run.config.rollout, remaining(run, progress).__getitem__
+    r, stream = run.config.rollout, run.remaining(progress).__getitem__
     step = {
         "group_size": r.group_size,
         "num_prompts": r.num_prompts,
@@ -185,28 +179,6 @@ def sample_groups(
         how = {"carry_over_steps": steps, **step}
         return carry_over.collect_carrying(*of_run, cursor, carried, **how)
     return rollout.collect(*of_run, cursor, **step)
-
-
-def remaining(run: Run, progress: start.Progress) -> RemainingStream:
-    """The training prompts in the order of sampling, without those that are retired."""
-    retired = progress.retired
-    at_least = checks.generation_batch(run.config)[1]
-    return RemainingStream(run.data.stream, retired, at_least=at_least)
-
-
-def retire_solved(run: Run, rollouts: Rollouts, progress: start.Progress) -> dict[int, int]:
-    """The retired prompts after a step, in which some may have been solved."""
-    least, found = run.config.algo.retire_pass_rate, []
-    if least > 0:
-        found = [it.cursor for it in rollouts.sampled if it.correct_G.mean() >= least]
-    retired = remaining(run, progress).retire(found, next_cursor=rollouts.cursor)
-    prompts, (key, batch) = len(run.data.stream), checks.generation_batch(run.config)
-    if len(progress.retired) <= prompts - batch < len(retired):
-        run.record.display.line(
-            f"{len(retired):,} of {prompts:,} prompts are retired (algo.retire_pass_rate = "
-            f"{least}): fewer than rollout.{key} = {batch:,} remain, so later epochs have all again"
-        )
-    return retired
 
 
 def at_generation_cap(run: Run, step: int, rollouts: Rollouts) -> str | None:

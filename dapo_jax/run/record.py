@@ -12,7 +12,7 @@ import jax
 from clu import parameter_overview
 from ml_collections import ConfigDict
 
-from dapo_jax.run import chain
+from dapo_jax.run import chain, digests
 from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import Rows, append_log, atomic_file, write_rollouts
@@ -114,6 +114,16 @@ class Record:
             (self._files, None),
         )
         return files.result() | evaluated
+
+    def linked(self, row: dict, before: Mapping, arrays: Mapping) -> dict:
+        """Returns a step's row with the state's digest, linked to the row before ({}: none).
+
+        The main process has the rows' digests alone; on others the row stays as it is.
+        """
+        if not hosts.is_main_host():
+            return row
+        row = row | {chain.STATE: digests.of_json(arrays)}
+        return row | {chain.CHAIN: chain.link(before.get(chain.CHAIN, ""), row)}
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
