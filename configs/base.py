@@ -166,10 +166,11 @@ KEYS = {
                                           at_least=1),
     "rollout.on_generation_cap": Key("train", "on what there is; or \"stop\" the run cleanly",
                                      choices=("train", "stop")),
-    "rollout.cache_mib": Key(16_384, "keys and values of prompts and responses, on each device",
-                             at_least=1),
-    "rollout.slot_tokens": Key(4_608, "response tokens of cache a slot; longer ones take more",
-                               at_least=1),
+    "rollout.cache_mib": Key(16_384, "keys and values of prompts and responses, on each device; 0: "
+                             "for the first generation batch, as far as there is memory",
+                             at_least=0),
+    "rollout.slot_tokens": Key(4_608, "response tokens of cache a slot; longer ones take more; 0: "
+                               "half of the limit", at_least=0),
     "rollout.page_tokens": Key(128, "the cache is handed out in pages of so many tokens",
                                at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
@@ -217,9 +218,10 @@ KEYS = {
     "learner.max_grad_norm": Key(1.0, "global norm to which gradients are clipped", above=0),
     "learner.max_skipped_updates": Key(3, "in a row, not being finite: then the run stops",
                                        at_least=1),
-    "learner.row_tokens": Key(22_528, "a packed row; holds the longest prompt and response"),
-    "learner.micro_batch_rows": Key(32, "rows of one gradient-accumulation step, all devices",
-                                    at_least=1),
+    "learner.row_tokens": Key(22_528, "a packed row; holds the longest prompt and response; 0: "
+                              "chosen by the lengths", at_least=0),
+    "learner.micro_batch_rows": Key(32, "rows of one gradient-accumulation step, all devices; 0: "
+                                    "chosen by the devices", at_least=0),
     "learner.remat": Key("full", "recomputed: all; none, keep_products, keep_attention, offload",
                          choices="models.transformer:REMAT"),
     "learner.lora_rank": Key(0, "train low-rank factors instead of all weights; 0: off",

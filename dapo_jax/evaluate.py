@@ -30,7 +30,7 @@ from configs.base import dataset, eval_settings
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
-from dapo_jax.run import build, checks, command, compile_cache, hub, recipe
+from dapo_jax.run import build, checks, command, compile_cache, fit, hub, recipe
 from dapo_jax.run import policy as policies
 from dapo_jax.run.display import evaluation_line
 from dapo_jax.run.metrics import TASK, mean_measures
@@ -299,13 +299,13 @@ def model_and_data(config: ConfigDict, workdir: pathlib.Path, say):
         raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
     hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
     hub.fetch(hub.paths(config, "data."))
-    policies.fit_model(config)
+    fit.fit_model(config)
     tokenizer = build.tokenizer(config)
     data = build.load_data(config, tokenizer, training=False)
     sets = data.eval_sets.values()
     prompts = [prompt for of_set in sets for prompt in of_set.dataset.prompts]
-    policies.fit_lengths(config, max(len(prompt.token_ids) for prompt in prompts))
-    policies.fit_cache(config, sum(len(of_set.dataset.prompts) * of_set.k for of_set in sets))
+    fit.fit_lengths(config, max(len(prompt.token_ids) for prompt in prompts))
+    fit.fit_cache(config, sum(len(of_set.dataset.prompts) * of_set.k for of_set in sets))
     checks.check(config)
     r = config.rollout
     say("\n".join(data.report_lines()))

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import evaluate, learner, rollout
 from dapo_jax.report import plots, runs, timeline
-from dapo_jax.run import alarms, build, chain, checks, failures, files, hub, start
+from dapo_jax.run import alarms, build, chain, checks, failures, files, fit, hub, start
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
@@ -98,6 +98,7 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     """
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
+    chosen = fit.fit_training(config)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
@@ -114,6 +115,8 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     parts = start.prepare(config, workdir)
     first = start.restore(config, workdir, parts, checkpoints, origin)
     run = ready(config, workdir, stack, parts, first, snapshots)
+    for line in chosen:
+        run.record.display.line(line)
     return run, first.state, first.progress
 
 

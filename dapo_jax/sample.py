@@ -20,7 +20,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import any_model
-from dapo_jax.run import build, checks, command, compile_cache, hub
+from dapo_jax.run import build, checks, command, compile_cache, fit, hub
 from dapo_jax.run import policy as policies
 from dapo_jax.run.display import printable_lines
 from dapo_jax.run.policy import Policy
@@ -114,7 +114,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     config.algo.overlong_cache_tokens = 0
     if config.model.path:
         _fit_lengths(config, prompt, template)
-    policies.fit_cache(config, n)
+    fit.fit_cache(config, n)
     checks.check(config)
     if workdir:
         step, policy = policies.of_run(config, workdir, given.step, but=("tokenizer.chat",))
@@ -135,7 +135,7 @@ def _fit_lengths(config: ConfigDict, prompt: str | None, template: str) -> None:
     """Makes room for the prompt, or a typed one, and for a response behind it."""
     r, wanted = config.rollout, config.rollout.max_response_tokens
     r.max_prompt_tokens = 0
-    policies.fit_model(config)
+    fit.fit_model(config)
     if prompt is None:
         tokens = min(TALK_TOKENS, r.max_prompt_tokens)
     else:
@@ -145,7 +145,7 @@ def _fit_lengths(config: ConfigDict, prompt: str | None, template: str) -> None:
             f"--prompt has {tokens} tokens, but only {r.max_prompt_tokens} fit before a response "
             f"of --max_tokens={wanted}"
         )
-    policies.fit_lengths(config, max(1, tokens))
+    fit.fit_lengths(config, max(1, tokens))
 
 
 def trained_with(config: ConfigDict) -> str:

@@ -16,7 +16,7 @@ from dapo_jax.preflight.compile import (
     topology_devices,
     without_weights,
 )
-from dapo_jax.run import build, checks
+from dapo_jax.run import build, checks, fit
 from dapo_jax.run.dry_run import memory
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
@@ -127,6 +127,8 @@ def examine(
     """
     start = time.perf_counter()
     checks.check(config)
+    for line in fit.fit_training(config, devices=devices, device_bytes=chip_of(where).hbm_bytes):
+        say(line)
     built = build.programs(config, build.model_sizes(config).vocab_size, devices=devices)
     checks.check_divides(config, built.mesh)
     if built.engine.cache.slots < 1:

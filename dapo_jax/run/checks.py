@@ -52,7 +52,7 @@ def check(config: ConfigDict) -> None:
     r = config.rollout
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
     _require(
-        config.learner.row_tokens >= longest,
+        config.learner.row_tokens == 0 or config.learner.row_tokens >= longest,
         f"learner.row_tokens = {config.learner.row_tokens} does not hold the longest sequence: "
         f"rollout.max_prompt_tokens + max_response_tokens - 1 = {longest}",
     )

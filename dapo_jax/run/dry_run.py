@@ -11,7 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
-from dapo_jax.run import build, checks, hub, identity, start
+from dapo_jax.run import build, checks, fit, hub, identity, start
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.display import printable
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ def run(
     """
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
+    chosen = fit.fit_training(config)
     origin = hosts.on_main(lambda: start.origin_of(workdir, origin))
     directory = build.epath.Path(config.checkpoint.directory or workdir / "checkpoints")
     there = Checkpoints(directory, keep=None) if directory.is_dir() else None
@@ -46,7 +47,7 @@ def run(
         if theirs := hosts.on_main(lambda: there.identity_of(step)):
             where = f"checkpoint {step} in {directory}"
             identity.require_same(theirs, ours, report=say, where=where)
-    say("\n".join(memory_lines(programs)))
+    say("\n".join([*chosen, fit.padding_line(config, programs, data), *memory_lines(programs)]))
     say("\n".join(_next_lines(config, workdir, step, origin)))
 
 

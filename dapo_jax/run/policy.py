@@ -1,38 +1,22 @@
 """A policy to sample from, with no training around it: a model's directory, or a run's checkpoint.
 
-configs/any_model.py leaves open what depends on the model, the data and the devices. In order:
-`fit_model` (family, type of numbers, positions), then the data is read, then `fit_lengths`, then
-`fit_cache`. A run's policy has all of it in its recipe.
+A run's policy has all settings in its recipe; those of a model alone are `run.fit`'s.
 """
 
 import json
-import math
-import os
 import pathlib
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from dapo_jax.run import build, checks, hub, identity
+from dapo_jax.run import build, checks, identity
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.files import read_json
 from dapo_jax.run.recipe import complete, recipe_differences
 from dapo_jax.tasks.tokenizer import Tokenizer
 from models import families
-from models.hf_config import load_config, read_config
-from models.kernels import kernels_for, platform_of
-from models.transformer import abstract_params
-from sharding import hosts, rules
-from sharding.mesh import make_mesh
-
-LONGEST_RESPONSE = 20_480  # tokens, where the model has positions for more
-MOST_SLOTS = 512  # on each group of devices: more of them save little
-CACHE_SHARE = 0.8  # of what the weights leave of a device; programs need the rest
-HOST_SHARE = 0.25  # of a host's memory, where it is the device
-SLOT_SHARE = 0.5  # of the longest response is what a slot is planned with: few are so long
+from sharding import hosts
 
 
 class Policy(NamedTuple):
@@ -158,100 +142,3 @@ def named(config: ConfigDict) -> dict:
     """Returns the names of a model and its tokenizer, JSON-able."""
     tokenizer = json.loads(config.tokenizer.to_json())
     return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
-
-
-def fit_model(config: ConfigDict) -> None:
-    """Fills in what the model's directory and the devices say: family, dtype, most positions.
-
-    Raises FileNotFoundError where there is none, ValueError where it does not fit.
-    """
-    path, r = hub.local(config.model.path), config.rollout
-    if (pathlib.Path(path) / "metrics.jsonl").is_file():
-        raise ValueError(
-            f"--model={path} is a run's directory, which --workdir takes; `python -m "
-            f"dapo_jax.convert --from=run:{path} --to=hf:DIR` makes a model's of its policy"
-        )
-    if not config.model.family:
-        model_type = read_config(path).get("model_type")
-        config.model.family = model_type if model_type in families.BUILT_IN else "qwen2"
-    if not config.model.compute_dtype:
-        on_cpu = _device_bytes() is None
-        config.model.compute_dtype = "float32" if on_cpu else "bfloat16"
-    positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
-    # As many as there can be, until the data has been read.
-    r.max_prompt_tokens = r.max_prompt_tokens or positions - max(1, r.max_response_tokens)
-    if r.max_prompt_tokens < 1:
-        raise ValueError(
-            f"--max_tokens={r.max_response_tokens} leaves no position for a prompt: {path} has "
-            f"{positions} (max_position_embeddings in its config.json)"
-        )
-    config.learner.row_tokens = max(config.learner.row_tokens, 2 * positions)
-
-
-def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
-    """Fills in how long responses may be, behind prompts of at most so many tokens."""
-    path, r = hub.local(config.model.path), config.rollout
-    positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
-    r.max_prompt_tokens = prompt_tokens
-    if not r.max_response_tokens:
-        r.max_response_tokens = min(LONGEST_RESPONSE, positions - prompt_tokens)
-
-
-def fit_cache(config: ConfigDict, requests: int) -> None:
-    """Fills in the cache: slots for so many requests, as far as the devices have memory.
-
-    Raises ValueError, with the settings to change, where not one request fits beside the weights.
-    """
-    m, r = config.mesh, config.rollout
-    r.slot_tokens = min(r.slot_tokens, max(1, math.ceil(r.max_response_tokens * SLOT_SHARE)))
-    if r.cache_mib:
-        return
-    sizes = build.model_sizes(config)
-    mesh = make_mesh(data=m.data, model=m.model, slices=m.slices)
-    kernels = kernels_for(config.model.kernels, platform_of(mesh))
-    wanted = min(MOST_SLOTS, -(-requests // rules.row_ways(mesh)))
-    if (device := _device_bytes()) is None:
-        most = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        most /= jax.local_device_count()
-    else:
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))
-        weights = parameters * jnp.dtype(config.model.compute_dtype).itemsize
-        most = CACHE_SHARE * (device - weights / mesh.shape["model"])
-
-    def slots(mib: int) -> int:
-        try:
-            return build.cache_plan(config, sizes, mesh, kernels, cache_bytes=mib * 2**20).slots
-        except ValueError:
-            return 0
-
-    most_mib = max(1, int(most) // 2**20)
-    mib = 1
-    while mib < most_mib and slots(mib) < wanted:
-        mib = min(most_mib, mib + 1 + mib // 8)
-    if not slots(mib):
-        raise ValueError(_no_room(config, most, device, mesh.shape["model"]))
-    r.cache_mib = mib
-
-
-def _no_room(config: ConfigDict, left_bytes: float, device_bytes: int | None, ways: int) -> str:
-    """Says that no request fits, and the settings to change."""
-    r, mib = config.rollout, 2**20
-    text = (
-        f"a prompt of {r.max_prompt_tokens:,} tokens with a response of {r.max_response_tokens:,} "
-        "(--max_tokens) does not fit in the "
-    )
-    if device_bytes is None:
-        return f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower --max_tokens"
-    weights = device_bytes - left_bytes / CACHE_SHARE
-    return (
-        f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
-        f"has for the cache beside {weights / mib:,.0f} MiB of weights "
-        f"({config.model.compute_dtype}). Lower --max_tokens, or split the weights over more "
-        f"devices than {ways} (mesh.model)"
-    )
-
-
-def _device_bytes() -> int | None:
-    """The memory of a device that programs may take; None for a CPU, which tells of none."""
-    stats = jax.local_devices()[0].memory_stats()
-    return stats["bytes_limit"] if stats else None

@@ -16,6 +16,7 @@ from dapo_jax.run import chain, digests
 from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import Rows, append_log, atomic_file, write_rollouts
+from dapo_jax.run.fit import padding_line
 from dapo_jax.run.metrics import TASK
 from dapo_jax.run.provenance import add_start
 from dapo_jax.run.start import Start
@@ -171,6 +172,7 @@ def banner(
         *data.report_lines(),
         f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
         f"{r.max_response_tokens} tokens, {config.updates_per_step} updates",
+        padding_line(config, programs, data),
         f"workdir: {where}{resuming}",
     ]
     if start.origin:

@@ -1,0 +1,227 @@
+"""Sizes that a recipe leaves open (0), chosen by the model, the lengths and the devices.
+
+For a model alone configs/any_model.py leaves more open. In order: `fit_model` (family, type of
+numbers, positions), then the data is read, then `fit_lengths`, then `fit_cache`. A training
+recipe's are `fit_training`'s.
+"""
+
+import functools
+import math
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from dapo_jax.packing import plan_rows
+from dapo_jax.run import build, hub
+from models import families
+from models.hf_config import load_config, read_config
+from models.kernels import kernels_for, platform_of
+from models.lora import Lora, init_adapters
+from models.transformer import abstract_params
+from sharding import rules
+from sharding.mesh import make_mesh
+
+LONGEST_RESPONSE = 20_480  # tokens, where the model has positions for more
+MOST_SLOTS = 512  # on each group of devices: more of them save little
+CACHE_SHARE = 0.8  # of what the weights leave of a device; programs need the rest
+HOST_SHARE = 0.25  # of a host's memory, where it is the device
+STATE_BYTES = 12  # a trained parameter and its two moments, float32
+# Tokens of a micro-batch on each group of devices, where they are chosen: fewer leave the cores
+# waiting for weights; more are padding, or activations that may not fit.
+MICRO_BATCH_TOKENS = {"cpu": 1_024, "tpu": 16_384, "gpu": 16_384}
+ROW_MULTIPLE, LONG_ROW = 64, 1_024  # chosen rows are multiples of one of them
+CACHE_KEYS = ("rollout.slot_tokens", "rollout.cache_mib")
+SLOT_SHARE = 0.5  # of the longest response is what a slot is planned with: few are so long
+
+
+def fit_model(config: ConfigDict) -> None:
+    """Fills in what the model's directory and the devices say: family, dtype, most positions.
+
+    Raises FileNotFoundError where there is none, ValueError where it does not fit.
+    """
+    path, r = hub.local(config.model.path), config.rollout
+    if (pathlib.Path(path) / "metrics.jsonl").is_file():
+        raise ValueError(
+            f"--model={path} is a run's directory, which --workdir takes; `python -m "
+            f"dapo_jax.convert --from=run:{path} --to=hf:DIR` makes a model's of its policy"
+        )
+    if not config.model.family:
+        model_type = read_config(path).get("model_type")
+        config.model.family = model_type if model_type in families.BUILT_IN else "qwen2"
+    if not config.model.compute_dtype:
+        on_cpu = _device_bytes() is None
+        config.model.compute_dtype = "float32" if on_cpu else "bfloat16"
+    positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
+    # As many as there can be, until the data has been read.
+    r.max_prompt_tokens = r.max_prompt_tokens or positions - max(1, r.max_response_tokens)
+    if r.max_prompt_tokens < 1:
+        raise ValueError(
+            f"--max_tokens={r.max_response_tokens} leaves no position for a prompt: {path} has "
+            f"{positions} (max_position_embeddings in its config.json)"
+        )
+    config.learner.row_tokens = max(config.learner.row_tokens, 2 * positions)
+
+
+def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
+    """Fills in how long responses may be, behind prompts of at most so many tokens."""
+    path, r = hub.local(config.model.path), config.rollout
+    positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
+    r.max_prompt_tokens = prompt_tokens
+    if not r.max_response_tokens:
+        r.max_response_tokens = min(LONGEST_RESPONSE, positions - prompt_tokens)
+
+
+def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> list[str]:
+    """Fills in the sizes that a training recipe leaves open (0); returns lines that name them.
+
+    Rows hold the longest sequence, and as many tokens as a micro-batch needs to keep the devices
+    busy; more would be padding in the last micro-batch of an update. The cache holds the first
+    generation batch, as far as the devices have memory beside the training state.
+    devices, device_bytes: of a compile-only topology; None: this program's.
+    Raises ValueError as `fit_cache` does.
+    """
+    c, r = config.learner, config.rollout
+    keys = ("learner.row_tokens", "learner.micro_batch_rows", *CACHE_KEYS)
+    chosen = [key for key in keys if not _value(config, key)]
+    if not chosen:
+        return []
+    mesh = _mesh(config, devices)
+    tokens = MICRO_BATCH_TOKENS.get(platform_of(mesh), MICRO_BATCH_TOKENS["tpu"])
+    longest = r.max_prompt_tokens + r.max_response_tokens - 1
+    multiple = ROW_MULTIPLE if longest < LONG_ROW else LONG_ROW
+    if not c.row_tokens:
+        c.row_tokens = -(-max(longest, tokens // 2) // multiple) * multiple
+    if not c.micro_batch_rows:
+        c.micro_batch_rows = rules.row_ways(mesh) * max(1, tokens // c.row_tokens)
+    if any(key in chosen for key in CACHE_KEYS):
+        requests = r.generation_prompts * r.group_size
+        r.slot_tokens = r.slot_tokens or r.max_response_tokens
+        how = {"devices": devices, "device_bytes": device_bytes or _device_bytes()}
+        fit_cache(config, requests, training=True, **how)
+    values = ", ".join(f"{key} = {_value(config, key)}" for key in chosen)
+    return [f"chosen by the lengths and the devices: {values}"]
+
+
+def padding_line(config: ConfigDict, programs: build.Programs, data: build.Data) -> str:
+    """Predicts the padding of an update's rows for three mean lengths of the responses.
+
+    Prompts have their mean length. Responses are spread evenly over half to one and a half of
+    theirs.
+    """
+    r, of_sets = config.rollout, data.train.sets
+    prompt = round(sum(s * of_sets[key].report.mean_tokens for key, s in data.train.shares.items()))
+    _, rows, row_tokens = build.batch_shape(config)
+    groups = r.num_prompts // config.updates_per_step
+    shares = {}
+    for part in (0.1, 0.3, 0.6):
+        spread_G = np.linspace(0.5, 1.5, r.group_size) * part * r.max_response_tokens
+        lengths = np.clip(np.ceil(spread_G), 1, r.max_response_tokens).astype(int).tolist()
+        planned = plan_rows(
+            [prompt] * groups,
+            [lengths] * groups,
+            row_tokens=row_tokens,
+            share_prompts=programs.learning.kernels.shares_prompts,
+        )
+        used = sum(len(piece.samples) and prompt - 1 for row in planned for piece in row)
+        used += groups * sum(lengths)
+        shares[part] = 1 - used / (-(-len(planned) // rows) * rows * row_tokens)
+    named = ", ".join(f"{share:.0%} at {part:.0%}" for part, share in shares.items())
+    return (
+        f"padding of an update's rows ({rows} x {row_tokens} tokens a micro-batch), by the "
+        f"responses' mean length as a share of rollout.max_response_tokens: {named}"
+    )
+
+
+def _value(config: ConfigDict, key: str):
+    return functools.reduce(lambda at, part: at[part], key.split("."), config)
+
+
+def _mesh(config: ConfigDict, devices=None):
+    m = config.mesh
+    return make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
+
+
+def fit_cache(
+    config: ConfigDict,
+    requests: int,
+    *,
+    training: bool = False,
+    devices=None,
+    device_bytes: int | None = None,
+) -> None:
+    """Fills in the cache: slots for so many requests, as far as the devices have memory.
+
+    training: whether the training state is on the devices too. devices, device_bytes: as of
+    `fit_training`. Raises ValueError, with the settings to change, where not one request fits
+    beside the weights.
+    """
+    r = config.rollout
+    r.slot_tokens = min(r.slot_tokens, max(1, math.ceil(r.max_response_tokens * SLOT_SHARE)))
+    if r.cache_mib:
+        return
+    sizes, mesh = build.model_sizes(config), _mesh(config, devices)
+    kernels = kernels_for(config.model.kernels, platform_of(mesh))
+    wanted = min(MOST_SLOTS, -(-requests // rules.row_ways(mesh)))
+    if (device := device_bytes or _device_bytes()) is None:
+        most = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most /= jax.local_device_count()
+    else:
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))
+        weights = parameters * jnp.dtype(config.model.compute_dtype).itemsize
+        held = weights / mesh.shape["model"]
+        if training:
+            held += _state_bytes(config, sizes, weights, parameters) / mesh.size
+        most = CACHE_SHARE * (device - held)
+
+    def slots(mib: int) -> int:
+        try:
+            return build.cache_plan(config, sizes, mesh, kernels, cache_bytes=mib * 2**20).slots
+        except ValueError:
+            return 0
+
+    most_mib = max(1, int(most) // 2**20)
+    mib = 1
+    while mib < most_mib and slots(mib) < wanted:
+        mib = min(most_mib, mib + 1 + mib // 8)
+    if not slots(mib):
+        raise ValueError(_no_room(config, most, device, mesh.shape["model"]))
+    r.cache_mib = mib
+
+
+def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> int:
+    """Counts the bytes of the training state, and of start weights that are kept beside it."""
+    c = config.learner
+    kept = weights if c.lora_rank or config.algo.kl_coef > 0 else 0
+    if c.lora_rank:
+        lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
+        factors = jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(factors))
+    return STATE_BYTES * parameters + kept
+
+
+def _no_room(config: ConfigDict, left_bytes: float, device_bytes: int | None, ways: int) -> str:
+    """Says that no request fits, and the settings to change."""
+    r, mib = config.rollout, 2**20
+    text = (
+        f"a prompt of {r.max_prompt_tokens:,} tokens with a response of {r.max_response_tokens:,} "
+        "(--max_tokens) does not fit in the "
+    )
+    if device_bytes is None:
+        return f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower --max_tokens"
+    weights = device_bytes - left_bytes / CACHE_SHARE
+    return (
+        f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
+        f"has for the cache beside {weights / mib:,.0f} MiB of weights "
+        f"({config.model.compute_dtype}). Lower --max_tokens, or split the weights over more "
+        f"devices than {ways} (mesh.model)"
+    )
+
+
+def _device_bytes() -> int | None:
+    """The memory of a device that programs may take; None for a CPU, which tells of none."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats else None

@@ -1,0 +1,73 @@
+"""Sums of two numbers, asked and answered in plain sentences: a task that a small model can learn.
+
+The last whole number of a response is its answer, wherever it stands. SmolLM2-135M is right in one
+of ten samples before training; DAPO's long template, which asks for a line "Answer: ...", confuses
+it.
+"""
+
+import dataclasses
+import re
+
+import numpy as np
+
+from dapo_jax.tasks import arithmetic
+from dapo_jax.tasks.readers import DataError, DataReport, Rows
+from dapo_jax.types import Example, Verdict
+
+WHOLE_NUMBER = re.compile(r"(?<![\d.,])\d[\d,]*(?!\.?\d)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """One question and its answer."""
+
+    question: str
+    answer: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Generated sums; train and test share none.
+
+    least, largest: of the two numbers.
+    """
+
+    count: int = 600
+    seed: int = 0
+    split: str = "train"
+    least: int = 2
+    largest: int = 29
+
+    def load(self) -> tuple[list[Example], DataReport]:
+        """Generates the questions, one user message each; raises DataError for wrong arguments."""
+        if not 0 <= self.least <= self.largest:
+            raise DataError(
+                f"args.least is {self.least} and args.largest {self.largest}: must be "
+                "0 <= least <= largest"
+            )
+        problems = arithmetic.distinct(
+            self._sample,
+            self.count,
+            self.seed,
+            split=self.split,
+            source=f"sums of numbers from {self.least} to {self.largest}",
+        )
+        rows = Rows(f"sums ({self.split})", "row", "error")
+        for row, problem in enumerate(problems):
+            with rows.reading(row):
+                prompt = ({"role": "user", "content": problem.question},)
+                rows.add(row, prompt, str(problem.answer))
+        return rows.result()
+
+    def grade(self, response: str, example: Example) -> Verdict:
+        """Grades the last whole number."""
+        numbers = WHOLE_NUMBER.findall(response)
+        if not numbers:
+            return Verdict(False, None, "no_answer")
+        prediction = numbers[-1].replace(",", "")
+        correct = prediction == example.answer
+        return Verdict(correct, prediction, "correct" if correct else "wrong")
+
+    def _sample(self, rng: np.random.Generator) -> Sum:
+        a, b = (int(n) for n in rng.integers(self.least, self.largest + 1, size=2))
+        return Sum(f"What is {a} + {b}? Answer with a short sentence.", a + b)
