@@ -33,6 +33,7 @@ STATE_BYTES = 12  # a trained parameter and its two moments, float32
 # Tokens of a micro-batch on each group of devices, where they are chosen: fewer leave the cores
 # waiting for weights; more are padding, or activations that may not fit.
 MICRO_BATCH_TOKENS = {"cpu": 1_024, "tpu": 16_384, "gpu": 16_384}
+MEAN_SHARE = 0.3  # of the limit is what a response is expected to have
 ROW_MULTIPLE, LONG_ROW = 64, 1_024  # chosen rows are multiples of one of them
 CACHE_KEYS = ("rollout.slot_tokens", "rollout.cache_mib")
 SLOT_SHARE = 0.5  # of the longest response is what a slot is planned with: few are so long
@@ -78,9 +79,10 @@ def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
 def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> list[str]:
     """Fills in the sizes that a training recipe leaves open (0); returns lines that name them.
 
-    Rows hold the longest sequence, and as many tokens as a micro-batch needs to keep the devices
-    busy; more would be padding in the last micro-batch of an update. The cache holds the first
-    generation batch, as far as the devices have memory beside the training state.
+    A micro-batch has as many tokens as keep the devices busy, but no more than half of what an
+    update is expected to have: the rest of the last one is padding. Its rows hold the longest
+    sequence. The cache holds the first generation batch, as far as the devices have memory beside
+    the training state.
     devices, device_bytes: of a compile-only topology; None: this program's.
     Raises ValueError as `fit_cache` does.
     """
@@ -90,13 +92,19 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
     if not chosen:
         return []
     mesh = _mesh(config, devices)
-    tokens = MICRO_BATCH_TOKENS.get(platform_of(mesh), MICRO_BATCH_TOKENS["tpu"])
+    degree = rules.row_ways(mesh)
+    most = MICRO_BATCH_TOKENS.get(platform_of(mesh), MICRO_BATCH_TOKENS["tpu"])
+    of_group = r.max_prompt_tokens + r.group_size * MEAN_SHARE * r.max_response_tokens
+    expected = r.num_prompts / config.updates_per_step * of_group / degree
+    tokens = min(most, int(expected / 2))
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
     multiple = ROW_MULTIPLE if longest < LONG_ROW else LONG_ROW
     if not c.row_tokens:
-        c.row_tokens = -(-max(longest, tokens // 2) // multiple) * multiple
+        # Two rows where there is enough: attention costs by the row's length.
+        row = tokens if tokens < most else most // 2
+        c.row_tokens = -(-max(longest, row) // multiple) * multiple
     if not c.micro_batch_rows:
-        c.micro_batch_rows = rules.row_ways(mesh) * max(1, tokens // c.row_tokens)
+        c.micro_batch_rows = degree * max(1, tokens // c.row_tokens)
     if any(key in chosen for key in CACHE_KEYS):
         requests = r.generation_prompts * r.group_size
         r.slot_tokens = r.slot_tokens or r.max_response_tokens
@@ -117,7 +125,7 @@ def padding_line(config: ConfigDict, programs: build.Programs, data: build.Data)
     _, rows, row_tokens = build.batch_shape(config)
     groups = r.num_prompts // config.updates_per_step
     shares = {}
-    for part in (0.1, 0.3, 0.6):
+    for part in (0.1, MEAN_SHARE, 0.6):
         spread_G = np.linspace(0.5, 1.5, r.group_size) * part * r.max_response_tokens
         lengths = np.clip(np.ceil(spread_G), 1, r.max_response_tokens).astype(int).tolist()
         planned = plan_rows(

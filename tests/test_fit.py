@@ -1,0 +1,113 @@
+"""Sizes that a training recipe leaves open (0): what is chosen for them, and what is printed."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from configs import qwen2_5_0_5b, tiny
+from dapo_jax import train
+from dapo_jax.run import build, checks, fit
+from experiments.preemption.config import get_config as small_config
+
+OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")
+OPEN += ("rollout.cache_mib",)
+
+
+def left_open(config, *keys):
+    config.update_from_flattened_dict(dict.fromkeys(keys or OPEN, 0))
+    config.mesh.cpu_devices = 0
+    checks.check(config)
+    return config
+
+
+def values(config):
+    return [fit._value(config, key) for key in OPEN]
+
+
+def test_what_is_set_stays_and_nothing_is_said():
+    config = tiny.get_config()
+    before = values(config)
+    assert fit.fit_training(config) == []
+    assert values(config) == before
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_more(model):
+    config = left_open(tiny.get_config())
+    config.mesh.model = model
+    (line,) = fit.fit_training(config)
+    c, r, degree = config.learner, config.rollout, 4 // model
+    assert c.row_tokens >= r.max_prompt_tokens + r.max_response_tokens - 1
+    assert c.row_tokens % fit.ROW_MULTIPLE == 0
+    assert c.micro_batch_rows % degree == 0
+    tokens = c.row_tokens * c.micro_batch_rows / degree
+    assert tokens <= fit.MICRO_BATCH_TOKENS["cpu"]
+    group = r.max_prompt_tokens + r.group_size * fit.MEAN_SHARE * r.max_response_tokens
+    expected = r.num_prompts / config.updates_per_step * group / degree
+    assert tokens <= expected / 2 + fit.ROW_MULTIPLE
+    for key, value in zip(OPEN, values(config), strict=True):
+        assert f"{key} = {value}" in line
+    assert fit.fit_training(config) == []  # the second start of a run finds them set
+
+
+def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
+    config = left_open(tiny.get_config(), "rollout.cache_mib", "rollout.slot_tokens")
+    fit.fit_training(config)
+    programs = build.programs(config, vocab_size=0)
+    wanted = config.rollout.generation_prompts * config.rollout.group_size / 4
+    assert wanted <= programs.engine.cache.slots < 1.5 * wanted
+
+
+def test_on_an_accelerator_the_cache_leaves_room_for_the_training_state():
+    """0.5 B parameters: 5.9 GB of state and 1 GB of the sampler's weights in bfloat16."""
+    config = qwen2_5_0_5b.get_config()
+    config.model.path = ""
+    left_open(config, "rollout.cache_mib")
+    config.mesh.model, config.mesh.data = 1, 1
+    config.mesh.slices = 1
+    one = build.jax.devices()[:1]
+    fit.fit_training(config, devices=one, device_bytes=10 * 2**30)
+    left = 10 * 2**30 - 12 * 494e6 - 2 * 494e6
+    assert config.rollout.cache_mib <= fit.CACHE_SHARE * left / 2**20
+    config.rollout.cache_mib = 0
+    with pytest.raises(ValueError, match=r"does not fit in the .* MiB that a device of 6,656"):
+        fit.fit_training(config, devices=one, device_bytes=6_656 * 2**20)
+
+
+def test_padding_is_predicted_as_packing_has_it():
+    """One prompt of 11 tokens with 4 responses: 0.3 of 100 tokens on average is 120 in all."""
+    config = small_config()
+    config.rollout.num_prompts = config.updates_per_step = 1
+    config.rollout.group_size, config.rollout.max_response_tokens = 4, 100
+    config.learner.row_tokens, config.learner.micro_batch_rows = 260, 1
+
+    class Set:
+        prompts, report = [], type("Report", (), {"mean_tokens": 11.0})
+
+    class Data:
+        train = type("Train", (), {"sets": {"data.train": Set}, "shares": {"data.train": 1.0}})
+
+    programs = type(
+        "P", (), {"learning": type("L", (), {"kernels": fit.kernels_for("xla", "cpu")})}
+    )
+    line = fit.padding_line(config, programs, Data)
+    lengths = np.ceil(np.linspace(0.5, 1.5, 4) * 30)
+    padding = 1 - (10 + lengths.sum()) / 260
+    assert f"{padding:.0%} at 30%" in line
+
+
+@pytest.mark.slow
+def test_a_run_records_what_was_chosen(tmp_path, capsys):
+    """config.json has the numbers: the commands that read a run need not choose again."""
+    config = small_config()
+    config.num_steps, config.eval.every_steps = 1, 0
+    config.update_from_flattened_dict(dict.fromkeys(OPEN, 0))
+    train.train(config, tmp_path)
+    recipe = json.loads((tmp_path / "config.json").read_text())
+    chosen = [recipe["learner"]["row_tokens"], recipe["rollout"]["cache_mib"]]
+    assert min(chosen) > 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"learner.row_tokens = {chosen[0]}" in text
+    assert "padding of an update's rows" in text
