@@ -7,6 +7,7 @@ each text of a vocabulary.
 
 import dataclasses
 import math
+import os
 import pathlib
 import re
 import struct
@@ -153,7 +154,8 @@ def read(path) -> GGUFModel:
     if not present(file):
         raise FileNotFoundError(f"there is no file {file}; give a .gguf file")
     with file.open("rb") as opened:
-        size = opened.seek(0, 2)
+        opened.seek(0, os.SEEK_END)
+        size = opened.tell()
         opened.seek(0)
         header = _Header(file, size, opened.read(MAX_HEADER_BYTES))
     if (magic := bytes(header.take(4))) != MAGIC:
@@ -195,7 +197,7 @@ def read_config(model: GGUFModel) -> tuple[ModelConfig, dict[str, Any]]:
         if key.startswith(f"{name}.")
     }
     known = {*SIZES.values(), *SCALING.values(), *HEAD_SIZES, *OTHER_KEYS}
-    for key in given.keys() - known:
+    for key in sorted(given.keys() - known):
         if given[key]:
             raise ValueError(
                 f"{file}: {shown(f'{name}.{key}')} is {quoted(given[key])}, which is not computed; "
@@ -244,14 +246,18 @@ def load_params(model: GGUFModel, config: ModelConfig, *, dtype, shardings=None)
     """
     found = {}
     for name, tensor in model.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
         match = TENSOR.fullmatch(name)
-        if match and match["module"] in MODULES:
-            if match["module"] in ARCHITECTURES[model.architecture]:
-                tensor = dataclasses.replace(tensor, head_dim=config.head_dim)
-            layer = f"model.layers.{match['layer']}." if match["layer"] else ""
-            name = f"{layer}{MODULES[match['module']]}.{match['kind']}"
-        if name != ROPE_FACTORS:
-            found[name] = tensor
+        if not match or match["module"] not in MODULES:
+            raise ValueError(
+                f"{model.file}: the tensor {shown(name)} is not computed; convert a model without "
+                "it"
+            )
+        if match["module"] in ARCHITECTURES[model.architecture]:
+            tensor = dataclasses.replace(tensor, head_dim=config.head_dim)
+        layer = f"model.layers.{match['layer']}." if match["layer"] else ""
+        found[f"{layer}{MODULES[match['module']]}.{match['kind']}"] = tensor
     how = {"dtype": dtype, "shardings": shardings, "sizes_in": "metadata"}
     return hf.load_tensors(model.file, found, config, **how)
 
@@ -322,7 +328,7 @@ def _library():
     except ModuleNotFoundError as error:
         raise ValueError(
             'A GGUF file is read with the package gguf, which is not installed: pip install "gguf'
-            '>=0.10,<1"'
+            '>=0.16.3,<1"'
         ) from error
     return gguf
 

@@ -202,6 +202,16 @@ def test_float16_tensors_are_read(llama, tmp_path):
     assert (params["layers"]["up_DF"] == np.float32(np.float16(0.1))).all()
 
 
+def test_rows_in_the_middle_of_a_tensor_are_read(llama, tmp_path):
+    sizes, tensors, metadata = llama
+    model = gguf.read(write(tmp_path / "a.gguf", "llama", sizes, tensors, metadata=metadata))
+    name = "blk.0.ffn_gate.weight"
+    pieces = list(model.tensors[name].pieces(8, 30, 8))
+    assert [len(piece) for piece in pieces] == [8, 8, 6]
+    expected = library.quants.dequantize(*tensors[name])[8:30]
+    np.testing.assert_array_equal(np.concatenate(pieces), expected)
+
+
 def factors_of(half, theta, factor):
     """Llama 3.1's factors by its formula: of wavelengths, low 1, high 4, 8,192 positions."""
     factors = []
@@ -282,11 +292,9 @@ NAN = small()["output_norm.weight"] * np.float32("nan")
 @pytest.mark.parametrize(
     ("sizes", "tensors", "message"),
     [
-        (
-            {},
-            {"blk.0.attn_rot.weight": NAN},
-            r"unexpected: blk\.0\.attn_rot\.weight \(16,\) in a\.g",
-        ),
+        ({}, {"blk.0.attn_rot.weight": NAN}, r"a\.gguf: the tensor blk\.0\.attn_rot\.weight is"),
+        ({}, {"model.norm.weight": NAN}, r"a\.gguf: the tensor model\.norm\.weight is not comp"),
+        ({}, {"blk.2.ffn_norm.weight": NAN}, r"unexpected: model\.layers\.2\.post_attention_l"),
         (
             {},
             {"blk.1.ffn_up.weight": None},
@@ -483,6 +491,23 @@ def test_a_tokenizer_gives_texts_back_and_knows_its_control_tokens(pre, tmp_path
     assert ours.vocab_size == len(texts) - 1  # the unused one is left out
     assert ours.stop_ids == (texts.index("<|turn|>"),)
     assert ours.decode([texts.index("<|end|>"), texts.index("<word>")]) == "<word>"
+
+
+def test_qwens_published_tokenizer_comes_back(shared):
+    published = json.loads((shared / "data/qwen25_tokenizer/tokenizer.json").read_text())
+    added = {token["content"]: token for token in published["added_tokens"]}
+    ids = published["model"]["vocab"] | {text: token["id"] for text, token in added.items()}
+    metadata = vocabulary("qwen2") | {"tokenizer.ggml.merges": published["model"]["merges"]}
+    metadata["tokenizer.ggml.tokens"] = texts = [f"[PAD{id}]" for id in range(151_936)]
+    metadata["tokenizer.ggml.token_type"] = kinds = [5] * len(texts)
+    for text, id in ids.items():
+        texts[id] = text
+        kinds[id] = 1 if text not in added else 3 if added[text]["special"] else 4
+    ours = tokenizer_files(metadata, "a.gguf")["tokenizer.json"]
+    for key in ("normalizer", "pre_tokenizer", "added_tokens"):
+        assert ours[key] == published[key]
+    assert ours["model"]["vocab"] == ids
+    assert ours["model"]["merges"] == published["model"]["merges"]
 
 
 def test_a_whole_word_is_llamas_token_without_merges(tmp_path):
