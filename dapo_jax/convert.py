@@ -2,11 +2,13 @@
 
     python -m dapo_jax.convert --from=hf:DIR --to=orbax:DIR [--dtype=float32|bfloat16|float16]
     python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
+    python -m dapo_jax.convert --from=gguf:FILE --to=hf:DIR
 
-and back; a Hugging Face directory may be in a bucket (gs://), and one that is read may be a name on
-the hub (hf:ORG/NAME). --family=MODULE names a model family of one's own. An Orbax directory holds
-params/ (the checkpoint), model_config.json and the tokenizer's files, so that nothing is lost on
-the way back. A run is a training run's --workdir.
+and back to hf: or orbax:; a Hugging Face directory may be in a bucket (gs://), and one that is read
+may be a name on the hub (hf:ORG/NAME). --family=MODULE names a model family of one's own. An Orbax
+directory holds params/ (the checkpoint), model_config.json and the tokenizer's files, so that
+nothing is lost on the way back. A run is a training run's --workdir. A GGUF file (Llama, Qwen2,
+Qwen3; pip install "dapo_jax[gguf]") gives the values to which its blocks are dequantised.
 """
 
 import dataclasses
@@ -23,9 +25,10 @@ from dapo_jax.run import build, checkpoint, command, hub
 from dapo_jax.run.alarms import require_finite
 from dapo_jax.run.hub import TOKENIZER_FILES
 from dapo_jax.run.policy import restored, run_recipe
+from dapo_jax.tasks.gguf_tokenizer import tokenizer_files
 from dapo_jax.untrusted import present
-from models import families, hf
-from models.hf_config import load_config, read_config
+from models import families, gguf, hf
+from models.hf_config import load_config, read_config, write_json
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
@@ -33,7 +36,7 @@ MODEL_CONFIG_FILE = "model_config.json"
 PARAMS_FOLDER = "params"
 # Keys of config.json that the model does not compute with, but that its users need.
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-SOURCES, TARGETS = ("hf", "orbax", "run"), ("hf", "orbax")
+SOURCES, TARGETS = ("hf:DIR", "orbax:DIR", "run:DIR", "gguf:FILE"), ("hf:DIR", "orbax:DIR")
 
 
 def convert(
@@ -42,8 +45,8 @@ def convert(
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
     Both are "hf:DIR" or "orbax:DIR"; a source may be "run:WORKDIR", of which `step` (None: the
-    newest) is the checkpoint. The tokenizer's files are copied along. trust_code: whether a module
-    that the run names may be imported.
+    newest) is the checkpoint, or "gguf:FILE". The tokenizer's files are copied along, or made of a
+    GGUF file's metadata. trust_code: whether a module that the run names may be imported.
 
     Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
     and ValueError for a source that is broken or of an unknown family.
@@ -55,13 +58,18 @@ def convert(
     if to_path.exists() and (not to_path.is_dir() or any(to_path.iterdir())):
         raise FileExistsError(f"--to: {to_path} exists and is not an empty directory")
 
-    tokenizer_path = from_path
+    tokenizer_path, made = from_path, {}
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     if from_kind == "hf":
-        config, kept = load_config(from_path), _kept(from_path)
-        host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        config, kept = load_config(from_path), _kept(read_config(from_path))
         params = hf.load_params(from_path, config, dtype=dtype, shardings=host)
     elif from_kind == "orbax":
         params, config, kept = load_orbax(from_path, dtype=dtype)
+    elif from_kind == "gguf":
+        model = gguf.read(from_path)
+        config, raw = gguf.read_config(model)
+        kept, made = _kept(raw), tokenizer_files(model.metadata, model.file)
+        params = gguf.load_params(model, config, dtype=dtype, shardings=host)
     else:
         params, config, kept, tokenizer_path = load_run(
             from_path, step, dtype=dtype, trust_code=trust_code
@@ -69,16 +77,19 @@ def convert(
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # host arrays may be large
         require_finite(params, f"--from={source} in {dtype}", sizes=config)
 
-    files = [name for name in TOKENIZER_FILES if present(tokenizer_path / name)]
+    copied = () if made else [name for name in TOKENIZER_FILES if present(tokenizer_path / name)]
     to_path.mkdir(parents=True, exist_ok=True)
-    for name in files:
+    for name in copied:
         (tokenizer_path / name).copy(to_path / name)
+    for name, content in made.items():
+        write_json(to_path / name, content)
     if to_kind == "hf":
         hf.save_hf(params, config, to_path, dtype=dtype, extra_config=kept)
     else:
         save_orbax(params, config, to_path, kept=kept)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return f"{source} -> {target}: {count:,} parameters in {dtype}; also {', '.join(files) or '-'}"
+    files = ", ".join([*copied, *made]) or "-"
+    return f"{source} -> {target}: {count:,} parameters in {dtype}; also {files}"
 
 
 def save_orbax(params, config: ModelConfig, path, *, kept: Mapping[str, Any]):
@@ -136,23 +147,21 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str, trust_code: b
     programs = build.programs(recipe, vocab_size=0)
     _, params, start_weights = restored(programs, workdir, step)
     model_path = hub.local(recipe.model.path)
-    kept = _kept(model_path) if model_path else {}
+    kept = _kept(read_config(model_path)) if model_path else {}
     tokenizer_path = epath.Path(hub.local(recipe.tokenizer.path) or model_path)
     if programs.learning.lora:
         params = learner.policy_weights(params, start_weights, programs.learning)
     return learner.cast(params, dtype), programs.sizes, kept, tokenizer_path
 
 
-def _kept(path) -> dict[str, Any]:
-    raw = read_config(path)
+def _kept(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
 
 
-def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
+def _place(flag: str, value: str, forms) -> tuple[str, epath.Path]:
     kind, colon, path = value.partition(":")
-    if kind not in kinds or not colon or not path:
-        forms = " or ".join(f"{kind}:DIR" for kind in kinds)
-        raise ValueError(f"--{flag} is {value!r}, but must be {forms}")
+    if kind not in [form.partition(":")[0] for form in forms] or not colon or not path:
+        raise ValueError(f"--{flag} is {value!r}, but must be {' or '.join(forms)}")
     if (flag, kind) == ("from", "hf"):
         path = value if path.startswith("//") else path
         hub.fetch({"--from": path})
@@ -168,7 +177,9 @@ def main(_):
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("from", None, "What to read: hf:, orbax: or run:DIR.", required=True)
+    flags.DEFINE_string(
+        "from", None, "What to read: hf:, orbax: or run:DIR, gguf:FILE.", required=True
+    )
     flags.DEFINE_string("to", None, "What to write: hf:DIR or orbax:DIR.", required=True)
     flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")

@@ -78,7 +78,7 @@ def load_config(path) -> ModelConfig:
     """
     raw = read_config(path)
     try:
-        return _config(raw)
+        return config_of(raw)
     except ValueError as error:
         raise ValueError(f"{epath.Path(path) / CONFIG_FILE}: {error}") from error
 
@@ -94,7 +94,8 @@ def read_config(path) -> dict[str, Any]:
     return read_json(file)
 
 
-def _config(raw: Mapping[str, Any]) -> ModelConfig:
+def config_of(raw: Mapping[str, Any]) -> ModelConfig:
+    """Makes the config of config.json's content; raises ValueError as `load_config` does."""
     family = _family(raw)
     _check_computed(raw, family)
     sizes = {field: _size(key, raw.get(key)) for field, key in SIZE_KEYS.items()}
