@@ -137,6 +137,8 @@ def test_a_model_of_transformers_is_read_bitwise(model, tmp_path):
     content = json.loads((tmp_path / "ours/config.json").read_text())
     assert content["max_position_embeddings"] == raw["max_position_embeddings"]
     assert (content["bos_token_id"], content["eos_token_id"]) == (92, 93)
+    ours = load_tokenizer(tmp_path / "ours", stop_tokens=None, chat="none")
+    assert (ours.vocab_size, ours.stop_ids) == (95, (93,))
 
 
 def blocks(kind, rows, columns):
@@ -589,4 +591,11 @@ def test_a_beginning_without_its_token_is_refused():
     metadata = vocabulary() | {"tokenizer.ggml.add_bos_token": True}
     del metadata["tokenizer.ggml.bos_token_id"]
     with pytest.raises(ValueError, match=r"add_bos_token wants a tokenizer\.ggml\.bos_token_id"):
+        tokenizer_files(metadata, "a.gguf")
+
+
+def test_an_unused_token_ends_no_text_though_another_has_its_characters():
+    metadata = vocabulary() | {"tokenizer.ggml.eos_token_id": 259}
+    metadata["tokenizer.ggml.tokens"][259] = "a"
+    with pytest.raises(ValueError, match=r"eos_token_id is 259, but the tokenizer has no such id"):
         tokenizer_files(metadata, "a.gguf")
