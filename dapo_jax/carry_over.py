@@ -41,7 +41,7 @@ def collect_carrying(
     dynamic_sampling: bool,
     report: Callable[[str], None],
     success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G"),
-    beside: Callable[[Sequence[Group]], None] = lambda finished: None,
+    on_other_groups: Callable[[Sequence[Group]], None] = lambda finished: None,
 ) -> Rollouts:
     """Samples until `num_prompts` groups are complete and informative; the others are carried.
 
@@ -60,7 +60,7 @@ def collect_carrying(
     for it in carried:
         prompt = prompt_at(it.cursor)
         if any(it.unfinished_G):
-            session.submit(it.cursor, prompt, group_size=group_size, begun=it)
+            session.submit(it.cursor, prompt, group_size=group_size, carried=it)
         else:
             complete.append(Group(it.cursor, prompt, it.responses))
     rate = expected_rate if dynamic_sampling else 1.0
@@ -86,7 +86,7 @@ def collect_carrying(
             found = f"{len(known.informative)} informative of {len(known.groups)} groups"
             report(f"rollout: {found}, {num_prompts} wanted, {len(waiting)} under way")
             done = session.step(more=issued < max_prompts and not enough and few())
-            beside([group for group in done if group.stream != TRAINING])
+            on_other_groups([group for group in done if group.stream != TRAINING])
             known.add(grading.exchange([group for group in done if group.stream == TRAINING]))
         known.add(grading.exchange([]))
     surplus = [place for place in known.informative[num_prompts:] if place not in due]
@@ -104,7 +104,7 @@ def collect_carrying(
         issued=len(sampled),
         stats=rollout_stats(session, requests=issued * group_size, grading_seconds=grading.seconds),
         carried=sorted(go_on, key=operator.attrgetter("cursor")),
-        begun_tokens=sum(it.tokens for it in carried),
+        carried_in_tokens=sum(it.tokens for it in carried),
     )
 
 

@@ -32,7 +32,7 @@ def collect(
     dynamic_sampling: bool,
     report: Callable[[str], None],
     success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G"),
-    beside: Callable[[Sequence[Group]], None] = lambda finished: None,
+    on_other_groups: Callable[[Sequence[Group]], None] = lambda finished: None,
 ) -> Rollouts:
     """Samples a stream of groups until `num_prompts` are informative (dynamic sampling, Eq. 11).
 
@@ -50,8 +50,8 @@ def collect(
     depend on them; how many prompts are issued does, as slots fall idle at other times.
 
     prompt_at(cursor): the stream's prompts. grade(group): the group with texts and verdicts; every
-    process grades its share of the groups, and all get all verdicts. beside: is given the groups
-    of other streams that finish.
+    process grades its share of the groups, and all get all verdicts. on_other_groups: called
+    with the groups of other streams that finish.
     """
     limit = cursor + (max_prompts if dynamic_sampling else num_prompts)
     known = Known(cursor, success, prior_rate=expected_rate, prior_groups=num_prompts / 4)
@@ -78,7 +78,7 @@ def collect(
             found = f"{len(known.informative)} informative of " if dynamic_sampling else ""
             report(f"rollout: {found}{len(known.groups)} groups, {num_prompts} wanted")
             finished = session.step(more=more) if session.unfinished else []
-            beside([group for group in finished if group.stream != TRAINING])
+            on_other_groups([group for group in finished if group.stream != TRAINING])
             known.add(grading.exchange([g for g in finished if g.stream == TRAINING]))
     sampled = [known.groups[place] for place in range(cursor, end)]
     kept = np.arange(num_prompts)

@@ -165,7 +165,7 @@ def sample_groups(
         "dynamic_sampling": run.config.algo.dynamic_sampling,
         "report": run.record.display.phase,
         "success": rollout.success_by(run.config.algo.filter_groups, **overlong(run.config)),
-        "beside": evaluation.take,
+        "on_other_groups": evaluation.take,
     }
     step["expected_rate"] = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress.row:

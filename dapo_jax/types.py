@@ -217,7 +217,7 @@ class Rollouts:
     kept: indices into `sampled`, ascending. cursor: of the next unseen prompt. issued: groups asked
     for; the next step samples the prompts of those after `sampled`, which were not needed, again.
     With carry-over: carried: the groups that go on, instead; sampled: all others that are complete.
-    begun_tokens: that were there before.
+    carried_in_tokens: that were there before.
     """
 
     sampled: list[Group]
@@ -226,7 +226,7 @@ class Rollouts:
     issued: int
     stats: RolloutStats
     carried: Sequence[Carried] = ()
-    begun_tokens: int = 0
+    carried_in_tokens: int = 0
 
     @property
     def correct_PG(self) -> np.ndarray:

@@ -82,7 +82,7 @@ def abstract(arrays, shardings):
     )
 
 
-def row_ways(mesh: Mesh) -> int:
+def row_degree(mesh: Mesh) -> int:
     """Counts the groups of devices that rows are spread over: each has whole rows to itself."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 

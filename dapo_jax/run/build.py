@@ -353,13 +353,13 @@ def cache_plan(
 ) -> Cache:
     """The slots and pages that so many bytes of a device hold. ValueError where they hold none."""
     r = config.rollout
-    spread = rules.row_ways(mesh) > 1 and kernels.attend_pages is not None
+    spread = rules.row_degree(mesh) > 1 and kernels.attend_pages is not None
     return plan_cache(
         cache_bytes=cache_bytes,
         token_bytes=token_bytes(
             sizes,
             bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
-            model_ways=mesh.shape["model"],
+            model_degree=mesh.shape["model"],
         ),
         slot_tokens=min(r.slot_tokens, r.max_response_tokens),
         readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,

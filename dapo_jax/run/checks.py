@@ -153,12 +153,12 @@ def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
 
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
     """Refuses a training batch that the mesh's groups of devices do not divide (ValueError)."""
-    ways, rows = rules.row_ways(mesh), config.learner.micro_batch_rows
+    degree, rows = rules.row_degree(mesh), config.learner.micro_batch_rows
     shape = " * ".join(f"{axis} {mesh.shape[axis]}" for axis in rules.ROW_AXES)
     _require(
-        rows % ways == 0,
-        f"learner.micro_batch_rows = {rows} does not divide over the mesh's {shape} = {ways} "
-        f"groups of devices; the nearest that does is {max(ways, round(rows / ways) * ways)}",
+        rows % degree == 0,
+        f"learner.micro_batch_rows = {rows} does not divide over the mesh's {shape} = {degree} "
+        f"groups of devices; the nearest that does is {max(degree, round(rows / degree) * degree)}",
     )
 
 

@@ -92,7 +92,7 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
     if not chosen:
         return []
     mesh = _mesh(config, devices)
-    degree = rules.row_ways(mesh)
+    degree = rules.row_degree(mesh)
     most = MICRO_BATCH_TOKENS.get(platform_of(mesh), MICRO_BATCH_TOKENS["tpu"])
     of_group = r.max_prompt_tokens + r.group_size * MEAN_SHARE * r.max_response_tokens
     expected = r.num_prompts / config.updates_per_step * of_group / degree
@@ -173,7 +173,7 @@ def fit_cache(
         return
     sizes, mesh = build.model_sizes(config), _mesh(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
-    wanted = min(MOST_SLOTS, -(-requests // rules.row_ways(mesh)))
+    wanted = min(MOST_SLOTS, -(-requests // rules.row_degree(mesh)))
     if (device := device_bytes or _device_bytes()) is None:
         most = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         most /= jax.local_device_count()
@@ -211,7 +211,7 @@ def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> in
     return STATE_BYTES * parameters + kept
 
 
-def _no_room(config: ConfigDict, left_bytes: float, device_bytes: int | None, ways: int) -> str:
+def _no_room(config: ConfigDict, left_bytes: float, device_bytes: int | None, degree: int) -> str:
     """Says that no request fits, and the settings to change."""
     r, mib = config.rollout, 2**20
     text = (
@@ -225,7 +225,7 @@ def _no_room(config: ConfigDict, left_bytes: float, device_bytes: int | None, wa
         f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
         f"has for the cache beside {weights / mib:,.0f} MiB of weights "
         f"({config.model.compute_dtype}). Lower --max_tokens, or split the weights over more "
-        f"devices than {ways} (mesh.model)"
+        f"devices than {degree} (mesh.model)"
     )
 
 

@@ -82,7 +82,7 @@ class Step:
     @property
     def spent_tokens(self) -> int:
         """Tokens sampled for training, now or carried here, that no later step can train on."""
-        return self.stats.sampled_tokens + self.rollouts.begun_tokens - self.carried_tokens
+        return self.stats.sampled_tokens + self.rollouts.carried_in_tokens - self.carried_tokens
 
     @property
     def trained(self) -> list[Response]:

@@ -104,7 +104,7 @@ def refill(
     kernels: Kernels,
     axis: str | None,
 ):
-    """Writes the keys and values of R begun responses to `page_RI`; returns the pages.
+    """Writes the keys and values of R partial responses to `page_RI`; returns the pages.
 
     pages, page_RI: of responses, as of prompts in `prefill`. tokens_RT: each prompt and what is fed
     of its response, tokens_R of them, T = I * C, from the left. begin_R: where the prompt's last

@@ -23,13 +23,13 @@ from sharding import hosts, rules
 COPIES = 64  # pages that one call copies between shards
 
 
-def token_bytes(config: ModelConfig, *, bytes_per_value: int, model_ways: int) -> int:
+def token_bytes(config: ModelConfig, *, bytes_per_value: int, model_degree: int) -> int:
     """Counts the bytes of one token's keys and values on a device, over all layers.
 
     Raises ValueError where the key/value heads do not divide over the "model" axis.
     """
-    rules.require_whole_heads(config.num_kv_heads, model_ways)
-    heads = config.num_kv_heads // model_ways
+    rules.require_whole_heads(config.num_kv_heads, model_degree)
+    heads = config.num_kv_heads // model_degree
     return 2 * config.num_layers * heads * config.head_dim * bytes_per_value
 
 
@@ -52,7 +52,7 @@ class Engine:
                 "blocks end after one token; set one of them to another value"
             )
         self.config, self.mesh, self.cache = config, mesh, cache
-        self.shards = rules.row_ways(mesh)
+        self.shards = rules.row_degree(mesh)
         self._axis = "model" if mesh.shape["model"] > 1 else None
         self.params = params
         self._rows = rules.rows(mesh)
@@ -116,7 +116,7 @@ class Engine:
         return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
 
     def refill(self, params, pages, tokens_RT, tokens_R, begin_R, page_RI):
-        """Runs refill for [shards * rows] begun responses of a bucket; the old pages are gone."""
+        """Runs refill for [shards * rows] partial responses of a bucket; the old pages are gone."""
         program = self._programs["refill", None, page_RI.shape[1]]
         of_host = hosts.place((tokens_RT, tokens_R, begin_R, page_RI), self._rows)
         return program(params, pages, *of_host)

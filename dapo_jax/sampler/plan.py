@@ -18,15 +18,15 @@ LEVEL_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies 
 class Prefix:
     """A prompt in pages of one shard, and the samples that share them, at most `Cache.readers`.
 
-    limits: the greatest number of tokens of every sample of the group; begun: those that it has to
-    begin with. pages: None while the prompt waits in the queue, and once all of its samples have
+    limits: the greatest number of tokens of every sample of the group; first_tokens:
+    how many it begins with. pages: None while the prompt waits in the queue, and once all of its samples have
     ended. finished_tokens: sampled for those that have.
     """
 
     cursor: int
     prompt_tokens: int
     limits: Sequence[int]
-    begun: Sequence[int]
+    first_tokens: Sequence[int]
     samples: Sequence[int]
     unfinished: int
     finished_tokens: int = 0
@@ -51,7 +51,7 @@ class Finished(NamedTuple):
 class Prefill(NamedTuple):
     """One prefill call, of R rows on all shards together, equally many on each.
 
-    cursor_R: the group that a row is of, -1 where it is unused; sample_R: the sample whose begun
+    cursor_R: the group that a row is of, -1 where it is unused; sample_R: the sample whose partial
     response is in it, -1 where the prompt is. page_RI: the pages that the row is written to; I is
     the bucket.
     """
@@ -100,7 +100,7 @@ class Moves(NamedTuple):
 class Plan:
     """The work of one block of decode steps, with an entry for every occupied slot.
 
-    prefills: of prompts; refills: of begun responses, into the pages of samples that were just
+    prefills: of prompts; refills: of partial responses, into the pages of samples that were just
     admitted. sampled_N: tokens of the sample before the block. left_N: tokens until the limit.
     page_N: the slot's own page that the block writes to. waiting: whether samples are left to
     refill slots with. cache_use: the share of response pages that are taken, on the fullest shard.

@@ -67,16 +67,18 @@ class Scheduler:
         prompt_tokens: int,
         limits: Sequence[int],
         *,
-        begun: Sequence[int | None] = (),
+        first_tokens: Sequence[int | None] = (),
     ) -> None:
         """Queues a group: one sample of at most so many tokens for each of the limits.
 
-        begun: the tokens that each has to begin with, whole blocks of them; None: it has ended.
+        first_tokens: the number of tokens that each begins with, whole blocks; None: it has ended.
         """
-        readers, begun = self.cache.readers, begun or [0] * len(limits)
-        samples = [i for i, tokens in enumerate(begun) if tokens is not None]
+        readers, first_tokens = self.cache.readers, first_tokens or [0] * len(limits)
+        samples = [i for i, tokens in enumerate(first_tokens) if tokens is not None]
         parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
-        prefixes = [Prefix(cursor, prompt_tokens, limits, begun, part, len(part)) for part in parts]
+        prefixes = [
+            Prefix(cursor, prompt_tokens, limits, first_tokens, part, len(part)) for part in parts
+        ]
         self._queue.extend(prefixes)
         self._groups[cursor] = prefixes
 
@@ -167,7 +169,7 @@ class Scheduler:
             pages = self._leave(d, b)
             finished.append(Finished(prefix.cursor, sample, tokens, bool(stopped_N[n]), d, pages))
             prefix.unfinished -= 1
-            prefix.finished_tokens += tokens - prefix.begun[sample]
+            prefix.finished_tokens += tokens - prefix.first_tokens[sample]
             if prefix.unfinished == 0:
                 self._release(prefix)
                 if not any(other.unfinished for other in self._groups[prefix.cursor]):
@@ -258,7 +260,7 @@ class Scheduler:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.
 
         The pages that occupied slots fill in WATERMARK_BLOCKS blocks stay free: a sample that is
-        admitted too soon has to be preempted. Returns the calls that refill begun responses.
+        admitted too soon has to be preempted. Returns the calls that refill partial responses.
         """
         cache, occupied_D = self.cache, self._active_DB.sum(axis=1)
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
@@ -266,8 +268,8 @@ class Scheduler:
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
         held_DK = np.ones((self.shards, len(k_K)), np.int64)
         for held_K, ready, most in zip(held_DK, self._ready, most_D.tolist(), strict=True):
-            begun = [prefix.begun[sample] for prefix, sample in islice(ready, most)]
-            held_K[:most] += np.array(begun, int) // cache.page_tokens
+            first_tokens = [prefix.first_tokens[sample] for prefix, sample in islice(ready, most)]
+            held_K[:most] += np.array(first_tokens, int) // cache.page_tokens
         free_DK = self._free_DP.sum(axis=1)[:, None] - (held_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
@@ -283,11 +285,11 @@ class Scheduler:
         return self._refills(shard_N[begun_N > 0], slot_N[begun_N > 0])
 
     def _refills(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
-        """Makes the calls for begun responses in these slots, in order of shards."""
+        """Makes the calls for partial responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
-            tokens = prefix.begun[sample]
+            tokens = prefix.first_tokens[sample]
             bucket = self.cache.refill_bucket(prefix.prompt_tokens + tokens - 1)
             pages = self.pages(d, b)[: -(-tokens // self.cache.page_tokens)]
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
@@ -351,7 +353,7 @@ class Scheduler:
     def _sampled_here(self, d: int, b: int) -> int:
         """Counts the tokens of a slot's sample that it did not begin with."""
         sample = int(self._rows_DB["sample"][d, b])
-        return int(self._rows_DB["sampled"][d, b]) - self._prefix_DB[d, b].begun[sample]
+        return int(self._rows_DB["sampled"][d, b]) - self._prefix_DB[d, b].first_tokens[sample]
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
         """Puts a sample into a free slot."""
@@ -359,7 +361,7 @@ class Scheduler:
             "active": 1,
             "cursor": prefix.cursor,
             "sample": sample,
-            "sampled": prefix.begun[sample],
+            "sampled": prefix.first_tokens[sample],
             "limit": prefix.limits[sample],
             "prompt_tokens": prefix.prompt_tokens - 1,
             "reader": prefix.samples.index(sample),

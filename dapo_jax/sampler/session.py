@@ -3,8 +3,8 @@
 A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
 
     scheduler.next_block -> engine.prefill of new prompts -> engine.copy of samples that change
-    shards -> engine.refill of begun responses -> engine.decode of one block -> tokens to the host's
-    pages -> scheduler.complete -> responses of ended requests -> groups
+    shards -> engine.refill of partial responses -> engine.decode of one block -> tokens to the
+    host's pages -> scheduler.complete -> responses of ended requests -> groups
 
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
 one, each evaluation set another, and they share slots, pages and programs. A request's tokens
@@ -43,14 +43,14 @@ class Stream(NamedTuple):
 class _Asked:
     """An unfinished group; responses: None for those that have not ended.
 
-    begun: what there was of each when the group was submitted.
+    carried: what there was of each when the group was submitted.
     """
 
     stream: int
     cursor: int
     prompt: Prompt
     responses: list[Response | None]
-    begun: Sequence[Response]
+    carried: Sequence[Response]
 
 
 class Session:
@@ -98,12 +98,12 @@ class Session:
         group_size: int,
         max_tokens: Sequence[int] | None = None,
         stream: int = 0,
-        begun: Carried | None = None,
+        carried: Carried | None = None,
     ) -> None:
         """Asks for `group_size` samples of a prompt, after all that were asked for.
 
         max_tokens: a limit for each of them, at most the stream's; None: the stream's. stream: its
-        place among the session's; cursors name groups within one. begun: what an earlier session
+        place among the session's; cursors name groups within one. carried: what an earlier session
         had of the group, which goes on behind whole blocks of it.
         Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
         """
@@ -118,19 +118,19 @@ class Session:
         if len(limits) != group_size or not all(1 <= tokens <= limit for tokens in limits):
             raise ValueError(f"max_tokens needs {group_size} numbers from 1 to {limit}")
         number = len(self._name_QX)
-        responses = begun.responses if begun else [_NOTHING] * group_size
-        unfinished_G = begun.unfinished_G if begun else [True] * group_size
+        responses = carried.responses if carried else [_NOTHING] * group_size
+        unfinished_G = carried.unfinished_G if carried else [True] * group_size
         of_samples = list(zip(responses, unfinished_G, limits, strict=True))
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
-        self._scheduler.submit(number, length, limits, begun=tokens)
+        self._scheduler.submit(number, length, limits, first_tokens=tokens)
         ended = [None if more else response for response, more, _ in of_samples]
         self._asked[number] = _Asked(stream, cursor, prompt, ended, responses)
         self._name_QX = np.append(self._name_QX, np.int32([[stream, cursor]]), axis=0)
 
     def _whole_blocks(self, response: Response, limit: int) -> int:
-        """Counts the tokens of a begun response that it goes on behind: there is one more to come.
+        """Counts the tokens of a partial response to keep, rounded down to whole blocks.
 
-        So its blocks lie inside of pages.
+        At least one more is to come.
         """
         tokens = min(len(response.tokens_T), limit - 1)
         return tokens - tokens % self._engine.cache.block_tokens
@@ -166,7 +166,7 @@ class Session:
                     d, b, tokens = slots[number, g]
                     pages = self._scheduler.pages(d, b)
                     response = self._response(asked, g, d, pages, tokens, stopped=False)
-                responses.append((response or asked.begun[g]).carried())
+                responses.append((response or asked.carried[g]).carried())
             unfinished_G = tuple(response is None for response in asked.responses)
             found.append(Carried(asked.cursor, tuple(responses), unfinished_G))
         return found
@@ -253,7 +253,7 @@ class Session:
             table[e, to] = table[d, at]
 
     def _refill(self, plan: Plan) -> None:
-        """Gives begun responses that were just admitted their tokens, keys and values."""
+        """Gives partial responses that were just admitted their tokens, keys and values."""
         if not plan.refills:
             return
         C = self._engine.cache.page_tokens
@@ -266,15 +266,15 @@ class Session:
                 number, sample = int(number_R[r]), int(sample_R[r])
                 n = place[number, sample]
                 d, b, tokens = plan.shard_N[n], plan.slot_N[n], plan.sampled_N[n]
-                prompt, begun = self._asked[number].prompt, self._asked[number].begun[sample]
-                fed = np.append(prompt.token_ids, begun.tokens_T[: tokens - 1])
+                prompt, partial = self._asked[number].prompt, self._asked[number].carried[sample]
+                fed = np.append(prompt.token_ids, partial.tokens_T[: tokens - 1])
                 tokens_RT[r, : len(fed)] = fed
                 tokens_R[r], begin_R[r] = len(fed), len(prompt.token_ids) - 1
                 index_T = np.arange(tokens)
                 where = (d, self._scheduler.pages(d, b)[index_T // C], index_T % C)
-                self._token_DPC[where] = begun.tokens_T[:tokens]
-                self._logp_DPC[where] = begun.behavior_logp_T[:tokens]
-                self._newest_DB[d, b] = begun.tokens_T[tokens - 1]
+                self._token_DPC[where] = partial.tokens_T[:tokens]
+                self._logp_DPC[where] = partial.behavior_logp_T[:tokens]
+                self._newest_DB[d, b] = partial.tokens_T[tokens - 1]
             self._pages = self._engine.refill(
                 self._params, self._pages, tokens_RT, tokens_R, begin_R, page_RI
             )
@@ -391,5 +391,5 @@ class Session:
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
         # Less where it went on behind whole blocks.
-        ends = tuple(min(end, tokens) for end in asked.begun[sample].ends)
+        ends = tuple(min(end, tokens) for end in asked.carried[sample].ends)
         return Response(tokens_T, logp_T, stopped, ends=ends)

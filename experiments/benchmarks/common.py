@@ -65,7 +65,7 @@ def make_engine(config: Qwen2Config, *, slots: int, prompt: int, response: int, 
     """(engine on all devices, parameters) with so many slots in all; float32, plain XLA."""
     mesh = make_mesh(data=-1, model=1)
     abstract, make = engine_params(config, mesh, jnp.float32)
-    ways = rules.row_ways(mesh)
+    ways = rules.row_degree(mesh)
     engine = Engine(
         config,
         mesh,
@@ -130,7 +130,7 @@ def update_flops(config: Qwen2Config, prompt: int, length_PG: np.ndarray) -> flo
 
 def measured_rates(mesh) -> tuple[float, float]:
     """(bytes a second read and written by a copy, FLOP a second of a product), all devices."""
-    ways, rows = rules.row_ways(mesh), rules.rows(mesh)
+    ways, rows = rules.row_degree(mesh), rules.rows(mesh)
     array = jax.device_put(jnp.zeros((ways, 2**25)), rows)
     copy = jax.jit(lambda a: a + 1, out_shardings=rows)
     bandwidth = 2 * array.nbytes / best_seconds(lambda: copy(array), repeats=10)

@@ -66,7 +66,7 @@ def read_bytes(preset: str, slots: int, context: int) -> int:
     abstract, _ = common.engine_params(config, one_device(), jnp.bfloat16)
     del abstract["embed_VD"]  # the head is an array of its own
     weights = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(abstract))
-    return weights + slots * context * token_bytes(config, bytes_per_value=2, model_ways=1)
+    return weights + slots * context * token_bytes(config, bytes_per_value=2, model_degree=1)
 
 
 def one_device():

@@ -65,7 +65,7 @@ def ours(size: str, lengths: np.ndarray):
     """Functions that take one update, and one whole step, and return its seconds."""
     config = common.SIZES[size]
     mesh = make_mesh(data=-1, model=1)
-    ways = rules.row_ways(mesh)
+    ways = rules.row_degree(mesh)
     graph, abstract = abstract_params(config)
     param_shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.LEARNER)
     init = functools.partial(learner.init_state, learning=LEARNING)

@@ -47,7 +47,7 @@ def compiled(name: str, row_tokens: int, remat: str):
     if topology:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     policy = build.programs(config, vocab_size=0, devices=devices)
-    shape = (MICRO_BATCHES, rows * rules.row_ways(policy.mesh), row_tokens)
+    shape = (MICRO_BATCHES, rows * rules.row_degree(policy.mesh), row_tokens)
     batch = learner.abstract_batch(shape, policy.mesh)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(policy.mesh))
     start = time.perf_counter()

@@ -150,7 +150,7 @@ def decode_seconds(point: Decode) -> list[float]:
         lowered = engine.lower(build.sampling(config, ids))
     decode = next(low for key, low in lowered.items() if key[0] == "decode")
     decode = program_cost(compiled("decode", decode).text)
-    read = token_bytes(sizes, bytes_per_value=2, model_ways=point.ways)
+    read = token_bytes(sizes, bytes_per_value=2, model_degree=point.ways)
     live = point.sequences * point.context * read / where.chip.hbm_rate
     slots = point.sequences * sum(times for _, times in decode.turn.kernels)
     return [

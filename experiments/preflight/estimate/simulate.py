@@ -254,7 +254,7 @@ class Simulator:
         eval_PG: the lengths of an overlapped evaluation.
         """
         built, assumed = self.built, self.assumed
-        read = token_bytes(built.sizes, bytes_per_value=2, model_ways=built.mesh.shape["model"])
+        read = token_bytes(built.sizes, bytes_per_value=2, model_degree=built.mesh.shape["model"])
         pages_rate = self.slice.chip.hbm_rate * assumed.pages
 
         def step_seconds(live_D, occupied_D, *, turn, slot):
@@ -332,7 +332,7 @@ class Simulator:
             segment_MBT,
             self.built.sizes,
             remat=config.learner.remat,
-            row_degree=rules.row_ways(mesh),
+            row_degree=rules.row_degree(mesh),
             model_degree=mesh.shape["model"],
             flop_rate=self.slice.chip.flop_rate * self.assumed.kernels,
         )
