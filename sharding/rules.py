@@ -42,11 +42,11 @@ def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
     spec = []
     for axis, size in zip(axes, shape, strict=True):
         mesh_axis = rules[axis]
-        ways = 1 if mesh_axis is None else mesh.shape[mesh_axis]
-        if size % ways and axis not in MAY_REPLICATE:
+        degree = 1 if mesh_axis is None else mesh.shape[mesh_axis]
+        if size % degree and axis not in MAY_REPLICATE:
             raise ValueError(
-                f"the model's {axis} axis of {size} does not divide by mesh.{mesh_axis} = {ways}; "
-                f"choose a mesh.{mesh_axis} that divides {size}, as {math.gcd(size, ways)} does"
+                f"the model's {axis} axis of {size} does not divide by mesh.{mesh_axis} = {degree}; "
+                f"choose a mesh.{mesh_axis} that divides {size}, as {math.gcd(size, degree)} does"
             )
         spec.append(mesh_axis if size % ways == 0 else None)
     return NamedSharding(mesh, PartitionSpec(*spec))

@@ -18,8 +18,8 @@ LEVEL_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies 
 class Prefix:
     """A prompt in pages of one shard, and the samples that share them, at most `Cache.readers`.
 
-    limits: the greatest number of tokens of every sample of the group; first_tokens:
-    how many it begins with. pages: None while the prompt waits in the queue, and once all of its samples have
+    limits: the greatest number of tokens of every sample of the group; first_tokens: how many it
+    begins with. pages: None while the prompt waits in the queue, and once all of its samples have
     ended. finished_tokens: sampled for those that have.
     """
 
