@@ -45,19 +45,20 @@ def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
         degree = 1 if mesh_axis is None else mesh.shape[mesh_axis]
         if size % degree and axis not in MAY_REPLICATE:
             raise ValueError(
-                f"the model's {axis} axis of {size} does not divide by mesh.{mesh_axis} = {degree}; "
-                f"choose a mesh.{mesh_axis} that divides {size}, as {math.gcd(size, degree)} does"
+                f"the model's {axis} axis of {size} does not divide by mesh.{mesh_axis} = "
+                f"{degree}; choose a mesh.{mesh_axis} that divides {size}, as "
+                f"{math.gcd(size, degree)} does"
             )
-        spec.append(mesh_axis if size % ways == 0 else None)
+        spec.append(mesh_axis if size % degree == 0 else None)
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def require_whole_heads(kv_heads: int, ways: int) -> None:
+def require_whole_heads(kv_heads: int, degree: int) -> None:
     """Raises ValueError where the key/value heads do not divide over the "model" axis."""
-    if kv_heads % ways:
+    if kv_heads % degree:
         raise ValueError(
-            f"mesh.model = {ways} does not divide the model's {kv_heads} key/value heads, which "
-            f"are split over it; the nearest that does is {math.gcd(kv_heads, ways)}"
+            f"mesh.model = {degree} does not divide the model's {kv_heads} key/value heads, which "
+            f"are split over it; the nearest that does is {math.gcd(kv_heads, degree)}"
         )
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
 # Batches are padded to a multiple. Where plain XLA computes them on a CPU, products of other sizes
-# have other bits in each row: 32 and 96 rows others than 64, 128 and so on.
+# have other bits in each row: 32 and 96 rows others than 64, 128 and so on. A cache of fewer slots
+# has one size of batch, the next power of two: one question to `sample` need not cost 64 rows.
 ROWS, XLA_ROWS = 32, 64
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
 # occupied slots and their pages. On a CPU a row has the same bits in each; elsewhere it may not.
@@ -154,7 +155,7 @@ def plan_cache(
             max_response_tokens=max_response_tokens,
             draft_tokens=draft_tokens,
             carries=carries,
-            rows=XLA_ROWS if copies else ROWS,
+            rows=min(XLA_ROWS, 2 ** (slots - 1).bit_length()) if copies else ROWS,
         )
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // readers) * min(longest, 2) + 1
