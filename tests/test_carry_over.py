@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import test_engine
 from test_engine import RUN_KEY, SAMPLING, SMALL, build, by_request, drain, random_params
 from test_overlapped_evaluation import Killed, digests
 from test_rollout import G, ScriptedSession, long_tailed_script, prompt_at, scripted_grade
@@ -22,22 +23,11 @@ from dapo_jax.carry_over import collect_carrying, fits, from_json, to_json
 from dapo_jax.packing import pack
 from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache as cache_module
-from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Carried, Group, Prompt, Response
 from models.kernels import KERNELS, paged_tpu
 
-ROOMY = Cache(
-    slots=9,
-    pages=60,
-    prompt_pages=20,
-    readers=4,
-    page_tokens=8,
-    block_tokens=4,
-    max_prompt_tokens=18,
-    max_response_tokens=20,
-    carries=True,
-)
+ROOMY = dataclasses.replace(test_engine.ROOMY, slots=9, pages=60, carries=True)
 # Pages for a part of what the slots may hold: samples are preempted.
 TIGHT = dataclasses.replace(ROOMY, pages=13)
 PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 29), 12: np.arange(40, 58)}
@@ -187,10 +177,7 @@ def test_a_checkpoint_describes_carried_groups_bit_by_bit():
         assert after.age_steps == 2
         for r, s in zip(before.responses, after.responses, strict=True):
             assert (r.stopped, r.ends) == (s.stopped, s.ends)
-            for array, other in (
-                (r.tokens_T, s.tokens_T),
-                (r.behavior_logp_T, s.behavior_logp_T),
-            ):
+            for array, other in ((r.tokens_T, s.tokens_T), (r.behavior_logp_T, s.behavior_logp_T)):
                 assert array.dtype == other.dtype
                 assert array.tobytes() == other.tobytes()
 
@@ -297,8 +284,7 @@ def test_no_slot_waits_and_no_group_is_lost(carry_over_steps):
     assert sum(idle) == 0
 
 
-@pytest.mark.parametrize("slots", [16, 64, 256])
-@pytest.mark.parametrize("carry_over_steps", [1, 2])
+@pytest.mark.parametrize(("slots", "carry_over_steps"), [(16, 1), (256, 2)])
 def test_no_trained_token_is_older_than_allowed_however_many_slots_there_are(
     slots, carry_over_steps
 ):
@@ -387,13 +373,12 @@ def rollout_lines(workdir, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
+def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch):
     """Carried groups are in the checkpoint; rows, rollouts and weights are what they would be."""
     run = tmp_path / "run"
 
     def killed(*args):
-        if rows_without_timings(run)[step - 1 :]:
+        if rows_without_timings(run)[1:]:
             raise Killed
         return take_updates(*args)
 
@@ -403,7 +388,7 @@ def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
         patch.setattr(train, "take_updates", killed)
         with pytest.raises(Killed):
             train.train(carrying_config(), run)
-    assert len(rows_without_timings(run)) == step
+    assert len(rows_without_timings(run)) == 2
     train.train(carrying_config(), run)
     rows = rows_without_timings(carrying)
     assert rows_without_timings(run) == rows

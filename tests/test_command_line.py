@@ -13,7 +13,7 @@ from configs import base, tiny
 from dapo_jax.run import checks, recipe
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-COMMANDS = ("train", "evaluate", "sweep", "preflight")
+COMMANDS = ("train", "preflight")
 KNOWN = {
     "workdir": flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "workdir", None, ""),
     "set": flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "set", None, ""),

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import random
 import shlex
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
 from dapo_jax.run.files import Rows, locked
-from dapo_jax.run.metrics import METRICS
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import launch_lines, sweep
 from dapo_jax.sweep.runner import Runner, share
@@ -96,23 +94,6 @@ def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
     before = path.read_bytes()
     write_rows(path, runs)
     assert path.read_bytes() == before, "what was read is written as it was"
-
-
-def test_a_hundred_steps_take_less_than_15_kb(tmp_path):
-    """With as many digits that nothing foretells as the rows of a run by DAPO's recipe have."""
-    rng, counts = random.Random(0), ("groups", "updates", "step", "prompts", "verdicts", "alarms")
-    counts += ("engine/decode_steps",)
-    of_others = ("carry_over/", "staleness/", "prompts_retired", "clip_fraction/tis", "kl")
-    rows = [
-        {
-            metric.key: rng.randrange(64) if metric.key.startswith(counts) else rng.random()
-            for metric in METRICS
-            if not metric.key.startswith(of_others)
-        }
-        for _ in range(100)
-    ]
-    write_rows(tmp_path / "rows.jsonl.gz", {"a": _run(rows=rows)})
-    assert (tmp_path / "rows.jsonl.gz").stat().st_size < 15_000
 
 
 def test_broken_rows_are_refused_by_file_and_line(tmp_path):
@@ -608,17 +589,6 @@ def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, 
     captured = capsys.readouterr()
     assert "seed_2/output.txt: error: no [bold]model" in captured.err
     assert "eps_high=0.3/seed_2: done" in captured.out, "a failure stops nothing"
-
-
-def test_a_sweep_that_fails_as_a_whole_says_why(tmp_path, program, capsys):
-    folder = tmp_path / "sweep"
-    plan, points = _points(folder, {"eps_high=0.2/seed_0": ["fail"]}, arms="0.2", seeds="1")
-    with pytest.raises(SystemExit) as ended:
-        sweep(plan, folder, jobs=1, retries=0, baseline="", program=program)
-    captured = capsys.readouterr()
-    assert ended.value.code == 1
-    assert f"failed: {points[0].workdir / 'output.txt'}: error: no [bold]model" in captured.err
-    assert "No run has finished." in captured.out
 
 
 def _table_run(arm, seed, accuracy, steps=3, score=None):
