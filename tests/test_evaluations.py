@@ -54,7 +54,6 @@ def test_the_commands_own_flags_are_keys_of_its_recipe():
     [
         (["--model=DIR", "--set=a:csv:b.csv", "--set=a:json:c.json"], "a second set 'a'"),
         (["--set=a:csv:b.csv"], "give --config=FILE, the recipe of the run in --workdir"),
-        (["--model=DIR", "--config.eval.tempreature=1"], "Did you mean --config.eval.temperature"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(given, problem):

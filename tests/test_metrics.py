@@ -34,22 +34,8 @@ from dapo_jax.run.display import (
     printable_lines,
     shorten_middle,
 )
-from dapo_jax.run.files import (
-    Rows,
-    append_log,
-    atomic_file,
-    read_rows,
-    write_rollouts,
-)
-from dapo_jax.run.metrics import (
-    METRICS,
-    Metric,
-    Step,
-    Stopwatch,
-    described,
-    score_metric,
-    step_row,
-)
+from dapo_jax.run.files import Rows, append_log, atomic_file, read_rows, write_rollouts
+from dapo_jax.run.metrics import METRICS, Metric, Step, Stopwatch, described, score_metric, step_row
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
 
 ROW = {
@@ -116,14 +102,6 @@ def test_not_finite_numbers_become_null_and_the_file_stays_strict_json(tmp_path)
     assert json.loads(line, parse_constant=refuse) == {"step": 0, "a": None, "b": None, "c": 1.0}
 
 
-def test_a_row_is_on_disk_before_the_writer_closes(tmp_path):
-    writer = Rows(tmp_path, resume_step=None)
-    assert not writer.has(0)
-    writer.write({"step": 0, "x": 1})
-    assert writer.has(0)
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "x": 1}]
-
-
 def test_resume_keeps_the_bytes_before_and_cuts_the_rows_after(tmp_path):
     _write(tmp_path, range(6))
     path = tmp_path / "metrics.jsonl"
@@ -168,7 +146,7 @@ def test_a_last_row_that_lacks_only_its_line_end_is_kept(tmp_path):
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("broken", [b'{"step": 1, "x\n', b"[1]\n", b'{"x": 1}\n', b"\n", b"\xff\n"])
+@pytest.mark.parametrize("broken", [b'{"step": 1, "x\n', b'{"x": 1}\n', b"\xff\n"])
 def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + broken + b'{"step": 2}\n')
@@ -503,7 +481,7 @@ def test_samples_print_model_text_literally(width):
     assert joined.count("x") < 500
 
 
-@pytest.mark.parametrize("width", [30, 60, 140])
+@pytest.mark.parametrize("width", [30, 140])
 def test_a_terminal_shows_progress_phase_and_last_numbers(width):
     def run(display):
         display.step(ROW)

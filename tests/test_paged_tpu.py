@@ -40,30 +40,13 @@ def two_pages_a_block(monkeypatch):
     monkeypatch.setattr(paged_tpu, "SLOTS", 8)
 
 
+HALF = {"dtype": jnp.bfloat16}
 SHAPES = {
     "grouped": {"heads": 6, "kv_heads": 2, "head_dim": 16, "page_tokens": 16},
-    "one key head": {
-        "heads": 5,
-        "kv_heads": 1,
-        "head_dim": 128,
-        "page_tokens": 64,
-        "dtype": jnp.bfloat16,
-    },
-    "several queries": {
-        "heads": 6,
-        "kv_heads": 2,
-        "head_dim": 16,
-        "page_tokens": 16,
-        "queries": 3,
-    },
+    "one key head": {"heads": 5, "kv_heads": 1, "head_dim": 128, "page_tokens": 64, **HALF},
+    "several queries": {"heads": 6, "kv_heads": 2, "head_dim": 16, "page_tokens": 16, "queries": 3},
     # The head is small and the page is not: on TPU its tokens are stored last.
-    "tokens last": {
-        "heads": 14,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "page_tokens": 128,
-        "dtype": jnp.bfloat16,
-    },
+    "tokens last": {"heads": 14, "kv_heads": 2, "head_dim": 64, "page_tokens": 128, **HALF},
 }
 
 
@@ -112,11 +95,10 @@ def test_refuses_what_it_cannot_read_well():
         case(interpret=False)
 
 
-SLOW_TPUS = [pytest.param(name, marks=pytest.mark.slow) for name in ("v5e:2x2", "v6e:2x2")]
-TPUS = ("v5p:2x2x1", *SLOW_TPUS)
+TPUS = ("v5p:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 128), (128, 16)])
+@pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 16)])
 def test_pages_are_copied_as_by_plain_xla(H, C):
     """Pages of a small pool go to places of a large one, in every layout; the rest stays."""
     rng = np.random.default_rng(0)
