@@ -10,8 +10,6 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
-import sys
 
 import fsspec
 import gcsfs
@@ -22,7 +20,7 @@ import pytest
 from bucket import Fault, served
 from etils.epath import backend
 from jax.sharding import PartitionSpec
-from processes import ROOT, started
+from processes import ROOT, ran, started
 from test_checkpoint import abstract, assert_bitwise_equal, fail, state_at
 from test_hf import UNTIED, assert_same, random_params
 from test_processes import assert_same_run, run
@@ -39,6 +37,10 @@ from sharding.mesh import make_mesh
 # As in tests/test_checkpoint.py: Orbax abandons its other writes when one is denied.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
+TRAIN = [
+    *("dapo_jax.train", "--config=experiments/preemption/config.py"),
+    *("--config.num_steps=3", "--config.checkpoint.every_steps=1", "--config.mesh.cpu_devices=2"),
+]
 MODEL = ROOT / "experiments" / "tiny_base" / "checkpoint"
 # What the API says to an account without the right.
 WORDS = (
@@ -222,16 +224,9 @@ def test_a_denied_reading_damages_nothing(bucket, place):
 def test_a_missing_bucket_is_one_line(bucket, tmp_path):
     """It was a traceback; and no bucket is made: a name with a typing error may be anybody's."""
     seen = len(bucket.seen)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "dapo_jax.train", "--config=experiments/preemption/config.py"),
-            *("--config.checkpoint.directory=gs://no-bucket/run", f"--workdir={tmp_path}"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    missing = "--config.checkpoint.directory=gs://no-bucket/run"
+    done = ran("-m", *TRAIN, missing, f"--workdir={tmp_path}", status=1)
+    assert "Traceback" not in done.stderr
     assert "error: gs://no-bucket: there is no such bucket" in done.stderr
     assert not [request for request in list(bucket.seen)[seen:] if request.startswith("POST")]
 
@@ -353,11 +348,6 @@ def test_jax_keeps_programs_in_a_bucket(bucket, place):
 
 
 # Whole runs
-
-TRAIN = [
-    *("dapo_jax.train", "--config=experiments/preemption/config.py"),
-    *("--config.num_steps=3", "--config.checkpoint.every_steps=1", "--config.mesh.cpu_devices=2"),
-]
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,15 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import pathlib
 import random
 import re
-import subprocess
-import sys
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from processes import ran
 from test_tasks import made
 
 from configs import base
@@ -303,16 +301,7 @@ def test_problems_are_the_same_whatever_order_sets_have(name):
         "from experiments.tasks.reasoning_gym import ReasoningGym\n"
         f"print(*ReasoningGym(name={name!r}, count=6).load()[0])"
     )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    printed = {ran("-c", code, PYTHONHASHSEED=seed).stdout for seed in "12"}
     assert len(printed) == 1 and "question" in printed.pop()
 
 

@@ -2,13 +2,12 @@
 
 import csv
 import json
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
+from processes import ran
 
 from configs import base
 from dapo_jax.tasks import formats
@@ -608,9 +607,7 @@ def test_stream_is_the_same_in_another_process():
         "stream = PromptStream([str(i) for i in range(1000)], seed=1)\n"
         "print(*(stream[i] for i in range(990, 1010)))\n"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    printed = ran("-c", code).stdout
     stream = PromptStream([str(i) for i in range(1000)], seed=1)
     assert printed.split() == [stream[i] for i in range(990, 1010)]
 

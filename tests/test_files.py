@@ -18,6 +18,7 @@ from absl import flags
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
 from ml_collections import config_flags
+from processes import ran
 
 from configs import tiny
 from dapo_jax import evaluate
@@ -166,18 +167,11 @@ async def both():
 asyncio.run(both())
 gc.collect()
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert ran.stderr == ""
+    assert ran("-c", program).stderr == ""
 
 
 def test_a_command_ends_with_one_line_also_where_threads_fail():
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
+    assert ran("-c", COMMAND, status=1).stderr.splitlines() == [
         "writer: /quota/file: Disk quota exceeded (EDQUOT); mend that and give the same command "
         "again",
         "error: the storage: No space left on device (ENOSPC); mend that and give the same command "
@@ -227,13 +221,7 @@ def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
 
 def test_a_bucket_is_no_workdir():
     """Everything went to a folder `gs:` beside the code, which a preempted machine loses."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dapo_jax.audit", "--workdir=gs://b/r"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
+    done = ran("-m", "dapo_jax.audit", "--workdir=gs://b/r", status=1)
     assert re.search(r"workdir=gs://b/r.*checkpoint\.directory may be", done.stderr)
 
 
@@ -455,9 +443,7 @@ def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
     def sampled(step: int, *arguments: str) -> str:
         command = ["-m", "dapo_jax.sample", f"--workdir={tmp_path}", f"--step={step}"]
         command += ["--prompt=7+5", "--max_tokens=4", *arguments]
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return ran(*command).stdout
 
     assert sampled(0, "--seed=7") == sampled(1, "--seed=7")
     with pytest.raises(ValueError, match=r"tokenizer\.chat is 'template', but was 'none'"):

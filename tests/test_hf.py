@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
+from processes import ran
 from safetensors.numpy import load_file, save_file
 
 from configs import base
@@ -708,11 +709,8 @@ def test_an_orbax_directory_that_contradicts_its_config_is_refused(folder, tmp_p
 
 
 def test_the_command_reports_an_error_in_one_line(folder, tmp_path):
-    command = [sys.executable, "-m", "dapo_jax.convert", f"--from=hf:{tmp_path / 'nowhere'}"]
-    done = subprocess.run(
-        [*command, f"--to=orbax:{tmp_path / 'out'}"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 1
+    places = (f"--from=hf:{tmp_path / 'nowhere'}", f"--to=orbax:{tmp_path / 'out'}")
+    done = ran("-m", "dapo_jax.convert", *places, status=1)
     assert done.stderr.strip().startswith("error: ")
     assert "nowhere is not a directory" in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,10 +2,9 @@
 
 import ast
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from processes import ran
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -211,6 +210,4 @@ def test_every_experiment_imports():
     files = [f for f in (ROOT / "experiments").rglob("*.py") if "runs" not in f.parts]
     modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files]
     assert len(modules) > 15
-    run = [sys.executable, "-c", IMPORTS, *(m.removesuffix(".__init__") for m in modules)]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    ran("-c", IMPORTS, *(m.removesuffix(".__init__") for m in modules))

@@ -1,6 +1,5 @@
 """Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
-import contextlib
 import dataclasses
 import functools
 import gzip
@@ -9,7 +8,6 @@ import json
 import math
 import os
 import pathlib
-import pty
 import re
 import struct
 import subprocess
@@ -494,52 +492,6 @@ def test_a_terminal_shows_progress_phase_and_last_numbers(width):
     for piece in ("13/100", "eta 0:14:30", "-0.250", "24/32", "[informative]", "above the bar"):
         assert piece in text
     assert "\x1b[35m" not in text  # the sample's own escape sequence
-
-
-def test_finished_steps_stay_above_the_live_lines_of_a_terminal():
-    """In a real one of 100 columns: what scrolled by is kept, live lines are written over."""
-    main, side = pty.openpty()
-    show = (
-        "from dapo_jax.run.display import Display\n"
-        "with Display(3, 0) as display:\n"
-        "    for step in range(3):\n"
-        "        display.phase('rollout: 1/2')\n"
-        "        display.step({'step': step, 'seconds/total': 1.0})\n"
-    )
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    with subprocess.Popen([sys.executable, "-c", show], stdout=side, env=environment) as process:
-        os.close(side)
-        text = b""
-        with contextlib.suppress(OSError):  # the other end is closed
-            while piece := os.read(main, 65_536):
-                text += piece
-        assert process.wait() == 0
-    os.close(main)
-    lines = _on_screen(text.decode())
-    steps = [line for line in lines if line.startswith("step ") and "eta" in line]
-    # Below the three that are done the live line, once, at its last state.
-    assert [line[:12] for line in steps[:3]] == [f"step {n} ({n + 1}/3)" for n in range(3)]
-    assert len(steps) == 4 and steps[3].startswith("step 3/3")
-    assert not any("rollout: 1/2" in line for line in lines)
-
-
-def _on_screen(text: str) -> list[str]:
-    """Lists the lines that a long enough terminal shows of a text."""
-    lines, row = [""], 0
-    for up, other, feed, plain in re.findall(
-        r"\x1b\[(\d+)A|(\x1b\[[0-9;?]*[A-Za-z])|(\n)|([^\x1b\n\r]+)", text
-    ):
-        if up:
-            row -= int(up)
-        elif feed:
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif plain:
-            lines[row] += plain
-        elif other == "\x1b[2K":
-            lines[row] = ""
-        assert row >= 0
-    return lines
 
 
 def test_the_log_has_all_printed_lines_with_the_time_and_goes_on_after_a_restart(tmp_path):

@@ -3,10 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from processes import ran
 from test_engine import (
     PROMPTS,
     ROOMY,
@@ -286,11 +284,7 @@ def test_compiles_for_gpus():
 
     The compiler refuses tiles that take more shared memory than the GPU has.
     """
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{PLUGIN}", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(__file__, PYTHONPATH=f"{ROOT}:{PLUGIN}", JAX_PLATFORMS="cpu")
     lines = done.stdout.split("\n")[:-1]
     assert len(lines) == len(GPUS) * len(HEADS)
     for line in lines:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
+from processes import ran
 
 from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import paged_tpu, xla
@@ -128,11 +127,7 @@ def test_compiles_for_tpu(tpu):
 
     And none of the pools is copied: the program's own memory is far below one pool's.
     """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, __file__, tpu], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(__file__, tpu, PYTHONPATH=str(ROOT))
     lines = done.stdout.split("\n")[:-1]
     assert len(lines) == len(LOCAL_HEADS)
     for line in lines:

@@ -1,15 +1,13 @@
 """A recipe through the real TPU compiler, and the messages where one does not fit."""
 
 import json
-import os
-import subprocess
-import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT
+from processes import ran
 
 from configs import base, qwen2_5_0_5b, qwen2_5_32b
 from dapo_jax.preflight import __main__ as preflight
@@ -58,12 +56,6 @@ SMALL_SETTINGS = {
 QUICKLY = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1"}
 
 
-def run(command, *arguments, **environment):
-    command = [sys.executable, "-m", command, *arguments]
-    how = {"cwd": ROOT, "env": os.environ | environment, "capture_output": True, "text": True}
-    return subprocess.run(command, **how, check=False)
-
-
 @needs_compiler
 @pytest.mark.slow
 def test_a_recipe_that_fits_its_slice(tmp_path):
@@ -73,8 +65,8 @@ def test_a_recipe_that_fits_its_slice(tmp_path):
     settings = SMALL_SETTINGS | {"eval.every_steps": 0, "model.path": str(tmp_path)}
     recipe.update_from_flattened_dict(settings)
     sizes = build.model_sizes(without_weights(recipe))
-    done = run(
-        "experiments.preflight.estimate",
+    done = ran(
+        *("-m", "experiments.preflight.estimate"),
         "--config=configs/qwen2_5_0_5b.py",
         *(f"--config.{key}={value}" for key, value in settings.items()),
         f"--topology={topology}",
@@ -82,7 +74,6 @@ def test_a_recipe_that_fits_its_slice(tmp_path):
         f"--png={tmp_path / 'a.png'}",
         **QUICKLY,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "it fits" in done.stdout
     assert "No TPU has confirmed them" in done.stdout
     assert (tmp_path / "a.png").stat().st_size > 10_000
@@ -142,8 +133,8 @@ def test_an_impossible_mesh_is_refused_before_anything_is_compiled():
 
 
 def test_an_unknown_topology_is_named():
-    done = run("dapo_jax.preflight", "--config=configs/qwen2_5_0_5b.py", "--topology=v9:2x2")
-    assert done.returncode == 1
+    given = ("--config=configs/qwen2_5_0_5b.py", "--topology=v9:2x2")
+    done = ran("-m", "dapo_jax.preflight", *given, status=1)
     assert "--topology=v9:2x2: there are v4, v5e, v5p, v6e, tpu7x" in done.stderr
 
 

@@ -1,8 +1,6 @@
 """The TPU's attention of packed rows, interpreted on CPU, against plain XLA's."""
 
-import os
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -10,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from processes import ran
 
 from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import splash_tpu
@@ -121,11 +120,7 @@ def test_fetches_what_is_visited_next():
 @pytest.mark.parametrize("tpu", ["v5p:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow)])
 def test_compiles_for_tpu(tpu):
     """The TPU's compiler takes forward, dq and dkv: its VMEM holds blocks of their real size."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, __file__, tpu], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(__file__, tpu, PYTHONPATH=str(ROOT))
     assert done.stdout.split() == ["3"]
 
 

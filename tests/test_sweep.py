@@ -16,6 +16,7 @@ import time
 
 import numpy as np
 import pytest
+from processes import ran
 from scipy import stats
 
 from dapo_jax.report import statistics
@@ -124,8 +125,7 @@ def test_rows_of_two_files_with_one_arms_name_stay_apart(tmp_path):
         }
         write_rows(tmp_path / f"{name}.jsonl.gz", runs)
     files = [f"--rows={tmp_path / name}.jsonl.gz" for name in ("one", "two")]
-    command = [sys.executable, "-m", "dapo_jax.report.compare", *files]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    out = ran("-m", "dapo_jax.report.compare", *files).stdout
     lines = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
     (new,) = [line for line in lines if line[1:3] == ["train accuracy, %", "new"]]
     assert new[3:5] == ["2", "+10.0"]
@@ -650,8 +650,7 @@ def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
     _, error = first.communicate(timeout=300)
     assert first.returncode == 75 and "the same command goes on" in error
     assert all(status in (75, 0) for _, status in _attempts(folder))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(*command[1:])
     runs = read_rows_file(folder / "rows.jsonl.gz")
     assert [len(run.rows) for run in runs.values()] == [3, 3]
     assert max(len(run.starts) for run in runs.values()) == 2

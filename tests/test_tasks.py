@@ -5,16 +5,15 @@ import fractions
 import gzip
 import json
 import math
-import os
 import pathlib
 import pickle
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from absl import flags
+from processes import ran
 
 from configs import base, tiny
 from dapo_jax import evaluate
@@ -209,15 +208,7 @@ def run(command, workdir, *arguments):
         "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, command, SMALL, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return ran("-c", COMMAND, command, SMALL, *arguments, **environment).stdout
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import threading
 import time
 
 import pytest
+from processes import ran
 
 from dapo_jax.tasks import isolated
 from dapo_jax.tasks.math_rules import MAX_GROUND_TRUTH_CHARS, dapo_form, strict_form
@@ -625,10 +626,7 @@ def test_the_limit_of_time_holds_where_its_signal_is_ignored():
         "with SymbolicVerifier(num_workers=1, cpu_seconds=0.2) as verifier:\n"
         f"    print(verifier.verify({HANGS!r}, 'x^2').status)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert ended.stdout == "timeout\n", ended.stderr
+    assert ran("-c", code).stdout == "timeout\n"
 
 
 def test_a_worker_that_is_killed_at_work_changes_no_verdict(lone):
@@ -734,10 +732,7 @@ def test_an_answer_that_wants_all_memory_gets_a_gigabyte():
         "    reply = answered_in_child(lambda: bytes(bytearray(mib << 20)[:9]), 5.0)\n"
         "    print(STATUSES[reply[0]], len(reply))\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split() == ["memory", "1", "done", "10"]
+    assert ran("-c", program).stdout.split() == ["memory", "1", "done", "10"]
 
 
 @pytest.fixture

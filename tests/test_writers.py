@@ -4,12 +4,11 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import types
 
 import pytest
+from processes import ran
 
 from configs import tiny
 from dapo_jax import train
@@ -162,13 +161,7 @@ def test_wandb_itself_without_a_network(tmp_path):
         "w.step({'step': 0, 'entropy': 1.0}); w.evaluation(1, {'eval/a/mean@8': 0.5})\n"
         "w.close(); import json; print(json.dumps(said))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env=os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = ran("-c", code, tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     assert json.loads(done.stdout.splitlines()[-1]) == []
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert folder.name.endswith((tmp_path / "wandb_id.txt").read_text())
