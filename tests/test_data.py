@@ -176,6 +176,7 @@ def test_arithmetic_is_templated_and_repeatable():
 BAD_LINES = {
     "bad UTF-8": (b'{"prompt": "a\xff", "answer": "1"}', "utf-8"),
     "invalid JSON": (b'{"prompt": "a", "answer"', "invalid JSON"),
+    "deep nesting": (b"[" * 100_000, "invalid JSON"),
     "no object": (b"[1]", "the line is a list, not a dict"),
     "missing key": ({"prompt": "a", "solution": "1"}, "'answer' is missing; there are 'prompt', "),
     "null answer": ({"prompt": "a", "answer": None}, "answer is null"),
@@ -184,6 +185,7 @@ BAD_LINES = {
         "answer is a dict, not a text or a n",
     ),
     "two answers": ({"prompt": "a", "answer": ["1", "2"]}, "answer has 2 answers, not one"),
+    "answer that is true": ({"prompt": "a", "answer": True}, "answer is a bool, not a text or a n"),
     "answer that is no number": (b'{"prompt": "a", "answer": NaN}', "answer is nan"),
     "empty answer": ({"prompt": "a", "answer": ""}, "answer is empty"),
     "empty prompt": ({"prompt": "  ", "answer": "1"}, "prompt is empty"),
@@ -226,6 +228,7 @@ def test_broken_line_is_named_or_skipped(tmp_path, kind, bad, reason):
 BAD_DAPO_ROWS = {
     "null message": ({**dapo_row("a", "1"), "prompt": [None]}, "prompt[0] is null"),
     "null content": (dapo_row(None, "1"), "prompt[0].content is null"),
+    "null reward_model": ({**dapo_row("a", "1"), "reward_model": None}, "reward_model is null"),
     "null answer": (dapo_row("a", None), "reward_model.ground_truth is null"),
     "empty answer": (dapo_row("a", " "), "reward_model.ground_truth is empty"),
 }
@@ -312,7 +315,9 @@ def test_damaged_parquet_is_an_error_and_never_skipped(tmp_path):
     ("rules", "answer"),
     [
         ("dapo", "cm"),
+        ("dapo", "7" * 400),
         ("dapo", "6\nor 7"),
+        ("strict", "$"),
         ("strict", "7" * 400),
         ("strict_box", "7" * 101),
         ("strict_box", "{7"),
@@ -434,6 +439,8 @@ def test_files_in_the_wild_are_read_by_the_names_of_their_fields(tmp_path, name)
     ("number", "answer"),
     [
         ("0.1", "0.1"),
+        ("42.0", "42"),
+        ("-0.0", "0"),
         ("1e-7", "0.0000001"),
         ("1e23", "1" + "0" * 23),
         ("1" + "0" * 400, "1" + "0" * 400),
@@ -635,6 +642,15 @@ def test_retired_items_are_out_of_each_epoch_that_has_not_begun():
     assert {f"item{place}": first for place, first in retired.items()} == {
         item: 1 if item in early else 2 for item in solved
     }
+
+
+def test_items_solved_at_the_end_of_an_epoch_are_not_in_the_next():
+    whole = PromptStream(range(6), seed=0)
+    stream = RemainingStream(whole, {}, at_least=1)
+    assert stream.retire([0, 5], next_cursor=6) == {whole[0]: 1, whole[5]: 1}
+    assert stream.retire([0, 5], next_cursor=7) == {whole[0]: 2, whole[5]: 2}
+    once = RemainingStream(whole, {whole[0]: 1}, at_least=1)
+    assert once.retire([0, 1], next_cursor=9) == {whole[0]: 1, whole[1]: 2}
 
 
 @pytest.mark.parametrize("left", [0, 2, 3])

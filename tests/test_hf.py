@@ -290,8 +290,11 @@ def test_config_of_older_and_newer_transformers(folder):
         ("quantization_config", {"bits": 4}),
         ("hidden_size", "ABSENT"),
         ("num_hidden_layers", 0),
+        ("num_attention_heads", 5),
+        ("num_attention_heads", True),
         ("head_dim", 7),
         ("rms_norm_eps", -1.0),
+        ("rope_theta", "ABSENT"),
         ("tie_word_embeddings", "ABSENT"),
         ("tie_word_embeddings", 1),
     ],
@@ -308,6 +311,7 @@ def test_a_config_that_the_model_does_not_compute_is_refused(folder, key, value)
     [
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling is {'factor': 4.0}"),
         ({"rope_scaling": {"rope_type": 5}}, "rope_scaling is {'rope_type': 5}"),
+        ({"rope_scaling": ["yarn"]}, "rope_scaling is ['yarn']"),
         ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope_scaling is "),
         (
             {
@@ -329,7 +333,9 @@ def test_a_config_that_the_model_does_not_compute_is_refused(folder, key, value)
         ({"layer_types": [{}]}, "layer_types is [{}]"),
         ({"max_position_embeddings": "32768"}, "max_position_embeddings is '32768'"),
         ({"num_hidden_layers": 2**62}, "num_hidden_layers is 4611686018427387904"),
+        ({"hidden_size": 10**4000}, "hidden_size is 1000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
     ],
 )
 def test_what_is_not_understood_is_refused_in_one_line(folder, changes, named):
@@ -337,7 +343,8 @@ def test_what_is_not_understood_is_refused_in_one_line(folder, changes, named):
 
     A rope_scaling without a type passed, as did any rope_scaling beside a rope_parameters, and of
     two values of rope_theta the one at top level won in silence. 2**62 layers took all memory while
-    their tensors' names were listed, and layer_types of objects raised TypeError.
+    their tensors' names were listed, 10**400 raised OverflowError and layer_types of objects
+    TypeError.
     """
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=rf"^{folder}/config.json: {re.escape(named)}") as error:
@@ -442,10 +449,13 @@ def first_entry(entries):
         (lambda e: first_entry(e).update(data_offsets=[-8, 0]), r"has data_offsets \[-8, 0\]"),
         (lambda e: first_entry(e).pop("data_offsets"), "has data_offsets None"),
         (lambda e: first_entry(e).update(shape=[-4, -4]), r"has shape \[-4, -4\]"),
+        (lambda e: first_entry(e).update(shape=[True]), r"has shape \[True\]"),
         (lambda e: first_entry(e).update(shape=[2**62, 2]), r"has \d+ bytes, not "),
         (lambda e: first_entry(e).update(dtype=32), "has dtype 32"),
         (lambda e: e.update(a=first_entry(e)), "begins at byte 0 of the data, not"),
+        (lambda e: e.update(a=5), "a is 5 in its header"),
         (lambda e: b"[" * 100_000, "nested too deeply"),
+        (lambda e: b"[]", "no JSON object"),
         (lambda e: b'{"a": 1, "a": 1}', "a name twice"),
     ],
 )

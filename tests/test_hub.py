@@ -110,6 +110,8 @@ def test_a_directory_of_that_name_wins(served, tmp_path, monkeypatch):
             "URL/someone/tiny has no revision 'v9'; give another one behind @",
         ),
         ("someone/gated", "URL/someone/gated is gated: ask for access there, and set HF_TOKEN"),
+        ("hf://someone", r"must be hf://ORG/NAME\[@REVISION\]"),
+        ("someone/bin", r"URL/someone/bin, or offline the cache, has no model\*.safetensors"),
         ("someone/a--b", "URL/someone/a--b .HF_ENDPOINT, HF_TOKEN. failed: HFValidationError"),
         (f"{TRAIN}l", "URL/datasets/someone/sums, or offline the cache, has no data/train.jsonll"),
         ("hf://someone/sums/a.csv", r"must be hf://datasets/ORG/NAME\[@REVISION\]/FILE"),

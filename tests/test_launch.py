@@ -186,6 +186,8 @@ def test_a_missing_setting_is_refused_by_name(tmp_path, name):
         ("ZONE", "us-east5"),
         ("RUN", "'a run'"),
         ("TOPOLOGY", "4x8"),
+        ("SPOT", "yes"),
+        ("IMAGE", "''"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(tmp_path, name, value):

@@ -150,6 +150,8 @@ def test_presets_have_the_published_number_of_parameters():
     ("model", "changes", "named"),
     [
         ("qwen3/tied", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("qwen3/tied", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3/tied", {"layer_types": ["sliding_attention"] * 2}, "layer_types is "),
         ("qwen3/tied", {"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
         ("llama/untied", {"attention_bias": True}, "attention_bias is True"),
         ("llama/untied", {"mlp_bias": True}, "mlp_bias is True"),

@@ -98,6 +98,8 @@ def test_scalings_are_read_wherever_transformers_writes_them(raw, changes, expec
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is {'.*'llama3', 'ya"),
         ({"rope_scaling": YARN | {"mscale": 0.7}}, "rope_scaling is {.*but mscale is not comp"),
+        ({"rope_scaling": YARN | {"beta_slow": 32}}, "beta_slow must be less than beta_fast"),
+        ({"rope_scaling": YARN | {"type": "llama3"}}, "rope_scaling is {.*only rope_type"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
             "rope_scaling is .*but yarn needs original_max_position_embeddings",

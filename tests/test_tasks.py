@@ -134,10 +134,14 @@ def test_what_a_task_measures_is_copied_into_plain_numbers():
     [
         True,
         Verdict(True, "", "", float("nan")),
+        Verdict(True, "", "", "1"),
         Verdict(1, "", ""),
         Verdict(True, 5, ""),
+        Verdict(True, None, None),
         Verdict(True, None, "", measures={"lines": math.nan}),
         Verdict(True, None, "", measures={"a/b": 1}),
+        Verdict(True, None, "", measures={"lines": 10**400}),
+        Verdict(True, None, "", measures=[1]),
     ],
 )
 def test_a_verdict_that_is_none_is_named(verdict):
@@ -168,6 +172,7 @@ USER = ({"role": "user", "content": "hi"},)
     ("loaded", "message"),
     [
         (None, r"load\(\) gave None, but must give examples"),
+        ("hi", r"load\(\) gave 'hi', but must"),
         (Example(USER, "1", "x", 0), r"load\(\) gave Example\(.*, but must"),
         (["hi"], "it is 'hi', which is no Example"),
         ([Example("hi", "1", "x", 0)], 'no Example with messages {"role": text, "content'),

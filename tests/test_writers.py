@@ -94,6 +94,7 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch,
             r"log.writers has 'mlflow'; give one of tensorboard, wandb, or \"module:Class\"",
         ),
         (f"{__name__}:Absent", "which cannot be imported: .*Absent"),
+        ("no_such_module:Class", "which cannot be imported: No module named 'no_such_module'"),
         (f"{__name__}:pytest", "has no method step, evaluation, close"),
     ],
 )
