@@ -258,6 +258,7 @@ TAMPERINGS = {
         replaced("config.json", b'"seed": 0', b'"seed": 1'),
         "config.json: not the recipe",
     ),
+    "the recipe's form": (replaced("config.json", b"\n ", b"\n  "), "config.json: not the recipe"),
     "two rollouts swapped": (swap, "rollouts/0.jsonl.gz: not what the run wrote"),
     "no rollouts": (lambda w: (w / "rollouts" / "1.jsonl.gz").unlink(), "1.jsonl.gz: gone"),
     "the last evaluation": (lambda w: (w / "eval" / "3.json").write_text("{ }"), AT_END),

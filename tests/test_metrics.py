@@ -48,27 +48,10 @@ ROW = {
 }
 
 SAMPLE = Sample(
-    prompt="What is [3] + 4?",
-    response="[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7",
-    truth="7",
-    prediction="7",
-    correct=True,
-    status="correct",
-    reward=1.0,
-    response_tokens=23,
-    truncated=False,
+    *("What is [3] + 4?", "[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7", "7", "7"),
+    *(True, "correct", 1.0, 23, False),
 )
-CUT_SAMPLE = Sample(
-    prompt="2*9",
-    response="x" * 5000,
-    truth="18",
-    prediction=None,
-    correct=False,
-    status="no answer",
-    reward=-1.5,
-    response_tokens=256,
-    truncated=True,
-)
+CUT_SAMPLE = Sample("2*9", "x" * 5000, "18", None, False, "no answer", -1.5, 256, True)
 
 
 def _write(workdir, steps, *, resume_step=None, value=0.5):
