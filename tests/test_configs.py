@@ -144,6 +144,7 @@ def test_the_tiny_recipe_passes_the_checks():
     [
         ({"updates_per_step": 5}, "num_prompts = 32 does not divide by updates_per_step = 5"),
         ({"rollout.group_size": 1}, "group_size = 1"),
+        ({"algo.dual_clip": 1.0}, "algo.dual_clip = 1.0"),
         ({"algo.dual_clip": float("inf")}, "algo.dual_clip = inf, but must be greater than 1, and"),
         ({"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
         ({"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),

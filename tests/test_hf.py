@@ -357,6 +357,7 @@ def test_what_is_not_understood_is_refused_in_one_line(folder, changes, named):
     "changes",
     [
         {"rope_scaling": None},
+        {"rope_scaling": {}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000, "factor": 1.0}},
         {"partial_rotary_factor": 1.0, "num_experts": None, "attention_bias": True},
         {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1},
