@@ -437,37 +437,21 @@ def test_a_sentencepiece_file_may_be_a_link_of_the_users_own(piece_file, tmp_pat
         load(tmp_path)
 
 
-def test_unknown_chat_mode(bpe_folder):
-    with pytest.raises(ValueError, match=r"tokenizer\.chat = 'chatml'"):
-        load(bpe_folder, chat="chatml")
-
-
-def test_missing_path(tmp_path):
+def test_what_cannot_be_loaded_is_named(bpe_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere: set tokenizer\.path"):
         load(tmp_path / "nowhere")
-
-
-def test_folder_without_tokenizer(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json or tokenizer\.model"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("tokenizer.json", b"{", "tokenizer.json is not a tokenizer"),
+    with pytest.raises(ValueError, match=r"tokenizer\.chat = 'chatml'"):
+        load(bpe_folder, chat="chatml")
+    for name, content, message in (
         ("tokenizer.model", b"not a model", "tokenizer.model is not a sentencepiece model"),
-    ],
-)
-def test_broken_file_is_named(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path)
-
-
-def test_broken_config_is_named(bpe_folder, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text("{")
+        ("tokenizer.json", b"{", "tokenizer.json is not a tokenizer"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+    (copy_of(bpe_folder, tmp_path) / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
         load(tmp_path)
 
