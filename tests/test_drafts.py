@@ -140,7 +140,7 @@ def test_drafts_save_steps_on_every_shard(small):
 
 
 def test_no_draft_can_do_harm(small, monkeypatch):
-    """Whatever is proposed, here tokens that are none."""
+    """Numbers of no token are proposed: wrong drafts, as all others, change nothing."""
     plain, without = of_engine(0, small, COLD)
 
     def wrong_drafts(text_BX, end_B, *, count):
