@@ -13,6 +13,15 @@ from sharding import hosts
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+def ran(*arguments: object, status: int | None = 0, cwd=ROOT, **environment: str):
+    """Runs `python ARGUMENTS` to its end; it has to have this status, None for any."""
+    command = [sys.executable, *map(str, arguments)]
+    env = os.environ | environment
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert status in (None, done.returncode), f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
 @contextlib.contextmanager
 def started(
     arguments: list[str], *, processes: int = 1, outputs=(), stdin=None, more=None

@@ -1,6 +1,5 @@
 """The audit: the chain's equations, what it finds of a directory's files, and steps done again."""
 
-import gzip
 import hashlib
 import json
 import pathlib
@@ -214,23 +213,10 @@ def swap(workdir):
     b.write_bytes(content)
 
 
-def regzip(workdir):
-    path = workdir / "rollouts" / "1.jsonl.gz"
-    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), mtime=5))
-
-
 def swap_checkpoints(workdir):
     a, b = (workdir / "checkpoints" / str(step) for step in (2, 3))
     for old, new in ((a, workdir / "aside"), (b, a), (workdir / "aside", b)):
         old.rename(new)
-
-
-def a_linked_row_more(workdir):
-    def edit(rows):
-        row = rows[-1] | {"step": 3}
-        rows.append(row | {"chain": chain.link(rows[-1]["chain"], row)})
-
-    rows_with(workdir, edit)
 
 
 def seal_with(**others):
@@ -241,12 +227,6 @@ def seal_with(**others):
         (workdir / "seal.json").write_bytes(chain.as_written(content | others))
 
     return change
-
-
-def seal_reordered(workdir):
-    content = json.loads((workdir / "seal.json").read_bytes())
-    content["files"] = dict(reversed(content["files"].items()))
-    (workdir / "seal.json").write_bytes(chain.as_written(content))
 
 
 def forged(workdir):
@@ -269,51 +249,26 @@ TAMPERINGS = {
     "a space": (replaced("metrics.jsonl", b": ", b":"), "not written as the run writes it"),
     "a row less": (lambda w: rows_with(w, lambda r: r.pop(1)), "rows are of the steps 0, 2"),
     "the last row": (lambda w: rows_with(w, lambda r: r.pop()), SEAL),
-    "a row more": (lambda w: rows_with(w, lambda r: r.append(r[2] | {"step": 3})), "chain does"),
     "no chain in one": (lambda w: rows_with(w, lambda r: r[2].pop("chain")), "a row has no chain"),
-    "a linked row more": (a_linked_row_more, SEAL),
     "a start": (
         replaced("starts.jsonl", b'"commit": "1"', b'"commit": "2"'),
         f"starts.jsonl: {AT_END}",
     ),
-    "a start less": (
-        lambda w: (w / "starts.jsonl").write_bytes((w / "starts.jsonl").read_bytes()[:100]),
-        f"starts.jsonl: {AT_END}",
-    ),
-    "no starts": (lambda w: (w / "starts.jsonl").unlink(), "starts.jsonl: gone"),
     "the recipe": (
         replaced("config.json", b'"seed": 0', b'"seed": 1'),
         "config.json: not the recipe",
     ),
     "the recipe's form": (replaced("config.json", b"\n ", b"\n  "), "config.json: not the recipe"),
-    "no recipe": (lambda w: (w / "config.json").unlink(), "config.json: not the recipe"),
     "two rollouts swapped": (swap, "rollouts/0.jsonl.gz: not what the run wrote"),
-    "another compression": (regzip, "rollouts/1.jsonl.gz: not what the run wrote"),
     "no rollouts": (lambda w: (w / "rollouts" / "1.jsonl.gz").unlink(), "1.jsonl.gz: gone"),
-    "an evaluation": (
-        lambda w: (w / "eval" / "0.a.jsonl.gz").write_bytes(b""),
-        "eval/0.a.jsonl.gz: not what",
-    ),
     "the last evaluation": (lambda w: (w / "eval" / "3.json").write_text("{ }"), AT_END),
-    "no last evaluation": (lambda w: (w / "eval" / "3.json").unlink(), "eval/3.json: gone"),
-    "an evaluation more": (
-        lambda w: (w / "eval" / "9.json").write_text("{}"),
-        "eval/9.json: added",
-    ),
     "rollouts more": (
         lambda w: (w / "rollouts" / "7.jsonl.gz").write_bytes(b"x"),
         "rollouts/7.jsonl.gz: added",
     ),
     "a picture": (lambda w: (w / "curves.png").write_bytes(b"b"), f"curves.png: {AT_END}"),
     "the seal's count": (seal_with(rows=2), SEAL),
-    "the seal's chain": (seal_with(chain="0" * 64), SEAL),
-    "a seal that says more": (seal_with(more=1), SEAL),
     "a seal of another form": (seal_with(files=[1]), "seal.json: not what a run writes (Attr"),
-    "a seal in another order": (seal_reordered, SEAL),
-    "a seal's last byte": (
-        lambda w: (w / "seal.json").write_bytes((w / "seal.json").read_bytes()[:-1]),
-        SEAL,
-    ),
     "no seal": (lambda w: (w / "seal.json").unlink(), "seal.json: not there, though all steps"),
     "two checkpoints swapped": (
         swap_checkpoints,
@@ -331,17 +286,9 @@ TAMPERINGS = {
         lambda w: rows_with(w, lambda r: r.append(dict(reversed(r.pop().items())))),
         f"metrics.jsonl: {AT_END}",
     ),
-    "half a row behind the last": (
-        lambda w: (w / "metrics.jsonl").open("ab").write(b'{"step": 3, "lo'),
-        "not written as the run writes it",
-    ),
     "a link to nothing": (
         lambda w: (w / "rollouts" / "7.jsonl.gz").symlink_to("nothing"),
         "rollouts/7.jsonl.gz: no file, the run did not write it",
-    ),
-    "a number as text": (
-        lambda w: rows_with(w, lambda r: r[1].update(loss="low")),
-        "chain does not hold at step 1",
     ),
     "a digest that is a list": (
         lambda w: rows_with(w, lambda r: r[1].update({"digest/config.json": [1]})),
@@ -413,7 +360,7 @@ def test_what_report_draws_anew_is_no_alarm(copy):
     assert any("curves.png: another one" in f.what for f in findings if f.kind == UNCHECKED)
 
 
-@pytest.mark.parametrize("name", ["rollouts", "checkpoints", "eval", "tensorboard"])
+@pytest.mark.parametrize("name", ["rollouts", "checkpoints"])
 def test_a_folder_may_lie_on_another_disk(copy, name):
     (copy / name).rename(copy.parent / "elsewhere")
     (copy / name).symlink_to(copy.parent / "elsewhere")

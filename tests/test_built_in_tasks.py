@@ -5,17 +5,16 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import pathlib
 import random
 import re
-import subprocess
-import sys
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from processes import ran
+from test_tasks import made
 
 from configs import base
 from dapo_jax.tasks.base import grade_many, load_examples, make_task
@@ -30,12 +29,6 @@ needs_reasoning_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,
     reason="needs the optional package reasoning-gym",
 )
-
-
-def made(**settings):
-    config = base.get_config()
-    config.data.train = base.dataset(**settings)
-    return make_task("data.train", base.train_settings(config))
 
 
 def example(answer, **extra):
@@ -79,21 +72,16 @@ def test_countdown_puzzles_have_a_solution_and_splits_share_none():
     ("answer", "status", "score"),
     [
         ("Answer: (1+2)*8", "correct", 1.0),
-        ("Answer: 8 * (2 + 1)", "correct", 1.0),
         ("**Answer:** $(1+2)\\times 8$", "correct", 1.0),
         ("Answer: \\(8 \\cdot (1 + 2)\\) = 24", "correct", 1.0),
         ("Answer: 1+2+8", "wrong", -0.8),
         ("Answer: (1+2)*8\nNo wait, that is wrong.", "wrong", -0.8),
         ("Answer: 8*3", "other_numbers", -1.0),
-        ("Answer: 24", "other_numbers", -1.0),
-        ("Answer: (1+2)*8+1-1", "other_numbers", -1.0),
         ("Answer: 1+2+8=24", "wrong", -0.8),
         ("Answer: (1+2)*8 = 25", "unreadable_answer", -1.0),
         ("Answer: 8**2-1", "unreadable_answer", -1.0),
-        ("Answer: 18+2//1", "unreadable_answer", -1.0),
         ("Answer: -1+2+8", "unreadable_answer", -1.0),
         ("Answer: 8/(2-1-1)", "unreadable_answer", -1.0),
-        ("Answer: eight times three", "unreadable_answer", -1.0),
         ("Answer:", "empty_answer", -1.0),
         ("It is (1+2)*8.", "no_answer", -1.0),
     ],
@@ -149,14 +137,12 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
 @pytest.mark.parametrize(("row", "fields", "args"), SCHEMAS.values(), ids=SCHEMAS)
 def test_published_choices(tmp_path, ending, row, fields, args):
     path = tmp_path / f"d.{ending}"
     if ending == "parquet":
         pq.write_table(pa.Table.from_pylist([row]), path)
-    elif ending == "jsonl":
-        path.write_text(json.dumps(row))
     elif "Right" in row:
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([row.keys(), row.values()])
@@ -171,21 +157,12 @@ def test_published_choices(tmp_path, ending, row, fields, args):
 @pytest.mark.parametrize(
     ("response", "prediction", "status"),
     [
-        ("Answer: C", "C", "correct"),
-        ("Answer: (C)", "C", "correct"),
-        ("**Answer: C) Oslo**", "C", "correct"),
-        ("Answer: c.", "C", "correct"),
-        ("Answer: Oslo", "C", "correct"),
-        ("So it is $\\boxed{C}$.", "C", "correct"),
-        ("Answer: \\text{C}", "C", "correct"),
-        ("Answer: A", "A", "wrong"),
+        *(("Answer: C", "C", "correct"), ("**Answer: C) Oslo**", "C", "correct")),
+        *(("Answer: c.", "C", "correct"), ("Answer: Oslo", "C", "correct")),
+        *(("So it is $\\boxed{C}$.", "C", "correct"), ("Answer: A", "A", "wrong")),
         ("Answer: C) Rome", None, "unreadable_answer"),
-        ("Answer: A or C", None, "unreadable_answer"),
-        ("Answer: ABCD", None, "unreadable_answer"),
-        ("Answer: E", None, "unreadable_answer"),
-        ("Answer: C\nNo wait, A.", "C", "retracted"),
-        ("Answer: ", None, "empty_answer"),
-        ("\\boxed{}", None, "empty_answer"),
+        *(("Answer: A or C", None, "unreadable_answer"), ("Answer: E", None, "unreadable_answer")),
+        *(("Answer: C\nNo wait, A.", "C", "retracted"), ("Answer: ", None, "empty_answer")),
         ("C", None, "no_answer"),
     ],
 )
@@ -206,12 +183,9 @@ def test_letters_come_before_texts_that_look_like_them():
     ("row", "message"),
     [
         ({"choices": FOUR, "answer": 4}, "the answer 4 is no label and no text of the choices"),
-        ({"choices": FOUR, "answer": "E"}, "the answer 'E' is no label"),
         ({"choices": FOUR, "answer": True}, "the answer True is no label"),
-        ({"choices": ["a"], "answer": 0}, "2 to 26 texts, in a list"),
         ({"choices": "abcd", "answer": 0}, "2 to 26 texts, in a list"),
         ({"choices": ["a", "a "], "answer": 0}, "are the same, or one is empty"),
-        ({"choices": ["a", ""], "answer": 0}, "are the same, or one is empty"),
         ({"choices": None, "answer": 0}, "choices is null"),
         ({"options": FOUR, "answer": 0}, "'choices' is missing; there are 'options', 'answer', "),
     ],
@@ -264,7 +238,7 @@ GOOD = "<think>1+1</think>\n<answer>{}</answer>"
         ("", -1.0, False),
     ],
 )
-@pytest.mark.parametrize("rules", ["dapo", "strict", "math_verify"])
+@pytest.mark.parametrize("rules", ["dapo", "math_verify"])
 def test_the_reward_grades_answer_and_form(rules, response, score, correct):
     task = FormatAnswer(path="", form_reward=0.25, rules=rules)
     verdict = task.grade(response, example("2"))
@@ -327,16 +301,7 @@ def test_problems_are_the_same_whatever_order_sets_have(name):
         "from experiments.tasks.reasoning_gym import ReasoningGym\n"
         f"print(*ReasoningGym(name={name!r}, count=6).load()[0])"
     )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    printed = {ran("-c", code, PYTHONHASHSEED=seed).stdout for seed in "12"}
     assert len(printed) == 1 and "question" in printed.pop()
 
 
@@ -377,14 +342,8 @@ def test_the_guide_s_task_of_40_lines_works_as_it_is_written(tmp_path, monkeypat
     examples, report = load_examples(task, "")
     assert (report.kept, report.bad_rows) == (3, 1) and task.near == 0.1
     assert "value is 0.0, but must be above 0" in report.bad_row_notes[0]
-    answers = (
-        "Answer: 330",
-        "Answer: 350",
-        "Answer: 400",
-        "Answer: 9,999,999",
-        "tall",
-        "Answer: 0",
-    )
+    numbers = ("330", "350", "400", "9,999,999", "tall", "0")
+    answers = [f"Answer: {number}" for number in numbers]
     verdicts = grade_many(task, answers, examples[0])
     assert [verdict.correct for verdict in verdicts] == [True, True, False, False, False, False]
     assert [verdict.score for verdict in verdicts[:2]] == [1.0, 1.0]
@@ -442,9 +401,5 @@ def test_no_response_harms_a_scorer_of_reasoning_gym():
     verdicts = grade_many(task, [*HOSTILE, f"<answer>{of.answer}</answer>"], of)
     assert not any(verdict.correct for verdict in verdicts[:-1]) and verdicts[-1].correct
     found = {text: verdict.status for text, verdict in zip(HOSTILE, verdicts[:-1], strict=True)}
-    assert found["<answer>9**9**9**9</answer>"] in (
-        "timeout",
-        "memory",
-        "unreadable_answer",
-        "wrong",
-    )
+    limits = ("timeout", "memory", "unreadable_answer", "wrong")
+    assert found["<answer>9**9**9**9</answer>"] in limits

@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import test_engine
 from test_engine import RUN_KEY, SAMPLING, SMALL, build, by_request, drain, random_params
 from test_overlapped_evaluation import Killed, digests
 from test_rollout import G, ScriptedSession, long_tailed_script, prompt_at, scripted_grade
@@ -22,22 +23,11 @@ from dapo_jax.carry_over import collect_carrying, fits, from_json, to_json
 from dapo_jax.packing import pack
 from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache as cache_module
-from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Carried, Group, Prompt, Response
 from models.kernels import KERNELS, paged_tpu
 
-ROOMY = Cache(
-    slots=9,
-    pages=60,
-    prompt_pages=20,
-    readers=4,
-    page_tokens=8,
-    block_tokens=4,
-    max_prompt_tokens=18,
-    max_response_tokens=20,
-    carries=True,
-)
+ROOMY = dataclasses.replace(test_engine.ROOMY, slots=9, pages=60, carries=True)
 # Pages for a part of what the slots may hold: samples are preempted.
 TIGHT = dataclasses.replace(ROOMY, pages=13)
 PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 29), 12: np.arange(40, 58)}
@@ -63,7 +53,7 @@ def interrupted(engine, params, *, blocks, later=None):
     session = Session(engine, params if later is None else later, Stream(RUN_KEY, SAMPLING))
     for it in carried:
         prompt = Prompt(PROMPTS[it.cursor])
-        session.submit(it.cursor, prompt, group_size=GROUP_SIZE, begun=it)
+        session.submit(it.cursor, prompt, group_size=GROUP_SIZE, carried=it)
     return responses | drain(session), carried
 
 
@@ -143,7 +133,7 @@ def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
             Prompt(PROMPTS[request[0]]),
             group_size=request[1] + 1,
             max_tokens=[limit] * (request[1] + 1),
-            begun=Carried(
+            carried=Carried(
                 request[0],
                 (*[dataclasses.replace(begun, stopped=True)] * request[1], begun.carried()),
                 (*[False] * request[1], True),
@@ -187,10 +177,7 @@ def test_a_checkpoint_describes_carried_groups_bit_by_bit():
         assert after.age_steps == 2
         for r, s in zip(before.responses, after.responses, strict=True):
             assert (r.stopped, r.ends) == (s.stopped, s.ends)
-            for array, other in (
-                (r.tokens_T, s.tokens_T),
-                (r.behavior_logp_T, s.behavior_logp_T),
-            ):
+            for array, other in ((r.tokens_T, s.tokens_T), (r.behavior_logp_T, s.behavior_logp_T)):
                 assert array.dtype == other.dtype
                 assert array.tobytes() == other.tobytes()
 
@@ -198,7 +185,7 @@ def test_a_checkpoint_describes_carried_groups_bit_by_bit():
 class CarryingSession(ScriptedSession):
     """A scripted session whose groups may have begun before."""
 
-    def submit(self, cursor, prompt, *, group_size, begun=None):
+    def submit(self, cursor, prompt, *, group_size, carried=None):
         self.calls.append(("submit", cursor))
         lengths = self._script.length_PG[cursor].tolist()
         tokens = [0] * group_size
@@ -206,7 +193,7 @@ class CarryingSession(ScriptedSession):
             pairs = zip(begun.responses, begun.unfinished_G, strict=True)
             tokens = [len(r.tokens_T) if more else None for r, more in pairs]
             self._begun[cursor] = begun
-        self._scheduler.submit(len(self._names), 2, lengths, begun=tokens)
+        self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens)
         self._names.append((0, cursor))
 
     @property
@@ -290,15 +277,14 @@ def test_no_slot_waits_and_no_group_is_lost(carry_over_steps):
             idle += [sum(used == 0 for used in call[1:17]) for call in steps]
         carried = [it.cursor for it in rollouts.carried]
         assert sorted([*seen, *carried]) == list(range(rollouts.cursor))
-        spent = rollouts.stats.sampled_tokens + rollouts.begun_tokens
+        spent = rollouts.stats.sampled_tokens + rollouts.carried_in_tokens
         used = sum(group.length_G.sum() for group in rollouts.sampled)
         assert spent == used + sum(it.tokens for it in rollouts.carried)
     assert max(ages) == carry_over_steps
     assert sum(idle) == 0
 
 
-@pytest.mark.parametrize("slots", [16, 64, 256])
-@pytest.mark.parametrize("carry_over_steps", [1, 2])
+@pytest.mark.parametrize(("slots", "carry_over_steps"), [(16, 1), (256, 2)])
 def test_no_trained_token_is_older_than_allowed_however_many_slots_there_are(
     slots, carry_over_steps
 ):
@@ -387,13 +373,12 @@ def rollout_lines(workdir, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
+def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch):
     """Carried groups are in the checkpoint; rows, rollouts and weights are what they would be."""
     run = tmp_path / "run"
 
     def killed(*args):
-        if rows_without_timings(run)[step - 1 :]:
+        if rows_without_timings(run)[1:]:
             raise Killed
         return take_updates(*args)
 
@@ -403,7 +388,7 @@ def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch, step):
         patch.setattr(train, "take_updates", killed)
         with pytest.raises(Killed):
             train.train(carrying_config(), run)
-    assert len(rows_without_timings(run)) == step
+    assert len(rows_without_timings(run)) == 2
     train.train(carrying_config(), run)
     rows = rows_without_timings(carrying)
     assert rows_without_timings(run) == rows

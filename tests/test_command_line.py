@@ -1,19 +1,18 @@
 """The help of a command, its refusals of wrong arguments, and recipes from any folder."""
 
-import os
+import functools
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 from absl import flags
+from processes import ran
 
 from configs import base, tiny
 from dapo_jax.run import checks, recipe
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-COMMANDS = ("train", "evaluate", "sweep", "preflight")
+COMMANDS = ("train", "preflight")
 KNOWN = {
     "workdir": flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "workdir", None, ""),
     "set": flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "set", None, ""),
@@ -21,16 +20,7 @@ KNOWN = {
 }
 
 
-def given(*command: str, cwd=ROOT, **environment: str) -> subprocess.CompletedProcess:
-    """Gives a command and returns what it printed."""
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+given = functools.partial(ran, status=None)
 
 
 # --help

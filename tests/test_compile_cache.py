@@ -80,8 +80,8 @@ def test_a_chosen_folder_is_taken_and_several_hosts_have_no_default(tmp_path):
 
 @pytest.mark.parametrize(
     "place",
-    [{"XDG_CACHE_HOME": "/dev/null"}, {"XDG_CACHE_HOME": "/proc/none"}, {"HOME": "/nonexistent"}],
-    ids=["a file", "not writable", "no home"],
+    [{"XDG_CACHE_HOME": "/dev/null"}, {"HOME": "/nonexistent"}],
+    ids=["a file", "no home"],
 )
 def test_without_a_folder_to_write_the_program_runs_and_says_so(place):
     hits, _, folder, said = start(**place)
@@ -137,16 +137,10 @@ def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch)
 @pytest.mark.slow
 def test_a_run_with_loaded_programs_has_the_rows_of_one_with_fresh_ones(tmp_path):
     def rows(name):
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "dapo_jax.train", f"--workdir={tmp_path / name}"),
-                *("--config=experiments/preemption/config.py", "--config.num_steps=2"),
-            ],
-            env=clean(XDG_CACHE_HOME=str(tmp_path / "cache")),
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-        )
+        recipe = ("--config=experiments/preemption/config.py", "--config.num_steps=2")
+        command = [sys.executable, "-m", "dapo_jax.train", f"--workdir={tmp_path / name}", *recipe]
+        env = clean(XDG_CACHE_HOME=str(tmp_path / "cache"))
+        subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return [untimed(json.loads(line)) for line in lines]
 

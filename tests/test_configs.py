@@ -144,32 +144,17 @@ def test_the_tiny_recipe_passes_the_checks():
     [
         ({"updates_per_step": 5}, "num_prompts = 32 does not divide by updates_per_step = 5"),
         ({"rollout.group_size": 1}, "group_size = 1"),
-        ({"rollout.temperature": 0.0}, "rollout.temperature = 0.0"),
-        ({"rollout.top_p": 1.5}, "rollout.top_p = 1.5"),
-        ({"algo.eps_low": -0.1}, "algo.eps_low = -0.1"),
         ({"algo.dual_clip": 1.0}, "algo.dual_clip = 1.0"),
         ({"algo.dual_clip": float("inf")}, "algo.dual_clip = inf, but must be greater than 1, and"),
-        ({"algo.gate": "ppo"}, "algo.gate = .ppo..*clip"),
         ({"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
         ({"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),
         ({"learner.row_tokens": 174}, "learner.row_tokens = 174.*175"),
         ({"rollout.max_generation_batches": 1, "rollout.generation_prompts": 24}, "24 prompts"),
-        ({"verifier.rules": "dappo"}, "verifier.rules = 'dappo'"),
-        ({"rollout.on_generation_cap": "crash"}, "on_generation_cap = 'crash'"),
         ({"model.compute_dtype": "fp32"}, "compute_dtype = 'fp32'"),
-        ({"num_steps": 0}, "num_steps = 0"),
         ({"rollout.cache_mib": 0}, "rollout.cache_mib = 0, but must be at least 1"),
-        ({"rollout.slot_tokens": 0}, "rollout.slot_tokens = 0, but must be at least 1"),
-        ({"rollout.page_tokens": 0}, "rollout.page_tokens = 0, but must be at least 1"),
-        ({"rollout.block_tokens": 0}, "rollout.block_tokens = 0, but must be at least 1"),
-        ({"mesh.cpu_devices": -1}, "mesh.cpu_devices = -1, but must be at least 0"),
-        ({"learner.adam_b1": 1.0}, "adam_b1 = 1.0"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ("q", "qq")}, "lora_targets has 'qq'"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ()}, "lora_targets is empty"),
-        ({"learner.remat": "ful"}, "learner.remat = 'ful', but must be one of none, keep_products"),
         ({"data.train.rules": "foo"}, "data.train.rules = 'foo', but must be one of dapo"),
-        ({"data.train.max_prompts": -3}, "data.train.max_prompts = -3, but must be at least 0"),
-        ({"learner.learning_rate": float("inf")}, "learning_rate = inf"),
     ],
 )
 def test_impossible_settings_name_the_value_and_the_key(changes, message):
@@ -178,12 +163,6 @@ def test_impossible_settings_name_the_value_and_the_key(changes, message):
         config.update_from_flattened_dict({key: value})
     with pytest.raises(ValueError, match=message):
         checks.check(config)
-
-
-def test_eps_high_of_zero_is_a_value():
-    config = recipe("tiny")
-    config.algo.eps_high = 0.0
-    checks.check(config)
 
 
 def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles():

@@ -6,43 +6,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_engine import RUN_KEY, SAMPLING, SMALL, WIDE, build, by_request, random_params
+from test_engine import (
+    ROOMY,
+    RUN_KEY,
+    SAMPLING,
+    SMALL,
+    WIDE,
+    build,
+    by_request,
+    random_params,
+)
 
 from dapo_jax.sampler import decode
-from dapo_jax.sampler.cache import DRAFT_TOKENS, Cache, decode_sizes
-from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.cache import DRAFT_TOKENS, decode_sizes
 from dapo_jax.sampler.drafts import NONE, propose, source
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
-from models.kernels import KERNELS, paged_gpu, paged_tpu
+from models.kernels import KERNELS, paged_gpu
 from models.kernels.cpu import DECODE_OPTIONS
 from tests.quick import jit
 
 jit_propose = jit(propose, static_argnames="count")
 
 # Cold enough that responses repeat themselves and each other; stop tokens come now and then.
-COLD = Sampling(
-    max_response_tokens=40,
-    temperature=0.05,
-    top_p=1.0,
-    top_k=0,
-    stop_ids=(3, 17),
-    pad_id=3,
-    vocab_size=61,
-)
-FEW = Cache(
-    slots=4,
-    pages=40,
-    prompt_pages=20,
-    readers=4,
-    page_tokens=8,
-    block_tokens=8,
-    max_prompt_tokens=18,
-    max_response_tokens=40,
-)
+COLD = dataclasses.replace(SAMPLING, max_response_tokens=40, temperature=0.05, stop_ids=(3, 17))
+FEW = dataclasses.replace(ROOMY, slots=4, pages=40, block_tokens=8, max_response_tokens=40)
 PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 37)}
 GROUP_SIZE = 4
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +105,11 @@ def test_a_source_ends_in_the_slots_own_tokens():
     np.testing.assert_array_equal(source(own, [], 4), [NONE, 0, 1, 2])
 
 
-@pytest.mark.parametrize(
-    "draft_tokens", [pytest.param(1, marks=SLOW), 3, pytest.param(7, marks=SLOW)]
-)
-def test_drafts_change_no_bit_and_save_steps(small, draft_tokens):
+def test_drafts_change_no_bit_and_save_steps(small):
     """Responses of a group that repeat each other; two ways of sampling in one session."""
     truncated = dataclasses.replace(COLD, temperature=0.8, top_p=0.9)
     plain, without = of_engine(0, small, COLD, truncated)
-    drafted, session = of_engine(draft_tokens, small, COLD, truncated)
+    drafted, session = of_engine(3, small, COLD, truncated)
     assert_same_bits(plain, drafted)
     assert [b.useful_B.tolist() for b in without.blocks] == [
         b.useful_B.tolist() for b in session.blocks
@@ -152,38 +139,17 @@ def test_drafts_save_steps_on_every_shard(small):
     assert steps(session) < 0.9 * steps(without)
 
 
-@pytest.mark.parametrize("wrong", [pytest.param("random", marks=SLOW), "out of range"])
-def test_no_draft_can_do_harm(small, monkeypatch, wrong):
-    """Whatever is proposed: tokens that are not sampled next, or what is no token."""
+def test_no_draft_can_do_harm(small, monkeypatch):
+    """Numbers of no token are proposed: wrong drafts, as all others, change nothing."""
     plain, without = of_engine(0, small, COLD)
 
     def wrong_drafts(text_BX, end_B, *, count):
-        shape = (len(text_BX), count)
-        if wrong == "random":
-            return jax.random.randint(jax.random.key(end_B.sum()), shape, 0, 61)
-        return jnp.full(shape, 10**6)
+        return jnp.full((len(text_BX), count), 10**6)
 
     monkeypatch.setattr(decode, "propose", wrong_drafts)
     drafted, session = of_engine(3, small, COLD)
     assert_same_bits(plain, drafted)
-    assert steps(session) <= steps(without)
-    assert wrong == "random" or steps(session) == steps(without)
-
-
-@pytest.mark.slow
-def test_drafts_by_the_kernels_of_a_tpu(small, monkeypatch):
-    """Their tokens; here the interpreter multiplies T queries at once in another order."""
-    monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: 2)
-    short, kernels = dataclasses.replace(COLD, max_response_tokens=16), KERNELS["tpu_interpret"]
-    plain, without = of_engine(0, small, short, kernels=kernels)
-    drafted, session = of_engine(3, small, short, kernels=kernels)
-    for request, response in plain.items():
-        np.testing.assert_array_equal(response.tokens_T, drafted[request].tokens_T)
-        close = {"rtol": 1e-5, "atol": 1e-5}
-        np.testing.assert_allclose(
-            response.behavior_logp_T, drafted[request].behavior_logp_T, **close
-        )
-    assert steps(session) < steps(without)
+    assert steps(session) == steps(without)
 
 
 @pytest.mark.slow

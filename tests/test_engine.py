@@ -65,24 +65,11 @@ GROUP_SIZE = 8  # twice ROOMY.readers: half of a group has pages of its own
 
 # Who samples beside whom: widths at which the order of additions shows, and a tight cache.
 WIDE = Qwen2Config(512, 64, 768, 2, 8, 2, 32, True)
-TO_THE_LIMIT = Sampling(
-    max_response_tokens=48,
-    temperature=0.8,
-    top_p=1.0,
-    top_k=0,
-    stop_ids=(),
-    pad_id=0,
-    vocab_size=500,
+TO_THE_LIMIT = dataclasses.replace(
+    SAMPLING, max_response_tokens=48, temperature=0.8, stop_ids=(), pad_id=0, vocab_size=500
 )
-TIGHT = Cache(
-    slots=24,
-    pages=73,
-    prompt_pages=30,
-    readers=4,
-    page_tokens=8,
-    block_tokens=4,
-    max_prompt_tokens=17,
-    max_response_tokens=48,
+TIGHT = dataclasses.replace(
+    ROOMY, slots=24, pages=73, prompt_pages=30, max_prompt_tokens=17, max_response_tokens=48
 )
 
 
@@ -267,22 +254,6 @@ def test_the_stop_token_counts_and_ends_the_response(sampled):
     assert 0 < np.mean([response.stopped for response in responses]) < 1
 
 
-def test_samples_of_a_group_differ_and_so_do_cursors_and_seeds(roomy, sampled):
-    responses, _ = sampled
-    prompts = dict.fromkeys((7, 8), PROMPTS[7])
-    again, _ = sample_prompts(*roomy, SAMPLING, prompts=prompts)
-    other_seed, _ = sample_prompts(*roomy, SAMPLING, run_key=jax.random.key(12), prompts=prompts)
-
-    def group(responses, cursor):
-        return [responses[cursor, sample].tokens_T.tolist() for sample in range(GROUP_SIZE)]
-
-    assert group(again, 7) == group(responses, 7)
-    assert group(again, 8) != group(responses, 7)
-    assert group(other_seed, 7) != group(responses, 7)
-    for cursor in PROMPTS:
-        assert len(set(map(tuple, group(responses, cursor)))) > 1
-
-
 def test_low_temperature_is_greedy_and_no_stop_id_runs_to_the_limit(small, roomy):
     responses, _ = sample_prompts(*roomy, GREEDY)
     logits = teacher_forced(small, responses)
@@ -354,25 +325,17 @@ def scripted(is_stop_RT):
     params["embed_VD"] = np.eye(V, dtype=np.float32)
     params["final_norm_D"] = np.ones(V, np.float32)
     params["head_DV"][name_RT[:, :-1].ravel(), name_RT[:, 1:].ravel()] = 1.0
-    sampling = Sampling(
+    sampling = dataclasses.replace(
+        SAMPLING,
         max_response_tokens=T,
         temperature=1e-3,
-        top_p=1.0,
-        top_k=0,
         stop_ids=tuple(name_RT[:, 1:][is_stop_RT].tolist()),
         pad_id=0,
         vocab_size=V,
     )
-    cache = Cache(
-        slots=5,
-        pages=5 * -(-T // 4) + 1,
-        prompt_pages=1,
-        readers=1,
-        page_tokens=4,
-        block_tokens=2,
-        max_prompt_tokens=1,
-        max_response_tokens=T,
-    )
+    sizes = {"slots": 5, "pages": 5 * -(-T // 4) + 1, "prompt_pages": 1, "readers": 1}
+    sizes |= {"page_tokens": 4, "block_tokens": 2, "max_prompt_tokens": 1}
+    cache = Cache(**sizes, max_response_tokens=T)
     engine, params = build(config, cache, params)
     session = Session(engine, params, Stream(RUN_KEY, sampling))
     for r in range(R):
@@ -466,12 +429,12 @@ def sample_groups(engine, params, groups):
 
 @pytest.fixture(scope="module")
 def runs():
-    """The cache holds half of what its slots may come to need; compiled as for training."""
+    """The cache holds half of what its slots may need; half of the programs of training."""
     engine, params = build(
         WIDE,
         TIGHT,
         random_params(WIDE)[1],
-        parts=cache_module.PARTS,
+        parts=cache_module.PARTS[1::2],
         compiler_options=KERNELS["cpu"].compiler_options,
     )
     with compilations() as first:
@@ -512,14 +475,13 @@ def same_bits(responses, expected):
 def test_programs_of_other_sizes_change_no_bit(draft_tokens):
     """XLA's products of 32 and of 128 rows have other bits, and so had a request's log-probs."""
     config = Qwen2Config(512, 64, 192, 2, 4, 2, 16, True)
-    cache = Cache(
+    cache = dataclasses.replace(
+        ROOMY,
         slots=128,
         pages=400,
         prompt_pages=40,
         readers=8,
-        page_tokens=8,
         block_tokens=8,
-        max_prompt_tokens=9,
         max_response_tokens=48,
         draft_tokens=draft_tokens,
         rows=cache_module.XLA_ROWS,
@@ -542,22 +504,6 @@ def test_neighbours_full_slots_and_restarts_change_no_bit(runs):
     assert runs.together.keys() == runs.alone.keys()
     assert runs.session.discarded_tokens > 0
     same_bits(runs.together, runs.alone)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_order_and_cancelled_groups_change_no_bit(runs, seed):
-    """Another order means other slots, pages and neighbours; half of the groups are cancelled."""
-    order = np.random.default_rng(seed).permutation(len(GROUPS))
-    session = Session(runs.engine, runs.params, Stream(RUN_KEY, TO_THE_LIMIT))
-    for i in order:
-        submit(session, GROUPS[i])
-    responses = by_request(session.step() + session.step())
-    for i in order[::2]:
-        if (0, GROUPS[i].cursor) in session.unfinished:
-            session.cancel(GROUPS[i].cursor)
-    responses |= drain(session)
-    assert 4 * len(GROUPS) / 2 <= len(responses) < 4 * len(GROUPS)
-    same_bits(responses, runs.alone)
 
 
 @pytest.mark.slow
@@ -644,25 +590,7 @@ def side_by_side():
     return engine, params, responses, session
 
 
-def test_rows_of_truncated_streams_come_first(side_by_side, monkeypatch):
-    """Thresholds are looked for as far as the last of them."""
-    engine, params, _, _ = side_by_side
-    session, seen = Session(engine, params, *STREAMS), []
-    decode = engine.decode
-
-    def recorded(*arguments):
-        rows = arguments[4]
-        seen.append(rows["stream"][rows["active"] > 0].tolist())
-        return decode(*arguments)
-
-    monkeypatch.setattr(engine, "decode", recorded)
-    for group, stream in zip(GROUPS[:4], (0, 1, 3, 2), strict=True):
-        submit(session, group, stream=stream)
-    session.step()
-    assert seen == [[1] * 4 + [2] * 4 + [0] * 4 + [3] * 4]
-
-
-@pytest.mark.parametrize("stream", range(4))
+@pytest.mark.parametrize("stream", [0, 2])
 def test_groups_of_other_streams_change_no_bit(side_by_side, stream):
     engine, params, responses, session = side_by_side
     assert session.discarded_tokens > 0
@@ -677,7 +605,7 @@ def test_groups_of_other_streams_change_no_bit(side_by_side, stream):
     same_bits(ours, expected)
 
 
-@pytest.mark.parametrize("stream", range(3))
+@pytest.mark.parametrize("stream", [0, 2])
 def test_a_program_for_several_streams_gives_the_bits_of_one_for_each(side_by_side, stream):
     """That of one stream has its temperature as a constant, and no other's truncation.
 
@@ -709,14 +637,7 @@ def test_a_prompt_is_prefilled_once_for_those_who_may_share_it(roomy, sampled):
     same_bits(responses, sampled[0])
 
 
-def test_blocks_add_up_to_what_was_finished_and_discarded(runs):
-    sampled = sum(int(block.useful_B.sum()) for block in runs.session.blocks)
-    finished = sum(len(response.tokens_T) for response in runs.together.values())
-    assert sampled == finished + runs.session.discarded_tokens
-    assert max(block.cache_use for block in runs.session.blocks) > 0.8
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_submitted_and_cancelled_every_token_is_accounted_for(runs, seed):
     """Submissions, steps and cancellations are random, and the tight cache preempts.
 
@@ -744,7 +665,7 @@ def test_whatever_is_submitted_and_cancelled_every_token_is_accounted_for(runs, 
 
 def test_the_pools_have_the_planned_bytes(roomy):
     tokens = (ROOMY.pages + ROOMY.prompt_pages) * ROOMY.page_tokens
-    planned = tokens * token_bytes(SMALL, bytes_per_value=4, model_ways=1)
+    planned = tokens * token_bytes(SMALL, bytes_per_value=4, model_degree=1)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(roomy[0].new_pages())) == planned
 
 
@@ -760,7 +681,7 @@ def test_an_impossible_prompt_is_named(roomy, length):
     assert session.unfinished == []
 
 
-@pytest.mark.parametrize("max_tokens", [(5,), (5, 0), (5, 21), (1, 2, 3)])
+@pytest.mark.parametrize("max_tokens", [(5, 0), (5, 21), (1, 2, 3)])
 def test_limits_are_one_a_sample_and_within_the_samplings(roomy, max_tokens):
     session = Session(*roomy, Stream(RUN_KEY, SAMPLING))
     with pytest.raises(ValueError, match="max_tokens needs 2 numbers from 1 to 20"):

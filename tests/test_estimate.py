@@ -69,11 +69,8 @@ def test_a_group_over_two_axes_uses_both_or_one():
     ("chip", "shape", "closed"),
     [
         ("v5e", (8, 8), (False, False)),
-        ("v5e", (8, 16), (False, True)),
-        ("v6e", (4, 4), (False, False)),
         ("v6e", (16, 16), (True, True)),
         ("v5p", (2, 2, 4), (False, False, False)),
-        ("v5p", (8, 8, 4), (True, True, True)),
         ("tpu7x", (4, 4, 4), (True, True, True)),
     ],
 )
@@ -110,8 +107,8 @@ def test_what_runs_behind_the_core_counts_in_the_slow_estimate_alone():
     assert LINE.seconds(copied, EXACT) == pytest.approx(8 + 6 + 3)
 
 
-@pytest.mark.parametrize("mean", [200, 1_000, 4_000])
-def test_lengths_have_the_mean_that_was_asked_for(mean):
+def test_lengths_have_the_mean_that_was_asked_for():
+    mean = 1_000
     length_PG = rollouts.response_lengths(mean, groups=400, group_size=16, longest=20_480, seed=1)
     assert length_PG.shape == (400, 16)
     assert length_PG.mean() == pytest.approx(mean, rel=0.01)
@@ -125,16 +122,9 @@ def test_lengths_have_the_mean_that_was_asked_for(mean):
 
 def rollout(lengths, *, slots=2, pages=100, group_size=1, **changes):
     """Groups of one response, or more, with a prompt that is not prefilled."""
-    cache = Cache(
-        slots=slots,
-        pages=pages,
-        prompt_pages=1,
-        readers=group_size,
-        page_tokens=4,
-        block_tokens=4,
-        max_prompt_tokens=1,
-        max_response_tokens=32,
-    )
+    sizes = {"slots": slots, "pages": pages, "prompt_pages": 1, "readers": group_size}
+    sizes |= {"page_tokens": 4, "block_tokens": 4, "max_prompt_tokens": 1}
+    cache = Cache(**sizes, max_response_tokens=32)
     how = {
         "shards": 1,
         "prompt_tokens": 1,
@@ -246,8 +236,6 @@ def blocks_of_two(monkeypatch):
         ([1, 1, 2, 2, 3, 3], 3),
         ([1, 1, 1, 2, 2, 2], 5),  # not the last queries with the first keys
         ([1, 1, 1, 1, 0, 0], 4),  # padding: the diagonal
-        ([1, 1, 1, 1, 1], 6),  # half a block is padded
-        ([0, 0, 0, 0, 0, 0], 3),
     ],
 )
 def test_attention_takes_its_products_of_visited_blocks(segment_T, visited, blocks_of_two):

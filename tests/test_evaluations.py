@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from processes import ran
 
 from configs import any_model, base, tiny
 from dapo_jax import evaluate, sample
@@ -31,11 +30,7 @@ def chosen(*given):
         "command.run = run\n"
         "runpy.run_module('dapo_jax.evaluate', run_name='__main__', alter_sys=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *given, "--workdir=out"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr.splitlines()[-1]
-    return ConfigDict(json.loads(done.stdout))
+    return ConfigDict(json.loads(ran("-c", program, *given, "--workdir=out").stdout))
 
 
 def test_the_commands_own_flags_are_keys_of_its_recipe():
@@ -54,7 +49,6 @@ def test_the_commands_own_flags_are_keys_of_its_recipe():
     [
         (["--model=DIR", "--set=a:csv:b.csv", "--set=a:json:c.json"], "a second set 'a'"),
         (["--set=a:csv:b.csv"], "give --config=FILE, the recipe of the run in --workdir"),
-        (["--model=DIR", "--config.eval.tempreature=1"], "Did you mean --config.eval.temperature"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(given, problem):

@@ -129,11 +129,6 @@ def reference(tensors, tokens_T):
     return rms(x_TD, w["model.norm"]) @ w["lm_head"].T
 
 
-def test_the_file_is_short_and_nothing_else_knows_the_family():
-    assert len((OUTSIDE / "gains.py").read_text().splitlines()) <= 60
-    assert list(families.BUILT_IN) == ["qwen2", "qwen3", "llama"]
-
-
 def test_logits_equal_the_reference(folder, tensors):
     families.load("gains")
     tokens_BT = np.random.default_rng(1).integers(0, V, (2, 9))
@@ -220,9 +215,7 @@ def test_a_directory_of_another_family_is_refused(folder, monkeypatch):
     ("name", "message"),
     [
         ("qwen4", r"model.family = 'qwen4': there is no module 'qwen4'.*built in are qwen2"),
-        ("nowhere.mine", r"model.family = 'nowhere.mine': there is no module 'nowhere'.*qwen2"),
         ("my-models", r"model.family = 'my-models' is no module's name; built in are qwen2"),
-        ("", r"model.family = '' is no module's name"),
         ("json", r"model.family = 'json': the module registers 0 families.*built in are qwen2"),
     ],
 )

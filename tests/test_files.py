@@ -18,23 +18,16 @@ from absl import flags
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
 from ml_collections import config_flags
+from processes import ran
 
 from configs import tiny
 from dapo_jax import evaluate
 from dapo_jax.audit import again, findings
 from dapo_jax.convert import convert
 from dapo_jax.report.runs import load_run, totals
-from dapo_jax.run import build, digests, failures, files, policy, provenance, recipe, record
+from dapo_jax.run import build, failures, files, policy, provenance, recipe, record
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.files import (
-    Rows,
-    append_line,
-    gzip_lines,
-    read_rows,
-    remove_leftovers,
-)
-from dapo_jax.run.snapshots import Snapshots
-from dapo_jax.run.start import Progress
+from dapo_jax.run.files import Rows, append_line, gzip_lines, read_rows, remove_leftovers
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 from experiments.faults.disks import small_files
 from models.hf import load_params
@@ -67,25 +60,14 @@ def answered(status: int) -> Exception:
 @pytest.mark.parametrize(
     ("error", "line", "status"),
     [
-        (
-            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/r/a"),
-            r"/r/a: No space left on device \(ENOSPC",
-            1,
-        ),
-        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/r/a"), r"/r/a: Disk quota", 1),
-        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/r/a"), r"/r/a: Read-only", 1),
+        (OSError(errno.ENOSPC, "No space left on device", "/r/a"), r"/r/a: No space.*\(ENOSPC", 1),
         (ValueError(TENSORSTORE), r"/r/checkpoints/3: No space left.*\(ENOSPC", 1),
         (OSError(errno.EIO, os.strerror(errno.EIO), "/r/a"), r"/r/a: Input/output error", 75),
-        (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/r/a"), r"\(ESTALE\)", 75),
         (TimeoutError(errno.ETIMEDOUT, "reading took 30 s"), r"reading took 30 s; give the", 75),
         (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
         (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
-        (
-            ValueError("ABORTED: gs://b/c [http_response_code='503']"),
-            r"gs://b/c: .* not answer",
-            75,
-        ),
+        (ValueError("ABORTED: gs://b/c [http_response_code='503']"), r"gs://b/c: .* answer", 75),
         (ValueError(REFUSED), r"gs://b/r/2/: .*IED, storage\.objects\.create\); give the right", 1),
         (OSError("Forbidden: b/b/o/r%2F2\nNo right."), r"gs://b/r/2: this user may .*right", 1),
         (FileNotFoundError("Bucket does not exist: b"), r"gs://b: there is no such bucket", 1),
@@ -150,26 +132,6 @@ def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*-tmp*"))
 
 
-def test_the_newest_step_is_saved_before_a_failed_write_ends_the_run(tmp_path):
-    """The disk of the rows may be full while that of the checkpoints is not: steps were lost."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
-
-    def fails_after_three_steps():
-        with (
-            failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory),
-            Snapshots(checkpoints, every_steps=100, say=print) as snapshots,
-        ):
-            for step in range(1, 4):
-                state = {"a": jnp.full(3, step)}
-                snapshots.take(step, state, Progress(step), digests.described(state))
-            pathlib.Path("/dev/full").write_bytes(b"x" * 100_000)
-
-    with pytest.raises(OSError, match="No space") as failed:
-        fails_after_three_steps()
-    assert "3 finished steps are saved in" in failures.explain(failed.value)[0]
-    assert checkpoints.latest_step() == 3
-
-
 COMMAND = """
 import errno, os, threading
 from dapo_jax.run import command
@@ -205,18 +167,11 @@ async def both():
 asyncio.run(both())
 gc.collect()
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert ran.stderr == ""
+    assert ran("-c", program).stderr == ""
 
 
 def test_a_command_ends_with_one_line_also_where_threads_fail():
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
+    assert ran("-c", COMMAND, status=1).stderr.splitlines() == [
         "writer: /quota/file: Disk quota exceeded (EDQUOT); mend that and give the same command "
         "again",
         "error: the storage: No space left on device (ENOSPC); mend that and give the same command "
@@ -231,11 +186,9 @@ KNOWN_FLAGS = {"workdir": None, "config": None, "debug": None}
 @pytest.mark.parametrize(
     ("argument", "meant"),
     [
-        ("config.num_steps=3", "--config.num_steps=3"),
         ("num_steps=3", "--config.num_steps=3"),
         ("-algo.eps_high=0.3", "--config.algo.eps_high=0.3"),
         ("config.eps_high=0.3", "--config.algo.eps_high=0.3"),
-        ("workdir=runs/a", "--workdir=runs/a"),
         ("wrkdir=runs/a", "--workdir=runs/a"),
     ],
 )
@@ -249,8 +202,6 @@ def test_an_argument_without_dashes_is_refused(argument, meant):
     ("flag", "meant"),
     [
         ("--config.eps_high=0.3", "--config.algo.eps_high"),
-        ("--config.data.path=a", "--config.data.train.path"),
-        ("--config.alog.eps_high=0.3", "--config.algo.eps_high"),
         ("--config.learning_rat=1", "--config.learner.learning_rate"),
         ("--noconfig.dynamic_samplng", "--config.algo.dynamic_sampling"),
         ("--config.eval.sets.arithmetic.top_q=1", "--config.eval.sets.arithmetic.top_p"),
@@ -270,13 +221,7 @@ def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
 
 def test_a_bucket_is_no_workdir():
     """Everything went to a folder `gs:` beside the code, which a preempted machine loses."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dapo_jax.audit", "--workdir=gs://b/r"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
+    done = ran("-m", "dapo_jax.audit", "--workdir=gs://b/r", status=1)
     assert re.search(r"workdir=gs://b/r.*checkpoint\.directory may be", done.stderr)
 
 
@@ -392,7 +337,6 @@ def test_responses_of_an_evaluation_are_saved(tmp_path):
     [
         ({"model.preset": "0.5b"}, "model.preset is '0.5b', but was ''"),
         ({"tokenizer.chat": "template"}, "tokenizer.chat is 'template', but was 'none'"),
-        ({"learner.lora_rank": 8}, "learner.lora_rank is 8, but was 0"),
         ({"model.path": str(ROOT / tiny.get_config().model.path)}, None),
         ({"mesh.data": 1, "rollout.cache_mib": 8, "eval.top_p": 0.5, "seed": 3}, None),
         ({"verifier.rules": "strict", "model.kernels": "cpu", "num_steps": 1}, None),
@@ -413,19 +357,6 @@ def test_evaluate_compares_the_policy_with_the_runs(tmp_path, monkeypatch, chang
     (tmp_path / "config.json").write_text("")
     with pytest.raises(ValueError, match=r"config\.json is empty"):
         policy.check_same(config, tmp_path)
-
-
-def test_evaluate_compares_the_policy_with_the_checkpoints(tmp_path):
-    """A checkpoint.directory elsewhere was evaluated with whatever tokenizer the config had."""
-    config = tiny.get_config()
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.identity = {"recipe": json.loads(config.to_json_best_effort())}
-    checkpoints.save(1, {"a": jnp.ones(1)}, {})
-    theirs = checkpoints.identity_of(1)["recipe"]
-    policy.check_recipe(config, theirs, "checkpoint 1")
-    config.tokenizer.path = "another"
-    with pytest.raises(ValueError, match=r"checkpoint 1 is of another policy: tokenizer\.path is"):
-        policy.check_recipe(config, theirs, "checkpoint 1")
 
 
 def test_a_run_of_several_slices_converts_on_one_device(tmp_path):
@@ -512,9 +443,7 @@ def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
     def sampled(step: int, *arguments: str) -> str:
         command = ["-m", "dapo_jax.sample", f"--workdir={tmp_path}", f"--step={step}"]
         command += ["--prompt=7+5", "--max_tokens=4", *arguments]
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return ran(*command).stdout
 
     assert sampled(0, "--seed=7") == sampled(1, "--seed=7")
     with pytest.raises(ValueError, match=r"tokenizer\.chat is 'template', but was 'none'"):

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
+from processes import ran
 from safetensors.numpy import load_file, save_file
 
 from configs import base
 from dapo_jax.convert import convert, load_orbax, save_orbax
 from dapo_jax.run import build
-from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.untrusted import MAX_JSON_BYTES
 from models import hf, load_hf, save_hf
 from models.hf import load_params
@@ -116,8 +116,7 @@ def mesh_shardings(config):
     return rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
 
 
-@pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES], ids=["single", "sharded"])
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize(("config", "max_shard_bytes"), [(TIED, 10**9), (UNTIED, SHARD_BYTES)])
 def test_float32_round_trip_is_bitwise(tmp_path, config, max_shard_bytes):
     params = random_params(config)
     save_hf(params, config, tmp_path, max_shard_bytes=max_shard_bytes)
@@ -128,10 +127,9 @@ def test_float32_round_trip_is_bitwise(tmp_path, config, max_shard_bytes):
     assert all("lm_head.weight" not in load_file(s) for s in shards) == config.tie_embeddings
 
 
-@pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES], ids=["single", "sharded"])
-def test_bfloat16_files_hold_the_rounded_values(tmp_path, max_shard_bytes):
+def test_bfloat16_files_hold_the_rounded_values(tmp_path):
     params = random_params(UNTIED)
-    save_hf(params, UNTIED, tmp_path, dtype="bfloat16", max_shard_bytes=max_shard_bytes)
+    save_hf(params, UNTIED, tmp_path, dtype="bfloat16", max_shard_bytes=SHARD_BYTES)
     rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
     assert_same(split(load_hf(tmp_path, dtype="bfloat16"))[1], rounded)
     as_float32 = split(load_hf(tmp_path))[1]
@@ -151,10 +149,8 @@ def test_float16_and_mixed_files_load(folder):
     assert_same(load_params(folder, UNTIED, dtype="float32"), expected)
 
 
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
-def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(
-    tmp_path, config, monkeypatch, bytes_read
-):
+def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatch, bytes_read):
+    config = UNTIED
     monkeypatch.setattr(hf, "PIECE_VALUES", 100)  # a few rows of a tensor, down to one
     params, shardings = random_params(config), mesh_shardings(config)
     save_hf(params, config, tmp_path / "a", max_shard_bytes=SHARD_BYTES)
@@ -246,35 +242,6 @@ def test_two_processes_read_their_own_rows_and_export_together(folder, tmp_path)
     assert [json.loads(out.splitlines()[-1]) for out, _ in outputs] == [expected, expected]
 
 
-def test_a_bucket_is_read_and_written_like_a_directory(bucket, tmp_path):
-    start, middle, end = f"{bucket}/start", f"orbax:{tmp_path / 'middle'}", f"{bucket}/end"
-    params, shardings = random_params(UNTIED), mesh_shardings(UNTIED)
-    save_hf(params, UNTIED, start, max_shard_bytes=SHARD_BYTES)
-    assert load_config(start) == UNTIED
-    assert_same(load_params(start, UNTIED, dtype="float32", shardings=shardings), params)
-    assert_same(split(load_hf(start))[1], params)
-    with pytest.raises(FileExistsError, match=r"gs://bucket/models/start already holds a model"):
-        save_hf(params, UNTIED, start)
-    with pytest.raises(FileNotFoundError, match="gs://bucket/models/nowhere is not a directory"):
-        load_hf(f"{bucket}/nowhere")
-
-    tokenizer = ROOT / "experiments" / "tiny_base" / "checkpoint" / "tokenizer.model"
-    (epath.Path(start) / tokenizer.name).write_bytes(tokenizer.read_bytes())
-    convert(f"hf:{start}", middle, dtype="float32")
-    convert(middle, f"hf:{end}", dtype="float32")
-    assert_same(split(load_hf(end))[1], params)
-    ids, local = (
-        load_tokenizer(path, stop_tokens=None, chat="none").encode("1 + 2")
-        for path in (end, tokenizer)
-    )
-    assert ids == local
-
-    weights = epath.Path(end) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"gs://bucket/models/end/model.safetensors \(\d+ bytes"):
-        load_hf(end)
-
-
 def test_shards_are_indexed_and_stay_below_the_limit(tmp_path):
     save_hf(random_params(UNTIED), UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -316,18 +283,15 @@ def test_config_of_older_and_newer_transformers(folder):
     ("key", "value"),
     [
         ("model_type", "gpt2"),
-        ("model_type", "ABSENT"),
         ("hidden_act", "gelu"),
         ("use_sliding_window", True),
         ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
-        ("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}),
         ("quantization_config", {"bits": 4}),
         ("hidden_size", "ABSENT"),
-        ("hidden_size", "32"),
         ("num_hidden_layers", 0),
-        ("num_attention_heads", True),
         ("num_attention_heads", 5),
+        ("num_attention_heads", True),
         ("head_dim", 7),
         ("rms_norm_eps", -1.0),
         ("rope_theta", "ABSENT"),
@@ -346,9 +310,8 @@ def test_a_config_that_the_model_does_not_compute_is_refused(folder, key, value)
     ("changes", "named"),
     [
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling is {'factor': 4.0}"),
-        ({"rope_scaling": {"rope_type": None, "factor": 4.0}}, "rope_scaling is "),
-        ({"rope_scaling": ["yarn"]}, "rope_scaling is ['yarn']"),
         ({"rope_scaling": {"rope_type": 5}}, "rope_scaling is {'rope_type': 5}"),
+        ({"rope_scaling": ["yarn"]}, "rope_scaling is ['yarn']"),
         ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope_scaling is "),
         (
             {
@@ -361,14 +324,10 @@ def test_a_config_that_the_model_does_not_compute_is_refused(folder, key, value)
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
             "rope_parameters.rope_theta is 500000.0, but must be rope_theta, which is 10000.0",
         ),
-        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta is '1e4'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters is "),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters is "),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
-        ({"num_experts": 8}, "num_experts is 8"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"is_causal": False}, "is_causal is False"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"auto_map": {"AutoModelForCausalLM": "x.Model"}}, "auto_map is "),
         ({"architectures": ["Qwen2ForTokenClassification"]}, "architectures is "),
         ({"layer_types": [{}]}, "layer_types is [{}]"),
@@ -383,8 +342,7 @@ def test_what_is_not_understood_is_refused_in_one_line(folder, changes, named):
     """Nine of the first eleven were read as plain RoPE, and trained at wrong angles.
 
     A rope_scaling without a type passed, as did any rope_scaling beside a rope_parameters, and of
-    two values of rope_theta the one at top level won in silence; so did all of the seven keys that
-    follow. 2**62 layers took all memory while
+    two values of rope_theta the one at top level won in silence. 2**62 layers took all memory while
     their tensors' names were listed, 10**400 raised OverflowError and layer_types of objects
     TypeError.
     """
@@ -400,8 +358,6 @@ def test_what_is_not_understood_is_refused_in_one_line(folder, changes, named):
     [
         {"rope_scaling": None},
         {"rope_scaling": {}},
-        {"rope_scaling": {"type": "default"}},
-        {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "default"}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000, "factor": 1.0}},
         {"partial_rotary_factor": 1.0, "num_experts": None, "attention_bias": True},
         {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1},
@@ -440,7 +396,7 @@ def test_links_are_followed_inside_a_directory_and_into_the_cache_alone(folder, 
         (snapshot / name).symlink_to(f"../../blobs/{name}")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "a.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "a.safetensors"])
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
@@ -468,11 +424,8 @@ def test_what_is_no_file_is_not_opened(folder, name, make, kind):
     [
         ("../outside.safetensors", "but must name files of its own directory"),
         ("/etc/passwd", "but must name files of its own directory"),
-        ("sub/a.safetensors", "but must name files of its own directory"),
         ("..", "which is no file's name"),
-        ("a\0b", "which is no file's name"),
         (5, "which is no file's name"),
-        (["a"], "which is no file's name"),
     ],
 )
 def test_an_index_names_files_of_its_directory(folder, name, problem):
@@ -495,7 +448,6 @@ def first_entry(entries):
     ("change", "problem"),
     [
         (lambda e: first_entry(e).update(data_offsets=[-8, 0]), r"has data_offsets \[-8, 0\]"),
-        (lambda e: first_entry(e).update(data_offsets=[0]), r"has data_offsets \[0\]"),
         (lambda e: first_entry(e).pop("data_offsets"), "has data_offsets None"),
         (lambda e: first_entry(e).update(shape=[-4, -4]), r"has shape \[-4, -4\]"),
         (lambda e: first_entry(e).update(shape=[True]), r"has shape \[True\]"),
@@ -598,13 +550,6 @@ def test_missing_unexpected_misshaped_and_wrong_tensors_are_all_named(folder):
     assert "wrong dtype: model.embed_tokens.weight is I8" in message
 
 
-def test_a_transposed_square_matrix_of_another_shape_is_not_reshaped(folder):
-    name = "model.layers.0.mlp.gate_proj.weight"
-    edit_weights(folder, lambda t: t.update({name: np.ascontiguousarray(t[name].T)}))
-    with pytest.raises(ValueError, match=r"gate_proj.weight is \(24, 40\) .* must be \(40, 24\)"):
-        load_hf(folder)
-
-
 def test_tied_head_may_be_stored_if_it_equals_the_embedding(tmp_path):
     params = random_params(TIED)
     save_hf(params, TIED, tmp_path)
@@ -637,7 +582,7 @@ def test_a_broken_config_file_is_named(folder, text):
         load_hf(folder)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 100, -1], ids=lambda n: f"{n}_bytes")
+@pytest.mark.parametrize("keep", [0, 100, -1], ids=lambda n: f"{n}_bytes")
 def test_a_truncated_weights_file_is_named(folder, bucket, keep):
     """The same header is read of a local file and of one in a bucket."""
     remote = epath.Path(bucket) / "cut"
@@ -747,14 +692,6 @@ def test_convert_refuses_numbers_that_are_not_finite(folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_rounds_to_the_asked_dtype(folder, tmp_path):
-    convert(f"hf:{folder}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
-    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), random_params(UNTIED))
-    assert_same(load_orbax(tmp_path / "low", dtype="bfloat16")[0], rounded)
-    back = load_orbax(tmp_path / "low", dtype="float32")[0]
-    assert_same(back, jax.tree.map(lambda a: a.astype(np.float32), rounded))
-
-
 def test_convert_refuses_bad_places(folder, tmp_path):
     target = f"orbax:{tmp_path / 'out'}"
     for source in ("hf", "hf:", "torch:x", str(folder)):
@@ -783,11 +720,8 @@ def test_an_orbax_directory_that_contradicts_its_config_is_refused(folder, tmp_p
 
 
 def test_the_command_reports_an_error_in_one_line(folder, tmp_path):
-    command = [sys.executable, "-m", "dapo_jax.convert", f"--from=hf:{tmp_path / 'nowhere'}"]
-    done = subprocess.run(
-        [*command, f"--to=orbax:{tmp_path / 'out'}"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 1
+    places = (f"--from=hf:{tmp_path / 'nowhere'}", f"--to=orbax:{tmp_path / 'out'}")
+    done = ran("-m", "dapo_jax.convert", *places, status=1)
     assert done.stderr.strip().startswith("error: ")
     assert "nowhere is not a directory" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,12 +1,9 @@
 """Names on the Hugging Face hub, against a server here that answers as it does."""
 
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import hub_server
 import processes
@@ -108,17 +105,15 @@ def test_a_directory_of_that_name_wins(served, tmp_path, monkeypatch):
     ("path", "says"),
     [
         ("models/foo", "there is no such path here, and no URL/models/foo .*HF_TOKEN"),
-        ("hf://someone/secret", "no URL/someone/secret .HF_ENDPOINT.; mend .*HF_TOKEN"),
         (
             "hf://someone/tiny@v9",
             "URL/someone/tiny has no revision 'v9'; give another one behind @",
         ),
         ("someone/gated", "URL/someone/gated is gated: ask for access there, and set HF_TOKEN"),
+        ("hf://someone", r"must be hf://ORG/NAME\[@REVISION\]"),
         ("someone/bin", r"URL/someone/bin, or offline the cache, has no model\*.safetensors"),
         ("someone/a--b", "URL/someone/a--b .HF_ENDPOINT, HF_TOKEN. failed: HFValidationError"),
-        ("hf://someone", r"must be hf://ORG/NAME\[@REVISION\]"),
         (f"{TRAIN}l", "URL/datasets/someone/sums, or offline the cache, has no data/train.jsonll"),
-        ("hf://datasets/someone/none/a.csv", "no URL/datasets/someone/none .HF_ENDPOINT.; mend"),
         ("hf://someone/sums/a.csv", r"must be hf://datasets/ORG/NAME\[@REVISION\]/FILE"),
     ],
 )
@@ -218,7 +213,7 @@ def test_the_cache_of_all_repositories_may_hold_the_content(tmp_path):
 def test_commands_without_names_do_not_import_the_library():
     code = "import sys; from configs import tiny; from dapo_jax.run import hub\n"
     code += "hub.fetch(hub.paths(tiny.get_config())); assert 'huggingface_hub' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    processes.ran("-c", code)
 
 
 def test_a_model_is_converted_by_name(served, tmp_path):
@@ -244,31 +239,13 @@ def test_a_dry_run_reads_all_by_name_and_the_identity_has_the_commits(served, tm
     assert set(ours["files"]["model.path"]) == set(MODEL)
 
 
-def test_a_command_samples_by_name_from_the_cache(served):
-    fetched("someone/tiny")
-    command = [sys.executable, "-m", "dapo_jax.sample", "--model=someone/tiny", "--prompt=1+1="]
-    done = subprocess.run(
-        [*command, "--max_tokens=4", "--temperature=0"],
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "someone/tiny, questions as they are" in done.stderr and done.stdout.strip()
-    assert "downloading" not in done.stderr
-
-
 @pytest.mark.slow
 def test_an_evaluation_takes_model_and_set_by_name(served, tmp_path):
-    command = [sys.executable, "-m", "dapo_jax.evaluate", "--model=someone/tiny", "--k=2"]
+    command = ["-m", "dapo_jax.evaluate", "--model=someone/tiny", "--k=2"]
     command += [f"--workdir={tmp_path}", f"--set=sums:jsonl:{HELD_OUT}", "--max_tokens=8"]
     command += ["--config.eval.max_prompts=4"]
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        processes.ran(*command, **environment)
     (result,) = tmp_path.glob("eval/0.sums.*[0-9a-f].json")
     (settings,) = read_json(result)["settings"].values()
     tiny, sums = (repo.branches["main"] for repo in served.repos.values())

@@ -2,10 +2,9 @@
 
 import ast
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from processes import ran
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -87,9 +86,8 @@ def import_faults(module, source):
     """Lists what `module` imports against the rules, one sentence each."""
     here = room(module)
     faults = []
-    if module == "dapo_jax":  # every command imports it, and sees its first line from there
-        other = {name for name in imports(source) if room(name)}
-        return [f"dapo_jax imports {name}" for name in sorted(other)]
+    if module == "dapo_jax":  # every command imports it
+        return [f"dapo_jax imports {name}" for name in sorted(imports(source)) if room(name)]
     for name in sorted(imports(source)):
         there = room(name)
         if there not in (None, here) and FLOOR_OF[there] >= FLOOR_OF[here]:
@@ -159,28 +157,13 @@ def test_meshes_processes_and_the_config_are_named_in_their_places_only():
 @pytest.mark.parametrize(
     ("module", "source", "fault"),
     [
-        (
-            "dapo_jax.algorithm",
-            "from dapo_jax import learner",
-            "learner does not lie below",
-        ),
+        ("dapo_jax.algorithm", "from dapo_jax import learner", "learner does not lie below"),
         ("dapo_jax.sampler.decode", "import dapo_jax.run.build", "run does not lie below"),
         ("dapo_jax", "from dapo_jax.run import build", "dapo_jax imports dapo_jax.run.build"),
-        (
-            "dapo_jax.learner",
-            "def f():\n    from dapo_jax.train import g",
-            "train does not lie",
-        ),
-        ("models.qwen2", "from dapo_jax.logprobs import f", "does not lie below models"),
         ("sharding.mesh", "import dapo_jax.types", "does not lie below sharding"),
         ("dapo_jax.tasks.readers", "import jax.numpy as jnp", "host module, but imports jax.numpy"),
-        ("dapo_jax.tasks.readers", "from jax import numpy", "host module, but imports jax"),
         ("dapo_jax.packing", "from dapo_jax.algorithm import f", "host module, but imports"),
-        (
-            "dapo_jax.run.build",
-            "import orbax.checkpoint as ocp",
-            "for run/checkpoint.py",
-        ),
+        ("dapo_jax.run.build", "import orbax.checkpoint as ocp", "for run/checkpoint.py"),
     ],
 )
 def test_a_forbidden_import_is_found(module, source, fault):
@@ -190,18 +173,12 @@ def test_a_forbidden_import_is_found(module, source, fault):
 @pytest.mark.parametrize(
     ("module", "source", "name"),
     [
-        (
-            "dapo_jax.run.build",
-            "import jax\nmesh = jax.make_mesh((1,), ('data',))",
-            "jax.make_mesh",
-        ),
+        ("dapo_jax.run.build", "import jax\nm = jax.make_mesh((1,), ('data',))", "jax.make_mesh"),
         ("dapo_jax.run.build", "from jax import make_mesh", "jax.make_mesh"),
         ("dapo_jax.train", "import jax\nif jax.process_index() == 0: pass", "process_index"),
-        ("dapo_jax.learner", "from jax import process_count as n", "process_count"),
         ("dapo_jax.learner", "on_cpu = mesh.devices.flat[0].platform == 'cpu'", "platform"),
         ("dapo_jax.run.build", "import jax\nkernel = jax.default_backend()", "default_backend"),
         ("dapo_jax.rollout", "def f(config: ConfigDict): pass", "ConfigDict"),
-        ("models.hf", "import ml_collections", "ml_collections"),
     ],
 )
 def test_a_forbidden_mention_is_found(module, source, name):
@@ -233,6 +210,4 @@ def test_every_experiment_imports():
     files = [f for f in (ROOT / "experiments").rglob("*.py") if "runs" not in f.parts]
     modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files]
     assert len(modules) > 15
-    run = [sys.executable, "-c", IMPORTS, *(m.removesuffix(".__init__") for m in modules)]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    ran("-c", IMPORTS, *(m.removesuffix(".__init__") for m in modules))

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from gspo import gspo
 from quick import COMPILER_OPTIONS, jit
+from test_engine import ROOMY, SAMPLING
 
 from configs import base
 from dapo_jax import learner
@@ -23,8 +24,6 @@ from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_r
 from dapo_jax.losses import GATES
 from dapo_jax.run import build, checks
 from dapo_jax.sampler import cache as cache_module
-from dapo_jax.sampler.cache import Cache
-from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Batch, Group, Prompt, Response
@@ -324,10 +323,7 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
         ({"group_size": 4, "share_prompts": False}, LEARNING),
         ({"row_tokens": 96, "group_size": 4, "num_micro": 1}, KEEPING),
     ],
-    ids=[
-        "a prompt for each",
-        "one row and one of padding, no activations recomputed",
-    ],
+    ids=["a prompt for each", "one row and one of padding, no activations recomputed"],
 )
 def test_the_layout_of_the_rows_changes_nothing(params, data, expected, layout, learning):
     batch = batch_of(data, **layout)
@@ -399,14 +395,6 @@ def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected,
     assert distance(filtered, gradient(params, batch_of(left, mode=mode))) < TOLERANCE
 
 
-def test_the_weights_of_a_mini_batch_add_up_to_one(data):
-    for mode in ("token_mean", "sequence_mean"):
-        batch = batch_of(data, mode=mode)
-        np.testing.assert_allclose(batch.weight_BT.sum(), 1.0, rtol=1e-6)
-        assert batch.is_response_BT.sum() == sum(map(len, data.responses))
-        assert (batch.weight_BT[~batch.is_response_BT] == 0).all()
-
-
 def test_the_metrics_are_means_over_the_response_tokens(params, data):
     metrics = run_update(params, batch_of(data))[1]
     logp_RT, logp_RTV = jax.device_get(plain_logp(params, data))
@@ -472,15 +460,15 @@ def update_on_mesh(config, params, data: Responses):
     return programs, state, jax.device_get(metrics)
 
 
-@pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 1)])
 def test_four_devices_take_the_update_of_one(params, data, mesh):
     """They agree to 1e-5 of the largest entry: sums over devices round in another order."""
-    slices, data_ways, model_ways = mesh
-    config = mesh_config(slices=slices, data=data_ways, model=model_ways)
+    slices, data_degree, model_degree = mesh
+    config = mesh_config(slices=slices, data=data_degree, model=model_degree)
     programs, state, metrics = update_on_mesh(config, params, data)
     q_DNH = state.params["layers"]["q_DNH"]
     # Split over all devices of a slice.
-    assert q_DNH.addressable_shards[0].data.size * data_ways * model_ways == q_DNH.size
+    assert q_DNH.addressable_shards[0].data.size * data_degree * model_degree == q_DNH.size
     assert programs.learning == LEARNING
     one = batch_of(data, group_size=4)
     expected_state, expected_metrics = run_update(params, one, learning_rate=0.1)
@@ -641,11 +629,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
         assert_bitwise_equal(after, undisturbed)
 
 
-@pytest.mark.parametrize("rate", [np.inf, np.nan])
-def test_a_step_to_weights_that_are_not_finite_is_not_taken(params, data, rate):
+def test_a_step_to_weights_that_are_not_finite_is_not_taken(params, data):
     """A learning rate of 1e39 is infinite in float32: every weight became so, and was saved."""
     start = init_state(params, LEARNING)
-    state, metrics = next_update(start, batch_of(data), learning_rate=rate)
+    state, metrics = next_update(start, batch_of(data), learning_rate=np.inf)
     assert not metrics["taken"]
     assert np.isfinite(metrics["grad_norm"])
     assert learner.checked_names(start)[metrics["bad"]] == "the new params.embed_VD"
@@ -677,13 +664,12 @@ def test_an_impossible_behavior_probability_is_clipped_like_a_huge_ratio(params,
 # The sampler
 
 
-CACHE = Cache(
+CACHE = dataclasses.replace(
+    ROOMY,
     slots=6,
     pages=19,
     prompt_pages=8,
     readers=8,
-    page_tokens=8,
-    block_tokens=4,
     max_prompt_tokens=9,
     max_response_tokens=24,
 )
@@ -710,11 +696,10 @@ def samplers(params):
 
 def sample(engine, weights, *, temperature: float) -> tuple[np.ndarray, Responses]:
     """Samples 2 prompts x 4 responses: (stopped_R, data with the engine's behaviour)."""
-    sampling = Sampling(
+    sampling = dataclasses.replace(
+        SAMPLING,
         max_response_tokens=24,
         temperature=temperature,
-        top_p=1.0,
-        top_k=0,
         stop_ids=(1, 2, 3, 4),
         pad_id=1,
         vocab_size=VOCAB,
@@ -739,7 +724,7 @@ def sample(engine, weights, *, temperature: float) -> tuple[np.ndarray, Response
 
 @pytest.mark.parametrize(
     ("temperature", "dtype", "largest_gap"),
-    [(0.7, "float32", 1e-5), (1.0, "float32", 1e-5), (1.0, "bfloat16", 2e-2)],
+    [(0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)],
 )
 def test_the_first_mini_batchs_ratio_is_one(params, samplers, temperature, dtype, largest_gap):
     """The sampler's log-probabilities are the learner's, up to rounding.
@@ -780,16 +765,3 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     )
     kl = np.exp(reference_logp - logp) - (reference_logp - logp) - 1
     np.testing.assert_allclose(metrics["kl"], kl.mean(), rtol=1e-4)
-
-
-def test_updates_raise_what_was_better_and_lower_what_was_worse(params, data):
-    """Five updates raise the mean log-probability where A > 0 and lower it where A < 0."""
-    start = unpadded(plain_logp(params, data)[0], data)
-    data = data.replace(behavior_logp=start)
-    state, batch = init_state(params, LEARNING), batch_of(data, mode="sequence_mean")
-    for _ in range(5):
-        state, _ = next_update(state, batch)
-    after = unpadded(plain_logp(state.params, data)[0], data)
-    for r, advantage in enumerate(data.advantage_R):
-        change = float(after[r].mean() - start[r].mean())
-        assert change * advantage > 0, (r, advantage, change)

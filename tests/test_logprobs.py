@@ -16,7 +16,7 @@ SETTINGS = {"temperature": 0.7, "vocab_size": 45}
 # Tokens a row for which B rows fill a chunk.
 CHUNK = CHUNK_TOKENS // B
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
-MESHES = ((1, 1, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1))  # (slices, data, model)
+MESHES = ((1, 1, 1), (1, 2, 2), (2, 2, 1))  # (slices, data, model)
 
 
 def mesh_of(slices, data, model):
@@ -83,7 +83,7 @@ def test_values_equal_the_whole_softmax_around_chunk_boundaries(T):
     np.testing.assert_allclose(entropy_BT, expected_entropy_BT, atol=1e-5)
 
 
-@pytest.mark.parametrize("T", [1, CHUNK, 2 * CHUNK + 3])
+@pytest.mark.parametrize("T", [1, 2 * CHUNK + 3])
 @pytest.mark.parametrize(("slices", "data", "model"), MESHES)
 def test_loss_and_gradients_equal_those_of_the_whole_softmax(T, slices, data, model):
     """On one device, and with rows and vocabulary over several."""
@@ -168,25 +168,6 @@ def test_extreme_logits_give_no_nan(scale):
     assert np.min(entropy_BT) >= -1e-6
     _, gradient = chunked_gradient(1, 1, 1)(x_BTD, head_DV, target_BT, weights(6))
     assert all(np.all(np.isfinite(d)) for d in gradient)
-
-
-def test_temperature_divides_the_logits():
-    x_BTD, head_DV, _ = inputs(2)
-    cold, warm = (
-        sampling_logits(x_BTD @ head_DV, temperature=t, vocab_size=V, first_id=0)
-        for t in (0.5, 2.0)
-    )
-    np.testing.assert_allclose(cold, 4 * warm, rtol=1e-6)
-    np.testing.assert_allclose(warm, x_BTD @ head_DV / 2, rtol=1e-4, atol=1e-5)
-
-
-def test_bfloat16_inputs_give_float32_logits():
-    x_BTD, head_DV, target_BT = inputs(4)
-    halves = x_BTD.astype(jnp.bfloat16), head_DV.astype(jnp.bfloat16)
-    logp_BT, _ = chunked(*halves, target_BT)
-    expected_BT, _ = whole(*(np.asarray(a, np.float32) for a in halves), target_BT)
-    assert logp_BT.dtype == jnp.float32
-    np.testing.assert_allclose(logp_BT, expected_BT, atol=1e-5)
 
 
 def largest_logits(jaxpr):

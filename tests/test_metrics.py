@@ -1,6 +1,5 @@
 """Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
-import contextlib
 import dataclasses
 import functools
 import gzip
@@ -9,7 +8,6 @@ import json
 import math
 import os
 import pathlib
-import pty
 import re
 import struct
 import subprocess
@@ -34,22 +32,8 @@ from dapo_jax.run.display import (
     printable_lines,
     shorten_middle,
 )
-from dapo_jax.run.files import (
-    Rows,
-    append_log,
-    atomic_file,
-    read_rows,
-    write_rollouts,
-)
-from dapo_jax.run.metrics import (
-    METRICS,
-    Metric,
-    Step,
-    Stopwatch,
-    described,
-    score_metric,
-    step_row,
-)
+from dapo_jax.run.files import Rows, append_log, atomic_file, read_rows, write_rollouts
+from dapo_jax.run.metrics import METRICS, Metric, Step, Stopwatch, described, score_metric, step_row
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
 
 ROW = {
@@ -64,27 +48,10 @@ ROW = {
 }
 
 SAMPLE = Sample(
-    prompt="What is [3] + 4?",
-    response="[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7",
-    truth="7",
-    prediction="7",
-    correct=True,
-    status="correct",
-    reward=1.0,
-    response_tokens=23,
-    truncated=False,
+    *("What is [3] + 4?", "[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7", "7", "7"),
+    *(True, "correct", 1.0, 23, False),
 )
-CUT_SAMPLE = Sample(
-    prompt="2*9",
-    response="x" * 5000,
-    truth="18",
-    prediction=None,
-    correct=False,
-    status="no answer",
-    reward=-1.5,
-    response_tokens=256,
-    truncated=True,
-)
+CUT_SAMPLE = Sample("2*9", "x" * 5000, "18", None, False, "no answer", -1.5, 256, True)
 
 
 def _write(workdir, steps, *, resume_step=None, value=0.5):
@@ -114,14 +81,6 @@ def test_not_finite_numbers_become_null_and_the_file_stays_strict_json(tmp_path)
 
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line, parse_constant=refuse) == {"step": 0, "a": None, "b": None, "c": 1.0}
-
-
-def test_a_row_is_on_disk_before_the_writer_closes(tmp_path):
-    writer = Rows(tmp_path, resume_step=None)
-    assert not writer.has(0)
-    writer.write({"step": 0, "x": 1})
-    assert writer.has(0)
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "x": 1}]
 
 
 def test_resume_keeps_the_bytes_before_and_cuts_the_rows_after(tmp_path):
@@ -168,7 +127,7 @@ def test_a_last_row_that_lacks_only_its_line_end_is_kept(tmp_path):
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("broken", [b'{"step": 1, "x\n', b"[1]\n", b'{"x": 1}\n', b"\n", b"\xff\n"])
+@pytest.mark.parametrize("broken", [b'{"step": 1, "x\n', b'{"x": 1}\n', b"\xff\n"])
 def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + broken + b'{"step": 2}\n')
@@ -503,7 +462,7 @@ def test_samples_print_model_text_literally(width):
     assert joined.count("x") < 500
 
 
-@pytest.mark.parametrize("width", [30, 60, 140])
+@pytest.mark.parametrize("width", [30, 140])
 def test_a_terminal_shows_progress_phase_and_last_numbers(width):
     def run(display):
         display.step(ROW)
@@ -516,52 +475,6 @@ def test_a_terminal_shows_progress_phase_and_last_numbers(width):
     for piece in ("13/100", "eta 0:14:30", "-0.250", "24/32", "[informative]", "above the bar"):
         assert piece in text
     assert "\x1b[35m" not in text  # the sample's own escape sequence
-
-
-def test_finished_steps_stay_above_the_live_lines_of_a_terminal():
-    """In a real one of 100 columns: what scrolled by is kept, live lines are written over."""
-    main, side = pty.openpty()
-    show = (
-        "from dapo_jax.run.display import Display\n"
-        "with Display(3, 0) as display:\n"
-        "    for step in range(3):\n"
-        "        display.phase('rollout: 1/2')\n"
-        "        display.step({'step': step, 'seconds/total': 1.0})\n"
-    )
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    with subprocess.Popen([sys.executable, "-c", show], stdout=side, env=environment) as process:
-        os.close(side)
-        text = b""
-        with contextlib.suppress(OSError):  # the other end is closed
-            while piece := os.read(main, 65_536):
-                text += piece
-        assert process.wait() == 0
-    os.close(main)
-    lines = _on_screen(text.decode())
-    steps = [line for line in lines if line.startswith("step ") and "eta" in line]
-    # Below the three that are done the live line, once, at its last state.
-    assert [line[:12] for line in steps[:3]] == [f"step {n} ({n + 1}/3)" for n in range(3)]
-    assert len(steps) == 4 and steps[3].startswith("step 3/3")
-    assert not any("rollout: 1/2" in line for line in lines)
-
-
-def _on_screen(text: str) -> list[str]:
-    """Lists the lines that a long enough terminal shows of a text."""
-    lines, row = [""], 0
-    for up, other, feed, plain in re.findall(
-        r"\x1b\[(\d+)A|(\x1b\[[0-9;?]*[A-Za-z])|(\n)|([^\x1b\n\r]+)", text
-    ):
-        if up:
-            row -= int(up)
-        elif feed:
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif plain:
-            lines[row] += plain
-        elif other == "\x1b[2K":
-            lines[row] = ""
-        assert row >= 0
-    return lines
 
 
 def test_the_log_has_all_printed_lines_with_the_time_and_goes_on_after_a_restart(tmp_path):

@@ -86,9 +86,8 @@ def test_a_row_by_hand():
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("row_tokens", [16, 17, 40, 1000])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_token_is_packed_once_and_stays_aligned(seed, row_tokens, share_prompts):
-    groups = random_groups(seed, count=5, size=5)
+def test_every_token_is_packed_once_and_stays_aligned(row_tokens, share_prompts):
+    groups = random_groups(0, count=5, size=5)
     _, weight_PGT = values_of(groups)
     batch = packed(groups, row_tokens=row_tokens, share_prompts=share_prompts)
     assert batch.tokens_BT.shape[1] == row_tokens

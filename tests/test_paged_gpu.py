@@ -3,10 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from processes import ran
 from test_engine import (
     PROMPTS,
     ROOMY,
@@ -46,18 +44,10 @@ RUN = jit(paged_attention, static_argnames="interpret")
 TINY = {"head_dim": 16, "page_tokens": 16}
 SHAPES = {
     "groups of 5": {"heads": 10, "kv_heads": 2, **TINY},
-    "groups of 2": {"heads": 4, "kv_heads": 2, **TINY},
     "several queries": {"heads": 6, "kv_heads": 1, "queries": 3, **TINY},
     "more heads than rows": {"heads": 20, "kv_heads": 1, **TINY},
     "half precision": {"heads": 7, "kv_heads": 1, "dtype": jnp.bfloat16, **TINY},
-    "0.5B": {
-        "heads": 14,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "page_tokens": 32,
-        "dtype": jnp.bfloat16,
-    },
-    "70B": {"heads": 8, "kv_heads": 1, "head_dim": 128, "page_tokens": 64, "dtype": jnp.bfloat16},
+    "0.5B": {"heads": 14, "kv_heads": 2, "head_dim": 64, "page_tokens": 32, "dtype": jnp.bfloat16},
 }
 
 
@@ -93,59 +83,6 @@ def test_a_position_has_the_bits_of_one_by_itself():
             recent_tokens_B=case.recent_tokens_B + np.int32(t),
         )
         np.testing.assert_array_equal(alone()[:, 0], together[:, t])
-
-
-def test_splits_behind_a_rows_last_page_are_left_alone(monkeypatch):
-    """Their programs write nothing, and nobody reads what they would have written."""
-    case = make_case(RUN, **SHAPES["groups of 5"])
-    outputs, call = [], triton.call
-
-    def recorded(*arguments, **options):
-        outputs.append(call(*arguments, **options))
-        return outputs[-1]
-
-    monkeypatch.setattr(triton, "call", recorded)
-    out_BTNH = paged_attention(
-        *map(jnp.asarray, case.arguments[:1]), *case.arguments[1:], interpret=True
-    )
-    pieces, _ = outputs
-    B, _, N, _ = case.q_BTNH.shape
-    C = case.pool[1].shape[2]
-    pages_B = -(-case.prompt_tokens_B // C) - -case.tokens_B // C
-    for piece in pieces:  # the interpreter's memory is NaN until it is written
-        piece_XBN = np.asarray(piece).reshape(-1, B, N, *piece.shape[1:])
-        is_live_XB = 2 * np.arange(len(piece_XBN))[:, None] < pages_B
-        assert 0 < is_live_XB.sum() < is_live_XB.size
-        is_number_XB = np.isfinite(piece_XBN).reshape(*is_live_XB.shape, -1)
-        np.testing.assert_array_equal(is_number_XB.all(axis=2), is_live_XB)
-        np.testing.assert_array_equal(is_number_XB.any(axis=2), is_live_XB)
-    assert np.isfinite(out_BTNH).all()
-
-
-def test_no_tile_behind_a_rows_last_token_is_computed(monkeypatch):
-    """With full tiles alone it would not show: there are no masked scores, zero or not."""
-    monkeypatch.setattr(paged_gpu, "TILE_TOKENS", 8)
-    case = make_case(None, **SHAPES["groups of 5"])
-
-    def finite(arrays):
-        return tuple(np.nan_to_num(a, nan=1.0) for a in arrays)
-
-    k_BKHR, v_BKRH = case.recent
-    full = dataclasses.replace(
-        case,
-        recent=(np.concatenate([k_BKHR] * 2, axis=3), np.concatenate([v_BKRH] * 2, axis=2)),
-        recent_tokens_B=np.full_like(case.recent_tokens_B, 16),
-        prompt_pool=finite(case.prompt_pool),
-        pool=finite(case.pool),
-        prompt_tokens_B=case.prompt_tokens_B // 8 * 8,
-        tokens_B=case.tokens_B // 8 * 8,
-    )
-    outs = []
-    for masked in (xla.MASKED, 0.0):
-        monkeypatch.setattr(paged_gpu, "MASKED", masked)
-        again = jit(functools.partial(paged_attention, interpret=True))
-        outs.append(again(*full.arguments))
-    np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-5)
 
 
 def test_sharded_over_slots_and_heads():
@@ -306,7 +243,7 @@ def real_splits(monkeypatch):
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", HEADS[::2])
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_lowers_for_a_gpu(real_splits, heads):
     """Two kernels a layer that attend, and one each that write and copy in the pools' place."""
@@ -347,11 +284,7 @@ def test_compiles_for_gpus():
 
     The compiler refuses tiles that take more shared memory than the GPU has.
     """
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{PLUGIN}", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(__file__, PYTHONPATH=f"{ROOT}:{PLUGIN}", JAX_PLATFORMS="cpu")
     lines = done.stdout.split("\n")[:-1]
     assert len(lines) == len(GPUS) * len(HEADS)
     for line in lines:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
+from processes import ran
 
 from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import paged_tpu, xla
@@ -40,30 +39,13 @@ def two_pages_a_block(monkeypatch):
     monkeypatch.setattr(paged_tpu, "SLOTS", 8)
 
 
+HALF = {"dtype": jnp.bfloat16}
 SHAPES = {
     "grouped": {"heads": 6, "kv_heads": 2, "head_dim": 16, "page_tokens": 16},
-    "one key head": {
-        "heads": 5,
-        "kv_heads": 1,
-        "head_dim": 128,
-        "page_tokens": 64,
-        "dtype": jnp.bfloat16,
-    },
-    "several queries": {
-        "heads": 6,
-        "kv_heads": 2,
-        "head_dim": 16,
-        "page_tokens": 16,
-        "queries": 3,
-    },
+    "one key head": {"heads": 5, "kv_heads": 1, "head_dim": 128, "page_tokens": 64, **HALF},
+    "several queries": {"heads": 6, "kv_heads": 2, "head_dim": 16, "page_tokens": 16, "queries": 3},
     # The head is small and the page is not: on TPU its tokens are stored last.
-    "tokens last": {
-        "heads": 14,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "page_tokens": 128,
-        "dtype": jnp.bfloat16,
-    },
+    "tokens last": {"heads": 14, "kv_heads": 2, "head_dim": 64, "page_tokens": 128, **HALF},
 }
 
 
@@ -112,11 +94,10 @@ def test_refuses_what_it_cannot_read_well():
         case(interpret=False)
 
 
-SLOW_TPUS = [pytest.param(name, marks=pytest.mark.slow) for name in ("v5e:2x2", "v6e:2x2")]
-TPUS = ("v5p:2x2x1", *SLOW_TPUS)
+TPUS = ("v5p:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 128), (128, 16)])
+@pytest.mark.parametrize(("H", "C"), [(64, 128), (128, 16)])
 def test_pages_are_copied_as_by_plain_xla(H, C):
     """Pages of a small pool go to places of a large one, in every layout; the rest stays."""
     rng = np.random.default_rng(0)
@@ -146,11 +127,7 @@ def test_compiles_for_tpu(tpu):
 
     And none of the pools is copied: the program's own memory is far below one pool's.
     """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, __file__, tpu], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(__file__, tpu, PYTHONPATH=str(ROOT))
     lines = done.stdout.split("\n")[:-1]
     assert len(lines) == len(LOCAL_HEADS)
     for line in lines:

@@ -87,7 +87,7 @@ def test_without_segments_every_row_is_one_sequence(tmp_path):
     np.testing.assert_allclose(logits_BTV, arrays["right_padded/logits_BTV"][:1], atol=1e-4)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["qwen2/tied", "qwen3/yarn", "llama/llama3"])
 def test_a_directory_leaves_as_it_came(model, tmp_path):
     """Tensors keep their names and bits; config.json means the same, scaled angles included."""
     start, orbax, end = tmp_path / "start", tmp_path / "orbax", tmp_path / "end"
@@ -150,12 +150,11 @@ def test_presets_have_the_published_number_of_parameters():
     ("model", "changes", "named"),
     [
         ("qwen3/tied", {"use_sliding_window": True}, "use_sliding_window is True"),
-        ("qwen3/tied", {"layer_types": ["sliding_attention"] * 2}, "layer_types is "),
         ("qwen3/tied", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3/tied", {"layer_types": ["sliding_attention"] * 2}, "layer_types is "),
         ("qwen3/tied", {"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
         ("llama/untied", {"attention_bias": True}, "attention_bias is True"),
         ("llama/untied", {"mlp_bias": True}, "mlp_bias is True"),
-        ("llama/untied", {"architectures": ["LlamaForX"]}, "architectures is "),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(model, changes, named, tmp_path):
@@ -185,10 +184,7 @@ def test_yarn_lengthens_the_texts_that_a_run_may_have(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "lora_rank"),
-    [("qwen3/untied", 0), ("qwen3/tied", 2), ("qwen2_yarn/tied", 0), ("llama/llama3", 0)],
-)
+@pytest.mark.parametrize(("model", "lora_rank"), [("qwen3/tied", 2), ("qwen2_yarn/tied", 0)])
 def test_sampler_and_learner_agree(model, lora_rank, tmp_path):
     """A recipe samples what the model gives, over two shards of heads, and learns from it."""
     folder = directory(model, tmp_path)

@@ -133,25 +133,23 @@ def check(sizes, batch, *, mesh=(1, 1, 1), micro_batches=1, lora=None) -> None:
         assert max(row.values()) < ROUNDING, row
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_every_gradient_in_bfloat16_is_float32s_to_rounding(tied):
+def test_every_gradient_in_bfloat16_is_float32s_to_rounding():
     """The embedding's gradient was 7 to 10 % off here, its most frequent row 10 %.
 
     Elsewhere, with other weights and tokens, 62 % and 117 % were measured. The lookup read a table
     that was rounded before, so that its gradient was a sum in bfloat16; those of biases and scales
     were too (up to 17 %). Parameters reach what uses them in float32.
     """
-    sizes = model(vocabulary=1_024, width=16, layers=1, tied=tied)
+    sizes = model(vocabulary=1_024, width=16, layers=1, tied=True)
     check(sizes, zipf_batch(sizes, tokens=16_384, rows=8, micro_batch_rows=8))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 2, 2), (2, 2, 1)])
-def test_every_gradient_over_devices_and_micro_batches_is_float32s_to_rounding(mesh):
+def test_every_gradient_over_devices_and_micro_batches_is_float32s_to_rounding():
     """Over 1, 2 and 4 devices each error was the same to four digits, over 8 to 0.002."""
-    sizes = model(vocabulary=2_048, width=32, layers=2, tied=mesh[2] == 1)
+    sizes = model(vocabulary=2_048, width=32, layers=2, tied=False)
     batch = zipf_batch(sizes, tokens=16_384, rows=16, micro_batch_rows=8)
-    check(sizes, batch, mesh=mesh, micro_batches=2)
+    check(sizes, batch, mesh=(1, 2, 2), micro_batches=2)
 
 
 @pytest.mark.slow

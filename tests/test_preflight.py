@@ -1,15 +1,13 @@
 """A recipe through the real TPU compiler, and the messages where one does not fit."""
 
 import json
-import os
-import subprocess
-import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT
+from processes import ran
 
 from configs import base, qwen2_5_0_5b, qwen2_5_32b
 from dapo_jax.preflight import __main__ as preflight
@@ -58,34 +56,24 @@ SMALL_SETTINGS = {
 QUICKLY = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1"}
 
 
-def run(command, *arguments, **environment):
-    command = [sys.executable, "-m", command, *arguments]
-    how = {"cwd": ROOT, "env": os.environ | environment, "capture_output": True, "text": True}
-    return subprocess.run(command, **how, check=False)
-
-
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "small"), [("v5e:2x2", True), ("v5e:2x4", False)])
-def test_a_recipe_that_fits_its_slice(tmp_path, topology, small):
+def test_a_recipe_that_fits_its_slice(tmp_path):
     """Arguments and products are known by arithmetic; the compiler's temporaries must fit."""
-    recipe = qwen2_5_0_5b.get_config()
-    settings = {"eval.every_steps": 0}
-    if small:
-        (tmp_path / "config.json").write_text(json.dumps(SMALL))
-        settings |= SMALL_SETTINGS | {"model.path": str(tmp_path)}
+    recipe, topology = qwen2_5_0_5b.get_config(), "v5e:2x2"
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    settings = SMALL_SETTINGS | {"eval.every_steps": 0, "model.path": str(tmp_path)}
     recipe.update_from_flattened_dict(settings)
     sizes = build.model_sizes(without_weights(recipe))
-    done = run(
-        "experiments.preflight.estimate",
+    done = ran(
+        *("-m", "experiments.preflight.estimate"),
         "--config=configs/qwen2_5_0_5b.py",
         *(f"--config.{key}={value}" for key, value in settings.items()),
         f"--topology={topology}",
         f"--json={tmp_path / 'a.json'}",
         f"--png={tmp_path / 'a.png'}",
-        **(QUICKLY if small else {}),
+        **QUICKLY,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "it fits" in done.stdout
     assert "No TPU has confirmed them" in done.stdout
     assert (tmp_path / "a.png").stat().st_size > 10_000
@@ -100,8 +88,7 @@ def test_a_recipe_that_fits_its_slice(tmp_path, topology, small):
     assert phase["keys and values"] <= recipe.rollout.cache_mib * 2**20
 
     # What the core does takes at least what the products take, in decoding the weights' bytes if
-    # they take longer, and the logits written, and read three times. Of a real model it takes
-    # hardly more; kernels and attention to the own pages are not in it.
+    # they take longer, and the logits written, and read three times.
     chip, programs, slots = chip_of(topology), found["programs"], found["slots_a_shard"]
     tokens = recipe.learner.micro_batch_rows / chips * recipe.learner.row_tokens
     products = 8 * parameters * tokens  # forward, again for the backward pass, and backward
@@ -110,11 +97,9 @@ def test_a_recipe_that_fits_its_slice(tmp_path, topology, small):
         "decode": max(2 * parameters / chip.hbm_rate, 2 * parameters * slots / chip.flop_rate)
         + 4 * 4 * slots * sizes.vocab_size / chip.hbm_rate,
     }
-    most = {"update": 2.0, "decode": 2.5}  # decoding has many operations of a microsecond
     for name, seconds in least.items():
         core = programs[name]["turn"]["cycles"] / chip.clock
         assert core > 0.85 * seconds
-        assert small or core < most[name] * seconds
     assert not programs["decode"]["turn"]["collectives"]
     gathered = [c for c in programs["update"]["turn"]["collectives"] if c["kind"] == "all-gather"]
     assert sum(c["bytes"] * c["times"] for c in gathered) > 2 * parameters  # bfloat16
@@ -148,8 +133,8 @@ def test_an_impossible_mesh_is_refused_before_anything_is_compiled():
 
 
 def test_an_unknown_topology_is_named():
-    done = run("dapo_jax.preflight", "--config=configs/qwen2_5_0_5b.py", "--topology=v9:2x2")
-    assert done.returncode == 1
+    given = ("--config=configs/qwen2_5_0_5b.py", "--topology=v9:2x2")
+    done = ran("-m", "dapo_jax.preflight", *given, status=1)
     assert "--topology=v9:2x2: there are v4, v5e, v5p, v6e, tpu7x" in done.stderr
 
 

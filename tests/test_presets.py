@@ -32,15 +32,14 @@ def test_a_preset_goes_with_every_recipe_and_changes_the_loss_alone(preset):
         assert differing
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_gspo_clips_nothing_in_a_first_update_in_bfloat16(remat):
+def test_gspo_clips_nothing_in_a_first_update_in_bfloat16():
     """No weight had changed, and 24 to 38 % of the tokens of short responses were clipped.
 
     GSPO's clip is 3e-4 and 4e-4, narrower than the rounding between sampler and learner. A forward
     pass of the learner rounds as its update does only where no program keeps excess precision.
     """
     config = small_config("gspo")
-    config.model.compute_dtype, config.learner.remat = "bfloat16", remat
+    config.model.compute_dtype, config.learner.remat = "bfloat16", "none"
     config.updates_per_step = 1
     tokenizer = build.tokenizer(config)
     programs = build.programs(config, tokenizer.vocab_size)
@@ -67,7 +66,7 @@ def test_gspo_clips_nothing_in_a_first_update_in_bfloat16(remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", base.LOSS_PRESETS)
+@pytest.mark.parametrize("preset", ["gspo", "kl_cov", "tis"])
 def test_a_preset_trains(preset, tmp_path):
     """Two steps of two updates: every weight moves by finite gradients, and the row says so."""
     config = small_config(preset)

@@ -133,12 +133,6 @@ def test_four_processes_go_on_with_the_checkpoint_of_one_device(runs, four_devic
     assert_same_run(four_processes, four_devices)
 
 
-@pytest.mark.slow
-def test_two_devices_go_on_with_the_checkpoint_of_four(runs, four_devices):
-    fewer = continued(four_devices, runs / "fewer", finished_steps=2, devices=2)
-    assert_same_run(fewer, four_devices, except_for=SCHEDULE)
-
-
 def loops(workdir, *, processes):
     """Starts the restart loop of each worker, as experiments/launch does; returns them."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -172,9 +166,7 @@ def training_of(loop) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "victim"), [("SIGTERM", 0), ("SIGHUP", 1), ("SIGKILL", 1), ("SIGSTOP", 1)]
-)
+@pytest.mark.parametrize(("name", "victim"), [("SIGTERM", 0), ("SIGKILL", 1), ("SIGSTOP", 1)])
 def test_two_restart_loops_go_on_after_one_worker_is_lost(runs, two_processes, name, victim):
     """Bitwise as if nothing had been.
 
@@ -219,30 +211,24 @@ print(hosts.gather("done"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("busy", [0, 1])
-def test_a_process_that_holds_the_interpreters_lock_for_long_is_not_taken_for_dead(busy):
+def test_a_process_that_holds_the_interpreters_lock_for_long_is_not_taken_for_dead():
     """Heartbeats from a thread in Python would stop while a library loads a large file."""
-    with started(["-c", BUSY, str(busy)], processes=2) as group:
-        outputs = [process.communicate(timeout=120)[0] for process in group]
-    assert [process.returncode for process in group] == [0, 0], outputs
+    pairs = (started(["-c", BUSY, busy], processes=2) for busy in "01")
+    with next(pairs) as first, next(pairs) as second:  # in either process, side by side
+        outputs = [process.communicate(timeout=120)[0] for process in (*first, *second)]
+    assert [process.returncode for process in (*first, *second)] == [0] * 4, outputs
 
 
 @pytest.mark.parametrize(
     ("text", "lost"),
     [
-        (
-            "UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]",
-            True,
-        ),
+        ("UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [::1]", True),
         ("UNAVAILABLE: failed to connect to all addresses", True),
         ("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:global_topology", True),
         ("INTERNAL: Barrier failed because a task has died", True),
         ("INTERNAL: Shutdown barrier has failed", True),
         ("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes", False),
-        (
-            'RESOURCE_EXHAUSTED: Used 97G of 95G hbm\n op_name="f/optimization_barrier"',
-            False,
-        ),
+        ('RESOURCE_EXHAUSTED: Used 97G of 95G hbm\n op_name="f/optimization_barrier"', False),
         ("INTERNAL: Mosaic failed to compile: tpu.barrier\nget_barrier_semaphore", False),
         ("INVALID_ARGUMENT: Executable expected shape (4,) but got (5,)", False),
         ("checkpoint.keep = 0, but must be at least 1", False),

@@ -162,14 +162,9 @@ def test_summary_lines_compare_first_and_last():
     text = "\n".join(" ".join(line.split()) for line in lines)
     for line in (
         "held_out mean@8 10.0% -> 50.0% best 50.0% at step 40",
-        "train accuracy 11.5% -> 47.5% best 49.0% at step 39",
-        "entropy 0.485 -> 0.125",
-        "rollout steps 40",
-        "wall time 0:06:40",
-        "sampled tokens 800,000",
-        "sampled tokens per second 2,000",
-        "updates skipped 1",
-        "commit c0ffee",
+        *("train accuracy 11.5% -> 47.5% best 49.0% at step 39", "entropy 0.485 -> 0.125"),
+        *("rollout steps 40", "wall time 0:06:40", "sampled tokens 800,000"),
+        *("sampled tokens per second 2,000", "updates skipped 1", "commit c0ffee"),
     ):
         assert line in text
     none = Run(rows=[{"step": 0}], evaluations={}, config={})
@@ -282,12 +277,12 @@ def test_figures_of_rows_with_missing_keys(tmp_path):
         evaluations={("a", "mean@8"): {0: 0.5, 99: 0.75}},
         config={},
     )
-    for runs in ({"one": sparse}, {"one": sparse, "two": sparse}):
-        for figure in (plots.curves(runs), plots.accuracy_vs_tokens(runs)):
-            plots.save(figure, tmp_path / "figure.png")
-            data = (tmp_path / "figure.png").read_bytes()
-            assert data.startswith(b"\x89PNG\r\n")
-            assert struct.unpack(">II", data[16:24])[0] == 1600
+    runs = {"one": sparse, "two": sparse}
+    for figure in (plots.curves(runs), plots.accuracy_vs_tokens(runs)):
+        plots.save(figure, tmp_path / "figure.png")
+        data = (tmp_path / "figure.png").read_bytes()
+        assert data.startswith(b"\x89PNG\r\n")
+        assert struct.unpack(">II", data[16:24])[0] == 1600
 
 
 def test_a_recipes_unused_parts_have_no_panel():
@@ -370,10 +365,7 @@ def test_a_page_of_35_runs_is_small_whole_and_alone(tmp_path):
 def test_the_page_has_the_numbers_of_its_runs(tmp_path):
     first, second = (
         _written(tmp_path / name, steps=40, gain=gain, **{"algo.eps_high": eps_high})
-        for name, gain, eps_high in (
-            ("<b>dapo<_b>", 0.01, 0.28),
-            ("b", 0.02, 0.2),
-        )
+        for name, gain, eps_high in (("<b>dapo<_b>", 0.01, 0.28), ("b", 0.02, 0.2))
     )
     assert write_report([first, second, first]) == first / "report.html"
     assert {path.name for path in first.glob("*.png")} == {"curves.png", "accuracy_vs_tokens.png"}

@@ -260,7 +260,7 @@ def test_groups_of_other_streams_do_not_change_which_are_kept():
         how = {"slots": 24, "block_tokens": 4}
         others = long_tailed_script(seed + 1_000, prompts=6).length_PG * 3
         session, finished = ScriptedSession(script, others=others, **how), []
-        one = run(script, num_prompts=6, session=session, beside=finished.extend)
+        one = run(script, num_prompts=6, session=session, on_other_groups=finished.extend)
         other = run(script, num_prompts=6, **how)
         assert kept_cursors(one) == kept_cursors(other)
         assert cursors(one) == cursors(other)
@@ -302,14 +302,6 @@ def test_golden_dynamic_sampling(shared):
             assert len(rollouts.kept) < case.num_prompts, case.name
             assert used_batches == case.max_generation_batches, case.name
     assert compared > 0
-
-
-def test_shaped_rewards_do_not_make_a_group_informative():
-    """A group whose wrong responses Eq. 13 would punish differently is not informative."""
-    all_wrong = Script(np.zeros((1, G), bool), np.array([[1, 11, 21, 31]]))
-    rollouts = run(all_wrong, num_prompts=1)
-    assert rollouts.kept.tolist() == []
-    assert rollouts.length_PG.tolist() == [[1, 11, 21, 31]]
 
 
 def test_a_step_ends_with_the_last_group_kept_and_the_next_begins_behind_it():
@@ -491,7 +483,7 @@ def test_no_slot_idles_while_more_groups_are_surely_needed():
     assert idle_steps > 0
 
 
-@pytest.mark.parametrize("rate", [0.2, 0.45, 0.9])
+@pytest.mark.parametrize("rate", [0.2, 0.9])
 def test_little_more_is_issued_than_needed(rate):
     """The slots hold the whole step at once, so that the first guess precedes all verdicts.
 
@@ -523,18 +515,6 @@ def test_a_wrong_expectation_is_soon_corrected(expected_rate):
     assert np.mean(issued) < 1.5 * np.mean(sampled)
 
 
-def test_early_finishers_that_are_never_informative_do_not_drive_up_what_is_issued():
-    """Lengths are long-tailed, and most groups that finish first are not informative."""
-    issued, sampled = [], []
-    for seed in range(20):
-        script = long_tailed_script(seed, prompts=320)
-        rate = len(script.informative) / 320
-        rollouts = run(script, num_prompts=32, slots=320 * G, expected_rate=rate)
-        issued.append(rollouts.issued)
-        sampled.append(len(rollouts.sampled))
-    assert np.mean(issued) < 1.75 * np.mean(sampled)
-
-
 # Accounts
 
 
@@ -558,21 +538,6 @@ def test_the_stats_add_up():
     assert rollouts.kept_tokens == 37
     assert set(stats.seconds) == {"prefill", "decode", "host", "verify", "verify_wait"}
     assert stats.blocks is session.blocks
-
-
-def test_stats_count_what_was_discarded():
-    for seed in range(10):
-        script = long_tailed_script(seed, prompts=90)
-        session = ScriptedSession(script, slots=32, block_tokens=8)
-        rollouts = run(script, num_prompts=8, session=session)
-        stats = rollouts.stats
-        sampled = sum(sum(call[1:33]) for call in steps(session))
-        assert stats.sampled_tokens == sampled > rollouts.length_PG.sum() > rollouts.kept_tokens
-        assert rollouts.kept_tokens == script.length_PG[kept_cursors(rollouts)].sum()
-        assert stats.busy_slot_steps <= stats.slot_steps == 32 * sum(b.steps for b in stats.blocks)
-        assert stats.busy_waiting_slot_steps <= stats.waiting_slot_steps <= stats.slot_steps
-        assert stats.requests == rollouts.issued * G
-        assert len(rollouts.sampled) <= stats.prefilled_prompts <= rollouts.issued
 
 
 def test_the_graders_time_is_reported():

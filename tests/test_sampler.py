@@ -95,7 +95,7 @@ def kept(request):
     return kept
 
 
-@pytest.mark.parametrize("top_p", [0.1, 0.7, 0.999])
+@pytest.mark.parametrize("top_p", [0.7, 0.999])
 def test_top_p_keeps_what_sorting_a_whole_vocabulary_keeps(kept, top_p):
     """Rows are nearly flat to peaked; the float32 mass decides to 2e-6."""
     rng = np.random.default_rng(0)
@@ -187,19 +187,7 @@ def test_a_grid_of_uniforms_reproduces_the_distribution(scale):
     np.testing.assert_allclose(logp_N, logp_V[token_N], rtol=1e-6, atol=1e-6)
 
 
-def test_a_whole_vocabulary_is_sampled_as_in_float64():
-    """A float32 running sum over 151,936 tokens would be off by more than the grid."""
-    logits_V = awkward_logits(151_936, 3.0)
-    N = 512
-    token_N, _ = draw_many(logits_V, (np.arange(N, dtype=np.float32) + 0.5) / N)
-    prob_V = np.exp(logits_V - np.logaddexp.reduce(logits_V.astype(np.float64)))
-    cdf_V = np.cumsum(prob_V)
-    target_N = (np.arange(N) + 0.5) / N
-    assert np.abs(cdf_V[token_N] - target_N).max() <= prob_V.max()
-    assert np.mean(np.asarray(token_N) == np.searchsorted(cdf_V, target_N)) > 0.99
-
-
-@pytest.mark.parametrize("V", [300, 384, 129, 40, 151_936])
+@pytest.mark.parametrize("V", [300, 40, 151_936])
 def test_the_ends_of_the_unit_interval_give_possible_tokens(V):
     """The ends are u = 0 and the largest float32 below 1; V has any remainder modulo 128."""
     last = np.float32(1 - 2**-24)
@@ -212,7 +200,7 @@ def test_the_ends_of_the_unit_interval_give_possible_tokens(V):
         assert np.all(logp_N <= 1e-6)
 
 
-@pytest.mark.parametrize("V", [384, 2048, 5000])
+@pytest.mark.parametrize("V", [384, 5000])
 def test_a_row_has_the_same_bits_among_few_rows_and_many(V):
     """Sums over the blocks once took another order with the number of rows."""
     rng = np.random.default_rng(1)
@@ -220,7 +208,7 @@ def test_a_row_has_the_same_bits_among_few_rows_and_many(V):
     uniform_R = rng.random(640).astype(np.float32)
     sample = jax.jit(functools.partial(sample_token, axis=None))
     few = sample(logits_RV[:32], uniform_R[:32])
-    for rows in (64, 256, 320, 640):
+    for rows in (64, 640):
         many = sample(logits_RV[:rows], uniform_R[:rows])
         for a, b in zip(few, many, strict=True):
             np.testing.assert_array_equal(a, b[:32])
@@ -291,31 +279,6 @@ def test_of_many_rows_the_first_are_looked_at_as_far_as_live_ones_need_it():
     assert truncated_sizes(128) == [0, 128]
 
 
-def test_thresholds_that_no_live_row_needs_are_not_searched_for():
-    """Rows that do not count stay as they are, though their streams are truncated."""
-    logits_RV = np.random.default_rng(0).normal(0, 3, (4, 300)).astype(np.float32)
-    for live, changed in ((0, []), (1, [1, 2]), (3, [2, 3]), (2, [1, 2, 3])):
-        truncated_RV = jit(truncate_streams)(logits_RV, np.arange(4), np.arange(4) == live)
-        changed_R = np.any(np.asarray(truncated_RV) != logits_RV, axis=1)
-        assert np.flatnonzero(changed_R).tolist() == changed, live
-
-
-def test_what_no_stream_asks_for_is_not_in_the_program():
-    row_RV, stream_R, live_R = np.zeros((2, 300)), np.zeros(2, int), np.ones(2, bool)
-
-    def operations(**limits):
-        def run(logits_RV):
-            return truncate(logits_RV, **limits, axis=None, stream_R=stream_R, live_R=live_R)
-
-        return {equation.primitive.name for equation in jax.make_jaxpr(run)(row_RV).eqns}
-
-    assert operations(top_p=[1.0, 1.0], top_k=[0, 0]) == set()
-    assert "cond" not in operations(top_p=[0.7, 0.7], top_k=[0, 0])
-    mixed = operations(top_p=[1.0, 0.7], top_k=[0, 0])
-    assert "cond" in mixed
-    assert mixed.isdisjoint({"scan", "while", "top_k"})
-
-
 def test_a_logit_that_is_not_finite_is_not_hidden():
     """A run whose policy has broken has to see it."""
     logits_RV = np.random.default_rng(0).normal(0, 3, (4, 300)).astype(np.float32)
@@ -334,7 +297,7 @@ def test_truncation_and_sampling_agree_on_the_distribution():
     np.testing.assert_allclose(logp_R, expected_RV[np.arange(64), token_R], atol=1e-5)
 
 
-@pytest.mark.parametrize("V", [1024, 2048, 300])
+@pytest.mark.parametrize("V", [2048, 300])
 def test_a_vocabulary_split_over_devices_gives_the_same_tokens(V):
     """Tokens are bitwise the same where every part is a multiple of the block of 128.
 
@@ -373,8 +336,7 @@ def test_a_vocabulary_split_over_devices_gives_the_same_tokens(V):
 
 ROWS, IDS = 151_936, 151_665
 FULL = {"top_p": 1.0, "top_k": 0}
-LIMITS = [FULL, {"top_p": 0.7, "top_k": 0}, {"top_p": 1.0, "top_k": 50}]
-LIMITS += [{"top_p": 0.95, "top_k": 20_000}]
+NUCLEUS, TOP_50 = {"top_p": 0.7, "top_k": 0}, {"top_p": 1.0, "top_k": 50}
 ENDS = np.float32([0, 2**-24, 2**-23, 0.5, 1 - 2**-22, 1 - 2**-23, 1 - 2**-24])
 
 
@@ -422,8 +384,7 @@ def borders(prob_V, count=57):
     return np.concatenate([ENDS, np.clip(near, 0, 1 - 2**-24).astype(np.float32)])
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("ways", [1, 4])
+@pytest.mark.parametrize(("ways", "limits"), [(1, FULL), (1, TOP_50), (4, NUCLEUS)], ids=str)
 def test_no_uniform_number_gives_an_impossible_token_of_a_real_vocabulary(ways, limits):
     """With top-p 0.7 padded ids came out, which no tokenizer can decode: the run ended.
 
@@ -479,32 +440,26 @@ def chi_square(token_N, prob_V) -> float:
 
 @pytest.mark.parametrize(
     ("ways", "limits", "temperature"),
-    [
-        pytest.param(1, FULL, 1.0, marks=pytest.mark.slow),
-        pytest.param(2, FULL, 0.6, marks=pytest.mark.slow),
-        (4, LIMITS[1], 1.0),
-        (1, LIMITS[2], 1.5),
-    ],
+    [(4, NUCLEUS, 1.0), (1, TOP_50, 1.5)],
 )
 def test_samples_of_a_real_vocabulary_follow_its_distribution(ways, limits, temperature):
     logits_V = qwen_logits(1, spread=3.0, temperature=temperature)
     logits_V = np.asarray(jit_truncate(logits_V[None], **limits))[0]
     prob_V = probabilities(logits_V)
-    uniform_N = np.asarray(jax.random.uniform(jax.random.key(7), 2**13))
+    uniform_N = np.asarray(jax.random.uniform(jax.random.key(7), 2**11))
     token_N, _ = sample_many(logits_V, uniform_N, ways=ways)
     assert np.all(prob_V[token_N] > 0)
     assert abs(chi_square(token_N, prob_V)) < 4.5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", [FULL, LIMITS[1]], ids=str)
-def test_each_token_gets_its_share_of_all_uniform_numbers(limits):
+def test_each_token_gets_its_share_of_all_uniform_numbers():
     """Each token gets its share of 8,388,608 numbers, to 1.5.
 
     Those near the tokens' borders are tried, up to 231,000. Tokens never fall from a number to the
     next, so those between two that give the same token give it as well.
     """
-    logits_V = np.asarray(jit_truncate(qwen_logits(2, spread=3.0)[None], **limits))[0]
+    logits_V = qwen_logits(2, spread=3.0)
     prob_V = probabilities(logits_V)
     border_V = np.floor(np.cumsum(prob_V)[prob_V > 0] * 2**23)
     numbers = np.clip(border_V[:, None] + np.arange(-1, 3), 0, 2**23 - 1)

@@ -5,22 +5,12 @@ import re
 
 import numpy as np
 import pytest
+from test_engine import ROOMY as CACHE
 
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan as plan_module
-from dapo_jax.sampler.cache import NULL_PAGE, Cache, decode_sizes, plan_cache
+from dapo_jax.sampler.cache import NULL_PAGE, decode_sizes, plan_cache
 from dapo_jax.sampler.scheduler import Scheduler
-
-CACHE = Cache(
-    slots=7,
-    pages=22,
-    prompt_pages=20,
-    readers=4,
-    page_tokens=8,
-    block_tokens=4,
-    max_prompt_tokens=18,
-    max_response_tokens=20,
-)
 
 
 def sizes(cache):
@@ -151,18 +141,6 @@ def test_prompts_go_to_the_shard_with_most_slots_to_fill():
     assert set(plan.shard_N[plan.cursor_N == 7]) == {1}
     script.drain()
     assert all_free(script.scheduler)
-
-
-def test_the_lowest_free_slots_and_pages_are_taken_first():
-    script = Script()
-    script.submit(0, [4, 8, 4, 8])
-    script.submit(1, [8, 8, 8])
-    assert script.step().slot_N.tolist() == list(range(7))
-    script.submit(2, [8, 8])
-    plan = script.step()
-    new = plan.sampled_N == 0
-    assert plan.slot_N[new].tolist() == [0, 2]
-    assert plan.page_N[new].tolist() == [1, 3]
 
 
 # Pages
@@ -306,7 +284,7 @@ def test_a_sample_stays_where_the_other_shard_has_too_few_pages(prompt_pages, mo
     assert script.finished == script.tokens
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_copies_are_into_pages_that_no_other_copy_reads_or_fills(seed, monkeypatch):
     monkeypatch.setattr(plan_module, "LEVEL_SLACK", -1.0)
     rng = np.random.default_rng(seed)
@@ -325,7 +303,7 @@ def test_copies_are_into_pages_that_no_other_copy_reads_or_fills(seed, monkeypat
         assert np.ptp(np.bincount(plan.shard_N, minlength=3)) <= 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_cancelled_groups_leave_nothing_behind(seed):
     """Submissions, blocks and cancellations are random, on two shards, of groups of any size."""
     rng = np.random.default_rng(seed)

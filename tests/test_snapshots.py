@@ -3,11 +3,8 @@
 import errno
 import os
 import pathlib
-import re
 import signal
-import subprocess
 import textwrap
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +16,8 @@ from dapo_jax.run import digests, signals
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.snapshots import HOST_MEMORY, Snapshot, Snapshots, host_copy
 from dapo_jax.run.start import Progress
-from dapo_jax.tasks.readers import DataError
 from sharding import hosts
 from sharding.hosts import RETRYABLE
-
-SECONDS = 15  # from SIGTERM to the end of all processes
 
 
 def saved_steps(folder: pathlib.Path) -> list[int]:
@@ -134,7 +128,20 @@ def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_s
     assert run._order() == "stop SIGTERM 3"
 
 
-# Both programs say that they are ready when the save of the last due snapshot has begun.
+def test_a_stop_before_the_first_step_says_so(tmp_path, monkeypatch):
+    def leave(line, status, *, say):
+        raise SystemExit((line, status))
+
+    monkeypatch.setattr(hosts, "leave", leave)
+    run = snapshots(tmp_path, every_steps=2)
+    run._stop("SIGTERM")
+    assert run._order() == "stop SIGTERM"
+    with pytest.raises(SystemExit) as left:
+        run._end("SIGTERM")
+    line = "SIGTERM: no step was finished since the start: there is nothing to save"
+    assert left.value.code == (line, RETRYABLE)
+
+
 WATCHED = """
 import ctypes, sys, threading, jax.numpy as jnp, numpy as np
 from dapo_jax.run.checkpoint import Checkpoints
@@ -151,15 +158,6 @@ class Watched(Checkpoints):
             begun.set()
         return super().save(step, *content)
 """
-ALONE = """
-with Snapshots(Watched(folder, keep=None), every_steps=2, say=print) as run:
-    for step in range(1, steps + 1):
-        take(run, step, {"a": jnp.full(3, step)}, cursor=10 * step)
-    if last_due:
-        begun.wait()
-    print("ready", flush=True)
-    ctypes.CDLL(None).sleep(60)  # as a compiler or a device: no Python runs in this thread
-"""
 TOGETHER = """
 hosts.start(several=True, cpu_devices=2)
 rows = rules.rows(make_mesh(data=-1, model=1))
@@ -173,92 +171,19 @@ with Snapshots(Watched(folder, keep=None), every_steps=2, say=print) as run:
 """
 
 
-def terminated(
-    program: str, folder, *, steps: int, signalled=(0,), processes=1, number=signal.SIGTERM
-) -> str:
-    """Starts processes, sends some of them a signal when all are ready; the main one's output."""
-    arguments = ["-c", WATCHED + program, str(folder), str(steps)]
-    with started(arguments, processes=processes) as group:
-        for process in group:
-            while (line := process.stdout.readline()) != "ready\n":
-                assert line, "the process ended before it was ready"
-        start = time.monotonic()
-        for i in signalled:
-            group[i].send_signal(number)
-        outputs = [process.communicate(timeout=120)[0] for process in group]
-    assert [process.returncode for process in group] == [RETRYABLE] * processes == [75] * processes
-    assert time.monotonic() - start < SECONDS
-    return outputs[0]
+def test_a_second_ctrl_c_ends_at_once(monkeypatch):
+    """One that comes right after the first is a launcher's copy of it.
 
-
-@pytest.mark.parametrize(
-    ("steps", "saved", "message"),
-    [
-        (3, [2, 3], r"SIGTERM: 3 finished steps are saved \(after .* s\); give the command again"),
-        (4, [2, 4], r"SIGTERM: 4 finished steps are saved"),
-        (0, [], r"SIGTERM: no step was finished since the start"),
-    ],
-)
-def test_sigterm_saves_the_newest_snapshot_while_the_main_thread_is_deep_in_c(
-    tmp_path, steps, saved, message
-):
-    """A handler in Python would run only after the compiler returns, minutes later.
-
-    The signal comes when the save of the last due snapshot has begun: that one is finished, and
-    then the newest is saved. This test once sent it as soon as the steps were done. On a slow
-    machine it was then at times earlier than the saver's start on step 2, which is left out for
-    the newest one: [3] in place of [2, 3], and nothing is lost. The test of orders above has that.
+    Signals of real processes, in all phases of a step, are in experiments/faults/processes.py.
     """
-    folder = tmp_path / "checkpoints"
-    output = terminated(ALONE, folder, steps=steps)
-    assert re.search(message, output)
-    assert saved_steps(folder) == saved
-    if saved:
-        state, progress = restored(folder, steps, (3,))
-        assert state["a"].tolist() == [steps] * 3
-        assert progress["cursor"] == 10 * steps
-
-
-NEVER_SAVED = """
-import sys, time
-from dapo_jax.run.snapshots import Snapshots
-sys.path.insert(0, "tests")
-from test_snapshots import take
-class Slow:
-    directory = latest_step = None
-    def save(self, *content):
-        print("ready", flush=True)
-        time.sleep(60)
-with Snapshots(Slow(), every_steps=1, say=print) as run:
-    take(run, 1, {})
-"""
-
-
-def test_a_second_ctrl_c_ends_at_once():
-    """In one line; a second one that comes right after the first is a launcher's copy of it."""
-    with started(["-c", NEVER_SAVED]) as (process,):
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        time.sleep(signals.AGAIN_SECONDS)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=5)
-    assert (process.returncode, output) == (130, "SIGINT again: ended at once, without a save\n")
-
-
-def test_a_stop_goes_on_where_nobody_reads_the_output_any_more(tmp_path):
-    """`python -m dapo_jax.train | tee`, and Ctrl-C ends tee first: printing is an error then."""
-    broken = ALONE.replace("ctypes.CDLL(None).sleep(60)", "sys.stdin.read(); print('', flush=True)")
-    arguments = ["-c", WATCHED + broken, str(tmp_path / "checkpoints"), "3"]
-    with started(arguments, stdin=subprocess.PIPE) as (process,):
-        while process.stdout.readline() != "ready\n":
-            pass
-        process.stdout.close()
-        process.stdin.close()
-        assert process.wait(timeout=SECONDS) == RETRYABLE
-    assert saved_steps(tmp_path / "checkpoints") == [2, 3]
+    now, ended, stopped = [0.0], [], []
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    heard = signals.Signals(stopped.append)
+    for seconds, statuses in ((0.0, []), (signals.AGAIN_SECONDS, []), (1.1, [130])):
+        now[0] = seconds
+        heard._take(signal.SIGINT)
+        assert (stopped, ended) == (["SIGINT"], statuses)
 
 
 def test_a_signal_that_is_ignored_stays_so():
@@ -299,15 +224,12 @@ def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
         take(run, 4, {"a": jnp.ones(1)})
 
 
-@pytest.mark.parametrize(
-    "error", [KeyError("my grader"), DataError("no prompt is left"), RuntimeError("out of memory")]
-)
-def test_any_exception_saves_the_newest_snapshot(tmp_path, error):
+def test_any_exception_saves_the_newest_snapshot(tmp_path):
     """Nine steps were finished and five saved: only an OSError had the newest one saved."""
-    with pytest.raises(type(error)), snapshots(tmp_path, every_steps=5) as run:
+    with pytest.raises(KeyError), snapshots(tmp_path, every_steps=5) as run:
         for step in range(1, 10):
             take(run, step, {"a": jnp.full(2, step)})
-        raise error
+        raise KeyError("my grader")
     assert saved_steps(tmp_path) == [5, 9]
 
 
@@ -321,7 +243,7 @@ RAISES = TOGETHER.replace(
 )
 
 
-@pytest.mark.parametrize("failing", ["0", "1", "01"])
+@pytest.mark.parametrize("failing", ["1", "01"])
 def test_whichever_process_raises_all_save_the_newest_snapshot(tmp_path, failing):
     """An error of one of several processes ended the others at once, and lost finished steps."""
     command = """

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import random
 import shlex
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import time
 
 import numpy as np
 import pytest
+from processes import ran
 from scipy import stats
 
 from dapo_jax.report import statistics
@@ -24,7 +24,6 @@ from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
 from dapo_jax.run.files import Rows, locked
-from dapo_jax.run.metrics import METRICS
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import launch_lines, sweep
 from dapo_jax.sweep.runner import Runner, share
@@ -98,23 +97,6 @@ def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
     assert path.read_bytes() == before, "what was read is written as it was"
 
 
-def test_a_hundred_steps_take_less_than_15_kb(tmp_path):
-    """With as many digits that nothing foretells as the rows of a run by DAPO's recipe have."""
-    rng, counts = random.Random(0), ("groups", "updates", "step", "prompts", "verdicts", "alarms")
-    counts += ("engine/decode_steps",)
-    of_others = ("carry_over/", "staleness/", "prompts_retired", "clip_fraction/tis", "kl")
-    rows = [
-        {
-            metric.key: rng.randrange(64) if metric.key.startswith(counts) else rng.random()
-            for metric in METRICS
-            if not metric.key.startswith(of_others)
-        }
-        for _ in range(100)
-    ]
-    write_rows(tmp_path / "rows.jsonl.gz", {"a": _run(rows=rows)})
-    assert (tmp_path / "rows.jsonl.gz").stat().st_size < 15_000
-
-
 def test_broken_rows_are_refused_by_file_and_line(tmp_path):
     path = tmp_path / "rows.jsonl.gz"
     write_rows(path, {"a": _run(), "b": _run()})
@@ -143,8 +125,7 @@ def test_rows_of_two_files_with_one_arms_name_stay_apart(tmp_path):
         }
         write_rows(tmp_path / f"{name}.jsonl.gz", runs)
     files = [f"--rows={tmp_path / name}.jsonl.gz" for name in ("one", "two")]
-    command = [sys.executable, "-m", "dapo_jax.report.compare", *files]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    out = ran("-m", "dapo_jax.report.compare", *files).stdout
     lines = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
     (new,) = [line for line in lines if line[1:3] == ["train accuracy, %", "new"]]
     assert new[3:5] == ["2", "+10.0"]
@@ -610,17 +591,6 @@ def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, 
     assert "eps_high=0.3/seed_2: done" in captured.out, "a failure stops nothing"
 
 
-def test_a_sweep_that_fails_as_a_whole_says_why(tmp_path, program, capsys):
-    folder = tmp_path / "sweep"
-    plan, points = _points(folder, {"eps_high=0.2/seed_0": ["fail"]}, arms="0.2", seeds="1")
-    with pytest.raises(SystemExit) as ended:
-        sweep(plan, folder, jobs=1, retries=0, baseline="", program=program)
-    captured = capsys.readouterr()
-    assert ended.value.code == 1
-    assert f"failed: {points[0].workdir / 'output.txt'}: error: no [bold]model" in captured.err
-    assert "No run has finished." in captured.out
-
-
 def _table_run(arm, seed, accuracy, steps=3, score=None):
     rows = [{"step": step, "accuracy/mean": accuracy} for step in range(steps)]
     scores = {} if score is None else {("held_out", "mean@8"): {0: 0.9, steps: score}}
@@ -680,8 +650,7 @@ def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
     _, error = first.communicate(timeout=300)
     assert first.returncode == 75 and "the same command goes on" in error
     assert all(status in (75, 0) for _, status in _attempts(folder))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(*command[1:])
     runs = read_rows_file(folder / "rows.jsonl.gz")
     assert [len(run.rows) for run in runs.values()] == [3, 3]
     assert max(len(run.starts) for run in runs.values()) == 2

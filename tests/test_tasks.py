@@ -5,16 +5,15 @@ import fractions
 import gzip
 import json
 import math
-import os
 import pathlib
 import pickle
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from absl import flags
+from processes import ran
 
 from configs import base, tiny
 from dapo_jax import evaluate
@@ -73,7 +72,6 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
     ("settings", "message"),
     [
         ({"task": "arithmetik"}, "data.train.task = 'arithmetik': there is no such task. Did you "),
-        ({"task": "../nowhere:Y"}, "'../nowhere:Y': there is no such task"),
         ({"task": "nowhere.x:Y"}, "no module 'nowhere' in the working .* Built in are math, arith"),
         ({"task": "countdown:Count"}, r"no class of this name; its tasks are Countdown\."),
         ({"task": "countdown:ANSWER"}, "no methods load and grade in it; its tasks are Countdown"),
@@ -85,7 +83,6 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
             {"kind": "arithmetic", "path": "sums.csv"},
             r"data.train.path = 'sums.csv', but data.train.kind = 'arithmetic' gen.*kind to .*csv",
         ),
-        ({"kind": "arithmetic", "answer_field": "sum"}, "data.train.answer_field = 'sum', but "),
         (
             {"task": COUNTDOWN, "answer_field": "sum"},
             r"answer_field = 'sum', but .* takes no answer_field .*answer_field=\)",
@@ -143,8 +140,8 @@ def test_what_a_task_measures_is_copied_into_plain_numbers():
         Verdict(True, None, None),
         Verdict(True, None, "", measures={"lines": math.nan}),
         Verdict(True, None, "", measures={"a/b": 1}),
-        Verdict(True, None, "", measures=[1]),
         Verdict(True, None, "", measures={"lines": 10**400}),
+        Verdict(True, None, "", measures=[1]),
     ],
 )
 def test_a_verdict_that_is_none_is_named(verdict):
@@ -177,11 +174,8 @@ USER = ({"role": "user", "content": "hi"},)
         (None, r"load\(\) gave None, but must give examples"),
         ("hi", r"load\(\) gave 'hi', but must"),
         (Example(USER, "1", "x", 0), r"load\(\) gave Example\(.*, but must"),
-        (([Example(USER, "1", "x", 0)], "report"), r"example 0 \(from 0\): it is \[Example"),
         (["hi"], "it is 'hi', which is no Example"),
         ([Example("hi", "1", "x", 0)], 'no Example with messages {"role": text, "content'),
-        ([Example(USER[0], "1", "x", 0)], "no Example with messages"),
-        ([Example(({"content": "a"},), "1", "x", 0)], "no Example with messages"),
         ([Example((), "1", "x", 0)], "no Example with messages"),
         (
             [Example(USER, "1", "x", 0), Example(USER, 1, "x", 0)],
@@ -219,15 +213,7 @@ def run(command, workdir, *arguments):
         "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, command, SMALL, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return ran("-c", COMMAND, command, SMALL, *arguments, **environment).stdout
 
 
 @pytest.fixture(scope="module")
@@ -343,16 +329,6 @@ def test_a_misspelt_set_is_refused_with_the_nearest_name(monkeypatch):
         parsed(monkeypatch, "--config.eval.sets.arithmatic.count=3")
 
 
-def test_what_a_set_gives_its_own_task_is_changed_by_flags(monkeypatch):
-    """The name of the set was read up to the last dot: `new.args`."""
-    config = parsed(
-        monkeypatch,
-        "--config.eval.sets.new.task=countdown:Countdown",
-        "--config.eval.sets.new.args={'numbers': 4}",
-    )
-    assert config.eval.sets.new.args.numbers == 4
-
-
 @pytest.mark.parametrize("section", ["data.train", "eval.sets.new"])
 def test_an_argument_that_is_given_alone_is_told_how(monkeypatch, section):
     """`the recipe has no key 'numbers'` did not say that args are one value."""
@@ -378,12 +354,6 @@ def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):
     assert evaluate.settings_of(config)["new"]["args"] == args
 
 
-def test_a_recipes_own_set_is_left_out_by_k_0(monkeypatch):
-    config = parsed(monkeypatch, "--config.eval.sets.arithmetic.k=0")
-    assert base.eval_settings(config) == {}
-    checks.check(config)
-
-
 def test_each_set_is_sampled_as_it_says():
     config = tiny.get_config()
     config.eval.sets.new = base.dataset(kind="arithmetic", count=5, temperature=0.5, max_prompts=3)
@@ -399,13 +369,6 @@ def test_each_set_is_sampled_as_it_says():
     ("setting", "value", "message"),
     [
         ("k", -1, "eval.sets.new.k = -1, but must be at least 0, and finite"),
-        ("max_prompts", -1, "eval.sets.new.max_prompts = -1, but must be at least 0"),
-        (
-            "temperature",
-            -0.5,
-            "eval.sets.new.temperature = -0.5, but must be at least 0, and finite",
-        ),
-        ("top_p", 1.5, "eval.sets.new.top_p = 1.5, but must be greater than 0, and at most 1"),
         ("rules", "dappo", "eval.sets.new.rules = 'dappo', but must be one of dapo, strict"),
     ],
 )

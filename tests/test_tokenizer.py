@@ -18,12 +18,8 @@ from dapo_jax.tasks.tokenizer import load_tokenizer, token_texts
 from dapo_jax.types import Example, Prompt
 
 TEXTS = [
-    "",
-    " ",
-    "Let $x^2 = \\frac{3}{4}$.\n\nAnswer: 42",
-    "已知函数 $f(x)=x^2$ 求 $f(3)$ 的值。",
-    "🚀 😶‍🌫️ ½ Ünïcödé ไทย \u202e right-to-left",
-    "  two  spaces\t\ttabs\r\n\x00 null",
+    *("", " ", "Let $x^2 = \\frac{3}{4}$.\n\nAnswer: 42", "已知函数 $f(x)=x^2$ 求 $f(3)$ 的值。"),
+    *("🚀 😶‍🌫️ ½ Ünïcödé ไทย \u202e right-to-left", "  two  spaces\t\ttabs\r\n\x00 null"),
 ]
 CHAT_TEMPLATE = """\
 {% for m in messages %}
@@ -166,19 +162,10 @@ def test_decode_refuses_ids_that_do_not_exist(bpe_folder, piece_file):
 def test_chat_template_wraps_the_messages(bpe_folder):
     tokenizer = load(bpe_folder, chat="template")
     messages = [{"role": "system", "content": "Be brief."}, *user("2+2?")]
-    start, end = [257], [258]
-    assert tokenizer.encode_chat(messages) == (
-        start
-        + tokenizer.encode("system\nBe brief.")
-        + end
-        + tokenizer.encode("\n")
-        + start
-        + tokenizer.encode("user\n2+2?")
-        + end
-        + tokenizer.encode("\n")
-        + start
-        + tokenizer.encode("assistant\n")
-    )
+    turns = ("system\nBe brief.", "user\n2+2?")
+    ids = [[257, *tokenizer.encode(turn), 258, *tokenizer.encode("\n")] for turn in turns]
+    expected = [*ids[0], *ids[1], 257, *tokenizer.encode("assistant\n")]
+    assert tokenizer.encode_chat(messages) == expected
 
 
 def test_a_message_cannot_open_a_turn(bpe_folder):
@@ -327,7 +314,7 @@ def test_stop_tokens_without_the_models_end_of_turn_are_warned_of(bpe_folder, ca
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("ids", ['"x"', "[true]", "1000000000", "99999999999999999999", "{}"])
+@pytest.mark.parametrize("ids", ['"x"', "[true]", "1000000000"])
 def test_an_end_of_turn_that_is_no_id_is_refused(bpe_folder, tmp_path, ids):
     copy_of(bpe_folder, tmp_path)
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
@@ -360,9 +347,7 @@ def test_a_template_that_takes_too_long_is_stopped(heard):
         ("{{ 'a' * 10**10 }}", "it needs more than 1024 MiB"),
         ("{% for i in range(100) %}{{ 'a' * 100000 }}{% endfor %}", "writes 10,000,000 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
-        ("{{ messages[5].content.x }}", "no element 5"),
         ("{{ 1 // 0 }}", "by zero"),
-        ("{% include 'x' %}", "no loader"),
     ],
 )
 def test_what_a_template_takes_and_raises_is_bounded(bpe_folder, tmp_path, source, problem):
@@ -416,7 +401,7 @@ def test_what_a_tokenizers_library_dies_of_is_a_value_error(bpe_folder, tmp_path
         load(tmp_path).encode("what")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -452,37 +437,21 @@ def test_a_sentencepiece_file_may_be_a_link_of_the_users_own(piece_file, tmp_pat
         load(tmp_path)
 
 
-def test_unknown_chat_mode(bpe_folder):
-    with pytest.raises(ValueError, match=r"tokenizer\.chat = 'chatml'"):
-        load(bpe_folder, chat="chatml")
-
-
-def test_missing_path(tmp_path):
+def test_what_cannot_be_loaded_is_named(bpe_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere: set tokenizer\.path"):
         load(tmp_path / "nowhere")
-
-
-def test_folder_without_tokenizer(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json or tokenizer\.model"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("tokenizer.json", b"{", "tokenizer.json is not a tokenizer"),
+    with pytest.raises(ValueError, match=r"tokenizer\.chat = 'chatml'"):
+        load(bpe_folder, chat="chatml")
+    for name, content, message in (
         ("tokenizer.model", b"not a model", "tokenizer.model is not a sentencepiece model"),
-    ],
-)
-def test_broken_file_is_named(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path)
-
-
-def test_broken_config_is_named(bpe_folder, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text("{")
+        ("tokenizer.json", b"{", "tokenizer.json is not a tokenizer"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+    (copy_of(bpe_folder, tmp_path) / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
         load(tmp_path)
 
@@ -512,11 +481,6 @@ def test_sentencepiece_chat_is_plain_text_only(piece_file):
     assert load(piece_file).encode_chat(user("12+3")) == load(piece_file).encode("12+3")
     with pytest.raises(ValueError, match=r'tokenizer\.chat="none"'):
         load(piece_file, chat="template")
-
-
-def test_sentencepiece_unknown_stop_token(piece_file):
-    with pytest.raises(ValueError, match=r"'</S>'.*</s>.*tokenizer\.stop_tokens"):
-        load(piece_file, stop_tokens=["</S>"])
 
 
 @pytest.fixture(scope="module")

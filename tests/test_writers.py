@@ -4,12 +4,11 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import types
 
 import pytest
+from processes import ran
 
 from configs import tiny
 from dapo_jax import train
@@ -94,8 +93,8 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch,
             "mlflow",
             r"log.writers has 'mlflow'; give one of tensorboard, wandb, or \"module:Class\"",
         ),
-        ("no_such_module:Class", "which cannot be imported: No module named 'no_such_module'"),
         (f"{__name__}:Absent", "which cannot be imported: .*Absent"),
+        ("no_such_module:Class", "which cannot be imported: No module named 'no_such_module'"),
         (f"{__name__}:pytest", "has no method step, evaluation, close"),
     ],
 )
@@ -163,13 +162,7 @@ def test_wandb_itself_without_a_network(tmp_path):
         "w.step({'step': 0, 'entropy': 1.0}); w.evaluation(1, {'eval/a/mean@8': 0.5})\n"
         "w.close(); import json; print(json.dumps(said))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env=os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = ran("-c", code, tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     assert json.loads(done.stdout.splitlines()[-1]) == []
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert folder.name.endswith((tmp_path / "wandb_id.txt").read_text())
