@@ -189,10 +189,10 @@ class CarryingSession(ScriptedSession):
         self.calls.append(("submit", cursor))
         lengths = self._script.length_PG[cursor].tolist()
         tokens = [0] * group_size
-        if begun:
-            pairs = zip(begun.responses, begun.unfinished_G, strict=True)
+        if carried:
+            pairs = zip(carried.responses, carried.unfinished_G, strict=True)
             tokens = [len(r.tokens_T) if more else None for r, more in pairs]
-            self._begun[cursor] = begun
+            self._begun[cursor] = carried
         self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens)
         self._names.append((0, cursor))
 
