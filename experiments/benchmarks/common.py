@@ -27,6 +27,7 @@ from sharding.mesh import make_mesh
 SIZES = {
     "1.25": Qwen2Config(2_048, 128, 512, 4, 4, 2, 32, True),
     "11.8": Qwen2Config(2_048, 384, 1_536, 5, 4, 2, 96, True),
+    "135": Qwen2Config(49_152, 576, 1_536, 30, 9, 3, 64, True),  # SmolLM2's
 }
 NO_STOP = 1 << 30
 

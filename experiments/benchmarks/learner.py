@@ -4,11 +4,12 @@
         --lengths=response_lengths.csv
 
 8 prompts of 64 tokens x 8 responses, float32, random weights: all responses of 128 tokens, and
-lengths sampled from the CSV, a quarter of each, cut at 1,024, to which the peers pad. Tokens are
-those of the responses. A step is sampling, the peers' log-probabilities of what they sampled (ours
-come with the samples), and one update of all 64 responses. Best of --repeats.
+lengths sampled from the CSV, a quarter of each, cut at --longest, to which the peers pad. Tokens
+are those of the responses. A step is sampling, the peers' log-probabilities of what they sampled
+(ours come with the samples), and one update of all 64 responses. Best of --repeats.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -35,13 +36,14 @@ flags.DEFINE_string("peers", None, "Folder of the peers' scripts; without it onl
 flags.DEFINE_string("tunix_python", None, "Python of an environment with google-tunix.")
 flags.DEFINE_string("torch_python", None, "Python of an environment with torch and transformers.")
 flags.DEFINE_string("lengths", None, "CSV of real response lengths.", required=True)
-flags.DEFINE_list("sizes", list(common.SIZES), "Millions of parameters.")
+flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
 flags.DEFINE_list("work", ["equal", "real"], "Which lengths.")
 flags.DEFINE_integer("devices", 1, "Devices that the CPU is counted as, for us.")
 flags.DEFINE_integer("row_tokens", 1_088, "Of a packed row.")
 flags.DEFINE_integer("rows", 2, "Packed rows of a micro-batch.")
+flags.DEFINE_integer("longest", 1_024, "Tokens at which real lengths are cut.")
 flags.DEFINE_integer("repeats", 3, "Of everything; the best counts.")
-PROMPTS, GROUP, PROMPT, LONGEST = 8, 8, 64, 1_024
+PROMPTS, GROUP, PROMPT = 8, 8, 64
 LEARNING = learner.Learning(
     eps_low=0.2,
     eps_high=0.28,
@@ -53,7 +55,7 @@ LEARNING = learner.Learning(
     weight_decay=0.1,
     max_grad_norm=1.0,
     temperature=1.0,
-    vocab_size=2_048,
+    vocab_size=0,  # the model's
     compute_dtype="float32",
     remat="none",
     lora=None,
@@ -65,15 +67,16 @@ def ours(size: str, lengths: np.ndarray):
     """Functions that take one update, and one whole step, and return its seconds."""
     config = common.SIZES[size]
     mesh = make_mesh(data=-1, model=1)
-    ways = rules.row_degree(mesh)
+    degree = rules.row_degree(mesh)
+    learning = dataclasses.replace(LEARNING, vocab_size=config.vocab_size)
     graph, abstract = abstract_params(config)
     param_shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.LEARNER)
-    init = functools.partial(learner.init_state, learning=LEARNING)
+    init = functools.partial(learner.init_state, learning=learning)
     shardings = learner.shardings_like_params(
         jax.eval_shape(init, abstract), param_shardings, rules.replicated(mesh)
     )
     update = jax.jit(
-        functools.partial(learner.update, graph=graph, mesh=mesh, learning=LEARNING),
+        functools.partial(learner.update, graph=graph, mesh=mesh, learning=learning),
         out_shardings=(shardings, rules.replicated(mesh)),
         donate_argnums=0,
     )
@@ -83,8 +86,8 @@ def ours(size: str, lengths: np.ndarray):
         slots=slots,
         prompt=PROMPT,
         response=longest,
-        pages=int(sum(-(-n // 64) for n in lengths)) // ways + longest // 64 + 2,
-        prompt_pages=PROMPTS // ways + 1,
+        pages=int(sum(-(-n // 64) for n in lengths)) // degree + longest // 64 + 2,
+        prompt_pages=PROMPTS // degree + 1,
         readers=GROUP,
         page_tokens=64,
         block_tokens=16,
@@ -178,14 +181,14 @@ def main(_):
     split_cpu(FLAGS.devices)
     works = {
         "equal": np.full(PROMPTS * GROUP, 128),
-        "real": common.real_lengths(pathlib.Path(FLAGS.lengths), PROMPTS * GROUP, LONGEST),
+        "real": common.real_lengths(pathlib.Path(FLAGS.lengths), PROMPTS * GROUP, FLAGS.longest),
     }
     _, rate = common.measured_rates(make_mesh(data=-1, model=1))
     table, shares = [], []
     for size in FLAGS.sizes:
         for work in FLAGS.work:
             lengths = works[work]
-            tokens, padded = int(lengths.sum()), 128 if work == "equal" else LONGEST
+            tokens, padded = int(lengths.sum()), 128 if work == "equal" else FLAGS.longest
             functions = dict(zip(("update", "step"), ours(size, lengths), strict=True))
             seconds = {
                 "dapo_jax": {

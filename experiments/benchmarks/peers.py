@@ -21,6 +21,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("peers", None, "Folder of the peers' scripts.", required=True)
 flags.DEFINE_string("tunix_python", None, "Python of an environment with google-tunix.")
 flags.DEFINE_string("torch_python", None, "Python of an environment with torch and transformers.")
+flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as, for us.")
 flags.DEFINE_integer("block_tokens", 16, "Decode steps of a block.")
@@ -90,7 +91,7 @@ def tunix_rollout(size: str) -> float:
 def main(_):
     split_cpu(FLAGS.devices)
     rows = []
-    for size in common.SIZES:
+    for size in FLAGS.sizes:
         rollout = engine_rollout(size)
         rollout()
         ours, peers = [], {"transformers": [], "Tunix": []}
