@@ -11,7 +11,7 @@ from processes import ran
 
 from configs import any_model, base, tiny
 from dapo_jax import evaluate, sample
-from dapo_jax.run import build, checks, policy, record
+from dapo_jax.run import build, checks, fit, policy, record
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Response
 from tests import quick
@@ -86,7 +86,7 @@ def test_the_example_reads_a_published_file(tmp_path):
     config.model.path = MODEL
     name, settings = evaluate.named_set(f"aime24:math:{path}")
     config.eval.sets[name] = base.dataset(**settings)
-    policy.fit_model(config)
+    fit.fit_model(config)
     data = build.load_data(config, build.tokenizer(config), training=False)
     (prompt,) = data.eval_sets["aime24"].dataset.prompts
     assert prompt.example.answer == "2"
@@ -96,9 +96,9 @@ def fitted(prompt_tokens, requests, **changes):
     config = any_model.get_config()
     config.model.path = MODEL
     config.update_from_flattened_dict(changes)
-    policy.fit_model(config)
-    policy.fit_lengths(config, prompt_tokens)
-    policy.fit_cache(config, requests)
+    fit.fit_model(config)
+    fit.fit_lengths(config, prompt_tokens)
+    fit.fit_cache(config, requests)
     checks.check(config)
     return config
 
@@ -120,7 +120,7 @@ def test_a_model_without_a_recipe_gets_its_lengths_and_cache(monkeypatch):
 
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     share = 8 * 2**20 * jax.local_device_count() / host_bytes  # 8 MiB: fewer slots than requests
-    monkeypatch.setattr(policy, "HOST_SHARE", share)
+    monkeypatch.setattr(fit, "HOST_SHARE", share)
     few = fitted(100, 200, **{"rollout.max_response_tokens": 64})
     assert 1 <= slots(few) < 200
 
@@ -131,10 +131,10 @@ def test_a_limit_without_room_for_a_prompt_is_refused():
 
 
 def test_weights_that_leave_no_room_are_named(monkeypatch):
-    monkeypatch.setattr(policy, "_device_bytes", lambda: 3 * 2**20)  # 2 MiB of weights in bfloat16
+    monkeypatch.setattr(fit, "_device_bytes", lambda: 3 * 2**20)  # 2 MiB of weights in bfloat16
     with pytest.raises(ValueError, match=r"of 20,480 \(--max_tokens\) does not fit .*mesh\.model"):
         fitted(100, 1)
-    monkeypatch.setattr(policy, "_device_bytes", lambda: 2**30)
+    monkeypatch.setattr(fit, "_device_bytes", lambda: 2**30)
     assert slots(fitted(100, 1)) >= 1
 
 
@@ -143,7 +143,7 @@ def test_a_runs_directory_is_no_models(tmp_path):
     config = any_model.get_config()
     config.model.path = str(tmp_path)
     with pytest.raises(ValueError, match=r"is a run's directory, which --workdir takes"):
-        policy.fit_model(config)
+        fit.fit_model(config)
 
 
 def test_another_model_or_tokenizer_has_files_of_its_own():

@@ -423,6 +423,7 @@ def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
     assert (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
     """`sample` set the recipe's seed to its own, which makes random weights.
 

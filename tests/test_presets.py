@@ -32,6 +32,7 @@ def test_a_preset_goes_with_every_recipe_and_changes_the_loss_alone(preset):
         assert differing
 
 
+@pytest.mark.slow
 def test_gspo_clips_nothing_in_a_first_update_in_bfloat16():
     """No weight had changed, and 24 to 38 % of the tokens of short responses were clipped.
 
