@@ -22,12 +22,12 @@ def get_config(preset: str = ""):
 
     config.rollout.num_prompts = 16
     config.rollout.group_size = 8
-    config.rollout.max_prompt_tokens = 64
+    config.rollout.max_prompt_tokens = 48
     config.rollout.max_response_tokens = 48
     config.rollout.generation_prompts = 24
     config.rollout.cache_mib = 0
     config.rollout.slot_tokens = 0
-    config.rollout.page_tokens = 16
+    config.rollout.page_tokens = 48
     config.rollout.block_tokens = 8
 
     config.algo.overlong_cache_tokens = 16

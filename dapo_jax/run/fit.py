@@ -5,6 +5,7 @@ numbers, positions), then the data is read, then `fit_lengths`, then `fit_cache`
 recipe's are `fit_training`'s.
 """
 
+import bisect
 import functools
 import math
 import os
@@ -191,10 +192,9 @@ def fit_cache(
         except ValueError:
             return 0
 
-    most_mib = max(1, int(most) // 2**20)
-    mib = 1
-    while mib < most_mib and slots(mib) < wanted:
-        mib = min(most_mib, mib + 1 + mib // 8)
+    # The fewest that hold the requests: rows of more slots are computed in every step.
+    sizes_mib = range(1, max(1, int(most) // 2**20))
+    mib = 1 + bisect.bisect_left(sizes_mib, wanted, key=slots)
     if not slots(mib):
         raise ValueError(_no_room(config, most, device, mesh.shape["model"]))
     r.cache_mib = mib

@@ -26,6 +26,7 @@ ROW_SCALARS = (
 # only its prefill: long responses come in groups, and all shards wait for the one that has most.
 SPREAD_READERS = 4
 DRAFT_TOKENS = (0, 1, 3, 7)  # with the next token they divide the rows of a batch
+WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
 SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots
 
 
@@ -142,6 +143,8 @@ def plan_cache(
     greatest length would not fit.
     """
     page_bytes = token_bytes * page_tokens
+    # Every occupied slot has a page to itself, and admission keeps pages free for growth.
+    slot_tokens = max(slot_tokens, page_tokens + WATERMARK_BLOCKS * block_tokens)
 
     def cache(budget_bytes: int, slots: int) -> Cache:
         limits = Cache(
@@ -198,10 +201,11 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
         all_rows = cache.padded(cache.slots)
         sizes = {(rows, cache.pages) for rows in (*FEW_ROWS, all_rows) if rows <= all_rows}
     else:
-        sizes = {
-            (cache.padded(math.ceil(cache.slots * slots)), math.ceil(cache.pages * pages))
-            for slots, pages in PARTS
-        }
+        sizes = set()
+        for slots, pages in PARTS:
+            rows = cache.padded(math.ceil(cache.slots * slots))
+            least = min(rows + 1, cache.pages)  # every occupied slot has a page
+            sizes.add((rows, max(least, math.ceil(cache.pages * pages))))
     least = min(rows for rows, _ in sizes)
     tried = [1 + drafts for drafts in DRAFT_TOKENS if 0 < drafts <= cache.draft_tokens]
     few = [cache.rows // positions for positions in tried]

@@ -20,7 +20,7 @@ from itertools import islice
 
 import numpy as np
 
-from dapo_jax.sampler.cache import NULL_PAGE, Cache
+from dapo_jax.sampler.cache import NULL_PAGE, WATERMARK_BLOCKS, Cache
 from dapo_jax.sampler.plan import (
     Finished,
     Moves,
@@ -33,8 +33,6 @@ from dapo_jax.sampler.plan import (
     prefill_calls,
     ranks,
 )
-
-WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
 
 
 class Scheduler:
