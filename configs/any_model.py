@@ -5,7 +5,7 @@
     python -m dapo_jax.sample --model=DIR --prompt="What is 7 * 8?"
 
 What is 0 or "" here is chosen by the model's directory, the data and the devices
-(`dapo_jax.run.policy`).
+(`dapo_jax.run.fit`).
 """
 
 from configs import base

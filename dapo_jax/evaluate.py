@@ -288,6 +288,7 @@ def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     hosts.on_main(lambda: require_directory(workdir))
     hosts.on_main(lambda: policies.check_same(config, workdir))
     hub.fetch(hub.paths(config, "data."), workdir)
+    fit.fit_training(config)  # as the run did, where its recipe leaves sizes open
     data = build.load_data(config, build.tokenizer(config), training=False)
     say("\n".join(data.report_lines()))
     return *policies.of_run(config, workdir, STEP.value), data

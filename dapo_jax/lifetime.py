@@ -114,21 +114,24 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     start.check_parent(config, checkpoints.latest_step(), origin)
     parts = start.prepare(config, workdir)
     first = start.restore(config, workdir, parts, checkpoints, origin)
-    run = ready(config, workdir, stack, parts, first, snapshots)
-    for line in chosen:
-        run.record.display.line(line)
+    run = ready(config, workdir, stack, parts, first, snapshots, notes=chosen)
     return run, first.state, first.progress
 
 
-def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapshots) -> Run:
-    """Loads and compiles all that every step needs, and opens the record in `workdir`."""
+def ready(
+    config, workdir, stack, parts: start.Parts, first: start.Start, snapshots, *, notes=()
+) -> Run:
+    """Loads and compiles all that every step needs, and opens the record in `workdir`.
+
+    notes: lines to print with the banner.
+    """
     tokenizer, programs, data = parts
     start_weights = programs.load_start_weights()
     alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
 
     record = stack.enter_context(Record(config, workdir, first, tokenizer))
     snapshots.say = record.display.last_line
-    record.display.line(banner(config, programs, data, workdir, first))
+    record.display.line("\n".join([banner(config, programs, data, workdir, first), *notes]))
     record.display.phase("compiling the update")
     update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
     record.display.phase("compiling the sampler")

@@ -174,6 +174,15 @@ def test_programs_with_drafts_have_as_many_rows_as_the_smallest_without():
             assert all(cache.positions(rows) == 1 for rows, _ in plain)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_cache_of_few_slots_tries_no_more_positions_than_it_has_rows(slots):
+    """A program of no rows was compiled for one slot and a draft."""
+    rows = dataclasses.replace(FEW, slots=slots, rows=slots, draft_tokens=7)
+    assert {size for size, _ in decode_sizes(rows, kernel=False)} == {
+        slots // positions for positions in (1, 2, 4, 8) if positions <= slots
+    }
+
+
 def test_drafts_in_blocks_of_one_token_are_refused(small):
     """There is nothing to try, and XLA adds up one key in an order of its own."""
     cache = dataclasses.replace(FEW, block_tokens=1, draft_tokens=3)

@@ -10,6 +10,7 @@ from configs import qwen2_5_0_5b, tiny
 from dapo_jax import train
 from dapo_jax.run import build, checks, fit
 from experiments.preemption.config import get_config as small_config
+from experiments.smollm2 import sums
 
 OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")
 OPEN += ("rollout.cache_mib",)
@@ -96,6 +97,30 @@ def test_padding_is_predicted_as_packing_has_it():
     lengths = np.ceil(np.linspace(0.5, 1.5, 4) * 30)
     padding = 1 - (10 + lengths.sum()) / 260
     assert f"{padding:.0%} at 30%" in line
+
+
+def test_slot_tokens_that_are_set_stay():
+    """They were halved where the cache alone was left open."""
+    config = left_open(tiny.get_config(), "rollout.cache_mib")
+    config.rollout.slot_tokens = config.rollout.max_response_tokens
+    (line,) = fit.fit_training(config)
+    assert config.rollout.slot_tokens == config.rollout.max_response_tokens
+    assert "slot_tokens" not in line
+
+
+@pytest.mark.parametrize(
+    ("response", "prediction"),
+    [
+        ("17 + 8 is 25.", "25"),
+        ("The sum is 1,234", "1234"),
+        ("2.5", None),
+        ("5,6", None),
+        ("none", None),
+    ],
+)
+def test_the_last_whole_number_of_a_response_is_its_answer(response, prediction):
+    (example, *_), _ = sums.Sums(count=3).load()
+    assert sums.Sums().grade(response, example).prediction == prediction
 
 
 @pytest.mark.slow

@@ -576,6 +576,8 @@ def test_the_template_the_named_tokens_and_all_ends_are_kept(tmp_path):
         ("eos_token_id", 259, r"eos_token_id is 259, but"),
         ("bos_token_id", -1, r"bos_token_id is -1, but"),
         ("bos_token_id", "a", r"bos_token_id is 'a', but must have ints"),
+        ("bos_token_id", [1], r"bos_token_id is \[1\], but must have ints"),
+        ("token_type", 3, r"token_type is 3, but must have ints"),
         ("eot_token_id", 999, r"eot_token_id is 999, but"),
         ("add_eos_token", True, r"add_eos_token is True, but must be False"),
         ("add_bos_token", 1, r"add_bos_token is 1, but must have bools"),

@@ -23,7 +23,7 @@ from models.hf_config import load_config, read_config
 from models.kernels import kernels_for, platform_of
 from models.lora import Lora, init_adapters
 from models.transformer import abstract_params
-from sharding import rules
+from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
 LONGEST_RESPONSE = 20_480  # tokens, where the model has positions for more
@@ -108,7 +108,7 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
         c.micro_batch_rows = degree * max(1, tokens // c.row_tokens)
     if any(key in chosen for key in CACHE_KEYS):
         requests = r.generation_prompts * r.group_size
-        r.slot_tokens = r.slot_tokens or r.max_response_tokens
+        r.slot_tokens = r.slot_tokens or _slot_tokens(config)
         how = {"devices": devices, "device_bytes": device_bytes or _device_bytes()}
         fit_cache(config, requests, training=True, **how)
     values = ", ".join(f"{key} = {_value(config, key)}" for key in chosen)
@@ -169,7 +169,8 @@ def fit_cache(
     beside the weights.
     """
     r = config.rollout
-    r.slot_tokens = min(r.slot_tokens, max(1, math.ceil(r.max_response_tokens * SLOT_SHARE)))
+    if not training:
+        r.slot_tokens = min(r.slot_tokens, _slot_tokens(config))
     if r.cache_mib:
         return
     sizes, mesh = build.model_sizes(config), _mesh(config, devices)
@@ -183,8 +184,11 @@ def fit_cache(
         weights = parameters * jnp.dtype(config.model.compute_dtype).itemsize
         held = weights / mesh.shape["model"]
         if training:
-            held += _state_bytes(config, sizes, weights, parameters) / mesh.size
+            divided = mesh.shape["data"] * mesh.shape["model"]  # every slice has all of it
+            held += _state_bytes(config, sizes, weights, parameters) / divided
         most = CACHE_SHARE * (device - held)
+    if devices is None:
+        most = min(hosts.gather(most))  # all processes have the same programs
 
     def slots(mib: int) -> int:
         try:
@@ -196,7 +200,7 @@ def fit_cache(
     sizes_mib = range(1, max(1, int(most) // 2**20))
     mib = 1 + bisect.bisect_left(sizes_mib, wanted, key=slots)
     if not slots(mib):
-        raise ValueError(_no_room(config, most, device, mesh.shape["model"]))
+        raise ValueError(_no_room(config, most, device, mesh.shape["model"], training=training))
     r.cache_mib = mib
 
 
@@ -211,20 +215,34 @@ def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> in
     return STATE_BYTES * parameters + kept
 
 
-def _no_room(config: ConfigDict, left_bytes: float, device_bytes: int | None, degree: int) -> str:
-    """Says that no request fits, and the settings to change."""
+def _slot_tokens(config: ConfigDict) -> int:
+    """Returns the response tokens that a slot is planned with where that is chosen."""
+    return max(1, math.ceil(config.rollout.max_response_tokens * SLOT_SHARE))
+
+
+def _no_room(
+    config: ConfigDict,
+    left_bytes: float,
+    device_bytes: int | None,
+    degree: int,
+    *,
+    training: bool,
+) -> str:
+    """Returns the message that no request fits, with the settings to change."""
     r, mib = config.rollout, 2**20
+    limit = "rollout.max_response_tokens" if training else "--max_tokens"
     text = (
         f"a prompt of {r.max_prompt_tokens:,} tokens with a response of {r.max_response_tokens:,} "
-        "(--max_tokens) does not fit in the "
+        f"({limit}) does not fit in the "
     )
     if device_bytes is None:
-        return f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower --max_tokens"
+        return f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower {limit}"
     weights = device_bytes - left_bytes / CACHE_SHARE
     return (
         f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
         f"has for the cache beside {weights / mib:,.0f} MiB of weights "
-        f"({config.model.compute_dtype}). Lower --max_tokens, or split the weights over more "
+        f"{'and training state ' if training else ''}({config.model.compute_dtype}). Lower "
+        f"{limit}, or split the weights over more "
         f"devices than {degree} (mesh.model)"
     )
 

@@ -208,6 +208,7 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
             sizes.add((rows, max(least, math.ceil(cache.pages * pages))))
     least = min(rows for rows, _ in sizes)
     tried = [1 + drafts for drafts in DRAFT_TOKENS if 0 < drafts <= cache.draft_tokens]
+    tried = [positions for positions in tried if positions <= cache.rows]
     few = [cache.rows // positions for positions in tried]
     return sorted(
         sizes | {(slots, pages) for slots in few for rows, pages in sizes if rows == least}

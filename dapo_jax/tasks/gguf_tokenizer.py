@@ -56,8 +56,11 @@ def tokenizer_files(metadata: Mapping[str, Any], file) -> dict[str, dict[str, An
 
     def get(key, kind, default):
         value = metadata.get(key, default)
-        items = value if isinstance(value, list) else [value]
-        if not all(type(item) is kind for item in items if item is not default):
+        several = isinstance(default, list)
+        fits = several == isinstance(value, list)
+        if value is not default and not (
+            fits and all(type(item) is kind for item in (value if several else [value]))
+        ):
             raise ValueError(f"{file}: {key} is {quoted(value)}, but must have {kind.__name__}s")
         return value
 

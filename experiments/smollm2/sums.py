@@ -14,7 +14,7 @@ from dapo_jax.tasks import arithmetic
 from dapo_jax.tasks.readers import DataError, DataReport, Rows
 from dapo_jax.types import Example, Verdict
 
-WHOLE_NUMBER = re.compile(r"(?<![\d.,])\d[\d,]*(?!\.?\d)")
+WHOLE_NUMBER = re.compile(r"(?<![\d.,])\d+(?:,\d{3})*(?!\d|[.,]\d)")
 
 
 @dataclasses.dataclass(frozen=True)
