@@ -17,7 +17,7 @@ from test_train import (
 )
 
 from configs import base
-from dapo_jax import evaluate, train
+from dapo_jax import evaluate, lifetime, train
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.run import build
 
@@ -220,7 +220,8 @@ def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
         return updates(*args)
 
     updates = train.take_updates
-    monkeypatch.setattr(train, "Session", Kept)
+    for module in (train, lifetime):
+        monkeypatch.setattr(module, "Session", Kept)
     monkeypatch.setattr(train, "take_updates", take_updates)
     gc.collect()
     gc.disable()
