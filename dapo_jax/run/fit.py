@@ -109,7 +109,7 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
     if any(key in chosen for key in CACHE_KEYS):
         requests = r.generation_prompts * r.group_size
         r.slot_tokens = r.slot_tokens or _slot_tokens(config)
-        how = {"devices": devices, "device_bytes": device_bytes or _device_bytes()}
+        how = {"devices": devices, "device_bytes": device_bytes}
         fit_cache(config, requests, training=True, **how)
     values = ", ".join(f"{key} = {_value(config, key)}" for key in chosen)
     return [f"chosen by the lengths and the devices: {values}"]

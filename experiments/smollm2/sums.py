@@ -11,7 +11,7 @@ import re
 import numpy as np
 
 from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.readers import DataError, DataReport, Rows
+from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
 from dapo_jax.types import Example, Verdict
 
 WHOLE_NUMBER = re.compile(r"(?<![\d.,])\d+(?:,\d{3})*(?!\d|[.,]\d)")
@@ -55,8 +55,7 @@ class Sums:
         rows = Rows(f"sums ({self.split})", "row", "error")
         for row, problem in enumerate(problems):
             with rows.reading(row):
-                prompt = ({"role": "user", "content": problem.question},)
-                rows.add(row, prompt, str(problem.answer))
+                rows.add(row, templated(problem.question, "none"), str(problem.answer))
         return rows.result()
 
     def grade(self, response: str, example: Example) -> Verdict:
