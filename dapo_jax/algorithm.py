@@ -209,16 +209,6 @@ def token_weights(mask_RT: ArrayLike, *, mode: str) -> np.ndarray | jax.Array:
     return mask_RT / (num_responses * (length_R1 + LENGTH_EPSILON))
 
 
-def aggregate(loss_RT: ArrayLike, mask_RT: ArrayLike, *, mode: str) -> jax.Array:
-    """Sums `loss_RT` [R, T], weighted by `token_weights`, to the loss of one update (Eq. 12).
-
-    `mask_RT` and `mode` as there. The loss at masked tokens is ignored, NaN included; with nothing
-    but masked tokens the result is 0. Returns a scalar.
-    """
-    weight_RT = token_weights(jnp.asarray(mask_RT), mode=mode)
-    return jnp.sum(jnp.where(weight_RT > 0, loss_RT, 0.0) * weight_RT)
-
-
 def soft_overlong_penalty(
     length_tokens: ArrayLike, *, max_tokens: int, cache_tokens: int, factor: float
 ) -> np.ndarray | jax.Array:

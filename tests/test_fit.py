@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from configs import qwen2_5_0_5b, tiny
+from configs import base, qwen2_5_0_5b, tiny
 from dapo_jax import train
 from dapo_jax.run import build, checks, fit
 from experiments.preemption.config import get_config as small_config
@@ -24,7 +24,8 @@ def left_open(config, *keys):
 
 
 def values(config):
-    return [fit._value(config, key) for key in OPEN]
+    of = dict(base.leaves(config))
+    return [of[key] for key in OPEN]
 
 
 def test_what_is_set_stays_and_nothing_is_said():

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from dapo_jax.report import page
 from dapo_jax.report.statistics import Interval, paired_share_interval
+from dapo_jax.run.display import printable_lines
 from dapo_jax.run.files import read_rollouts
 
 PAGE_RESPONSES = 4  # shown of a problem
@@ -194,7 +195,7 @@ class Comparison:
         for one, other, points, problem in [*gains, *losses[-SHOWN_PROBLEMS:]]:
             cut = problem[:SHOWN_CHARACTERS] + "..." * (len(problem) > SHOWN_CHARACTERS)
             lines.append(f"  {one:>6} -> {other:>6}  {points:>6}  {cut}")
-        return ["".join(map(_printable, line)) for line in lines]
+        return [printable_lines(line) for line in lines]
 
 
 def compare(a: Evaluated, b: Evaluated) -> Comparison:
@@ -241,8 +242,3 @@ def write_page(
     sections = {"evaluations": found, "comparisons": comparisons, "responses": PAGE_RESPONSES}
     page.write(target, page.html("Evaluation", **sections))
     return target
-
-
-def _printable(char: str) -> str:
-    """The character, or its escape where it could move the cursor or change colours."""
-    return char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()

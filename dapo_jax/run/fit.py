@@ -6,7 +6,6 @@ recipe's are `fit_training`'s.
 """
 
 import bisect
-import functools
 import math
 import os
 import pathlib
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from configs import base
 from dapo_jax.packing import plan_rows
 from dapo_jax.run import build, hub
 from models import families
@@ -89,7 +89,7 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
     """
     c, r = config.learner, config.rollout
     keys = ("learner.row_tokens", "learner.micro_batch_rows", *CACHE_KEYS)
-    chosen = [key for key in keys if not _value(config, key)]
+    chosen = [key for key, value in base.leaves(config) if key in keys and not value]
     if not chosen:
         return []
     mesh = _mesh(config, devices)
@@ -111,7 +111,7 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
         r.slot_tokens = r.slot_tokens or _slot_tokens(config)
         how = {"devices": devices, "device_bytes": device_bytes}
         fit_cache(config, requests, training=True, **how)
-    values = ", ".join(f"{key} = {_value(config, key)}" for key in chosen)
+    values = ", ".join(f"{key} = {value}" for key, value in base.leaves(config) if key in chosen)
     return [f"chosen by the lengths and the devices: {values}"]
 
 
@@ -143,10 +143,6 @@ def padding_line(config: ConfigDict, programs: build.Programs, data: build.Data)
         f"padding of an update's rows ({rows} x {row_tokens} tokens a micro-batch), by the "
         f"responses' mean length as a share of rollout.max_response_tokens: {named}"
     )
-
-
-def _value(config: ConfigDict, key: str):
-    return functools.reduce(lambda at, part: at[part], key.split("."), config)
 
 
 def _mesh(config: ConfigDict, devices=None):
