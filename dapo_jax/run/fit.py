@@ -28,6 +28,9 @@ from sharding.mesh import make_mesh
 
 LONGEST_RESPONSE = 20_480  # tokens, where the model has positions for more
 MOST_SLOTS = 512  # on each group of devices: more of them save little
+# A CPU's decode step costs by its rows, idle ones too, once there are enough for its products.
+CPU_SLOTS_TIMES_PARAMETERS = 2**33
+FEWEST_CPU_SLOTS = 16
 CACHE_SHARE = 0.8  # of what the weights leave of a device; programs need the rest
 HOST_SHARE = 0.25  # of a host's memory, where it is the device
 STATE_BYTES = 12  # a trained parameter and its two moments, float32
@@ -172,11 +175,14 @@ def fit_cache(
     sizes, mesh = build.model_sizes(config), _mesh(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     wanted = min(MOST_SLOTS, -(-requests // rules.row_degree(mesh)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))
+    if platform_of(mesh) == "cpu":
+        enough = -(-CPU_SLOTS_TIMES_PARAMETERS // parameters)
+        wanted = min(wanted, max(FEWEST_CPU_SLOTS, enough))
     if (device := device_bytes or _device_bytes()) is None:
         most = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         most /= jax.local_device_count()
     else:
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))
         weights = parameters * jnp.dtype(config.model.compute_dtype).itemsize
         held = weights / mesh.shape["model"]
         if training:

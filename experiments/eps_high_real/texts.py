@@ -1,0 +1,164 @@
+"""Entropy on fixed texts, distance from the start and diversity of the policies of the study.
+
+    python -m experiments.eps_high_real.texts --workdir=DIR
+    python -m experiments.eps_high_real.texts
+
+The first measures the last policy of each run in DIR and writes texts.jsonl; both print the table
+of it: means over the seeds, and the differences from the lowest clip at the same rate. The fixed
+texts are the start policy's responses to held-out questions, so all policies are measured on the
+same tokens, whatever they answer themselves.
+"""
+
+import collections
+import gzip
+import itertools
+import json
+import operator
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from dapo_jax import learner
+from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.report.compare import Comparison, Quantity, interval_text, spread_text, table
+from dapo_jax.run import build, fit, policy
+from dapo_jax.types import Batch, Group, Response
+from experiments.eps_high_real.study import CLIPS, RATES, STUDY
+from experiments.study import look_into
+from models.transformer import abstract_params
+
+FILE = pathlib.Path(__file__).parent / "texts.jsonl"
+SET, START = "sums", "start"
+PROMPTS = 24  # whose responses by the start policy are the fixed texts
+LOWEST = next(iter(CLIPS))
+MEASURES = tuple(
+    Quantity(title, operator.itemgetter(key), form)
+    for key, title, form in (
+        ("entropy", "entropy on fixed texts, nats", "{:.3f}"),
+        ("kl", "KL of the start policy to it, nats", "{:.3f}"),
+        ("distinct_2", "distinct-2 of a prompt's 8 responses", "{:.3f}"),
+        ("right", "right, %", "{:.1f}"),
+    )
+)
+
+
+def responses_of(workdir: pathlib.Path, step: int) -> dict[int, list[dict]]:
+    """The responses of a run's evaluation after a step, by the prompt's place in the set."""
+    found = collections.defaultdict(list)
+    with gzip.open(workdir / "eval" / f"{step}.{SET}.jsonl.gz", "rt") as file:
+        for line in file:
+            response = json.loads(line)
+            found[response["cursor"]].append(response)
+    return dict(sorted(found.items()))
+
+
+def distinct_2(texts: Sequence[str]) -> float:
+    """The share of the pairs of neighbouring words of all texts that differ from each other."""
+    pairs = []
+    for text in texts:
+        words = text.split()
+        pairs += itertools.pairwise(words)
+    return len(set(pairs)) / max(1, len(pairs))
+
+
+def fixed_batches(of: build.Programs, data: build.Data, tokenizer, texts) -> list[Batch]:
+    """Packs the fixed texts into batches of the recipe's updates."""
+    prompts, groups = data.eval_sets[SET].dataset.prompts, []
+    for cursor, responses in list(texts.items())[:PROMPTS]:
+        made = []
+        for response in responses:
+            ids = tokenizer.encode(response["response"])
+            ids = ids if response["truncated"] else [*ids, tokenizer.stop_ids[0]]
+            tokens_T = np.array(ids, np.int32)
+            made.append(Response(tokens_T, np.zeros(len(ids), np.float32), stopped=True))
+        groups.append(Group(cursor, prompts[cursor], tuple(made)))
+    size = of.config.rollout.num_prompts // of.config.updates_per_step
+    parts = [groups[i : i + size] for i in range(0, len(groups), size)]
+    return [of.minibatch(part, np.ones((len(part), len(part[0].responses)))) for part in parts]
+
+
+def measured(of: build.Programs, params: dict, batches: Sequence[Batch]) -> np.ndarray:
+    """Sums (tokens, entropy, log-probability) of a policy over the texts of the batches."""
+    graph, how = abstract_params(of.sizes)[0], of.learning
+
+    @jax.jit
+    def sums(params, batch):
+        def add(i, total_3):
+            micro = learner.micro_batch(batch, i)
+            run = {"graph": graph, "mesh": of.mesh, "learning": how}
+            x_BTD, head_DV = learner.forward(params, None, micro, **run)
+            head = {"temperature": 1.0, "vocab_size": how.vocab_size, "mesh": of.mesh}
+            logp_BT, entropy_BT = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
+            of_token = (jnp.ones_like(logp_BT), entropy_BT, logp_BT)
+            return total_3 + jnp.stack(
+                [jnp.sum(jnp.where(micro.is_response_BT, value, 0.0)) for value in of_token]
+            )
+
+        return jax.lax.fori_loop(0, batch.num_micro, add, jnp.zeros(3))
+
+    return sum(np.asarray(sums(params, batch), np.float64) for batch in batches)
+
+
+def rows_of(workdir: pathlib.Path) -> list[dict]:
+    """A row for the start policy, and one for the last policy of each finished run."""
+    steps = int(STUDY.settings["num_steps"])
+    runs = [p for p in STUDY.plan().points(workdir) if (p.workdir / "seal.json").is_file()]
+    first = runs[0].workdir
+    config = policy.run_recipe(first, trust_code=True)
+    fit.fit_training(config)
+    tokenizer = build.tokenizer(config)
+    of = build.programs(config, tokenizer.vocab_size)
+    data = build.load_data(config, tokenizer, training=False)
+    texts = responses_of(first, 0)
+    batches = fixed_batches(of, data, tokenizer, texts)
+
+    def row(arm, seed, params, responses) -> dict:
+        tokens, entropy, logp = measured(of, params, batches)
+        answers = [[r["response"] for r in of_prompt] for of_prompt in responses.values()]
+        right = [r["correct"] for of_prompt in responses.values() for r in of_prompt]
+        return {
+            "arm": arm,
+            "seed": seed,
+            "entropy": entropy / tokens,
+            "logp": logp / tokens,
+            "distinct_2": float(np.mean([distinct_2(of_prompt) for of_prompt in answers])),
+            "right": 100 * float(np.mean(right)),
+        }
+
+    rows = [row(START, 0, of.start_params(), texts)]
+    for point in runs:
+        _, params, _ = policy.restored(of, point.workdir, steps)
+        rows.append(row(point.arm, point.seed, params, responses_of(point.workdir, steps)))
+    return [one | {"kl": rows[0]["logp"] - one["logp"]} for one in rows]
+
+
+def result(rows: list[dict]) -> str:
+    """The table as Markdown."""
+    lines = []
+    for arm in (START, *STUDY.arms):
+        rate = next((name for name in reversed(RATES) if arm.endswith(name)), "")
+        than, cells = f"{LOWEST}{rate}", [arm]
+        for quantity in MEASURES:
+            ours, theirs = (
+                {row["seed"]: quantity.value(row) for row in rows if row["arm"] == a}
+                for a in (arm, than)
+            )
+            text = spread_text(quantity, ours)
+            if arm not in (START, than):
+                text += f" {interval_text(quantity, Comparison.of(ours, theirs).paired)}"
+            cells.append(text)
+        lines.append(cells)
+    return "\n".join(table(["arm", *(quantity.name for quantity in MEASURES)], lines))
+
+
+def main(_):
+    look_into(FILE, rows_of, result)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", "", "The runs of the study; '': read texts.jsonl.")
+    app.run(main)
