@@ -272,7 +272,7 @@ def first_step(log):
     return int(re.search(r"begins after (\d+)\n", text)[1])
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(
     bucket, place, tmp_path, kills
 ):
