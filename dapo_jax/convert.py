@@ -11,9 +11,11 @@ nothing is lost on the way back. A run is a training run's --workdir. A GGUF fil
 Qwen3; pip install "dapo_jax[gguf]") gives the values to which its blocks are dequantised.
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ from dapo_jax.run.alarms import require_finite
 from dapo_jax.run.hub import TOKENIZER_FILES
 from dapo_jax.run.policy import restored, run_recipe
 from dapo_jax.tasks.gguf_tokenizer import tokenizer_files
-from dapo_jax.untrusted import present
+from dapo_jax.untrusted import is_local, present
 from models import families, gguf, hf
 from models.hf_config import load_config, read_config, write_json
 from models.parameters import ModelConfig
@@ -78,18 +80,40 @@ def convert(
         require_finite(params, f"--from={source} in {dtype}", sizes=config)
 
     copied = () if made else [name for name in TOKENIZER_FILES if present(tokenizer_path / name)]
-    to_path.mkdir(parents=True, exist_ok=True)
-    for name in copied:
-        (tokenizer_path / name).copy(to_path / name)
-    for name, content in made.items():
-        write_json(to_path / name, content)
-    if to_kind == "hf":
-        hf.save_hf(params, config, to_path, dtype=dtype, extra_config=kept)
-    else:
-        save_orbax(params, config, to_path, kept=kept)
+    with _complete(to_path) as folder:
+        for name in copied:
+            (tokenizer_path / name).copy(folder / name)
+        for name, content in made.items():
+            write_json(folder / name, content)
+        if to_kind == "hf":
+            hf.save_hf(params, config, folder, dtype=dtype, extra_config=kept)
+        else:
+            save_orbax(params, config, folder, kept=kept)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     files = ", ".join([*copied, *made]) or "-"
     return f"{source} -> {target}: {count:,} parameters in {dtype}; also {files}"
+
+
+@contextlib.contextmanager
+def _complete(target: epath.Path) -> Iterator[epath.Path]:
+    """Yields a directory to write, which becomes `target` at the end; a bucket's is `target`.
+
+    Whatever ends the command before leaves nothing. OSErrors without a path get the target's.
+    """
+    try:
+        if not is_local(target):
+            target.mkdir(parents=True, exist_ok=True)
+            yield target
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.") as beside:
+            folder = epath.Path(beside) / "model"
+            folder.mkdir()
+            yield folder
+            folder.rename(target)
+    except OSError as error:
+        error.filename = error.filename or str(target)
+        raise
 
 
 def save_orbax(params, config: ModelConfig, path, *, kept: Mapping[str, Any]):

@@ -171,8 +171,9 @@ def conclude(workdir: pathlib.Path) -> None:
 
 def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[str]:
     """Returns the summary of a run that has done all steps of this recipe; [] for any other."""
-    if not (workdir / chain.SEAL).is_file():
+    if not all((workdir / name).is_file() for name in (chain.SEAL, "metrics.jsonl", "config.json")):
         return []
+    start.check(config)
     rows = files.read_rows(workdir / "metrics.jsonl")
     done = rows[-1]["step"] + 1 if rows else 0
     if done != config.num_steps or files.read_json(workdir / chain.SEAL).get("rows") != len(rows):

@@ -42,6 +42,27 @@ def shown(name: str) -> str:
     return name if name.isprintable() and len(name) <= MAX_SHOWN_CHARS else quoted(name)
 
 
+def printable(text: str) -> str:
+    """Text of unknown origin on one line: nothing in it can move the cursor or change colours.
+
+    A line break becomes a return sign, every other unprintable character (control, bidirectional,
+    surrogate) its Python escape.
+    """
+    return "".join(
+        char
+        if char.isprintable()
+        else "⏎"
+        if char == "\n"
+        else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """Text of unknown origin as `printable` has it, but for its line breaks and tabs."""
+    return "".join(char if char in "\n\t" else printable(char) for char in text)
+
+
 def listing(folder: epath.Path) -> str:
     """Names a directory's files, for messages."""
     names = sorted(path.name for path in folder.iterdir())

@@ -177,8 +177,16 @@ def read(path) -> GGUFModel:
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= MAX_HEADER_BYTES:
         raise ValueError(f"{file}: general.alignment is {quoted(alignment)}; {AGAIN}")
-    start = math.ceil(header.position / alignment) * alignment
-    tensors = {name: _tensor(file, size, name, start, *info) for name, info in infos.items()}
+    start = begin = math.ceil(header.position / alignment) * alignment
+    tensors = {}
+    for name, info in infos.items():
+        tensors[name], end = _tensor(file, size, name, start, *info)
+        if tensors[name].start != begin:
+            raise ValueError(
+                f"{file}: {shown(name)} begins at byte {tensors[name].start:,}, but the tensors "
+                f"before it end at {begin:,}; {AGAIN}"
+            )
+        begin = math.ceil(end / alignment) * alignment
     return GGUFModel(file, metadata, tensors)
 
 
@@ -333,8 +341,11 @@ def _library():
     return gguf
 
 
-def _tensor(file, size, name, start, shape, kind_id, offset) -> GGUFTensor:
-    """Makes a tensor of its entry; ValueError for what cannot be dequantised, or is not there."""
+def _tensor(file, size, name, start, shape, kind_id, offset) -> tuple[GGUFTensor, int]:
+    """Makes (a tensor, the byte where it ends) of an entry.
+
+    Raises ValueError for what cannot be dequantised, or is not there.
+    """
     library = _library()
     try:
         kind = library.GGMLQuantizationType(kind_id)
@@ -351,7 +362,7 @@ def _tensor(file, size, name, start, shape, kind_id, offset) -> GGUFTensor:
         raise ValueError(
             f"{file} is cut off: {shown(name)} ends at byte {end:,} of {size:,}; {AGAIN}"
         )
-    return tensor
+    return tensor, end
 
 
 def _factors(model: GGUFModel, config: ModelConfig) -> Llama3Scaling | None:

@@ -54,6 +54,15 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     assert fit.fit_training(config) == []  # the second start of a run finds them set
 
 
+def test_sizes_that_differ_between_processes_are_refused_before_any_is_chosen(monkeypatch):
+    """A process with an open cache waited for ever for one that had it."""
+    config = left_open(tiny.get_config(), "rollout.cache_mib")
+    others = {"rollout.cache_mib": 64}
+    monkeypatch.setattr(fit.hosts, "gather", lambda given: [given, given | others])
+    with pytest.raises(ValueError, match=r"process 1 has .*'rollout.cache_mib': 64.*, process 0"):
+        fit.fit_training(config)
+
+
 def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
     config = left_open(tiny.get_config(), "rollout.cache_mib", "rollout.slot_tokens")
     fit.fit_training(config)
@@ -76,6 +85,29 @@ def test_on_an_accelerator_the_cache_leaves_room_for_the_training_state():
     config.rollout.cache_mib = 0
     with pytest.raises(ValueError, match=r"does not fit in the .* MiB that a device of 6,656"):
         fit.fit_training(config, devices=one, device_bytes=6_656 * 2**20)
+
+
+def test_a_device_without_room_is_refused_though_a_request_fits_a_mebibyte():
+    config = left_open(tiny.get_config(), "rollout.cache_mib")
+    config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 32, 16
+    config.rollout.page_tokens = 16
+    config.mesh.model, config.mesh.data = 1, 1
+    with pytest.raises(ValueError, match=r"does not fit in the 0 MiB that a device of 5"):
+        fit.fit_training(config, devices=build.jax.devices()[:1], device_bytes=5 * 2**20)
+
+
+def test_a_cpu_gets_as_many_slots_as_keep_its_products_busy():
+    slots = []
+    for config in (tiny.get_config(), qwen2_5_0_5b.get_config()):
+        left_open(config, "rollout.cache_mib")
+        config.model.path = "" if config.model.preset else config.model.path
+        r = config.rollout
+        r.generation_prompts, r.max_prompt_tokens, r.max_response_tokens = 10_000, 32, 32
+        r.page_tokens = r.slot_tokens = 16
+        fit.fit_training(config)
+        slots.append(build.programs(config, vocab_size=0).engine.cache.slots)
+    assert fit.MOST_SLOTS <= slots[0] < 1.2 * fit.MOST_SLOTS
+    assert fit.FEWEST_CPU_SLOTS <= slots[1] < 2 * fit.FEWEST_CPU_SLOTS
 
 
 def test_padding_is_predicted_as_packing_has_it():

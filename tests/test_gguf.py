@@ -1,10 +1,12 @@
 """GGUF files: the weights and tokenizer of each kind, and an error for everything that is wrong."""
 
+import errno
 import json
 import math
 import re
 import struct
 import sys
+from unittest import mock
 
 import gguf as library
 import jax
@@ -399,6 +401,10 @@ BROKEN = {
         header(tensors=tensor(2, 33, kind=8)),
         r"rows of 33 values, but blocks of 32 \(Q8_0",
     ),
+    "offset": (
+        header(tensors=tensor(1, offset=32) + bytes(128)),
+        r"output\.weight begins at byte \d+, but the tensors before it end at \d+; download",
+    ),
     "data": (header(tensors=tensor(2, 33)), r"is cut off: output\.weight ends at byte 360 of 77"),
 }
 
@@ -412,6 +418,16 @@ def test_a_broken_file_is_refused_in_one_line(case, tmp_path):
     assert "a.gguf" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
+    """A cut model stayed, and the same command was refused: its target was not empty."""
+    write(tmp_path / "a.gguf", "llama", SIZES, small())
+    monkeypatch.setattr(hf, "save_hf", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full") as error:
+        convert(f"gguf:{tmp_path / 'a.gguf'}", f"hf:{tmp_path / 'out'}", dtype="float32")
+    assert error.value.filename == str(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
 
 def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path):

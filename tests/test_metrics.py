@@ -28,13 +28,12 @@ from dapo_jax.run.display import (
     Sample,
     evaluation_line,
     format_duration,
-    printable,
-    printable_lines,
     shorten_middle,
 )
 from dapo_jax.run.files import Rows, append_log, atomic_file, read_rows, write_rollouts
 from dapo_jax.run.metrics import METRICS, Metric, Step, Stopwatch, described, score_metric, step_row
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
+from dapo_jax.untrusted import printable, printable_lines
 
 ROW = {
     "step": 12,

@@ -156,6 +156,21 @@ def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
     assert rows_without_timings(run) == rows_without_timings(finished)
 
 
+@pytest.mark.parametrize("lost", ["metrics.jsonl", "config.json"])
+def test_a_finished_run_that_lost_a_file_is_started(finished, tmp_path, lost):
+    """A lost metrics.jsonl was an error; without config.json any recipe was called finished."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / lost).unlink()
+    assert train.finished_lines(small_config(), run, None) == []
+
+
+def test_invalid_settings_of_a_finished_run_are_refused(finished):
+    config = small_config()
+    config.rollout.cache_mib = -5
+    with pytest.raises(ValueError, match=r"rollout.cache_mib = -5"):
+        train.train(config, finished)
+
+
 def test_another_recipe_in_the_same_directory_is_refused(finished):
     config = small_config()
     config.algo.eps_high = 0.24

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo_jax.run.metrics import METRICS, Metric, score_metric
+from dapo_jax.untrusted import printable
 
 PLAIN_WIDTH = 140  # columns of a sample in a log file, which has no width of its own
 ELAPSED_FROM = 50  # narrower terminals show only the remaining time beside the bar
@@ -41,27 +42,6 @@ class Sample:
     reward: float
     response_tokens: int
     truncated: bool  # ran into the length limit instead of a stop token
-
-
-def printable(text: str) -> str:
-    """Text of unknown origin on one line: nothing in it can move the cursor or change colours.
-
-    A line break becomes a return sign, every other unprintable character (control, bidirectional,
-    surrogate) its Python escape.
-    """
-    return "".join(
-        char
-        if char.isprintable()
-        else "⏎"
-        if char == "\n"
-        else char.encode("unicode_escape").decode()
-        for char in text
-    )
-
-
-def printable_lines(text: str) -> str:
-    """Text of unknown origin as `printable` has it, but for its line breaks and tabs."""
-    return "".join(char if char in "\n\t" else printable(char) for char in text)
 
 
 def shorten_middle(text: str, *, limit: int) -> str:

@@ -88,11 +88,21 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
     sequence. The cache holds the first generation batch, as far as the devices have memory beside
     the training state.
     devices, device_bytes: of a compile-only topology; None: this program's.
-    Raises ValueError as `fit_cache` does.
+    Raises ValueError as `fit_cache` does, and where the processes' sizes differ.
     """
     c, r = config.learner, config.rollout
     keys = ("learner.row_tokens", "learner.micro_batch_rows", *CACHE_KEYS)
-    chosen = [key for key, value in base.leaves(config) if key in keys and not value]
+    given = {key: value for key, value in base.leaves(config) if key in keys}
+    if devices is None:
+        # Before a process with a size left open waits for one that has it.
+        first, *others = hosts.gather(given)
+        for process, theirs in enumerate(others, start=1):
+            if theirs != first:
+                raise ValueError(
+                    f"process {process} has {theirs}, process 0 has {first}: give all processes "
+                    "the same settings"
+                )
+    chosen = [key for key, value in given.items() if not value]
     if not chosen:
         return []
     mesh = _mesh(config, devices)
@@ -201,7 +211,7 @@ def fit_cache(
     # The fewest that hold the requests: rows of more slots are computed in every step.
     sizes_mib = range(1, max(1, int(most) // 2**20))
     mib = 1 + bisect.bisect_left(sizes_mib, wanted, key=slots)
-    if not slots(mib):
+    if most < mib * 2**20 or not slots(mib):
         raise ValueError(_no_room(config, most, device, mesh.shape["model"], training=training))
     r.cache_mib = mib
 
@@ -235,16 +245,17 @@ def _no_room(
     limit = "rollout.max_response_tokens" if training else "--max_tokens"
     text = (
         f"a prompt of {r.max_prompt_tokens:,} tokens with a response of {r.max_response_tokens:,} "
-        f"({limit}) does not fit in the "
+        f"({limit}), in pages of {r.page_tokens:,} (rollout.page_tokens), does not fit in the "
     )
     if device_bytes is None:
-        return f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower {limit}"
+        of_cpu = f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower the largest"
+        return f"{of_cpu}, or set rollout.cache_mib" if training else of_cpu
     weights = device_bytes - left_bytes / CACHE_SHARE
     return (
         f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
         f"has for the cache beside {weights / mib:,.0f} MiB of weights "
         f"{'and training state ' if training else ''}({config.model.compute_dtype}). Lower "
-        f"{limit}, or split the weights over more "
+        f"the largest, or split the weights over more "
         f"devices than {degree} (mesh.model)"
     )
 

