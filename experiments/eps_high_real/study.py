@@ -11,7 +11,7 @@ from experiments.study import CLIPPED, Claim, Study
 
 RATE = 5e-6
 NO_CLIP = 1e9
-BUDGET_TOKENS = 30_000
+BUDGET_TOKENS = 24_000
 CLIPS = {"eps_0.2": 0.2, "eps_0.28": 0.28, "no_upper_clip": NO_CLIP}
 RATES = {"": RATE, "_rate_x2": 2 * RATE}
 
@@ -37,10 +37,10 @@ STUDY = Study(
     title="eps_high on SmolLM2-135M",
     config="configs/smollm2_135m.py",
     settings={
-        "num_steps": "12",
-        "eval.every_steps": "12",
+        "num_steps": "8",
+        "eval.every_steps": "8",
         "eval.samples_per_prompt": "8",
-        "checkpoint.every_steps": "12",
+        "checkpoint.every_steps": "8",
     },
     arms={
         f"{clip}{name}": f"algo.eps_high={eps} learner.learning_rate={rate}"
