@@ -1,4 +1,4 @@
-"""eps_high on SmolLM2-135M-Instruct, which learns sums while its entropy collapses."""
+"""eps_high, and DAPO against naive GRPO, on SmolLM2-135M: sums, while its entropy collapses."""
 
 import functools
 import math
@@ -14,6 +14,7 @@ NO_CLIP = 1e9
 BUDGET_TOKENS = 24_000
 CLIPS = {"eps_0.2": 0.2, "eps_0.28": 0.28, "no_upper_clip": NO_CLIP}
 RATES = {"": RATE, "_rate_x2": 2 * RATE}
+NAIVE = "naive_grpo"
 
 
 def accuracy_area(run, *, budget: int = BUDGET_TOKENS) -> float:
@@ -29,7 +30,13 @@ def accuracy_area(run, *, budget: int = BUDGET_TOKENS) -> float:
     return 100 * float(np.average(column(run.rows, "accuracy/mean"), weights=tokens))
 
 
+def accuracy_of_steps(run, *, steps: int = 8) -> float:
+    """Mean accuracy, in percent, of the first steps."""
+    return 100 * float(np.mean(column(run.rows, "accuracy/mean")[:steps]))
+
+
 AREA = Quantity(f"accuracy, mean of the first {BUDGET_TOKENS // 1000} k tokens, %", accuracy_area)
+EQUAL_STEPS = Quantity("accuracy, mean of the first 8 steps, %", accuracy_of_steps)
 ENTROPY = last("entropy of trained tokens, nats, last third", "entropy", form="{:.3f}")
 score = functools.partial(final_score, "sums")
 
@@ -46,8 +53,12 @@ STUDY = Study(
         f"{clip}{name}": f"algo.eps_high={eps} learner.learning_rate={rate}"
         for name, rate in RATES.items()
         for clip, eps in CLIPS.items()
+    }
+    | {
+        f"{NAIVE}{name}": f"preset={NAIVE} learner.learning_rate={rate} num_steps=14"
+        for name, rate in RATES.items()
     },
-    quantities=(AREA, score("mean@8"), score("pass@8"), ENTROPY, *CLIPPED),
+    quantities=(AREA, EQUAL_STEPS, score("mean@8"), score("pass@8"), ENTROPY, *CLIPPED),
     drawn={
         "accuracy/mean": "accuracy of the sampled responses",
         "entropy": "policy entropy, nats",
@@ -58,6 +69,11 @@ STUDY = Study(
         Claim(AREA, f"{above}{name}", +1, f"{below}{name}")
         for name in RATES
         for above, below in (("eps_0.28", "eps_0.2"), ("no_upper_clip", "eps_0.28"))
+    ]
+    + [
+        Claim(quantity, f"eps_0.28{name}", sign, f"{NAIVE}{name}")
+        for name in RATES
+        for quantity, sign in ((AREA, -1), (EQUAL_STEPS, +1))
     ],
     seeds=(0, 1, 2),
 )

@@ -105,7 +105,6 @@ def measured(of: build.Programs, params: dict, batches: Sequence[Batch]) -> np.n
 
 def rows_of(workdir: pathlib.Path) -> list[dict]:
     """A row for the start policy, and one for the last policy of each finished run."""
-    steps = int(STUDY.settings["num_steps"])
     runs = [p for p in STUDY.plan().points(workdir) if (p.workdir / "seal.json").is_file()]
     first = runs[0].workdir
     config = policy.run_recipe(first, trust_code=True)
@@ -131,8 +130,9 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
 
     rows = [row(START, 0, of.start_params(), texts)]
     for point in runs:
-        _, params, _ = policy.restored(of, point.workdir, steps)
-        rows.append(row(point.arm, point.seed, params, responses_of(point.workdir, steps)))
+        _, params, _ = policy.restored(of, point.workdir, point.num_steps)
+        answers = responses_of(point.workdir, point.num_steps)
+        rows.append(row(point.arm, point.seed, params, answers))
     return [one | {"kl": rows[0]["logp"] - one["logp"]} for one in rows]
 
 
