@@ -167,7 +167,7 @@ KEYS = {
     "rollout.on_generation_cap": Key("train", "on what there is; or \"stop\" the run cleanly",
                                      choices=("train", "stop")),
     "rollout.cache_mib": Key(16_384, "keys and values of prompts and responses, on each device; 0: "
-                             "for the first generation batch, as far as there is memory",
+                             "for the first generation batch, as memory and a CPU's cores allow",
                              at_least=0),
     "rollout.slot_tokens": Key(4_608, "response tokens of cache a slot; longer ones take more; 0: "
                                "half of the limit", at_least=0),

@@ -14,7 +14,6 @@ Qwen3; pip install "dapo_jax[gguf]") gives the values to which its blocks are de
 import contextlib
 import dataclasses
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,12 +29,13 @@ from dapo_jax.run.policy import restored, run_recipe
 from dapo_jax.tasks.gguf_tokenizer import tokenizer_files
 from dapo_jax.untrusted import is_local, present
 from models import families, gguf, hf
-from models.hf_config import load_config, read_config, write_json
+from models.hf_config import CONFIG_FILE, load_config, read_config, write_json
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
 MODEL_CONFIG_FILE = "model_config.json"
 PARAMS_FOLDER = "params"
+PARTIAL = ".partial"  # of what is being written
 # Keys of config.json that the model does not compute with, but that its users need.
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 SOURCES, TARGETS = ("hf:DIR", "orbax:DIR", "run:DIR", "gguf:FILE"), ("hf:DIR", "orbax:DIR")
@@ -57,7 +57,9 @@ def convert(
     from_kind, from_path = _place("from", source, SOURCES)
     if step is not None and from_kind != "run":
         raise ValueError(f"--step is {step}, but --from is {source!r}: only a run has steps")
-    if to_path.exists() and (not to_path.is_dir() or any(to_path.iterdir())):
+    if to_path.exists() and (
+        not to_path.is_dir() or {p.name for p in to_path.iterdir()} - {PARTIAL}
+    ):
         raise FileExistsError(f"--to: {to_path} exists and is not an empty directory")
 
     tokenizer_path, made = from_path, {}
@@ -96,23 +98,24 @@ def convert(
 
 @contextlib.contextmanager
 def _complete(target: epath.Path) -> Iterator[epath.Path]:
-    """Yields a directory to write, which becomes `target` at the end; a bucket's is `target`.
+    """Yields the directory to write: one inside `target`, whose files move up at the end.
 
-    Whatever ends the command before leaves nothing. OSErrors without a path get the target's.
+    An error, a signal or a kill before leaves at most that one, and the next command removes it. In
+    a bucket it is `target` itself. Errors of the system without a path get the target's.
     """
+    folder = target / PARTIAL if is_local(target) else target
     try:
-        if not is_local(target):
-            target.mkdir(parents=True, exist_ok=True)
-            yield target
-            return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.") as beside:
-            folder = epath.Path(beside) / "model"
-            folder.mkdir()
-            yield folder
-            folder.rename(target)
+        if is_local(target) and folder.exists():
+            folder.rmtree()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        if is_local(target):
+            for file in sorted(folder.iterdir(), key=lambda file: file.name == CONFIG_FILE):
+                file.rename(target / file.name)
+            folder.rmdir()
     except OSError as error:
-        error.filename = error.filename or str(target)
+        if error.errno is not None and error.filename is None:
+            error.filename = str(target)
         raise
 
 

@@ -342,7 +342,7 @@ def _library():
 
 
 def _tensor(file, size, name, start, shape, kind_id, offset) -> tuple[GGUFTensor, int]:
-    """Makes (a tensor, the byte where it ends) of an entry.
+    """Returns (the tensor of an entry, the byte where it ends).
 
     Raises ValueError for what cannot be dequantised, or is not there.
     """

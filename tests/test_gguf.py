@@ -420,14 +420,24 @@ def test_a_broken_file_is_refused_in_one_line(case, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_failed_conversion_may_be_repeated(tmp_path, monkeypatch, linked):
     """A cut model stayed, and the same command was refused: its target was not empty."""
     write(tmp_path / "a.gguf", "llama", SIZES, small())
-    monkeypatch.setattr(hf, "save_hf", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
-    with pytest.raises(OSError, match="full") as error:
-        convert(f"gguf:{tmp_path / 'a.gguf'}", f"hf:{tmp_path / 'out'}", dtype="float32")
-    assert error.value.filename == str(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+    out = tmp_path / "out"
+    if linked:  # a rename to its name would fail
+        (tmp_path / "place").mkdir()
+        out.symlink_to(tmp_path / "place")
+    command = (f"gguf:{tmp_path / 'a.gguf'}", f"hf:{out}")
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "save_hf", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        with pytest.raises(OSError, match="full") as error:
+            convert(*command, dtype="float32")
+    assert error.value.filename == str(out)
+    assert not (out / "config.json").exists()
+    convert(*command, dtype="float32")
+    load_hf(out)
+    assert not (out / ".partial").exists()
 
 
 def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path):

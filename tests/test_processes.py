@@ -166,7 +166,7 @@ def training_of(loop) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "victim"), [("SIGTERM", 0), ("SIGSTOP", 1)])
+@pytest.mark.parametrize(("name", "victim"), [("SIGTERM", 0), ("SIGKILL", 1), ("SIGSTOP", 1)])
 def test_two_restart_loops_go_on_after_one_worker_is_lost(runs, two_processes, name, victim):
     """Bitwise as if nothing had been.
 

@@ -464,15 +464,17 @@ def test_each_token_gets_its_share_of_all_uniform_numbers():
     border_V = np.floor(np.cumsum(prob_V)[prob_V > 0] * 2**23)
     numbers = np.clip(border_V[:, None] + np.arange(-1, 3), 0, 2**23 - 1)
     numbers = np.unique(np.append(numbers, 0)).astype(int)
-    parts = np.resize(numbers, (len(numbers) // 2**12, 2**12))[::4]
-    tried = 0
-    for part in parts:
+    parts = np.pad(numbers, (0, -len(numbers) % 2**12), mode="edge").reshape(-1, 2**12)
+    tried, last = 0, len(parts) - 1
+    for i in sorted({*range(0, last, 4), last}):
+        part = parts[i]
         token, _ = sample_many(logits_V, (part * 2.0**-23).astype(np.float32), jit=jax.jit)
         between = np.diff(part) > 1
         assert np.all(np.diff(token) >= 0)
         assert np.array_equal(token[1:][between], token[:-1][between])
-        count_V = np.bincount(token[:-1], np.diff(part), minlength=ROWS)
-        whole = slice(token[0] + 1, token[-1])  # of others the part has not all numbers
+        count_V = np.bincount(token, np.diff(part, append=2**23), minlength=ROWS)
+        # Of the tokens of the other numbers the part has not all, but for the first and last parts.
+        whole = slice(token[0] + (i > 0), token[-1] + (i == last))
         assert np.all(prob_V[whole][count_V[whole] > 0] > 0)
         assert np.abs(count_V - prob_V * 2**23)[whole].max() < 1.5
         tried += whole.stop - whole.start

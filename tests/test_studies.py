@@ -40,7 +40,7 @@ def test_a_studys_sweep_passes_all_checks(name):
     made = study.load(name)
     plan = made.plan()
     assert list(plan.arms) == list(made.arms)
-    assert len(plan.seeds) >= (2 if made.claims else 1)
+    assert len(plan.seeds) >= (3 if made.claims else 1)
     assert len({quantity.name for quantity in made.quantities}) == len(made.quantities)
     assert len(study.panels(made.drawn)) == len(made.drawn)
     for trend in made.trends:

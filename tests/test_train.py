@@ -156,12 +156,23 @@ def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
     assert rows_without_timings(run) == rows_without_timings(finished)
 
 
-@pytest.mark.parametrize("lost", ["metrics.jsonl", "config.json"])
-def test_a_finished_run_that_lost_a_file_is_started(finished, tmp_path, lost):
-    """A lost metrics.jsonl was an error; without config.json any recipe was called finished."""
+def test_a_finished_run_that_lost_its_metrics_says_so(finished, tmp_path, capsys):
+    """It was an error, though a run that has not finished goes on."""
     run = shutil.copytree(finished, tmp_path / "run")
-    (run / lost).unlink()
-    assert train.finished_lines(small_config(), run, None) == []
+    (run / "metrics.jsonl").unlink()
+    train.train(small_config(), run)
+    assert "metrics.jsonl" in capsys.readouterr().out
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [2]
+
+
+def test_a_finished_run_that_lost_its_recipe_is_not_of_any_recipe(finished, tmp_path):
+    """Without config.json any recipe was called finished."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "config.json").unlink()
+    config = small_config()
+    config.seed += 1
+    with pytest.raises(ValueError, match="seed is"):
+        train.train(config, run)
 
 
 def test_invalid_settings_of_a_finished_run_are_refused(finished):

@@ -28,7 +28,7 @@ from sharding.mesh import make_mesh
 
 LONGEST_RESPONSE = 20_480  # tokens, where the model has positions for more
 MOST_SLOTS = 512  # on each group of devices: more of them save little
-# A CPU's decode step costs by its rows, idle ones too, once there are enough for its products.
+# More slots make a CPU's decode step slower, idle ones too, once its cores are busy.
 CPU_SLOTS_TIMES_PARAMETERS = 2**33
 FEWEST_CPU_SLOTS = 16
 CACHE_SHARE = 0.8  # of what the weights leave of a device; programs need the rest
@@ -86,7 +86,7 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
     A micro-batch has as many tokens as keep the devices busy, but no more than half of what an
     update is expected to have: the rest of the last one is padding. Its rows hold the longest
     sequence. The cache holds the first generation batch, as far as the devices have memory beside
-    the training state.
+    the training state, and on a CPU as far as its cores are not busy with less.
     devices, device_bytes: of a compile-only topology; None: this program's.
     Raises ValueError as `fit_cache` does, and where the processes' sizes differ.
     """
@@ -171,7 +171,7 @@ def fit_cache(
     devices=None,
     device_bytes: int | None = None,
 ) -> None:
-    """Fills in the cache: slots for so many requests, as far as the devices have memory.
+    """Fills in the cache: slots for so many requests, as memory and a CPU's cores allow.
 
     training: whether the training state is on the devices too. devices, device_bytes: as of
     `fit_training`. Raises ValueError, with the settings to change, where not one request fits
@@ -187,7 +187,7 @@ def fit_cache(
     wanted = min(MOST_SLOTS, -(-requests // rules.row_degree(mesh)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))
     if platform_of(mesh) == "cpu":
-        enough = -(-CPU_SLOTS_TIMES_PARAMETERS // parameters)
+        enough = -(-CPU_SLOTS_TIMES_PARAMETERS // (parameters * rules.row_degree(mesh)))
         wanted = min(wanted, max(FEWEST_CPU_SLOTS, enough))
     if (device := device_bytes or _device_bytes()) is None:
         most = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -248,14 +248,14 @@ def _no_room(
         f"({limit}), in pages of {r.page_tokens:,} (rollout.page_tokens), does not fit in the "
     )
     if device_bytes is None:
-        of_cpu = f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower the largest"
-        return f"{of_cpu}, or set rollout.cache_mib" if training else of_cpu
+        of_cpu = f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower {limit}"
+        return f"{of_cpu} or rollout.page_tokens, or set rollout.cache_mib" if training else of_cpu
     weights = device_bytes - left_bytes / CACHE_SHARE
     return (
         f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
         f"has for the cache beside {weights / mib:,.0f} MiB of weights "
         f"{'and training state ' if training else ''}({config.model.compute_dtype}). Lower "
-        f"the largest, or split the weights over more "
+        f"{limit}{' or rollout.page_tokens' if training else ''}, or split the weights over more "
         f"devices than {degree} (mesh.model)"
     )
 

@@ -3,10 +3,11 @@
     python -m experiments.eps_high_real.texts --workdir=DIR
     python -m experiments.eps_high_real.texts
 
-The first measures the last policy of each run in DIR and writes texts.jsonl; both print the table
-of it: means over the seeds, and the differences from the lowest clip at the same rate. The fixed
-texts are the start policy's responses to held-out questions, so all policies are measured on the
-same tokens, whatever they answer themselves.
+The first measures the policy of each run in DIR after 8 steps and writes texts.jsonl. Both print
+its tables: means over the seeds, and differences of arms with Student's 95 % interval, paired by
+seed.
+The fixed texts are the start policy's responses to held-out questions, so all policies are measured
+on the same tokens, whatever they answer themselves.
 """
 
 import collections
@@ -24,23 +25,23 @@ from absl import app, flags
 
 from dapo_jax import learner
 from dapo_jax.logprobs import chosen_logprobs
-from dapo_jax.report.compare import Comparison, Quantity, interval_text, spread_text, table
+from dapo_jax.report.compare import Comparison, Quantity, interval_text, signed, spread_text, table
 from dapo_jax.run import build, fit, policy
 from dapo_jax.types import Batch, Group, Response
-from experiments.eps_high_real.study import CLIPS, RATES, STUDY
+from experiments.eps_high_real.study import CLIPS, NAIVE, RATES, STEPS, STUDY
 from experiments.study import look_into
 from models.transformer import abstract_params
 
 FILE = pathlib.Path(__file__).parent / "texts.jsonl"
 SET, START = "sums", "start"
 PROMPTS = 24  # whose responses by the start policy are the fixed texts
-LOWEST = next(iter(CLIPS))
+WORDS = 6  # of each response, so that long ones do not count as less diverse
 MEASURES = tuple(
     Quantity(title, operator.itemgetter(key), form)
     for key, title, form in (
         ("entropy", "entropy on fixed texts, nats", "{:.3f}"),
-        ("kl", "KL of the start policy to it, nats", "{:.3f}"),
-        ("distinct_2", "distinct-2 of a prompt's 8 responses", "{:.3f}"),
+        ("kl", "KL(start || policy), nats a token", "{:.3f}"),
+        ("distinct_2", "distinct-2 of a prompt's 8 responses, first 6 words", "{:.3f}"),
         ("right", "right, %", "{:.1f}"),
     )
 )
@@ -57,10 +58,10 @@ def responses_of(workdir: pathlib.Path, step: int) -> dict[int, list[dict]]:
 
 
 def distinct_2(texts: Sequence[str]) -> float:
-    """The share of the pairs of neighbouring words of all texts that differ from each other."""
+    """Distinct pairs of neighbouring words, as a share of all pairs in the texts' beginnings."""
     pairs = []
     for text in texts:
-        words = text.split()
+        words = text.split()[:WORDS]
         pairs += itertools.pairwise(words)
     return len(set(pairs)) / max(1, len(pairs))
 
@@ -104,7 +105,7 @@ def measured(of: build.Programs, params: dict, batches: Sequence[Batch]) -> np.n
 
 
 def rows_of(workdir: pathlib.Path) -> list[dict]:
-    """A row for the start policy, and one for the last policy of each finished run."""
+    """A row for the start policy, and one for the policy of each finished run after STEPS."""
     runs = [p for p in STUDY.plan().points(workdir) if (p.workdir / "seal.json").is_file()]
     first = runs[0].workdir
     config = policy.run_recipe(first, trust_code=True)
@@ -130,29 +131,40 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
 
     rows = [row(START, 0, of.start_params(), texts)]
     for point in runs:
-        _, params, _ = policy.restored(of, point.workdir, point.num_steps)
-        answers = responses_of(point.workdir, point.num_steps)
-        rows.append(row(point.arm, point.seed, params, answers))
+        _, params, _ = policy.restored(of, point.workdir, STEPS)
+        rows.append(row(point.arm, point.seed, params, responses_of(point.workdir, STEPS)))
     return [one | {"kl": rows[0]["logp"] - one["logp"]} for one in rows]
 
 
+def compared() -> list[tuple[str, str]]:
+    """Lists the pairs of arms whose difference is shown: (arm, the one that is taken off)."""
+    clips = [(f"{b}{rate}", f"{a}{rate}") for rate in RATES for a, b in itertools.pairwise(CLIPS)]
+    once, twice = RATES
+    rates = [(f"{arm}{twice}", f"{arm}{once}") for arm in (*CLIPS, NAIVE)]
+    return [*clips, *rates, *((f"eps_0.28{rate}", f"{NAIVE}{rate}") for rate in RATES)]
+
+
 def result(rows: list[dict]) -> str:
-    """The table as Markdown."""
-    lines = []
-    for arm in (START, *STUDY.arms):
-        rate = next((name for name in reversed(RATES) if arm.endswith(name)), "")
-        than, cells = f"{LOWEST}{rate}", [arm]
+    """The tables as Markdown."""
+    names = [quantity.name for quantity in MEASURES]
+
+    def values(quantity: Quantity, arm: str) -> dict[int, float]:
+        return {row["seed"]: quantity.value(row) for row in rows if row["arm"] == arm}
+
+    means = [
+        [arm, *(spread_text(quantity, values(quantity, arm)) for quantity in MEASURES)]
+        for arm in (START, *STUDY.arms)
+    ]
+    differences = []
+    for arm, than in compared():
+        cells = [f"{arm} - {than}"]
         for quantity in MEASURES:
-            ours, theirs = (
-                {row["seed"]: quantity.value(row) for row in rows if row["arm"] == a}
-                for a in (arm, than)
-            )
-            text = spread_text(quantity, ours)
-            if arm not in (START, than):
-                text += f" {interval_text(quantity, Comparison.of(ours, theirs).paired)}"
-            cells.append(text)
-        lines.append(cells)
-    return "\n".join(table(["arm", *(quantity.name for quantity in MEASURES)], lines))
+            paired = Comparison.of(values(quantity, arm), values(quantity, than)).paired
+            difference = signed(quantity, paired.difference)
+            cells.append(f"{difference} {interval_text(quantity, paired)}")
+        differences.append(cells)
+    tables = [*table(["arm", *names], means), "", *table(["difference", *names], differences)]
+    return "\n".join(tables)
 
 
 def main(_):
