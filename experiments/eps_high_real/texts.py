@@ -159,9 +159,9 @@ def result(rows: list[dict]) -> str:
     for arm, than in compared():
         cells = [f"{arm} - {than}"]
         for quantity in MEASURES:
-            paired = Comparison.of(values(quantity, arm), values(quantity, than)).paired
-            difference = signed(quantity, paired.difference)
-            cells.append(f"{difference} {interval_text(quantity, paired)}")
+            found = Comparison.of(values(quantity, arm), values(quantity, than))
+            text = f"{signed(quantity, found.paired.difference)} "
+            cells.append(text + interval_text(quantity, found.paired) if found.pairs else "-")
         differences.append(cells)
     tables = [*table(["arm", *names], means), "", *table(["difference", *names], differences)]
     return "\n".join(tables)
