@@ -104,6 +104,11 @@ class GGUFTensor:
             )
         return values // block * size
 
+    @property
+    def end(self) -> int:
+        """Gives the byte behind the last row; raises as `row_bytes` does."""
+        return self.start + self.shape[0] * self.row_bytes
+
     def pieces(self, start: int, stop: int, step: int) -> Iterator[np.ndarray]:
         """Reads rows start to stop in Hugging Face's order, `step` (whole heads) at a time."""
         dequantize = _library().quants.dequantize
@@ -180,13 +185,13 @@ def read(path) -> GGUFModel:
     start = begin = math.ceil(header.position / alignment) * alignment
     tensors = {}
     for name, info in infos.items():
-        tensors[name], end = _tensor(file, size, name, start, *info)
-        if tensors[name].start != begin:
+        tensor = tensors[name] = _tensor(file, size, name, start, *info)
+        if tensor.start != begin:
             raise ValueError(
-                f"{file}: {shown(name)} begins at byte {tensors[name].start:,}, but the tensors "
-                f"before it end at {begin:,}; {AGAIN}"
+                f"{file}: {shown(name)} begins at byte {tensor.start:,}, but the tensors before it "
+                f"end at {begin:,}; {AGAIN}"
             )
-        begin = math.ceil(end / alignment) * alignment
+        begin = math.ceil(tensor.end / alignment) * alignment
     return GGUFModel(file, metadata, tensors)
 
 
@@ -341,11 +346,8 @@ def _library():
     return gguf
 
 
-def _tensor(file, size, name, start, shape, kind_id, offset) -> tuple[GGUFTensor, int]:
-    """Returns (the tensor of an entry, the byte where it ends).
-
-    Raises ValueError for what cannot be dequantised, or is not there.
-    """
+def _tensor(file, size, name, start, shape, kind_id, offset) -> GGUFTensor:
+    """Makes a tensor of its entry; ValueError for what cannot be dequantised, or is not there."""
     library = _library()
     try:
         kind = library.GGMLQuantizationType(kind_id)
@@ -357,12 +359,11 @@ def _tensor(file, size, name, start, shape, kind_id, offset) -> tuple[GGUFTensor
             f"dequantise ({error}); convert a file of another type, Q8_0 for one"
         ) from error
     tensor = GGUFTensor(file, name, shape, kind, start + offset)
-    end = tensor.start + shape[0] * tensor.row_bytes
-    if end > size:
+    if tensor.end > size:
         raise ValueError(
-            f"{file} is cut off: {shown(name)} ends at byte {end:,} of {size:,}; {AGAIN}"
+            f"{file} is cut off: {shown(name)} ends at byte {tensor.end:,} of {size:,}; {AGAIN}"
         )
-    return tensor, end
+    return tensor
 
 
 def _factors(model: GGUFModel, config: ModelConfig) -> Llama3Scaling | None:

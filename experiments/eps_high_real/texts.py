@@ -11,12 +11,10 @@ on the same tokens, whatever they answer themselves.
 """
 
 import collections
-import gzip
 import itertools
-import json
 import operator
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +25,7 @@ from dapo_jax import learner
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.report.compare import Comparison, Quantity, interval_text, signed, spread_text, table
 from dapo_jax.run import build, fit, policy
+from dapo_jax.run.files import read_rollouts
 from dapo_jax.types import Batch, Group, Response
 from experiments.eps_high_real.study import CLIPS, NAIVE, RATES, STEPS, STUDY
 from experiments.study import look_into
@@ -50,10 +49,8 @@ MEASURES = tuple(
 def responses_of(workdir: pathlib.Path, step: int) -> dict[int, list[dict]]:
     """The responses of a run's evaluation after a step, by the prompt's place in the set."""
     found = collections.defaultdict(list)
-    with gzip.open(workdir / "eval" / f"{step}.{SET}.jsonl.gz", "rt") as file:
-        for line in file:
-            response = json.loads(line)
-            found[response["cursor"]].append(response)
+    for response in read_rollouts(workdir / "eval" / f"{step}.{SET}.jsonl.gz"):
+        found[response["cursor"]].append(response)
     return dict(sorted(found.items()))
 
 
@@ -82,11 +79,10 @@ def fixed_batches(of: build.Programs, data: build.Data, tokenizer, texts) -> lis
     return [of.minibatch(part, np.ones((len(part), len(part[0].responses)))) for part in parts]
 
 
-def measured(of: build.Programs, params: dict, batches: Sequence[Batch]) -> np.ndarray:
-    """Sums (tokens, entropy, log-probability) of a policy over the texts of the batches."""
+def measure_of(of: build.Programs) -> Callable[[dict, Batch], jax.Array]:
+    """Makes the program (params, batch) -> (tokens, entropy, log-probability), in sums."""
     graph, how = abstract_params(of.sizes)[0], of.learning
 
-    @jax.jit
     def sums(params, batch):
         def add(i, total_3):
             micro = learner.micro_batch(batch, i)
@@ -101,7 +97,7 @@ def measured(of: build.Programs, params: dict, batches: Sequence[Batch]) -> np.n
 
         return jax.lax.fori_loop(0, batch.num_micro, add, jnp.zeros(3))
 
-    return sum(np.asarray(sums(params, batch), np.float64) for batch in batches)
+    return jax.jit(sums)
 
 
 def rows_of(workdir: pathlib.Path) -> list[dict]:
@@ -114,10 +110,10 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
     of = build.programs(config, tokenizer.vocab_size)
     data = build.load_data(config, tokenizer, training=False)
     texts = responses_of(first, 0)
-    batches = fixed_batches(of, data, tokenizer, texts)
+    batches, sums = fixed_batches(of, data, tokenizer, texts), measure_of(of)
 
     def row(arm, seed, params, responses) -> dict:
-        tokens, entropy, logp = measured(of, params, batches)
+        tokens, entropy, logp = sum(np.asarray(sums(params, b), np.float64) for b in batches)
         answers = [[r["response"] for r in of_prompt] for of_prompt in responses.values()]
         right = [r["correct"] for of_prompt in responses.values() for r in of_prompt]
         return {

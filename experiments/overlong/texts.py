@@ -8,8 +8,6 @@ texts.jsonl; both print the table of it: means over the seeds, and the differenc
 punishes.
 """
 
-import gzip
-import json
 import operator
 import pathlib
 import re
@@ -19,6 +17,7 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax.report.compare import Comparison, Quantity, interval_text, spread_text, table
+from dapo_jax.run.files import read_rollouts
 from experiments.forks_base.task import loop_lines
 from experiments.overlong.study import STUDY
 from experiments.study import look_into
@@ -76,19 +75,13 @@ def works_all(response: dict) -> bool:
     return worked == set(OPERATION.findall(question))
 
 
-def read(path: pathlib.Path) -> list[dict]:
-    """The responses of one evaluation."""
-    with gzip.open(path, "rt") as file:
-        return [json.loads(line) for line in file]
-
-
 def rows_of(workdir: pathlib.Path) -> list[dict]:
     """Rows of the runs before their first step, as one arm, and after their last."""
     rows, last = [], int(STUDY.settings["num_steps"])
     for point in STUDY.plan().points(workdir):
         found = {point.arm: last} | ({START: 0} if point.arm == FIRST else {})
         for arm, step in found.items():
-            responses = read(point.workdir / "eval" / f"{step}.long.jsonl.gz")
+            responses = list(read_rollouts(point.workdir / "eval" / f"{step}.long.jsonl.gz"))
             rows.append({"arm": arm, "seed": point.seed, **measured(responses)})
     return rows
 
