@@ -300,9 +300,9 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     """Takes one optimizer step on one mini-batch: (state, metrics); pure, to be jitted.
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
-    update of which the loss, the gradient or the new state is not finite changes nothing:
-    metrics["taken"] is False, and metrics["bad"] is the place in `checked_names` of what is first
-    not finite (-1: nothing). metrics["empty"]: no token has any weight.
+    update of which the loss or the gradient is not finite changes nothing: metrics["taken"] is
+    False, and metrics["bad"] is the place in `checked_names` of what is first not finite (-1:
+    nothing). metrics["empty"]: no token has any weight.
     `start_weights`, the start policy's in the compute dtype, are what LoRA adapts and what the KL
     term is measured against; without either pass None.
     """
@@ -321,24 +321,18 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
     grad_norm = optax.tree.norm(grads)
 
-    def stepped(state, grads):
-        steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)
-        return TrainState(params, opt_state)
-
-    # Behind the barrier the new state is computed for the check alone, and again to be kept: one
-    # that served both would lie in memory beside the old one.
-    tried = stepped(*jax.lax.optimization_barrier((state, grads)))
     finite_N = jnp.stack(
         [
             jnp.isfinite(loss) & all_finite(sums),
             *map(all_finite, jax.tree.leaves(grads)),
             jnp.isfinite(grad_norm),
-            *map(all_finite, jax.tree.leaves(tried)),
         ]
     )
     finite = jnp.all(finite_N)
-    state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), stepped(state, grads), state)
+    steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)
+    stepped = TrainState(params, opt_state)
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
     tokens = sums.pop("tokens")
     metrics = {key: value / jnp.maximum(tokens, 1) for key, value in sums.items()}
     metrics["ratio_gap"] /= jnp.maximum(metrics["fresh"], jnp.finfo(jnp.float32).tiny)
@@ -358,12 +352,10 @@ def all_finite(tree) -> jax.Array:
 
 def checked_names(state: TrainState) -> list[str]:
     """Names what an update has to find finite, in the order in which it looks."""
-    params = leaf_names(state.params)
     return [
         "the loss or a metric of it",
-        *(f"the gradient of {name}" for name in params),
+        *(f"the gradient of {name}" for name in leaf_names(state.params)),
         "the gradient's norm",
-        *(f"the new {name}" for name in leaf_names(state)),
     ]
 
 

@@ -125,7 +125,7 @@ def finish(
 
     row = run.record.linked(row | made, before, arrays)
     progress = start.Progress(rollouts.cursor, tokens, row, rollouts.carried, retired)
-    alarms.require_finite_to_save(state, done.updates, step)
+    alarms.require_finite_to_save(state, step)
     run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
     run.record.step(row, rollouts, done.reward_PG)

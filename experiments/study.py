@@ -1,12 +1,12 @@
 """A study: arms of a recipe over seeds, predictions made before, a table and a figure after.
 
-    python -m experiments.study NAME --workdir=DIR
+    python -m experiments.study NAME --workdir=DIR [--seeds=0,1]
     python -m experiments.study NAME
 
-The first makes the runs, goes on where it stopped, and copies their rows to experiments/NAME; both
-write result.md and figure.png there from rows.jsonl.gz. experiments/NAME/study.py has the Study.
-The exit status is the sweep's;
-rows that are there already are replaced only where no run failed.
+The first makes the runs, of all seeds or of these, goes on where it stopped, and puts their rows
+into experiments/NAME, beside those of other seeds. Both write result.md and figure.png there from
+rows.jsonl.gz. experiments/NAME/study.py has the Study. The exit status is the sweep's; rows that
+are there already are replaced only where no run failed.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import pathlib
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -38,7 +37,7 @@ from dapo_jax.report.compare import (
     table,
     values,
 )
-from dapo_jax.report.rows import read_rows_file
+from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, commit_text, flatten, sweep_label
 from dapo_jax.report.statistics import Interval
 from dapo_jax.run.files import atomic_file
@@ -335,10 +334,13 @@ def make(study: Study, workdir: pathlib.Path, jobs: int) -> int:
     return 0
 
 
-def keep_rows(workdir: pathlib.Path, folder: pathlib.Path, status: int) -> None:
-    """Copies the sweep's rows to the study's folder, but not over others where a run has failed."""
-    if status == 0 or not (folder / ROWS).exists():
-        shutil.copyfile(workdir / ROWS, folder / ROWS)
+def keep_rows(study: Study, workdir: pathlib.Path, folder: pathlib.Path, status: int) -> None:
+    """Puts the rows of a sweep into the study's folder, but not over others where a run failed."""
+    there = read_rows_file(folder / ROWS) if (folder / ROWS).exists() else {}
+    if status == 0 or not there:
+        runs = there | read_rows_file(workdir / ROWS)
+        labels = itertools.starmap(sweep_label, itertools.product(study.arms, study.seeds))
+        write_rows(folder / ROWS, {label: runs[label] for label in labels if label in runs})
 
 
 def look_into(
@@ -361,9 +363,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         study, folder = load(argv[1]), HERE / argv[1]
         if flags.FLAGS.workdir:
-            workdir = pathlib.Path(flags.FLAGS.workdir)
-            status = make(study, workdir, flags.FLAGS.jobs)
-            keep_rows(workdir, folder, status)
+            workdir, seeds = pathlib.Path(flags.FLAGS.workdir), flags.FLAGS.seeds
+            part = dataclasses.replace(study, seeds=[*map(int, seeds)] or study.seeds)
+            status = make(part, workdir, flags.FLAGS.jobs)
+            keep_rows(study, workdir, folder, status)
         if not (folder / ROWS).exists():
             raise ValueError(f"{argv[1]} has no {ROWS} yet: --workdir=DIR makes the runs")
     except ValueError as error:
@@ -379,5 +382,6 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", "", "Where the runs are made; '': read the committed rows.")
+    flags.DEFINE_list("seeds", [], "Those of the study of which runs are made; '': all.")
     flags.DEFINE_integer("jobs", 2, "Runs at once.", lower_bound=1)
     app.run(main)

@@ -591,35 +591,24 @@ def test_the_reference_trains_its_first_step_at_zero_and_ours_is_one_ahead(share
     np.testing.assert_allclose(ours[: len(factors) - 1], factors[1:])
 
 
-@pytest.mark.parametrize("where", ["behavior", "advantage", "params", "moments"])
+@pytest.mark.parametrize("where", ["behavior", "advantage", "params"])
 def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
-    """A value that is not finite is named, and the state is bitwise the one before.
-
-    An infinite second moment divides the step by infinity: the gradient and the new weights are
-    finite, and only the new moments tell. Such an update was taken, and saved as it was.
-    """
+    """A value that is not finite is named, and the state is bitwise the one before."""
     start, _ = run_update(params, batch_of(data))  # moments that are not zero
     behavior, advantage_R = [logp.copy() for logp in data.behavior_logp], data.advantage_R.copy()
-    first = "the loss or a metric of it"
     if where == "behavior":
         behavior[3][7] = np.nan
     elif where == "advantage":
         advantage_R[2] = np.inf
-    elif where == "params":
+    else:
         norm_D = start.params["final_norm_D"].copy()
         norm_D[0] = np.inf
         start = start.replace(params=start.params | {"final_norm_D": norm_D})
-    else:
-        adam = start.opt_state[1][0]
-        nu = adam.nu | {"embed_VD": np.full_like(adam.nu["embed_VD"], np.inf)}
-        clip, (_, *rest) = start.opt_state
-        start = start.replace(opt_state=(clip, (adam._replace(nu=nu), *rest)))
-        first = "the new opt_state.1.0.nu.embed_VD"
     batch = batch_of(data.replace(behavior_logp=behavior, advantage_R=advantage_R))
     state, metrics = next_update(start, batch)
     assert not metrics["taken"]
-    assert learner.checked_names(start)[metrics["bad"]] == first
-    assert np.isfinite(metrics["grad_norm"]) == (where == "moments")
+    assert learner.checked_names(start)[metrics["bad"]] == "the loss or a metric of it"
+    assert not np.isfinite(metrics["grad_norm"])
     assert_bitwise_equal(state, start)
     if where in ("behavior", "advantage"):
         after, metrics = next_update(state, batch_of(data))
@@ -627,16 +616,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
         assert metrics["taken"]
         assert metrics["bad"] == -1
         assert_bitwise_equal(after, undisturbed)
-
-
-def test_a_step_to_weights_that_are_not_finite_is_not_taken(params, data):
-    """A learning rate of 1e39 is infinite in float32: every weight became so, and was saved."""
-    start = init_state(params, LEARNING)
-    state, metrics = next_update(start, batch_of(data), learning_rate=np.inf)
-    assert not metrics["taken"]
-    assert np.isfinite(metrics["grad_norm"])
-    assert learner.checked_names(start)[metrics["bad"]] == "the new params.embed_VD"
-    assert_bitwise_equal(state, start)
 
 
 def test_an_update_without_a_weighted_token_is_said(params, data):

@@ -8,7 +8,7 @@ import pytest
 
 import configs.forks
 from dapo_jax.report.compare import by_arm, last
-from dapo_jax.report.rows import read_rows_file
+from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run
 from dapo_jax.report.statistics import Interval
 from dapo_jax.run import build
@@ -57,7 +57,8 @@ def test_the_committed_result_is_what_the_committed_rows_give(name):
     made, folder = study.load(name), study.HERE / name
     runs = read_rows_file(folder / study.ROWS)
     assert (folder / study.RESULT).read_text() == study.result(made, runs)
-    assert made.finished(runs)[1] == []
+    seeds = {run.seed for run in runs.values()}  # all, or those that have been run so far
+    assert dataclasses.replace(made, seeds=sorted(seeds)).finished(runs)[1] == []
 
 
 def test_forks_are_the_four_words_of_each_line():
@@ -319,16 +320,23 @@ def test_seeds_without_a_value_are_counted():
     assert "| a   | 2     | 1.000 (of 1) |" in study.result(_study("a", seeds=range(2)), runs)
 
 
-def test_a_failed_sweep_does_not_replace_the_rows_that_are_there(tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / study.ROWS).write_bytes(b"of a sweep with failures")
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / study.ROWS).write_bytes(b"complete")
-    study.keep_rows(tmp_path / "runs", folder, status=1)
-    assert (folder / study.ROWS).read_bytes() == b"complete"
-    study.keep_rows(tmp_path / "runs", folder, status=0)
-    assert (folder / study.ROWS).read_bytes() == b"of a sweep with failures"
+def test_rows_are_added_to_those_of_other_seeds_unless_a_run_failed(tmp_path):
+    """A study of many hours is made a seed at a time; a sweep's rows replaced all others."""
+    made, rows = _study("ab", seeds=range(2)), tmp_path / study.ROWS
+    sweeps = [tmp_path / "first", tmp_path / "second"]
+    for seed, folder in enumerate(sweeps):
+        folder.mkdir()
+        runs = {f"{a}/seed_{seed}": _run(a, seed, entropy=[seed + 1.0] * 3) for a in "ab"}
+        write_rows(folder / study.ROWS, runs)
+    study.keep_rows(made, sweeps[0], tmp_path, status=1)
+    assert list(read_rows_file(rows)) == ["a/seed_0", "b/seed_0"]
+    study.keep_rows(made, sweeps[1], tmp_path, status=1)
+    assert list(read_rows_file(rows)) == ["a/seed_0", "b/seed_0"]
+    study.keep_rows(made, sweeps[1], tmp_path, status=0)
+    assert list(read_rows_file(rows)) == ["a/seed_0", "a/seed_1", "b/seed_0", "b/seed_1"]
+    write_rows(sweeps[0] / study.ROWS, {"b/seed_0": _run("b", 0, entropy=[9.0] * 3)})
+    study.keep_rows(made, sweeps[0], tmp_path, status=0)
+    assert [run.rows[0]["entropy"] for run in read_rows_file(rows).values()] == [1, 2, 9, 2]
 
 
 @pytest.mark.parametrize(

@@ -109,18 +109,13 @@ def require_finite_start(
         require_finite(start_weights, model, advice=replace, sizes=programs.sizes)
 
 
-def require_finite_to_save(state: TrainState, updates: Sequence[Mapping], step: int) -> None:
-    """Refuses to save a state that is not finite (ValueError).
-
-    An update that was taken has looked at the state that it returned, so that this costs nothing;
-    after one that was left out, or a step without any, the state is looked at.
-    """
-    if not (updates and updates[-1]["taken"]):
-        require_finite(
-            state,
-            f"step {step}: the state, which no update changed since, is not saved",
-            advice="give the command again to go on with the newest checkpoint",
-        )
+def require_finite_to_save(state: TrainState, step: int) -> None:
+    """Refuses a step's state that is not finite (ValueError): it must not be saved."""
+    require_finite(
+        state,
+        f"step {step}: the state is not saved",
+        advice="give the command again to go on with the newest checkpoint",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

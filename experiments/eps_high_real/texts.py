@@ -6,12 +6,13 @@
 The first measures the policy of each run in DIR after 8 steps and writes texts.jsonl. Both print
 its tables: means over the seeds, and differences of arms with Student's 95 % interval, paired by
 seed.
-The fixed texts are the start policy's responses to held-out questions, so all policies are measured
-on the same tokens, whatever they answer themselves.
+The fixed texts of a seed are the start policy's responses to held-out questions, so all policies of
+it are measured on the same tokens, whatever they answer themselves.
 """
 
 import collections
 import itertools
+import json
 import operator
 import pathlib
 from collections.abc import Callable, Sequence
@@ -101,18 +102,19 @@ def measure_of(of: build.Programs) -> Callable[[dict, Batch], jax.Array]:
 
 
 def rows_of(workdir: pathlib.Path) -> list[dict]:
-    """A row for the start policy, and one for the policy of each finished run after STEPS."""
+    """A row for the policy of each finished run after STEPS, one a seed for the start policy.
+
+    Rows of seeds that have no run in the folder stay as they are.
+    """
     runs = [p for p in STUDY.plan().points(workdir) if (p.workdir / "seal.json").is_file()]
-    first = runs[0].workdir
-    config = policy.run_recipe(first, trust_code=True)
+    config = policy.run_recipe(runs[0].workdir, trust_code=True)
     fit.fit_training(config)
     tokenizer = build.tokenizer(config)
     of = build.programs(config, tokenizer.vocab_size)
     data = build.load_data(config, tokenizer, training=False)
-    texts = responses_of(first, 0)
-    batches, sums = fixed_batches(of, data, tokenizer, texts), measure_of(of)
+    sums, seeds = measure_of(of), sorted({point.seed for point in runs})
 
-    def row(arm, seed, params, responses) -> dict:
+    def row(arm, seed, params, batches, responses) -> dict:
         tokens, entropy, logp = sum(np.asarray(sums(params, b), np.float64) for b in batches)
         answers = [[r["response"] for r in of_prompt] for of_prompt in responses.values()]
         right = [r["correct"] for of_prompt in responses.values() for r in of_prompt]
@@ -125,11 +127,20 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
             "right": 100 * float(np.mean(right)),
         }
 
-    rows = [row(START, 0, of.start_params(), texts)]
-    for point in runs:
-        _, params, _ = policy.restored(of, point.workdir, STEPS)
-        rows.append(row(point.arm, point.seed, params, responses_of(point.workdir, STEPS)))
-    return [one | {"kl": rows[0]["logp"] - one["logp"]} for one in rows]
+    rows = []
+    if FILE.exists():
+        there = [json.loads(line) for line in FILE.read_text().splitlines()]
+        rows = [row for row in there if row["seed"] not in seeds]
+    for seed in seeds:
+        of_seed = [point for point in runs if point.seed == seed]
+        texts = responses_of(of_seed[0].workdir, 0)
+        batches = fixed_batches(of, data, tokenizer, texts)
+        new = [row(START, seed, of.start_params(), batches, texts)]
+        for point in of_seed:
+            _, params, _ = policy.restored(of, point.workdir, STEPS)
+            new.append(row(point.arm, seed, params, batches, responses_of(point.workdir, STEPS)))
+        rows += [one | {"kl": new[0]["logp"] - one["logp"]} for one in new]
+    return sorted(rows, key=operator.itemgetter("seed"))
 
 
 def compared() -> list[tuple[str, str]]:

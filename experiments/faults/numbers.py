@@ -219,13 +219,11 @@ def one_update(rng, number: int, _) -> Outcome:
         for i in range(2)
     ]
     advantage_PG, rate = rng.normal(size=(2, 8)).astype(np.float32), config.learner.learning_rate
-    where = ("advantage", "log-probability", "learning rate", "weights")[number % 4]
+    where = ("advantage", "log-probability", "weights")[number % 3]
     if where == "advantage":
         advantage_PG[rng.integers(2), rng.integers(8)] = value
     elif where == "log-probability":  # log 0 is one that the clip handles
         groups[1].responses[rng.integers(8)].behavior_logp_T[0] = value = np.nan
-    elif where == "learning rate":
-        rate = value
     else:  # finite, and too large for what is computed from it
         value = 1e38
         state = state.replace(params=jax.tree.map(lambda p: p * np.float32(1e36), state.params))
