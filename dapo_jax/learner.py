@@ -208,7 +208,7 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         "remat": learning.remat,
         "project": kernels.learn_product,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
-        "unroll": kernels.unrolled_layers if learning.remat == "none" else 1,
+        "unroll": kernels.unrolls_layers and learning.remat == "none",
         "gather": functools.partial(rules.whole_rows, **part),
         "reduce": functools.partial(rules.split_sum, **part),
         "weights": Weights(

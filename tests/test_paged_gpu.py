@@ -1,17 +1,13 @@
 """Decode attention over pages: the GPU's kernels interpreted on CPU, lowered, and compiled."""
 
-import contextlib
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from processes import ran
 from test_engine import (
     PROMPTS,
     ROOMY,
@@ -26,7 +22,7 @@ from test_engine import (
 from models.kernels import KERNELS, paged_gpu, triton, xla
 from models.kernels.paged_gpu import paged_attention
 from models.kernels.pages_gpu import copy_pages, write_pages
-from sharding.mesh import make_mesh
+from tests import gpus
 from tests.paged import (
     a_slot_depends_on_itself_alone,
     make_case,
@@ -36,10 +32,6 @@ from tests.paged import (
 )
 from tests.quick import jit
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Here the plugin with the GPU's compiler may be: jax-cuda13-plugin and jax-cuda13-pjrt of JAX's
-# version, nvidia-cuda-nvcc and nvidia-nvvm, by pip install --no-deps --target .venv/cuda.
-PLUGIN = ROOT / ".venv" / "cuda"
 RUN = jit(paged_attention, static_argnames="interpret")
 TINY = {"head_dim": 16, "page_tokens": 16}
 SHAPES = {
@@ -175,24 +167,6 @@ HEADS = (
     (28, 4, 128, 64, 4, 8, jnp.bfloat16),
     (40, 8, 128, 128, 1, 16, jnp.float32),
 )
-# Compute capability and the shared memory that a block may ask for, in bytes, of GPUs that are not
-# there. The second has the least that any Ampere or Ada has.
-GPUS = {"H100": ((9, 0), 232_448), "RTX 4090": ((8, 9), 101_376)}
-# What XLA asks of them; the rest is an H100's.
-TARGET = """
-platform_name: "CUDA"
-gpu_device_info {
-  cuda_compute_capability { major: %d minor: %d }
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: %d
-  shared_memory_per_core: 233472 registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 device_memory_size: 84929347584
-}
-runtime_version { major: 13 }
-dnn_version_info { major: 9 }
-"""
 
 
 def steps(heads, *, sharding=None):
@@ -230,14 +204,6 @@ def steps(heads, *, sharding=None):
     return jax.jit(run, donate_argnums=1), arguments
 
 
-def an_h100():
-    """Tells JAX from 0.11 on which GPU to lower for; those before lower for one like it."""
-    if not hasattr(jax.sharding, "AbstractDevice"):
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
 @pytest.fixture
 def real_splits(monkeypatch):
     monkeypatch.undo()
@@ -248,7 +214,7 @@ def real_splits(monkeypatch):
 def test_lowers_for_a_gpu(real_splits, heads):
     """Two kernels a layer that attend, and one each that write and copy in the pools' place."""
     run, arguments = steps(heads)
-    with an_h100():
+    with gpus.an_h100():
         text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.split("\n") if "xla.gpu.triton" in line]
     assert len(calls) == 2 * (2 + 1 + 1)
@@ -267,7 +233,7 @@ def test_what_only_a_gpu_would_round_or_overflow(real_splits, monkeypatch, capsy
     run, arguments = steps(HEADS[-1])
     (k_PKHC, _), _ = arguments[1]
     assert k_PKHC.dtype == jnp.float32 and k_PKHC.size * k_PKHC.dtype.itemsize > 2**32
-    with an_h100():
+    with gpus.an_h100():
         run.trace(*arguments).lower(lowering_platforms=("cuda",))
     programs = capsys.readouterr().out.split("The Triton module for pallas_call ")[1:]
     assert len(programs) == 2 * (2 + 1 + 1)
@@ -277,28 +243,21 @@ def test_what_only_a_gpu_would_round_or_overflow(real_splits, monkeypatch, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"needs the GPU's compiler in {PLUGIN}")
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX looks for a GPU")
+@gpus.NEEDS_COMPILER
 def test_compiles_for_gpus():
     """No pool is copied: the program's own memory is far below one pool's; tiles fit on the chip.
 
     The compiler refuses tiles that take more shared memory than the GPU has.
     """
-    done = ran(__file__, PYTHONPATH=f"{ROOT}:{PLUGIN}", JAX_PLATFORMS="cpu")
-    lines = done.stdout.split("\n")[:-1]
-    assert len(lines) == len(GPUS) * len(HEADS)
+    lines = gpus.compiled(__file__)
+    assert len(lines) == len(gpus.GPUS) * len(HEADS)
     for line in lines:
         pool_bytes, temporary_bytes = (int(field) for field in line.split()[-2:])
         assert temporary_bytes < pool_bytes / 4, line
 
 
 if __name__ == "__main__":
-    for name, ((major, minor), shared_memory_bytes) in GPUS.items():
-        target = TARGET % (major, minor, shared_memory_bytes)
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target, topology="1x1x1"
-        )
-        mesh = make_mesh(data=1, model=1, devices=topology.devices)
+    for name, mesh in gpus.meshes():
         for heads in HEADS:
             run, arguments = steps(heads, sharding=NamedSharding(mesh, PartitionSpec()))
             memory = run.lower(*arguments).compile().memory_analysis()

@@ -14,7 +14,7 @@ from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import splash_tpu
 from models.kernels.packed import packed_attention
 from models.kernels.splash_tpu import fetched_blocks, splash_attention, visited_blocks
-from tests.quick import jit
+from tests.packed_rows import MANY, ODD, arrays, rows, value_and_gradient
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = 128
@@ -25,36 +25,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", BLOCK)
 
 
-def rows(*tokens):
-    """Segments [B, T] of rows that hold segments of so many tokens; the last is padding."""
-    return np.stack([np.repeat([*range(1, len(row)), 0], row) for row in tokens]).astype(np.int32)
-
-
-def arrays(segment_BT, *, heads=(4, 2, 2), head_dim=16):
-    rng = np.random.default_rng(0)
-    return [rng.normal(size=(*segment_BT.shape, n, head_dim)).astype(np.float32) for n in heads]
-
-
-def value_and_gradient(attend, arrays, segment_BT, counts_BT):
-    """(loss, gradients, outputs), the loss being over the tokens that count."""
-    numbers = segment_BT, np.zeros_like(segment_BT)
-
-    def loss(*arrays):
-        out_BTNH = attend(*arrays, *numbers)
-        return jnp.sum(jnp.where(counts_BT[..., None, None], jnp.sin(out_BTNH), 0)), out_BTNH
-
-    (value, out_BTNH), gradients = jax.device_get(
-        jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
-    )
-    return value, gradients, out_BTNH
-
-
 def splash(*args):
     return splash_attention(*args, interpret=True)
-
-
-ODD = rows([100, 33, 50, 17], [1, 199, 0])  # no whole number of blocks
-MANY = rows([256, 128, 256, 0], [640, 0], [130, 300, 210], [3, 120, 5, 400, 112], [640])
 
 
 @pytest.mark.parametrize(("segment_BT", "head_dim"), [(ODD, 128), (ODD, 64), (MANY, 128)])

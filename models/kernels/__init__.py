@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from models.kernels import (
     cpu,
+    flash_gpu,
     packed,
     paged_gpu,
     paged_tpu,
@@ -28,8 +29,8 @@ class Kernels:
     attend_pages is `paged_tpu`'s or `paged_gpu`'s, write_pages `pages_tpu`'s or `pages_gpu`'s, with
     their last argument given, or None where plain XLA attends to pages and writes them; copy_pages
     is one of theirs or `xla`'s.
-    learn_product and decode_product are einsums with a weight matrix. unrolled_layers is how many
-    layers the learner's loop takes at once where it recomputes nothing. compiler_options are the
+    learn_product and decode_product are einsums with a weight matrix. unrolls_layers says whether
+    the learner's layers are no loop where it recomputes nothing. compiler_options are the
     sampler's. platforms are those that can run all this; None: all.
     """
 
@@ -38,9 +39,9 @@ class Kernels:
     attend_pages: Callable | None
     write_pages: Callable | None
     learn_product: Callable
-    decode_product: Callable = cpu.weights_first
+    decode_product: Callable
     copy_pages: Callable = xla.copy_pages
-    unrolled_layers: int = 1
+    unrolls_layers: bool = False
     compiler_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     platforms: tuple[str, ...] | None = None
 
@@ -53,18 +54,27 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
         write_pages=functools.partial(pages_tpu.write_pages, interpret=interpret),
         copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),
         learn_product=jnp.einsum,
+        decode_product=_decode_product(interpret),
         platforms=(platform,),
     )
 
 
 def _gpu(*, interpret: bool, platform: str) -> Kernels:
-    return dataclasses.replace(
-        XLA,
+    return Kernels(
+        attend_rows=functools.partial(flash_gpu.flash_attention, interpret=interpret),
+        shares_prompts=False,
         attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
         write_pages=functools.partial(pages_gpu.write_pages, interpret=interpret),
         copy_pages=functools.partial(pages_gpu.copy_pages, interpret=interpret),
+        learn_product=jnp.einsum,
+        decode_product=_decode_product(interpret),
         platforms=(platform,),
     )
+
+
+def _decode_product(interpret: bool) -> Callable:
+    """Chooses a CPU's product where a CPU interprets the kernels: so its rows keep their bits."""
+    return cpu.weights_first if interpret else jnp.einsum
 
 
 XLA = Kernels(
@@ -73,6 +83,7 @@ XLA = Kernels(
     attend_pages=None,
     write_pages=None,
     learn_product=jnp.einsum,
+    decode_product=cpu.weights_first,
 )
 KERNELS = {
     "cpu": Kernels(
@@ -81,7 +92,8 @@ KERNELS = {
         attend_pages=None,
         write_pages=None,
         learn_product=cpu.small_side_transposed,
-        unrolled_layers=cpu.UNROLLED_LAYERS,
+        decode_product=cpu.weights_first,
+        unrolls_layers=True,  # a loop copies the weights of each layer
         compiler_options=cpu.DECODE_OPTIONS,
         platforms=("cpu",),
     ),

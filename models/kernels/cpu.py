@@ -1,4 +1,4 @@
-"""Products with weight matrices, and unrolled layers, that XLA's compiler for CPUs makes fast.
+"""Products with weight matrices that XLA's compiler for CPUs makes fast.
 
 Each product is jnp.einsum(spec, x, w) with one axis, or adjacent ones, summed over. The barriers
 keep XLA from transposing a product back.
@@ -11,8 +11,6 @@ import re
 import jax
 import jax.numpy as jnp
 
-# Layers in the body of a loop over them: what goes from one to the next is not copied then.
-UNROLLED_LAYERS = 4
 # Of the sampler's programs: products by themselves, not fused with others, since the latter's bits
 # depend on the batch's size.
 DECODE_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
