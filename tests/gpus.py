@@ -15,8 +15,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # version, nvidia-cuda-nvcc and nvidia-nvvm, by pip install --no-deps --target .venv/cuda.
 PLUGIN = ROOT / ".venv" / "cuda"
 # Compute capability and the shared memory that a block may ask for, in bytes, of GPUs that are not
-# there. The second has the least that any Ampere or Ada has.
-GPUS = {"H100": ((9, 0), 232_448), "RTX 4090": ((8, 9), 101_376)}
+# there. The last has the least that any Ampere or Ada has.
+GPUS = {"H100": ((9, 0), 232_448), "A100": ((8, 0), 166_912), "RTX 4090": ((8, 9), 101_376)}
 # What XLA asks of them; the rest is an H100's.
 TARGET = """
 platform_name: "CUDA"
@@ -46,9 +46,9 @@ def an_h100():
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-def compiled(file: str) -> list[str]:
+def compiled(file: str, **environment: str) -> list[str]:
     """Runs a file of tests as a program that compiles for `meshes`; returns the lines it prints."""
-    done = ran(file, PYTHONPATH=f"{ROOT}:{PLUGIN}", JAX_PLATFORMS="cpu")
+    done = ran(file, PYTHONPATH=f"{ROOT}:{PLUGIN}", JAX_PLATFORMS="cpu", **environment)
     return done.stdout.split("\n")[:-1]
 
 

@@ -56,8 +56,9 @@ def gradient(heads, *, sharding=None):
 @pytest.mark.slow
 @gpus.NEEDS_COMPILER
 def test_compiles_for_gpus():
-    """Memory is linear in the row; the compiler refuses tiles that take too much shared memory."""
-    lines = gpus.compiled(__file__)
+    """Memory is linear in the row; tiles fit into shared memory and into registers."""
+    no_spills = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+    lines = gpus.compiled(__file__, XLA_FLAGS=no_spills)
     assert len(lines) == len(gpus.GPUS) * len(HEADS)
     for line in lines:
         queries_bytes, temporary_bytes = (int(field) for field in line.split()[-2:])
