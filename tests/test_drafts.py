@@ -126,8 +126,8 @@ def test_drafts_change_no_bit_at_a_width_and_compiled_as_a_run_is():
     params = random_params(WIDE)[1]
     sampling = dataclasses.replace(SAMPLING, temperature=0.4, max_response_tokens=40)
     options = DECODE_OPTIONS
-    plain, _ = of_engine(0, params, sampling, config=WIDE, compiler_options=options)
-    drafted, _ = of_engine(3, params, sampling, config=WIDE, compiler_options=options)
+    plain, _ = of_engine(0, params, sampling, config=WIDE, decode_options=options)
+    drafted, _ = of_engine(3, params, sampling, config=WIDE, decode_options=options)
     assert_same_bits(plain, drafted)
 
 

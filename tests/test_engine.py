@@ -111,7 +111,7 @@ def build(
     params,
     *,
     parts=((1, 1),),
-    compiler_options=quick.COMPILER_OPTIONS,
+    decode_options=quick.COMPILER_OPTIONS,
     shards=1,
     kernels=KERNELS["cpu"],
 ):
@@ -123,7 +123,7 @@ def build(
     abstract = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
-    kernels = dataclasses.replace(kernels, compiler_options=compiler_options)
+    kernels = dataclasses.replace(kernels, decode_options=decode_options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_module, "PARTS", parts)
         return Engine(config, mesh, cache, params=abstract, kernels=kernels), params
@@ -435,7 +435,7 @@ def runs():
         TIGHT,
         random_params(WIDE)[1],
         parts=cache_module.PARTS[1::2],
-        compiler_options=KERNELS["cpu"].compiler_options,
+        decode_options=KERNELS["cpu"].decode_options,
     )
     with compilations() as first:
         engine.compile(TO_THE_LIMIT)
@@ -491,7 +491,7 @@ def test_programs_of_other_sizes_change_no_bit(draft_tokens):
         cache,
         random_params(config)[1],
         parts=((1 / 4, 1), (1, 1)),
-        compiler_options=KERNELS["cpu"].compiler_options,
+        decode_options=KERNELS["cpu"].decode_options,
     )
     groups = [Asked(cursor, np.arange(3 + cursor % 5), (16,) * 8) for cursor in range(16)]
     alone, _ = sample_groups(engine, params, groups[:1])
@@ -510,7 +510,7 @@ def test_neighbours_full_slots_and_restarts_change_no_bit(runs):
 def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
     """Every other group ends soon, so shards run out of work and take samples of others."""
     monkeypatch.setattr(plan, "LEVEL_SLACK", -1.0)
-    how = {"parts": cache_module.PARTS, "compiler_options": KERNELS["cpu"].compiler_options}
+    how = {"parts": cache_module.PARTS, "decode_options": KERNELS["cpu"].decode_options}
     cache = dataclasses.replace(TIGHT, slots=6, pages=40)
     engine, params = build(WIDE, cache, random_params(WIDE)[1], shards=4, **how)
     limits = [tuple(min(n, 48 if i % 2 else 3) for n in g.max_tokens) for i, g in enumerate(GROUPS)]
@@ -576,8 +576,8 @@ def side_by_side():
 
     Compiled as for training.
     """
-    options = KERNELS["cpu"].compiler_options
-    engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], compiler_options=options)
+    options = KERNELS["cpu"].decode_options
+    engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], decode_options=options)
     with pytest.MonkeyPatch.context() as patch:  # thresholds of 8, 16 and all 32 rows
         patch.setattr(sampling_module, "FEW_TRUNCATED", 8)
         session = Session(engine, params, *STREAMS)

@@ -1,13 +1,16 @@
 """Seconds by hand: rooflines, rings, and an engine that is simulated without tokens."""
 
 import dataclasses
+import re
 import types
 
 import numpy as np
 import pytest
+from processes import ran
 
 from dapo_jax.preflight.chips import CHIPS, chip_of
 from dapo_jax.sampler.cache import Cache
+from experiments.preflight import measure
 from experiments.preflight.estimate import attention, ranges, render, rollouts, simulate
 from experiments.preflight.estimate.hlo_cost import Collective, Cost
 
@@ -293,3 +296,22 @@ def test_a_proposal_that_is_slower_or_does_not_fit_is_not_taken():
     ]
     quicker = estimate(minutes=(1.5, 3))
     assert ranges.fastest({"recipe": recipe, "quicker": quicker}) == "quicker"
+
+
+def test_measured_programs_stand_beside_their_estimate():
+    """2 ms where 1 to 4 were estimated; a program that the file does not have, without a ratio."""
+    found = {("decode", "turn"): 2e-3, ("reshard", "fixed"): 5e-3}
+    estimated = {"programs": {"decode": {"seconds": {"fixed": [9.0, 9.0], "turn": [1e-3, 4e-3]}}}}
+    assert measure.table(found, estimated).splitlines()[2:] == [
+        "| a turn of decode | 2.00 | 1.00 to 4.00 | 0.50 to 2.00 |",
+        "| reshard | 5.00 | - | - |",
+    ]
+
+
+@pytest.mark.slow
+def test_a_recipes_programs_are_measured_on_the_devices_that_are_there():
+    small = ["num_prompts=4", "group_size=4", "generation_prompts=4", "cache_mib=2"]
+    flags = [f"--config.rollout.{setting}" for setting in small]
+    done = ran("-m", "experiments.preflight.measure", "--config=configs/tiny.py", *flags)
+    for name in ("reshard", "prefill[1]", "a turn of decode", "a turn of update"):
+        assert re.search(rf"^\| {re.escape(name)} \| \d+\.\d\d \| - \| - \|$", done.stdout, re.M)

@@ -658,7 +658,7 @@ CACHE = dataclasses.replace(
 def samplers(params):
     """Makes a rollout engine for each dtype of the weights: dtype -> (engine, its weights)."""
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    kernels = dataclasses.replace(KERNELS["cpu"], compiler_options=COMPILER_OPTIONS)
+    kernels = dataclasses.replace(KERNELS["cpu"], decode_options=COMPILER_OPTIONS)
 
     @functools.cache
     def of_dtype(dtype: str):

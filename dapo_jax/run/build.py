@@ -292,7 +292,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     of_engine = jax.eval_shape(sampler_weights, state.params, weights)
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
     # A forward pass rounds alone as inside an update only where both round as they are written.
-    as_written = {"xla_allow_excess_precision": False} if takes_old_logp(how) else None
+    as_written = {"xla_allow_excess_precision": False} if takes_old_logp(how) else {}
     needs_start_weights = how.lora is not None or how.kl_coef > 0
     return Programs(
         config=config,
@@ -307,7 +307,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
             functools.partial(learner.update, graph=graph, mesh=mesh, learning=how),
             out_shardings=(state_shardings, rules.replicated(mesh)),
             donate_argnums=0,
-            compiler_options=as_written,
+            compiler_options=as_written | dict(how.kernels.update_options),
         ),
         old_logprobs=jax.jit(
             functools.partial(learner.old_logprobs, graph=graph, mesh=mesh, learning=how),

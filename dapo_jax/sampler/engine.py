@@ -232,7 +232,7 @@ class Engine:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
-        options = dict(self._kernels.compiler_options)
+        options = dict(self._kernels.decode_options)
         return jax.jit(mapped, donate_argnums=donate, compiler_options=options).lower(*arguments)
 
 

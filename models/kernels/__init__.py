@@ -30,8 +30,9 @@ class Kernels:
     their last argument given, or None where plain XLA attends to pages and writes them; copy_pages
     is one of theirs or `xla`'s.
     learn_product and decode_product are einsums with a weight matrix. unrolls_layers says whether
-    the learner's layers are no loop where it recomputes nothing. compiler_options are the
-    sampler's. platforms are those that can run all this; None: all.
+    the learner's layers are no loop where it recomputes nothing. decode_options are the compiler's
+    for the sampler's programs, update_options for the update. platforms are those that can run all
+    this; None: all.
     """
 
     attend_rows: Callable
@@ -42,8 +43,23 @@ class Kernels:
     decode_product: Callable
     copy_pages: Callable = xla.copy_pages
     unrolls_layers: bool = False
-    compiler_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    decode_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    update_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     platforms: tuple[str, ...] | None = None
+
+
+# Weights and activations are gathered behind products, as MaxText asks for on these chips. By the
+# compiler's cycles a micro-batch of 32B on 256 v5p chips takes 2.29 s with them, 2.67 s without.
+ASYNCHRONOUS = dict.fromkeys(
+    (
+        "xla_enable_async_all_gather",
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "xla_tpu_overlap_compute_collective_tc",
+    ),
+    True,
+)
 
 
 def _tpu(*, interpret: bool, platform: str) -> Kernels:
@@ -55,6 +71,7 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
         copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),
         learn_product=jnp.einsum,
         decode_product=_decode_product(interpret),
+        update_options={} if interpret else ASYNCHRONOUS,
         platforms=(platform,),
     )
 
@@ -94,7 +111,7 @@ KERNELS = {
         learn_product=cpu.small_side_transposed,
         decode_product=cpu.weights_first,
         unrolls_layers=True,  # a loop copies the weights of each layer
-        compiler_options=cpu.DECODE_OPTIONS,
+        decode_options=cpu.DECODE_OPTIONS,
         platforms=("cpu",),
     ),
     "gpu": _gpu(interpret=False, platform="gpu"),

@@ -171,6 +171,13 @@ def as_json(estimated: Estimate, *, seconds: float) -> dict:
             "arguments": program.arguments,
             "temporaries": program.temporaries,
             "compile_seconds": program.compile_seconds,
+            "seconds": {
+                part: [estimated.slice.seconds(cost, a) for a in simulate.ENDS]
+                for part, cost in (
+                    ("fixed", estimated.costs[name].fixed),
+                    ("turn", estimated.costs[name].plain_turn),
+                )
+            },
             **dataclasses.asdict(estimated.costs[name]),
         }
         for name, program in found.programs.items()
