@@ -95,7 +95,8 @@ def finish(
 
     The order, by which a kill at any instant loses no more than this step:
 
-    1. The responses' file is waited for, and the state's arrays are digested.
+    1. A state that is not finite ends the run. The responses' file is waited for, and the state's
+       arrays are digested.
     2. The row of metrics is made, once, and the alarms look at it.
     3. A policy that no later step samples is evaluated.
     4. The row is linked to the chain of the rows before.
@@ -103,6 +104,7 @@ def finish(
     6. The row is written and shown. After a kill before this, the checkpoint's row is written.
     """
     config, step, rollouts = run.config, done.step, done.rollouts
+    alarms.require_finite_state(state, step)
     sums = digests.sums_on_devices(state)
     with watch("save"):
         made = run.record.digests()
@@ -125,7 +127,6 @@ def finish(
 
     row = run.record.linked(row | made, before, arrays)
     progress = start.Progress(rollouts.cursor, tokens, row, rollouts.carried, retired)
-    alarms.require_finite_to_save(state, step)
     run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
     run.record.step(row, rollouts, done.reward_PG)

@@ -334,11 +334,24 @@ def make(study: Study, workdir: pathlib.Path, jobs: int) -> int:
     return 0
 
 
-def keep_rows(study: Study, workdir: pathlib.Path, folder: pathlib.Path, status: int) -> None:
-    """Puts the rows of a sweep into the study's folder, but not over others where a run failed."""
+def part_of(study: Study, seeds: Sequence[str]) -> Study:
+    """The study with some of its seeds; ValueError for another one."""
+    for seed in seeds:
+        if not seed.isdecimal() or int(seed) not in study.seeds:
+            raise ValueError(
+                f"--seeds has {seed}; the study's are {', '.join(map(str, study.seeds))}"
+            )
+    return dataclasses.replace(study, seeds=[*map(int, seeds)] or study.seeds)
+
+
+def keep_rows(
+    study: Study, part: Study, workdir: pathlib.Path, folder: pathlib.Path, status: int
+) -> None:
+    """Puts the rows of a part's seeds into the study's folder; not over others if a run failed."""
     there = read_rows_file(folder / ROWS) if (folder / ROWS).exists() else {}
     if status == 0 or not there:
-        runs = there | read_rows_file(workdir / ROWS)
+        made = read_rows_file(workdir / ROWS).items()
+        runs = there | {label: run for label, run in made if run.seed in part.seeds}
         labels = itertools.starmap(sweep_label, itertools.product(study.arms, study.seeds))
         write_rows(folder / ROWS, {label: runs[label] for label in labels if label in runs})
 
@@ -363,10 +376,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         study, folder = load(argv[1]), HERE / argv[1]
         if flags.FLAGS.workdir:
-            workdir, seeds = pathlib.Path(flags.FLAGS.workdir), flags.FLAGS.seeds
-            part = dataclasses.replace(study, seeds=[*map(int, seeds)] or study.seeds)
+            workdir = pathlib.Path(flags.FLAGS.workdir)
+            part = part_of(study, flags.FLAGS.seeds)
             status = make(part, workdir, flags.FLAGS.jobs)
-            keep_rows(study, workdir, folder, status)
+            keep_rows(study, part, workdir, folder, status)
         if not (folder / ROWS).exists():
             raise ValueError(f"{argv[1]} has no {ROWS} yet: --workdir=DIR makes the runs")
     except ValueError as error:

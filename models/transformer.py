@@ -224,7 +224,7 @@ class Transformer(nnx.Module):
         dtype: the activations'; None: that of the parameters, one for all. remat: a name of REMAT,
         what of a layer is kept for the backward pass. project, gather, reduce and weights: the
         layer's. axis: the mesh axis over which heads, feed-forward and vocabulary are split, or
-        None. unroll: whether the layers are no loop. adapt(a layer's parameters, its
+        None. unroll: unroll the layers instead of scanning them. adapt(a layer's parameters, its
         adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
         the layers are.
         """

@@ -17,9 +17,9 @@ def arrays(segment_BT, *, heads=(4, 2, 2), head_dim=16):
     return [rng.normal(size=(*segment_BT.shape, n, head_dim)).astype(np.float32) for n in heads]
 
 
-def value_and_gradient(attend, arrays, segment_BT, counts_BT):
+def value_and_gradient(attend, arrays, segment_BT, counts_BT, branch_BT=None):
     """(loss, gradients, outputs), the loss being over the tokens that count."""
-    numbers = segment_BT, np.zeros_like(segment_BT)
+    numbers = segment_BT, np.zeros_like(segment_BT) if branch_BT is None else branch_BT
 
     def loss(*arrays):
         out_BTNH = attend(*arrays, *numbers)

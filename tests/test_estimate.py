@@ -299,11 +299,11 @@ def test_a_proposal_that_is_slower_or_does_not_fit_is_not_taken():
 
 
 def test_measured_programs_stand_beside_their_estimate():
-    """2 ms where 1 to 4 were estimated; a program that the file does not have, without a ratio."""
-    found = {("decode", "turn"): 2e-3, ("reshard", "fixed"): 5e-3}
-    estimated = {"programs": {"decode": {"seconds": {"fixed": [9.0, 9.0], "turn": [1e-3, 4e-3]}}}}
+    """A step of 2 ms where 1 to 4 were estimated, 8 ms a block of 16 included: 1.5 to 4.5."""
+    found = {"decode": measure.Measured(2e-3, turns=16), "reshard": measure.Measured(5e-3)}
+    estimated = {"programs": {"decode": {"seconds": {"fixed": [8e-3] * 2, "turn": [1e-3, 4e-3]}}}}
     assert measure.table(found, estimated).splitlines()[2:] == [
-        "| a turn of decode | 2.00 | 1.00 to 4.00 | 0.50 to 2.00 |",
+        "| a turn of decode | 2.00 | 1.50 to 4.50 | 0.44 to 1.33 |",
         "| reshard | 5.00 | - | - |",
     ]
 

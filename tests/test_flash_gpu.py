@@ -1,33 +1,74 @@
 """The GPU's attention of packed rows, interpreted on CPU, against plain XLA's."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.kernels import triton
 from models.kernels.flash_gpu import flash_attention
 from models.kernels.packed import packed_attention
+from models.transformer import segment_positions
 from tests import gpus
-from tests.packed_rows import MANY, ODD, arrays, value_and_gradient
+from tests.packed_rows import MANY, ODD, arrays, rows, value_and_gradient
 
 
 def flash(*args):
     return flash_attention(*args, interpret=True)
 
 
-@pytest.mark.parametrize(("segment_BT", "head_dim"), [(ODD, 128), (ODD, 80), (MANY, 64)])
+@pytest.mark.parametrize(("segment_BT", "head_dim"), [(ODD, 128), (ODD, 16), (MANY, 64)])
 def test_agrees_with_plain_attention_forward_and_backward(segment_BT, head_dim):
-    """Segments end on borders of blocks and elsewhere; padding fills whole rows, too."""
-    given = arrays(segment_BT, head_dim=head_dim), segment_BT, segment_BT > 0
+    """Segments end on borders of tiles and elsewhere; padding fills whole rows, too.
+
+    In every segment a quarter of the tokens is the prompt of three branches.
+    """
+    length_BT = np.sum(segment_BT[:, :, None] == segment_BT[:, None], axis=2)
+    place_BT = segment_positions(segment_BT)
+    branch_BT = np.where(segment_BT > 0, 4 * place_BT // length_BT, 0).astype(np.int32)
+    branch_BT += np.where(branch_BT > 0, 4 * segment_BT, 0)
+    used = segment_BT > 0
+    given = arrays(segment_BT, head_dim=head_dim), segment_BT, used, branch_BT
     value, gradients, out_BTNH = value_and_gradient(flash, *given)
     expected, expected_gradients, expected_BTNH = value_and_gradient(packed_attention, *given)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    used = segment_BT > 0
     np.testing.assert_allclose(out_BTNH[used], expected_BTNH[used], atol=5e-5)
-    assert np.isfinite(out_BTNH).all()
+    assert not out_BTNH[~used].any()
     for got, want in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+def test_tiles_without_its_segment_are_not_even_read():
+    """NaNs of one segment reach no tile that does not visit it, masked or not."""
+    segment_1T = rows([256, 128, 256, 0])
+    its_1T = segment_1T == 2
+    given = arrays(segment_1T)
+    broken = [np.where(its_1T[..., None, None], array, np.nan) for array in given]
+    _, gradients, out_1TNH = value_and_gradient(flash, broken, segment_1T, its_1T)
+    _, expected_gradients, expected_1TNH = value_and_gradient(flash, given, segment_1T, its_1T)
+    np.testing.assert_array_equal(out_1TNH[its_1T], expected_1TNH[its_1T])
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_array_equal(got[its_1T], want[its_1T])
+
+
+def test_bfloat16_is_as_near_to_float32_as_plain_attention_is():
+    """Gradients of a key are summed over its query heads in float32."""
+    given = arrays(ODD, heads=(14, 2, 2), head_dim=64), ODD, ODD > 0
+    rounded = [jnp.asarray(array, jnp.bfloat16) for array in given[0]], *given[1:]
+    _, exact, _ = value_and_gradient(packed_attention, *given)
+    errors = []
+    for attend in (flash, packed_attention):
+        _, gradients, _ = value_and_gradient(attend, *rounded)
+        errors.append(
+            [
+                np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want)
+                for got, want in zip(gradients, exact, strict=True)
+            ]
+        )
+    assert np.all(np.array(errors[0]) < 1.2 * np.array(errors[1]))
 
 
 # Heads, key heads, head size and dtype: Qwen2.5 0.5B, 1.5B and 7B, and a float32 one.
@@ -35,7 +76,7 @@ HEADS = (
     (14, 2, 64, jnp.bfloat16),
     (12, 2, 128, jnp.bfloat16),
     (28, 4, 128, jnp.bfloat16),
-    (9, 3, 64, jnp.float32),
+    (40, 8, 128, jnp.float32),
 )
 
 
@@ -44,13 +85,27 @@ def gradient(heads, *, sharding=None):
     N, K, H, dtype = heads
 
     def loss(q_BTNH, k_BTKH, v_BTKH, segment_BT):
-        return jnp.sum(flash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, None) ** 2)
+        numbers = segment_BT, jnp.zeros_like(segment_BT)
+        return jnp.sum(flash_attention(q_BTNH, k_BTKH, v_BTKH, *numbers) ** 2)
 
     def abstract(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct((2, 8_192, *shape), dtype, sharding=sharding)
 
     arguments = abstract(N, H), abstract(K, H), abstract(K, H), abstract(dtype=jnp.int32)
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), arguments
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+def test_float32_is_not_rounded_on_a_gpu(monkeypatch, capsys):
+    """Read from the programs for Triton, since the interpreter does not show it: no TF32."""
+    printing = functools.partial(triton.pl.pallas_call, debug=True)
+    monkeypatch.setattr(triton.pl, "pallas_call", printing)
+    run, arguments = gradient(HEADS[-1])
+    with gpus.an_h100():
+        run.trace(*arguments).lower(lowering_platforms=("cuda",))
+    programs = capsys.readouterr().out.split("The Triton module for pallas_call ")[1:]
+    assert [program.count("tt.dot") for program in programs] == [2, 3, 4]
+    assert not any("tf32" in program for program in programs)
 
 
 @pytest.mark.slow

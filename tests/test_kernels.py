@@ -12,7 +12,15 @@ from dapo_jax import train
 from dapo_jax.run import build
 from dapo_jax.run.chain import CLOCKED
 from dapo_jax.run.files import read_rows
-from models.kernels import KERNELS, kernels_for, paged_gpu, paged_tpu, platform_of, splash_tpu
+from models.kernels import (
+    KERNELS,
+    flash_gpu,
+    kernels_for,
+    paged_gpu,
+    paged_tpu,
+    platform_of,
+    splash_tpu,
+)
 from models.qwen2 import PRESETS, Qwen2Config
 from sharding.mesh import make_mesh
 from tests.quick import jit
@@ -104,10 +112,22 @@ OF_THE_CACHE = ("engine/occupancy", "engine/cache_use")
 OF_BITS = (*CLOCKED, "digest/", "chain")
 
 
+class Noted(dict):
+    """A table that tells when it is read."""
+
+    def __init__(self, table, note):
+        super().__init__(table)
+        self.note = note
+
+    def __getitem__(self, key):
+        self.note()
+        return super().__getitem__(key)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("interpreted", "used"),
-    [("tpu_interpret", {"blocks", "splash"}), ("gpu_interpret", {"splits"})],
+    [("tpu_interpret", {"blocks", "splash"}), ("gpu_interpret", {"splits", "flash"})],
 )
 def test_an_accelerators_kernels_train_as_plain_xla_does(tmp_path, monkeypatch, interpreted, used):
     """Two whole steps with its programs, interpreted: the same tokens, the rest to rounding.
@@ -128,6 +148,7 @@ def test_an_accelerators_kernels_train_as_plain_xla_does(tmp_path, monkeypatch, 
     monkeypatch.setattr(paged_gpu, "pages_per_split", lambda page_tokens: one_page("splits"))
     monkeypatch.setattr(splash_tpu, "make_splash_mha_single_device", splash)
     monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", 128)
+    monkeypatch.setattr(flash_gpu, "TILES", Noted(flash_gpu.TILES, lambda: traced.add("flash")))
     monkeypatch.setitem(PRESETS, "small", Qwen2Config(384, 64, 128, 2, 4, 2, 16, True))
     monkeypatch.setattr(jax, "jit", jit)
     runs = {}

@@ -320,6 +320,27 @@ def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path,
     assert all(jax.tree.leaves(same))
 
 
+def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
+    """An infinite second moment divides all steps by infinity: loss and gradient stay finite.
+
+    Only the state itself tells. Such a run went on without learning, and was saved.
+    """
+    take = train.take_updates
+
+    def overflowing(*args):
+        state, updates = take(*args)
+        clip, (adam, *rest) = state.opt_state
+        adam = adam._replace(nu=jax.tree.map(lambda nu: nu + np.inf, adam.nu))
+        return state.replace(opt_state=(clip, (adam, *rest))), updates
+
+    monkeypatch.setattr(train, "take_updates", overflowing)
+    config = small_config()
+    config.eval.every_steps = 0
+    with pytest.raises(ValueError, match=r"step 0: the new state: opt_state\.1\.0\.nu\.embed_VD"):
+        train.train(config, tmp_path)
+    assert build.checkpoints(config, tmp_path, keep=3).latest_step() is None
+
+
 @pytest.mark.slow
 def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
     """The baseline: no filter, no group discarded, a KL term that starts at zero."""

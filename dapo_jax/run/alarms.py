@@ -109,12 +109,14 @@ def require_finite_start(
         require_finite(start_weights, model, advice=replace, sizes=programs.sizes)
 
 
-def require_finite_to_save(state: TrainState, step: int) -> None:
-    """Refuses a step's state that is not finite (ValueError): it must not be saved."""
+def require_finite_state(state: TrainState, step: int) -> None:
+    """Refuses a step's new state that is not finite (ValueError), before it is saved or sampled."""
     require_finite(
         state,
-        f"step {step}: the state is not saved",
-        advice="give the command again to go on with the newest checkpoint",
+        f"step {step}: the new state",
+        advice="the newest checkpoint is finite: give the command again to go on with it, and if "
+        "it ends here again, start anew with a lower learner.learning_rate, learner.weight_decay "
+        "or learner.max_grad_norm",
     )
 
 

@@ -104,7 +104,7 @@ def measure_of(of: build.Programs) -> Callable[[dict, Batch], jax.Array]:
 def rows_of(workdir: pathlib.Path) -> list[dict]:
     """A row for the policy of each finished run after STEPS, one a seed for the start policy.
 
-    Rows of seeds that have no run in the folder stay as they are.
+    Rows of arms and seeds that have no run in the folder stay as they are.
     """
     runs = [p for p in STUDY.plan().points(workdir) if (p.workdir / "seal.json").is_file()]
     config = policy.run_recipe(runs[0].workdir, trust_code=True)
@@ -127,10 +127,8 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
             "right": 100 * float(np.mean(right)),
         }
 
-    rows = []
-    if FILE.exists():
-        there = [json.loads(line) for line in FILE.read_text().splitlines()]
-        rows = [row for row in there if row["seed"] not in seeds]
+    there = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
+    rows = {(row["arm"], row["seed"]): row for row in there}
     for seed in seeds:
         of_seed = [point for point in runs if point.seed == seed]
         texts = responses_of(of_seed[0].workdir, 0)
@@ -139,8 +137,9 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
         for point in of_seed:
             _, params, _ = policy.restored(of, point.workdir, STEPS)
             new.append(row(point.arm, seed, params, batches, responses_of(point.workdir, STEPS)))
-        rows += [one | {"kl": new[0]["logp"] - one["logp"]} for one in new]
-    return sorted(rows, key=operator.itemgetter("seed"))
+        for one in new:
+            rows[one["arm"], seed] = one | {"kl": new[0]["logp"] - one["logp"]}
+    return sorted(rows.values(), key=operator.itemgetter("seed"))
 
 
 def compared() -> list[tuple[str, str]]:

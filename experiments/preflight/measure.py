@@ -1,4 +1,4 @@
-"""Measures a recipe's programs on the devices that are there, and shows an estimate beside them.
+"""Measures a recipe's programs on the devices of this host, and shows an estimate beside them.
 
     python -m experiments.preflight.measure --config=configs/qwen2_5_0_5b.py [--estimated=FILE.json]
 
@@ -14,6 +14,7 @@ import pathlib
 import time
 import types
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from absl import flags
@@ -28,14 +29,21 @@ from experiments.preflight.estimate.render import between
 from sharding import hosts
 
 REPEATS = 3  # after one more; the best counts
-BLOCKS = 4  # of decoding, of which the first is not counted
+BLOCKS = 4  # of decoding
 
 
-def measure(built: build.Programs, say: Callable[[str], None]) -> dict[tuple[str, str], float]:
-    """Runs the programs: (program, "fixed" for a whole one or "turn" of its loop) -> best seconds.
+class Measured(NamedTuple):
+    """The best seconds of a program, or with `turns` of one of so many turns of its loop.
 
-    A turn is a decode step, or a micro-batch of the update with its part of the optimizer's step.
+    A turn is a decode step or a micro-batch, with its part of what runs once beside the loop.
     """
+
+    seconds: float
+    turns: int | None = None
+
+
+def measure(built: build.Programs, say: Callable[[str], None]) -> dict[str, Measured]:
+    """Runs the programs with random weights and prompts."""
     config, engine, vocab_size = built.config, built.engine, built.sizes.vocab_size
     ids = types.SimpleNamespace(stop_ids=(vocab_size - 1,), pad_id=0, vocab_size=vocab_size)
     stream = Stream(build.key(config, build.ROLLOUT_STREAM), build.sampling(config, ids))
@@ -45,9 +53,10 @@ def measure(built: build.Programs, say: Callable[[str], None]) -> dict[tuple[str
     state, start_weights = built.start_state(), built.load_start_weights()
     params = built.reshard(state.params, start_weights)
     best = functools.partial(common.best_seconds, repeats=REPEATS)
-    found = {("reshard", "fixed"): best(lambda: built.reshard(state.params, start_weights))}
+    reshard = functools.partial(built.reshard, state.params, start_weights)
+    found = {"reshard": Measured(best(reshard))}
 
-    prompt_pages, _ = engine.new_pages()
+    prompt_pages = engine.new_pages()[0]
     for bucket in engine.cache.prompt_buckets:
         say(f"prefill of {bucket} pages a prompt")
         rows = engine.shards * engine.cache.prefill_rows(bucket)
@@ -59,18 +68,16 @@ def measure(built: build.Programs, say: Callable[[str], None]) -> dict[tuple[str
             prompt_pages = engine.prefill(params, prompt_pages, tokens_RT, page_RI)
             return prompt_pages
 
-        found[f"prefill[{bucket}]", "fixed"] = best(prefill)
+        found[f"prefill[{bucket}]"] = Measured(best(prefill))
     del prompt_pages
 
     for rows in sorted({rows for rows, _ in engine.sizes}):
         say(f"decoding of {rows} rows")
-        session = Session(engine, params, stream)
-        groups = sampled(session, built, engine.shards * min(rows, engine.cache.slots))
-        of_steps = [
-            (block.end_seconds - block.start_seconds) / block.decode_steps
-            for block in session.blocks[1:]
-        ]
-        found[decode_name(rows, engine.sizes[-1][0]), "turn"] = min(of_steps)
+        slots = engine.shards * min(rows, engine.cache.slots)
+        groups, seconds = sampled(Session(engine, params, stream), built, slots)
+        name = decode_name(rows, engine.sizes[-1][0])
+        found[name] = Measured(seconds, config.rollout.block_tokens)
+    params = reshard = None  # an update has the memory to itself
 
     say("updates")
     count = config.rollout.num_prompts // config.updates_per_step
@@ -83,34 +90,43 @@ def measure(built: build.Programs, say: Callable[[str], None]) -> dict[tuple[str
         state, metrics = update(state, start_weights, batch, np.float32(1e-6))
         return metrics
 
-    found["update", "turn"] = best(one_update) / int(hosts.fetch(batch.num_micro))
-    return found
+    turns = int(hosts.fetch(batch.num_micro))
+    return found | {"update": Measured(best(one_update) / turns, turns)}
 
 
-def sampled(session: Session, built: build.Programs, slots: int) -> list[Group]:
-    """Samples BLOCKS blocks for so many slots, in groups of the recipe's size."""
+def sampled(session: Session, built: build.Programs, slots: int) -> tuple[list[Group], float]:
+    """Samples for so many slots: (groups, the best seconds of a decode step while all are busy)."""
     r, rng = built.config.rollout, np.random.default_rng(0)
     tokens = min(BLOCKS * r.block_tokens, r.max_response_tokens)
     prompt_tokens = max(1, r.max_prompt_tokens // 2)
     for cursor in range(-(-slots // r.group_size)):
         prompt = Prompt(rng.integers(1, built.sizes.vocab_size, prompt_tokens).astype(np.int32))
-        limits = [tokens] * r.group_size
-        session.submit(cursor, prompt, group_size=r.group_size, max_tokens=limits)
+        size = min(r.group_size, slots - cursor * r.group_size)
+        session.submit(cursor, prompt, group_size=size, max_tokens=[tokens] * size)
     groups = []
     while session.unfinished:
         groups += session.step()
-    return groups
+    busy = [np.count_nonzero(block.useful_B) for block in session.blocks]
+    seconds = min(
+        (block.end_seconds - block.start_seconds) / block.decode_steps
+        for block, count in zip(session.blocks, busy, strict=True)
+        if count == max(busy)
+    )
+    return [group for group in groups if len(group.responses) == r.group_size], seconds
 
 
-def table(found: Mapping[tuple[str, str], float], estimated: Mapping | None) -> str:
+def table(found: Mapping[str, Measured], estimated: Mapping | None) -> str:
     """Makes the table of milliseconds, with the estimate and the ratio where there is one."""
     rows = []
-    for (program, part), seconds in found.items():
-        ends = ((estimated or {}).get("programs", {}).get(program) or {}).get("seconds", {})
-        ends = ends.get(part)
+    for program, (seconds, turns) in found.items():
+        of_program = (estimated or {"programs": {}})["programs"].get(program)
+        ends = of_program["seconds"]["fixed"] if of_program else ()
+        if of_program and turns:
+            of_turn = of_program["seconds"]["turn"]
+            ends = [turn + once / turns for turn, once in zip(of_turn, ends, strict=True)]
         rows.append(
             [
-                f"{'a turn of ' if part == 'turn' else ''}{program}",
+                f"a turn of {program}" if turns else program,
                 f"{1e3 * seconds:.2f}",
                 between([1e3 * end for end in ends], ".2f") if ends else "-",
                 between([seconds / end for end in ends], ".2f") if ends else "-",
@@ -122,6 +138,7 @@ def table(found: Mapping[tuple[str, str], float], estimated: Mapping | None) -> 
 def main(_):
     start, given = time.perf_counter(), flags.FLAGS
     config = without_weights(given.config)
+    hosts.start(several=False, cpu_devices=config.mesh.cpu_devices)
     checks.check(config)
     for line in fit.fit_training(config):
         print(line)

@@ -29,10 +29,10 @@ class Kernels:
     attend_pages is `paged_tpu`'s or `paged_gpu`'s, write_pages `pages_tpu`'s or `pages_gpu`'s, with
     their last argument given, or None where plain XLA attends to pages and writes them; copy_pages
     is one of theirs or `xla`'s.
-    learn_product and decode_product are einsums with a weight matrix. unrolls_layers says whether
-    the learner's layers are no loop where it recomputes nothing. decode_options are the compiler's
-    for the sampler's programs, update_options for the update. platforms are those that can run all
-    this; None: all.
+    learn_product and decode_product are einsums with a weight matrix. With unrolls_layers the
+    learner unrolls its layers instead of scanning them, where it recomputes nothing.
+    decode_options are the compiler's for the sampler's programs, update_options for the update.
+    platforms are those that can run all this; None: all.
     """
 
     attend_rows: Callable
@@ -79,7 +79,7 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
 def _gpu(*, interpret: bool, platform: str) -> Kernels:
     return Kernels(
         attend_rows=functools.partial(flash_gpu.flash_attention, interpret=interpret),
-        shares_prompts=False,
+        shares_prompts=True,
         attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
         write_pages=functools.partial(pages_gpu.write_pages, interpret=interpret),
         copy_pages=functools.partial(pages_gpu.copy_pages, interpret=interpret),
