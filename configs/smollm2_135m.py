@@ -3,7 +3,7 @@
 python -m experiments.smollm2.fetch --to=runs/smollm2_135m
 python -m dapo_jax.train --config=configs/smollm2_135m.py --workdir=runs/real
 
-On two CPU cores held-out sums go from 3.5 to 77 % in 12 steps, 16 minutes.
+On two CPU cores held-out sums go from 3 to 78 % in 12 steps, 7 minutes.
 """
 
 from configs import base
