@@ -31,5 +31,18 @@ def value_and_gradient(attend, arrays, segment_BT, counts_BT, branch_BT=None):
     return value, gradients, out_BTNH
 
 
+def other_segments_are_not_read(attend):
+    """NaNs of one segment reach no block that does not visit it, masked or not."""
+    segment_1T = rows([256, 128, 256, 0])
+    its_1T = segment_1T == 2
+    given = arrays(segment_1T)
+    broken = [np.where(its_1T[..., None, None], array, np.nan) for array in given]
+    _, gradients, out_1TNH = value_and_gradient(attend, broken, segment_1T, its_1T)
+    _, expected_gradients, expected_1TNH = value_and_gradient(attend, given, segment_1T, its_1T)
+    np.testing.assert_array_equal(out_1TNH[its_1T], expected_1TNH[its_1T])
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_array_equal(got[its_1T], want[its_1T])
+
+
 ODD = rows([100, 33, 50, 17], [1, 199, 0])  # no whole number of blocks
 MANY = rows([256, 128, 256, 0], [640, 0], [130, 300, 210], [3, 120, 5, 400, 112], [640])

@@ -162,6 +162,22 @@ def _forward_kernel(
     norm_ref[b, n, queries] = (max_Q1 + jnp.log(sum_Q1))[:, 0]
 
 
+def _of_queries(refs, b, n, queries):
+    """Loads what the backward pass has of queries: (q_QH, d_out_QH, norm_Q1, dot_Q1)."""
+    q_ref, d_out_ref, norm_ref, dot_ref = refs
+    q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
+    return q_QH, d_out_QH, norm_ref[b, n, queries][:, None], dot_ref[b, n, queries][:, None]
+
+
+def _weights_and_d_scores(of_queries, k_SH, v_SH, seen_QS):
+    """Computes a tile's softmax weights p_QS again, and the gradient d_x_QS of q k^T."""
+    q_QH, d_out_QH, norm_Q1, dot_Q1 = of_queries
+    scale = q_QH.shape[1] ** -0.5
+    p_QS = jnp.exp(triton.dot(q_QH, k_SH.T) * scale - norm_Q1)
+    p_QS = jnp.where(seen_QS, p_QS, 0.0)
+    return p_QS, p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1) * scale
+
+
 def _queries_kernel(
     first_ref,
     segment_ref,
@@ -180,15 +196,13 @@ def _queries_kernel(
     i, b, n = (pl.program_id(axis) for axis in range(3))
     (Q, S), H, h = tile, q_ref.shape[3], lax.div(n, group)
     queries = pl.ds(i * Q, Q)
-    q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
-    norm_Q1, dot_Q1 = norm_ref[b, n, queries][:, None], dot_ref[b, n, queries][:, None]
+    of_queries = _of_queries((q_ref, d_out_ref, norm_ref, dot_ref), b, n, queries)
 
     def visit(j, d_q_QH):
         keys = pl.ds(j * S, S)
         k_SH, v_SH = k_ref[b, keys, h, :], v_ref[b, keys, h, :]
-        p_QS = jnp.exp(triton.dot(q_QH, k_SH.T) * H**-0.5 - norm_Q1)
-        p_QS = jnp.where(_seen(segment_ref, branch_ref, b, i, j, tile), p_QS, 0.0)
-        d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1) * H**-0.5
+        seen_QS = _seen(segment_ref, branch_ref, b, i, j, tile)
+        _, d_x_QS = _weights_and_d_scores(of_queries, k_SH, v_SH, seen_QS)
         return d_q_QH + triton.dot(d_x_QS.astype(k_SH.dtype), k_SH)
 
     end = pl.cdiv((i + 1) * Q, S)
@@ -221,12 +235,10 @@ def _keys_kernel(
     def visit(turn, state):
         d_k_SH, d_v_SH = state
         i, n = lax.div(turn, group), h * group + lax.rem(turn, group)
-        queries = pl.ds(i * Q, Q)
-        q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
-        norm_Q1, dot_Q1 = norm_ref[b, n, queries][:, None], dot_ref[b, n, queries][:, None]
-        p_QS = jnp.exp(triton.dot(q_QH, k_SH.T) * H**-0.5 - norm_Q1)
-        p_QS = jnp.where(_seen(segment_ref, branch_ref, b, i, j, tile), p_QS, 0.0)
-        d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1) * H**-0.5
+        refs = q_ref, d_out_ref, norm_ref, dot_ref
+        q_QH, d_out_QH, *_ = of_queries = _of_queries(refs, b, n, pl.ds(i * Q, Q))
+        seen_QS = _seen(segment_ref, branch_ref, b, i, j, tile)
+        p_QS, d_x_QS = _weights_and_d_scores(of_queries, k_SH, v_SH, seen_QS)
         d_k_SH += triton.dot(d_x_QS.T.astype(q_QH.dtype), q_QH)
         d_v_SH += triton.dot(p_QS.T.astype(d_out_QH.dtype), d_out_QH)
         return d_k_SH, d_v_SH
