@@ -18,8 +18,9 @@ TPU_COMPILER := .venv/tpu/libtpu/libtpu.so
 CONFIG ?= configs/qwen2_5_0_5b.py
 TOPOLOGY ?= v5e:2x4
 # Two files of tests at once: many tests keep one core busy, or wait for processes. In their order:
-# by number of tests, files of few long ones would come last.
-AT_ONCE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+# by number of tests, files of few long ones would come last. A process that dies ends the tests:
+# pytest-xdist waits for ever for one that it starts in its place.
+AT_ONCE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # Large arrays in huge pages, where the system leaves that to programs: an update of 135 million
 # parameters takes a seventh less time.

@@ -618,7 +618,8 @@ def test_an_answer_that_hangs_is_ended_and_the_others_go_on(lone):
 def test_the_limit_of_time_holds_where_its_signal_is_ignored():
     """Workers inherit what the run ignores; one with SIGPROF ignored graded on without a limit.
 
-    The TPU's compiler leaves a program with SIGPROF ignored and its timer running: a process apart.
+    The TPU's compiler leaves a program with SIGPROF ignored and its timer running, and Python knows
+    nothing of it: a signal "put back" here would end the tests. So this runs in a process apart.
     """
     code = (
         "import signal; from dapo_jax.tasks.symbolic_rules import SymbolicVerifier\n"
