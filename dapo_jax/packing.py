@@ -94,6 +94,30 @@ def plan_rows(
     return rows
 
 
+def best_row_tokens(
+    prompt_tokens_P: Sequence[int],
+    length_PG: Sequence[Sequence[int]],
+    *,
+    choices: Sequence[int],
+    rows: int,
+    share_prompts: bool,
+) -> int:
+    """Chooses the row length with which micro-batches of so many rows have the fewest entries.
+
+    Padding counts: of an update with a few rows more than some micro-batches hold, the last one is
+    nearly empty, and slightly longer rows save it. Raises as `plan_rows` does.
+    """
+    if len(choices) == 1:
+        return choices[0]
+    share = {"share_prompts": share_prompts}
+
+    def entries(row_tokens: int) -> int:
+        planned = plan_rows(prompt_tokens_P, length_PG, row_tokens=row_tokens, **share)
+        return -(-len(planned) // rows) * rows * row_tokens
+
+    return min(choices, key=entries)
+
+
 def fill(
     rows: Sequence[Sequence[Piece]],
     groups: Sequence[Group],

@@ -42,13 +42,13 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     (line,) = fit.fit_training(config)
     c, r, degree = config.learner, config.rollout, 4 // model
     assert c.row_tokens >= r.max_prompt_tokens + r.max_response_tokens - 1
-    assert c.row_tokens % fit.ROW_MULTIPLE == 0
+    assert c.row_tokens % build.ROW_MULTIPLE == 0
     assert c.micro_batch_rows % degree == 0
     tokens = c.row_tokens * c.micro_batch_rows / degree
     assert tokens <= fit.MICRO_BATCH_TOKENS["cpu"]
     group = r.max_prompt_tokens + r.group_size * fit.MEAN_SHARE * r.max_response_tokens
     expected = r.num_prompts / config.updates_per_step * group / degree
-    assert tokens <= expected / 2 + fit.ROW_MULTIPLE
+    assert tokens <= expected / 2 + build.ROW_MULTIPLE
     for key, value in zip(OPEN, values(config), strict=True):
         assert f"{key} = {value}" in line
     assert fit.fit_training(config) == []  # the second start of a run finds them set

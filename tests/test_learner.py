@@ -447,14 +447,18 @@ def minibatch_of(programs, data: Responses, *, chosen):
 
 
 def update_on_mesh(config, params, data: Responses):
-    """Takes the recipe's update of both groups at a rate of 0.1: (programs, state, metrics)."""
+    """Takes the recipe's update of both groups at a rate of 0.1: (programs, state, metrics).
+
+    Rows have the length that the recipe chooses.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "small", SMALL)
         programs = build.programs(config, VOCAB)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
     state = jax.device_put(init_state(params, programs.learning), shardings)
-    update = programs.lower_update().compile(compiler_options=COMPILER_OPTIONS)
     batch = minibatch_of(programs, data, chosen=[0, 1])
+    lowered = programs.lower_update(batch.tokens_BT.shape[-1])
+    update = lowered.compile(compiler_options=COMPILER_OPTIONS)
     state, metrics = update(state, None, batch, np.float32(0.1))
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
     return programs, state, jax.device_get(metrics)
@@ -478,6 +482,37 @@ def test_four_devices_take_the_update_of_one(params, data, mesh):
     assert distance(*steps) < TOLERANCE
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_an_update_of_longer_rows_is_the_same(params, data, monkeypatch):
+    """Three rows of 38 entries would be two micro-batches; two rows of 46 hold all, in one.
+
+    One group alone fits a row of 38. The compiled update takes batches of either length.
+    """
+    monkeypatch.setattr(build, "ROW_MULTIPLE", 8)
+    monkeypatch.setitem(PRESETS, "small", SMALL)
+    config = mesh_config(data=2, model=2)
+    config.learner.row_tokens, config.learner.micro_batch_rows = 38, 2
+    config.learner.row_lengths = 2
+    programs = build.programs(config, VOCAB)
+    quick = functools.partialmethod(jax.stages.Lowered.compile, compiler_options=COMPILER_OPTIONS)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", quick)
+    update, rate = programs.compile_update(), np.float32(0.1)
+
+    def updated(*, chosen, row_lengths, shape):
+        programs.config.learner.row_lengths = row_lengths
+        batch = minibatch_of(programs, data, chosen=chosen)
+        assert (int(batch.num_micro), *batch.tokens_BT.shape[1:]) == shape
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
+        state = jax.device_put(init_state(params, programs.learning), shardings)
+        return jax.device_get(update(state, None, batch, rate))
+
+    short, short_metrics = updated(chosen=[0, 1], row_lengths=1, shape=(2, 2, 38))
+    long, long_metrics = updated(chosen=[0, 1], row_lengths=2, shape=(1, 2, 46))
+    assert distance(first_moment(long), first_moment(short)) < TOLERANCE
+    for name, value in short_metrics.items():
+        np.testing.assert_allclose(long_metrics[name], value, rtol=1e-5, err_msg=name)
+    assert updated(chosen=[0], row_lengths=2, shape=(1, 2, 38))[1]["taken"]
 
 
 def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):

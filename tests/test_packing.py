@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dapo_jax.packing import into_micro_batches, pack, plan_rows
+from dapo_jax.packing import best_row_tokens, into_micro_batches, pack, plan_rows
 from dapo_jax.types import Batch, Group, Prompt, Response
 
 
@@ -136,6 +136,16 @@ def test_two_groups_of_the_same_prompt_are_two_pieces():
     batch = packed([group([1, 2], [3], [4]), group([1, 2], [5])], row_tokens=6, share_prompts=True)
     assert batch.tokens_BT.tolist() == [[1, 2, 2, 1, 2, 0]]
     assert batch.segment_BT.tolist() == [[1, 1, 1, 2, 2, 0]]
+
+
+@pytest.mark.parametrize(("responses", "row_tokens"), [(8, 10), (9, 12)])
+def test_rows_are_longer_where_that_saves_a_micro_batch(responses, row_tokens):
+    """Of 4 tokens two fill a row of 10, three one of 12; a micro-batch has 4 rows.
+
+    8 are 40 entries in rows of 10, else 48. 9 need two micro-batches of rows of 10: 80 entries.
+    """
+    how = {"choices": (10, 12), "rows": 4, "share_prompts": False}
+    assert best_row_tokens([1], [[4] * responses], **how) == row_tokens
 
 
 def test_rows_of_real_lengths_are_full():

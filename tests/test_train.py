@@ -41,7 +41,7 @@ def programs_compiled_once():
     test_engine.py compares the programs for fewer slots; in test_processes.py another process
     resumes, with programs of its own.
     """
-    make = build.programs
+    make, compile_anew = build.programs, build.Programs.compile_update
 
     def programs(config, vocab_size):
         new = make(config, vocab_size)
@@ -50,7 +50,7 @@ def programs_compiled_once():
 
     def compile_update(self):
         if self.update not in UPDATES:
-            UPDATES[self.update] = self.lower_update().compile()
+            UPDATES[self.update] = compile_anew(self)
         return UPDATES[self.update]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -93,11 +93,17 @@ def decode_name(rows: int, all_rows: int) -> str:
     return "decode" if rows == all_rows else f"decode[{rows}]"
 
 
+def update_name(row_tokens: int, config: ConfigDict) -> str:
+    """Returns the name of the update for rows of this length."""
+    return "update" if row_tokens == config.learner.row_tokens else f"update[{row_tokens}]"
+
+
 def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     """Returns the recipe's programs by name, ready for the compiler.
 
     Prefill is there for a prompt of mean length and for the longest one, refill (carry-over) for
-    the longest response, decoding for all rows ("decode") and for fewer ("decode[32]").
+    the longest response, decoding for all rows ("decode") and for fewer ("decode[32]"), the update
+    for the shortest rows ("update") and for longer ones ("update[1024]").
     """
     config, sizes = built.config, built.sizes
     ids = types.SimpleNamespace(  # stands for the tokenizer, of which programs need only this
@@ -119,7 +125,8 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
         programs[f"refill[{bucket}]"] = sampler["refill", None, bucket]
     if copies := [key for key in sampler if key[0] == "copy"]:
         programs["copy"] = sampler[max(copies)]
-    programs["update"] = built.lower_update()
+    for row_tokens in build.row_lengths(config):
+        programs[update_name(row_tokens, config)] = built.lower_update(row_tokens)
     return programs
 
 

@@ -71,10 +71,10 @@ class Findings:
         """The setting to change where it does not fit, or hardly."""
         over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
         mib = math.ceil(over / 2**20)
-        if self.fullest.name == "update":
+        if self.fullest.name.startswith("update"):
             return (
-                "lower learner.micro_batch_rows or learner.row_tokens, set learner.remat to "
-                "offload, or raise mesh.model: the update needs the most"
+                "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
+                "learner.remat to offload, or raise mesh.model: the update needs the most"
             )
         return f"lower rollout.cache_mib by {mib} or raise mesh.model: sampling needs the most"
 
@@ -156,7 +156,7 @@ def memory_phases(built: build.Programs, programs: dict[str, Program]) -> list[P
     held = {name: sampling[name] for name in ("state", "start weights")}
     phases = []
     for name, program in programs.items():
-        if name == "update":
+        if name.startswith("update"):
             parts = held | {"batch": program.arguments - sum(held.values())}
         else:
             parts = resharding if name == "reshard" else sampling

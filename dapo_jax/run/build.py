@@ -1,9 +1,10 @@
 """From a config to what a run works with: the model on its mesh and its programs, weights, data."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from ml_collections import ConfigDict
 from configs.base import eval_settings, mixture_settings
 from dapo_jax import learner
 from dapo_jax.losses import takes_old_logp
+from dapo_jax.packing import best_row_tokens
 from dapo_jax.run import checks, hub
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
@@ -34,6 +36,7 @@ from sharding.mesh import make_mesh
 
 # Folded into the seed's key, so that no stream of randomness is used for two things.
 INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM = range(3)
+ROW_MULTIPLE, LONG_ROW = 64, 1_024  # row lengths that are chosen are multiples of one of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,27 +59,38 @@ class Programs:
     state: learner.TrainState
     start_weights: dict | None
 
-    def lower_update(self) -> jax.stages.Lowered:
-        """The update for the recipe's batches, ready for the compiler."""
-        batch = learner.abstract_batch(batch_shape(self.config), self.mesh)
+    def lower_update(self, row_tokens: int) -> jax.stages.Lowered:
+        """The update for batches with rows of one of the recipe's lengths, ready to compile."""
+        batch = learner.abstract_batch(batch_shape(self.config, row_tokens), self.mesh)
         rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(self.mesh))
         return self.update.lower(self.state, self.start_weights, batch, rate)
 
-    def compile_update(self) -> jax.stages.Compiled:
+    def compile_update(self) -> Callable:
         """The update, compiled: what does not fit shows before anything is sampled."""
-        return self.lower_update().compile()
+        return for_all_rows(self.lower_update, self.config)
 
-    def compile_old_logprobs(self) -> jax.stages.Compiled | None:
+    def compile_old_logprobs(self) -> Callable | None:
         """The learner's own old log-probabilities, compiled; None where the loss takes none."""
         if not takes_old_logp(self.learning):
             return None
-        batch = learner.abstract_batch(batch_shape(self.config), self.mesh)
-        return self.old_logprobs.lower(self.state.params, self.start_weights, batch).compile()
+
+        def lower(row_tokens: int) -> jax.stages.Lowered:
+            batch = learner.abstract_batch(batch_shape(self.config, row_tokens), self.mesh)
+            return self.old_logprobs.lower(self.state.params, self.start_weights, batch)
+
+        return for_all_rows(lower, self.config)
 
     def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
         """One update's batch on the mesh: the groups' responses, packed into rows."""
-        num_micro, rows, row_tokens = batch_shape(self.config)
-        a = self.config.algo
+        num_micro, rows, _ = batch_shape(self.config)
+        a, share_prompts = self.config.algo, self.learning.kernels.shares_prompts
+        row_tokens = best_row_tokens(
+            [len(group.prompt.token_ids) for group in groups],
+            [group.length_G.tolist() for group in groups],
+            choices=row_lengths(self.config),
+            rows=rows,
+            share_prompts=share_prompts,
+        )
         batch = learner.make_batch(
             groups,
             advantage_PG,
@@ -87,7 +101,7 @@ class Programs:
             row_tokens=row_tokens,
             micro_batch_rows=rows,
             num_micro=num_micro,
-            share_prompts=self.learning.kernels.shares_prompts,
+            share_prompts=share_prompts,
         )
         return learner.place_batch(batch, self.mesh)
 
@@ -373,8 +387,41 @@ def cache_plan(
     )
 
 
-def batch_shape(config: ConfigDict) -> tuple[int, int, int]:
-    """[M, B, T] of an update's batch: as many micro-batches as its responses can ever need."""
+def batch_shape(config: ConfigDict, row_tokens: int | None = None) -> tuple[int, int, int]:
+    """[M, B, T] of an update's batch: as many micro-batches as its responses can ever need.
+
+    row_tokens: one of `row_lengths`; None: the longest.
+    """
     rows = config.learner.micro_batch_rows
     responses = config.rollout.num_prompts // config.updates_per_step * config.rollout.group_size
-    return -(-responses // rows), rows, config.learner.row_tokens
+    return -(-responses // rows), rows, row_tokens or row_lengths(config)[-1]
+
+
+def row_lengths(config: ConfigDict) -> tuple[int, ...]:
+    """The lengths that an update's rows may have: learner.row_tokens, then an eighth more each."""
+    c = config.learner
+    multiple = row_multiple(c.row_tokens)
+    more = -(-c.row_tokens // (8 * multiple)) * multiple
+    return tuple(c.row_tokens + i * more for i in range(c.row_lengths))
+
+
+def row_multiple(tokens: int) -> int:
+    """What the length of a row that is chosen is a multiple of."""
+    return ROW_MULTIPLE if tokens < LONG_ROW else LONG_ROW
+
+
+def for_all_rows(lower: Callable[[int], jax.stages.Lowered], config: ConfigDict) -> Callable:
+    """Compiles a program of batches for all of the recipe's row lengths.
+
+    The result takes a batch of any of them.
+    """
+    lowered = {row_tokens: lower(row_tokens) for row_tokens in row_lengths(config)}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = {n: pool.submit(low.compile) for n, low in lowered.items()}
+    programs = {n: job.result() for n, job in jobs.items()}
+
+    def run(*arguments):
+        batch = next(it for it in arguments if isinstance(it, Batch))
+        return programs[batch.tokens_BT.shape[-1]](*arguments)
+
+    return run

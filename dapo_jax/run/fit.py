@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import base
-from dapo_jax.packing import plan_rows
+from dapo_jax.packing import best_row_tokens, plan_rows
 from dapo_jax.run import build, hub
 from models import families
 from models.hf_config import load_config, read_config
@@ -38,7 +38,6 @@ STATE_BYTES = 12  # a trained parameter and its two moments, float32
 # waiting for weights; more are padding, or activations that may not fit.
 MICRO_BATCH_TOKENS = {"cpu": 1_024, "tpu": 16_384, "gpu": 16_384}
 MEAN_SHARE = 0.3  # of the limit is what a response is expected to have
-ROW_MULTIPLE, LONG_ROW = 64, 1_024  # chosen rows are multiples of one of them
 CACHE_KEYS = ("rollout.slot_tokens", "rollout.cache_mib")
 SLOT_SHARE = 0.5  # of the longest response is what a slot is planned with: few are so long
 
@@ -112,7 +111,7 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
     expected = r.num_prompts / config.updates_per_step * of_group / degree
     tokens = min(most, int(expected / 2))
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
-    multiple = ROW_MULTIPLE if longest < LONG_ROW else LONG_ROW
+    multiple = build.row_multiple(longest)
     if not c.row_tokens:
         # Two rows where there is enough: attention costs by the row's length.
         row = tokens if tokens < most else most // 2
@@ -136,24 +135,23 @@ def padding_line(config: ConfigDict, programs: build.Programs, data: build.Data)
     """
     r, of_sets = config.rollout, data.train.sets
     prompt = round(sum(s * of_sets[key].report.mean_tokens for key, s in data.train.shares.items()))
-    _, rows, row_tokens = build.batch_shape(config)
+    _, rows, _ = build.batch_shape(config)
+    how = {"share_prompts": programs.learning.kernels.shares_prompts}
     groups = r.num_prompts // config.updates_per_step
     shares = {}
     for part in (0.1, MEAN_SHARE, 0.6):
         spread_G = np.linspace(0.5, 1.5, r.group_size) * part * r.max_response_tokens
         lengths = np.clip(np.ceil(spread_G), 1, r.max_response_tokens).astype(int).tolist()
-        planned = plan_rows(
-            [prompt] * groups,
-            [lengths] * groups,
-            row_tokens=row_tokens,
-            share_prompts=programs.learning.kernels.shares_prompts,
-        )
+        update = [prompt] * groups, [lengths] * groups
+        row_tokens = best_row_tokens(*update, choices=build.row_lengths(config), rows=rows, **how)
+        planned = plan_rows(*update, row_tokens=row_tokens, **how)
         used = sum(len(piece.samples) and prompt - 1 for row in planned for piece in row)
         used += groups * sum(lengths)
         shares[part] = 1 - used / (-(-len(planned) // rows) * rows * row_tokens)
+    tokens = " or ".join(map(str, build.row_lengths(config)))
     named = ", ".join(f"{share:.0%} at {part:.0%}" for part, share in shares.items())
     return (
-        f"padding of an update's rows ({rows} x {row_tokens} tokens a micro-batch), by the "
+        f"padding of an update's rows ({rows} x {tokens} tokens a micro-batch), by the "
         f"responses' mean length as a share of rollout.max_response_tokens: {named}"
     )
 

@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "rollout.draft_tokens",
     "learner.micro_batch_rows",
     "learner.row_tokens",
+    "learner.row_lengths",
     "learner.remat",
     "learner.max_skipped_updates",
     "alarms.",

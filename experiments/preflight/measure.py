@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
-from dapo_jax.preflight.compile import decode_name, without_weights
+from dapo_jax.preflight.compile import decode_name, update_name, without_weights
 from dapo_jax.run import build, checks, command, fit
 from dapo_jax.run.recipe import define_config
 from dapo_jax.sampler.session import Session, Stream
@@ -91,7 +91,8 @@ def measure(built: build.Programs, say: Callable[[str], None]) -> dict[str, Meas
         return metrics
 
     turns = int(hosts.fetch(batch.num_micro))
-    return found | {"update": Measured(best(one_update) / turns, turns)}
+    name = update_name(batch.tokens_BT.shape[-1], config)
+    return found | {name: Measured(best(one_update) / turns, turns)}
 
 
 def sampled(session: Session, built: build.Programs, slots: int) -> tuple[list[Group], float]:

@@ -171,7 +171,7 @@ def train_seconds(point: Train) -> list[float]:
     config.rollout.group_size = config.learner.micro_batch_rows
     built, where = programs_of(point, config)
     with jax.set_mesh(built.mesh):
-        update = {"update": program_cost(compiled("update", built.lower_update()).text)}
+        update = {"update": program_cost(compiled("update", built.lower_update(point.tokens)).text)}
     whole_1BT = np.ones((1, config.learner.micro_batch_rows, point.tokens), np.int32)
     return [simulate.Simulator(built, update, where, a).update(whole_1BT) for a in simulate.ENDS]
 

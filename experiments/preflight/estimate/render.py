@@ -214,14 +214,15 @@ def table_row(found: dict | None) -> list[str]:
         return ["does not compile", *[""] * (len(TABLE_HEADER) - 1)]
     steps = found["steps"]
     phases = {name: sum(parts.values()) for name, parts in found["phases"].items()}
-    sampling = max(size for name, size in phases.items() if name != "update")
+    sampling = max(size for name, size in phases.items() if not name.startswith("update"))
+    update = max(size for name, size in phases.items() if name.startswith("update"))
 
     def both(value, form: str) -> str:
         return between([value(step) for step in steps], form)
 
     return [
         f"{found['chips']}, TP {found['mesh']['model']}",
-        f"{sampling / GIB:.1f} and {phases['update'] / GIB:.1f} of {found['hbm_bytes'] / GIB:.1f}",
+        f"{sampling / GIB:.1f} and {update / GIB:.1f} of {found['hbm_bytes'] / GIB:.1f}",
         f"{found['headroom']:.0%}",
         f"{steps[0]['mean_response_tokens']:,}",
         both(lambda step: (step["rollout"] + step["prefill"]) / 60, ".1f"),

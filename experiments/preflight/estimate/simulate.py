@@ -16,7 +16,7 @@ import numpy as np
 
 from configs.base import eval_settings
 from dapo_jax.preflight.chips import CUBE, Chip
-from dapo_jax.preflight.compile import decode_name, mean_prompt
+from dapo_jax.preflight.compile import decode_name, mean_prompt, update_name
 from dapo_jax.preflight.examine import parameter_count
 from dapo_jax.run import build
 from dapo_jax.sampler.engine import COPIES, token_bytes
@@ -210,23 +210,21 @@ class Simulator:
         length_PG = self.lengths(mean, groups=groups, group_size=r.group_size)
         rollout = self.rollout(length_PG)
         kept_PG, prompt = length_PG[: r.num_prompts], mean_prompt(config)
-        segment_MBT = np.concatenate(
-            [
-                micro_batches(
-                    update_PG,
-                    prompt_tokens=prompt,
-                    row_tokens=config.learner.row_tokens,
-                    rows=config.learner.micro_batch_rows,
-                    share_prompts=self.built.learning.kernels.shares_prompts,
-                )
-                for update_PG in np.split(kept_PG, config.updates_per_step)
-            ]
-        )
+        updates = [
+            micro_batches(
+                update_PG,
+                prompt_tokens=prompt,
+                choices=build.row_lengths(config),
+                rows=config.learner.micro_batch_rows,
+                share_prompts=self.built.learning.kernels.shares_prompts,
+            )
+            for update_PG in np.split(kept_PG, config.updates_per_step)
+        ]
         return Step(
             mean_response_tokens=round(float(length_PG.mean())),
             rollout=rollout.seconds,
             prefill=self.prefill(rollout),
-            update=self.update(segment_MBT),
+            update=sum(map(self.update, updates)),
             reshard=self.seconds("reshard"),
             evaluation=self.evaluation(mean, length_PG, rollout),
             save=self.save(),
@@ -234,7 +232,7 @@ class Simulator:
             trained_tokens=int(kept_PG.sum()) + kept_PG.size * prompt,
             occupancy=rollout.occupancy,
             blocks=rollout.blocks,
-            micro_batches=len(segment_MBT),
+            micro_batches=sum(map(len, updates)),
             parameters=parameter_count(self.built.sizes),
             flop_rate=self.built.mesh.size * self.slice.chip.flop_rate,
         )
@@ -326,8 +324,9 @@ class Simulator:
         return rollout.prefills * self.seconds(f"prefill[{bucket}]") if bucket else 0.0
 
     def update(self, segment_MBT) -> float:
-        """Returns the time of a step's updates, which have these micro-batches in all."""
-        config, mesh, program = self.built.config, self.built.mesh, self.programs["update"]
+        """Returns the time of an update of these micro-batches."""
+        config, mesh = self.built.config, self.built.mesh
+        program = self.programs[update_name(segment_MBT.shape[-1], config)]
         kernels_M = attention_seconds(
             segment_MBT,
             self.built.sizes,
@@ -339,7 +338,7 @@ class Simulator:
         turns = sum(
             self.slice.seconds(program.turn, self.assumed, kernels=k) for k in kernels_M.tolist()
         )
-        return turns + config.updates_per_step * self.slice.seconds(program.fixed, self.assumed)
+        return turns + self.slice.seconds(program.fixed, self.assumed)
 
     def evaluation(self, mean: float, length_PG, rollout: Rollout) -> float:
         """Returns the time that an overlapped evaluation adds, over the steps between two."""
