@@ -242,18 +242,18 @@ def blocks_of_two(monkeypatch):
     ],
 )
 def test_attention_takes_its_products_of_visited_blocks(segment_T, visited, blocks_of_two):
-    """9 products, or 11 where forward is computed twice, of 6 heads in 5 layers."""
-    assert attention_seconds([[segment_T]]) == pytest.approx([visited * 9 * 30])
-    assert attention_seconds([[segment_T]], remat="full") == pytest.approx([visited * 11 * 30])
-    assert attention_seconds([[segment_T]], model_degree=2) == pytest.approx([visited * 9 * 15])
+    """7 products, or 9 where forward is computed twice, of 6 heads in 5 layers."""
+    assert attention_seconds([[segment_T]]) == pytest.approx([visited * 7 * 30])
+    assert attention_seconds([[segment_T]], remat="full") == pytest.approx([visited * 9 * 30])
+    assert attention_seconds([[segment_T]], model_degree=2) == pytest.approx([visited * 7 * 15])
 
 
 def test_attention_takes_a_step_of_each_kernel_for_what_it_skips(blocks_of_two, monkeypatch):
-    """6 of 9 blocks; 3 kernels, or 4."""
+    """6 of 9 blocks; 2 kernels, or 3."""
     monkeypatch.setattr(attention, "STEP_SECONDS", 1.0)
     row = [[[1, 1, 2, 2, 3, 3]]]
-    assert attention_seconds(row) == pytest.approx([(3 * 9 + 6 * 3) * 30])
-    assert attention_seconds(row, remat="full") == pytest.approx([(3 * 11 + 6 * 4) * 30])
+    assert attention_seconds(row) == pytest.approx([(3 * 7 + 6 * 2) * 30])
+    assert attention_seconds(row, remat="full") == pytest.approx([(3 * 9 + 6 * 3) * 30])
 
 
 def test_a_micro_batch_waits_for_the_device_with_the_most_attention(blocks_of_two):
@@ -261,7 +261,7 @@ def test_a_micro_batch_waits_for_the_device_with_the_most_attention(blocks_of_tw
     long, short, two = [1] * 6, [1, 1, 2, 2, 3, 3], [1, 1, 1, 2, 2, 2]
     micro = [[long, short, two, short], [short] * 4]
     for degree, blocks in ((1, [17, 12]), (2, [9, 6]), (4, [6, 3])):
-        expected = [9 * 30 * n for n in blocks]
+        expected = [7 * 30 * n for n in blocks]
         assert attention_seconds(micro, row_degree=degree) == pytest.approx(expected)
 
 

@@ -40,7 +40,7 @@ def visited_blocks(segment_BT, block: int):
 
 
 def fetched_blocks(visited_IJ):
-    """Says which keys (forward, dq) and which queries (dkv) lie in memory at each step: [I, J] x 2.
+    """Says which keys (forward), queries (backward) lie in memory at each step: [I, J] x 2.
 
     At a step that visits nothing it is those that are visited next, which arrive meanwhile, or
     still the last ones.
@@ -68,8 +68,8 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret
     q_BNTH, k_BKTH, v_BKTH = (pad(a).swapaxes(1, 2) for a in (q_BTNH, k_BTKH, v_BTKH))
     segment_BT = pad(segment_BT)
     T = segment_BT.shape[1]
-    sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes = BlockSizes(**dict.fromkeys(sides, block))
+    sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv")
+    sizes = BlockSizes(**dict.fromkeys(sides, block), use_fused_bwd_kernel=True)
 
     def attend(row):
         q_NTH, k_KTH, v_KTH, segment_T, visited_IJ = row
@@ -80,7 +80,7 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret
             interpret=interpret,
         )
         keys_IJ, queries_IJ = fetched_blocks(visited_IJ)
-        for name, fetched_IJ in (("fwd", keys_IJ), ("dq", keys_IJ), ("dkv", queries_IJ)):
+        for name, fetched_IJ in (("fwd", keys_IJ), ("dkv", queries_IJ)):
             info = getattr(kernel, f"{name}_mask_info")._replace(
                 data_next=fetched_IJ[None], block_mask=visited_IJ[None].astype(jnp.int32)
             )

@@ -49,8 +49,8 @@ def attention_seconds(
     """Returns the seconds [M] of a micro-batch's attention on its slowest device.
 
     Rows are divided among row_degree devices, and each row's heads among model_degree. The products
-    run at flop_rate a device: two forward; backward four for keys and values and three for queries,
-    as either computes the scores.
+    run at flop_rate a device: two forward; backward five, in one kernel. Its partial gradients of
+    the queries, one for every block of keys, leave the core behind the products.
     """
     M, B, T = segment_MBT.shape
     block = splash_tpu.block_tokens(T)
@@ -59,7 +59,7 @@ def attention_seconds(
     visited_R = visited_RIJ.sum((1, 2))
     skipped_R = visited_RIJ[0].size - visited_R
     forward = 2 if remat in ("full", "offload") else 1
-    products, kernels = 2 * forward + 7, forward + 2
+    products, kernels = 2 * forward + 5, forward + 1
     flop_R = products * 2 * block**2 * sizes.head_dim * visited_R
     seconds_R = flop_R / flop_rate + kernels * STEP_SECONDS * skipped_R
     seconds_R *= sizes.num_heads / model_degree * sizes.num_layers

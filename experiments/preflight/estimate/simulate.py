@@ -162,7 +162,7 @@ class Slice:
 class Step:
     """One simulated RL step at a mean response length; seconds.
 
-    evaluation, save: their share of a step, as they come every few steps.
+    evaluation: its share of a step, as it comes every few steps. save: of the step's snapshot.
     """
 
     mean_response_tokens: int
@@ -355,7 +355,6 @@ class Simulator:
         return longer / config.eval.every_steps
 
     def save(self) -> float:
-        """Returns the time in which a checkpoint leaves the devices, over the steps between two."""
-        config = self.built.config
+        """Returns the time in which a step's snapshot leaves the devices, for the host's memory."""
         state = 12 * parameter_count(self.built.sizes) / self.built.mesh.size
-        return state / self.assumed.save_rate / config.checkpoint.every_steps
+        return state / self.assumed.save_rate
