@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from configs import base, qwen2_5_0_5b, tiny
+from configs import base, one_gpu, qwen2_5_0_5b, tiny
 from dapo_jax import train
 from dapo_jax.run import build, checks, fit
 from experiments.preemption.config import get_config as small_config
@@ -169,3 +169,16 @@ def test_a_run_records_what_was_chosen(tmp_path, capsys):
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert f"learner.row_tokens = {chosen[0]}" in text
     assert "padding of an update's rows" in text
+
+
+@pytest.mark.parametrize(
+    ("preset", "lora_rank", "device_gib"),
+    [("0.5b", 0, 17), ("1.5b", 0, 34), ("3b", 0, 68), ("7b", 32, 34)],
+)
+def test_the_recipe_for_one_gpu_finds_room(preset, lora_rank, device_gib):
+    """Three quarters of 24, 48, 80 and 48 GB, or more where the recipe says so."""
+    config = one_gpu.get_config()
+    config.model.path, config.model.preset, config.learner.lora_rank = "", preset, lora_rank
+    fit.fit_training(config, devices=build.jax.devices()[:1], device_bytes=device_gib * 2**30)
+    checks.check(config)
+    assert 0 < config.rollout.cache_mib < fit.CACHE_SHARE * device_gib * 2**10

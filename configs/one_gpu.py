@@ -1,0 +1,35 @@
+"""DAPO on one GPU, with sizes that its memory decides: Qwen2.5-1.5B, or another from 0.5B to 7B.
+
+    python -m dapo_jax.train --config=configs/one_gpu.py --workdir=RUN
+    ... --config.model.path=Qwen/Qwen2.5-3B --config.model.preset=3b
+    ... --config.model.path=Qwen/Qwen2.5-7B --config.model.preset=7b --config.learner.lora_rank=32
+
+64 prompts x 8 responses of at most 4,096 tokens, 4 updates of 128 responses a rollout step.
+
+By XLA's compiler for an H100 an update needs 11.6 GB (0.5B), 34.6 (1.5B), 67.2 (3B), 24.1 (7B with
+LoRA). JAX takes three quarters of a GPU's memory. XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives it
+more, which 3B needs on 80 GB. Not run: no GPU was at hand.
+"""
+
+from configs import base
+
+
+def get_config(preset: str = ""):
+    config = base.get_config()
+    config.model.path = "Qwen/Qwen2.5-1.5B"
+    config.model.preset = "1.5b"
+    config.tokenizer.chat = "template"
+    config.data.train.path = base.DAPO_MATH_17K
+    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
+    config.num_steps = 300
+    config.updates_per_step = 4
+    config.rollout.num_prompts = 64
+    config.rollout.generation_prompts = 128
+    config.rollout.group_size = 8
+    config.rollout.max_response_tokens = 4_096
+    config.rollout.slot_tokens = 0  # these four: chosen by the lengths and the memory
+    config.rollout.cache_mib = 0
+    config.learner.row_tokens = 0
+    config.learner.micro_batch_rows = 0
+    config.algo.overlong_cache_tokens = 1_024
+    return base.apply_preset(config, preset)
