@@ -220,8 +220,9 @@ KEYS = {
                                        at_least=1),
     "learner.row_tokens": Key(22_528, "a packed row; holds the longest prompt and response; 0: "
                               "chosen by the lengths", at_least=0),
-    "learner.row_lengths": Key(1, "an update's rows have row_tokens, or up to so many lengths less "
-                               "one of an eighth more each: that with the least padding",
+    "learner.row_lengths": Key(1, "row lengths of which an update takes that with the least "
+                               "padding: row_tokens, an eighth more (in whole 1,024s, or 64s where "
+                               "row_tokens is less than 1,024), and so on",
                                at_least=1, at_most=9),
     "learner.micro_batch_rows": Key(32, "rows of one gradient-accumulation step, all devices; 0: "
                                     "chosen by the devices", at_least=0),

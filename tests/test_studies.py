@@ -32,7 +32,7 @@ from experiments.token_level.study import loop_share
 
 ENTROPY = last("entropy", "entropy", form="{:.3f}")
 NAMES = sorted(file.parent.name for file in study.HERE.glob("*/study.py"))
-SEEDS_SO_FAR = {"eps_high_real": (0,)}  # of a study of which not all runs have been made
+SEEDS_SO_FAR = {"eps_high_real": (0, 1)}  # of a study of which not all runs have been made
 WITH_ROWS = [name for name in NAMES if (study.HERE / name / study.ROWS).exists()]
 
 

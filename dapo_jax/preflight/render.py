@@ -6,8 +6,9 @@ from dapo_jax.preflight.chips import GIB
 from dapo_jax.preflight.examine import PARTS, WANTED_HEADROOM, Findings
 
 ADVICE = (
-    "Set learner.remat to offload, lower learner.micro_batch_rows, learner.row_tokens or "
-    "rollout.cache_mib, raise mesh.model, or take a larger topology; --suggest proposes settings"
+    "Set learner.remat to offload, lower learner.micro_batch_rows, learner.row_tokens, "
+    "learner.row_lengths or rollout.cache_mib, raise mesh.model, or take a larger topology; "
+    "--suggest proposes settings"
 )
 
 

@@ -36,7 +36,7 @@ from sharding.mesh import make_mesh
 
 # Folded into the seed's key, so that no stream of randomness is used for two things.
 INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM = range(3)
-ROW_MULTIPLE, LONG_ROW = 64, 1_024  # row lengths that are chosen are multiples of one of them
+ROW_MULTIPLE, LONG_ROW = 64, 1_024  # what is chosen of a row's length is in multiples of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +398,10 @@ def batch_shape(config: ConfigDict, row_tokens: int | None = None) -> tuple[int,
 
 
 def row_lengths(config: ConfigDict) -> tuple[int, ...]:
-    """The lengths that an update's rows may have: learner.row_tokens, then an eighth more each."""
+    """The lengths that an update's rows may have: learner.row_tokens, then an eighth more each.
+
+    The eighth is rounded up to a whole `row_multiple`, as the TPU's attention has whole blocks.
+    """
     c = config.learner
     multiple = row_multiple(c.row_tokens)
     more = -(-c.row_tokens // (8 * multiple)) * multiple
@@ -406,7 +409,7 @@ def row_lengths(config: ConfigDict) -> tuple[int, ...]:
 
 
 def row_multiple(tokens: int) -> int:
-    """What the length of a row that is chosen is a multiple of."""
+    """What a chosen length, or difference of lengths, of such rows is a multiple of."""
     return ROW_MULTIPLE if tokens < LONG_ROW else LONG_ROW
 
 
