@@ -29,7 +29,7 @@ from absl import app, flags
 
 from configs import base
 from dapo_jax.preflight.chips import chip_of
-from dapo_jax.preflight.compile import compiled, topology_devices
+from dapo_jax.preflight.compile import DoesNotFit, compiled, topology_devices
 from dapo_jax.run import build
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import Engine, token_bytes
@@ -108,7 +108,7 @@ TRAINS = (
     Train("Llama-3.1-70B", "tpu7x:4x4x4", 1, 2, 8_192, "full", 12.2, "[4]"),
     Train("MaxText 16B", "v5e:16x16", 1, 6, 2_048, "full", 10.3, "[5]"),
     Train("MaxText 32B", "v5e:16x16", 1, 4, 2_048, "full", 12.1, "[5]"),
-    Train("MaxText 32B", "v5p:4x4x4", 4, 28, 2_048, "keep_products", 8.5, "[5]"),
+    Train("MaxText 32B", "v5p:4x4x4", 4, 28, 2_048, "full", 8.5, "[5]"),
 )
 
 
@@ -185,7 +185,11 @@ def main(_):
             continue
         start = time.perf_counter()
         estimate = decode_seconds if kind == "decode" else train_seconds
-        fast, slow = estimate(point)
+        try:
+            fast, slow = estimate(point)
+        except DoesNotFit as error:
+            print(f"{name} does not fit: {error}", flush=True)
+            continue
         is_inside = fast <= point.measured <= slow
         inside += is_inside
         unit, form = (1e3, ".1f") if kind == "decode" else (1, ".2f")
