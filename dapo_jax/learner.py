@@ -116,7 +116,7 @@ def make_batch(
     *,
     loss_aggregation: str,
     overlong_filtering: bool,
-    row_tokens: int,
+    row_lengths: Sequence[int],
     micro_batch_rows: int,
     num_micro: int,
     share_prompts: bool,
@@ -126,10 +126,11 @@ def make_batch(
     """Packs one mini-batch of groups into host arrays [M, B, T], each token's weight included.
 
     The weights (Eq. 12) are those of the whole mini-batch, before any split. Overlong filtering
-    gives those of responses that were cut off weight 0. `num_micro` fixes the shape: responses /
-    micro_batch_rows rounded up holds any. max_response_tokens: for the average "constant".
-    kl_cov_share: of the tokens that KL-Cov holds back, by the probabilities at which they were
-    sampled; its Eq. 10 has the current policy's, the same in a step's first update.
+    gives those of responses that were cut off weight 0. Rows have the one of `row_lengths` that
+    wastes the least. `num_micro` fixes the shape: responses / micro_batch_rows rounded up holds
+    any. max_response_tokens: for the average "constant". kl_cov_share: of the tokens that KL-Cov
+    holds back, by the probabilities at which they were sampled; its Eq. 10 has the current
+    policy's, the same in a step's first update.
     """
     length_R = np.concatenate([group.length_G for group in groups])
     mask_RT = np.arange(length_R.max()) < length_R[:, None]
@@ -141,7 +142,8 @@ def make_batch(
         groups,
         advantage_PG,
         weight_PGT.astype(np.float32),
-        row_tokens=row_tokens,
+        row_lengths=row_lengths,
+        micro_batch_rows=micro_batch_rows,
         share_prompts=share_prompts,
     )
     if kl_cov_share > 0:

@@ -29,17 +29,19 @@ def pack(
     advantage_PG: np.ndarray,
     weight_PGT: np.ndarray,
     *,
-    row_tokens: int,
+    row_lengths: Sequence[int],
+    micro_batch_rows: int,
     share_prompts: bool,
 ) -> Batch:
-    """Packs the responses of all groups into as few rows as `plan_rows` finds: a [B, T] batch.
+    """Packs the responses of all groups into the rows that `plan_update` finds: a [B, T] batch.
 
     weight_PGT: each token's weight in the loss, from algorithm.token_weights.
     """
-    rows = plan_rows(
+    rows, row_tokens = plan_update(
         [len(group.prompt.token_ids) for group in groups],
         [group.length_G.tolist() for group in groups],
-        row_tokens=row_tokens,
+        row_lengths=row_lengths,
+        micro_batch_rows=micro_batch_rows,
         share_prompts=share_prompts,
     )
     return fill(rows, groups, advantage_PG, weight_PGT, row_tokens=row_tokens)
@@ -94,28 +96,29 @@ def plan_rows(
     return rows
 
 
-def best_row_tokens(
+def plan_update(
     prompt_tokens_P: Sequence[int],
     length_PG: Sequence[Sequence[int]],
     *,
-    choices: Sequence[int],
-    rows: int,
+    row_lengths: Sequence[int],
+    micro_batch_rows: int,
     share_prompts: bool,
-) -> int:
-    """Chooses the row length with which micro-batches of so many rows have the fewest entries.
+) -> tuple[list[list[Piece]], int]:
+    """Plans rows of the length whose micro-batches have the fewest entries: (rows, row_tokens).
 
     Padding counts: of an update with a few rows more than some micro-batches hold, the last one is
     nearly empty, and slightly longer rows save it. Raises as `plan_rows` does.
     """
-    if len(choices) == 1:
-        return choices[0]
-    share = {"share_prompts": share_prompts}
 
-    def entries(row_tokens: int) -> int:
-        planned = plan_rows(prompt_tokens_P, length_PG, row_tokens=row_tokens, **share)
-        return -(-len(planned) // rows) * rows * row_tokens
+    def plan(row_tokens: int) -> tuple[list[list[Piece]], int]:
+        how = {"row_tokens": row_tokens, "share_prompts": share_prompts}
+        return plan_rows(prompt_tokens_P, length_PG, **how), row_tokens
 
-    return min(choices, key=entries)
+    def entries(planned: tuple[list[list[Piece]], int]) -> int:
+        rows, row_tokens = planned
+        return -(-len(rows) // micro_batch_rows) * micro_batch_rows * row_tokens
+
+    return min(map(plan, row_lengths), key=entries)
 
 
 def fill(

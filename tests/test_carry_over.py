@@ -332,7 +332,8 @@ def test_trained_tokens_know_which_of_them_the_newest_policy_sampled():
         [Group(0, prompt, responses)],
         np.ones((1, 3)),
         np.ones((1, 3, 4)),
-        row_tokens=16,
+        row_lengths=(16,),
+        micro_batch_rows=1,
         share_prompts=True,
     )
     fresh = [

@@ -201,7 +201,7 @@ def test_a_group_goes_to_one_shard_and_what_waits_there_to_idle_ones():
 
 def test_micro_batches_are_those_of_the_packer():
     """9 responses of 55 tokens, each behind 9 of its prompt: 2 fit a row of 128."""
-    how = {"prompt_tokens": 10, "choices": (128,), "rows": 4}
+    how = {"prompt_tokens": 10, "row_lengths": (128,), "rows": 4}
     length_PG = np.full((3, 3), 55)
     segment_MBT = attention.micro_batches(length_PG, **how, share_prompts=False)
     assert segment_MBT.shape == (2, 4, 128)  # 5 rows
@@ -212,7 +212,7 @@ def test_micro_batches_are_those_of_the_packer():
 
 def test_micro_batches_begin_with_the_rows_that_have_the_most_work():
     """The packer begins with 7 tokens, but twice 6 have more pairs."""
-    how = {"prompt_tokens": 1, "choices": (12,), "rows": 1, "share_prompts": False}
+    how = {"prompt_tokens": 1, "row_lengths": (12,), "rows": 1, "share_prompts": False}
     segment_MBT = attention.micro_batches(np.array([[6], [7], [6]]), **how)
     np.testing.assert_array_equal(segment_MBT[:, 0], [[1] * 6 + [2] * 6, [1] * 7 + [0] * 5])
 

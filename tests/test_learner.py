@@ -146,7 +146,7 @@ def batch_of(
         data.advantage_R.reshape(-1, group_size),
         loss_aggregation=mode,
         overlong_filtering=True,
-        row_tokens=row_tokens,
+        row_lengths=(row_tokens,),
         micro_batch_rows=micro_batch_rows,
         num_micro=num_micro,
         share_prompts=share_prompts,

@@ -259,10 +259,10 @@ def sampled():
 
 CUTS = np.cumsum(LENGTHS)[:-1]
 LAYOUTS = {
-    "packed": {"row_tokens": 40, "micro_batch_rows": 2, "num_micro": 4},
-    "one long row": {"row_tokens": 120, "micro_batch_rows": 1, "num_micro": 8},
+    "packed": {"row_lengths": (40,), "micro_batch_rows": 2, "num_micro": 4},
+    "one long row": {"row_lengths": (120,), "micro_batch_rows": 1, "num_micro": 8},
     "a prompt for each": {
-        "row_tokens": 40,
+        "row_lengths": (40,),
         "micro_batch_rows": 4,
         "num_micro": 4,
         "share_prompts": False,

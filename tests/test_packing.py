@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dapo_jax.packing import best_row_tokens, into_micro_batches, pack, plan_rows
+from dapo_jax.packing import into_micro_batches, pack, plan_rows, plan_update
 from dapo_jax.types import Batch, Group, Prompt, Response
 
 
@@ -46,7 +46,8 @@ def values_of(groups):
 
 
 def packed(groups, *, row_tokens: int, share_prompts: bool) -> Batch:
-    return pack(groups, *values_of(groups), row_tokens=row_tokens, share_prompts=share_prompts)
+    how = {"row_lengths": (row_tokens,), "micro_batch_rows": 1, "share_prompts": share_prompts}
+    return pack(groups, *values_of(groups), **how)
 
 
 def branches(batch: Batch):
@@ -140,12 +141,12 @@ def test_two_groups_of_the_same_prompt_are_two_pieces():
 
 @pytest.mark.parametrize(("responses", "row_tokens"), [(8, 10), (9, 12)])
 def test_rows_are_longer_where_that_saves_a_micro_batch(responses, row_tokens):
-    """Of 4 tokens two fill a row of 10, three one of 12; a micro-batch has 4 rows.
+    """Two responses of 4 tokens fill a row of 10, three one of 12; a micro-batch has 4 rows.
 
     8 are 40 entries in rows of 10, else 48. 9 need two micro-batches of rows of 10: 80 entries.
     """
-    how = {"choices": (10, 12), "rows": 4, "share_prompts": False}
-    assert best_row_tokens([1], [[4] * responses], **how) == row_tokens
+    how = {"row_lengths": (10, 12), "micro_batch_rows": 4, "share_prompts": False}
+    assert plan_update([1], [[4] * responses], **how)[1] == row_tokens
 
 
 def test_rows_of_real_lengths_are_full():

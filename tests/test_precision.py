@@ -67,7 +67,7 @@ def zipf_batch(sizes: Qwen2Config, *, tokens: int, rows: int, micro_batch_rows: 
         rng.normal(1, 0.5, (R, 1)).astype(np.float32),
         loss_aggregation="token_mean",
         overlong_filtering=False,
-        row_tokens=tokens // rows,
+        row_lengths=(tokens // rows,),
         micro_batch_rows=micro_batch_rows,
         num_micro=rows // micro_batch_rows,
         share_prompts=True,

@@ -46,7 +46,7 @@ def programs_compiled_once():
     def programs(config, vocab_size):
         new = make(config, vocab_size)
         shapes = (new.sizes, new.learning, new.engine.cache, build.batch_shape(config))
-        shapes += (build.row_lengths(config),)
+        shapes += build.row_lengths(config)
         return dataclasses.replace(MADE.setdefault(shapes, new), config=config)
 
     def compile_update(self):

@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 from configs.base import eval_settings, mixture_settings
 from dapo_jax import learner
 from dapo_jax.losses import takes_old_logp
-from dapo_jax.packing import best_row_tokens
 from dapo_jax.run import checks, hub
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
@@ -61,7 +60,7 @@ class Programs:
 
     def lower_update(self, row_tokens: int) -> jax.stages.Lowered:
         """The update for batches with rows of one of the recipe's lengths, ready to compile."""
-        batch = learner.abstract_batch(batch_shape(self.config, row_tokens), self.mesh)
+        batch = learner.abstract_batch((*batch_shape(self.config), row_tokens), self.mesh)
         rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(self.mesh))
         return self.update.lower(self.state, self.start_weights, batch, rate)
 
@@ -75,22 +74,15 @@ class Programs:
             return None
 
         def lower(row_tokens: int) -> jax.stages.Lowered:
-            batch = learner.abstract_batch(batch_shape(self.config, row_tokens), self.mesh)
+            batch = learner.abstract_batch((*batch_shape(self.config), row_tokens), self.mesh)
             return self.old_logprobs.lower(self.state.params, self.start_weights, batch)
 
         return for_all_rows(lower, self.config)
 
     def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
         """One update's batch on the mesh: the groups' responses, packed into rows."""
-        num_micro, rows, _ = batch_shape(self.config)
-        a, share_prompts = self.config.algo, self.learning.kernels.shares_prompts
-        row_tokens = best_row_tokens(
-            [len(group.prompt.token_ids) for group in groups],
-            [group.length_G.tolist() for group in groups],
-            choices=row_lengths(self.config),
-            rows=rows,
-            share_prompts=share_prompts,
-        )
+        num_micro, rows = batch_shape(self.config)
+        a = self.config.algo
         batch = learner.make_batch(
             groups,
             advantage_PG,
@@ -98,10 +90,10 @@ class Programs:
             overlong_filtering=a.overlong_filtering,
             max_response_tokens=self.config.rollout.max_response_tokens,
             kl_cov_share=a.kl_cov_share if a.gate == "kl_cov" else 0.0,
-            row_tokens=row_tokens,
+            row_lengths=row_lengths(self.config),
             micro_batch_rows=rows,
             num_micro=num_micro,
-            share_prompts=share_prompts,
+            share_prompts=self.learning.kernels.shares_prompts,
         )
         return learner.place_batch(batch, self.mesh)
 
@@ -387,14 +379,14 @@ def cache_plan(
     )
 
 
-def batch_shape(config: ConfigDict, row_tokens: int | None = None) -> tuple[int, int, int]:
-    """[M, B, T] of an update's batch: as many micro-batches as its responses can ever need.
+def batch_shape(config: ConfigDict) -> tuple[int, int]:
+    """[M, B] of an update's batch [M, B, T]: as many micro-batches as responses can ever need.
 
-    row_tokens: one of `row_lengths`; None: the longest.
+    T is one of `row_lengths`.
     """
     rows = config.learner.micro_batch_rows
     responses = config.rollout.num_prompts // config.updates_per_step * config.rollout.group_size
-    return -(-responses // rows), rows, row_tokens or row_lengths(config)[-1]
+    return -(-responses // rows), rows
 
 
 def row_lengths(config: ConfigDict) -> tuple[int, ...]:
@@ -409,7 +401,7 @@ def row_lengths(config: ConfigDict) -> tuple[int, ...]:
 
 
 def row_multiple(tokens: int) -> int:
-    """What a chosen length, or difference of lengths, of such rows is a multiple of."""
+    """The number of which a chosen length, or difference of lengths, of such rows is a multiple."""
     return ROW_MULTIPLE if tokens < LONG_ROW else LONG_ROW
 
 

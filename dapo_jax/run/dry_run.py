@@ -79,7 +79,9 @@ def memory(programs: build.Programs) -> dict[str, dict[str, int]]:
     As shapes and shardings say it: the rounded copies and activations inside the compiled programs
     are the compiler's.
     """
-    batch = learner.abstract_batch(build.batch_shape(programs.config), programs.mesh)
+    longest = build.row_lengths(programs.config)[-1]
+    shape = (*build.batch_shape(programs.config), longest)
+    batch = learner.abstract_batch(shape, programs.mesh)
     state = {
         "state": device_bytes(programs.state),
         "start weights": device_bytes(programs.start_weights),

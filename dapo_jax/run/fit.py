@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import base
-from dapo_jax.packing import best_row_tokens, plan_rows
+from dapo_jax.packing import plan_update
 from dapo_jax.run import build, hub
 from models import families
 from models.hf_config import load_config, read_config
@@ -135,20 +135,23 @@ def padding_line(config: ConfigDict, programs: build.Programs, data: build.Data)
     """
     r, of_sets = config.rollout, data.train.sets
     prompt = round(sum(s * of_sets[key].report.mean_tokens for key, s in data.train.shares.items()))
-    _, rows, _ = build.batch_shape(config)
-    how = {"share_prompts": programs.learning.kernels.shares_prompts}
+    rows, row_lengths = config.learner.micro_batch_rows, build.row_lengths(config)
     groups = r.num_prompts // config.updates_per_step
     shares = {}
     for part in (0.1, MEAN_SHARE, 0.6):
         spread_G = np.linspace(0.5, 1.5, r.group_size) * part * r.max_response_tokens
         lengths = np.clip(np.ceil(spread_G), 1, r.max_response_tokens).astype(int).tolist()
-        update = [prompt] * groups, [lengths] * groups
-        row_tokens = best_row_tokens(*update, choices=build.row_lengths(config), rows=rows, **how)
-        planned = plan_rows(*update, row_tokens=row_tokens, **how)
+        planned, row_tokens = plan_update(
+            [prompt] * groups,
+            [lengths] * groups,
+            row_lengths=row_lengths,
+            micro_batch_rows=rows,
+            share_prompts=programs.learning.kernels.shares_prompts,
+        )
         used = sum(len(piece.samples) and prompt - 1 for row in planned for piece in row)
         used += groups * sum(lengths)
         shares[part] = 1 - used / (-(-len(planned) // rows) * rows * row_tokens)
-    tokens = " or ".join(map(str, build.row_lengths(config)))
+    tokens = " or ".join(map(str, row_lengths))
     named = ", ".join(f"{share:.0%} at {part:.0%}" for part, share in shares.items())
     return (
         f"padding of an update's rows ({rows} x {tokens} tokens a micro-batch), by the "

@@ -44,7 +44,7 @@ def measure(preset: str, row_tokens: int, *, repeats: int) -> tuple[float, float
         rng.normal(size=length_PG.shape).astype(np.float32),
         loss_aggregation="token_mean",
         overlong_filtering=False,
-        row_tokens=row_tokens,
+        row_lengths=(row_tokens,),
         micro_batch_rows=ROWS,
         num_micro=MICRO_BATCHES,
         share_prompts=True,

@@ -122,7 +122,7 @@ def ours(size: str, lengths: np.ndarray):
             advantage_PG,
             loss_aggregation="token_mean",
             overlong_filtering=False,
-            row_tokens=FLAGS.row_tokens,
+            row_lengths=(FLAGS.row_tokens,),
             micro_batch_rows=FLAGS.rows,
             num_micro=slots // FLAGS.rows,
             share_prompts=True,

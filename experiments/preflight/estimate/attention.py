@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo_jax.packing import best_row_tokens, plan_rows
+from dapo_jax.packing import plan_update
 from models.kernels import splash_tpu
 from models.parameters import ModelConfig
 
@@ -18,17 +18,20 @@ STEP_SECONDS = 0.35e-6
 
 
 def micro_batches(
-    length_PG, *, prompt_tokens: int, choices: Sequence[int], rows: int, share_prompts: bool
+    length_PG, *, prompt_tokens: int, row_lengths: Sequence[int], rows: int, share_prompts: bool
 ) -> np.ndarray:
     """Returns the segments [M, rows, T] of the micro-batches of an update's packed responses.
 
-    T is the best of the choices. The rows with the most work come first, as in
+    T is the best of the row lengths. The rows with the most work come first, as in
     packing.into_micro_batches.
     """
-    lengths = [prompt_tokens] * len(length_PG), length_PG.tolist()
-    share = {"share_prompts": share_prompts}
-    row_tokens = best_row_tokens(*lengths, choices=choices, rows=rows, **share)
-    packed = plan_rows(*lengths, row_tokens=row_tokens, **share)
+    packed, row_tokens = plan_update(
+        [prompt_tokens] * len(length_PG),
+        length_PG.tolist(),
+        row_lengths=row_lengths,
+        micro_batch_rows=rows,
+        share_prompts=share_prompts,
+    )
     tokens = [[prompt_tokens - 1 + int(length_PG[p, g].sum()) for p, g in row] for row in packed]
     tokens.sort(key=lambda row: -sum(n * (n + 1) for n in row))
     segment_MBT = np.zeros((math.ceil(len(tokens) / rows), rows, row_tokens), np.int32)

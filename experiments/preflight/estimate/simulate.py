@@ -214,7 +214,7 @@ class Simulator:
             micro_batches(
                 update_PG,
                 prompt_tokens=prompt,
-                choices=build.row_lengths(config),
+                row_lengths=build.row_lengths(config),
                 rows=config.learner.micro_batch_rows,
                 share_prompts=self.built.learning.kernels.shares_prompts,
             )
