@@ -180,7 +180,8 @@ KEYS = {
         "the same; 0: off", choices="dapo_jax.sampler.cache:DRAFT_TOKENS"),
     "rollout.carry_over_steps": Key(
         0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
-        "this many at most, with tokens of several policies; 0: off", at_least=0),
+        "this many at most, with tokens of several policies. The cache stays beside the update, "
+        "and a run resumes at a multiple of checkpoint.every_steps only; 0: off", at_least=0),
 
     "algo.ratio": Key("token", "Eq. 8; or sequence, GSPO's", choices="dapo_jax.losses:RATIOS"),
     "algo.gate": Key("clip", "Eq. 8; or cispo, none, kl_cov", choices="dapo_jax.losses:GATES"),
@@ -194,9 +195,8 @@ KEYS = {
     "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which the gate kl_cov holds back",
                              above=0, at_most=1),
     "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0),
-    "algo.tis_cap": Key(0.0, "cap on the importance weight of tokens that earlier policies sampled "
-                        "(carry-over), in place of the gate; 0.0: the gate is theirs too",
-                        at_least=0),
+    "algo.tis_cap": Key(0.0, "cap on the importance weight of carried groups' tokens (carry-over), "
+                        "in place of the gate; 0.0: the gate is theirs too", at_least=0),
     "algo.retire_pass_rate": Key(0.0, "a prompt whose pass rate reaches this value is dropped from "
                                  "later epochs; 0.0: off", at_least=0, at_most=1),
     "algo.dynamic_sampling": Key(True, "Eq. 11"),

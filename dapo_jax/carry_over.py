@@ -7,11 +7,15 @@ which it was sampled, so that every ratio (Eq. 8) is to the policy that sampled 
 
     step s:     carried groups first, then new ones -> groups complete in any order
                 -> enough informative ones, and none that is due unfinished: the step ends
-    step s + 1: their tokens so far are computed again with the new weights, and sampling goes on
+    step s + 1: sampling goes on with the new weights behind the keys and values that are there
+
+Keys and values stay on the devices between steps, but for those of a step that a run may resume at
+(a multiple of checkpoint.every_steps): there all begin again from the tokens, computed with the new
+weights. So a checkpoint needs no keys and values, and a resumed run goes on as the other would.
 
 Which groups a step trains on depends on which are complete first, and so on the lengths of
-responses, on the slots and on evaluations beside: on the same mesh a run is repeated and resumed
-bitwise, on another one it is another run.
+responses, on the slots, on evaluations beside and on checkpoint.every_steps: with the same of these
+a run is repeated and resumed bitwise, with others it is another run.
 """
 
 import base64
@@ -24,6 +28,9 @@ from dapo_jax.algorithm import first_informative
 from dapo_jax.rollout import TRAINING, Grading, Known, rollout_stats
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import Carried, Group, Prompt, Response, Rollouts
+
+# Of the slots are idle when new prompts enter: a prefill call costs as much for one as for many.
+IDLE_SHARE = 1 / 32
 
 
 def collect_carrying(
@@ -52,46 +59,59 @@ def collect_carrying(
     that there are few, no more prompts are issued than so many steps can train on, by the share of
     groups that is expected to be informative. A step begins `max_prompts` at most.
 
-    carried: of the step before.
+    A step that finds nothing carried waits for the first groups in prompt order, as `collect` does:
+    those that are complete first are the short ones.
+
+    carried: of the step before; those that the session still samples go on there. It keeps them
+    for the next step (`Session.carry`). Groups of other streams are complete in the end.
     """
     known = Known(cursor, success if dynamic_sampling else lambda group: np.array([True, False]))
     due = {it.cursor for it in carried if it.age_steps >= carry_over_steps}
-    complete = []
+    complete, under_way = [], set(session.unfinished)
     for it in carried:
-        prompt = prompt_at(it.cursor)
-        if any(it.unfinished_G):
+        if not any(it.unfinished_G):
+            complete.append(Group(it.cursor, prompt_at(it.cursor), it.responses))
+        elif (TRAINING, it.cursor) not in under_way:
+            prompt = prompt_at(it.cursor)
             session.submit(it.cursor, prompt, group_size=group_size, carried=it)
-        else:
-            complete.append(Group(it.cursor, prompt, it.responses))
     rate = expected_rate if dynamic_sampling else 1.0
     issued = 0
 
-    def few() -> bool:
-        under_way = len(carried) + issued - len(known.groups)
-        expected = len(known.informative) + rate * under_way
-        return expected < num_prompts * (1 + carry_over_steps)
+    def more() -> bool:
+        unknown = len(carried) + issued - len(known.groups)
+        expected = len(known.informative) + rate * unknown
+        return issued < max_prompts and expected < num_prompts * (1 + carry_over_steps)
+
+    def ends(waiting: set[tuple[int, int]]) -> bool:
+        if len(known.informative) < num_prompts:
+            return issued == max_prompts and not waiting
+        last = known.informative[num_prompts - 1]
+        return not any(
+            stream != TRAINING or place in due or (not carried and place < last)
+            for stream, place in waiting
+        )
 
     with Grading(grade) as grading:
         known.add(grading.exchange(complete))
         known.add(grading.exchange([]))
         while True:
-            enough = len(known.informative) >= num_prompts
-            while not enough and session.idle_slots and issued < max_prompts and few():
-                place = cursor + issued
-                session.submit(place, prompt_at(place), group_size=group_size)
-                issued += 1
-            waiting = {place for stream, place in session.unfinished if stream == TRAINING}
-            if (enough and not due & waiting) or (issued == max_prompts and not waiting):
+            waiting = set(session.unfinished)
+            if ends(waiting):
                 break
+            if session.idle_slots >= IDLE_SHARE * session.slots:
+                while session.idle_slots and more():
+                    place = cursor + issued
+                    session.submit(place, prompt_at(place), group_size=group_size)
+                    issued += 1
             found = f"{len(known.informative)} informative of {len(known.groups)} groups"
             report(f"rollout: {found}, {num_prompts} wanted, {len(waiting)} under way")
-            done = session.step(more=issued < max_prompts and not enough and few())
+            done = session.step(more=more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
             known.add(grading.exchange([group for group in done if group.stream == TRAINING]))
         known.add(grading.exchange([]))
     surplus = [place for place in known.informative[num_prompts:] if place not in due]
     sampled = [known.groups[place] for place in sorted(known.groups) if place not in surplus]
-    unfinished = session.take_unfinished(TRAINING)
+    unfinished = session.carry(TRAINING)
     go_on = [*unfinished, *(_complete(known.groups[place]) for place in surplus)]
     kept = np.arange(min(num_prompts, len(sampled)))
     if dynamic_sampling:

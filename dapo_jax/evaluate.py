@@ -150,12 +150,12 @@ class Evaluation:
         report: Callable[[str], None],
         keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
     ) -> dict[str, dict[str, float]]:
-        """Samples what is unfinished, which is theirs alone, and returns each set's scores.
+        """Samples what is unfinished of the sets, and returns each set's scores.
 
         keep: is given each set's name and groups of responses.
         """
-        while self._session.unfinished:
-            report(f"evaluate: {len(self._session.unfinished)} groups to go")
+        while left := sum(stream in self._sets for stream, _ in self._session.unfinished):
+            report(f"evaluate: {left} groups to go")
             self.take(self._session.step())
         self.take([])
         results = {}

@@ -267,7 +267,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
 def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
     """Computes the batch's old_logp [M, B, T]: of the policy before a step's first update.
 
-    One forward pass a micro-batch. Tokens that earlier policies sampled keep the sampler's.
+    One forward pass a micro-batch. Tokens that are not fresh keep the sampler's.
     """
 
     policy = weights_and_adapters(params, start_weights, learning)

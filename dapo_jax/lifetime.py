@@ -69,6 +69,14 @@ class Run:
         """Returns whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
 
+    def may_resume_at(self, step: int) -> bool:
+        """Returns whether the run may go on from there after a stop; with carry-over, not always.
+
+        There no keys and values of the steps before are used.
+        """
+        carries = self.config.rollout.carry_over_steps > 0
+        return not carries or step % self.config.checkpoint.every_steps == 0
+
     def evaluate_alone(self, state: learner.TrainState, finished_steps: int) -> None:
         """Evaluates all sets in a session of their own."""
         session = Session(self.programs.engine, self.sampler_weights(state), *self.streams)

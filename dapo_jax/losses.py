@@ -200,8 +200,8 @@ def policy_loss(logp, token: Batch, learning):
     """Computes each token's loss by the recipe's ratio and gate: (loss, indicators).
 
     indicators: name -> a value for each token, such as whether a clip holds it, of which the
-    metrics have the mean over the response tokens. With learning.tis_cap the tokens that earlier
-    policies sampled are `truncated` instead.
+    metrics have the mean over the response tokens. With learning.tis_cap the tokens that are not
+    fresh are `truncated` instead.
     """
     compared = RATIOS[learning.ratio](logp, token)
     loss, held = GATES[learning.gate](compared, logp, token, learning)

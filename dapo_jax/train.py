@@ -68,7 +68,7 @@ def rl_step(
     config, watch = run.config, Stopwatch()
 
     # Sample and grade groups until enough are informative (dynamic sampling, Eq. 11).
-    rollouts, scores = sample(run, step, run.sampler_weights(state), progress, watch)
+    rollouts, scores, session = sample(run, step, run.sampler_weights(state), progress, watch)
     if stopped := at_generation_cap(run, step, rollouts):
         return state, progress, stopped
 
@@ -85,11 +85,16 @@ def rl_step(
         state, updates = take_updates(run, state, rollouts, advantage_PG, rate)
 
     done = Step(config, step, rollouts, reward_PG, updates, rate, scores)
-    return finish(run, done, state, progress, watch)
+    return finish(run, done, state, progress, session, watch)
 
 
 def finish(
-    run: Run, done: Step, state: learner.TrainState, progress: start.Progress, watch: Stopwatch
+    run: Run,
+    done: Step,
+    state: learner.TrainState,
+    progress: start.Progress,
+    session: Session | None,
+    watch: Stopwatch,
 ) -> tuple[learner.TrainState, start.Progress, str | None]:
     """Keeps the books of a step whose updates are taken: (state, progress, why to stop or None).
 
@@ -98,10 +103,12 @@ def finish(
     1. A state that is not finite ends the run. The responses' file is waited for, and the state's
        arrays are digested.
     2. The row of metrics is made, once, and the alarms look at it.
-    3. A policy that no later step samples is evaluated.
-    4. The row is linked to the chain of the rows before.
-    5. A snapshot of state and progress is taken, this row in it, and saved if it is due.
-    6. The row is written and shown. After a kill before this, the checkpoint's row is written.
+    3. Where a run may resume, the session that carries responses on is closed: checkpoints have no
+       keys and values.
+    4. A policy that no later step samples is evaluated.
+    5. The row is linked to the chain of the rows before.
+    6. A snapshot of state and progress is taken there, this row in it, and saved if it is due.
+    7. The row is written and shown. After a kill before this, the checkpoint's row is written.
     """
     config, step, rollouts = run.config, done.step, done.rollouts
     alarms.require_finite_state(state, step)
@@ -122,12 +129,18 @@ def finish(
     stopped = run.alarms.look(row, done, before)
 
     ends = step + 1 == config.num_steps
+    resumable = ends or bool(stopped) or run.may_resume_at(step + 1)
+    if session and resumable:
+        session.close()
+        session = None
+
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         run.evaluate_alone(state, step + 1)
 
     row = run.record.linked(row | made, before, arrays)
-    progress = start.Progress(rollouts.cursor, tokens, row, rollouts.carried, retired)
-    run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
+    progress = start.Progress(rollouts.cursor, tokens, row, rollouts.carried, retired, session)
+    if resumable:
+        run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
     run.record.step(row, rollouts, done.reward_PG)
     run.draw_timeline(step, rollouts.stats)
@@ -136,22 +149,27 @@ def finish(
 
 def sample(
     run: Run, step: int, weights: dict, progress: start.Progress, watch: Stopwatch
-) -> tuple[Rollouts, dict[str, float]]:
+) -> tuple[Rollouts, dict[str, float], Session | None]:
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
-    Returns (the rollouts, the scores as keys of a metrics row). The evaluation's requests, which
-    run to their ends, are asked for first: training's fill the slots that they leave.
+    Returns (the rollouts, the scores as keys of a metrics row, the session with carry-over). The
+    evaluation's requests, which run to their ends, are asked for first: training's fill the slots
+    that they leave.
     """
-    session = Session(run.programs.engine, weights, *run.streams)
+    if session := progress.session:
+        session.go_on(weights)
+    else:
+        session = Session(run.programs.engine, weights, *run.streams)
+    goes_on = session if run.config.rollout.carry_over_steps else None
     sets = run.sets if run.evaluates_in(step) else {}
     how = {"first_stream": rollout.TRAINING + 1}
     with evaluate.Evaluation(session, sets, **how) as evaluation:
         with watch("rollout"):
             rollouts = sample_groups(run, session, progress, evaluation)
         if not sets:
-            return rollouts, {}
+            return rollouts, {}, goes_on
         with watch("evaluate"):
-            return rollouts, run.scores(evaluation, finished_steps=step)
+            return rollouts, run.scores(evaluation, finished_steps=step), goes_on
 
 
 def sample_groups(

@@ -160,6 +160,12 @@ class Carried:
         return len(self.responses[0].ends)
 
     @property
+    def ended(self) -> list[Response | None]:
+        """Lists the responses that have ended; None for the others."""
+        pairs = zip(self.responses, self.unfinished_G, strict=True)
+        return [None if unfinished else response for response, unfinished in pairs]
+
+    @property
     def tokens(self) -> int:
         """Counts the tokens there are."""
         return sum(len(response.tokens_T) for response in self.responses)
@@ -269,8 +275,8 @@ class Batch:
     responses of its piece follow. position counts from 0 along a prompt and each of its responses.
     weight is that of the token's loss in the whole mini-batch (Eq. 12). behavior_logp is the
     sampler's; old_logp is the same unless the learner has recomputed it (learner.old_logprobs).
-    is_fresh: a response's tokens but for those that
-    earlier policies sampled. is_high_cov: the tokens that KL-Cov holds back. reference_logp: the
+    is_fresh: tokens sampled by the newest policy behind its own keys and values: those of groups
+    that began in this step. is_high_cov: the tokens that KL-Cov holds back. reference_logp: the
     start policy's log-probabilities, which the learner computes for a KL term; None without one.
     Of the micro-batches the first `num_micro` are in use.
     """

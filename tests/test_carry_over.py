@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 import shutil
 
@@ -40,20 +41,26 @@ def small():
     return random_params(SMALL)[1]
 
 
-def interrupted(engine, params, *, blocks, later=None):
-    """Samples PROMPTS, taking all out after so many blocks: (responses, what was carried)."""
+def interrupted(engine, params, *, blocks, later=None, keeps=False):
+    """Samples PROMPTS, a step ending after so many blocks: (responses, what was carried).
+
+    keeps: whether the session goes on, with its keys and values.
+    """
     session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
     for cursor, prompt in PROMPTS.items():
         session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
     responses = {}
     for _ in range(blocks):
         responses |= by_request(session.step())
-    carried = session.take_unfinished()
-    assert not session.unfinished
-    session = Session(engine, params if later is None else later, Stream(RUN_KEY, SAMPLING))
-    for it in carried:
-        prompt = Prompt(PROMPTS[it.cursor])
-        session.submit(it.cursor, prompt, group_size=GROUP_SIZE, carried=it)
+    carried, params = session.carry(), params if later is None else later
+    if keeps:
+        session.go_on(params)
+    else:
+        session.close()
+        session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+        for it in carried:
+            prompt = Prompt(PROMPTS[it.cursor])
+            session.submit(it.cursor, prompt, group_size=GROUP_SIZE, carried=it)
     return responses | drain(session), carried
 
 
@@ -81,8 +88,8 @@ def test_a_response_goes_on_as_if_it_had_never_stopped(
     monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: 2)
     engine, params = build(SMALL, cache, small, shards=shards, kernels=kernels)
     expected = whole(engine, params)
-    for after in blocks:
-        responses, carried = interrupted(engine, params, blocks=after)
+    for after, keeps in itertools.product(blocks, (False, True)):
+        responses, carried = interrupted(engine, params, blocks=after, keeps=keeps)
         assert any(len(r.tokens_T) > 0 for it in carried for r in it.responses)
         assert responses.keys() == expected.keys()
         for request, response in responses.items():
@@ -94,12 +101,13 @@ def test_a_response_goes_on_as_if_it_had_never_stopped(
             )
 
 
-def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(small):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(small, keeps):
     """Tokens and log-probabilities of the first part bit by bit; `ends` says where it ends."""
     engine, params = build(SMALL, ROOMY, small)
     later = jax.tree.map(lambda p: 0.9 * p, params)
     expected = whole(engine, params)
-    responses, carried = interrupted(engine, params, blocks=3, later=later)
+    responses, carried = interrupted(engine, params, blocks=3, later=later, keeps=keeps)
     begun = {(it.cursor, i): r for it in carried for i, r in enumerate(it.responses)}
     unfinished = {
         (it.cursor, i) for it in carried for i, more in enumerate(it.unfinished_G) if more
@@ -200,9 +208,9 @@ class CarryingSession(ScriptedSession):
     def _begun(self):
         return self.__dict__.setdefault("begun", {})
 
-    def take_unfinished(self, stream):
+    def carry(self, stream):
         taken, slots = [], self._scheduler.occupied
-        for number in list(self._scheduler.unfinished):
+        for number in self._scheduler.unfinished:
             cursor = self._names[number][1]
             begun, responses, unfinished_G = self._begun.get(cursor), [], []
             for g in range(G):
@@ -214,8 +222,11 @@ class CarryingSession(ScriptedSession):
                 responses.append(response.carried())
                 unfinished_G.append(more)
             taken.append(Carried(cursor, tuple(responses), tuple(unfinished_G)))
-            self._scheduler.cancel(number, discard=False)
+        self._begun.update((it.cursor, it) for it in taken)
         return taken
+
+    def go_on(self):
+        self.calls, self.blocks, self.prefilled_prompts = [], [], 0
 
     def _waits(self, number, g):
         ready = [r for shard in self._scheduler._ready for r in shard]
@@ -232,11 +243,17 @@ class CarryingSession(ScriptedSession):
         return group
 
 
-def steps_of(script, *, steps, slots, carry_over_steps, num_prompts=4, **settings):
-    """Runs steps one after the other: [(session, what was carried before, rollouts)]."""
-    cursor, carried, found = 0, [], []
-    for _ in range(steps):
-        session = CarryingSession(script, slots=slots, block_tokens=2)
+def steps_of(script, *, steps, slots, carry_over_steps, num_prompts=4, every_steps=1, **settings):
+    """Runs steps one after the other: [(calls of a session, what was carried before, rollouts)].
+
+    every_steps: as many share a session.
+    """
+    cursor, carried, found, session = 0, [], [], None
+    for step in range(steps):
+        if step % every_steps:
+            session.go_on()
+        else:
+            session = CarryingSession(script, slots=slots, block_tokens=2)
         given = {
             "carry_over_steps": carry_over_steps,
             "group_size": G,
@@ -248,20 +265,21 @@ def steps_of(script, *, steps, slots, carry_over_steps, num_prompts=4, **setting
         }
         grade = scripted_grade(script)
         rollouts = collect_carrying(session, prompt_at, grade, cursor, carried, **given | settings)
-        found.append((session, carried, rollouts))
+        found.append((session.calls, carried, rollouts))
         cursor, carried = rollouts.cursor, rollouts.carried
     return found
 
 
+@pytest.mark.parametrize("every_steps", [1, 4])
 @pytest.mark.parametrize("carry_over_steps", [1, 3])
-def test_no_slot_waits_and_no_group_is_lost(carry_over_steps):
+def test_no_slot_waits_and_no_group_is_lost(carry_over_steps, every_steps):
     """Many steps of long-tailed lengths: each group is sampled once, whole, and in the end used.
 
-    Slots stay full to a step's end but where groups that are due are waited for.
+    Slots stay full to a step's end, but where as many are under way as later steps can train on.
     """
     script, seen, idle, ages = long_tailed_script(0, prompts=600), [], [], []
-    for session, before, rollouts in steps_of(
-        script, steps=25, slots=16, carry_over_steps=carry_over_steps
+    for calls, before, rollouts in steps_of(
+        script, steps=25, slots=16, carry_over_steps=carry_over_steps, every_steps=every_steps
     ):
         kept = [rollouts.sampled[p].cursor for p in rollouts.kept]
         seen += [group.cursor for group in rollouts.sampled]
@@ -272,8 +290,8 @@ def test_no_slot_waits_and_no_group_is_lost(carry_over_steps):
             assert lengths == script.length_PG[group.cursor].tolist()
         ages += [it.age_steps for it in rollouts.carried]
         waits = any(it.age_steps == carry_over_steps and any(it.unfinished_G) for it in before)
-        if not waits:
-            steps = [call for call in session.calls if call[0] == "step"]
+        if before and not waits:
+            steps = [call for call in calls if call[0] == "step"]
             idle += [sum(used == 0 for used in call[1:17]) for call in steps]
         carried = [it.cursor for it in rollouts.carried]
         assert sorted([*seen, *carried]) == list(range(rollouts.cursor))
@@ -302,6 +320,14 @@ def test_no_trained_token_is_older_than_allowed_however_many_slots_there_are(
     assert discarded <= 20 * 2  # groups that were sampled for nothing: half of what is trained on
 
 
+def test_a_first_step_trains_on_the_first_groups_in_prompt_order_as_without_carry_over():
+    """It trained on those that were complete first: the short ones."""
+    script = long_tailed_script(2, prompts=600)
+    (_, _, first), *_, (_, _, last) = steps_of(script, steps=9, slots=32, carry_over_steps=3)
+    assert [first.sampled[p].cursor for p in first.kept] == script.informative[:4]
+    assert {it.age_steps for it in first.carried} == {1} and last.carried
+
+
 def test_without_dynamic_sampling_the_first_complete_groups_are_kept():
     script = long_tailed_script(0, prompts=300)
     for _, _, rollouts in steps_of(
@@ -320,8 +346,11 @@ def test_at_the_cap_a_step_ends_with_what_there_is():
     assert (len(rollouts.sampled), len(rollouts.kept), rollouts.carried) == (10, 0, [])
 
 
-def test_trained_tokens_know_which_of_them_the_newest_policy_sampled():
-    """`is_fresh` is False for the tokens before the last step's end, and for prompts."""
+def test_trained_tokens_know_which_of_them_the_newest_policy_sampled_alone():
+    """`is_fresh` is False for groups that began in an earlier step, and for prompts.
+
+    The newest policy sampled some of their tokens, but behind earlier ones' keys and values.
+    """
     prompt = Prompt(np.array([1, 2, 3], np.int32))
     logp_T = np.zeros(4, np.float32)
     responses = tuple(
@@ -339,7 +368,7 @@ def test_trained_tokens_know_which_of_them_the_newest_policy_sampled():
     fresh = [
         batch.is_fresh_BT[batch.branch_BT == branch].astype(int).tolist() for branch in (1, 2, 3)
     ]
-    assert fresh == [[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+    assert fresh == [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert not batch.is_fresh_BT[batch.branch_BT == 0].any()
 
 
@@ -347,7 +376,7 @@ def carrying_config():
     config = small_config()
     config.num_steps = 4
     config.rollout.carry_over_steps = 1
-    config.checkpoint.every_steps = 1
+    config.checkpoint.every_steps = 2
     config.checkpoint.keep = 9
     return config
 
@@ -375,11 +404,14 @@ def rollout_lines(workdir, step):
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch):
-    """Carried groups are in the checkpoint; rows, rollouts and weights are what they would be."""
+    """Carried groups are in the checkpoint; rows, rollouts and weights are what they would be.
+
+    The step before had keys and values of its own: the run resumes where they are computed again.
+    """
     run = tmp_path / "run"
 
     def killed(*args):
-        if rows_without_timings(run)[1:]:
+        if rows_without_timings(run)[2:]:
             raise Killed
         return take_updates(*args)
 
@@ -389,7 +421,8 @@ def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch):
         patch.setattr(train, "take_updates", killed)
         with pytest.raises(Killed):
             train.train(carrying_config(), run)
-    assert len(rows_without_timings(run)) == 2
+    assert len(rows_without_timings(run)) == 3
+    assert not (run / "checkpoints" / "3").exists()
     train.train(carrying_config(), run)
     rows = rows_without_timings(carrying)
     assert rows_without_timings(run) == rows
@@ -402,7 +435,8 @@ def test_rows_say_how_stale_the_trained_tokens_are(carrying):
     """The first step has none; the gap to the sampler is that of fresh tokens, if there are any."""
     rows = rows_without_timings(carrying)
     assert rows[0]["staleness/tokens_fraction"] == rows[0]["staleness/max_steps"] == 0
-    assert any(row["staleness/tokens_fraction"] > 0 and "ratio_gap" in row for row in rows)
+    assert "ratio_gap" in rows[0]
+    assert any(row["staleness/tokens_fraction"] > 0 for row in rows)
     for row in rows:
         assert row["carry_over/groups"] > 0 and row["carry_over/tokens"] > 0
         assert row["staleness/mean_steps"] >= row["staleness/tokens_fraction"]

@@ -123,11 +123,13 @@ def test_lengths_have_the_mean_that_was_asked_for():
     assert within == pytest.approx(rollouts.SIGMA_SAMPLES, rel=0.15)
 
 
-def rollout(lengths, *, slots=2, pages=100, group_size=1, **changes):
+def rollout(
+    lengths, *, slots=2, pages=100, group_size=1, simulate=rollouts.simulate_rollout, **changes
+):
     """Groups of one response, or more, with a prompt that is not prefilled."""
     sizes = {"slots": slots, "pages": pages, "prompt_pages": 1, "readers": group_size}
     sizes |= {"page_tokens": 4, "block_tokens": 4, "max_prompt_tokens": 1}
-    cache = Cache(**sizes, max_response_tokens=32)
+    cache = Cache(**sizes, max_response_tokens=32, carries=simulate is carrying)
     how = {
         "shards": 1,
         "prompt_tokens": 1,
@@ -136,7 +138,10 @@ def rollout(lengths, *, slots=2, pages=100, group_size=1, **changes):
         "copy_seconds": 0.0,
     }
     length_PG = np.reshape(lengths, (-1, group_size)).tolist()
-    return rollouts.simulate_rollout(length_PG, cache, **how | changes)
+    return simulate(length_PG, cache, **how | changes)
+
+
+carrying = rollouts.simulate_carrying
 
 
 def test_slots_are_refilled_between_blocks():
@@ -192,6 +197,19 @@ def test_without_pages_the_youngest_is_preempted_and_recomputed():
     found = rollout([12, 12], pages=5)
     assert found.discarded_tokens > 0
     assert found.tokens == 24 + found.discarded_tokens
+
+
+def test_with_carry_over_no_slot_waits_and_checkpoints_cost_what_is_computed_again():
+    """Lengths 8, 4 and 4 in two slots, two groups a step: 2 * 16 / 3 tokens, 4 a block and slot.
+
+    With a checkpoint after every step, one of a block leaves the long response half done.
+    """
+    how = {"simulate": carrying, "groups": 2, "carry_over_steps": 9}
+    found = rollout([8, 4, 4], every_steps=3, **how)
+    assert (found.tokens, found.occupancy) == (pytest.approx(32 / 3), 1)
+    assert found.seconds == pytest.approx(32 / 3 / 2 * (1 + 0.5 / 4))
+    one_block = rollout([8, 4, 4], every_steps=1, **how, refill_seconds=8.0)
+    assert one_block.seconds == pytest.approx(4 + 0.5 + 8)
 
 
 def test_a_group_goes_to_one_shard_and_what_waits_there_to_idle_ones():

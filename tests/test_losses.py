@@ -319,7 +319,7 @@ def slopes_by_hand(preset: str) -> list[np.ndarray]:
         n, A, r = LENGTHS[i], ADVANTAGE_PG.flat[i], np.exp(log_ratio[i])
         in_prompt = sum(LENGTHS[4 * (i // 4) : 4 * (i // 4) + 4])
         s = np.exp(log_ratio[i].mean())
-        stale = np.arange(n) < (n // 2 if n > 9 else 0)
+        stale = n > 9  # it began in an earlier step
         return {
             "dr_grpo": lambda: clipped(r, A, 0.8, 1.2) / (R * MAX_TOKENS),
             "gspo": lambda: np.full(n, clipped(s, A, 1 - 3e-4, 1 + 4e-4) / (R * n)),

@@ -108,6 +108,10 @@ class ScriptedSession:
         return [self._names[number] for number in self._scheduler.unfinished]
 
     @property
+    def slots(self) -> int:
+        return self._scheduler.cache.slots
+
+    @property
     def idle_slots(self) -> int:
         return self._scheduler.idle_slots
 

@@ -138,7 +138,7 @@ def test_a_stop_before_the_first_step_says_so(tmp_path, monkeypatch):
     assert run._order() == "stop SIGTERM"
     with pytest.raises(SystemExit) as left:
         run._end("SIGTERM")
-    line = "SIGTERM: no step was finished since the start: there is nothing to save"
+    line = "SIGTERM: no step to resume at is finished since the start: there is nothing to save"
     assert left.value.code == (line, RETRYABLE)
 
 

@@ -152,14 +152,16 @@ def memory_phases(built: build.Programs, programs: dict[str, Program]) -> list[P
     compiler's arguments; its gradients are among the temporaries.
     """
     sampling = memory(built)["rollout"]
-    resharding = {name: size for name, size in sampling.items() if name != "keys and values"}
     held = {name: sampling[name] for name in ("state", "start weights")}
+    carries = built.config.rollout.carry_over_steps > 0  # then the cache stays
+    cache = {"keys and values": sampling.pop("keys and values")}
+    kept = cache if carries else {}
     phases = []
     for name, program in programs.items():
         if name.startswith("update"):
-            parts = held | {"batch": program.arguments - sum(held.values())}
+            parts = held | {"batch": program.arguments - sum(held.values())} | kept
         else:
-            parts = resharding if name == "reshard" else sampling
+            parts = sampling | (kept if name == "reshard" else cache)
         phases.append(Phase(name, parts | {"temporaries": program.temporaries}))
     return phases
 

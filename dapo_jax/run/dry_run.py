@@ -86,14 +86,13 @@ def memory(programs: build.Programs) -> dict[str, dict[str, int]]:
         "state": device_bytes(programs.state),
         "start weights": device_bytes(programs.start_weights),
     }
+    pages = {"keys and values": device_bytes(programs.engine.pages)}
+    kept = pages if programs.config.rollout.carry_over_steps else {}
     return {
-        "rollout": state
-        | {
-            "sampler's weights": device_bytes(programs.engine.params),
-            "keys and values": device_bytes(programs.engine.pages),
-        },
+        "rollout": state | {"sampler's weights": device_bytes(programs.engine.params)} | pages,
         "update": state
-        | {"gradients": device_bytes(programs.state.params), "batch": device_bytes(batch)},
+        | {"gradients": device_bytes(programs.state.params), "batch": device_bytes(batch)}
+        | kept,
     }
 
 

@@ -198,7 +198,10 @@ def fit_cache(
         held = weights / mesh.shape["model"]
         if training:
             divided = mesh.shape["data"] * mesh.shape["model"]  # every slice has all of it
-            held += _state_bytes(config, sizes, weights, parameters) / divided
+            state = _state_bytes(config, sizes, weights, parameters)
+            # With carry-over the cache stays beside the update and its gradients.
+            gradients = state * 4 / STATE_BYTES if r.carry_over_steps else 0
+            held += (state + gradients) / divided
         most = CACHE_SHARE * (device - held)
     if devices is None:
         most = min(hosts.gather(most))  # all processes have the same programs

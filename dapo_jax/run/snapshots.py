@@ -201,7 +201,7 @@ class Snapshots:
         with self._changed:
             self._stop_name, self._stopped_at = name, self._stopped_at or time.monotonic()
         if not step:
-            self._exit("no step was finished since the start: there is nothing to save")
+            self._exit("no step to resume at is finished since the start: there is nothing to save")
         snapshot = self._snapshot(int(step))
         saved = self._write(snapshot)
         when = f"after {time.monotonic() - self._stopped_at:.1f} s" if saved else "they were before"

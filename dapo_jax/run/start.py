@@ -22,6 +22,7 @@ from dapo_jax.run import build, checks, identity, writers
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import locked, read_json, read_starts, remove_leftovers
 from dapo_jax.run.provenance import NAME as STARTS
+from dapo_jax.sampler.session import Session
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Carried
 from sharding import hosts
@@ -56,7 +57,8 @@ class Progress:
 
     cursor: of the next unseen prompt. row: that of the last step; None before the first. carried:
     the unfinished groups that the next step continues. retired: solved prompts, by their place in
-    the data, with the first epoch without them.
+    the data, with the first epoch without them. session: has the carried groups' keys and values;
+    None, and not saved, where the next step computes them again.
     """
 
     cursor: int = 0
@@ -64,6 +66,7 @@ class Progress:
     row: dict | None = None
     carried: Sequence[Carried] = ()
     retired: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    session: Session | None = None
 
     def to_json(self) -> dict:
         """Describes it for a checkpoint, bit by bit."""

@@ -19,14 +19,14 @@ class Prefix:
     """A prompt in pages of one shard, and the samples that share them, at most `Cache.readers`.
 
     limits: the greatest number of tokens of every sample of the group; first_tokens: how many it
-    begins with. pages: None while the prompt waits in the queue, and once all of its samples have
-    ended. finished_tokens: sampled for those that have.
+    begins with when it gets a slot. pages: None while the prompt waits in the queue, and once all
+    of its samples have ended. finished_tokens: sampled for those that have.
     """
 
     cursor: int
     prompt_tokens: int
     limits: Sequence[int]
-    first_tokens: Sequence[int]
+    first_tokens: list[int | None]
     samples: Sequence[int]
     unfinished: int
     finished_tokens: int = 0
@@ -35,7 +35,7 @@ class Prefix:
 
 
 class Finished(NamedTuple):
-    """A sample that ended, and the pages that held its tokens, in order.
+    """A sample that ended or lost its slot, and the pages that held its tokens, in order.
 
     stopped: False where it reached its limit.
     """
@@ -101,13 +101,15 @@ class Plan:
     """The work of one block of decode steps, with an entry for every occupied slot.
 
     prefills: of prompts; refills: of partial responses, into the pages of samples that were just
-    admitted. sampled_N: tokens of the sample before the block. left_N: tokens until the limit.
+    admitted. preempted: samples that lost their slots and continue later from these tokens.
+    sampled_N: tokens of the sample before the block. left_N: tokens until the limit.
     page_N: the slot's own page that the block writes to. waiting: whether samples are left to
     refill slots with. cache_use: the share of response pages that are taken, on the fullest shard.
     """
 
     prefills: list[Prefill]
     refills: list[Prefill]
+    preempted: list[Finished]
     moves: Moves
     shard_N: np.ndarray
     slot_N: np.ndarray

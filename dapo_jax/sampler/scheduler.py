@@ -71,7 +71,7 @@ class Scheduler:
 
         first_tokens: the number of tokens that each begins with, whole blocks; None: it has ended.
         """
-        readers, first_tokens = self.cache.readers, first_tokens or [0] * len(limits)
+        readers, first_tokens = self.cache.readers, list(first_tokens) or [0] * len(limits)
         samples = [i for i, tokens in enumerate(first_tokens) if tokens is not None]
         parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
         prefixes = [
@@ -80,8 +80,8 @@ class Scheduler:
         self._queue.extend(prefixes)
         self._groups[cursor] = prefixes
 
-    def cancel(self, cursor: int, *, discard: bool = True) -> None:
-        """Forgets an unfinished group; discard: whether the tokens sampled for it are lost."""
+    def cancel(self, cursor: int) -> None:
+        """Forgets an unfinished group; the tokens sampled for it are lost."""
         lost = 0
         for d, b in np.argwhere(self._active_DB & (self._rows_DB["cursor"] == cursor)):
             lost += self._sampled_here(d, b)
@@ -94,7 +94,7 @@ class Scheduler:
             self._ready[prefix.shard] = collections.deque(r for r in ready if r[0] is not prefix)
             self._release(prefix)
         self._queue = collections.deque(p for p in self._queue if p.cursor != cursor)
-        self.discarded_tokens += lost if discard else 0
+        self.discarded_tokens += lost
 
     def pages(self, d: int, b: int) -> np.ndarray:
         """Lists the pages of a slot's sample, in order."""
@@ -125,7 +125,7 @@ class Scheduler:
         more: whether groups will be submitted as slots fall idle; those fill the emptier shards.
         """
         prefills = self._assign()
-        self._grow()
+        preempted = self._grow()
         moves = self._level(wait=more or bool(self._queue))
         refills = self._admit()
         shard_N, slot_N = np.nonzero(self._active_DB)
@@ -135,6 +135,7 @@ class Scheduler:
         return Plan(
             prefills=prefills,
             refills=refills,
+            preempted=preempted,
             moves=moves,
             shard_N=shard_N,
             slot_N=slot_N,
@@ -223,11 +224,13 @@ class Scheduler:
         prefix.shard, prefix.pages = d, np.flatnonzero(self._free_prompt_DP[d])[:pages]
         self._free_prompt_DP[d, prefix.pages] = False
 
-    def _grow(self) -> None:
+    def _grow(self) -> list[Finished]:
         """Gives a page to every response whose last one is full, the oldest sample first.
 
-        Where a shard has too few, the youngest sample is preempted, as often as needed.
+        Where a shard has too few, the youngest sample is preempted, as often as needed. Returns
+        those that keep their tokens.
         """
+        preempted = []
         full_DB = self._rows_DB["sampled"] == self._held_DB * self.cache.page_tokens
         full_DB &= self._active_DB
         for d in np.flatnonzero(full_DB.sum(axis=1) > self._free_DP.sum(axis=1)).tolist():
@@ -235,24 +238,33 @@ class Scheduler:
                 if full_DB[d, b] and not self._free_DP[d].any():
                     youngest = self._by_age(d, self._active_DB[d])[-1]
                     full_DB[d, youngest] = False
-                    self._preempt(d, youngest)
+                    preempted.append(self._preempt(d, youngest))
                 if full_DB[d, b]:
                     self._give_pages(np.array([d]), np.array([b]))
                     full_DB[d, b] = False
         shard_N, slot_N = np.nonzero(full_DB)
         order = np.lexsort((self._age_DB[shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
+        return preempted if self.cache.carries else []
 
     def _by_age(self, d: int, chosen_B: np.ndarray) -> list[int]:
         """Lists the chosen slots of a shard, the first admitted first."""
         slots = np.flatnonzero(chosen_B)
         return slots[np.argsort(self._age_DB[d, slots])].tolist()
 
-    def _preempt(self, d: int, b: int) -> None:
-        """Makes a sample start again when there is room; its tokens will be the same."""
-        self.discarded_tokens += self._sampled_here(d, b)
-        self._ready[d].appendleft((self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])))
-        self._leave(d, b)
+    def _preempt(self, d: int, b: int) -> Finished:
+        """Makes a sample wait until there is room; its tokens will be the same.
+
+        Where responses may begin with tokens (`Cache.carries`) it keeps those that it has.
+        """
+        prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
+        if self.cache.carries:
+            prefix.first_tokens[sample] = int(self._rows_DB["sampled"][d, b])
+        else:
+            self.discarded_tokens += self._sampled_here(d, b)
+        self._ready[d].appendleft((prefix, sample))
+        tokens = prefix.first_tokens[sample]
+        return Finished(prefix.cursor, sample, tokens, False, d, self._leave(d, b))
 
     def _admit(self) -> list[Prefill]:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.

@@ -1,4 +1,4 @@
-"""A session samples groups with one set of weights: it joins the scheduler and the engine.
+"""A session samples groups with one set of weights at a time: it joins scheduler and engine.
 
 A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
 
@@ -43,20 +43,25 @@ class Stream(NamedTuple):
 class _Asked:
     """An unfinished group; responses: None for those that have not ended.
 
-    carried: what there was of each when the group was submitted.
+    carried: what there was of each when the group was submitted, at the last step's end, or when it
+    lost its slot.
     """
 
     stream: int
     cursor: int
     prompt: Prompt
     responses: list[Response | None]
-    carried: Sequence[Response]
+    carried: list[Response]
 
 
 class Session:
-    """Samples groups with one set of weights until the caller has what it needs.
+    """Samples groups until the caller has what it needs.
 
-    blocks: a record of every block so far. seconds: wall time of "prefill", "decode" and "host".
+    With carry-over it may go on with newer weights (`carry`, `go_on`): responses under way keep
+    their pages, whose keys and values stay those of the weights that made them (PipelineRL, arXiv
+    2509.19128, section 4).
+    blocks: a record of every block since the weights came. seconds: wall time of "prefill",
+    "decode" and "host".
     """
 
     def __init__(self, engine: Engine, params, *streams: Stream):
@@ -74,10 +79,8 @@ class Session:
                 f"{cache.max_response_tokens}"
             )
         engine.compile(*samplings)
-        self.blocks: list[BlockRecord] = []
-        self.seconds = {"prefill": 0.0, "decode": 0.0, "host": 0.0}
-        self.prefilled_prompts = 0
-        self._engine, self._params, self._samplings = engine, params, samplings
+        self._engine, self._samplings = engine, samplings
+        self.go_on(params)
         run_key_Z = np.stack([jax.random.key_data(stream.key) for stream in streams])
         self._run_key_Z = hosts.place(run_key_Z, rules.replicated(engine.mesh))
         self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in samplings])
@@ -89,6 +92,17 @@ class Session:
         pool = (engine.shards, cache.pages, cache.page_tokens)
         self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
         self._newest_DB = np.zeros((engine.shards, cache.slots), np.int32)
+
+    def go_on(self, params) -> None:
+        """Continues with these weights."""
+        self._params = params
+        self.blocks: list[BlockRecord] = []
+        self.seconds = {"prefill": 0.0, "decode": 0.0, "host": 0.0}
+        self.prefilled_prompts = 0
+
+    def close(self) -> None:
+        """Frees the pages; nothing can be sampled after it."""
+        self._params = self._prompt_pages = self._pages = None
 
     def submit(
         self,
@@ -123,8 +137,8 @@ class Session:
         of_samples = list(zip(responses, unfinished_G, limits, strict=True))
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         self._scheduler.submit(number, length, limits, first_tokens=tokens)
-        ended = [None if more else response for response, more, _ in of_samples]
-        self._asked[number] = _Asked(stream, cursor, prompt, ended, responses)
+        ended = carried.ended if carried else [None] * group_size
+        self._asked[number] = _Asked(stream, cursor, prompt, ended, list(responses))
         self._name_QX = np.append(self._name_QX, np.int32([[stream, cursor]]), axis=0)
 
     def _whole_blocks(self, response: Response, limit: int) -> int:
@@ -145,13 +159,18 @@ class Session:
         self._scheduler.cancel(number)
         del self._asked[number]
 
-    def take_unfinished(self, stream: int = 0) -> list[Carried]:
-        """Ends a stream's unfinished groups: returns what there is of them, as submitted."""
-        taken = self.so_far(stream)
-        for number in [n for n, asked in self._asked.items() if asked.stream == stream]:
-            self._scheduler.cancel(number, discard=False)
-            del self._asked[number]
-        return taken
+    def carry(self, stream: int = 0) -> list[Carried]:
+        """Ends a step: returns a stream's unfinished groups so far, and lets go of the weights.
+
+        They continue after `go_on`, or in another session that they are submitted to.
+        """
+        self._params = None
+        carried = self.so_far(stream)
+        of_stream = (asked for asked in self._asked.values() if asked.stream == stream)
+        for asked, it in zip(of_stream, carried, strict=True):
+            asked.carried[:] = it.responses
+            asked.responses[:] = it.ended
+        return carried
 
     def so_far(self, stream: int = 0) -> list[Carried]:
         """Returns a stream's unfinished groups so far, in their order; they continue."""
@@ -164,8 +183,8 @@ class Session:
             for g, response in enumerate(asked.responses):
                 if response is None and (number, g) in slots:
                     d, b, tokens = slots[number, g]
-                    pages = self._scheduler.pages(d, b)
-                    response = self._response(asked, g, d, pages, tokens, stopped=False)
+                    here = Finished(number, g, tokens, False, d, self._scheduler.pages(d, b))
+                    response = self._response(asked, here)
                 responses.append((response or asked.carried[g]).carried())
             unfinished_G = tuple(response is None for response in asked.responses)
             found.append(Carried(asked.cursor, tuple(responses), unfinished_G))
@@ -175,6 +194,11 @@ class Session:
     def unfinished(self) -> list[tuple[int, int]]:
         """Lists (stream, cursor) of groups neither finished nor cancelled, as submitted."""
         return [(asked.stream, asked.cursor) for asked in self._asked.values()]
+
+    @property
+    def slots(self) -> int:
+        """Counts the slots of all shards."""
+        return self._engine.shards * self._engine.cache.slots
 
     @property
     def idle_slots(self) -> int:
@@ -193,6 +217,7 @@ class Session:
         """
         start = time.perf_counter()
         plan = self._scheduler.next_block(more=more)
+        self._set_aside(plan.preempted)
         prefill_start = time.perf_counter()
         self._prefill(plan.prefills)
         prefill_seconds = time.perf_counter() - prefill_start
@@ -240,6 +265,12 @@ class Session:
                 self._params, self._prompt_pages, tokens_RT, page_RI
             )
         jax.block_until_ready(self._prompt_pages)
+
+    def _set_aside(self, preempted: list[Finished]) -> None:
+        """Keeps the tokens of samples that lost their slots."""
+        for it in preempted:
+            asked = self._asked[it.cursor]
+            asked.carried[it.sample] = self._response(asked, it)
 
     def _move(self, moves: Moves) -> None:
         """Copies the pages of samples that change shards, on the devices and on the host."""
@@ -368,30 +399,21 @@ class Session:
     def _finish(self, ended: list[Finished]) -> list[Group]:
         """Stores the responses of ended samples; returns the groups they finish."""
         finished = []
-        for request in ended:
-            asked = self._asked[request.cursor]
-            asked.responses[request.sample] = self._response(
-                asked,
-                request.sample,
-                request.shard,
-                request.pages,
-                request.tokens,
-                stopped=request.stopped,
-            )
+        for it in ended:
+            asked = self._asked[it.cursor]
+            asked.responses[it.sample] = self._response(asked, it)
             if None not in asked.responses:
-                del self._asked[request.cursor]
+                del self._asked[it.cursor]
                 responses = tuple(asked.responses)
                 finished.append(Group(asked.cursor, asked.prompt, responses, asked.stream))
         return sorted(finished, key=lambda group: (group.stream, group.cursor))
 
-    def _response(
-        self, asked: _Asked, sample: int, d: int, pages: np.ndarray, tokens: int, *, stopped: bool
-    ) -> Response:
-        """Makes a response of what shard d's pages have of it."""
+    def _response(self, asked: _Asked, it: Finished) -> Response:
+        """Makes a response of what the pages have of it."""
         tokens_T, logp_T = (
-            pool_DPC[d, pages].reshape(-1)[:tokens]
+            pool_DPC[it.shard, it.pages].reshape(-1)[: it.tokens]
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
         # Less where it went on behind whole blocks.
-        ends = tuple(min(end, tokens) for end in asked.carried[sample].ends)
-        return Response(tokens_T, logp_T, stopped, ends=ends)
+        ends = tuple(min(end, it.tokens) for end in asked.carried[it.sample].ends)
+        return Response(tokens_T, logp_T, it.stopped, ends=ends)

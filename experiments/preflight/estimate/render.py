@@ -61,7 +61,7 @@ def assumed_lines() -> list[str]:
         f"and {1e6 * simulate.COLLECTIVE_SECONDS:.0f} us a collective, log-normal lengths (sigma "
         f"{rollouts.SIGMA_PROBLEMS} between, {rollouts.SIGMA_SAMPLES} within problems), "
         f"{simulate.PROBLEMS_A_SET} problems an evaluation set. No TPU has confirmed them. The "
-        "verifier is not counted; steps are simulated without carry-over",
+        "verifier is not counted",
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from dapo_jax.carry_over import IDLE_SHARE
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import COPIES
 from dapo_jax.sampler.scheduler import Scheduler
@@ -13,6 +14,7 @@ from dapo_jax.sampler.scheduler import Scheduler
 # Spread of the logarithm of response lengths between and within problems, measured on 12,494
 # generations of Qwen2.5-family models.
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
+CYCLES = 2  # of steps between two checkpoints, until the slots of carry-over are in balance
 
 
 def response_lengths(mean: float, *, groups: int, group_size: int, longest: int, seed: int):
@@ -47,54 +49,171 @@ class Rollout:
     occupancy: float
 
 
-def simulate_rollout(
-    length_PG: Sequence[Sequence[int]],
-    cache: Cache,
-    *,
-    shards: int,
-    prompt_tokens: int,
-    step_seconds: Mapping[int, Callable[[np.ndarray, np.ndarray], np.ndarray]],
-    block_seconds: Mapping[int, float],
-    copy_seconds: float,
-    eval_PG: Sequence[Sequence[int]] = (),
-    eval_seconds: Callable[[int, np.ndarray], np.ndarray] = lambda rows, slots_D: 0.0,
-) -> Rollout:
-    """Runs the sampler's own scheduler on groups whose responses have these lengths.
+class Blocks:
+    """Simulates blocks of the sampler's own scheduler on responses of known lengths."""
 
-    step_seconds: by the rows of a decoding program, (tokens that the slots of each shard read [D],
-    occupied slots [D]) -> seconds of a step [D]. block_seconds: by the rows, the time of a block
-    beside its steps. A block runs the smallest program that holds the fullest shard, and ends with
-    its slowest shard. copy_seconds: of a call that copies pages between shards. prompt_tokens: of
-    every prompt; a slot reads all but the last one. eval_PG: lengths of an overlapped evaluation,
-    submitted first. eval_seconds: (rows, its slots on each shard [D]) -> the time that a step takes
-    longer for it [D].
-    """
-    scheduler = Scheduler(cache, shards)
-    for cursor, limits in enumerate([*eval_PG, *length_PG]):
-        scheduler.submit(cursor, prompt_tokens, limits)
-    elapsed = 0.0
-    tokens = blocks = prefills = slot_steps = 0
-    while scheduler.unfinished:
-        plan = scheduler.next_block()
-        used_N = np.minimum(plan.left_N, cache.block_tokens)
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        shards: int,
+        prompt_tokens: int,
+        step_seconds: Mapping[int, Callable[[np.ndarray, np.ndarray], np.ndarray]],
+        block_seconds: Mapping[int, float],
+        copy_seconds: float,
+        refill_seconds: float = 0.0,
+        eval_groups: int = 0,
+        eval_seconds: Callable[[int, np.ndarray], np.ndarray] = lambda rows, slots_D: 0.0,
+    ):
+        """Begins with empty slots.
+
+        step_seconds: by the rows of a decoding program, (tokens that the slots of each shard read
+        [D], occupied slots [D]) -> seconds of a step [D]. block_seconds: by the rows, the time of a
+        block beside its steps. A block runs the smallest program that holds the fullest shard, and
+        ends with its slowest shard. copy_seconds, refill_seconds: of a call that copies pages
+        between shards, and of one that computes partial responses again. prompt_tokens: of every
+        prompt; a slot reads all but the last one. eval_groups: the number of groups, the first
+        ones, that are an evaluation's. eval_seconds: (rows, its slots on each shard [D]) -> the
+        time that a step takes longer for it [D].
+        """
+        self._cache, self._shards, self._prompt_tokens = cache, shards, prompt_tokens
+        self._step_seconds, self._block_seconds = step_seconds, block_seconds
+        self._copy_seconds, self._refill_seconds = copy_seconds, refill_seconds
+        self._eval_groups, self._eval_seconds = eval_groups, eval_seconds
+        # Of unfinished groups: the tokens that each response begins with; None: it has ended.
+        self._left: dict[int, list[int | None]] = {}
+        self._limits: dict[int, Sequence[int]] = {}
+        self._forget()
+        self.begin_again()
+
+    def _forget(self) -> None:
+        self._seconds = 0.0
+        self._tokens = self._blocks = self._prefills = self._slot_steps = 0
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Lists the groups that are unfinished, by number."""
+        return self._scheduler.unfinished
+
+    @property
+    def idle_slots(self) -> int:
+        """Counts the slots that nothing submitted so far will fill."""
+        return self._scheduler.idle_slots
+
+    def submit(self, limits: Sequence[int]) -> int:
+        """Queues a group whose responses have these lengths; returns its number."""
+        number = len(self._limits)
+        self._limits[number], self._left[number] = limits, [0] * len(limits)
+        self._scheduler.submit(number, self._prompt_tokens, limits)
+        return number
+
+    def begin_again(self) -> None:
+        """Empties all slots; the responses under way are computed again from their tokens."""
+        if self._left:
+            for (number, sample), (*_, tokens) in self._scheduler.occupied.items():
+                self._left[number][sample] = tokens
+        self._scheduler, self._discarded = Scheduler(self._cache, self._shards), 0
+        for number, first_tokens in self._left.items():
+            limits = self._limits[number]
+            self._scheduler.submit(number, self._prompt_tokens, limits, first_tokens=first_tokens)
+
+    def run(self, *, more: bool = False) -> None:
+        """Simulates a block; more: as of `Scheduler.next_block`."""
+        shards, scheduler = self._shards, self._scheduler
+        plan = scheduler.next_block(more=more)
+        for lost in plan.preempted:
+            self._left[lost.cursor][lost.sample] = lost.tokens
+        used_N = np.minimum(plan.left_N, self._cache.block_tokens)
         steps_D = np.zeros(shards, int)
         np.maximum.at(steps_D, plan.shard_N, used_N)
         occupied_D = np.bincount(plan.shard_N, minlength=shards)
         live_D = np.bincount(plan.shard_N, plan.sampled_N, minlength=shards)
-        live_D += occupied_D * (prompt_tokens - 1)
-        rows = min(rows for rows in step_seconds if rows >= occupied_D.max())
-        eval_D = np.bincount(plan.shard_N[plan.cursor_N < len(eval_PG)], minlength=shards)
-        seconds_D = step_seconds[rows](live_D, occupied_D) + eval_seconds(rows, eval_D)
-        elapsed += float((steps_D * seconds_D).max())
-        elapsed += block_seconds[rows]
-        elapsed += copy_seconds * sum(
-            math.ceil(len(copies_M4) / COPIES) for copies_M4 in plan.moves[1:]
+        live_D += occupied_D * (self._prompt_tokens - 1)
+        rows = min(rows for rows in self._step_seconds if rows >= occupied_D.max())
+        eval_D = np.bincount(plan.shard_N[plan.cursor_N < self._eval_groups], minlength=shards)
+        seconds_D = self._step_seconds[rows](live_D, occupied_D) + self._eval_seconds(rows, eval_D)
+        calls = sum(math.ceil(len(copies_M4) / COPIES) for copies_M4 in plan.moves[1:])
+        self._seconds += float((steps_D * seconds_D).max()) + self._block_seconds[rows]
+        self._seconds += self._copy_seconds * calls + self._refill_seconds * len(plan.refills)
+        self._tokens += int(used_N.sum())
+        self._blocks += 1
+        self._prefills += len(plan.prefills)
+        self._slot_steps += int(steps_D.max()) * shards * self._cache.slots
+        for ended in scheduler.complete(used_N, np.zeros(len(used_N), bool)):
+            left = self._left[ended.cursor]
+            left[ended.sample] = None
+            if left.count(None) == len(left):
+                del self._left[ended.cursor]
+
+    def rollout(self) -> Rollout:
+        """Returns the work since the last call."""
+        discarded, self._discarded = self._discarded, self._scheduler.discarded_tokens
+        found = Rollout(
+            seconds=self._seconds,
+            tokens=self._tokens,
+            discarded_tokens=self._discarded - discarded,
+            blocks=self._blocks,
+            prefills=self._prefills,
+            occupancy=self._tokens / max(self._slot_steps, 1),
         )
-        tokens += int(used_N.sum())
-        blocks += 1
-        prefills += len(plan.prefills)
-        slot_steps += int(steps_D.max()) * shards * cache.slots
-        scheduler.complete(used_N, np.zeros(len(used_N), bool))
-    return Rollout(
-        elapsed, tokens, scheduler.discarded_tokens, blocks, prefills, tokens / slot_steps
-    )
+        self._forget()
+        return found
+
+
+def simulate_rollout(
+    length_PG: Sequence[Sequence[int]],
+    cache: Cache,
+    *,
+    eval_PG: Sequence[Sequence[int]] = (),
+    **of_blocks,
+) -> Rollout:
+    """Simulates the sampling of groups whose responses have these lengths.
+
+    eval_PG: lengths of an overlapped evaluation, submitted first. of_blocks: as of `Blocks`.
+    """
+    blocks = Blocks(cache, eval_groups=len(eval_PG), **of_blocks)
+    for limits in [*eval_PG, *length_PG]:
+        blocks.submit(limits)
+    while blocks.unfinished:
+        blocks.run()
+    return blocks.rollout()
+
+
+def simulate_carrying(
+    length_PG: Sequence[Sequence[int]],
+    cache: Cache,
+    *,
+    groups: int,
+    every_steps: int,
+    carry_over_steps: int,
+    shards: int,
+    **of_blocks,
+) -> Rollout:
+    """Simulates the mean step with carry-over, once the slots are full (`carry_over`).
+
+    length_PG: of the groups in prompt order, again from the beginning where they end. groups: that
+    a step needs complete. Of every so many steps one computes the responses under way again. The
+    first CYCLES of them are not counted. of_blocks: as of `Blocks`.
+    """
+    blocks, found, begun = Blocks(cache, shards=shards, **of_blocks), [], []
+
+    def ends(step: int) -> bool:
+        waiting = set(blocks.unfinished)
+        if not step:
+            return len(begun) >= groups and min(waiting, default=groups) >= groups
+        old = (number for number in waiting if step - begun[number] >= carry_over_steps)
+        return len(begun) - len(waiting) >= groups * (step + 1) and next(old, None) is None
+
+    for step in range((CYCLES + 1) * every_steps):
+        if step % every_steps == 0:
+            blocks.begin_again()
+        while not ends(step):
+            if blocks.idle_slots >= IDLE_SHARE * shards * cache.slots:
+                while blocks.idle_slots:
+                    blocks.submit(length_PG[len(begun) % len(length_PG)])
+                    begun.append(step)
+            blocks.run(more=True)
+        found.append(blocks.rollout())
+    counted = [dataclasses.astuple(it) for it in found[-every_steps:]]
+    means = (sum(values) / every_steps for values in zip(*counted, strict=True))
+    return Rollout(*means)

@@ -23,7 +23,12 @@ from dapo_jax.sampler.engine import COPIES, token_bytes
 from dapo_jax.sampler.sampling import truncated_sizes
 from experiments.preflight.estimate.attention import attention_seconds, micro_batches
 from experiments.preflight.estimate.hlo_cost import Collective, Cost, ProgramCost
-from experiments.preflight.estimate.rollouts import Rollout, response_lengths, simulate_rollout
+from experiments.preflight.estimate.rollouts import (
+    Rollout,
+    response_lengths,
+    simulate_carrying,
+    simulate_rollout,
+)
 from sharding import rules
 
 PROBLEMS_A_SET = 30  # of an evaluation set, as AIME 2024 has
@@ -35,17 +40,19 @@ COLLECTIVE_SECONDS = 10e-6  # from the start of an exchange to its first bytes
 class Assumed:
     """Assumed rates and shares, one end of the range.
 
-    cycles: the core's, over the compiler's estimate. hidden: the share of asynchronous exchanges
-    that runs behind the core. rings: over all axes of the torus that a group spans at once, or
-    over one after the other. links, pages, kernels: the shares of the published rates that links,
-    reads of pages of keys and values, and the products of attention's kernel reach. slot_seconds:
-    of a decoding kernel for each slot, beside the bytes of its pages; by the TPU compiler's
-    schedule some 660 bundles for a slot of one block of pages, 470 for each further one.
-    informative: of the groups that are sampled (the paper's Figure 3b). block_seconds: of the host,
-    for a block of decode steps. save_rate: of a device's state to its host, bytes a second.
+    cycles, update_cycles: the core's, over the compiler's estimate, in sampling and in the update.
+    hidden: the share of asynchronous exchanges that runs behind the core. rings: over all axes of
+    the torus that a group spans at once, or over one after the other. links, pages, kernels: the
+    shares of the published rates that links, reads of pages of keys and values, and the products of
+    attention's kernel reach. slot_seconds: of a decoding kernel for each slot, beside the bytes of
+    its pages; by the TPU compiler's schedule some 660 bundles for a slot of one block of pages, 470
+    for each further one. informative: of the groups that are sampled (the paper's Figure 3b).
+    block_seconds: of the host, for a block of decode steps. save_rate: of a device's state to its
+    host, bytes a second.
     """
 
     cycles: float
+    update_cycles: float
     hidden: float
     rings: Callable[[Sequence[float]], float]
     links: float
@@ -59,6 +66,7 @@ class Assumed:
 
 FAST = Assumed(
     cycles=1.0,
+    update_cycles=1.0,
     hidden=1.0,
     rings=sum,
     links=0.9,
@@ -71,6 +79,7 @@ FAST = Assumed(
 )
 SLOW = Assumed(
     cycles=1.5,
+    update_cycles=1.1,
     hidden=0.0,
     rings=min,
     links=0.7,
@@ -208,7 +217,7 @@ class Simulator:
         share = self.assumed.informative if config.algo.dynamic_sampling else 1.0
         groups = math.ceil(r.num_prompts / share)
         length_PG = self.lengths(mean, groups=groups, group_size=r.group_size)
-        rollout = self.rollout(length_PG)
+        rollout = self.carrying(length_PG) if r.carry_over_steps else self.rollout(length_PG)
         kept_PG, prompt = length_PG[: r.num_prompts], mean_prompt(config)
         updates = [
             micro_batches(
@@ -251,6 +260,36 @@ class Simulator:
 
         eval_PG: the lengths of an overlapped evaluation.
         """
+        of_blocks = self.of_blocks()
+        cache = self.built.engine.cache
+        return simulate_rollout(length_PG.tolist(), cache, eval_PG=eval_PG, **of_blocks)
+
+    def carrying(self, length_PG) -> Rollout:
+        """Simulates the mean step with carry-over that needs as many groups complete."""
+        config = self.built.config
+        return simulate_carrying(
+            length_PG.tolist(),
+            self.built.engine.cache,
+            groups=len(length_PG),
+            every_steps=config.checkpoint.every_steps,
+            carry_over_steps=config.rollout.carry_over_steps,
+            refill_seconds=self.refill_seconds(),
+            **self.of_blocks(),
+        )
+
+    def refill_seconds(self) -> float:
+        """Returns the time of a call that computes partial responses again, of the longest one."""
+        sizes, cache = self.built.sizes, self.built.engine.cache
+        pages = cache.refill_buckets[-1]
+        heads = sizes.num_heads / self.built.mesh.shape["model"] * sizes.num_layers
+        pairs = (pages * cache.page_tokens) ** 2 / 2
+        rate = self.slice.chip.flop_rate * self.assumed.kernels
+        attention = 2 * 2 * pairs * sizes.head_dim * heads / rate
+        program = self.programs[f"refill[{pages}]"].fixed
+        return self.slice.seconds(program, self.assumed, kernels=attention)
+
+    def of_blocks(self) -> dict:
+        """Returns the times of blocks of decode steps, as `rollouts.Blocks` takes them."""
         built, assumed = self.built, self.assumed
         read = token_bytes(built.sizes, bytes_per_value=2, model_degree=built.mesh.shape["model"])
         pages_rate = self.slice.chip.hbm_rate * assumed.pages
@@ -267,12 +306,10 @@ class Simulator:
         def truncating_seconds(rows: int, slots: int) -> float:
             return self.truncating_seconds(decodes[rows], rows, slots)
 
-        return simulate_rollout(
-            length_PG.tolist(),
-            built.engine.cache,
-            shards=built.engine.shards,
-            prompt_tokens=mean_prompt(built.config),
-            step_seconds={
+        return {
+            "shards": built.engine.shards,
+            "prompt_tokens": mean_prompt(built.config),
+            "step_seconds": {
                 rows: functools.partial(
                     step_seconds,
                     turn=self.slice.seconds(self.training_turn(decode), assumed),
@@ -280,18 +317,17 @@ class Simulator:
                 )
                 for rows, decode in decodes.items()
             },
-            block_seconds={
+            "block_seconds": {
                 rows: self.slice.seconds(decode.fixed, assumed)
                 + assumed.block_seconds
                 + rows * self.slot_seconds(decode.fixed)
                 for rows, decode in decodes.items()
             },
-            copy_seconds=self.copy_seconds(),
-            eval_PG=eval_PG,
-            eval_seconds=lambda rows, slots_D: np.array(
+            "copy_seconds": self.copy_seconds(),
+            "eval_seconds": lambda rows, slots_D: np.array(
                 [truncating_seconds(rows, slots) for slots in slots_D.tolist()]
             ),
-        )
+        }
 
     def truncating_seconds(self, decode: ProgramCost, rows: int, slots: int) -> float:
         """Returns the time that a step takes longer if an evaluation has so many of its slots."""
@@ -335,10 +371,11 @@ class Simulator:
             model_degree=mesh.shape["model"],
             flop_rate=self.slice.chip.flop_rate * self.assumed.kernels,
         )
+        assumed = dataclasses.replace(self.assumed, cycles=self.assumed.update_cycles)
         turns = sum(
-            self.slice.seconds(program.turn, self.assumed, kernels=k) for k in kernels_M.tolist()
+            self.slice.seconds(program.turn, assumed, kernels=k) for k in kernels_M.tolist()
         )
-        return turns + self.slice.seconds(program.fixed, self.assumed)
+        return turns + self.slice.seconds(program.fixed, assumed)
 
     def evaluation(self, mean: float, length_PG, rollout: Rollout) -> float:
         """Returns the time that an overlapped evaluation adds, over the steps between two."""
@@ -350,6 +387,9 @@ class Simulator:
             groups = settings["max_prompts"] or PROBLEMS_A_SET
             lengths = self.lengths(mean, groups=groups, group_size=settings["k"])
             eval_PG += lengths.tolist()
+        if config.rollout.carry_over_steps:  # training goes on beside it
+            share = sum(map(sum, eval_PG)) / rollout.tokens
+            return share * rollout.seconds / config.eval.every_steps
         both = self.rollout(length_PG, eval_PG)
         longer = both.seconds + self.prefill(both) - rollout.seconds - self.prefill(rollout)
         return longer / config.eval.every_steps
