@@ -47,6 +47,9 @@ ENTROPY_AT_HALF = Quantity("entropy when it has half, nats", entropy_at_half, "{
 ENTROPY = last("entropy, nats, last third", "entropy", form="{:.3f}")
 ACCURACY = final_score("road", "mean@8")
 EPS = (0.2, 0.24, 0.28, 0.4, 0.8)
+RATE = 2e-4
+NO_CLIP = "no upper clip"
+FASTER = {f"eps_high=0.2, rate x{times}": times for times in (1.5, 2)}
 
 STUDY = Study(
     title="eps_high where the right road is rare",
@@ -59,10 +62,12 @@ STUDY = Study(
         "rollout.num_prompts": "32",
         "rollout.generation_prompts": "64",
         "updates_per_step": "16",
-        "learner.learning_rate": "2e-4",
+        "learner.learning_rate": str(RATE),
         "num_steps": "20",
     },
-    arms={f"eps_high={eps}": f"algo.eps_high={eps}" for eps in EPS},
+    arms={f"eps_high={eps}": f"algo.eps_high={eps}" for eps in EPS}
+    | {NO_CLIP: "algo.eps_high=1e9"}
+    | {arm: f"learner.learning_rate={times * RATE}" for arm, times in FASTER.items()},
     quantities=(
         HALF,
         TOKENS_HALF,
@@ -88,6 +93,15 @@ STUDY = Study(
         Claim(quantity, f"eps_high={eps}", sign, "eps_high=0.2")
         for quantity, sign in ((ENTROPY_AT_HALF, +1), (MEAN_ACCURACY, +1), (TOKENS_HALF, -1))
         for eps in EPS[1:]
+    ]
+    + [
+        Claim(quantity, arm, sign, than)
+        for quantity, sign in ((HALF, -1), (MEAN_ACCURACY, +1))
+        for arm, than in (
+            *((arm, "eps_high=0.2") for arm in (NO_CLIP, *FASTER)),
+            *((arm, "eps_high=0.28") for arm in FASTER),
+            (NO_CLIP, "eps_high=0.8"),
+        )
     ],
     trends=[
         Trend(quantity, [f"eps_high={eps}" for eps in EPS])
