@@ -48,8 +48,8 @@ ENTROPY = last("entropy, nats, last third", "entropy", form="{:.3f}")
 ACCURACY = final_score("road", "mean@8")
 EPS = (0.2, 0.24, 0.28, 0.4, 0.8)
 RATE = 2e-4
-NO_CLIP = "no upper clip"
-FASTER = {f"eps_high=0.2, rate x{times}": times for times in (1.5, 2)}
+NO_CLIP = "no_upper_clip"
+FASTER = {f"eps_high=0.2_rate_x{times}": times for times in (1.5, 2)}
 
 STUDY = Study(
     title="eps_high where the right road is rare",
@@ -67,7 +67,10 @@ STUDY = Study(
     },
     arms={f"eps_high={eps}": f"algo.eps_high={eps}" for eps in EPS}
     | {NO_CLIP: "algo.eps_high=1e9"}
-    | {arm: f"learner.learning_rate={times * RATE}" for arm, times in FASTER.items()},
+    | {
+        arm: f"algo.eps_high=0.2 learner.learning_rate={times * RATE:g}"
+        for arm, times in FASTER.items()
+    },
     quantities=(
         HALF,
         TOKENS_HALF,
