@@ -23,6 +23,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 from scipy import stats
 
+from configs.base import KEYS
 from dapo_jax.report import plots, statistics
 from dapo_jax.report.compare import (
     WORK,
@@ -48,6 +49,7 @@ from dapo_jax.sweep.__main__ import sweep
 HERE = pathlib.Path(__file__).parent
 ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
 SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
+DEFAULTS = {name: key.default for name, key in KEYS.items()}
 CLIPPED = tuple(
     mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
     for bound in ("high", "low")
@@ -135,7 +137,8 @@ class Study:
         """(the study's runs in the order of its arms, why each of the others is missing).
 
         A run counts if its recipe has the values that the study asks for, if it differs from the
-        first one in no other key but the seed, and if all its steps are there.
+        first one in no other key but the seed and where it is computed, and if all its steps are
+        there. A key that is newer than a run has its default.
         """
         recipes = {arm: recipevalues(recipe) for arm, recipe in self.plan().recipes.items()}
         one, *rest = recipes.values()
@@ -154,13 +157,18 @@ class Study:
             if run is None:
                 missing.append(f"{label} has not been run")
                 continue
-            usual = next(iter(kept.values()), run).config
+            usual = DEFAULTS | next(iter(kept.values()), run).config
             wanted = {
                 key: recipes[arm].get(key) if is_asked(key) else usual.get(key)
                 for key in {**recipes[arm], **usual, **run.config}
             }
             wanted["seed"] = seed
-            other = [key for key, value in wanted.items() if run.config.get(key) != value]
+            here = DEFAULTS | run.config
+            other = [
+                key
+                for key, value in wanted.items()
+                if here.get(key) != value and not key.startswith("mesh.")
+            ]
             steps, num_steps = [row["step"] for row in run.rows], recipes[arm]["num_steps"]
             if other:
                 missing.append(f"{label} is of another recipe ({', '.join(other)})")
