@@ -73,7 +73,7 @@ def collect_carrying(
             complete.append(Group(it.cursor, prompt_at(it.cursor), it.responses))
         elif (TRAINING, it.cursor) not in under_way:
             prompt = prompt_at(it.cursor)
-            session.submit(it.cursor, prompt, group_size=group_size, carried=it)
+            session.submit(it.cursor, prompt, group_size=group_size, carried=it, keeps=True)
     rate = expected_rate if dynamic_sampling else 1.0
     issued = 0
 
@@ -101,7 +101,7 @@ def collect_carrying(
             if session.idle_slots >= IDLE_SHARE * session.slots:
                 while session.idle_slots and more():
                     place = cursor + issued
-                    session.submit(place, prompt_at(place), group_size=group_size)
+                    session.submit(place, prompt_at(place), group_size=group_size, keeps=True)
                     issued += 1
             found = f"{len(known.informative)} informative of {len(known.groups)} groups"
             report(f"rollout: {found}, {num_prompts} wanted, {len(waiting)} under way")

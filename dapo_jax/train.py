@@ -70,7 +70,7 @@ def rl_step(
     # Sample and grade groups until enough are informative (dynamic sampling, Eq. 11).
     rollouts, scores, session = sample(run, step, run.sampler_weights(state), progress, watch)
     if stopped := at_generation_cap(run, step, rollouts):
-        return state, progress, stopped
+        return state, dataclasses.replace(progress, session=None), stopped
 
     # Reward correctness (Eq. 7) and length (Eq. 13), and compare inside each group (Eq. 9).
     reward_PG = algorithm.shaped_reward(
@@ -153,8 +153,8 @@ def sample(
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
     Returns (the rollouts, the scores as keys of a metrics row, the session with carry-over). The
-    evaluation's requests, which run to their ends, are asked for first: training's fill the slots
-    that they leave.
+    evaluation's requests, which run to their ends, are asked for before training's new ones, which
+    fill the slots that they leave.
     """
     if session := progress.session:
         session.go_on(weights)

@@ -24,6 +24,7 @@ from dapo_jax.carry_over import collect_carrying, fits, from_json, to_json
 from dapo_jax.packing import pack
 from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Carried, Group, Prompt, Response
 from models.kernels import KERNELS, paged_tpu
@@ -48,7 +49,7 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
     """
     session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
     for cursor, prompt in PROMPTS.items():
-        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE, keeps=True)
     responses = {}
     for _ in range(blocks):
         responses |= by_request(session.step())
@@ -60,7 +61,7 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
         session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
         for it in carried:
             prompt = Prompt(PROMPTS[it.cursor])
-            session.submit(it.cursor, prompt, group_size=GROUP_SIZE, carried=it)
+            session.submit(it.cursor, prompt, group_size=GROUP_SIZE, carried=it, keeps=True)
     return responses | drain(session), carried
 
 
@@ -125,6 +126,47 @@ def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(small
         for name in unfinished
     ]
     assert all(changed)
+
+
+def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_start_again(
+    small, monkeypatch
+):
+    """Under newer weights too: what the older ones sampled stays, and so do its ends."""
+    engine, params = build(SMALL, TIGHT, small)
+    endless = dataclasses.replace(SAMPLING, stop_ids=())
+    session = Session(engine, params, *[Stream(RUN_KEY, endless)] * 2)
+    session.submit(7, Prompt(PROMPTS[7]), group_size=GROUP_SIZE, stream=1)
+    for cursor, prompt in PROMPTS.items():
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE, keeps=True)
+    set_aside, lost = session._set_aside, {}
+
+    def noted(preempted):
+        set_aside(preempted)
+        for it in preempted:
+            asked = session._asked[it.cursor]
+            assert asked.stream == 0
+            lost[asked.cursor, it.sample] = asked.carried[it.sample]
+
+    monkeypatch.setattr(session, "_set_aside", noted)
+    others = {}
+    for _ in range(5):
+        others |= by_request(group for group in session.step() if group.stream)
+    session.carry()
+    session.go_on(jax.tree.map(lambda p: 0.9 * p, params))
+    assert session.blocks == [] and session.prefilled_prompts == 0
+    before = dict(lost)
+    responses = {}
+    while session.unfinished:
+        for group in session.step():
+            found = others if group.stream else responses
+            found |= by_request([group])
+    kept = {name: it for name, it in lost.items() if it.ends and len(it.tokens_T)}
+    assert kept.keys() - before.keys()
+    for name, it in kept.items():
+        n = len(it.tokens_T)
+        np.testing.assert_array_equal(responses[name].tokens_T[:n], it.tokens_T)
+        np.testing.assert_array_equal(responses[name].behavior_logp_T[:n], it.behavior_logp_T)
+        assert responses[name].ends == it.ends
 
 
 def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
@@ -193,7 +235,7 @@ def test_a_checkpoint_describes_carried_groups_bit_by_bit():
 class CarryingSession(ScriptedSession):
     """A scripted session whose groups may have begun before."""
 
-    def submit(self, cursor, prompt, *, group_size, carried=None):
+    def submit(self, cursor, prompt, *, group_size, carried=None, keeps=False):
         self.calls.append(("submit", cursor))
         lengths = self._script.length_PG[cursor].tolist()
         tokens = [0] * group_size
@@ -201,7 +243,7 @@ class CarryingSession(ScriptedSession):
             pairs = zip(carried.responses, carried.unfinished_G, strict=True)
             tokens = [len(r.tokens_T) if more else None for r, more in pairs]
             self._begun[cursor] = carried
-        self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens)
+        self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens, keeps=keeps)
         self._names.append((0, cursor))
 
     @property
@@ -394,7 +436,16 @@ def carrying(tmp_path_factory):
     """An uninterrupted run."""
     workdir = tmp_path_factory.mktemp("runs") / "carrying"
     workdir.mkdir()
-    train.train(carrying_config(), workdir)
+    refills, engine_refill = [], Engine.refill
+
+    def refill(*arguments):
+        refills.append(len(rows_without_timings(workdir)))
+        return engine_refill(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "refill", refill)
+        train.train(carrying_config(), workdir)
+    (workdir / "refills.json").write_text(json.dumps(refills))
     return workdir
 
 
@@ -428,6 +479,12 @@ def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch):
     assert rows_without_timings(run) == rows
     assert digests(run, 4) == digests(carrying, 4)
     assert rollout_lines(run, 3) == rollout_lines(carrying, 3)
+
+
+@pytest.mark.slow
+def test_keys_and_values_are_computed_again_at_a_step_to_resume_at_alone(carrying):
+    """Checkpoints are saved after two steps and four; no response loses its pages here."""
+    assert set(json.loads((carrying / "refills.json").read_text())) == {2}
 
 
 @pytest.mark.slow

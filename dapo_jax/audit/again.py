@@ -11,7 +11,7 @@ import logging
 import pathlib
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ml_collections import ConfigDict
 
@@ -93,7 +93,9 @@ def _check(run: Written, steps: int, chance: random.Random, seed: str) -> Iterat
     origin = start.Origin.parse(run.origin) if run.origin else None
     begins = origin is None or start.is_there(origin)
     bases = sorted({*saved, *([run.begin_step] if begins else [])})
-    reach = reached(bases, can, run_on=config.checkpoint.every_steps)
+    # With carry-over a resumed process computes keys and values again, one that runs on does not.
+    starts = {start["first_step"] for start in run.starts if config.rollout.carry_over_steps}
+    reach = reached(bases, can, run_on=config.checkpoint.every_steps, not_over=starts)
     if not reach:
         yield Finding(REFUSED, f"of the checkpoints {bases} none has a step that can be done again")
         return
@@ -126,12 +128,17 @@ def other_bits(there: dict, here: dict) -> str:
     return ""
 
 
-def reached(bases: list[int], can: set[int], *, run_on: int) -> dict[int, int]:
-    """Step -> the checkpoint from which it is done again, by running on for so many steps."""
+def reached(
+    bases: list[int], can: set[int], *, run_on: int, not_over: Collection[int] = ()
+) -> dict[int, int]:
+    """Step -> the checkpoint from which it is done again, by running on for so many steps.
+
+    not_over: steps at which it cannot run on.
+    """
     found = {}
     for base in bases:
         for step in range(base, base + run_on):
-            if step not in can:
+            if step not in can or (step > base and step in not_over):
                 break
             found[step] = base  # a later checkpoint is nearer
     return found

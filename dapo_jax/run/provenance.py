@@ -69,8 +69,13 @@ def recipe_digest(recipe: Mapping) -> str:
 
 
 def steps_digest(recipe: Mapping) -> str:
-    """SHA-256 of what a recipe says of a step: all but how many there are, and what is saved."""
+    """SHA-256 of what a recipe says of a step: all but how many there are, and what is saved.
+
+    With carry-over a checkpoint's step computes keys and values again.
+    """
     of_step = {k: v for k, v in recipe.items() if k not in ("num_steps", "checkpoint")}
+    if recipe["rollout"].get("carry_over_steps"):
+        of_step["recomputes_every_steps"] = recipe["checkpoint"]["every_steps"]
     return recipe_digest(of_step)
 
 

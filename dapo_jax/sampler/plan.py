@@ -20,7 +20,8 @@ class Prefix:
 
     limits: the greatest number of tokens of every sample of the group; first_tokens: how many it
     begins with when it gets a slot. pages: None while the prompt waits in the queue, and once all
-    of its samples have ended. finished_tokens: sampled for those that have.
+    of its samples have ended. finished_tokens: sampled for those that have. keeps: whether a sample
+    that loses its slot goes on from the tokens that it has.
     """
 
     cursor: int
@@ -29,6 +30,7 @@ class Prefix:
     first_tokens: list[int | None]
     samples: Sequence[int]
     unfinished: int
+    keeps: bool = False
     finished_tokens: int = 0
     shard: int = -1
     pages: np.ndarray | None = None

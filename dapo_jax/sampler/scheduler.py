@@ -66,16 +66,19 @@ class Scheduler:
         limits: Sequence[int],
         *,
         first_tokens: Sequence[int | None] = (),
+        keeps: bool = False,
     ) -> None:
         """Queues a group: one sample of at most so many tokens for each of the limits.
 
         first_tokens: the number of tokens that each begins with, whole blocks; None: it has ended.
+        keeps: as of `Prefix`.
         """
         readers, first_tokens = self.cache.readers, list(first_tokens) or [0] * len(limits)
         samples = [i for i, tokens in enumerate(first_tokens) if tokens is not None]
         parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
         prefixes = [
-            Prefix(cursor, prompt_tokens, limits, first_tokens, part, len(part)) for part in parts
+            Prefix(cursor, prompt_tokens, limits, first_tokens, part, len(part), keeps)
+            for part in parts
         ]
         self._queue.extend(prefixes)
         self._groups[cursor] = prefixes
@@ -238,33 +241,34 @@ class Scheduler:
                 if full_DB[d, b] and not self._free_DP[d].any():
                     youngest = self._by_age(d, self._active_DB[d])[-1]
                     full_DB[d, youngest] = False
-                    preempted.append(self._preempt(d, youngest))
+                    preempted += self._preempt(d, youngest)
                 if full_DB[d, b]:
                     self._give_pages(np.array([d]), np.array([b]))
                     full_DB[d, b] = False
         shard_N, slot_N = np.nonzero(full_DB)
         order = np.lexsort((self._age_DB[shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
-        return preempted if self.cache.carries else []
+        return preempted
 
     def _by_age(self, d: int, chosen_B: np.ndarray) -> list[int]:
         """Lists the chosen slots of a shard, the first admitted first."""
         slots = np.flatnonzero(chosen_B)
         return slots[np.argsort(self._age_DB[d, slots])].tolist()
 
-    def _preempt(self, d: int, b: int) -> Finished:
-        """Makes a sample wait until there is room; its tokens will be the same.
+    def _preempt(self, d: int, b: int) -> list[Finished]:
+        """Makes a sample wait until there is room; returns it if it keeps its tokens.
 
-        Where responses may begin with tokens (`Cache.carries`) it keeps those that it has.
+        Otherwise it starts again, and its tokens will be the same.
         """
         prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
-        if self.cache.carries:
-            prefix.first_tokens[sample] = int(self._rows_DB["sampled"][d, b])
+        tokens = int(self._rows_DB["sampled"][d, b])
+        if prefix.keeps:
+            prefix.first_tokens[sample] = tokens
         else:
             self.discarded_tokens += self._sampled_here(d, b)
         self._ready[d].appendleft((prefix, sample))
-        tokens = prefix.first_tokens[sample]
-        return Finished(prefix.cursor, sample, tokens, False, d, self._leave(d, b))
+        lost = Finished(prefix.cursor, sample, tokens, False, d, self._leave(d, b))
+        return [lost] if prefix.keeps else []
 
     def _admit(self) -> list[Prefill]:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.

@@ -8,8 +8,8 @@ A session keeps what neither of them knows: the values of tokens. Data flow of `
 
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
 one, each evaluation set another, and they share slots, pages and programs. A request's tokens
-depend on no schedule at all, so they are the same beside whichever others. The scheduler knows a
-group by its number in order of submission alone.
+depend on no schedule at all, so they are the same beside whichever others, but with carry-over. The
+scheduler knows a group by its number in order of submission alone.
 """
 
 import collections
@@ -113,12 +113,15 @@ class Session:
         max_tokens: Sequence[int] | None = None,
         stream: int = 0,
         carried: Carried | None = None,
+        keeps: bool = False,
     ) -> None:
         """Asks for `group_size` samples of a prompt, after all that were asked for.
 
         max_tokens: a limit for each of them, at most the stream's; None: the stream's. stream: its
         place among the session's; cursors name groups within one. carried: what an earlier session
-        had of the group, which goes on behind whole blocks of it.
+        had of the group, which goes on behind whole blocks of it. keeps: whether a sample that
+        loses its slot goes on from its tokens, whose keys and values are computed again; other
+        samples start again, so that their bits depend on no schedule.
         Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
         """
         length, longest = len(prompt.token_ids), self._engine.cache.max_prompt_tokens
@@ -136,7 +139,7 @@ class Session:
         unfinished_G = carried.unfinished_G if carried else [True] * group_size
         of_samples = list(zip(responses, unfinished_G, limits, strict=True))
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
-        self._scheduler.submit(number, length, limits, first_tokens=tokens)
+        self._scheduler.submit(number, length, limits, first_tokens=tokens, keeps=keeps)
         ended = carried.ended if carried else [None] * group_size
         self._asked[number] = _Asked(stream, cursor, prompt, ended, list(responses))
         self._name_QX = np.append(self._name_QX, np.int32([[stream, cursor]]), axis=0)

@@ -104,7 +104,7 @@ class Blocks:
         """Queues a group whose responses have these lengths; returns its number."""
         number = len(self._limits)
         self._limits[number], self._left[number] = limits, [0] * len(limits)
-        self._scheduler.submit(number, self._prompt_tokens, limits)
+        self._scheduler.submit(number, self._prompt_tokens, limits, keeps=self._cache.carries)
         return number
 
     def begin_again(self) -> None:
@@ -115,7 +115,9 @@ class Blocks:
         self._scheduler, self._discarded = Scheduler(self._cache, self._shards), 0
         for number, first_tokens in self._left.items():
             limits = self._limits[number]
-            self._scheduler.submit(number, self._prompt_tokens, limits, first_tokens=first_tokens)
+            self._scheduler.submit(
+                number, self._prompt_tokens, limits, first_tokens=first_tokens, keeps=True
+            )
 
     def run(self, *, more: bool = False) -> None:
         """Simulates a block; more: as of `Scheduler.next_block`."""
