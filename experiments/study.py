@@ -49,7 +49,7 @@ from dapo_jax.sweep.__main__ import sweep
 HERE = pathlib.Path(__file__).parent
 ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
 SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
-DEFAULTS = {name: key.default for name, key in KEYS.items()}
+DEFAULTS = json.loads(json.dumps({name: key.default for name, key in KEYS.items()}))
 CLIPPED = tuple(
     mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
     for bound in ("high", "low")
@@ -138,7 +138,8 @@ class Study:
 
         A run counts if its recipe has the values that the study asks for, if it differs from the
         first one in no other key but the seed and where it is computed, and if all its steps are
-        there. A key that is newer than a run has its default.
+        there. A key that is newer than a run has its default; one that only one of them has is
+        gone since, or new with the task.
         """
         recipes = {arm: recipevalues(recipe) for arm, recipe in self.plan().recipes.items()}
         one, *rest = recipes.values()
@@ -167,7 +168,9 @@ class Study:
             other = [
                 key
                 for key, value in wanted.items()
-                if here.get(key) != value and not key.startswith("mesh.")
+                if here.get(key) != value
+                and (is_asked(key) or (key in here and key in usual))
+                and not key.startswith("mesh.")
             ]
             steps, num_steps = [row["step"] for row in run.rows], recipes[arm]["num_steps"]
             if other:
