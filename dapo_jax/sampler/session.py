@@ -58,8 +58,8 @@ class Session:
     """Samples groups until the caller has what it needs.
 
     With carry-over it may go on with newer weights (`carry`, `go_on`): responses under way keep
-    their pages, whose keys and values stay those of the weights that made them (PipelineRL, arXiv
-    2509.19128, section 4).
+    their pages, whose keys and values stay those of the weights that made them (as in PipelineRL,
+    arXiv 2509.19128).
     blocks: a record of every block since the weights came. seconds: wall time of "prefill",
     "decode" and "host".
     """
