@@ -145,11 +145,11 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
         for it in preempted:
             asked = session._asked[it.cursor]
             assert asked.stream == 0
-            lost[asked.cursor, it.sample] = asked.carried[it.sample]
+            lost.setdefault((asked.cursor, it.sample), asked.carried[it.sample])
 
     monkeypatch.setattr(session, "_set_aside", noted)
     others = {}
-    for _ in range(5):
+    for _ in range(3):
         others |= by_request(group for group in session.step() if group.stream)
     session.carry()
     session.go_on(jax.tree.map(lambda p: 0.9 * p, params))
@@ -161,7 +161,7 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
             found = others if group.stream else responses
             found |= by_request([group])
     kept = {name: it for name, it in lost.items() if it.ends and len(it.tokens_T)}
-    assert kept.keys() - before.keys()
+    assert any(it.ends[0] for name, it in kept.items() if name not in before)
     for name, it in kept.items():
         n = len(it.tokens_T)
         np.testing.assert_array_equal(responses[name].tokens_T[:n], it.tokens_T)
