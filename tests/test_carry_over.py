@@ -148,18 +148,15 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
             lost.setdefault((asked.cursor, it.sample), asked.carried[it.sample])
 
     monkeypatch.setattr(session, "_set_aside", noted)
-    others = {}
     for _ in range(3):
-        others |= by_request(group for group in session.step() if group.stream)
+        session.step()
     session.carry()
     session.go_on(jax.tree.map(lambda p: 0.9 * p, params))
     assert session.blocks == [] and session.prefilled_prompts == 0
     before = dict(lost)
     responses = {}
     while session.unfinished:
-        for group in session.step():
-            found = others if group.stream else responses
-            found |= by_request([group])
+        responses |= by_request([group for group in session.step() if not group.stream])
     kept = {name: it for name, it in lost.items() if it.ends and len(it.tokens_T)}
     assert any(it.ends[0] for name, it in kept.items() if name not in before)
     for name, it in kept.items():

@@ -151,17 +151,17 @@ def memory_phases(built: build.Programs, programs: dict[str, Program]) -> list[P
     The parts of sampling are those of `train --dry_run`. The update's batch is the rest of the
     compiler's arguments; its gradients are among the temporaries.
     """
-    sampling = memory(built)["rollout"]
+    held_in = memory(built)
+    sampling, cache = held_in["rollout"], "keys and values"
     held = {name: sampling[name] for name in ("state", "start weights")}
-    carries = built.config.rollout.carry_over_steps > 0  # then the cache stays
-    cache = {"keys and values": sampling.pop("keys and values")}
-    kept = cache if carries else {}
+    kept = {cache: sampling[cache]} if cache in held_in["update"] else {}
+    resharding = {name: size for name, size in sampling.items() if name != cache} | kept
     phases = []
     for name, program in programs.items():
         if name.startswith("update"):
             parts = held | {"batch": program.arguments - sum(held.values())} | kept
         else:
-            parts = sampling | (kept if name == "reshard" else cache)
+            parts = resharding if name == "reshard" else sampling
         phases.append(Phase(name, parts | {"temporaries": program.temporaries}))
     return phases
 
