@@ -20,10 +20,12 @@ from configs import base
 from dapo_jax.tasks.base import grade_many, load_examples, make_task
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example
+from experiments.smollm2.words import GivenWords
 from experiments.tasks.countdown import Countdown, evaluate
 from experiments.tasks.format_answer import FormatAnswer
 from experiments.tasks.multiple_choice import MultipleChoice
 
+SPLITS = ("train", "test")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 needs_reasoning_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,
@@ -33,6 +35,32 @@ needs_reasoning_gym = pytest.mark.skipif(
 
 def example(answer, **extra):
     return Example(({"role": "user", "content": "?"},), answer, "f", 0, extra or None)
+
+
+# Given words
+
+
+@pytest.mark.parametrize(
+    ("response", "status"),
+    [
+        ("A car with a star delivered the letter.", "correct"),
+        ("  Star! ", "wrong"),
+        ("The STAR, the car and my letter!\n", "correct"),
+        ("The stars, a car and a letter.", "wrong"),
+        ("The car is here. A letter has a star.", "no_sentence"),
+        ("The car has a letter and a star", "no_sentence"),
+        ("The car:\na letter and a star.", "no_sentence"),
+        ("", "no_sentence"),
+    ],
+)
+def test_a_sentence_has_all_the_words_as_they_are(response, status):
+    verdict = GivenWords().grade(response, example("star car letter"))
+    assert (verdict.status, verdict.correct) == (status, status == "correct")
+
+
+def test_requests_are_distinct_and_splits_share_none():
+    train, test = ({e.text for e in GivenWords(count=50, split=s).load()[0]} for s in SPLITS)
+    assert len(train) == len(test) == 50 and not train & test
 
 
 # Countdown

@@ -52,6 +52,22 @@ def total(name: str, key: str) -> Quantity:
     return Quantity(name, lambda run: float(np.sum(column(run.rows, key))), "{:.0f}")
 
 
+def accuracy_over(budget_tokens: int) -> Quantity:
+    """The mean accuracy of the first sampled tokens, in percent; NaN where a run has fewer.
+
+    Each step counts by the tokens that it sampled, so it is an area under the curve over tokens.
+    """
+
+    def value(run: Run) -> float:
+        spent = column(run.rows, "sampled_tokens_total")
+        if spent[-1] < budget_tokens:
+            return math.nan
+        tokens = np.diff(np.minimum(spent, budget_tokens), prepend=0.0)
+        return 100 * float(np.average(column(run.rows, "accuracy/mean"), weights=tokens))
+
+    return Quantity(f"accuracy, mean of the first {budget_tokens // 1000} k tokens, %", value)
+
+
 def final_score(name: str, score: str) -> Quantity:
     """Percent of a score after a run's last step; NaN where that was not evaluated."""
 

@@ -1,20 +1,13 @@
 """Carry-over: what tokens of earlier policies do to learning, and what they save in decoding."""
 
-import functools
-
-from dapo_jax.report.compare import Quantity, final_score, last, mean
-from experiments.eps_high_real.study import accuracy_area
+from dapo_jax.report.compare import Quantity, accuracy_over, final_score, last, mean
 from experiments.study import CLIPPED, Claim, Study
 
 ROAD = final_score("road", "mean@4")
 STEPS = mean("decode steps a step", "engine/decode_steps", form="{:.0f}")
 BUSY = mean("busy slots while decoding, %", "engine/occupancy", scale=100)
 ACCURACY = last("accuracy, %", "accuracy/mean", scale=100)
-BUDGET_TOKENS = 650_000
-AREA = Quantity(
-    f"accuracy, mean of the first {BUDGET_TOKENS // 1000} k tokens, %",
-    functools.partial(accuracy_area, budget=BUDGET_TOKENS),
-)
+AREA = accuracy_over(650_000)
 STALE: tuple[Quantity, ...] = (
     mean("trained tokens of earlier policies, %", "staleness/tokens_fraction", scale=100),
     mean("their mean age over all, steps", "staleness/mean_steps", form="{:.2f}"),

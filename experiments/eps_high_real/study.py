@@ -1,10 +1,11 @@
 """eps_high, and DAPO against naive GRPO, on SmolLM2-135M: sums, while its entropy collapses."""
 
+import itertools
 import math
 
 import numpy as np
 
-from dapo_jax.report.compare import Quantity
+from dapo_jax.report.compare import Quantity, accuracy_over
 from dapo_jax.report.runs import column
 from experiments.study import CLIPPED, Claim, Study
 
@@ -18,29 +19,16 @@ LONGER = "num_steps=20 checkpoint.keep=3"  # it samples fewer tokens a step
 STEPS = 8  # after which all arms are compared
 
 
-def accuracy_area(run, *, budget: int = BUDGET_TOKENS) -> float:
-    """Mean accuracy, in percent, of the first `budget` sampled tokens; NaN where the run has fewer.
-
-    Each step's accuracy counts by the tokens that it sampled. All its prompts are new: an epoch is
-    longer than the run.
-    """
-    spent = column(run.rows, "sampled_tokens_total")
-    if spent[-1] < budget:
-        return math.nan
-    tokens = np.diff(np.minimum(spent, budget), prepend=0.0)
-    return 100 * float(np.average(column(run.rows, "accuracy/mean"), weights=tokens))
-
-
 def accuracy_of_steps(run) -> float:
     """Mean accuracy, in percent, of the first steps."""
     return 100 * float(np.mean(column(run.rows, "accuracy/mean")[:STEPS]))
 
 
-def score(name: str) -> Quantity:
-    """A held-out score after STEPS steps, in percent."""
+def score(name: str, of: str = "sums") -> Quantity:
+    """A score on a held-out set after STEPS steps, in percent."""
 
     def value(run) -> float:
-        return 100 * run.evaluations.get(("sums", name), {}).get(STEPS, math.nan)
+        return 100 * run.evaluations.get((of, name), {}).get(STEPS, math.nan)
 
     return Quantity(f"held out {name} after {STEPS} steps, %", value)
 
@@ -50,7 +38,7 @@ def entropy_at_end(run) -> float:
     return float(column(run.rows, "entropy")[STEPS - 1])
 
 
-AREA = Quantity(f"accuracy, mean of the first {BUDGET_TOKENS // 1000} k tokens, %", accuracy_area)
+AREA = accuracy_over(BUDGET_TOKENS)
 EQUAL_STEPS = Quantity(f"accuracy, mean of the first {STEPS} steps, %", accuracy_of_steps)
 ENTROPY = Quantity(f"entropy of trained tokens, step {STEPS - 1}, nats", entropy_at_end, "{:.3f}")
 
@@ -90,4 +78,9 @@ STUDY = Study(
         for quantity, sign in ((AREA, -1), (EQUAL_STEPS, +1))
     ],
     seeds=(0, 1, 2),
+)
+COMPARED = (
+    *((f"{b}{rate}", f"{a}{rate}") for rate in RATES for a, b in itertools.pairwise(CLIPS)),
+    *((f"{arm}_rate_x2", arm) for arm in (*CLIPS, NAIVE)),
+    *((f"eps_0.28{rate}", f"{NAIVE}{rate}") for rate in RATES),
 )

@@ -1,16 +1,19 @@
-"""Entropy on fixed texts, distance from the start and diversity of the policies of the study.
+"""Entropy on fixed texts, distance from the start and diversity of the policies of a study.
 
-    python -m experiments.eps_high_real.texts --workdir=DIR
-    python -m experiments.eps_high_real.texts
+    python -m experiments.smollm2.texts NAME --workdir=DIR
+    python -m experiments.smollm2.texts NAME
 
-The first measures the policy of each run in DIR after 8 steps and writes texts.jsonl. Both print
-its tables: means over the seeds, and differences of arms with Student's 95 % interval, paired by
-seed.
+NAME: a study with STEPS, after which the policies are compared, and COMPARED, the pairs of arms.
+The first command measures the policy of each run in DIR and writes texts.jsonl into the study's
+folder. Both print its tables: means over the seeds, and differences of arms with Student's 95 %
+interval, paired by seed.
 The fixed texts of a seed are the start policy's responses to held-out questions, so all policies of
 it are measured on the same tokens, whatever they answer themselves.
 """
 
 import collections
+import functools
+import importlib
 import itertools
 import json
 import operator
@@ -28,12 +31,10 @@ from dapo_jax.report.compare import Comparison, Quantity, interval_text, signed,
 from dapo_jax.run import build, fit, policy
 from dapo_jax.run.files import read_rollouts
 from dapo_jax.types import Batch, Group, Response
-from experiments.eps_high_real.study import CLIPS, NAIVE, RATES, STEPS, STUDY
-from experiments.study import look_into
+from experiments import study
 from models.transformer import abstract_params
 
-FILE = pathlib.Path(__file__).parent / "texts.jsonl"
-SET, START = "sums", "start"
+FILE, START = "texts.jsonl", "start"
 PROMPTS = 24  # whose responses by the start policy are the fixed texts
 WORDS = 6  # of each response, so that long ones do not count as less diverse
 MEASURES = tuple(
@@ -48,9 +49,10 @@ MEASURES = tuple(
 
 
 def responses_of(workdir: pathlib.Path, step: int) -> dict[int, list[dict]]:
-    """The responses of a run's evaluation after a step, by the prompt's place in the set."""
+    """The responses of a run's evaluation after a step, by the prompt's place in its one set."""
     found = collections.defaultdict(list)
-    for response in read_rollouts(workdir / "eval" / f"{step}.{SET}.jsonl.gz"):
+    (file,) = (workdir / "eval").glob(f"{step}.*.jsonl.gz")
+    for response in read_rollouts(file):
         found[response["cursor"]].append(response)
     return dict(sorted(found.items()))
 
@@ -66,7 +68,8 @@ def distinct_2(texts: Sequence[str]) -> float:
 
 def fixed_batches(of: build.Programs, data: build.Data, tokenizer, texts) -> list[Batch]:
     """Packs the fixed texts into batches of the recipe's updates."""
-    prompts, groups = data.eval_sets[SET].dataset.prompts, []
+    (held_out,) = data.eval_sets.values()
+    prompts, groups = held_out.dataset.prompts, []
     for cursor, responses in list(texts.items())[:PROMPTS]:
         made = []
         for response in responses:
@@ -101,12 +104,13 @@ def measure_of(of: build.Programs) -> Callable[[dict, Batch], jax.Array]:
     return jax.jit(sums)
 
 
-def rows_of(workdir: pathlib.Path) -> list[dict]:
+def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict]:
     """A row for the policy of each finished run after STEPS, one a seed for the start policy.
 
-    Rows of arms and seeds that have no run in the folder stay as they are.
+    Rows in the file of arms and seeds that have no run in the folder stay as they are.
     """
-    runs = [p for p in STUDY.plan().points(workdir) if (p.workdir / "seal.json").is_file()]
+    points = of_study.STUDY.plan().points(workdir)
+    runs = [p for p in points if (p.workdir / "seal.json").is_file()]
     config = policy.run_recipe(runs[0].workdir, trust_code=True)
     fit.fit_training(config)
     tokenizer = build.tokenizer(config)
@@ -127,7 +131,7 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
             "right": 100 * float(np.mean(right)),
         }
 
-    there = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
+    there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     rows = {(row["arm"], row["seed"]): row for row in there}
     for seed in seeds:
         of_seed = [point for point in runs if point.seed == seed]
@@ -135,22 +139,15 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
         batches = fixed_batches(of, data, tokenizer, texts)
         new = [row(START, seed, of.start_params(), batches, texts)]
         for point in of_seed:
-            _, params, _ = policy.restored(of, point.workdir, STEPS)
-            new.append(row(point.arm, seed, params, batches, responses_of(point.workdir, STEPS)))
+            _, params, _ = policy.restored(of, point.workdir, of_study.STEPS)
+            responses = responses_of(point.workdir, of_study.STEPS)
+            new.append(row(point.arm, seed, params, batches, responses))
         for one in new:
             rows[one["arm"], seed] = one | {"kl": new[0]["logp"] - one["logp"]}
     return sorted(rows.values(), key=operator.itemgetter("seed"))
 
 
-def compared() -> list[tuple[str, str]]:
-    """Lists the pairs of arms whose difference is shown: (arm, the one that is taken off)."""
-    clips = [(f"{b}{rate}", f"{a}{rate}") for rate in RATES for a, b in itertools.pairwise(CLIPS)]
-    once, twice = RATES
-    rates = [(f"{arm}{twice}", f"{arm}{once}") for arm in (*CLIPS, NAIVE)]
-    return [*clips, *rates, *((f"eps_0.28{rate}", f"{NAIVE}{rate}") for rate in RATES)]
-
-
-def result(rows: list[dict]) -> str:
+def result(rows: list[dict], *, of_study) -> str:
     """The tables as Markdown."""
     names = [quantity.name for quantity in MEASURES]
 
@@ -159,10 +156,10 @@ def result(rows: list[dict]) -> str:
 
     means = [
         [arm, *(spread_text(quantity, values(quantity, arm)) for quantity in MEASURES)]
-        for arm in (START, *STUDY.arms)
+        for arm in (START, *of_study.STUDY.arms)
     ]
     differences = []
-    for arm, than in compared():
+    for arm, than in of_study.COMPARED:
         cells = [f"{arm} - {than}"]
         for quantity in MEASURES:
             found = Comparison.of(values(quantity, arm), values(quantity, than))
@@ -173,8 +170,15 @@ def result(rows: list[dict]) -> str:
     return "\n".join(tables)
 
 
-def main(_):
-    look_into(FILE, rows_of, result)
+def main(argv: Sequence[str]) -> None:
+    (_, name) = argv
+    of_study = importlib.import_module(f"experiments.{name}.study")
+    file = study.HERE / name / FILE
+    study.look_into(
+        file,
+        functools.partial(rows_of, of_study=of_study, file=file),
+        functools.partial(result, of_study=of_study),
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""eps_high on SmolLM2-135M where many answers are right: sentences with three given words."""
+
+import itertools
+
+from dapo_jax.report.compare import accuracy_over
+from experiments.eps_high_real.study import CLIPS, ENTROPY, EQUAL_STEPS, STEPS, score
+from experiments.study import CLIPPED, Claim, Study
+
+AREA = accuracy_over(60_000)
+
+STUDY = Study(
+    title="eps_high on SmolLM2-135M, sentences with given words",
+    config="configs/smollm2_135m_words.py",
+    settings={
+        "num_steps": str(STEPS),
+        "eval.every_steps": str(STEPS),
+        "eval.samples_per_prompt": "8",
+        "checkpoint.every_steps": str(STEPS),
+    },
+    arms={clip: f"algo.eps_high={eps}" for clip, eps in CLIPS.items()},
+    quantities=(
+        AREA,
+        EQUAL_STEPS,
+        score("mean@8", "words"),
+        score("pass@8", "words"),
+        ENTROPY,
+        *CLIPPED,
+    ),
+    drawn={
+        "accuracy/mean": "accuracy of the sampled responses",
+        "entropy": "policy entropy, nats",
+        "clip_fraction/high": "tokens clipped high",
+        "response_tokens/mean": "response length, tokens",
+    },
+    claims=[Claim(AREA, above, +1, below) for below, above in itertools.pairwise(CLIPS)],
+    seeds=(0, 1, 2),
+)
+COMPARED = tuple((above, below) for below, above in itertools.pairwise(CLIPS))

@@ -1,0 +1,40 @@
+"""DAPO against naive GRPO over equally many sampled tokens, each at its own learning rate."""
+
+import functools
+
+from dapo_jax.report.compare import Quantity, accuracy_over, final_score
+from experiments.study import CLIPPED, Claim, Study
+from experiments.table1.study import accuracy_at_budget
+
+AREA = accuracy_over(1_750_000)
+EARLY, MIDDLE, END = (
+    Quantity(
+        f"accuracy at {budget // 1000} k tokens, %",
+        functools.partial(accuracy_at_budget, budget=budget),
+    )
+    for budget in (500_000, 1_000_000, 1_700_000)
+)
+ROAD, LONG = final_score("road", "mean@8"), final_score("long", "mean@8")
+
+STUDY = Study(
+    title="DAPO and naive GRPO over equally many sampled tokens",
+    config="configs/forks.py",
+    settings={"eval.samples_per_prompt": "8"},
+    arms={
+        "naive_grpo": "preset=naive_grpo num_steps=200 eval.every_steps=100",
+        "dapo": "preset=dapo num_steps=62 eval.every_steps=31",
+    },
+    quantities=(AREA, EARLY, MIDDLE, END, ROAD, LONG, *CLIPPED),
+    drawn={
+        "accuracy/mean": "accuracy of the sampled responses",
+        "entropy": "policy entropy, nats",
+        "response_tokens/mean": "response length, tokens",
+        "task/right_road": "share of the rare road",
+    },
+    claims=(
+        Claim(AREA, "dapo", -1, "naive_grpo"),
+        Claim(END, "dapo", +1, "naive_grpo"),
+        Claim(ROAD, "dapo", +1, "naive_grpo"),
+        Claim(LONG, "dapo", +1, "naive_grpo"),
+    ),
+)
