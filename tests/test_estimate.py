@@ -212,6 +212,16 @@ def test_with_carry_over_no_slot_waits_and_checkpoints_cost_what_is_computed_aga
     assert one_block.seconds == pytest.approx(4 + 0.5 + 8)
 
 
+def test_short_responses_beside_a_long_one_do_not_run_ahead_for_ever():
+    """The first step waits 32 steps for one response, while the other slot could begin eight.
+
+    All steps that were counted found theirs complete, and an estimate divided by their 0 tokens.
+    """
+    how = {"simulate": carrying, "groups": 1, "carry_over_steps": 1, "every_steps": 1}
+    found = rollout([32, 1, 1, 1, 1, 1, 1, 1], **how)
+    assert found.tokens == 2
+
+
 def test_a_group_goes_to_one_shard_and_what_waits_there_to_idle_ones():
     found = rollout([4, 4, 4, 4], shards=4, slots=1, group_size=4)
     assert (found.blocks, found.occupancy) == (1, 1.0)

@@ -194,10 +194,14 @@ def simulate_carrying(
     """Simulates the mean step with carry-over, once the slots are full (`carry_over`).
 
     length_PG: of the groups in prompt order, again from the beginning where they end. groups: that
-    a step needs complete. Of every so many steps one computes the responses under way again. The
-    first CYCLES of them are not counted. of_blocks: as of `Blocks`.
+    a step needs complete; no more are begun than this and the next carry_over_steps steps need. Of
+    every so many steps one computes the responses under way again. The first CYCLES of them are
+    not counted. of_blocks: as of `Blocks`.
     """
     blocks, found, begun = Blocks(cache, shards=shards, **of_blocks), [], []
+
+    def more(step: int) -> bool:
+        return len(begun) < groups * (step + 1 + carry_over_steps)
 
     def ends(step: int) -> bool:
         waiting = set(blocks.unfinished)
@@ -211,10 +215,10 @@ def simulate_carrying(
             blocks.begin_again()
         while not ends(step):
             if blocks.idle_slots >= IDLE_SHARE * shards * cache.slots:
-                while blocks.idle_slots:
+                while blocks.idle_slots and more(step):
                     blocks.submit(length_PG[len(begun) % len(length_PG)])
                     begun.append(step)
-            blocks.run(more=True)
+            blocks.run(more=more(step))
         found.append(blocks.rollout())
     counted = [dataclasses.astuple(it) for it in found[-every_steps:]]
     means = (sum(values) / every_steps for values in zip(*counted, strict=True))
