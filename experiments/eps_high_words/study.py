@@ -3,7 +3,8 @@
 import itertools
 
 from dapo_jax.report.compare import accuracy_over
-from experiments.eps_high_real.study import CLIPS, ENTROPY, EQUAL_STEPS, STEPS, score
+from experiments.eps_high_real.study import CLIPS, ENTROPY, EQUAL_STEPS, score
+from experiments.eps_high_real.study import STUDY as SUMS
 from experiments.study import CLIPPED, Claim, Study
 
 AREA = accuracy_over(60_000)
@@ -11,12 +12,7 @@ AREA = accuracy_over(60_000)
 STUDY = Study(
     title="eps_high on SmolLM2-135M, sentences with given words",
     config="configs/smollm2_135m_words.py",
-    settings={
-        "num_steps": str(STEPS),
-        "eval.every_steps": str(STEPS),
-        "eval.samples_per_prompt": "8",
-        "checkpoint.every_steps": str(STEPS),
-    },
+    settings=SUMS.settings,
     arms={clip: f"algo.eps_high={eps}" for clip, eps in CLIPS.items()},
     quantities=(
         AREA,
@@ -26,12 +22,7 @@ STUDY = Study(
         ENTROPY,
         *CLIPPED,
     ),
-    drawn={
-        "accuracy/mean": "accuracy of the sampled responses",
-        "entropy": "policy entropy, nats",
-        "clip_fraction/high": "tokens clipped high",
-        "response_tokens/mean": "response length, tokens",
-    },
+    drawn=SUMS.drawn,
     claims=[Claim(AREA, above, +1, below) for below, above in itertools.pairwise(CLIPS)],
     seeds=(0, 1, 2),
 )

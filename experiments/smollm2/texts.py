@@ -3,12 +3,11 @@
     python -m experiments.smollm2.texts NAME --workdir=DIR
     python -m experiments.smollm2.texts NAME
 
-NAME: a study with STEPS, after which the policies are compared, and COMPARED, the pairs of arms.
-The first command measures the policy of each run in DIR and writes texts.jsonl into the study's
-folder. Both print its tables: means over the seeds, and differences of arms with Student's 95 %
-interval, paired by seed.
-The fixed texts of a seed are the start policy's responses to held-out questions, so all policies of
-it are measured on the same tokens, whatever they answer themselves.
+NAME: a study whose module has COMPARED, pairs of arms. The first command measures the policy of
+each run in DIR after the steps of the study's settings, and writes texts.jsonl into its folder.
+Both print its tables: means over the seeds, and differences of arms with Student's 95 % interval,
+paired by seed. The fixed texts of a seed are the start policy's responses to held-out questions, so
+all policies of it are measured on the same tokens, whatever they answer themselves.
 """
 
 import collections
@@ -105,11 +104,11 @@ def measure_of(of: build.Programs) -> Callable[[dict, Batch], jax.Array]:
 
 
 def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict]:
-    """A row for the policy of each finished run after STEPS, one a seed for the start policy.
+    """A row for the policy of each finished run, and one a seed for the start policy.
 
     Rows in the file of arms and seeds that have no run in the folder stay as they are.
     """
-    points = of_study.STUDY.plan().points(workdir)
+    points, steps = of_study.STUDY.plan().points(workdir), int(of_study.STUDY.settings["num_steps"])
     runs = [p for p in points if (p.workdir / "seal.json").is_file()]
     config = policy.run_recipe(runs[0].workdir, trust_code=True)
     fit.fit_training(config)
@@ -139,8 +138,8 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
         batches = fixed_batches(of, data, tokenizer, texts)
         new = [row(START, seed, of.start_params(), batches, texts)]
         for point in of_seed:
-            _, params, _ = policy.restored(of, point.workdir, of_study.STEPS)
-            responses = responses_of(point.workdir, of_study.STEPS)
+            _, params, _ = policy.restored(of, point.workdir, steps)
+            responses = responses_of(point.workdir, steps)
             new.append(row(point.arm, seed, params, batches, responses))
         for one in new:
             rows[one["arm"], seed] = one | {"kl": new[0]["logp"] - one["logp"]}
