@@ -108,8 +108,8 @@ class Study:
     title: of result and figure. config: the recipe. arms: name -> "KEY=V KEY=V", as
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
     columns of the table. drawn: keys of the figure's curves, metrics or eval/<set>/<score>, with
-    their titles. claims: made before the runs. post_hoc, trends: asked once they were there, to
-    explain them.
+    their titles; over_tokens: over the tokens sampled so far and not over the steps. claims: made
+    before the runs. post_hoc, trends: asked once they were there, to explain them.
     """
 
     title: str
@@ -121,6 +121,7 @@ class Study:
     post_hoc: Sequence[Claim] = ()
     trends: Sequence[Trend] = ()
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    over_tokens: bool = False
     seeds: Sequence[int] = tuple(range(5))
 
     def plan(self) -> plans.Plan:
@@ -331,7 +332,13 @@ def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
     kept, _ = study.finished(runs)
     seeds = len({run.seed for run in kept.values()})
     over = f"\nmeans over {seeds} seeds, bands from the lowest to the highest" if seeds > 1 else ""
-    return plots.chosen(kept, panels(study.drawn), study.quantities, title=study.title + over)
+    return plots.chosen(
+        kept,
+        panels(study.drawn),
+        study.quantities,
+        title=study.title + over,
+        over_tokens=study.over_tokens,
+    )
 
 
 def make(study: Study, workdir: pathlib.Path, jobs: int) -> int:

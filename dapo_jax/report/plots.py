@@ -206,6 +206,15 @@ def tokens_spent(runs: Sequence[Run]) -> dict[int, float]:
     return {step: float(np.mean([of[step] for of in known if step in of])) for step in steps}
 
 
+def lines_over_tokens(runs: Mapping[str, Run], curve: Curve) -> list[Line | None]:
+    """The line of each arm over the tokens that it has sampled for training so far."""
+    spent = [tokens_spent(list(of_seed.values())) for of_seed in by_arm(runs).values()]
+    return [
+        found and dataclasses.replace(found, x=np.array([*map(tokens.get, found.x)], float))
+        for found, tokens in zip(lines(runs, curve), spent, strict=True)
+    ]
+
+
 @matplotlib.rc_context(_STYLE)
 def curves(runs: Mapping[str, Run]) -> Figure:
     """A run, or the arms of several over each other, over the steps: the panels of METRICS.
@@ -222,15 +231,21 @@ def curves(runs: Mapping[str, Run]) -> Figure:
 
 @matplotlib.rc_context(_STYLE)
 def chosen(
-    runs: Mapping[str, Run], panels: Sequence[Panel], quantities: Sequence[Quantity], *, title: str
+    runs: Mapping[str, Run],
+    panels: Sequence[Panel],
+    quantities: Sequence[Quantity],
+    *,
+    title: str,
+    over_tokens: bool = False,
 ) -> Figure:
     """The arms over each other in the given panels, and each quantity, a column an arm.
 
     A quantity's panel shows every seed, the mean and its 95 % interval over the seeds.
+    over_tokens: the others are over the tokens sampled so far and not over the steps.
     """
     figure, axes = _figure(runs, len(panels) + len(quantities), title=title)
     for ax, panel in zip(axes, panels, strict=False):
-        _panel(ax, runs, panel)
+        _panel(ax, runs, panel, over_tokens=over_tokens)
     for ax, quantity in zip(axes[len(panels) :], quantities, strict=True):
         _columns(ax, quantity, [list(of_seed.values()) for of_seed in by_arm(runs).values()])
     return figure
@@ -243,19 +258,11 @@ def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
     Groups that dynamic sampling discards count: on this axis runs with and without it compare
     fairly. Over several seeds both are means.
     """
-    spent = [tokens_spent(list(of_seed.values())) for of_seed in by_arm(runs).values()]
     scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
     title = f"accuracy at equal sampling budgets: {_title(runs)}"
     figure, axes = _figure(runs, len(scores), title=title)
     for ax, curve in zip(axes, scores, strict=True):
-        over = [
-            found and dataclasses.replace(found, x=np.array([*map(tokens.get, found.x)], float))
-            for found, tokens in zip(lines(runs, curve), spent, strict=True)
-        ]
-        _draw(ax, curve.name, [curve], [over])
-        ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-        ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
-        ax.set_xlabel("tokens sampled for training")
+        _panel(ax, runs, Panel(curve.name, "share", False, [curve]), over_tokens=True)
     return figure
 
 
@@ -327,15 +334,19 @@ def _look(arm: int, kind: int, *, num_arms: int, noisy: bool) -> dict:
     return look
 
 
-def _panel(ax: Axes, runs: Mapping[str, Run], panel: Panel) -> None:
-    """Draws the curves of a panel over the steps."""
-    _draw(ax, panel.title, panel.curves, [lines(runs, curve) for curve in panel.curves])
+def _panel(ax: Axes, runs: Mapping[str, Run], panel: Panel, *, over_tokens: bool = False) -> None:
+    """Draws the curves of a panel over the steps, or over the tokens that training sampled."""
+    found = lines_over_tokens if over_tokens else lines
+    _draw(ax, panel.title, panel.curves, [found(runs, curve) for curve in panel.curves])
     if panel.unit == "share":
         ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     drawn = [y for line in ax.lines for y in line.get_ydata()]
     if panel.log and any(y > 0 for y in drawn):
         ax.set_yscale("log", nonpositive="mask")
-    if ax.has_data():
+    if over_tokens:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        ax.set_xlabel("tokens sampled for training")
+    elif ax.has_data():
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         ax.set_xlabel("finished rollout steps")
 

@@ -37,6 +37,7 @@ STUDY = Study(
         "engine/decode_steps": "decode steps a rollout step",
         "response_tokens/mean": "response tokens",
     },
+    over_tokens=True,
     claims=(
         Claim(STEPS, "on", -1, "off"),
         Claim(BUSY, "on", +1, "off"),

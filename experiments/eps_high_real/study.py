@@ -67,6 +67,7 @@ STUDY = Study(
         "clip_fraction/high": "tokens clipped high",
         "response_tokens/mean": "response length, tokens",
     },
+    over_tokens=True,
     claims=[
         Claim(AREA, f"{above}{name}", +1, f"{below}{name}")
         for name in RATES

@@ -23,6 +23,7 @@ STUDY = Study(
         *CLIPPED,
     ),
     drawn=SUMS.drawn,
+    over_tokens=True,
     claims=[Claim(AREA, above, +1, below) for below, above in itertools.pairwise(CLIPS)],
     seeds=(0, 1, 2),
 )

@@ -31,10 +31,12 @@ STUDY = Study(
         "response_tokens/mean": "response length, tokens",
         "task/right_road": "share of the rare road",
     },
+    over_tokens=True,
     claims=(
         Claim(AREA, "dapo", -1, "naive_grpo"),
         Claim(END, "dapo", +1, "naive_grpo"),
         Claim(ROAD, "dapo", +1, "naive_grpo"),
         Claim(LONG, "dapo", +1, "naive_grpo"),
     ),
+    post_hoc=[Claim(quantity, "dapo", +1, "naive_grpo") for quantity in (EARLY, MIDDLE)],
 )

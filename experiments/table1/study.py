@@ -91,6 +91,7 @@ STUDY = Study(
         "response_tokens/mean": "response length, tokens",
         "task/right_road": "share of the rare road",
     },
+    over_tokens=True,
     claims=(
         *(Claim(STEPS, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),
         Claim(STEPS, "dapo", +1, "naive_grpo"),
