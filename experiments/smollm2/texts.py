@@ -110,6 +110,8 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
     """
     points, steps = of_study.STUDY.plan().points(workdir), int(of_study.STUDY.settings["num_steps"])
     runs = [p for p in points if (p.workdir / "seal.json").is_file()]
+    if not runs:
+        raise ValueError(f"--workdir={workdir} has no finished run of the study")
     config = policy.run_recipe(runs[0].workdir, trust_code=True)
     fit.fit_training(config)
     tokenizer = build.tokenizer(config)
@@ -170,7 +172,8 @@ def result(rows: list[dict], *, of_study) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    (_, name) = argv
+    name = argv[1] if len(argv) == 2 else ""
+    study.load(name)  # names the studies that there are
     of_study = importlib.import_module(f"experiments.{name}.study")
     file = study.HERE / name / FILE
     study.look_into(
