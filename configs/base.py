@@ -177,7 +177,8 @@ KEYS = {
                                 at_least=1),
     "rollout.draft_tokens": Key(
         0, "draft tokens of speculative decoding while slots are idle: 1, 3 or 7; the samples are "
-        "the same; 0: off", choices="dapo_jax.sampler.cache:DRAFT_TOKENS"),
+        "the same on a CPU, elsewhere to rounding (not tried); 0: off",
+        choices="dapo_jax.sampler.cache:DRAFT_TOKENS"),
     "rollout.carry_over_steps": Key(
         0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
         "this many at most, with tokens of several policies. The cache stays beside the update, "
@@ -226,7 +227,8 @@ KEYS = {
                                at_least=1, at_most=9),
     "learner.micro_batch_rows": Key(32, "rows of one gradient-accumulation step, all devices; 0: "
                                     "chosen by the devices", at_least=0),
-    "learner.remat": Key("full", "recomputed: all; none, keep_products, keep_attention, offload",
+    "learner.remat": Key("full", "what the backward pass recomputes. full: each layer from its "
+                         "input; none: nothing; keep_products, keep_attention; offload",
                          choices="models.transformer:REMAT"),
     "learner.lora_rank": Key(0, "train low-rank factors instead of all weights; 0: off",
                              at_least=0),

@@ -9,8 +9,8 @@ and length is punished softly before it is cut (Eq. 13). `rl_step` is one step i
 
 The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
 the run in DIR, under another recipe (a fork). On several hosts the command is given on each of
-them, with --distributed. Exit status: 0: done. 75: stopped by a signal; the last step is saved. Run
-the same command again to resume. Anything else is an error.
+them, with --distributed. Exit status: 0: done. 75: stopped by a signal; the last step that
+it can resume at is saved. Run the same command again to resume. Anything else is an error.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def finish(
 ) -> tuple[learner.TrainState, start.Progress, str | None]:
     """Keeps the books of a step whose updates are taken: (state, progress, why to stop or None).
 
-    The order, by which a kill at any instant loses no more than this step:
+    The order, by which rows and checkpoints agree after a kill at any instant:
 
     1. A state that is not finite ends the run. The responses' file is waited for, and the state's
        arrays are digested.

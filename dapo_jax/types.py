@@ -1,4 +1,4 @@
-"""The values that cross rooms, each declared once: from an example to a packed batch.
+"""The data types that modules pass to each other, from an example to a packed batch.
 
 Everything here lives on the host: NumPy and plain Python, no jax. Axis letters end a field's name:
 P prompts, G responses of one prompt, T tokens, M micro-batches, B packed rows.

@@ -1,7 +1,8 @@
 """The folder of compiled programs, which JAX's compilation cache loads at the next start.
 
 JAX_COMPILATION_CACHE_DIR=DIR (or gs://...) names another one, JAX_ENABLE_COMPILATION_CACHE=false
-turns the cache off. Without either it is $XDG_CACHE_HOME/dapo_jax, or ~/.cache/dapo_jax.
+turns the cache off. Without either it is $XDG_CACHE_HOME/dapo_jax/programs, or
+~/.cache/dapo_jax/programs, in a folder by CPU and number of cores.
 """
 
 import hashlib

@@ -1,4 +1,6 @@
-"""Snapshots of a run after each step: saved when due, and the newest one when the run is cut short.
+"""Snapshots of a run: saved when due, and the newest one when the run is cut short.
+
+One is taken after each step at which the run can resume.
 
 SIGTERM, Ctrl-C or SIGHUP (run/signals.py) may come at any time, while a program compiles or an
 update runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the
@@ -189,7 +191,7 @@ class Snapshots:
         lost = hosts.lost_line(error)
         line, status = (lost, hosts.RETRYABLE) if lost else failures.explain(error)
         if self._stopped_at is not None:
-            line = f"{self._stop_name}: the last finished step could not be saved: {line}"
+            line = f"{self._stop_name}: the newest step to resume at could not be saved: {line}"
             hosts.end(line, hosts.RETRYABLE)
         with self._changed:
             self._error = error

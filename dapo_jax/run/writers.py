@@ -41,7 +41,7 @@ class Writer(Protocol):
         """
 
     def close(self) -> None:
-        """Ends, whether the run is done, stopped or failed."""
+        """Ends, where the run is done or failed; a signal ends the run without this."""
 
 
 class TensorBoard:

@@ -2,9 +2,10 @@
 
 One uniform number a (request, position) decides a token, so a draft is right exactly if it equals
 what is sampled in its place, and then the next position of the same step counts too (greedy
-speculative decoding is the case of temperature 0: Leviathan et al. 2023, arXiv 2211.17192). Drafts
-change no token and no bit, only how many steps a response takes. They are what followed the same
-tokens in the response itself or in its group's others (prompt lookup: Saxena 2023).
+speculative decoding is the case of temperature 0: Leviathan et al. 2023, arXiv 2211.17192). On a
+CPU drafts change no token and no bit, only how many steps a response takes; elsewhere they may
+change the rounding (not tried). They are what followed the same tokens in the response itself or in
+its group's others (prompt lookup: Saxena 2023).
 
 Axis letters: B slots, W tokens of a slot's source, X = W + S with those of the block, T positions
 of a step.

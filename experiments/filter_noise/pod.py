@@ -1,6 +1,6 @@
 """The cost of sampling more groups on a pod: the 32B recipe's step at several numbers of them.
 
-    python -m experiments.filter_noise.pod     # 6 minutes; `make preflight` installs the compiler
+    python -m experiments.filter_noise.pod     # 13 minutes; `make preflight` installs the compiler
 
 Compiles the recipe for v5p:8x8x4 and simulates its rollouts (experiments/preflight/estimate) with
 as many groups as a step trains on, and up to 24 times as many. Writes pod.json, which study.py
