@@ -21,6 +21,7 @@ from models.parameters import ModelConfig
 from sharding import hosts, rules
 
 COPIES = 64  # pages that one call copies between shards
+WIDE_TOKENS = 512  # of a shard, from which on a program has the compiler's `wide_options`
 
 
 def token_bytes(config: ModelConfig, *, bytes_per_value: int, model_degree: int) -> int:
@@ -175,7 +176,7 @@ class Engine:
         page_RI = self._host_array(rows, bucket)
         out = self._specs(self._prompt_pages)
         arguments = (self.params, self._prompt_pages, tokens_RT, page_RI)
-        return self._lower(run, arguments, out, donate=1)
+        return self._lower(run, arguments, out, donate=1, tokens=tokens_RT.size)
 
     def _lower_refill(self, bucket: int) -> jax.stages.Lowered:
         rows = self.shards * self.cache.refill_rows(bucket)
@@ -184,7 +185,8 @@ class Engine:
         how = {"config": self.config, "kernels": self._kernels, "axis": self._axis}
         arguments = (self.params, self._pages, tokens_RT, of_row, of_row, page_RI)
         run = functools.partial(refill, **how)
-        return self._lower(run, arguments, self._specs(self._pages), donate=1)
+        out = self._specs(self._pages)
+        return self._lower(run, arguments, out, donate=1, tokens=tokens_RT.size)
 
     def _lower_decode(
         self, samplings: tuple[Sampling, ...], rows: int, pages: int
@@ -220,7 +222,8 @@ class Engine:
         out = (self._specs(self._pages), tokens, tokens, PartitionSpec(rules.ROW_AXES))
         of_host = (row_BX, page_P, source_BW)
         arguments = (self.params, self._prompt_pages, self._pages, run_key_Z, *of_host)
-        return self._lower(run, arguments, out, donate=2)
+        tokens = self.shards * rows * cache.positions(rows)
+        return self._lower(run, arguments, out, donate=2, tokens=tokens)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._rows)
@@ -228,11 +231,13 @@ class Engine:
     def _specs(self, arrays):
         return jax.tree.map(lambda array: array.sharding.spec, arrays)
 
-    def _lower(self, run, arguments, out, *, donate: int) -> jax.stages.Lowered:
+    def _lower(self, run, arguments, out, *, donate: int, tokens=0) -> jax.stages.Lowered:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
         options = dict(self._kernels.decode_options)
+        if tokens >= self.shards * WIDE_TOKENS:
+            options |= self._kernels.wide_options
         return jax.jit(mapped, donate_argnums=donate, compiler_options=options).lower(*arguments)
 
 
