@@ -31,8 +31,8 @@ class Kernels:
     is one of theirs or `xla`'s.
     learn_product and decode_product are einsums with a weight matrix. With unrolls_layers the
     learner unrolls its layers instead of scanning them, where it recomputes nothing.
-    decode_options are the compiler's for the sampler's programs, wide_options more of them for those
-    that run many tokens at once, update_options for the update.
+    decode_options are the compiler's for the sampler's programs, wide_options further ones for
+    those that run many tokens at once, update_options for the update.
     platforms are those that can run all this; None: all.
     """
 
