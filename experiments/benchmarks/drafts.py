@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.run import build
+from dapo_jax.run import build, fit
 from dapo_jax.sampler.cache import DRAFT_TOKENS
 from dapo_jax.sampler.session import Session, Stream
 from experiments.benchmarks import common
@@ -51,12 +51,15 @@ def sample(programs, weights, how, prompts):
 def main(_):
     first = recipe(FLAGS.config, 0)
     split_cpu(first.mesh.cpu_devices)
+    fit.fit_training(first)
     tokenizer = build.tokenizer(first)
     data = build.load_data(first, tokenizer, training=True)
     prompts, how = data.train.prompts[: FLAGS.groups], build.sampling(first, tokenizer)
     cases = {}
     for count in DRAFT_TOKENS:
-        programs = build.programs(recipe(FLAGS.config, count), tokenizer.vocab_size)
+        config = recipe(FLAGS.config, count)
+        fit.fit_training(config)
+        programs = build.programs(config, tokenizer.vocab_size)
         weights = programs.reshard(programs.start_params(), programs.load_start_weights())
         programs.engine.compile(how)
         cases[count] = (programs, weights)
