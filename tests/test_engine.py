@@ -697,3 +697,17 @@ def test_responses_longer_than_the_cache_is_planned_for_are_refused(roomy):
 def test_a_block_divides_a_page(small):
     with pytest.raises(ValueError, match=r"page_tokens = 8 .* rollout.block_tokens = 3"):
         build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1])
+
+
+def test_programs_of_many_tokens_have_the_wide_options():
+    """A TPU's larger tiles make products of few rows slower: such programs do not have them."""
+    kernels = dataclasses.replace(KERNELS["cpu"], wide_options={"xla_no_such_option": True})
+    long_prompts = dataclasses.replace(TIGHT, max_prompt_tokens=513, prompt_pages=300)
+    for cache, wide in ((TIGHT, False), (long_prompts, True)):
+        engine, _ = build(WIDE, cache, random_params(WIDE)[1], kernels=kernels)
+        lowered = engine.lower(TO_THE_LIMIT)["prefill", None, 1]
+        if wide:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+                lowered.compile()
+        else:
+            lowered.compile()
