@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config=configs/smollm2_135m.py --workdir=runs/epochs \\
         --config.data.train.count=64 --config.log.samples_every_steps=1
-    python -m experiments.benchmarks.draft_texts --config=configs/smollm2_135m.py --run=runs/epochs
+    python -m experiments.benchmarks.draft_texts --run=runs/epochs
 
 Proposes drafts as the sampler does (`dapo_jax.sampler.drafts`), from the prompt and the response
 itself, from the group's other responses too, as if they had ended, and from those to the same
@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.run import build
+from dapo_jax.run import build, policy
 from dapo_jax.sampler.drafts import SOURCE_TOKENS, propose, source
 from experiments.benchmarks import common
-from experiments.benchmarks.drafts import recipe
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run", None, "The run's directory.", required=True)
@@ -71,8 +70,9 @@ def tokens_a_step(responses, sources, count: int) -> float:
 
 
 def main(_):
-    tokenizer = build.tokenizer(recipe(FLAGS.config, 0))
-    files = pathlib.Path(FLAGS.run, "rollouts").glob("*.jsonl.gz")
+    run = pathlib.Path(FLAGS.run)
+    tokenizer = build.tokenizer(policy.run_recipe(run, trust_code=True))
+    files = (run / "rollouts").glob("*.jsonl.gz")
     earlier, table = {}, []
     for path in sorted(files, key=lambda path: int(path.name.split(".")[0])):
         texts = texts_of(path, tokenizer)
@@ -89,6 +89,11 @@ def main(_):
             found = [tokens_a_step(responses, cases[kind], FLAGS.drafts) for kind in KINDS]
             step = path.name.split(".")[0]
             table.append([step, sum(map(len, responses)), *(f"{f:.2f}" for f in found)])
+    if not table:
+        raise app.UsageError(
+            f"--run={FLAGS.run} has no steps that share a question in its rollouts/; set "
+            "data.train.count and log.samples_every_steps as above"
+        )
     print(f"{FLAGS.run} at {common.commit()}: tokens a decode step, {FLAGS.drafts} drafts")
     print(common.table(["step", "tokens", *KINDS], table))
 
