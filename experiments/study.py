@@ -284,7 +284,7 @@ def _judged(
     """The cells of a claim; it has no verdict while a seed is missing."""
     ours, theirs = (values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
     found = Comparison.of(ours, theirs)
-    said = "incomplete" if math.isnan(pooled.difference) else verdict(claim, found.paired, p)
+    said = "incomplete" if math.isnan(p) else verdict(claim, found.paired, p)
     if is_post_hoc:
         said = {"confirmed": "significant", "refuted": "significant, reversed"}.get(said, said)
     return [
@@ -398,11 +398,16 @@ def main(argv: Sequence[str]) -> None:
             part = part_of(study, flags.FLAGS.seeds)
             status = make(part, workdir, flags.FLAGS.jobs)
             keep_rows(study, part, workdir, folder, status)
+        elif flags.FLAGS.seeds:
+            raise ValueError("--seeds says of which seeds runs are made, in --workdir=DIR")
         if not (folder / ROWS).exists():
             raise ValueError(f"{argv[1]} has no {ROWS} yet: --workdir=DIR makes the runs")
+        runs = read_rows_file(folder / ROWS)
+        kept, missing = study.finished(runs)
+        if not kept:
+            raise ValueError(f"no run in {folder / ROWS} is finished: {'; '.join(missing)}")
     except ValueError as error:
         sys.exit(f"experiments.study: {error}")
-    runs = read_rows_file(folder / ROWS)
     text = result(study, runs)
     with atomic_file(folder / RESULT) as file:
         file.write(text.encode())

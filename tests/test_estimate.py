@@ -202,24 +202,25 @@ def test_without_pages_the_youngest_is_preempted_and_recomputed():
 def test_with_carry_over_no_slot_waits_and_checkpoints_cost_what_is_computed_again():
     """Lengths 8, 4 and 4 in two slots, two groups a step: 2 * 16 / 3 tokens, 4 a block and slot.
 
-    With a checkpoint after every step, one of a block leaves the long response half done.
+    With a checkpoint after every step, one step of three begins with the long response half done.
     """
     how = {"simulate": carrying, "groups": 2, "carry_over_steps": 9}
     found = rollout([8, 4, 4], every_steps=3, **how)
     assert (found.tokens, found.occupancy) == (pytest.approx(32 / 3), 1)
     assert found.seconds == pytest.approx(32 / 3 / 2 * (1 + 0.5 / 4))
-    one_block = rollout([8, 4, 4], every_steps=1, **how, refill_seconds=8.0)
-    assert one_block.seconds == pytest.approx(4 + 0.5 + 8)
+    every_step = rollout([8, 4, 4], every_steps=1, **how, refill_seconds=8.0)
+    assert every_step.seconds == pytest.approx(32 / 3 / 2 * (1 + 0.5 / 4) + 8 / 3, rel=0.03)
 
 
 def test_short_responses_beside_a_long_one_do_not_run_ahead_for_ever():
     """The first step waits 32 steps for one response, while the other slot could begin eight.
 
     All steps that were counted found theirs complete, and an estimate divided by their 0 tokens.
+    A mean of few steps was anything from 2 to 32 tokens, where 39 / 8 are trained on.
     """
     how = {"simulate": carrying, "groups": 1, "carry_over_steps": 1, "every_steps": 1}
     found = rollout([32, 1, 1, 1, 1, 1, 1, 1], **how)
-    assert found.tokens == 2
+    assert found.tokens == pytest.approx(39 / 8, rel=0.2)
 
 
 def test_a_group_goes_to_one_shard_and_what_waits_there_to_idle_ones():

@@ -101,7 +101,7 @@ def test_a_process_that_is_lost_is_not_called_a_storage(tmp_path, monkeypatch, s
     run._fail(jax.errors.JaxRuntimeError(text))
     line, status = said[0]
     assert status == RETRYABLE and f"another process is gone ({text})" in line
-    assert line.startswith("SIGTERM: the last finished step could not be saved: ") is stopped
+    assert line.startswith("SIGTERM: the newest step to resume at could not be saved: ") is stopped
 
 
 def test_a_stop_that_cannot_save_says_what_is_saved(tmp_path, monkeypatch):

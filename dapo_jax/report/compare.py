@@ -63,7 +63,9 @@ def accuracy_over(budget_tokens: int) -> Quantity:
         if spent[-1] < budget_tokens:
             return math.nan
         tokens = np.diff(np.minimum(spent, budget_tokens), prepend=0.0)
-        return 100 * float(np.average(column(run.rows, "accuracy/mean"), weights=tokens))
+        counts = tokens > 0
+        accuracy = column(run.rows, "accuracy/mean")[counts]
+        return 100 * float(np.average(accuracy, weights=tokens[counts]))
 
     return Quantity(f"accuracy, mean of the first {budget_tokens // 1000} k tokens, %", value)
 

@@ -89,7 +89,7 @@ def _check_loss(algo: ConfigDict, carry_over_steps: int) -> None:
     )
     _require(
         a.tis_cap == 0 or carry_over_steps > 0,
-        f"algo.tis_cap = {a.tis_cap} is for tokens of earlier policies, which there are none of "
+        f"algo.tis_cap = {a.tis_cap} is for tokens of carried groups, which there are none of "
         "with rollout.carry_over_steps = 0; set that to 1 or more, or algo.tis_cap to 0",
     )
     _require(

@@ -19,7 +19,7 @@ ROAD, LONG = final_score("road", "mean@8"), final_score("long", "mean@8")
 STUDY = Study(
     title="DAPO and naive GRPO over equally many sampled tokens",
     config="configs/forks.py",
-    settings={"eval.samples_per_prompt": "8"},
+    settings={"eval.samples_per_prompt": "8", "learner.learning_rate": "1e-4"},
     arms={
         "naive_grpo": "preset=naive_grpo num_steps=200 eval.every_steps=100",
         "dapo": "preset=dapo num_steps=62 eval.every_steps=31",

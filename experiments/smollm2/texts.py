@@ -17,6 +17,7 @@ import itertools
 import json
 import operator
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -28,7 +29,7 @@ from dapo_jax import learner
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.report.compare import Comparison, Quantity, interval_text, signed, spread_text, table
 from dapo_jax.run import build, fit, policy
-from dapo_jax.run.files import read_rollouts
+from dapo_jax.run.files import read_json, read_rollouts
 from dapo_jax.types import Batch, Group, Response
 from experiments import study
 from models.transformer import abstract_params
@@ -50,8 +51,8 @@ MEASURES = tuple(
 def responses_of(workdir: pathlib.Path, step: int) -> dict[int, list[dict]]:
     """The responses of a run's evaluation after a step, by the prompt's place in its one set."""
     found = collections.defaultdict(list)
-    (file,) = (workdir / "eval").glob(f"{step}.*.jsonl.gz")
-    for response in read_rollouts(file):
+    (name,) = read_json(workdir / "config.json")["eval"]["sets"]
+    for response in read_rollouts(workdir / "eval" / f"{step}.{name}.jsonl.gz"):
         found[response["cursor"]].append(response)
     return dict(sorted(found.items()))
 
@@ -173,14 +174,19 @@ def result(rows: list[dict], *, of_study) -> str:
 
 def main(argv: Sequence[str]) -> None:
     name = argv[1] if len(argv) == 2 else ""
-    study.load(name)  # names the studies that there are
-    of_study = importlib.import_module(f"experiments.{name}.study")
-    file = study.HERE / name / FILE
-    study.look_into(
-        file,
-        functools.partial(rows_of, of_study=of_study, file=file),
-        functools.partial(result, of_study=of_study),
-    )
+    try:
+        study.load(name)  # names the studies that there are
+        of_study = importlib.import_module(f"experiments.{name}.study")
+        file = study.HERE / name / FILE
+        if not hasattr(of_study, "COMPARED"):
+            raise ValueError(f"{name} is a study without texts (its study.py has no COMPARED)")
+        study.look_into(
+            file,
+            functools.partial(rows_of, of_study=of_study, file=file),
+            functools.partial(result, of_study=of_study),
+        )
+    except ValueError as error:
+        sys.exit(f"experiments.smollm2.texts: {error}")
 
 
 if __name__ == "__main__":

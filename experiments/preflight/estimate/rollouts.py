@@ -14,7 +14,7 @@ from dapo_jax.sampler.scheduler import Scheduler
 # Spread of the logarithm of response lengths between and within problems, measured on 12,494
 # generations of Qwen2.5-family models.
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
-CYCLES = 2  # of steps between two checkpoints, until the slots of carry-over are in balance
+MEAN_STEPS = 20  # with carry-over, at least: a step that ends late leaves less to the next
 
 
 def response_lengths(mean: float, *, groups: int, group_size: int, longest: int, seed: int):
@@ -38,14 +38,14 @@ class Rollout:
     """The simulated sampling of a step.
 
     tokens: all sampled ones, with the discarded_tokens of preempted responses. occupancy: tokens
-    over decode steps times slots. prefills: calls of the program.
+    over decode steps times slots. prefills: calls of the program. With carry-over all are means.
     """
 
     seconds: float
-    tokens: int
-    discarded_tokens: int
-    blocks: int
-    prefills: int
+    tokens: float
+    discarded_tokens: float
+    blocks: float
+    prefills: float
     occupancy: float
 
 
@@ -195,10 +195,14 @@ def simulate_carrying(
 
     length_PG: of the groups in prompt order, again from the beginning where they end. groups: that
     a step needs complete; no more are begun than this and the next carry_over_steps steps need. Of
-    every so many steps one computes the responses under way again. The first CYCLES of them are
-    not counted. of_blocks: as of `Blocks`.
+    every so many steps one computes the responses under way again. The first steps, until the slots
+    are in balance, are not counted. of_blocks: as of `Blocks`.
     """
     blocks, found, begun = Blocks(cache, shards=shards, **of_blocks), [], []
+    first, counted = (
+        math.ceil(steps / every_steps) * every_steps
+        for steps in (2 * (carry_over_steps + 1), MEAN_STEPS)
+    )
 
     def more(step: int) -> bool:
         return len(begun) < groups * (step + 1 + carry_over_steps)
@@ -210,7 +214,7 @@ def simulate_carrying(
         old = (number for number in waiting if step - begun[number] >= carry_over_steps)
         return len(begun) - len(waiting) >= groups * (step + 1) and next(old, None) is None
 
-    for step in range((CYCLES + 1) * every_steps):
+    for step in range(first + counted):
         if step % every_steps == 0:
             blocks.begin_again()
         while not ends(step):
@@ -220,6 +224,5 @@ def simulate_carrying(
                     begun.append(step)
             blocks.run(more=more(step))
         found.append(blocks.rollout())
-    counted = [dataclasses.astuple(it) for it in found[-every_steps:]]
-    means = (sum(values) / every_steps for values in zip(*counted, strict=True))
-    return Rollout(*means)
+    totals = map(sum, zip(*map(dataclasses.astuple, found[first:]), strict=True))
+    return Rollout(*(total / counted for total in totals))

@@ -395,6 +395,11 @@ class Simulator:
         return longer / config.eval.every_steps
 
     def save(self) -> float:
-        """Returns the time in which a step's snapshot leaves the devices, for the host's memory."""
+        """Returns the time in which snapshots leave the devices, for the host's memory, a step.
+
+        With carry-over one is taken where a run can resume.
+        """
+        config = self.built.config
         state = 12 * parameter_count(self.built.sizes) / self.built.mesh.size
-        return state / self.assumed.save_rate
+        steps = config.checkpoint.every_steps if config.rollout.carry_over_steps else 1
+        return state / self.assumed.save_rate / steps
