@@ -29,8 +29,8 @@ flags.DEFINE_integer("drafts", 3, "Draft tokens of a step.")
 KINDS = ("itself", "and its group", "and the earlier step", "all three")
 
 
-def texts_of(path: pathlib.Path, tokenizer) -> dict[int, list[np.ndarray]]:
-    """Reads a step's responses, with their prompts in front: {row of the data: texts}."""
+def texts_of(path: pathlib.Path, tokenizer) -> dict[int, list[tuple[np.ndarray, np.ndarray]]]:
+    """Reads a step's tokens: {row of the data: (prompt, response) pairs}."""
     texts = {}
     with gzip.open(path) as file:
         for row in map(json.loads, file):
