@@ -10,8 +10,6 @@ prompt in an earlier step. Nothing is sampled: a draft is right where the respon
 """
 
 import functools
-import gzip
-import json
 import pathlib
 
 import jax
@@ -20,6 +18,7 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax.run import build, policy
+from dapo_jax.run.files import read_rollouts
 from dapo_jax.sampler.drafts import SOURCE_TOKENS, propose, source
 from experiments.benchmarks import common
 
@@ -32,14 +31,11 @@ KINDS = ("itself", "and its group", "and the earlier step", "all three")
 def texts_of(path: pathlib.Path, tokenizer) -> dict[int, list[tuple[np.ndarray, np.ndarray]]]:
     """Reads a step's tokens: {row of the data: (prompt, response) pairs}."""
     texts = {}
-    with gzip.open(path) as file:
-        for row in map(json.loads, file):
-            end = [] if row["truncated"] else [tokenizer.stop_ids[0]]
-            tokens = (tokenizer.encode(row[part]) for part in ("prompt", "response"))
-            prompt, response = map(list, tokens)
-            texts.setdefault(row["row"], []).append(
-                (np.array(prompt, np.int32), np.array(response + end, np.int32))
-            )
+    for row in read_rollouts(path):
+        end = [] if row["truncated"] else [tokenizer.stop_ids[0]]
+        prompt, response = (list(tokenizer.encode(row[part])) for part in ("prompt", "response"))
+        pair = np.array(prompt, np.int32), np.array(response + end, np.int32)
+        texts.setdefault(row["row"], []).append(pair)
     return texts
 
 

@@ -51,7 +51,6 @@ def sample(programs, weights, how, prompts):
 def main(_):
     first = recipe(FLAGS.config, 0)
     split_cpu(first.mesh.cpu_devices)
-    fit.fit_training(first)
     tokenizer = build.tokenizer(first)
     data = build.load_data(first, tokenizer, training=True)
     prompts, how = data.train.prompts[: FLAGS.groups], build.sampling(first, tokenizer)
