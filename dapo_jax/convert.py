@@ -2,13 +2,12 @@
 
     python -m dapo_jax.convert --from=hf:DIR --to=orbax:DIR [--dtype=float32|bfloat16|float16]
     python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
-    python -m dapo_jax.convert --from=gguf:FILE --to=hf:DIR
 
 and back to hf: or orbax:; a Hugging Face directory may be in a bucket (gs://), and one that is read
 may be a name on the hub (hf:ORG/NAME). --family=MODULE names a model family of one's own. An Orbax
 directory holds params/ (the checkpoint), model_config.json and the tokenizer's files, so that
-nothing is lost on the way back. A run is a training run's --workdir. A GGUF file (Llama, Qwen2,
-Qwen3; pip install "dapo_jax[gguf]") gives the values to which its blocks are dequantised.
+nothing is lost on the way back. A run is a training run's --workdir. A sentencepiece model is
+written as tokenizer.json, from which transformers has the same ids.
 """
 
 import contextlib
@@ -24,12 +23,11 @@ from etils import epath
 from dapo_jax import learner
 from dapo_jax.run import build, checkpoint, command, hub
 from dapo_jax.run.alarms import require_finite
-from dapo_jax.run.hub import TOKENIZER_FILES
 from dapo_jax.run.policy import restored, run_recipe
-from dapo_jax.tasks.gguf_tokenizer import tokenizer_files
-from dapo_jax.untrusted import is_local, present
-from models import families, gguf, hf
-from models.hf_config import CONFIG_FILE, load_config, read_config, write_json
+from dapo_jax.tasks import tokenizer
+from dapo_jax.untrusted import is_local
+from models import families, hf
+from models.hf_config import CONFIG_FILE, load_config, read_config
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
@@ -38,7 +36,7 @@ PARAMS_FOLDER = "params"
 PARTIAL = ".partial"  # of what is being written
 # Keys of config.json that the model does not compute with, but that its users need.
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-SOURCES, TARGETS = ("hf:DIR", "orbax:DIR", "run:DIR", "gguf:FILE"), ("hf:DIR", "orbax:DIR")
+SOURCES, TARGETS = ("hf:DIR", "orbax:DIR", "run:DIR"), ("hf:DIR", "orbax:DIR")
 
 
 def convert(
@@ -47,8 +45,8 @@ def convert(
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
     Both are "hf:DIR" or "orbax:DIR"; a source may be "run:WORKDIR", of which `step` (None: the
-    newest) is the checkpoint, or "gguf:FILE". The tokenizer's files are copied along, or made of a
-    GGUF file's metadata. trust_code: whether a module that the run names may be imported.
+    newest) is the checkpoint. The tokenizer's files are copied along; a sentencepiece model's are
+    made for transformers. trust_code: whether a module that the run names may be imported.
 
     Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
     and ValueError for a source that is broken or of an unknown family.
@@ -62,18 +60,13 @@ def convert(
     ):
         raise FileExistsError(f"--to: {to_path} exists and is not an empty directory")
 
-    tokenizer_path, made = from_path, {}
+    tokenizer_path = from_path
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     if from_kind == "hf":
         config, kept = load_config(from_path), _kept(read_config(from_path))
         params = hf.load_params(from_path, config, dtype=dtype, shardings=host)
     elif from_kind == "orbax":
         params, config, kept = load_orbax(from_path, dtype=dtype)
-    elif from_kind == "gguf":
-        model = gguf.read(from_path)
-        config, raw = gguf.read_config(model)
-        kept, made = _kept(raw), tokenizer_files(model.metadata, model.file)
-        params = gguf.load_params(model, config, dtype=dtype, shardings=host)
     else:
         params, config, kept, tokenizer_path = load_run(
             from_path, step, dtype=dtype, trust_code=trust_code
@@ -81,19 +74,20 @@ def convert(
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # host arrays may be large
         require_finite(params, f"--from={source} in {dtype}", sizes=config)
 
-    copied = () if made else [name for name in TOKENIZER_FILES if present(tokenizer_path / name)]
+    names = [name for name in tokenizer.FILES if (tokenizer_path / name).exists()]
+    names = [name for name in names if name != CONFIG_FILE]
     with _complete(to_path) as folder:
-        for name in copied:
-            (tokenizer_path / name).copy(folder / name)
-        for name, content in made.items():
-            write_json(folder / name, content)
+        if to_kind == "hf" and names == ["tokenizer.model"]:
+            names = tokenizer.save_for_transformers(tokenizer_path / names[0], folder)
+        else:
+            for name in names:
+                (tokenizer_path / name).copy(folder / name)
         if to_kind == "hf":
             hf.save_hf(params, config, folder, dtype=dtype, extra_config=kept)
         else:
             save_orbax(params, config, folder, kept=kept)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    files = ", ".join([*copied, *made]) or "-"
-    return f"{source} -> {target}: {count:,} parameters in {dtype}; also {files}"
+    return f"{source} -> {target}: {count:,} parameters in {dtype}; also {', '.join(names) or '-'}"
 
 
 @contextlib.contextmanager
@@ -204,9 +198,7 @@ def main(_):
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string(
-        "from", None, "What to read: hf:, orbax: or run:DIR, gguf:FILE.", required=True
-    )
+    flags.DEFINE_string("from", None, "What to read: hf:, orbax: or run:DIR.", required=True)
     flags.DEFINE_string("to", None, "What to write: hf:DIR or orbax:DIR.", required=True)
     flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")

@@ -33,9 +33,9 @@ def keys(config, prefix=""):
 SECTIONS = "|".join(name for name, value in base.get_config().items() if hasattr(value, "items"))
 NAMED = re.compile(rf"(?<![\w./:])(?:--config\.)?((?:{SECTIONS})(?:\.[a-zA-Z_0-9]+)+)(?![\w/(])")
 FILES = ("json", "jsonl", "safetensors", "model", "py", "md", "png", "txt")  # tokenizer.json, say
-# Names that others gave: tensors, and the metadata of GGUF files.
+# Names that others gave: tensors, what the file of SmolLM2 says of itself, and an attribute.
 TENSORS = ("model.layers", "model.embed_tokens", "model.norm")
-TENSORS += ("tokenizer.ggml.", "tokenizer.chat_template")
+TENSORS += ("tokenizer.ggml", "tokenizer.chat_template")
 
 
 def named_keys(source: str) -> set[str]:

@@ -95,18 +95,16 @@ def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
     identity.require_parent(old, identity_of(**TWO | {"weights": (2.0, 4.0)}), "checkpoint 5")
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])
-def test_files_that_end_responses_belong_to_a_run_and_a_template_to_one_that_chats(tmp_path, name):
+@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json"])
+def test_the_tokenizers_files_belong_to_a_run(tmp_path, name):
     """Other tokens ended the responses of a resumed run, those of generation_config.json."""
 
-    def identity_with(content: str, chat: str):
+    def identity_with(content: str):
         (tmp_path / name).write_text(content)
-        return identity_of(**{"tokenizer.path": str(tmp_path), "tokenizer.chat": chat})
+        return identity_of(**{"tokenizer.path": str(tmp_path)})
 
-    if name == "chat_template.jinja":
-        assert said_of(identity_with("7", "none"), identity_with("8", "none")) == []
     with pytest.raises(identity.OtherRunError, match=f"tokenizer.path: {name} differs"):
-        said_of(identity_with("7", "template"), identity_with("8", "template"))
+        said_of(identity_with("7"), identity_with("8"))
 
 
 def test_another_evaluation_set_is_said():

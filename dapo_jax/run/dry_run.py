@@ -57,7 +57,7 @@ def example_lines(data: build.Data, tokenizer: Tokenizer) -> list[str]:
     lines = []
     for key, dataset in sets.items():
         prompt = dataset.prompts[0]
-        text = tokenizer.decode(prompt.token_ids.tolist(), control_tokens=True)
+        text = tokenizer.decode(prompt.token_ids.tolist())
         if len(text) > SHOWN_CHARS:
             text = f"{text[:SHOWN_CHARS]} [... {len(text) - SHOWN_CHARS:,} more characters]"
         lines.append(f"the first prompt of {key}, whose answer is {prompt.example.answer!r}:")

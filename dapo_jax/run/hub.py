@@ -17,16 +17,12 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
 from dapo_jax.run.files import read_starts
+from dapo_jax.tasks import tokenizer
 from sharding import hosts
 
 _REPO = r"(?P<repo>[a-zA-Z0-9][\w.-]*/[a-zA-Z0-9][\w.-]*)"
 MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?(?P<file>)", re.ASCII)
 FILE = re.compile(rf"hf://datasets/{_REPO}(?:@(?P<revision>refs/\w+/[^/]+|[^/]+))?/(?P<file>.+)")
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
-    *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
-    "generation_config.json",
-)
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 # What a person reads for an error of huggingface_hub: the first that fits. The last may pass.
 REASONS = {
@@ -96,7 +92,7 @@ def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> t
     repo, file = (FILE.fullmatch(name) or MODEL.fullmatch(name)).group("repo", "file")
     weights = weights and not file and key != "tokenizer.path"
     needed = "model*.safetensors" if weights else glob.escape(file)
-    files = [needed] if file else ["config.json", *TOKENIZER_FILES, *(WEIGHTS if weights else ())]
+    files = [needed] if file else [*tokenizer.FILES, *(WEIGHTS if weights else ())]
     how = {"repo_type": "dataset" if file else "model", "revision": revision}
     call = functools.partial(library.snapshot_download, repo, allow_patterns=files, **how)
     url = f"{library.constants.ENDPOINT}/{'datasets/' if file else ''}{repo}"

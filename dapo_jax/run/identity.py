@@ -17,19 +17,12 @@ from configs.base import mixture_settings
 from dapo_jax.run import checks, hub
 from dapo_jax.run.files import read_json, read_rows
 from dapo_jax.run.recipe import MAY_CHANGE, recipe_differences
+from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
 from sharding import hosts
 
 SHOWN_DIFFERENCES = 5
 READ_BYTES = 2**24
-# generation_config.json has tokens that end a response.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "generation_config.json",
-)
-CHAT_FILE = "chat_template.jinja"
 WEIGHTS = ".safetensors"
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
@@ -53,7 +46,7 @@ def of_run(config: ConfigDict, data) -> dict:
             _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(chosen.dataset.prompts)
             for name, chosen in data.eval_sets.items()
         },
-        "files": _of_small_files(config, chat=config.tokenizer.chat),
+        "files": _of_small_files(config),
         **hub.record(),
     }
     if weights := _weight_files(config):
@@ -76,7 +69,7 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
     theirs: the identity of a checkpoint of the run. weights: whether the start model's weights
     count too. All processes call it, and divide the weight files among them.
     """
-    ours = _of_small_files(config, chat=theirs["recipe"]["tokenizer"]["chat"])
+    ours = _of_small_files(config)
     for of_process in hosts.gather(_of_mine(_weight_files(config) if weights else [])):
         ours.get("model.path", {}).update(of_process)
     was = {
@@ -91,11 +84,13 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
         )
 
 
-def _of_small_files(config: ConfigDict, *, chat: str) -> dict[str, dict[str, str]]:
+def _of_small_files(config: ConfigDict) -> dict[str, dict[str, str]]:
     """Digests the tokenizer's files and the model's config.json, by key and name."""
-    tokenizer = epath.Path(hub.local(config.tokenizer.path or config.model.path))
-    names = (*TOKENIZER_FILES, *([CHAT_FILE] if chat == "template" else []))
-    files = [tokenizer / name for name in names] if tokenizer.is_dir() else [tokenizer]
+    folder = epath.Path(hub.local(config.tokenizer.path or config.model.path))
+    names = [name for name in tokenizer.FILES if name not in tokenizer.IN_TOKENIZER_JSON]
+    if not (folder / "tokenizer.json").exists():
+        names = tokenizer.FILES
+    files = [folder / name for name in names] if folder.is_dir() else [folder]
     digests = {file.name: of_file(file) for file in files if file.is_file()}
     found = {"tokenizer.path" if config.tokenizer.path else "model.path": digests}
     if config.model.path:

