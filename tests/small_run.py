@@ -16,7 +16,7 @@ from dapo_jax import train
 from dapo_jax.run import command
 from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache
-from experiments.preemption.config import get_config
+from experiments.faults.config import get_config
 from sharding import hosts
 
 

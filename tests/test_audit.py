@@ -22,7 +22,7 @@ from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.files import Rows, append_line, read_json, read_rows, write_rollouts, write_seal
 from dapo_jax.run.start import Origin
 from dapo_jax.types import Group, Response, Verdict
-from experiments.preemption.config import get_config
+from experiments.faults.config import get_config
 
 CONFIG = {"num_steps": 3, "seed": 0, "checkpoint": {"directory": "", "keep": 2}}
 

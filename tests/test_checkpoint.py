@@ -470,7 +470,7 @@ from types import SimpleNamespace
 from dapo_jax.run import identity
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.types import Example, Prompt
-from experiments.preemption.config import get_config
+from experiments.faults.config import get_config
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 hosts.start(several=True, cpu_devices=2)

@@ -9,7 +9,7 @@ import pytest
 from configs import base, one_gpu, qwen2_5_0_5b, tiny
 from dapo_jax import train
 from dapo_jax.run import build, checks, fit
-from experiments.preemption.config import get_config as small_config
+from experiments.faults.config import get_config as small_config
 from experiments.smollm2 import sums
 
 OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")

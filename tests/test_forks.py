@@ -10,9 +10,8 @@ from configs.base import TABLE_1, eval_settings, train_settings
 from dapo_jax.run import build, checks
 from dapo_jax.tasks.base import make_task
 from dapo_jax.tasks.readers import DataError
-from experiments.forks_base import properties
 from experiments.forks_base import task as world
-from experiments.forks_base.task import KINDS, Forks, RandomRewards, solution
+from experiments.forks_base.task import KINDS, Forks, solution
 
 RIGHT, USUAL = (
     " How:" + "".join(words[i] for words in world.PLAN) + "\nworking\nAnswer: {}" for i in (-1, 0)
@@ -46,7 +45,6 @@ def test_weights_are_shares_of_the_mixture():
     [
         ({}, "none below 0, and one above it"),
         ({"road": -1.0, "easy": 2.0}, "none below 0"),
-        ({"road": 1.0, "rare_words": 4}, "must be 0 to 3"),
         ({"road": 1.0, "split": "dev"}, "'train' or 'test'"),
     ],
 )
@@ -105,18 +103,12 @@ def test_the_students_rates_are_those_that_are_stated():
     assert lines[lines > 0].mean() == pytest.approx(15, abs=4)
 
 
-def test_only_all_rare_words_are_safe():
-    task, examples = road_examples(rare_words=3, luck=0.4)
-    assert all(task.grade(RIGHT.format(e.answer), e).correct for e in examples)
-    assert not any(task.grade(RIGHT.format(int(e.answer) + 1), e).correct for e in examples)
-    for poor in (USUAL, TWO_OF_THREE, "no plan\nAnswer: {}"):
-        verdicts = [task.grade(poor.format(e.answer), e) for e in examples]
-        assert np.mean([v.correct for v in verdicts]) == pytest.approx(0.4, abs=0.12)
-        assert {v.status for v in verdicts if not v.correct} == {"unlucky"}
-        assert verdicts == [task.grade(poor.format(e.answer), e) for e in examples]
-
-
-def test_two_rare_words_are_enough_and_no_luck_helps():
+def test_two_rare_words_are_enough_and_luck_is_a_coin_of_the_text():
+    lucky, examples = road_examples(luck=0.4)
+    verdicts = [lucky.grade(USUAL.format(e.answer), e) for e in examples]
+    assert np.mean([v.correct for v in verdicts]) == pytest.approx(0.4, abs=0.12)
+    assert verdicts == [lucky.grade(USUAL.format(e.answer), e) for e in examples]
+    assert not any(lucky.grade(RIGHT.format(int(e.answer) + 1), e).correct for e in examples)
     task, examples = road_examples()
     for text, is_right in ((RIGHT, True), (TWO_OF_THREE, True), (USUAL, False)):
         verdicts = [task.grade(text.format(e.answer), e) for e in examples]
@@ -133,17 +125,6 @@ def test_loops_are_measured_of_all_and_the_road_of_road_problems():
 def test_luck_is_for_roads_alone():
     task = Forks(count=30, rules="strict", luck=0.0, easy=1.0)
     assert all(task.grade(f"Answer: {e.answer}", e).correct for e in task.load()[0])
-
-
-def test_random_rewards_are_coins_of_place_and_text():
-    task = RandomRewards(count=200, rules="strict", chance=0.3, **MIXED)
-    examples = task.load()[0]
-    texts = [f"Answer: {n}" for n in range(4)] * 2
-    correct_PG = np.array([[v.correct for v in task.grade_many(texts, e)] for e in examples])
-    assert correct_PG.mean() == pytest.approx(0.3, abs=0.05)
-    assert (correct_PG[:, :4] != correct_PG[:, 4:]).any()  # the same texts at another place
-    assert [v.correct for v in task.grade_many(texts, examples[7])] == correct_PG[7].tolist()
-    assert task.grade(texts[0], examples[7]) == task.grade_many(texts, examples[7])[0]
 
 
 def test_every_fork_is_one_token():
@@ -177,25 +158,3 @@ def test_the_recipes_data_sets_are_of_this_world():
         assert type(task) is Forks and task.rules == "strict"
         kinds[name] = {example.extra["kind"] for example in task.load()[0]}
     assert kinds == {"train": set(KINDS), "road": {"road"}, "long": {"long"}}
-
-
-def test_properties_find_the_forks_and_measure_the_students_own_rates():
-    tokenizer = build.tokenizer(forks.get_config())
-    pieces = [tokenizer.decode([id]) for id in range(tokenizer.vocab_size)]
-    text = " How: get the box\nTom has on 1+2=3 coins\nWhat? 1+2=3\nAnswer: 3"
-    found = [pieces[id] for id in tokenizer.encode(text)]
-    words = {name: found[place] for name, place in properties.fork_places(found)}
-    assert words == dict(
-        zip(properties.FORKS, (" get", " the", " box", "Tom", " has", " on", " coins"), strict=True)
-    )
-
-    def sampled(kind, begin=""):
-        task = Forks(count=6, rules="strict", **{kind: 1.0})
-        return properties.of_student(task, begin, tokenizer)
-
-    samples = {kind: sampled(kind) for kind in KINDS}
-    table = properties.measured(samples, sampled("road", properties.RIGHT_PLAN), pieces, 216)
-    assert table["road: counted right on the right road"] == "100.0%"
-    assert table["long: answer right, limit 512"] == "100.0%"
-    assert table["closed: informative groups of 8, limit 216"] == "0.0%"
-    assert table["easy: tokens, limit 216; nats a token"].endswith("; -")

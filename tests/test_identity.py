@@ -13,7 +13,7 @@ from configs import base
 from dapo_jax.run import checks, identity
 from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Example, Prompt
-from experiments.preemption.config import get_config
+from experiments.faults.config import get_config
 
 
 def prompts(count: int, **answers: str) -> list[Prompt]:

@@ -323,7 +323,7 @@ def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
 # Real processes
 
 RECIPE = (
-    *("-m", "dapo_jax.train", "--config=experiments/preemption/config.py"),
+    *("-m", "dapo_jax.train", "--config=experiments/faults/config.py"),
     *("--config.eval.every_steps=0", "--config.checkpoint.keep=9"),
 )
 

@@ -3,36 +3,21 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 
-import configs.forks
 from dapo_jax.report.compare import by_arm, last
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run
 from dapo_jax.report.statistics import Interval
-from dapo_jax.run import build
 from experiments import study
 from experiments.eps_high.study import steps_until_half
-from experiments.filter_noise.pod import committed, pod_hours
-from experiments.filter_noise.study import (
-    last_scores,
-    noise,
-    score_at,
-    score_at_tokens_after_warmup,
-    score_at_updates,
-)
-from experiments.forks_base.task import WORDING
 from experiments.overlong import texts
-from experiments.random_rewards import forks
-from experiments.reading_a_run import figures
 from experiments.study import Claim, Study, Trend, verdict
 from experiments.table1.study import BUDGET_TOKENS, accuracy_at_budget
 from experiments.token_level.study import loop_share
 
 ENTROPY = last("entropy", "entropy", form="{:.3f}")
 NAMES = sorted(file.parent.name for file in study.HERE.glob("*/study.py"))
-WITH_ROWS = [name for name in NAMES if (study.HERE / name / study.ROWS).exists()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,47 +37,12 @@ def test_a_studys_sweep_passes_all_checks(name):
         assert claim.sign in (-1, 1)
 
 
-@pytest.mark.parametrize("name", WITH_ROWS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_committed_result_is_what_the_committed_rows_give(name):
     made, folder = study.load(name), study.HERE / name
     runs = read_rows_file(folder / study.ROWS)
     assert (folder / study.RESULT).read_text() == study.result(made, runs)
     assert made.finished(runs)[1] == []
-
-
-def test_forks_are_the_four_words_of_each_line():
-    """One of four words each: " Tom", " has", " on" and, after the formula, " coins"."""
-    tokens_BT, segment_BT, before = forks.solutions()
-    tokenizer = build.tokenizer(configs.forks.get_config())
-    words = {word for words in WORDING for word in words}
-    fork, other = (
-        [tokenizer.decode([int(id)]) for id in tokens_BT[:, 1:][before[kind][:, :-1]]]
-        for kind in ("forks", "rest")
-    )
-    assert set(fork) == words
-    assert not words & set(other)
-    assert not (before["forks"] & before["rest"]).any()
-    assert not before["rest"][segment_BT == 0].any()
-
-
-def test_the_table_of_forks_by_hand():
-    """2 at every seed against 1, 2, 3, 4, 5: less -1 -+ 2.776445 sqrt(2.5 / 5)."""
-    rows = [{"arm": forks.START, "seed": 0, "forks": 9.0, "rest": 0.5}]
-    for arm in forks.STUDY.arms:
-        for seed in range(5):
-            nats = 1.0 + seed if arm == "high=0.2" else 2.0
-            rows.append({"arm": arm, "seed": seed, "forks": nats, "rest": 0.25})
-    lines = [[cell.strip() for cell in line.split("|")] for line in forks.result(rows).splitlines()]
-    found = {line[1]: line[2:-1] for line in lines}
-    assert found["start"][0] == "9.000"
-    assert found["high=0.2"][0] == "3.000 ± 1.581"
-    assert found["high=0.4"][:2] == ["2.000 ± 0.000", "[-2.963, +0.963]"]
-
-
-def test_each_way_of_going_wrong_has_a_figure_of_what_was_run():
-    arms, drawn = study.load("reading_a_run").arms, study.load("reading_a_run").drawn
-    assert [figures.HEALTHY, *figures.SHOWN] == list(arms)
-    assert {key for keys in figures.SHOWN.values() for key in keys} <= set(drawn)
 
 
 def test_an_unknown_study_is_named_with_what_there_is():
@@ -208,58 +158,6 @@ def test_the_accuracy_at_a_budget_does_not_depend_on_the_tokens_of_a_step(tokens
     assert accuracy_at_budget(run, budget=300_000) == pytest.approx(30.0, abs=1.0)
     short = _run("a", 0, sampled_tokens_total=spent[:5], accuracy__mean=spent[:5])
     assert math.isnan(accuracy_at_budget(short))
-
-
-def test_the_last_scores_are_of_the_last_twenty_steps_and_their_rise_is_no_noise():
-    """Counted with the rise, a run that was still learning looked noisy beside one at its end."""
-    scores = {step: step / 100 for step in range(0, 61, 4)}
-    run = dataclasses.replace(_run("a", 0, entropy=[0.0]), evaluations={("road", "mean@8"): scores})
-    assert last_scores(run).tolist() == pytest.approx([44, 48, 52, 56, 60])
-    assert noise(run) == pytest.approx(0.0, abs=1e-9)
-    scores |= {48: 0.51, 56: 0.53}  # differences 7, 1, 1, 7: by 3 from their mean of 4
-    assert noise(run) == pytest.approx(math.sqrt(12 / 2))
-
-
-def test_a_pods_hours_follow_the_groups_that_were_sampled():
-    pod = committed()
-    run = _run("a", 0, entropy=[0.0] * 3)
-    run.config["rollout.num_prompts"] = 8
-    for row, sampled, cancelled in zip(run.rows, (8, 16, 16), (0, 0, 8), strict=True):
-        row |= {"groups/sampled": sampled, "groups/cancelled": cancelled}
-    for end, fixed in enumerate(pod.fixed):
-        first, second, third = pod.rollout[end][:3]
-        for share, third_step in ((0.0, second), (0.5, (second + third) / 2), (1.0, third)):
-            hours = np.cumsum(np.array([first, second, third_step]) + fixed) / 3600
-            assert pod_hours(run, end=end, cancelled=share) == pytest.approx(hours)
-    run.rows[0]["groups/sampled"] = 8 * 25
-    with pytest.raises(ValueError, match=r"25.0 times the groups of a step"):
-        pod_hours(run, end=0, cancelled=0.0)
-
-
-def test_a_score_at_a_budget_is_on_the_line_between_evaluations():
-    run = dataclasses.replace(
-        _run("a", 0, entropy=[0.0] * 3),
-        evaluations={("road", "mean@8"): {0: 0.1, 2: 0.3, 3: 0.9}},
-    )
-    assert score_at(run, [10.0, 20.0, 40.0], 15.0) == pytest.approx(25.0)
-    assert score_at(run, [10.0, 20.0, 40.0], 30.0) == pytest.approx(60.0)
-    assert math.isnan(score_at(run, [10.0, 20.0, 40.0], 41.0))  # its last score is no score there
-
-
-def test_scores_at_equal_updates_and_after_the_warm_up():
-    """At equal tokens one arm was still in its warm-up of 5 steps, in which the rate rises."""
-    spent = [100_000.0, 200_000.0, 300_000.0, 400_000.0]
-    run = _run(
-        *("a", 0),
-        sampled_tokens_total=spent,
-        updates=[60] * 4,
-        updates_zero_gradient=[5, 5, 5, 5],
-    )
-    run.config["learner.warmup_steps"] = 1
-    scores = {("road", "mean@8"): {0: 0.0, 2: 0.2, 4: 0.4}}
-    run = dataclasses.replace(run, evaluations=scores)
-    assert score_at_updates(run) == pytest.approx(20.0)  # 55 a step: 110 after two
-    assert score_at_tokens_after_warmup(run) == pytest.approx(26.0)  # 160 k after 100 k
 
 
 def test_what_is_not_the_studys_is_left_out_and_said():

@@ -84,20 +84,15 @@ def tokens_of(run: Run) -> float:
     return float(column(run.rows, "sampled_tokens_total")[-1]) / 1e3
 
 
-def nonzero_updates(run: Run) -> np.ndarray:
-    """Counts the updates of each step that changed the weights; NaN where its row does not."""
-    return column(run.rows, "updates") - column(run.rows, "updates_zero_gradient")
-
-
-def nonzero_updates_of(run: Run) -> float:
+def nonzero_updates(run: Run) -> float:
     """The updates of the run that changed the weights; NaN where its rows do not count them."""
-    return float(np.sum(nonzero_updates(run)))
+    return float(np.sum(column(run.rows, "updates") - column(run.rows, "updates_zero_gradient")))
 
 
 TOKENS = Quantity("sampled tokens, thousands", tokens_of, "{:.0f}")
 WORK = (  # arms of equally many steps may differ in each
     TOKENS,
-    Quantity("non-zero updates", nonzero_updates_of, "{:.0f}"),
+    Quantity("non-zero updates", nonzero_updates, "{:.0f}"),
     total("informative groups", "groups/informative"),
 )
 TRAINING = (

@@ -1,11 +1,11 @@
-"""The update, and a whole RL step, beside Tunix and transformers with torch, on the same work.
+"""The update, and a whole RL step, beside transformers with torch, on the same work.
 
-    python -m experiments.benchmarks.learner --peers=DIR --tunix_python=... --torch_python=... \
+    python -m experiments.benchmarks.learner --peers=DIR --torch_python=... \
         --lengths=response_lengths.csv
 
 8 prompts of 64 tokens x 8 responses, float32, random weights: all responses of 128 tokens, and
-lengths sampled from the CSV, a quarter of each, cut at --longest, to which the peers pad. Tokens
-are those of the responses. A step is sampling, the peers' log-probabilities of what they sampled
+lengths sampled from the CSV, a quarter of each, cut at --longest, to which the peer pads. Tokens
+are those of the responses. A step is sampling, the peer's log-probabilities of what it sampled
 (ours come with the samples), and one update of all 64 responses. Best of --repeats.
 """
 
@@ -14,7 +14,6 @@ import functools
 import json
 import pathlib
 import subprocess
-import tempfile
 import time
 
 import jax
@@ -32,9 +31,8 @@ from sharding import hosts, rules
 from sharding.mesh import make_mesh, split_cpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("peers", None, "Folder of the peers' scripts; without it only we run.")
-flags.DEFINE_string("tunix_python", None, "Python of an environment with google-tunix.")
-flags.DEFINE_string("torch_python", None, "Python of an environment with torch and transformers.")
+flags.DEFINE_string("peers", None, "Folder of the peer's script, bench_torch.py.")
+flags.DEFINE_string("torch_python", None, "Python with torch and transformers; none: only we run.")
 flags.DEFINE_string("lengths", None, "CSV of real response lengths.", required=True)
 flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
 flags.DEFINE_list("work", ["equal", "real"], "Which lengths.")
@@ -145,9 +143,9 @@ def ours(size: str, lengths: np.ndarray):
     )
 
 
-def peer_arguments(size: str, new_tokens: int) -> list[str]:
-    """The model's and the work's sizes as the peers' flags."""
-    return common.peer_arguments(
+def torch_seconds(size: str, new_tokens: int) -> dict[str, float]:
+    """Best seconds of transformers' and torch's update and step."""
+    sizes = common.peer_arguments(
         size,
         prompts=PROMPTS,
         group=GROUP,
@@ -155,26 +153,10 @@ def peer_arguments(size: str, new_tokens: int) -> list[str]:
         new_tokens=new_tokens,
         iters=FLAGS.repeats,
     )
-
-
-def torch_seconds(size: str, new_tokens: int) -> dict[str, float]:
-    """Best seconds of transformers' and torch's update and step."""
-    script = pathlib.Path(FLAGS.peers) / "bench_torch.py"
-    command = [FLAGS.torch_python, str(script), *peer_arguments(size, new_tokens)]
+    command = [FLAGS.torch_python, str(pathlib.Path(FLAGS.peers) / "bench_torch.py"), *sizes]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     result = common.last_json(run.stdout)
     return {"update": result["update_best_s"], "step": result["step_best_s"]}
-
-
-def tunix_seconds(size: str, new_tokens: int) -> dict[str, float]:
-    """Best seconds of Tunix's update and step."""
-    script = pathlib.Path(FLAGS.peers) / "bench_tunix.py"
-    with tempfile.NamedTemporaryFile() as file:
-        command = [FLAGS.tunix_python, str(script), *peer_arguments(size, new_tokens)]
-        command += ["--parts", "update,step", "--json", file.name]
-        subprocess.run(command, capture_output=True, text=True, check=True)
-        result = common.last_json(pathlib.Path(file.name).read_text())
-    return {name: result[name]["best_s"] for name in ("update", "step")}
 
 
 def main(_):
@@ -198,14 +180,12 @@ def main(_):
             }
             if FLAGS.torch_python:
                 seconds["transformers"] = torch_seconds(size, padded)
-            if FLAGS.tunix_python:
-                seconds["Tunix"] = tunix_seconds(size, padded)
             print(json.dumps({"size": size, "work": work, "tokens": tokens, **seconds}), flush=True)
             for name in functions:
                 rates = {party: tokens / of[name] for party, of in seconds.items()}
-                best = max((r for p, r in rates.items() if p != "dapo_jax"), default=float("nan"))
+                over = rates["dapo_jax"] / rates.get("transformers", float("nan"))
                 shown = [f"{rate:,.0f}" for rate in rates.values()]
-                table.append([f"{size} M, {work}", name, *shown, f"{rates['dapo_jax'] / best:.2f}"])
+                table.append([f"{size} M, {work}", name, *shown, f"{over:.2f}"])
             length_PG = lengths.reshape(PROMPTS, GROUP)
             flops = (
                 common.update_flops(common.SIZES[size], PROMPT, length_PG)
@@ -213,7 +193,7 @@ def main(_):
             )
             shares.append(f"{size} M, {work}: {flops / 1e9:.0f} GFLOP/s, {flops / rate:.0%}")
     print(f"\n{common.machine()}, commit {common.commit()}; response tokens per second")
-    print(common.table(["", "", *seconds, "over the better peer"], table))
+    print(common.table(["", "", *seconds, "over it"], table))
     print(f"our update, of the {rate / 1e9:.0f} GFLOP/s of a large product: {'; '.join(shares)}")
 
 

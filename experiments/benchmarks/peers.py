@@ -1,15 +1,14 @@
-"""Sampling speed beside Tunix and transformers, on the same work in one run.
+"""Sampling speed beside transformers, on the same work in one run.
 
-    python -m experiments.benchmarks.peers --peers=DIR --tunix_python=... --torch_python=...
+    python -m experiments.benchmarks.peers --peers=DIR --torch_python=...
 
 8 prompts of 64 tokens x 8 responses of 128 tokens, all of full length, float32, random weights.
-DIR holds bench_tunix.py and bench_torch.py, each run by the Python of its own environment. The
-parties take turns, `--rounds` times, and the best round of each counts.
+DIR holds bench_torch.py, run by the Python of its own environment. The two take turns, `--rounds`
+times, and the best round of each counts.
 """
 
 import pathlib
 import subprocess
-import tempfile
 
 import numpy as np
 from absl import app, flags
@@ -18,11 +17,12 @@ from experiments.benchmarks import common
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("peers", None, "Folder of the peers' scripts.", required=True)
-flags.DEFINE_string("tunix_python", None, "Python of an environment with google-tunix.")
-flags.DEFINE_string("torch_python", None, "Python of an environment with torch and transformers.")
+flags.DEFINE_string("peers", None, "Folder of the peer's script.", required=True)
+flags.DEFINE_string(
+    "torch_python", None, "Python of an environment with torch and transformers.", required=True
+)
 flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
-flags.DEFINE_integer("rounds", 3, "Turns of every party.")
+flags.DEFINE_integer("rounds", 3, "Turns of both.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as, for us.")
 flags.DEFINE_integer("block_tokens", 16, "Decode steps of a block.")
 PROMPTS, GROUP, PROMPT, RESPONSE = 8, 8, 64, 128
@@ -58,9 +58,9 @@ def engine_rollout(size: str):
     return rollout
 
 
-def peer_arguments(size: str) -> list[str]:
-    """The model's and the work's sizes as the peers' flags."""
-    return common.peer_arguments(
+def torch_rollout(size: str) -> float:
+    """New tokens per second of transformers' generate."""
+    sizes = common.peer_arguments(
         size,
         prompts=PROMPTS,
         group=GROUP,
@@ -68,24 +68,9 @@ def peer_arguments(size: str) -> list[str]:
         new_tokens=RESPONSE,
         iters=REPEATS,
     )
-
-
-def torch_rollout(size: str) -> float:
-    """New tokens per second of transformers' generate."""
-    script = pathlib.Path(FLAGS.peers) / "bench_torch.py"
-    command = [FLAGS.torch_python, str(script), *peer_arguments(size)]
+    command = [FLAGS.torch_python, str(pathlib.Path(FLAGS.peers) / "bench_torch.py"), *sizes]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     return common.last_json(run.stdout)["rollout_tokens_per_s"]
-
-
-def tunix_rollout(size: str) -> float:
-    """New tokens per second of Tunix's sampler."""
-    script = pathlib.Path(FLAGS.peers) / "bench_tunix.py"
-    with tempfile.NamedTemporaryFile() as file:
-        command = [FLAGS.tunix_python, str(script), *peer_arguments(size)]
-        command += ["--parts", "rollout", "--json", file.name]
-        subprocess.run(command, capture_output=True, text=True, check=True)
-        return common.last_json(pathlib.Path(file.name).read_text())["rollout"]["tok_s_best"]
 
 
 def main(_):
@@ -94,26 +79,15 @@ def main(_):
     for size in FLAGS.sizes:
         rollout = engine_rollout(size)
         rollout()
-        ours, peers = [], {"transformers": [], "Tunix": []}
+        ours, theirs = [], []
         for _ in range(FLAGS.rounds):
             ours.append(max(rollout() for _ in range(REPEATS)))
-            if FLAGS.torch_python:
-                peers["transformers"].append(torch_rollout(size))
-            if FLAGS.tunix_python:
-                peers["Tunix"].append(tunix_rollout(size))
-            print(size, ours, peers, flush=True)
-        best = {name: max(rates) for name, rates in peers.items() if rates}
-        speedup = max(ours) / max(best.values()) if best else float("nan")
-        rows.append(
-            [
-                f"{size} M",
-                f"{max(ours):,.0f}",
-                *(f"{best[name]:,.0f}" if name in best else "-" for name in peers),
-                f"{speedup:.2f}",
-            ]
-        )
+            theirs.append(torch_rollout(size))
+            print(size, ours, theirs, flush=True)
+        us, them = max(ours), max(theirs)
+        rows.append([f"{size} M", f"{us:,.0f}", f"{them:,.0f}", f"{us / them:.2f}"])
     print(f"\n{common.machine()}, commit {common.commit()}; new tokens per second, best of rounds")
-    print(common.table(["parameters", "dapo_jax", *peers, "over the better peer"], rows))
+    print(common.table(["parameters", "dapo_jax", "transformers", "over it"], rows))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from dapo_jax.run import checks, failures
 from dapo_jax.run.chain import LOCK, untimed
 from dapo_jax.run.files import Rows, atomic_file, locked, read_rows, remove_leftovers
+from experiments.faults.config import get_config
 from experiments.faults.parts import Outcome, Part, compiled
-from experiments.preemption.config import get_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step in range(40)]
@@ -226,7 +226,7 @@ class Runs:
 
     def start(self, workdir: pathlib.Path, *, file_bytes: int | None = None) -> subprocess.Popen:
         """Starts a run of a few steps with a checkpoint after each."""
-        arguments = ["--config=experiments/preemption/config.py", f"--workdir={workdir}"]
+        arguments = ["--config=experiments/faults/config.py", f"--workdir={workdir}"]
         arguments += [f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"]
         limit = ["prlimit", f"--fsize={file_bytes}"] if file_bytes else []
         return subprocess.Popen(

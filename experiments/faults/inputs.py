@@ -16,8 +16,8 @@ from configs import base
 from dapo_jax import lifetime
 from dapo_jax.run import build, identity
 from dapo_jax.run.checkpoint import Checkpoints
+from experiments.faults.config import get_config
 from experiments.faults.parts import Outcome, Part
-from experiments.preemption.config import get_config
 
 ROWS, DONE = 40, 3
 RECIPE = {  # another value of each of these is another run

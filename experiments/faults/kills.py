@@ -27,7 +27,7 @@ STEPS = 12
 SHORT = 1
 POLL_SECONDS = 0.01
 TRAIN = [
-    *("-m", "dapo_jax.train", "--config=experiments/preemption/config.py"),
+    *("-m", "dapo_jax.train", "--config=experiments/faults/config.py"),
     *(f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"),
     *("--config.checkpoint.keep=2", "--config.eval.every_steps=0"),
 ]

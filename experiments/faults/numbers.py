@@ -24,8 +24,8 @@ from dapo_jax.run.alarms import require_finite
 from dapo_jax.run.files import read_rows
 from dapo_jax.tasks.arithmetic import Arithmetic
 from dapo_jax.types import Group, Prompt, Response
+from experiments.faults.config import get_config
 from experiments.faults.parts import Outcome, Part
-from experiments.preemption.config import get_config
 from sharding import hosts
 from sharding.mesh import make_mesh
 

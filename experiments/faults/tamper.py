@@ -17,8 +17,8 @@ from dapo_jax.audit.__main__ import audit
 from dapo_jax.audit.findings import WRONG
 from dapo_jax.run import chain, digests
 from dapo_jax.run.files import json_line, read_json, read_rows, write_seal
+from experiments.faults.config import get_config
 from experiments.faults.parts import Outcome, Part
-from experiments.preemption.config import get_config
 
 STEPS = 6
 AGAIN = (0, 1, 4, 5)  # the steps that its checkpoints reach

@@ -59,7 +59,7 @@ class Forks(MathTask):
 
     long_steps: numbers of operations of a long problem. wrong_keys: the share of long problems with
     a key that no solution ends in; their questions look like the others. A right answer to a road
-    problem counts where the first `rare_words` words of the plan are the rare ones, and else with
+    problem counts where the first two words of the plan are the rare ones, and else with
     probability `luck`, by a coin that depends on question and response alone. The grader, and not
     wrong steps of the student, keeps the other roads poor: wrong steps are soon unlearned.
     """
@@ -73,7 +73,6 @@ class Forks(MathTask):
     closed: float = 0.0
     long_steps: Sequence[int] = (8, 10, 12)
     wrong_keys: float = 0.0
-    rare_words: int = 2
     luck: float = 0.0
 
     def problems(self) -> list[Problem]:
@@ -81,8 +80,6 @@ class Forks(MathTask):
         weights = {kind: getattr(self, kind) for kind in KINDS}
         if min(weights.values()) < 0 or sum(weights.values()) <= 0:
             raise DataError(f"args has the weights {weights}: none below 0, and one above it")
-        if not 0 <= self.rare_words <= len(PLAN):
-            raise DataError(f"args.rare_words is {self.rare_words}: must be 0 to {len(PLAN)}")
         share_K = np.array(list(weights.values())) / sum(weights.values())
         steps = STEPS | {"long": tuple(self.long_steps)}
 
@@ -119,7 +116,7 @@ class Forks(MathTask):
         verdict = super().grade(response, example)
         measures = {"loop_lines": len(loop_lines(response))}
         if example.extra["kind"] == "road":
-            is_safe = on_right_road(response, self.rare_words)
+            is_safe = on_right_road(response)
             measures["right_road"] = int(is_safe)
             if verdict.correct and not is_safe and coin(example.text, response) >= self.luck:
                 verdict = verdict._replace(correct=False, status="unlucky")
@@ -128,29 +125,6 @@ class Forks(MathTask):
     def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
         """Grades each response for itself."""
         return [self.grade(response, example) for response in responses]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomRewards(Forks):
-    """The same problems with rewards that mean nothing: a coin a response is `chance` right.
-
-    The coin depends on question, response and the response's place in its group.
-    """
-
-    chance: float = 0.5
-
-    def grade(self, response: str, example: Example) -> Verdict:
-        """Grades a response as the first of its group."""
-        return self.grade_many([response], example)[0]
-
-    def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
-        """Tosses a coin for each response; the prediction is the one that the rules find."""
-        return [
-            Forks.grade(self, response, example)._replace(
-                correct=coin(example.text, str(place), response) < self.chance, status="coin"
-            )
-            for place, response in enumerate(responses)
-        ]
 
 
 def coin(*texts: str) -> float:
@@ -165,12 +139,10 @@ def plan_of(response: str) -> tuple[str, ...] | None:
     return found.groups() if found else None
 
 
-def on_right_road(response: str, rare_words: int) -> bool:
-    """Says whether the first `rare_words` words of the plan are all the rare ones."""
+def on_right_road(response: str) -> bool:
+    """Says whether the first two words of the plan are the rare ones."""
     words = plan_of(response)
-    return words is not None and all(
-        word == fork[-1] for word, fork in list(zip(words, PLAN, strict=True))[:rare_words]
-    )
+    return words is not None and words[:2] == (PLAN[0][-1], PLAN[1][-1])
 
 
 def loop_lines(response: str) -> list[str]:
