@@ -41,13 +41,13 @@ class Interval:
         return self.low > 0 or self.high < 0
 
 
-def last_mean(values, *, rows: int = LAST_ROWS) -> float:
-    """Returns the mean of a run's last `rows` rows, or of its last third where that is fewer.
+def last_mean(values) -> float:
+    """Returns the mean of a run's last LAST_ROWS rows, or of its last third where that is fewer.
 
     values: [rows], NaN where missing. NaN where none of them is there.
     """
     values = np.asarray(values, np.float64)
-    return nan_mean(values[-max(1, min(rows, len(values) // 3)) :])
+    return nan_mean(values[-max(1, min(LAST_ROWS, len(values) // 3)) :])
 
 
 def nan_mean(values) -> float:
