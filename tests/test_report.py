@@ -367,9 +367,13 @@ def test_the_page_has_the_numbers_of_its_runs(tmp_path):
         _written(tmp_path / name, steps=40, gain=gain, **{"algo.eps_high": eps_high})
         for name, gain, eps_high in (("<b>dapo<_b>", 0.01, 0.28), ("b", 0.02, 0.2))
     )
-    assert write_report([first, second, first]) == first / "report.html"
+    assert write_report([first]) == first / "report.html"
+    alone = (first / "report.html").read_bytes(), (first / "curves.png").read_bytes()
+    assert write_report([first, second, first]) == first / "compared" / "report.html"
+    # A comparison replaced the first run's own page and pictures.
+    assert alone == ((first / "report.html").read_bytes(), (first / "curves.png").read_bytes())
     assert {path.name for path in first.glob("*.png")} == {"curves.png", "accuracy_vs_tokens.png"}
-    text = (first / "report.html").read_text()
+    text = (first / "compared" / "report.html").read_text()
     found = _Page(text)
     assert "<b>dapo" not in text
     for words in ("50.0%", "90.0%", "800,000", "algo.eps_high", "0.28", "0.485"):
@@ -525,8 +529,8 @@ def test_the_command_takes_folders_repeated_and_in_a_row(tmp_path):
     made = start("--workdir", runs[0], runs[1], f"--workdir={runs[2]}")
     failed = start(f"--workdir={tmp_path}")
     out, _ = made.communicate(timeout=120)
-    assert (made.returncode, out.strip()) == (0, str(runs[0] / "report.html"))
-    found = (runs[0] / "report.html").read_text()
+    assert (made.returncode, out.strip()) == (0, str(runs[0] / "compared" / "report.html"))
+    found = (runs[0] / "compared" / "report.html").read_text()
     assert all(f">{run.name}<" in found for run in runs)
     _, error = failed.communicate(timeout=120)
     assert failed.returncode == 1

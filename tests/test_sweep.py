@@ -19,12 +19,13 @@ import pytest
 from processes import ran
 from scipy import stats
 
-from dapo_jax.report import statistics
+from dapo_jax.report import page, statistics
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
 from dapo_jax.run.files import Rows, locked
 from dapo_jax.sweep import plan as plans
+from dapo_jax.sweep import runner as runners
 from dapo_jax.sweep.__main__ import launch_lines, sweep
 from dapo_jax.sweep.runner import Runner, share
 
@@ -544,20 +545,25 @@ def test_jobs_have_their_own_cores(tmp_path, program):
     assert bound == [share(cores, slot, 2) for slot in range(2)]
 
 
-def _call_when(paths, call):
-    """Calls a function when all files are there."""
+def _call_when(paths, call, *, after_seconds=0.0):
+    """Calls a function when all files are there, and some time after."""
     while not all(path.exists() for path in paths):
         time.sleep(0.01)
+    time.sleep(after_seconds)
     call()
 
 
-def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, capsys):
+def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(tmp_path, program, capsys, monkeypatch):
     folder = tmp_path / "sweep"
     plan, points = _points(folder, {"eps_high=0.3/seed_0": ["wait", "ok"]})
     settings = {"jobs": 1, "retries": 0, "baseline": "", "program": program}
     kill = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
-    killer = threading.Thread(target=_call_when, args=([points[1].workdir / "waits"], kill))
+    when = {"args": ([points[1].workdir / "waits"], kill), "kwargs": {"after_seconds": 1.0}}
+    killer = threading.Thread(target=_call_when, **when)
     killer.start()
+    # A terminal sees how far the runs are: until one had ended nothing was shown, for hours.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(runners, "PROGRESS_SECONDS", 0.05)
     with pytest.raises(SystemExit) as ended:
         sweep(plan, folder, **settings)
     killer.join()
@@ -566,7 +572,8 @@ def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, 
     assert _attempts(folder) == [(points[0].label, 0), (points[1].label, 75)]
     with locked(folder), pytest.raises(ValueError, match="belongs to a run that is going on"):
         sweep(plan, folder, **settings)
-    capsys.readouterr()
+    assert "1 of 4 runs done; eps_high=0.3/seed_0: 1 of 2 steps" in capsys.readouterr().out
+    monkeypatch.delenv("FORCE_COLOR")
 
     sweep(plan, folder, **settings)
     assert _attempts(folder)[2:] == [(point.label, 0) for point in points[1:]]
@@ -623,6 +630,31 @@ def test_the_summary_has_spreads_and_both_intervals():
     assert cells[:4] == ["b", "4", "-1.8", "[-2.5, -1.0] *"]
     with pytest.raises(ValueError, match="no arm is called 'c'; there are b, a"):
         markdown(_summary_runs(), baseline="c")
+
+
+@pytest.mark.parametrize(
+    ("key", "clipped", "says"),
+    [
+        ("algo.eps_high", 0.0, "algo.eps_high changed no update there: nothing was clipped high."),
+        ("algo.eps_high", 0.1, "algo.eps_high changed no update there."),
+        ("algo.eps_low", 0.0, "algo.eps_low changed no update there: nothing was clipped low."),
+        ("rollout.top_k", 0.0, "rollout.top_k changed no update there."),
+    ],
+)
+def test_arms_of_equal_bits_are_said_to_be_equal(key, clipped, says, tmp_path):
+    """A sweep of two clips that no ratio reached printed +0.0 [+0.0, +0.0], as if measured."""
+    runs = {}
+    for arm, seed, digest in [*zip("aabb", (0, 3, 0, 3), "xyxz", strict=True), ("c", 0, "")]:
+        run = _table_run(arm, seed, 0.5)
+        run.config[key] = arm
+        rows = [row | {f"clip_fraction/{key[-4:].strip('_')}": clipped} for row in run.rows]
+        runs[f"{arm}/seed_{seed}"] = dataclasses.replace(run, rows=rows, digest=digest)
+    write_rows(tmp_path / "rows.jsonl.gz", runs)
+    for found in (runs, read_rows_file(tmp_path / "rows.jsonl.gz")):
+        (line,) = (line for line in markdown(found).splitlines() if " has the bits of " in line)
+        assert line == f"b has the bits of a on seed 0, in all weights and moments: {says}"
+    if clipped:  # it takes seconds
+        assert line in page.render(runs)
 
 
 def test_the_summary_leaves_out_what_is_not_finished():

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dapo_jax.run import chain
 from dapo_jax.run.files import read_json, read_rows, read_starts
 from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
 
@@ -27,6 +28,7 @@ class Run:
     instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
     settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
     arm: the name shared by the runs of a sweep that differ in their seed alone; "" without a sweep.
+    digest: of all weights and moments after the last row's step; "" where that is not known.
     workdir: None for a run from a file of rows.
     """
 
@@ -35,6 +37,7 @@ class Run:
     config: dict[str, object]
     starts: list[dict] = dataclasses.field(default_factory=list)
     arm: str = ""
+    digest: str = ""
     workdir: pathlib.Path | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -65,6 +68,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
 
 
 def _with_rows(rows: Sequence[dict], workdir: pathlib.Path, arm: str) -> Run:
+    digest = rows[-1].get(chain.STATE, "") if rows else ""
     rows = [
         {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
         for row in rows
@@ -72,7 +76,7 @@ def _with_rows(rows: Sequence[dict], workdir: pathlib.Path, arm: str) -> Run:
     config_path = workdir / "config.json"
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
-    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
+    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, digest, workdir)
 
 
 def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
