@@ -212,6 +212,8 @@ KEYS = {
     "learner.learning_rate": Key(1e-6, "of AdamW, after the warm-up (section 4.1)",
                                  above=0, at_most=1),
     "learner.warmup_steps": Key(20, "rollout steps, linear", at_least=0),
+    "learner.decay": Key("none", "of the learning rate after the warm-up, to 0 at num_steps: none, "
+                         "cosine or linear", choices="dapo_jax.learner:DECAYS"),
     "learner.adam_b1": Key(0.9, "decay of the first moment", at_least=0, at_most=1 - 2**-24),
     "learner.adam_b2": Key(0.999, "decay of the second moment", at_least=0, at_most=1 - 2**-24),
     "learner.adam_eps": Key(1e-8, "beside the root of the second moment", above=0),

@@ -80,7 +80,7 @@ def rl_step(
     run.record.rollouts(step, rollouts, reward_PG)  # written behind the updates
 
     # Update on one mini-batch of the kept groups after the other (Eq. 8, 10 and 12).
-    rate = learner.warmup_learning_rate(step, **schedule(config))
+    rate = learner.scheduled_rate(step, **schedule(config))
     with watch("update"):
         state, updates = take_updates(run, state, rollouts, advantage_PG, rate)
 
@@ -228,8 +228,8 @@ def overlong(config: ConfigDict) -> dict[str, float]:
 
 def schedule(config: ConfigDict) -> dict[str, float]:
     """The settings of the learning rate."""
-    c = config.learner
-    return {"learning_rate": c.learning_rate, "warmup_steps": c.warmup_steps}
+    names = ("learning_rate", "warmup_steps", "decay")
+    return {name: config.learner[name] for name in names} | {"num_steps": config.num_steps}
 
 
 def advantages(config: ConfigDict, rollouts: Rollouts, reward_PG: np.ndarray) -> np.ndarray:

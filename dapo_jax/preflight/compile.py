@@ -151,14 +151,14 @@ def compiled_programs(built: build.Programs, *, say: Callable[[str], None]) -> d
         longest_first = sorted(lowered, key=lambda name: not name.startswith("update"))
         jobs = {pool.submit(kept, name, lowered[name], built): name for name in longest_first}
         for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
-            name, (program, was_kept) = jobs[job], job.result()
-            programs[name] = program
+            name = jobs[job]
+            programs[name], was_kept = job.result()
             mean = statistics.mean(it.compile_seconds for it in programs.values())
-            left, how = len(lowered) - done, "kept from before" if was_kept else "compiled"
-            say(
-                f"program {done} of {len(lowered)}: {name} {how} in {program.compile_seconds:.0f} s"
-                + (f", about {mean * left / min(left, workers):.0f} s left" if left else "")
-            )
+            how = "kept from an earlier command"
+            if not was_kept:
+                left = mean * (len(jobs) - done) / workers
+                how = f"compiled in {programs[name].compile_seconds:.0f} s, about {left:.0f} s left"
+            say(f"program {done} of {len(jobs)}: {name} {how}")
     return {name: programs[name] for name in lowered}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.run import chain
+from dapo_jax.run.chain import STATE
 from dapo_jax.run.files import read_json, read_rows, read_starts
 from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
 
@@ -68,7 +68,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
 
 
 def _with_rows(rows: Sequence[dict], workdir: pathlib.Path, arm: str) -> Run:
-    digest = rows[-1].get(chain.STATE, "") if rows else ""
+    digest = rows[-1].get(STATE, "") if rows else ""
     rows = [
         {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
         for row in rows
