@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import time
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
@@ -40,6 +41,7 @@ class Run:
     snapshots: Snapshots
     first_step: int
     begin_step: int  # the run's first, not 0 in a fork
+    start_seconds: float = 0.0  # which this process took to be ready for a step
 
     def sampler_weights(self, state: learner.TrainState) -> dict:
         """Returns the weights as the sampler shards them."""
@@ -64,6 +66,10 @@ class Run:
                 "again"
             )
         return retired
+
+    def seconds_before(self, step: int) -> dict[str, float]:
+        """Returns the seconds of the start that this process's first step came after."""
+        return {"start": self.start_seconds} if step == self.first_step else {}
 
     def evaluates_in(self, step: int) -> bool:
         """Returns whether the policy that a step samples is evaluated in the same session."""
@@ -104,6 +110,7 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
 
     Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
     """
+    began = time.perf_counter()
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     chosen = fit.fit_training(config)
@@ -123,6 +130,7 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     parts = start.prepare(config, workdir)
     first = start.restore(config, workdir, parts, checkpoints, origin)
     run = ready(config, workdir, stack, parts, first, snapshots, notes=chosen)
+    run = dataclasses.replace(run, start_seconds=time.perf_counter() - began)
     return run, first.state, first.progress
 
 
@@ -175,6 +183,20 @@ def conclude(workdir: pathlib.Path) -> None:
     print(text)
     files.append_log(workdir, text)
     print(f"digest: {files.write_seal(workdir)} (of {chain.SEAL}; dapo_jax.audit compares it)")
+
+
+def require_trained(workdir: pathlib.Path) -> None:
+    """Ends all processes with status 1 after a run of which no update had a gradient."""
+
+    def idle() -> bool:
+        run = runs.load_run(workdir)
+        return runs.idle_steps(run) == len(run.rows)
+
+    if hosts.on_main(idle):
+        raise SystemExit(
+            "error: nothing was trained: no step had an update with a gradient. The alarms, in "
+            "log.txt too, name the settings to look at"
+        )
 
 
 def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[str]:

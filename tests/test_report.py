@@ -158,12 +158,16 @@ def test_column_and_tokens_before():
 
 def test_summary_lines_compare_first_and_last():
     """Evaluations compare files, metrics the means of the first and last 4 of 40 rows."""
-    lines = summary_lines(_run(steps=40, gain=0.01))
+    run = _run(steps=40, gain=0.01)
+    run.rows[0] |= {"seconds/start": 50.0, "updates": 0}  # wall time was without the start
+    run.rows[1] |= {"updates": 2, "updates_zero_gradient": 2}
+    lines = summary_lines(run)
     text = "\n".join(" ".join(line.split()) for line in lines)
     for line in (
         "held_out mean@8 10.0% -> 50.0% best 50.0% at step 40",
         *("train accuracy 11.5% -> 47.5% best 49.0% at step 39", "entropy 0.485 -> 0.125"),
-        *("rollout steps 40", "wall time 0:06:40", "sampled tokens 800,000"),
+        *("rollout steps 40", "wall time 0:07:30", "sampled tokens 800,000"),
+        "steps without an update 2",
         *("sampled tokens per second 2,000", "updates skipped 1", "commit c0ffee"),
     ):
         assert line in text

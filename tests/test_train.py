@@ -271,7 +271,9 @@ def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
         train.train(config, tmp_path)
     assert read_rows(tmp_path / "metrics.jsonl") == []
     config.rollout.on_generation_cap = "train"
-    train.train(config, tmp_path)
+    for _ in range(2):  # also where the run is finished already: it ended with status 0
+        with pytest.raises(SystemExit, match="error: nothing was trained: no step had an update"):
+            train.train(config, tmp_path)
     (row,) = read_rows(tmp_path / "metrics.jsonl")
     assert row["updates"] == 0
     assert row["groups/informative"] == 0
@@ -290,7 +292,8 @@ def test_an_alarm_is_said_once_and_a_resumed_run_counts_on(tmp_path, capsys):
         config.verifier.rules = "strict_box"
         config.rollout.max_generation_batches = 1
         config.eval.every_steps = 0
-        train.train(config, tmp_path)
+        with pytest.raises(SystemExit, match="error: nothing was trained"):
+            train.train(config, tmp_path)
         lines = [s for s in capsys.readouterr().out.splitlines() if s.startswith("alarm")]
         assert len(lines) == steps - 1
     rows = read_rows(tmp_path / "metrics.jsonl")

@@ -259,15 +259,18 @@ def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: in
 def totals(run: Run) -> dict[str, str]:
     """Name -> formatted sums over the rows: steps, time, tokens, tokens per second, skips."""
     result = {"rollout steps": str(len(run.rows))}
-    seconds = float(np.nansum(column(run.rows, "seconds/total")))
+    timed = [column(run.rows, key) for key in ("seconds/total", "seconds/start")]
+    seconds, wall = float(np.nansum(timed[0])), float(np.nansum(timed))
     known = tokens_before(run.rows).values()
     tokens = max(known) - min(known)  # a fork's own
     if seconds > 0:
-        result["wall time"] = str(datetime.timedelta(seconds=round(seconds)))
+        result["wall time"] = str(datetime.timedelta(seconds=round(wall)))
     if tokens > 0:
         result["sampled tokens"] = f"{int(tokens):,}"
     if tokens > 0 and seconds > 0:
         result["sampled tokens per second"] = f"{tokens / seconds:,.0f}"
+    if idle := idle_steps(run):
+        result["steps without an update"] = str(idle)
     skipped = float(np.nansum(column(run.rows, "updates_skipped")))
     if skipped > 0:
         result["updates skipped"] = f"{skipped:.0f}"
@@ -276,6 +279,11 @@ def totals(run: Run) -> dict[str, str]:
     if run.starts and run.starts[-1].get("commit"):
         result["commit"] = commit_text(run.starts[-1])
     return result
+
+
+def idle_steps(run: Run) -> int:
+    """Counts the steps in which no update had a gradient that is not zero."""
+    return sum(row.get("updates", 1) <= row.get("updates_zero_gradient", 0) for row in run.rows)
 
 
 def commit_text(start: Mapping) -> str:

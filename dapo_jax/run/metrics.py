@@ -271,6 +271,7 @@ METRICS: list[Metric] = [
            panel=SECONDS),
     Metric("seconds/save", "s", "Handing over the checkpoint.", panel=SECONDS),
     Metric("seconds/total", "s", "The whole step."),
+    Metric("seconds/start", "s", "Loading and compiling, before the first step after a start."),
     Metric("seconds_in_rollout/prefill", "s", "Prompts, on the devices."),
     Metric("seconds_in_rollout/decode", "s", "Blocks of decode steps, on the devices."),
     Metric("seconds_in_rollout/host", "s", "Scheduling, on the host."),
