@@ -264,7 +264,8 @@ KEYS = {
                               at_least=0),
     "alarms.max_ratio_gap": Key(0.0, "0: by the compute dtype", at_least=0),
 
-    "log.samples_every_steps": Key(10, "a table of completions; 0: never", at_least=0),
+    "log.samples_every_steps": Key(10, "four responses, printed and given to the writers as a "
+                                   "table; 0: never", at_least=0),
     "log.rollouts_every_steps": Key(1, "rollouts/<step>.jsonl.gz; 0: never", at_least=0),
     "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz"),
     "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "

@@ -8,7 +8,7 @@ and back to hf: or orbax:; a Hugging Face directory may be in a bucket (gs://), 
 may be a name on the hub (hf:ORG/NAME). --family=MODULE names a model family of one's own. An Orbax
 directory holds params/ (the checkpoint), model_config.json and the tokenizer's files, so that
 nothing is lost on the way back. A run is a training run's --workdir. A GGUF file (Llama, Qwen2,
-Qwen3; pip install "dapo_jax[gguf]") gives the values to which its blocks are dequantised.
+Qwen3; pip install "gguf>=0.16.3,<1") gives the values to which its blocks are dequantised.
 """
 
 import contextlib
