@@ -14,13 +14,13 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from dapo_jax import evaluate, learner, rollout
-from dapo_jax.report import plots, runs, timeline
+from dapo_jax.report import plots, runs
 from dapo_jax.run import alarms, build, chain, checks, failures, files, fit, hub, start
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.tasks.datasets import RemainingStream
-from dapo_jax.types import Rollouts, RolloutStats
+from dapo_jax.types import Rollouts
 from sharding import hosts
 
 
@@ -98,11 +98,6 @@ class Run:
             keep=functools.partial(self.record.responses, finished_steps),
         )
         return self.record.results(finished_steps, results, evaluate.settings_of(self.config))
-
-    def draw_timeline(self, step: int, stats: RolloutStats) -> None:
-        """Draws timeline.png of a step whose samples are shown."""
-        if hosts.is_main_host() and self.record.shows_samples(step) and stats.blocks:
-            timeline.plot_timeline(stats.blocks, self.record.workdir / "timeline.png")
 
 
 def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):

@@ -146,7 +146,6 @@ def finish(
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
     run.record.step(row, rollouts, done.reward_PG)
-    run.draw_timeline(step, rollouts.stats)
     return state, progress, stopped
 
 
