@@ -67,10 +67,6 @@ class Run:
             )
         return retired
 
-    def seconds_before(self, step: int) -> dict[str, float]:
-        """Returns the seconds of the start that this process's first step came after."""
-        return {"start": self.start_seconds} if step == self.first_step else {}
-
     def evaluates_in(self, step: int) -> bool:
         """Returns whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
@@ -182,12 +178,7 @@ def conclude(workdir: pathlib.Path) -> None:
 
 def require_trained(workdir: pathlib.Path) -> None:
     """Ends all processes with status 1 after a run of which no update had a gradient."""
-
-    def idle() -> bool:
-        run = runs.load_run(workdir)
-        return runs.idle_steps(run) == len(run.rows)
-
-    if hosts.on_main(idle):
+    if hosts.on_main(lambda: runs.idle_steps(run := runs.load_run(workdir)) == len(run.rows)):
         raise SystemExit(
             "error: nothing was trained: no step had an update with a gradient. The alarms, in "
             "log.txt too, name the settings to look at"

@@ -126,7 +126,7 @@ def finish(
         done,
         sampled_tokens_total=tokens,
         retired_prompts=len(retired),
-        seconds=watch.seconds() | run.seconds_before(step),
+        seconds=watch.seconds() | ({"start": run.start_seconds} if step == run.first_step else {}),
     )
     row, before = step_row(done), progress.row or {}
     stopped = run.alarms.look(row, done, before)

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 import types
+import zlib
 from collections.abc import Callable
 
 import jax
@@ -168,7 +169,9 @@ def kept(name: str, lowered: jax.stages.Lowered, built: build.Programs) -> tuple
     JAX's own cache cannot give it back: it loads programs onto their devices, and none is there.
     """
     path = None
-    with contextlib.suppress(OSError, EOFError, ValueError, TypeError):  # none, or a cut one
+    with contextlib.suppress(
+        OSError, EOFError, ValueError, TypeError, zlib.error
+    ):  # none, or broken
         path = compile_cache.default_folder().parents[1] / "preflight" / digest(lowered, built)
         return Program(**json.loads(gzip.decompress(path.read_bytes()))), True
     program = compiled(name, lowered)

@@ -73,8 +73,9 @@ def main() -> None:
         if given.evaluation:
             both = evaluations.compared(given.evaluation)
             print("\n".join(evaluations.lines(*both)))
-            folder = folder_of(given.evaluation)
-            print(evaluations.write_page(given.evaluation, *both, folder=folder))
+            print(
+                evaluations.write_page(given.evaluation, *both, folder=folder_of(given.evaluation))
+            )
         if given.workdir or given.rows:
             print(write_report(given.workdir, rows=given.rows))
     except (FileNotFoundError, ValueError) as error:

@@ -43,10 +43,7 @@ class Writer(Protocol):
         """
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Takes a few responses of a step, each a dict of `display.Sample`'s fields.
-
-        A class without this method gets none. They come every log.samples_every_steps steps.
-        """
+        """Takes a few responses of a step, as `display.Sample` has them; a class may lack this."""
 
     def close(self) -> None:
         """Ends, where the run is done or failed; a signal ends the run without this."""
