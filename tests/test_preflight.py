@@ -123,20 +123,19 @@ def test_a_program_that_needs_more_than_there_is_does_not_fit():
 
 def test_a_stopped_command_goes_on_with_what_it_has_compiled(monkeypatch, tmp_path):
     """One that was stopped after 600 s and seven programs began with the first one again."""
-    lowered = {n: jax.jit(lambda x, n=n: x + n).lower(1.0) for n in (1, 2)}
-    programs = {"update": lowered[2], "decode": lowered[1]}
+    programs = {n: jax.jit(lambda x, n=n: x + len(n)).lower(1.0) for n in ("update", "decoding")}
     built = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])))
     monkeypatch.setattr(compiling, "lowered_programs", lambda _: programs)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for was_kept in ([], ["update"], ["decode", "update"]):
+    for was_kept in ([], ["update"], ["decoding", "update"]):
         said = []
         found = compiling.compiled_programs(built, say=said.append)
-        assert list(found) == ["update", "decode"] and found["update"].arguments == 4
+        assert list(found) == ["update", "decoding"] and found["update"].arguments == 4
         assert said[1].startswith("2 programs to compile") and "program 2 of 2: " in said[-1]
         kept = sorted(line.split()[4] for line in said if "kept from an earlier command" in line)
         assert kept == was_kept and sum("s left" in line for line in said) == 2 - len(kept)
         if not was_kept:  # a full disk, a kill
-            cut = tmp_path / "dapo_jax/preflight" / compiling.digest(lowered[1], built)
+            cut = tmp_path / "dapo_jax/preflight" / compiling.digest(programs["decoding"], built)
             cut.write_bytes(cut.read_bytes()[:40])
 
 
