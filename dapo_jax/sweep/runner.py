@@ -94,7 +94,7 @@ class Runner:
         wait["return_when"] = concurrent.futures.FIRST_COMPLETED
         with (
             concurrent.futures.ThreadPoolExecutor(self._jobs) as pool,
-            console.status("starting") as status,
+            console.status("starting", spinner="line") as status,
         ):
             slots = {pool.submit(self._work, slot) for slot in range(self._jobs)}
             try:
