@@ -27,7 +27,14 @@ from models.hf import load_params
 from models.hf_config import load_config
 
 # Of every row; where nothing is evaluated, carried over or retired, that is missing.
-OPTIONAL = ("seconds/evaluate", "carry_over/", "staleness/", "clip_fraction/tis", "prompts_retired")
+OPTIONAL = (
+    "seconds/evaluate",
+    "carry_over/",
+    "staleness/",
+    "clip_fraction/tis",
+    "prompts_retired",
+    "seconds/start",
+)
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
 STEPS = 3
 TIMINGS = CLOCKED
@@ -114,6 +121,7 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["groups/informative"] == 4  # a step ends with the last one that it needs
         assert 0 < row["engine/occupancy"] <= 1
         assert 0 <= row["engine/unused_tokens_fraction"] < 1  # 0: all that was sampled was needed
+    assert ["seconds/start" in row for row in rows] == [True, False, False]
     assert any(row["engine/unused_tokens_fraction"] > 0 for row in rows)
     assert np.sum([row["groups/sampled"] for row in rows]) == rows[-1]["prompts_seen"]
     assert np.sum([row["engine/drawn_tokens"] for row in rows]) == rows[-1]["sampled_tokens_total"]
