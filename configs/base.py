@@ -212,6 +212,8 @@ KEYS = {
     "learner.learning_rate": Key(1e-6, "of AdamW, after the warm-up (section 4.1)",
                                  above=0, at_most=1),
     "learner.warmup_steps": Key(20, "rollout steps, linear", at_least=0),
+    "learner.decay": Key("none", "of the learning rate after the warm-up, to 0 at num_steps: none, "
+                         "cosine or linear", choices="dapo_jax.learner:DECAYS"),
     "learner.adam_b1": Key(0.9, "decay of the first moment", at_least=0, at_most=1 - 2**-24),
     "learner.adam_b2": Key(0.999, "decay of the second moment", at_least=0, at_most=1 - 2**-24),
     "learner.adam_eps": Key(1e-8, "beside the root of the second moment", above=0),
@@ -262,7 +264,8 @@ KEYS = {
                               at_least=0),
     "alarms.max_ratio_gap": Key(0.0, "0: by the compute dtype", at_least=0),
 
-    "log.samples_every_steps": Key(10, "a table of completions; 0: never", at_least=0),
+    "log.samples_every_steps": Key(10, "four responses, printed and given to the writers as a "
+                                   "table; 0: never", at_least=0),
     "log.rollouts_every_steps": Key(1, "rollouts/<step>.jsonl.gz; 0: never", at_least=0),
     "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz"),
     "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "

@@ -75,9 +75,23 @@ def optimizer(learning: Learning) -> optax.GradientTransformation:
     )
 
 
-def warmup_learning_rate(step: int, *, learning_rate: float, warmup_steps: int) -> float:
-    """Warms up linearly over rollout steps; step 0 trains at learning_rate / warmup_steps."""
-    return learning_rate * min(1.0, (step + 1) / max(warmup_steps, 1))
+DECAYS = {  # of the learning rate, from 1 to 0: the number of steps -> optax's schedule
+    "none": lambda steps: lambda step: 1.0,
+    "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
+    "linear": lambda steps: optax.linear_schedule(1.0, 0.0, steps),
+}
+
+
+def scheduled_rate(
+    step: int, *, learning_rate: float, warmup_steps: int, decay: str, num_steps: int
+) -> float:
+    """Warms up linearly over rollout steps, then decays; the last step is the last above 0.
+
+    Step 0 trains at learning_rate / warmup_steps.
+    """
+    rate = learning_rate * min(1.0, (step + 1) / max(warmup_steps, 1))
+    decayed = DECAYS[decay](max(1, num_steps - warmup_steps))
+    return rate * float(decayed(max(0, step - warmup_steps)))
 
 
 def init_state(params, learning: Learning) -> TrainState:

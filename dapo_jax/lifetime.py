@@ -8,18 +8,19 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import time
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
 from dapo_jax import evaluate, learner, rollout
-from dapo_jax.report import plots, runs, timeline
+from dapo_jax.report import plots, runs
 from dapo_jax.run import alarms, build, chain, checks, failures, files, fit, hub, start
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.tasks.datasets import RemainingStream
-from dapo_jax.types import Rollouts, RolloutStats
+from dapo_jax.types import Rollouts
 from sharding import hosts
 
 
@@ -40,6 +41,7 @@ class Run:
     snapshots: Snapshots
     first_step: int
     begin_step: int  # the run's first, not 0 in a fork
+    start_seconds: float = 0.0  # which this process took to be ready for a step
 
     def sampler_weights(self, state: learner.TrainState) -> dict:
         """Returns the weights as the sampler shards them."""
@@ -93,17 +95,13 @@ class Run:
         )
         return self.record.results(finished_steps, results, evaluate.settings_of(self.config))
 
-    def draw_timeline(self, step: int, stats: RolloutStats) -> None:
-        """Draws timeline.png of a step whose samples are shown."""
-        if hosts.is_main_host() and self.record.shows_samples(step) and stats.blocks:
-            timeline.plot_timeline(stats.blocks, self.record.workdir / "timeline.png")
-
 
 def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin=None):
     """Returns (run, state, progress) before the first step to do: new, or of a checkpoint.
 
     Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
     """
+    began = time.perf_counter()
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     chosen = fit.fit_training(config)
@@ -123,6 +121,7 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     parts = start.prepare(config, workdir)
     first = start.restore(config, workdir, parts, checkpoints, origin)
     run = ready(config, workdir, stack, parts, first, snapshots, notes=chosen)
+    run = dataclasses.replace(run, start_seconds=time.perf_counter() - began)
     return run, first.state, first.progress
 
 
@@ -175,6 +174,15 @@ def conclude(workdir: pathlib.Path) -> None:
     print(text)
     files.append_log(workdir, text)
     print(f"digest: {files.write_seal(workdir)} (of {chain.SEAL}; dapo_jax.audit compares it)")
+
+
+def require_trained(workdir: pathlib.Path) -> None:
+    """Ends all processes with status 1 after a run of which no update had a gradient."""
+    if hosts.on_main(lambda: runs.idle_steps(run := runs.load_run(workdir)) == len(run.rows)):
+        raise SystemExit(
+            "error: nothing was trained: no step had an update with a gradient. The alarms, in "
+            "log.txt too, name the settings to look at"
+        )
 
 
 def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[str]:

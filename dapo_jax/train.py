@@ -10,7 +10,8 @@ and length is punished softly before it is cut (Eq. 13). `rl_step` is one step i
 The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
 the run in DIR, under another recipe (a fork). On several hosts the command is given on each of
 them, with --distributed. Exit status: 0: done. 75: stopped by a signal; the last step that
-it can resume at is saved. Run the same command again to resume. Anything else is an error.
+it can resume at is saved. Run the same command again to resume. Anything else is an error, 1 also
+that no step of the run had an update with a gradient.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from dapo_jax import algorithm, carry_over, evaluate, learner, losses, rollout
-from dapo_jax.lifetime import Run, begin, conclude, finished_lines
+from dapo_jax.lifetime import Run, begin, conclude, finished_lines, require_trained
 from dapo_jax.run import (
     alarms,
     command,
@@ -48,6 +49,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None
     stopped = None
     if lines := hosts.on_main(lambda: finished_lines(config, workdir, origin)):
         print("\n".join(lines))
+        require_trained(workdir)
         return
     with contextlib.ExitStack() as stack:
         run, state, progress = begin(config, workdir, stack, origin)
@@ -59,6 +61,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None
             if stopped:
                 raise SystemExit(stopped)
     conclude(workdir)
+    require_trained(workdir)
 
 
 def rl_step(
@@ -80,7 +83,7 @@ def rl_step(
     run.record.rollouts(step, rollouts, reward_PG)  # written behind the updates
 
     # Update on one mini-batch of the kept groups after the other (Eq. 8, 10 and 12).
-    rate = learner.warmup_learning_rate(step, **schedule(config))
+    rate = learner.scheduled_rate(step, **schedule(config))
     with watch("update"):
         state, updates = take_updates(run, state, rollouts, advantage_PG, rate)
 
@@ -123,7 +126,7 @@ def finish(
         done,
         sampled_tokens_total=tokens,
         retired_prompts=len(retired),
-        seconds=watch.seconds(),
+        seconds=watch.seconds() | ({"start": run.start_seconds} if step == run.first_step else {}),
     )
     row, before = step_row(done), progress.row or {}
     stopped = run.alarms.look(row, done, before)
@@ -143,7 +146,6 @@ def finish(
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
     run.record.step(row, rollouts, done.reward_PG)
-    run.draw_timeline(step, rollouts.stats)
     return state, progress, stopped
 
 
@@ -228,8 +230,8 @@ def overlong(config: ConfigDict) -> dict[str, float]:
 
 def schedule(config: ConfigDict) -> dict[str, float]:
     """The settings of the learning rate."""
-    c = config.learner
-    return {"learning_rate": c.learning_rate, "warmup_steps": c.warmup_steps}
+    names = ("learning_rate", "warmup_steps", "decay")
+    return {name: config.learner[name] for name in names} | {"num_steps": config.num_steps}
 
 
 def advantages(config: ConfigDict, rollouts: Rollouts, reward_PG: np.ndarray) -> np.ndarray:

@@ -173,7 +173,7 @@ class Carried:
 
 @dataclasses.dataclass
 class BlockRecord:
-    """The record of one block of decode steps, for the metrics and the timeline.
+    """The record of one block of decode steps, for the metrics.
 
     stream_B, cursor_B, sample_B: of the request in each slot of all shards; the cursor is -1 in a
     free one. useful_B: tokens of its response that each slot sampled; steps: the most of them, and

@@ -20,7 +20,7 @@ from test_engine import ROOMY, SAMPLING
 
 from configs import base
 from dapo_jax import learner
-from dapo_jax.learner import Learning, init_state, make_batch, warmup_learning_rate
+from dapo_jax.learner import Learning, init_state, make_batch, scheduled_rate
 from dapo_jax.losses import GATES
 from dapo_jax.run import build, checks
 from dapo_jax.sampler import cache as cache_module
@@ -611,17 +611,33 @@ def test_weight_decay_is_decoupled(params, data):
     assert distance(state.params, expected) < 1e-6
 
 
+def rate(step, **given):
+    defaults = {"learning_rate": 1e-6, "warmup_steps": 4, "decay": "none", "num_steps": 12}
+    return scheduled_rate(step, **defaults | given)
+
+
 def test_the_first_steps_learning_rate_is_a_fraction_and_not_zero():
-    rates = [warmup_learning_rate(s, learning_rate=1e-6, warmup_steps=4) for s in range(6)]
+    rates = [rate(s) for s in range(6)]
     np.testing.assert_allclose(rates, [0.25e-6, 0.5e-6, 0.75e-6, 1e-6, 1e-6, 1e-6])
     for warmup_steps in (0, 1):
-        assert warmup_learning_rate(0, learning_rate=1e-6, warmup_steps=warmup_steps) == 1e-6
+        assert rate(0, warmup_steps=warmup_steps) == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("decay", "at_half", "last"),
+    [("none", 1, 1), ("linear", 1 / 2, 1 / 8), ("cosine", 1 / 2, (1 + np.cos(np.pi * 7 / 8)) / 2)],
+)
+def test_the_rate_decays_from_the_warm_up_to_the_last_step(decay, at_half, last):
+    rates = [rate(s, learning_rate=1.0, decay=decay) for s in range(12)]
+    np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1, 1])
+    np.testing.assert_allclose(rates[8:12:3], [at_half, last], rtol=1e-5)
+    assert 0 < rate(0, decay=decay, warmup_steps=12) == 1e-6 / 12, "a warm-up that fills the run"
 
 
 def test_the_reference_trains_its_first_step_at_zero_and_ours_is_one_ahead(shared):
     with np.load(shared / "golden" / "policy_loss.npz") as stored:
         factors = stored["lr/warmup10_factor_by_schedstep"]
-    ours = [warmup_learning_rate(s, learning_rate=1.0, warmup_steps=10) for s in range(20)]
+    ours = [rate(s, learning_rate=1.0, warmup_steps=10) for s in range(20)]
     assert factors[0] == 0
     np.testing.assert_allclose(ours[: len(factors) - 1], factors[1:])
 

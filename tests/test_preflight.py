@@ -5,12 +5,14 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import ROOT
 from processes import ran
 
 from configs import base, qwen2_5_0_5b, qwen2_5_32b
 from dapo_jax.preflight import __main__ as preflight
+from dapo_jax.preflight import compile as compiling
 from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB, chip_of
 from dapo_jax.preflight.compile import (
@@ -117,6 +119,33 @@ def test_a_program_that_needs_more_than_there_is_does_not_fit():
     lowered = jax.jit(lambda a: jnp.sort(a)).lower(array)
     with pytest.raises(DoesNotFit, match=r"sorting: .* memory .*15.75G"):
         compiled("sorting", lowered)
+
+
+def test_a_stopped_command_goes_on_with_what_it_has_compiled(monkeypatch, tmp_path):
+    """One that was stopped after 600 s and seven programs began with the first one again."""
+    programs = {n: jax.jit(lambda x, n=n: x + len(n)).lower(1.0) for n in ("update", "decoding")}
+    built = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])))
+    monkeypatch.setattr(compiling, "lowered_programs", lambda _: programs)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for was_kept in ([], ["update"], ["decoding", "update"]):
+        said = []
+        found = compiling.compiled_programs(built, say=said.append)
+        assert list(found) == ["update", "decoding"] and found["update"].arguments == 4
+        assert said[1].startswith("2 programs to compile") and "program 2 of 2: " in said[-1]
+        kept = sorted(line.split()[4] for line in said if "kept from an earlier command" in line)
+        assert kept == was_kept and sum("s left" in line for line in said) == 2 - len(kept)
+        if not was_kept:  # a full disk, a kill
+            cut = tmp_path / "dapo_jax/preflight" / compiling.digest(programs["decoding"], built)
+            cut.write_bytes(cut.read_bytes()[:40])
+
+
+def test_without_the_compiler_the_line_says_how_to_get_it(monkeypatch, tmp_path):
+    """It named JAX's installation guide, which installs JAX for a TPU that is not there."""
+    monkeypatch.setattr(compiling, "LIBTPU", tmp_path / "none")
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(ValueError, match=r"libtpu, is missing: `make preflight .*=v5e:2x2`"):
+        topology_devices("v5e:2x2", slices=1)
 
 
 @needs_compiler

@@ -158,12 +158,16 @@ def test_column_and_tokens_before():
 
 def test_summary_lines_compare_first_and_last():
     """Evaluations compare files, metrics the means of the first and last 4 of 40 rows."""
-    lines = summary_lines(_run(steps=40, gain=0.01))
+    run = _run(steps=40, gain=0.01)
+    run.rows[0] |= {"seconds/start": 50.0, "updates": 0}  # wall time was without the start
+    run.rows[1] |= {"updates": 2, "updates_zero_gradient": 2}
+    lines = summary_lines(run)
     text = "\n".join(" ".join(line.split()) for line in lines)
     for line in (
         "held_out mean@8 10.0% -> 50.0% best 50.0% at step 40",
         *("train accuracy 11.5% -> 47.5% best 49.0% at step 39", "entropy 0.485 -> 0.125"),
-        *("rollout steps 40", "wall time 0:06:40", "sampled tokens 800,000"),
+        *("rollout steps 40", "wall time 0:07:30", "sampled tokens 800,000"),
+        "steps without an update 2",
         *("sampled tokens per second 2,000", "updates skipped 1", "commit c0ffee"),
     ):
         assert line in text
@@ -367,9 +371,13 @@ def test_the_page_has_the_numbers_of_its_runs(tmp_path):
         _written(tmp_path / name, steps=40, gain=gain, **{"algo.eps_high": eps_high})
         for name, gain, eps_high in (("<b>dapo<_b>", 0.01, 0.28), ("b", 0.02, 0.2))
     )
-    assert write_report([first, second, first]) == first / "report.html"
+    assert write_report([first]) == first / "report.html"
+    alone = (first / "report.html").read_bytes(), (first / "curves.png").read_bytes()
+    assert write_report([first, second, first]) == first / "compared" / "report.html"
+    # A comparison replaced the first run's own page and pictures.
+    assert alone == ((first / "report.html").read_bytes(), (first / "curves.png").read_bytes())
     assert {path.name for path in first.glob("*.png")} == {"curves.png", "accuracy_vs_tokens.png"}
-    text = (first / "report.html").read_text()
+    text = (first / "compared" / "report.html").read_text()
     found = _Page(text)
     assert "<b>dapo" not in text
     for words in ("50.0%", "90.0%", "800,000", "algo.eps_high", "0.28", "0.485"):
@@ -525,8 +533,8 @@ def test_the_command_takes_folders_repeated_and_in_a_row(tmp_path):
     made = start("--workdir", runs[0], runs[1], f"--workdir={runs[2]}")
     failed = start(f"--workdir={tmp_path}")
     out, _ = made.communicate(timeout=120)
-    assert (made.returncode, out.strip()) == (0, str(runs[0] / "report.html"))
-    found = (runs[0] / "report.html").read_text()
+    assert (made.returncode, out.strip()) == (0, str(runs[0] / "compared" / "report.html"))
+    found = (runs[0] / "compared" / "report.html").read_text()
     assert all(f">{run.name}<" in found for run in runs)
     _, error = failed.communicate(timeout=120)
     assert failed.returncode == 1

@@ -19,12 +19,13 @@ import pytest
 from processes import ran
 from scipy import stats
 
-from dapo_jax.report import statistics
+from dapo_jax.report import page, statistics
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
 from dapo_jax.run.files import Rows, locked
 from dapo_jax.sweep import plan as plans
+from dapo_jax.sweep import runner as runners
 from dapo_jax.sweep.__main__ import launch_lines, sweep
 from dapo_jax.sweep.runner import Runner, share
 
@@ -155,38 +156,19 @@ def test_a_sweeps_folder_is_read_arm_by_arm(tmp_path):
 A_S, B_S = np.array([3.0, 5.0, 4.0, 8.0]), np.array([1.0, 4.0, 2.0, 6.0])
 
 
-def test_intervals_computed_by_hand():
-    """d = 2, 1, 2, 2: mean 1.75, sd 0.5; t(3) = 3.182446, so -+ 3.182446 * 0.5 / 2."""
-    paired = statistics.paired_interval(A_S, B_S)
-    assert paired.difference == 1.75
-    assert paired.half_width == pytest.approx(3.182446 * 0.25, rel=1e-6)
-    assert (paired.low, paired.high) == pytest.approx((0.954388, 2.545612), abs=1e-6)
-    assert paired.excludes_zero is True
-    # var(a) = 14/3, var(b) = 59/12: u = 7/6, v = 59/48; f = 5.9959, t = 2.4473.
-    welch = statistics.welch_interval(A_S, B_S)
-    assert welch.difference == 1.75
-    assert welch.half_width == pytest.approx(2.4473 * math.sqrt(7 / 6 + 59 / 48), rel=1e-4)
-    assert not welch.excludes_zero
-
-
-def test_intervals_are_scipys():
+def test_intervals_and_p_values_are_scipys():
     rng = np.random.default_rng(0)
     for n, m in ((2, 2), (5, 5), (5, 9), (30, 3)):
         a_S, b_S = rng.normal(1.0, 2.0, n), rng.normal(0.0, 0.5, m)
-        theirs = stats.ttest_ind(a_S, b_S, equal_var=False).confidence_interval(0.95)
-        ours = statistics.welch_interval(a_S, b_S)
-        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
-        b_S = a_S + rng.normal(0.1, 0.3, n)
-        theirs = stats.ttest_rel(a_S, b_S).confidence_interval(0.95)
-        ours = statistics.paired_interval(a_S, b_S)
-        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
-
-
-def test_p_values_are_scipys():
-    paired = statistics.paired_interval(A_S, B_S)
-    assert paired.p == pytest.approx(stats.ttest_rel(A_S, B_S).pvalue, rel=1e-9)
-    welch = statistics.welch_interval(A_S, B_S)
-    assert welch.p == pytest.approx(stats.ttest_ind(A_S, B_S, equal_var=False).pvalue, rel=1e-9)
+        c_S = a_S + rng.normal(0.1, 0.3, n)
+        for ours, theirs in (
+            (statistics.welch_interval(a_S, b_S), stats.ttest_ind(a_S, b_S, equal_var=False)),
+            (statistics.paired_interval(a_S, c_S), stats.ttest_rel(a_S, c_S)),
+        ):
+            bounds = theirs.confidence_interval(0.95)
+            assert (ours.low, ours.high) == pytest.approx((bounds.low, bounds.high), rel=1e-9)
+            assert ours.p == pytest.approx(theirs.pvalue, rel=1e-9)
+            assert ours.excludes_zero == (ours.p < 0.05)
     assert statistics.paired_interval([1.0, 2.0], [1.0, 2.0]).p == 1.0
     assert statistics.paired_interval([2.0, 3.0], [1.0, 2.0]).p == 0.0
 
@@ -258,7 +240,7 @@ def test_values_are_split_outside_of_brackets_and_quotes():
     assert plans.split_values("(1,2),(3,)") == ["(1,2)", "(3,)"]
     assert plans.split_values("""'a,b',"c",''""") == ["a,b", "c", ""]
     assert plans.split_values("('q','k'),{'a':[1,2]}") == ["('q','k')", "{'a':[1,2]}"]
-    for wrong, said in (("(1,2", "no partner"), ("1,2]", "no partner in '2]'"), ("1,,2", "empty")):
+    for wrong, said in (("(1,2", "no partner"), ("1,2]", "no partner"), ("1,,2", "empty")):
         with pytest.raises(ValueError, match=said):
             plans.split_values(wrong)
 
@@ -548,16 +530,20 @@ def _call_when(paths, call):
     """Calls a function when all files are there."""
     while not all(path.exists() for path in paths):
         time.sleep(0.01)
+    time.sleep(0.5)  # which a terminal needs to show where they are
     call()
 
 
-def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, capsys):
+def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(tmp_path, program, capsys, monkeypatch):
     folder = tmp_path / "sweep"
     plan, points = _points(folder, {"eps_high=0.3/seed_0": ["wait", "ok"]})
     settings = {"jobs": 1, "retries": 0, "baseline": "", "program": program}
     kill = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
     killer = threading.Thread(target=_call_when, args=([points[1].workdir / "waits"], kill))
     killer.start()
+    # A terminal sees how far the runs are: until one had ended nothing was shown, for hours.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(runners, "PROGRESS_SECONDS", 0.05)
     with pytest.raises(SystemExit) as ended:
         sweep(plan, folder, **settings)
     killer.join()
@@ -566,7 +552,8 @@ def test_a_sweep_is_stopped_goes_on_and_ends_with_its_tables(tmp_path, program, 
     assert _attempts(folder) == [(points[0].label, 0), (points[1].label, 75)]
     with locked(folder), pytest.raises(ValueError, match="belongs to a run that is going on"):
         sweep(plan, folder, **settings)
-    capsys.readouterr()
+    assert "1 of 4 runs done; eps_high=0.3/seed_0: 1 of 2 steps" in capsys.readouterr().out
+    monkeypatch.delenv("FORCE_COLOR")
 
     sweep(plan, folder, **settings)
     assert _attempts(folder)[2:] == [(point.label, 0) for point in points[1:]]
@@ -599,7 +586,7 @@ def _table_run(arm, seed, accuracy, steps=3, score=None):
 
 
 def _summary_runs():
-    """The samples of `test_intervals_computed_by_hand`, as percent."""
+    """A_S and B_S as percent."""
     a_S = [_table_run("a", seed, value / 100, score=value / 10) for seed, value in enumerate(A_S)]
     b_S = [_table_run("b", seed, value / 100) for seed, value in enumerate(B_S)]
     return {f"{run.arm}/seed_{run.seed}": run for run in [*b_S, *a_S]}
@@ -623,6 +610,32 @@ def test_the_summary_has_spreads_and_both_intervals():
     assert cells[:4] == ["b", "4", "-1.8", "[-2.5, -1.0] *"]
     with pytest.raises(ValueError, match="no arm is called 'c'; there are b, a"):
         markdown(_summary_runs(), baseline="c")
+
+
+@pytest.mark.parametrize(
+    ("key", "clipped", "why"),
+    [
+        ("algo.eps_high", 0.0, ": nothing was clipped high"),
+        ("algo.eps_high", 0.1, ""),
+        ("algo.eps_low", 0.0, ": nothing was clipped low"),
+        ("rollout.top_k", 0.0, ""),
+    ],
+)
+def test_arms_of_equal_bits_are_said_to_be_equal(key, clipped, why, tmp_path):
+    """A sweep of two clips that no ratio reached printed +0.0 [+0.0, +0.0], as if measured."""
+    runs = {}
+    for arm, seed, digest in [*zip("aabb", (0, 3, 0, 3), "xyxz", strict=True), ("c", 0, "")]:
+        run = _table_run(arm, seed, 0.5)
+        run.config[key] = arm
+        rows = [row | {f"clip_fraction/{key[-4:].strip('_')}": clipped} for row in run.rows]
+        runs[f"{arm}/seed_{seed}"] = dataclasses.replace(run, rows=rows, digest=digest)
+    write_rows(tmp_path / "rows.jsonl.gz", runs)
+    for found in (runs, read_rows_file(tmp_path / "rows.jsonl.gz")):
+        (line,) = (line for line in markdown(found).splitlines() if " has the bits of " in line)
+        assert line.endswith(f"weights and moments: {key} changed no update there{why}.")
+        assert line.startswith("b has the bits of a on seed 0, ")
+    if clipped:  # it takes seconds
+        assert line in page.render(runs)
 
 
 def test_the_summary_leaves_out_what_is_not_finished():

@@ -38,6 +38,9 @@ class Kept:
         self.given.append(("close",))
         self._maybe_fail("close")
 
+    def samples(self, step, rows):
+        self.given.append(("samples", step, rows))
+
     def _maybe_fail(self, name):
         if name == self.fails:
             raise OSError(f"no network at {name}")
@@ -59,6 +62,7 @@ def give(tmp_path, names, monkeypatch, fails=""):
     of_run("evaluation", 0, {"eval/a/mean@8": 0.5})
     for step in range(2):
         of_run("step", {"step": step, "entropy": 0.25})
+    of_run("samples", 1, [{"response": "4|2"}])
     of_run("close")
     return [one.given for one in Kept.made], said
 
@@ -70,6 +74,7 @@ def test_a_writer_gets_the_recipe_rows_evaluations_and_the_end(tmp_path, monkeyp
         ("evaluation", 0, {"eval/a/mean@8": 0.5}),
         ("step", {"step": 0, "entropy": 0.25}),
         ("step", {"step": 1, "entropy": 0.25}),
+        ("samples", 1, [{"response": "4|2"}]),
         ("close",),
     ]
     assert said == []
@@ -78,7 +83,7 @@ def test_a_writer_gets_the_recipe_rows_evaluations_and_the_end(tmp_path, monkeyp
 @pytest.mark.parametrize("fails", ["begin", "step", "evaluation", "close"])
 def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch, fails):
     (broken, kept), said = give(tmp_path, [BROKEN, KEPT], monkeypatch, fails)
-    assert len(kept) == 5
+    assert len(kept) == 6
     assert broken[-1][0] == fails  # it is given nothing more
     (line,) = said
     assert line.startswith(f"note: the writer '{BROKEN}' of log.writers failed and is left out")
@@ -88,7 +93,7 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("wandb", r"log.writers has 'wandb', but that package is not installed: pip install"),
+        ("wandb", r"'wandb', but that package is not installed: pip install .wandb>=0.19,<1"),
         (
             "mlflow",
             r"log.writers has 'mlflow'; give one of tensorboard, wandb, or \"module:Class\"",
@@ -124,6 +129,9 @@ class FakeWandB(types.ModuleType):
             self.step = step
             self.rows[step] = self.rows.get(step, {}) | values
 
+    def Table(self, columns, data):
+        return columns, data
+
     def finish(self):
         self.settings.append("finished")
 
@@ -138,29 +146,42 @@ def test_wandb_gets_all_of_a_run_and_a_resumed_one_goes_on_in_it(tmp_path, monke
         of_run("step", {"step": steps[0], "entropy": 1.0})
         of_run("evaluation", steps[1] + 1, {"eval/a/mean@8": 0.9})
         of_run("step", {"step": steps[1], "entropy": 2.0})
+        of_run("samples", steps[1], [{"response": "4", "reward": 1.0}])
         of_run("close")
     ids = [settings["id"] for settings in fake.settings if settings != "finished"]
     assert ids == [(tmp_path / "wandb_id.txt").read_text()] * 2
     assert len(ids[0]) == 8
     assert fake.settings.count("finished") == 2
+    table = (["response", "reward"], [["4", 1.0]])
     assert fake.rows == {
         0: {"step": 0, "entropy": 1.0, "eval/a/mean@8": 0.0},
-        1: {"step": 1, "entropy": 2.0},
+        1: {"step": 1, "entropy": 2.0, "samples": table},
         2: {"step": 2, "entropy": 1.0, "eval/a/mean@8": 0.2},
-        3: {"step": 3, "entropy": 2.0},
+        3: {"step": 3, "entropy": 2.0, "samples": table},
         4: {"eval/a/mean@8": 0.9},
     }
 
 
+def test_tensorboard_shows_responses_as_they_are(tmp_path, monkeypatch):
+    """In a Markdown table, whose cells a response could end, or fill with markup."""
+    board, texts = writers.TensorBoard({}, tmp_path, None), []
+    monkeypatch.setattr(board._writer, "add_text", lambda *given: texts.append(given))
+    board.samples(3, [{"response": "a|*b*\n<i>", "reward": 1.0}])
+    cell = "a&#124;&#42;b&#42;<br>&#60;i&#62;"
+    table = f"| response | reward |\n| --- | --- |\n| {cell} | 1&#46;0 |"
+    assert texts == [("samples", table, 3)]
+
+
 def test_wandb_itself_without_a_network(tmp_path):
-    """Runs where the optional extra is installed, in its offline mode."""
+    """Runs where it is installed, in its offline mode."""
     if importlib.util.find_spec("wandb") is None:
-        pytest.skip('needs the optional extra: pip install "wandb>=0.19,<1"')
+        pytest.skip(f'needs pip install "{writers.WANDB}"')
     code = (
         "import pathlib, sys; from dapo_jax.run.writers import Writers; said = []\n"
         "w = Writers(['wandb'], {'num_steps': 2}, pathlib.Path(sys.argv[1]), None, said.append)\n"
-        "w.step({'step': 0, 'entropy': 1.0}); w.evaluation(1, {'eval/a/mean@8': 0.5})\n"
-        "w.close(); import json; print(json.dumps(said))"
+        "w('step', {'step': 0, 'entropy': 1.0}); w('evaluation', 1, {'eval/a/mean@8': 0.5})\n"
+        "w('samples', 0, [{'response': '4', 'prediction': None, 'reward': 1.0}])\n"
+        "w('close'); import json; print(json.dumps(said))"
     )
     done = ran("-c", code, tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     assert json.loads(done.stdout.splitlines()[-1]) == []

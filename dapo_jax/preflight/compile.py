@@ -5,12 +5,19 @@ environment.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import gzip
+import hashlib
+import importlib.util
+import json
 import os
 import pathlib
+import statistics
 import sys
 import time
 import types
+import zlib
 from collections.abc import Callable
 
 import jax
@@ -18,7 +25,7 @@ from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from dapo_jax.preflight.chips import chip_of
-from dapo_jax.run import build
+from dapo_jax.run import build, compile_cache, files
 
 LIBTPU = pathlib.Path(sys.prefix) / "tpu" / "libtpu" / "libtpu.so"  # where make puts it
 # With these the compiler asks for no chip and for no metadata server.
@@ -29,6 +36,7 @@ COMPILER_ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+KEPT = 200  # programs of this command and of earlier ones, up to some MB each
 # The mean prompt of the paper's training data, with Qwen2.5's tokenizer.
 PROMPT_TOKENS = 145
 
@@ -61,6 +69,11 @@ def topology_devices(topology: str, *, slices: int):
     for name, value in COMPILER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     chip = chip_of(topology)
+    if "TPU_LIBRARY_PATH" not in os.environ and importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "the TPU's compiler, libtpu, is missing: `make preflight CONFIG=configs/FILE.py "
+            f"TOPOLOGY={topology}` installs it beside the environment and does the same"
+        )
     name = f"{chip.name}:{topology.partition(':')[2]}"
     several = {"num_slices": slices} if slices > 1 else {}
     try:
@@ -68,9 +81,6 @@ def topology_devices(topology: str, *, slices: int):
             platform="tpu", topology_name=name, **several, **dict(chip.description)
         )
     except Exception as error:  # of several kinds, all from the compiler
-        if "libtpu" in str(error):
-            message = f"the TPU's compiler, libtpu, is missing: run `make preflight` ({error})"
-            raise ValueError(message) from error
         raise ValueError(f"--topology={topology}: {error}") from error
     return description.devices
 
@@ -131,17 +141,57 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
 
 
 def compiled_programs(built: build.Programs, *, say: Callable[[str], None]) -> dict[str, Program]:
-    """Compiles the recipe's programs in parallel. Raises DoesNotFit for the first that does not.
+    """Compiles the recipe's programs in parallel. Raises DoesNotFit for one that does not.
 
-    say: reports each that is ready.
+    Programs of an earlier, stopped command are taken from there. say: shows the progress.
     """
-    lowered, programs = lowered_programs(built), {}
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {name: pool.submit(compiled, name, low) for name, low in lowered.items()}
-        for name, job in jobs.items():
-            programs[name] = job.result()
-            say(f"compiled {name} in {programs[name].compile_seconds:.0f} s")
-    return programs
+    say("tracing the recipe's programs")
+    lowered, programs, workers = lowered_programs(built), {}, os.cpu_count()
+    say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        longest_first = sorted(lowered, key=lambda name: not name.startswith("update"))
+        jobs = {pool.submit(kept, name, lowered[name], built): name for name in longest_first}
+        for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
+            name = jobs[job]
+            programs[name], was_kept = job.result()
+            mean = statistics.mean(it.compile_seconds for it in programs.values())
+            how = "kept from an earlier command"
+            if not was_kept:
+                left = mean * (len(jobs) - done) / workers
+                how = f"compiled in {programs[name].compile_seconds:.0f} s, about {left:.0f} s left"
+            say(f"program {done} of {len(jobs)}: {name} {how}")
+    return {name: programs[name] for name in lowered}
+
+
+def kept(name: str, lowered: jax.stages.Lowered, built: build.Programs) -> tuple[Program, bool]:
+    """Returns a program, and whether an earlier command has compiled it. Raises DoesNotFit.
+
+    JAX's own cache cannot give it back: it loads programs onto their devices, and none is there.
+    """
+    path = None
+    with contextlib.suppress(
+        OSError, EOFError, ValueError, TypeError, zlib.error
+    ):  # none, or broken
+        path = compile_cache.default_folder().parents[1] / "preflight" / digest(lowered, built)
+        return Program(**json.loads(gzip.decompress(path.read_bytes()))), True
+    program = compiled(name, lowered)
+    with contextlib.suppress(OSError, AttributeError):  # a full disk, or no folder at all
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with files.atomic_file(path) as file:
+            file.write(gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 1))
+        for old in sorted(path.parent.iterdir(), key=lambda it: it.stat().st_mtime)[:-KEPT]:
+            old.unlink()
+    return program, False
+
+
+def digest(lowered: jax.stages.Lowered, built: build.Programs) -> str:
+    """Returns the SHA-256 of all that decides a compiled program; this code has the options."""
+    root, parts = pathlib.Path(__file__).parents[2], ("dapo_jax", "models", "sharding")
+    code = sorted(path for part in parts for path in (root / part).rglob("*.py"))
+    environment = (i for i in os.environ.items() if i[0].startswith(("JAX_", "TPU_", "XLA_")))
+    found = [jax.__version__, lowered.as_text(), *map(str, built.mesh.devices.flat)]
+    found += [*map(str, sorted(environment)), *(path.read_text() for path in code)]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
 def compiled(name: str, lowered: jax.stages.Lowered) -> Program:

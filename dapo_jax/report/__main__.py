@@ -3,10 +3,11 @@
     python -m dapo_jax.report --workdir DIR [DIR2 ...] [--rows FILE ...]
     python -m dapo_jax.report --evaluation FILE [FILE2 ...]
 
-The first writes report.html, curves.png and accuracy_vs_tokens.png into the first folder, or beside
-the first file of rows. A DIR is a run's or a sweep's folder, FILE a rows.jsonl.gz of a study.
-The second writes evaluation.html beside the first evaluation, an eval/*.json of a run or of
-`dapo_jax.evaluate`, and compares those of one set, problem by problem.
+The first writes report.html, curves.png and accuracy_vs_tokens.png into the folder, or beside the
+file of rows. A DIR is a run's or a sweep's folder, FILE a rows.jsonl.gz of a study.
+The second writes evaluation.html beside the evaluation, an eval/*.json of a run or of
+`dapo_jax.evaluate`, and compares those of one set, problem by problem. What is of several goes into
+the folder compared/ there, and leaves the page of the first alone as it is.
 """
 
 import argparse
@@ -44,12 +45,17 @@ def write_report(workdirs: Paths, *, rows: Paths = ()) -> pathlib.Path:
     if not loaded:
         raise ValueError(f"{', '.join(map(str, [*workdirs, *rows]))}: no run has a finished step")
     target = pathlib.Path(*workdirs[:1]) if workdirs else pathlib.Path(rows[0]).parent
-    target = target.resolve()
+    target = target.resolve() / folder_of([*workdirs, *rows])
     for figure in (plots.curves, plots.accuracy_vs_tokens):
         plots.save(figure(loaded), target / f"{figure.__name__}.png")
     unfinished = [point for folder in workdirs for point in page.unfinished(pathlib.Path(folder))]
     page.write(target / "report.html", page.render(loaded, unfinished=unfinished))
     return target / "report.html"
+
+
+def folder_of(paths: Paths) -> str:
+    """Names the folder of a page, in that of the first path: of several it is one of its own."""
+    return "compared" if len(runs.labelled(paths)) > 1 else ""
 
 
 def main() -> None:
@@ -67,7 +73,9 @@ def main() -> None:
         if given.evaluation:
             both = evaluations.compared(given.evaluation)
             print("\n".join(evaluations.lines(*both)))
-            print(evaluations.write_page(given.evaluation, *both))
+            print(
+                evaluations.write_page(given.evaluation, *both, folder=folder_of(given.evaluation))
+            )
         if given.workdir or given.rows:
             print(write_report(given.workdir, rows=given.rows))
     except (FileNotFoundError, ValueError) as error:

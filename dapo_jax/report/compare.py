@@ -7,6 +7,7 @@ prints the tables from rows.jsonl.gz alone; a sweep writes the same to summary.m
 
 import argparse
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from dapo_jax.report import statistics
 from dapo_jax.report.rows import read_rows_file
-from dapo_jax.report.runs import Run, by_arm, column, complete, labelled, merged
+from dapo_jax.report.runs import Run, by_arm, column, complete, labelled, merged, spans
 from dapo_jax.run.metrics import TASK
 
 METHOD = f"""\
@@ -190,6 +191,35 @@ class Comparison:
         ]
 
 
+CLIPS = {"algo.eps_high": "high", "algo.eps_low": "low", "algo.dual_clip": "dual"}
+
+
+def equal_lines(runs: Mapping[str, Run]) -> list[str]:
+    """Says which arms end with the bits of an earlier arm, on which seeds, and in spite of what.
+
+    Their differences measure nothing: no update of theirs depended on the settings that differ.
+    """
+    lines = {}
+    for (first, theirs), (arm, ours) in itertools.combinations(by_arm(runs).items(), 2):
+        seeds = [s for s in ours if s in theirs and ours[s].digest == theirs[s].digest != ""]
+        if arm in lines or not seeds:
+            continue
+        pairs = [(ours[seed], theirs[seed]) for seed in sorted(seeds)]
+        a, b = (run.config for run in pairs[0])
+        keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+        sides = [CLIPS[key] for key in keys if key in CLIPS]
+        clipped = [
+            column(it.rows, f"clip_fraction/{side}") for side in sides for it in sum(pairs, ())
+        ]
+        nothing = f": nothing was clipped {' or '.join(sides)}" * bool(sides)
+        lines[arm] = (
+            f"{arm} has the bits of {first} on seed {spans(sorted(seeds))}, in all weights and "
+            f"moments: {', '.join(keys)} changed no update there"
+            f"{'' if any(map(np.nansum, clipped)) else nothing}."
+        )
+    return list(lines.values())
+
+
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep") -> str:
     """The tables of the complete runs, against the baseline arm; "": the first arm.
 
@@ -223,6 +253,7 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep
     if baseline in arms and others:
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %", "unpaired 95 %"]
         lines += ["", f"## Differences from {baseline} on the same seed", ""]
+        lines += [line + "\n" for line in equal_lines(kept)]
         lines += table(
             [*heads, "seeds needed, unpaired"],
             [

@@ -233,12 +233,14 @@ def write_page(
     paths: Sequence[str | pathlib.Path],
     found: Sequence[Evaluated],
     comparisons: Sequence[Comparison],
+    *,
+    folder: str = "",
 ) -> pathlib.Path:
-    """Writes evaluation.html beside the first result; returns its path.
+    """Writes evaluation.html into a folder beside the first result; returns its path.
 
     It has the comparisons of the results of one set, all scores, problems and responses.
     """
-    target = pathlib.Path(paths[0]).resolve().parent / "evaluation.html"
+    target = pathlib.Path(paths[0]).resolve().parent / folder / "evaluation.html"
     sections = {"evaluations": found, "comparisons": comparisons, "responses": PAGE_RESPONSES}
     page.write(target, page.html("Evaluation", **sections))
     return target

@@ -74,6 +74,7 @@ def render(runs: Mapping[str, Run], *, unfinished: Sequence[Mapping] = ()) -> st
         seeds={arm: len(of_seed) for arm, of_seed in by_arm(finished).items()},
         ends=ends(finished) if finished and len(runs) > 1 else {},
         short=short,
+        equal=compare.equal_lines(finished),
         last_rows=statistics.LAST_ROWS,
         differences=[(key, *values) for key, values in differences(runs).items()],
         pictures=[picture(plots.curves(runs)), picture(plots.accuracy_vs_tokens(runs))],

@@ -1,8 +1,8 @@
 """The rows of several runs in one small file, rows.jsonl.gz, from which a study makes its tables.
 
-A line is a run: {"arm", "seed", "config": {dotted key: value}, "starts": [commit, changed,
-versions, devices, time and command of each start], "evaluations": {set: {score: {finished steps:
-value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
+A line is a run: {"arm", "seed", "digest" (Run's), "config": {dotted key: value}, "starts": [commit,
+changed, versions, devices, time and command of each start], "evaluations": {set: {score: {finished
+steps: value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
 """
 
 import gzip
@@ -68,6 +68,7 @@ def _line_of(arm: str, run: Run) -> dict:
     return {
         "arm": arm,
         "seed": run.seed,
+        "digest": run.digest,
         "config": {key: _portable(value, folder) for key, value in run.config.items()},
         "starts": [*map(_portable_start, run.starts)],
         "evaluations": evaluations,
@@ -118,4 +119,5 @@ def _run_of(line: Mapping) -> Run:
         for name, scores in line["evaluations"].items()
         for score, values in scores.items()
     }
-    return Run(rows, evaluations, dict(line["config"]), list(line["starts"]), line["arm"])
+    digest = line.get("digest", "")
+    return Run(rows, evaluations, dict(line["config"]), list(line["starts"]), line["arm"], digest)

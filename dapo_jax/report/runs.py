@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dapo_jax.run.chain import STATE
 from dapo_jax.run.files import read_json, read_rows, read_starts
 from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
 
@@ -27,6 +28,7 @@ class Run:
     instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
     settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
     arm: the name shared by the runs of a sweep that differ in their seed alone; "" without a sweep.
+    digest: of all weights and moments after the last row's step; "" where that is not known.
     workdir: None for a run from a file of rows.
     """
 
@@ -35,6 +37,7 @@ class Run:
     config: dict[str, object]
     starts: list[dict] = dataclasses.field(default_factory=list)
     arm: str = ""
+    digest: str = ""
     workdir: pathlib.Path | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -65,6 +68,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
 
 
 def _with_rows(rows: Sequence[dict], workdir: pathlib.Path, arm: str) -> Run:
+    digest = rows[-1].get(STATE, "") if rows else ""
     rows = [
         {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
         for row in rows
@@ -72,7 +76,7 @@ def _with_rows(rows: Sequence[dict], workdir: pathlib.Path, arm: str) -> Run:
     config_path = workdir / "config.json"
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
-    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
+    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, digest, workdir)
 
 
 def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
@@ -255,15 +259,18 @@ def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: in
 def totals(run: Run) -> dict[str, str]:
     """Name -> formatted sums over the rows: steps, time, tokens, tokens per second, skips."""
     result = {"rollout steps": str(len(run.rows))}
-    seconds = float(np.nansum(column(run.rows, "seconds/total")))
+    timed = [column(run.rows, key) for key in ("seconds/total", "seconds/start")]
+    seconds, wall = float(np.nansum(timed[0])), float(np.nansum(timed))
     known = tokens_before(run.rows).values()
     tokens = max(known) - min(known)  # a fork's own
     if seconds > 0:
-        result["wall time"] = str(datetime.timedelta(seconds=round(seconds)))
+        result["wall time"] = str(datetime.timedelta(seconds=round(wall)))
     if tokens > 0:
         result["sampled tokens"] = f"{int(tokens):,}"
     if tokens > 0 and seconds > 0:
         result["sampled tokens per second"] = f"{tokens / seconds:,.0f}"
+    if idle := idle_steps(run):
+        result["steps without an update"] = str(idle)
     skipped = float(np.nansum(column(run.rows, "updates_skipped")))
     if skipped > 0:
         result["updates skipped"] = f"{skipped:.0f}"
@@ -272,6 +279,11 @@ def totals(run: Run) -> dict[str, str]:
     if run.starts and run.starts[-1].get("commit"):
         result["commit"] = commit_text(run.starts[-1])
     return result
+
+
+def idle_steps(run: Run) -> int:
+    """Counts the steps in which no update had a gradient that is not zero."""
+    return sum(row.get("updates", 1) <= row.get("updates_zero_gradient", 0) for row in run.rows)
 
 
 def commit_text(start: Mapping) -> str:

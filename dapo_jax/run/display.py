@@ -10,19 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rich.columns import Columns
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.run.metrics import METRICS, Metric, score_metric
+from dapo_jax.run.metrics import METRICS, score_metric
 from dapo_jax.untrusted import printable
 
 PLAIN_WIDTH = 140  # columns of a sample in a log file, which has no width of its own
-ELAPSED_FROM = 50  # narrower terminals show only the remaining time beside the bar
 QUIET_SECONDS = 60.0  # a log that has been silent for so long also shows the phases of a step
 ETA_STEPS = 20  # the remaining time rests on the median of so many last steps
 PROMPT_CHARACTERS = 120
@@ -101,49 +96,33 @@ class Display:
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._num_steps = num_steps
         self._done = first_step
-        self._row: Mapping = {}
-        self._phase_text: str | None = None
         self._step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self._start_seconds = self._phase_start_seconds = time.monotonic()
-        self._last_line_seconds = self._start_seconds
-        self._spinner = Spinner("line", style="cyan")  # ASCII: any terminal's encoding has it
-        self._live = Live(
-            get_renderable=self._render,
-            console=self._console,
-            refresh_per_second=4,
-            vertical_overflow="crop",
-        )
+        self._last_line_seconds = time.monotonic()
+        self._status = self._console.status("", spinner="line")  # ASCII: any encoding has it
 
     def __enter__(self) -> "Display":
         if self._is_live:
-            self._live.start()
+            self._status.start()
         return self
 
     def __exit__(self, *exception) -> None:
-        self._phase_text = None
         if self._is_live:
-            self._live.stop()
+            self._status.stop()
 
     def phase(self, text: str) -> None:
         """Says what is going on now, for instance 'rollout: 24/32 informative groups'."""
-        text = self._safe(text)
-        now = time.monotonic()
-        if self._phase_text is None or text.split(":")[0] != self._phase_text.split(":")[0]:
-            self._phase_start_seconds = now
-        self._phase_text = text
-        if not self._is_live and now - self._last_line_seconds >= QUIET_SECONDS:
+        if self._is_live:
+            done = f"step {self._done}/{self._num_steps}, eta {self._eta()}, "
+            self._status.update(Text(done + self._safe(text), overflow="fold"))
+        elif time.monotonic() - self._last_line_seconds >= QUIET_SECONDS:
             self.line(f"  ... {text}")
 
     def step(self, row: Mapping) -> None:
         """Shows a finished step's row (the keys of metrics.jsonl; missing ones show as '-')."""
-        self._row = row
-        self._phase_text = None
         self._done = int(row["step"]) + 1
         if row.get("seconds/total") is not None:
             self._step_seconds.append(float(row["seconds/total"]))
-        self.line(self._step_line(row))  # stays in the terminal's scrollback
-        if self._is_live:
-            self._live.refresh()
+        self.line(self._step_line(row))
 
     def line(self, text: str) -> None:
         """Prints text, which may have several lines, as it is; in a terminal above the bar."""
@@ -182,37 +161,15 @@ class Display:
         seconds = row.get("seconds/total")
         parts = [
             f"step {row['step']:>{digits}} ({self._done:>{digits}}/{self._num_steps})",
-            *(f"{metric.line} {metric.text(row.get(metric.key))}" for metric in _watched()),
+            *(
+                f"{metric.line} {metric.text(row.get(metric.key))}"
+                for metric in METRICS
+                if metric.line
+            ),
             f"{'-' if seconds is None else f'{float(seconds):.1f}':>7} s",
             f"eta {self._eta()}",
         ]
         return "  ".join(parts)
-
-    def _render(self) -> Group:
-        times = f"eta {self._eta()}"
-        if self._console.width >= ELAPSED_FROM:
-            times = f"{format_duration(time.monotonic() - self._start_seconds)}  {times}"
-        bar = Table.grid(expand=True, padding=(0, 1))
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True, justify="right")
-        bar.add_row(
-            Text(f"step {self._done}/{self._num_steps}", style="bold", overflow="crop"),
-            ProgressBar(total=max(1, self._num_steps), completed=self._done),
-            Text(times, style="dim", overflow="crop"),
-        )
-        lines = [bar]
-        if self._row:
-            numbers = (
-                Text.assemble((m.line, "dim"), " ", (m.text(self._row.get(m.key)).strip(), "bold"))
-                for m in _watched()
-            )
-            lines.append(Columns(numbers, padding=(0, 3)))
-        if self._phase_text is not None:
-            seconds = format_duration(time.monotonic() - self._phase_start_seconds)
-            self._spinner.update(text=Text(f"{self._phase_text}  ({seconds})", overflow="fold"))
-            lines.append(self._spinner)
-        return Group(*lines)
 
     def _sample(self, sample: Sample) -> Iterator[Table | Text]:
         """A line with the verdict, then the ends of prompt and response."""
@@ -242,8 +199,3 @@ class Display:
         texts.add_row("  prompt", text(prompt, "dim", limit=PROMPT_CHARACTERS + 3))
         texts.add_row("  response", text(sample.response, limit=RESPONSE_CHARACTERS))
         yield texts
-
-
-def _watched() -> list[Metric]:
-    """The metrics of the live line."""
-    return [metric for metric in METRICS if metric.line]

@@ -1,6 +1,7 @@
 """The outputs of a run: config, rows, responses, evaluations, samples, the live display."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import hashlib
 import json
@@ -150,8 +151,10 @@ class Record:
         if hosts.is_main_host():
             self._rows.write(row)
             self._writers("step", chain.numbers(row))
-        if self.shows_samples(row["step"]):
-            self.display.samples(row["step"], samples(rollouts, reward_PG))
+        if self.shows_samples(row["step"]) and (shown := samples(rollouts, reward_PG)):
+            self.display.samples(row["step"], shown)
+            if hosts.is_main_host():
+                self._writers("samples", row["step"], [*map(dataclasses.asdict, shown)])
         self.display.step(row)
 
     def shows_samples(self, step: int) -> bool:

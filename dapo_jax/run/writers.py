@@ -1,6 +1,6 @@
 """More places for a run's numbers: `log.writers`.
 
-A writer is a class with four methods (`Writer`), named "tensorboard", "wandb" or "module:Class".
+A writer is a class with the methods of `Writer`, named "tensorboard", "wandb" or "module:Class".
 One that fails is left out for the rest of the run, which says so once: the numbers are in
 metrics.jsonl anyway.
 """
@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import pathlib
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from dapo_jax.run.files import atomic_file
 
 SHOWN_ERROR = 200
+WANDB = "wandb>=0.19,<1"  # its init has resume="allow" by a run's own id, offline too
 
 
 class Writer(Protocol):
@@ -39,6 +41,9 @@ class Writer(Protocol):
 
         The row of that step comes later, if there is one, and so may that of the step before.
         """
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Takes a few responses of a step, as `display.Sample` has them; a class may lack this."""
 
     def close(self) -> None:
         """Ends, where the run is done or failed; a signal ends the run without this."""
@@ -65,6 +70,11 @@ class TensorBoard:
     def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
         self._add(scores, finished_steps)
 
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        cells = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+        lines = (f"| {' | '.join(map(literal, line))} |" for line in cells)
+        self._writer.add_text("samples", "\n".join(lines), step)
+
     def _add(self, values: Mapping[str, Any], step: int) -> None:
         for key, value in values.items():
             if key != "step" and value is not None:
@@ -89,6 +99,7 @@ class WandB:
             with atomic_file(file) as opened:
                 opened.write(secrets.token_hex(4).encode())
         settings = {"id": file.read_text().strip(), "resume": "allow", "allow_val_change": True}
+        self._table = wandb.Table
         self._run = wandb.init(config=config, dir=str(workdir), name=workdir.name, **settings)
         self._scores: dict[int, Mapping] = {}  # its steps may not go back, as an evaluation's do
 
@@ -99,10 +110,20 @@ class WandB:
     def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
         self._scores[finished_steps] = scores
 
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        data = [list(row.values()) for row in rows]
+        self._run.log({"samples": self._table(columns=list(rows[0]), data=data)}, step=step)
+
     def close(self) -> None:
         for finished_steps, scores in sorted(self._scores.items()):
             self._run.log(dict(scores), step=finished_steps)
         self._run.finish()
+
+
+def literal(cell: Any) -> str:
+    """Returns a cell of a Markdown table that shows a text as it is, whatever the text holds."""
+    text = re.sub(r"[^\w\s-]|_", lambda sign: f"&#{ord(sign[0])};", str(cell))
+    return text.replace("\n", "<br>")
 
 
 BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB}
@@ -112,10 +133,7 @@ def find(name: str) -> Callable[..., Writer]:
     """Returns a writer's class; ValueError where log.writers names none, or it is not installed."""
     setting = f"log.writers has {name!r}"
     if name == "wandb" and importlib.util.find_spec(name) is None:
-        raise ValueError(
-            f'{setting}, but that package is not installed: pip install "dapo_jax[wandb]", or '
-            'pip install "wandb>=0.19,<1"'
-        )
+        raise ValueError(f'{setting}, but that package is not installed: pip install "{WANDB}"')
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, colon, attribute = name.partition(":")
@@ -156,9 +174,10 @@ class Writers:
             self._call(name, lambda name=name: self._begin(name, config, workdir, resume_step))
 
     def __call__(self, method: str, *arguments) -> None:
-        """Calls a method of all of them: step, evaluation or close."""
+        """Calls a method of all of them that have it: step, evaluation, samples or close."""
         for name, writer in list(self._writers.items()):
-            self._call(name, lambda writer=writer: getattr(writer, method)(*arguments))
+            if hasattr(writer, method):
+                self._call(name, lambda writer=writer: getattr(writer, method)(*arguments))
 
     def _begin(self, name: str, *of_run) -> None:
         self._writers[name] = find(name)(*of_run)

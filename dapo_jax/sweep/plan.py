@@ -23,7 +23,8 @@ from dapo_jax.run.recipe import KEY_FLAG, MAY_CHANGE, read_recipe, recipe_differ
 PRESET = "preset"
 SEEDS_BELOW = KEYS["seed"].at_most + 1
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")  # of an arm, which names a folder
-QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
+VALUE = r"""(?:'[^']*'|"[^"]*"|\([^()]*\)|\[[^][]*\]|\{[^{}]*\}|[^][(){}'",])+"""
+QUOTED = re.compile(r"^(['\"])(.*)\1$")
 Settings = dict[str, str]
 
 
@@ -131,21 +132,12 @@ def split_values(text: str) -> list[str]:
 
     Raises ValueError for a bracket or quote without its partner, and for an empty value.
     """
-    values, part = [], ""
-    for piece in text.split(","):
-        part = f"{part},{piece}" if part else piece
-        bare = QUOTED.sub("", part)
-        if not re.search("['\"]", bare) and all(
-            bare.count(left) == bare.count(right) for left, right in ("()", "[]", "{}")
-        ):
-            values.append(part.strip())
-            part = ""
-    if part:
-        raise ValueError(f"{text!r}: a bracket or quote has no partner in {part!r}")
-    if "" in values:
-        raise ValueError(f"{text!r} has an empty value; write '' for an empty text")
-    quoted = map(QUOTED.fullmatch, values)
-    return [q[1] or q[2] or "" if q else v for q, v in zip(quoted, values, strict=True)]
+    values = [value.strip() for value in re.findall(VALUE, text)]
+    if "" in values or not re.fullmatch(f"{VALUE}(?:,{VALUE})*", text):
+        raise ValueError(
+            f"{text!r}: a bracket or quote has no partner, or a value is empty: '' is an empty text"
+        )
+    return [QUOTED.sub(r"\2", value) for value in values]
 
 
 def _axis(text: str) -> tuple[str, list[str]]:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from rich.console import Console
+from rich.markup import escape
 
 from dapo_jax.run import chain
 from dapo_jax.run.display import format_duration
@@ -26,6 +28,7 @@ from sharding import hosts
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
 ATTEMPTS = "points.jsonl"
 LOG = "output.txt"  # log.txt is the run's own
+PROGRESS_SECONDS = 5.0  # between two looks at the running points, for a terminal
 AGAIN_LIMIT = 5  # status 75 more often in a row is a failure
 AGAIN_SECONDS = 10.0  # a storage that does not answer shall have some time
 ERROR_LINES, ERROR_CHARACTERS = 5, 300
@@ -64,7 +67,7 @@ class Runner:
         self.done = len(points) - len(self._waiting)
         self.failed: dict[Point, list[str]] = {}
         self._failures: collections.Counter[Point] = collections.Counter()
-        self._running: set[subprocess.Popen] = set()
+        self._running: dict[subprocess.Popen, Point] = {}
         self._stopping, self._lock = threading.Event(), threading.Lock()
 
     @property
@@ -81,16 +84,35 @@ class Runner:
                     process.terminate()
 
     def run(self) -> None:
-        """Runs all points that are not done, until none is left or `stop` is called."""
+        """Runs all points that are not done, until none is left or `stop` is called.
+
+        A terminal sees below the lines of `say` how far the running ones are.
+        """
         (self._folder / ATTEMPTS).touch()
-        with concurrent.futures.ThreadPoolExecutor(self._jobs) as pool:
-            slots = [pool.submit(self._work, slot) for slot in range(self._jobs)]
+        console = Console()
+        wait = {"timeout": PROGRESS_SECONDS if console.is_terminal else None}
+        wait["return_when"] = concurrent.futures.FIRST_COMPLETED
+        with (
+            concurrent.futures.ThreadPoolExecutor(self._jobs) as pool,
+            console.status("starting", spinner="line") as status,
+        ):
+            slots = {pool.submit(self._work, slot) for slot in range(self._jobs)}
             try:
-                for slot in concurrent.futures.as_completed(slots):
-                    slot.result()
+                while slots:
+                    ended, slots = concurrent.futures.wait(slots, **wait)
+                    for slot in ended:
+                        slot.result()
+                    status.update(escape(self.progress()))
             except BaseException:  # an error of ours: no run may go on unwatched
                 self.stop()
                 raise
+
+    def progress(self) -> str:
+        """Says how far the points are that run now."""
+        with self._lock:
+            points = list(self._running.values())
+        steps = (f"{it.label}: {last_row(it)['step'] + 1} of {it.num_steps} steps" for it in points)
+        return "; ".join([f"{self.done} of {self._points} runs done", *steps])
 
     def _work(self, slot: int) -> None:
         """Runs one waiting point after the other on a slot's cores."""
@@ -126,7 +148,7 @@ class Runner:
                 start_new_session=True,  # a terminal's Ctrl-C is passed on by `stop`, once
             )
             bind(process.pid, slot, self._jobs)
-            self._running.add(process)
+            self._running[process] = point
             if self.stopped:
                 process.terminate()
         status = process.wait()
@@ -134,7 +156,7 @@ class Runner:
         if status == 0 and not is_done(point):
             status, error = 1, [f"ended with status 0 after {len(rows(point))} steps"]
         with self._lock:
-            self._running.remove(process)
+            del self._running[process]
             self._record(point, status, error, time.monotonic() - begin)
         return status, error
 
@@ -144,7 +166,7 @@ class Runner:
         self.done += status == 0
         ends = {0: "done", hosts.RETRYABLE: "stopped and saved"}
         failed = f"killed by signal {-status}" if status < 0 else f"failed with status {status}"
-        row = (rows(point) or [{"step": -1}])[-1]
+        row = last_row(point)
         text = f"[{self.done}/{self._points}] {point.label}: {ends.get(status, failed)}, "
         text += f"{row['step'] + 1} of {point.num_steps} steps in {format_duration(seconds)}"
         if row.get("accuracy/mean") is not None:
@@ -157,7 +179,7 @@ class Runner:
 def is_done(point: Point) -> bool:
     """Tells whether a point has all its steps and the seal of a run that has ended."""
     sealed = (point.workdir / chain.SEAL).is_file()
-    return sealed and any(row["step"] + 1 >= point.num_steps for row in rows(point)[-1:])
+    return sealed and last_row(point)["step"] + 1 >= point.num_steps
 
 
 def rows(point: Point) -> list[dict]:
@@ -165,6 +187,11 @@ def rows(point: Point) -> list[dict]:
     with contextlib.suppress(FileNotFoundError, ValueError):
         return read_rows(point.workdir / "metrics.jsonl")
     return []
+
+
+def last_row(point: Point) -> dict:
+    """Returns the last of a point's rows; one of step -1 where there is none."""
+    return (rows(point) or [{"step": -1}])[-1]
 
 
 def last_lines(path: pathlib.Path, start: int) -> list[str]:

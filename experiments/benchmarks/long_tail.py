@@ -4,7 +4,7 @@
 
 512 requests whose lengths are sampled from the CSV (column length_tokens): a quarter of each, cut
 at 1,024 as a length limit cuts. The engine's equal lengths have the same mean. The static batch
-has as many rows as the engine has slots. --out: a folder for timeline.png.
+has as many rows as the engine has slots.
 """
 
 import pathlib
@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report.timeline import plot_timeline
 from experiments.benchmarks import common, static_sampler
 from sharding import hosts, rules
 from sharding.mesh import split_cpu
@@ -25,7 +24,6 @@ flags.DEFINE_string("size", "1.25", "Millions of parameters.")
 flags.DEFINE_integer("slots", 64, "Slots of the engine, rows of a static batch.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party; the best counts.")
-flags.DEFINE_string("out", "", "Folder for timeline.png.")
 REQUESTS, GROUP, PROMPT, RESPONSE = 512, 8, 64, 1_024
 PAGE = 64
 
@@ -111,8 +109,6 @@ def main(_):
         f"{session.discarded_tokens} tokens; seconds "
         + ", ".join(f"{name} {spent:.2f}" for name, spent in session.seconds.items())
     )
-    if FLAGS.out:
-        plot_timeline(session.blocks, pathlib.Path(FLAGS.out) / "timeline.png")
 
 
 if __name__ == "__main__":

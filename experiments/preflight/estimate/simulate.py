@@ -3,7 +3,7 @@
 A program's core takes the cycles that the TPU's compiler estimates. The rest is added: exchanges
 between devices, reads of keys and values, attention's kernel in the learner. Their rates are
 assumed, as a range: `FAST` and `SLOW`. The assumptions were fixed by published measurements
-(experiments/preflight/published.py), and stay when the programs change.
+(experiments/preflight/README.md), and stay when the programs change.
 """
 
 import dataclasses
