@@ -64,6 +64,11 @@ ASYNCHRONOUS = dict.fromkeys(
 )
 
 
+# For every program on a platform. A GPU adds up in any order otherwise: two runs of one recipe
+# differed from their first update on. 2 to 4 % slower, measured on an H200.
+OPTIONS = {"gpu": {"xla_gpu_deterministic_ops": True}}
+
+
 def _tiles(mib: int) -> dict[str, object]:
     """Asks for larger tiles of products: of so many MiB in place of 16, or of what a chip has.
 
@@ -154,6 +159,11 @@ def kernels_for(name: str, platform: str) -> Kernels:
             f"devices are {platform}; choose one of {', '.join(('auto', *able))}"
         )
     return kernels
+
+
+def options_of(mesh: jax.sharding.Mesh) -> dict[str, object]:
+    """Gives the compiler's options for every program on a mesh, whatever its kernels."""
+    return OPTIONS.get(platform_of(mesh), {})
 
 
 def platform_of(mesh: jax.sharding.Mesh) -> str:
