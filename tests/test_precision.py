@@ -258,8 +258,15 @@ def precisions(jaxpr):
             yield from precisions(inner)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("platform", "name"), [("gpu", "auto"), ("gpu", "xla"), ("tpu", "auto")])
+@pytest.mark.parametrize(
+    ("platform", "name", "dtype"),
+    [
+        ("gpu", "auto", "float32"),
+        ("gpu", "xla", "float32"),
+        ("tpu", "auto", "float32"),
+        ("tpu", "auto", "bfloat16"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform, name, dtype):
     """Read from all programs of a step: a GPU rounded float32 to TF32, a TPU to bfloat16.
