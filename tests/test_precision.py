@@ -285,6 +285,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform
     config.rollout.max_prompt_tokens = config.rollout.max_response_tokens = 96
     config.rollout.num_prompts, config.rollout.group_size = 2, 4
     config.rollout.cache_mib, config.rollout.carry_over_steps = 4, 1
+    config.rollout.page_tokens = 48
     config.updates_per_step, config.algo.ratio, config.algo.kl_coef = 1, "sequence", 0.1
     config.learner.row_tokens, config.learner.micro_batch_rows = 256, 2
     config.learner.lora_rank = 4

@@ -370,7 +370,7 @@ def cache_plan(
         ),
         slot_tokens=min(r.slot_tokens, r.max_response_tokens),
         readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,
-        page_tokens=r.page_tokens,
+        page_tokens=kernels.page_tokens(r.page_tokens, sizes.head_dim),
         block_tokens=r.block_tokens,
         max_prompt_tokens=r.max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,

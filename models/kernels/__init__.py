@@ -28,7 +28,7 @@ class Kernels:
     rows; shares_prompts says whether several responses may stand there behind one prompt.
     attend_pages is `paged_tpu`'s or `paged_gpu`'s, write_pages `pages_tpu`'s or `pages_gpu`'s, with
     their last argument given, or None where plain XLA attends to pages and writes them; copy_pages
-    is one of theirs or `xla`'s.
+    is one of theirs or `xla`'s. page_tokens(tokens, head size) rounds a page up to what they take.
     learn_product and decode_product are einsums with a weight matrix. With unrolls_layers the
     learner unrolls its layers instead of scanning them, where it recomputes nothing.
     decode_options are the compiler's for the sampler's programs, wide_options further ones for
@@ -43,6 +43,7 @@ class Kernels:
     learn_product: Callable
     decode_product: Callable
     copy_pages: Callable = xla.copy_pages
+    page_tokens: Callable[[int, int], int] = lambda tokens, head_size: tokens
     unrolls_layers: bool = False
     decode_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     wide_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
@@ -85,6 +86,7 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
         attend_pages=functools.partial(paged_tpu.paged_attention, interpret=interpret),
         write_pages=functools.partial(pages_tpu.write_pages, interpret=interpret),
         copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),
+        page_tokens=Kernels.page_tokens if interpret else paged_tpu.page_tokens,
         learn_product=jnp.einsum,
         decode_product=_decode_product(interpret),
         wide_options={} if interpret else _tiles(32),
@@ -100,6 +102,7 @@ def _gpu(*, interpret: bool, platform: str) -> Kernels:
         attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
         write_pages=functools.partial(pages_gpu.write_pages, interpret=interpret),
         copy_pages=functools.partial(pages_gpu.copy_pages, interpret=interpret),
+        page_tokens=Kernels.page_tokens if interpret else paged_gpu.page_tokens,
         learn_product=jnp.einsum,
         decode_product=_decode_product(interpret),
         platforms=(platform,),
