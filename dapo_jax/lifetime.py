@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from dapo_jax import evaluate, learner, rollout
 from dapo_jax.report import plots, runs, timeline
 from dapo_jax.run import alarms, build, chain, checks, failures, files, fit, hub, start
+from dapo_jax.run.metrics import Stopwatch
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
@@ -40,6 +41,7 @@ class Run:
     snapshots: Snapshots
     first_step: int
     begin_step: int  # the run's first, not 0 in a fork
+    start_seconds: dict[str, float]  # of loading and compiling, before the first step
 
     def sampler_weights(self, state: learner.TrainState) -> dict:
         """Returns the weights as the sampler shards them."""
@@ -105,7 +107,9 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
     """
     start.check(config)
-    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
+    watch = Stopwatch()
+    with watch("load"):
+        hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     chosen = fit.fit_training(config)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
@@ -120,34 +124,39 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         )
     )
     start.check_parent(config, checkpoints.latest_step(), origin)
-    parts = start.prepare(config, workdir)
-    first = start.restore(config, workdir, parts, checkpoints, origin)
-    run = ready(config, workdir, stack, parts, first, snapshots, notes=chosen)
+    with watch("load"):
+        parts = start.prepare(config, workdir)
+        first = start.restore(config, workdir, parts, checkpoints, origin)
+    run = ready(config, workdir, stack, parts, first, snapshots, watch, notes=chosen)
     return run, first.state, first.progress
 
 
 def ready(
-    config, workdir, stack, parts: start.Parts, first: start.Start, snapshots, *, notes=()
+    config, workdir, stack, parts: start.Parts, first: start.Start, snapshots, watch, *, notes=()
 ) -> Run:
     """Loads and compiles all that every step needs, and opens the record in `workdir`.
 
     notes: lines to print with the banner.
     """
     tokenizer, programs, data = parts
-    start_weights = programs.load_start_weights()
-    alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
+    with watch("load"):
+        start_weights = programs.load_start_weights()
+        state = first.state
+        alarms.require_finite_start(programs, first.directory, first.step, state, start_weights)
 
     record = stack.enter_context(Record(config, workdir, first, tokenizer))
     snapshots.say = record.display.last_line
     record.display.line("\n".join([banner(config, programs, data, workdir, first), *notes]))
     record.display.phase("compiling the update")
-    update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
+    with watch("compile"):
+        update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
     record.display.phase("compiling the sampler")
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
     key = build.key(config, build.ROLLOUT_STREAM)
     training = Stream(key, build.sampling(config, tokenizer))
     streams = (training, *evaluate.streams(config, sets))
-    programs.engine.compile(*(stream.sampling for stream in streams))
+    with watch("compile"):
+        programs.engine.compile(*(stream.sampling for stream in streams))
     return Run(
         config=config,
         programs=programs,
@@ -162,6 +171,7 @@ def ready(
         snapshots=snapshots,
         first_step=first.step,
         begin_step=first.begin_step,
+        start_seconds=watch.seconds(),
     )
 
 

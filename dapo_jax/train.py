@@ -40,10 +40,15 @@ from dapo_jax.types import Rollouts
 from sharding import hosts
 
 
-def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None = None) -> None:
+def train(
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    origin: start.Origin | None = None,
+    profile: int | None = None,
+) -> None:
     """Runs, or resumes, the recipe in `workdir` until config.num_steps rollout steps are done.
 
-    origin: the checkpoint of another run to begin with.
+    origin: the checkpoint of another run to begin with. profile: the step to write a trace of.
     """
     stopped = None
     if lines := hosts.on_main(lambda: finished_lines(config, workdir, origin)):
@@ -51,14 +56,26 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None
         return
     with contextlib.ExitStack() as stack:
         run, state, progress = begin(config, workdir, stack, origin)
+        if profile is not None and profile not in range(run.first_step, config.num_steps):
+            raise ValueError(
+                f"--profile={profile} is none of the steps to come, {run.first_step} to "
+                f"{config.num_steps - 1}; give one of them"
+            )
         begins = run.first_step == run.begin_step
         if begins and run.sets and not run.evaluates_in(run.first_step):
             run.evaluate_alone(state, run.first_step)  # a fork: all have a first point
         for step in range(run.first_step, config.num_steps):
-            state, progress, stopped = rl_step(run, step, state, progress)
+            with profiled(workdir) if step == profile else contextlib.nullcontext():
+                state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:
                 raise SystemExit(stopped)
     conclude(workdir)
+
+
+def profiled(workdir: pathlib.Path) -> contextlib.AbstractContextManager:
+    """Writes a trace of what runs inside it into the run's directory, on each process its own."""
+    process = str(jax.process_index()) if jax.process_count() > 1 else ""
+    return jax.profiler.trace(str(workdir / "profile" / process))
 
 
 def rl_step(
@@ -123,7 +140,7 @@ def finish(
         done,
         sampled_tokens_total=tokens,
         retired_prompts=len(retired),
-        seconds=watch.seconds(),
+        seconds=(run.start_seconds if step == run.first_step else {}) | watch.seconds(),
     )
     row, before = step_row(done), progress.row or {}
     stopped = run.alarms.look(row, done, before)
@@ -271,7 +288,7 @@ def main(_):
         dry_run.run(config, workdir, origin, print if hosts.is_main_host() else lambda line: None)
     else:
         compile_cache.enable(several=DISTRIBUTED.value)
-        train(config, workdir, origin)
+        train(config, workdir, origin, PROFILE.value)
 
 
 if __name__ == "__main__":
@@ -282,6 +299,9 @@ if __name__ == "__main__":
         None,
         "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR, its workdir. "
         "Policy, moments, place in the prompt stream and randomness go on, under this recipe.",
+    )
+    PROFILE = flags.DEFINE_integer(
+        "profile", None, "Write a jax.profiler trace of this step, from 0, into WORKDIR/profile."
     )
     DISTRIBUTED = command.define_distributed()
     DRY_RUN = flags.DEFINE_bool(

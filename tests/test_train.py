@@ -27,7 +27,15 @@ from models.hf import load_params
 from models.hf_config import load_config
 
 # Of every row; where nothing is evaluated, carried over or retired, that is missing.
-OPTIONAL = ("seconds/evaluate", "carry_over/", "staleness/", "clip_fraction/tis", "prompts_retired")
+FIRST = {"seconds/load", "seconds/compile"}  # of a start's first row
+OPTIONAL = (
+    *FIRST,
+    "seconds/evaluate",
+    "carry_over/",
+    "staleness/",
+    "clip_fraction/tis",
+    "prompts_retired",
+)
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
 STEPS = 3
 TIMINGS = CLOCKED
@@ -97,7 +105,9 @@ def finished(tmp_path_factory):
     """An uninterrupted run."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     workdir.mkdir()
-    train.train(small_config(), workdir)
+    with pytest.raises(ValueError, match="--profile=3 is none of the steps to come, 0 to 2; give"):
+        train.train(small_config(), workdir, profile=STEPS)
+    train.train(small_config(), workdir, profile=1)
     return workdir
 
 
@@ -106,6 +116,7 @@ def test_a_run_writes_what_it_promises(finished):
     assert [row["step"] for row in rows] == [*range(STEPS)]
     for row in rows:
         assert set(row) >= EXPECTED_KEYS
+        assert set(row) & FIRST == (FIRST if row["step"] == 0 else set())
         assert row["ratio_gap"] < 1e-4
         assert row["updates"] == 2
         assert row["grad_norm"] > 0
@@ -122,6 +133,7 @@ def test_a_run_writes_what_it_promises(finished):
         assert ("eval/arithmetic/mean@4" in row) == (row["step"] in (0, 2))
     scores = json.loads((finished / "eval" / "2.json").read_text())["sets"]["arithmetic"]
     assert rows[2]["eval/arithmetic/mean@4"] == scores["mean@4"]
+    assert len([*(finished / "profile").rglob("*.xplane.pb")]) == 1
     images = ("curves.png", "timeline.png")
     for name in ("config.json", *images, "eval/0.json", "eval/2.json", "eval/3.json"):
         assert (finished / name).stat().st_size > 0
