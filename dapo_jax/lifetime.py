@@ -106,10 +106,9 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
 
     Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
     """
-    start.check(config)
     watch = Stopwatch()
-    with watch("load"):
-        hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
+    start.check(config)
+    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     chosen = fit.fit_training(config)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
@@ -124,9 +123,8 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         )
     )
     start.check_parent(config, checkpoints.latest_step(), origin)
-    with watch("load"):
-        parts = start.prepare(config, workdir)
-        first = start.restore(config, workdir, parts, checkpoints, origin)
+    parts = start.prepare(config, workdir)
+    first = start.restore(config, workdir, parts, checkpoints, origin)
     run = ready(config, workdir, stack, parts, first, snapshots, watch, notes=chosen)
     return run, first.state, first.progress
 
@@ -139,24 +137,22 @@ def ready(
     notes: lines to print with the banner.
     """
     tokenizer, programs, data = parts
-    with watch("load"):
-        start_weights = programs.load_start_weights()
-        state = first.state
-        alarms.require_finite_start(programs, first.directory, first.step, state, start_weights)
+    start_weights = programs.load_start_weights()
+    alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
 
     record = stack.enter_context(Record(config, workdir, first, tokenizer))
     snapshots.say = record.display.last_line
     record.display.line("\n".join([banner(config, programs, data, workdir, first), *notes]))
-    record.display.phase("compiling the update")
-    with watch("compile"):
-        update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
-    record.display.phase("compiling the sampler")
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
     key = build.key(config, build.ROLLOUT_STREAM)
     training = Stream(key, build.sampling(config, tokenizer))
     streams = (training, *evaluate.streams(config, sets))
     with watch("compile"):
+        record.display.phase("compiling the update")
+        update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
+        record.display.phase("compiling the sampler")
         programs.engine.compile(*(stream.sampling for stream in streams))
+    spent = watch.seconds()
     return Run(
         config=config,
         programs=programs,
@@ -171,7 +167,7 @@ def ready(
         snapshots=snapshots,
         first_step=first.step,
         begin_step=first.begin_step,
-        start_seconds=watch.seconds(),
+        start_seconds=spent | {"load": spent["total"] - spent["compile"]},
     )
 
 

@@ -57,25 +57,18 @@ def train(
     with contextlib.ExitStack() as stack:
         run, state, progress = begin(config, workdir, stack, origin)
         if profile is not None and profile not in range(run.first_step, config.num_steps):
-            raise ValueError(
-                f"--profile={profile} is none of the steps to come, {run.first_step} to "
-                f"{config.num_steps - 1}; give one of them"
-            )
+            steps = f"{run.first_step} to {config.num_steps - 1}"
+            raise ValueError(f"--profile={profile}: give one of the steps to come, {steps}")
         begins = run.first_step == run.begin_step
         if begins and run.sets and not run.evaluates_in(run.first_step):
             run.evaluate_alone(state, run.first_step)  # a fork: all have a first point
         for step in range(run.first_step, config.num_steps):
-            with profiled(workdir) if step == profile else contextlib.nullcontext():
+            folder = workdir / "profile" / str(hosts.number() or "")
+            with jax.profiler.trace(folder) if step == profile else contextlib.nullcontext():
                 state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:
                 raise SystemExit(stopped)
     conclude(workdir)
-
-
-def profiled(workdir: pathlib.Path) -> contextlib.AbstractContextManager:
-    """Writes a trace of what runs inside it into the run's directory, on each process its own."""
-    process = str(jax.process_index()) if jax.process_count() > 1 else ""
-    return jax.profiler.trace(str(workdir / "profile" / process))
 
 
 def rl_step(

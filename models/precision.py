@@ -18,10 +18,7 @@ import jax.numpy as jnp
 
 
 def products_in(dtype) -> contextlib.AbstractContextManager:
-    """Makes float32 products whole in what is traced inside it, where the compute dtype is float32.
-
-    Without it a GPU rounds their factors to TF32 and a TPU to bfloat16. Kernels' products, too.
-    """
+    """Keeps a float32 program, traced inside it, from rounding factors: to TF32, or bfloat16."""
     whole = jnp.dtype(dtype) == jnp.float32
     return jax.default_matmul_precision("highest") if whole else contextlib.nullcontext()
 

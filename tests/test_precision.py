@@ -8,6 +8,7 @@ its terms.
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.extend
@@ -15,22 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base
 from dapo_jax import learner
 from dapo_jax.learner import init_state, make_batch
 from dapo_jax.run import build
-from dapo_jax.sampler import cache
+from dapo_jax.sampler import cache, engine
 from dapo_jax.types import Batch, Group, Prompt, Response
-from models import families, kernels
 from models.lora import MATRICES, Lora, init_adapters
 from models.parameters import param_axes
-from models.qwen2 import Qwen2Config
+from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import Layer, abstract_params
 from sharding import rules
 from sharding.mesh import make_mesh
 from tests import gpus
 from tests.quick import jit
-from tests.sampled_step import SAMPLING
+from tests.sampled_step import SAMPLING, programs
 from tests.test_learner import LEARNING
 
 # Without clips, where a ratio near a bound rounds to either side of it, and in float32 too.
@@ -235,20 +234,6 @@ def test_what_devices_add_up_is_float32(tied):
     assert not narrow, narrow
 
 
-class For:
-    """jax.jit with programs for a platform that is not there; `made` gets (program, options)."""
-
-    def __init__(self, made, platform, jit, function, **how):
-        self.made, self.platform, self.jitted = made, platform, jit(function, **how)
-        self.options = how.get("compiler_options")
-
-    def lower(self, *arguments):
-        traced = self.jitted.trace(*arguments)
-        lowered = traced.lower(lowering_platforms=(self.platform.replace("gpu", "cuda"),))
-        self.made.append((traced.jaxpr.jaxpr, lowered.as_text(), self.options))
-        return lowered
-
-
 def precisions(jaxpr):
     """Yields the precision of each product in a jaxpr, those inside kernels too."""
     for eqn in jaxpr.eqns:
@@ -259,48 +244,44 @@ def precisions(jaxpr):
 
 
 @pytest.mark.parametrize(
-    ("platform", "name", "dtype"),
-    [
-        ("gpu", "auto", "float32"),
-        ("gpu", "xla", "float32"),
-        ("tpu", "auto", "float32"),
-        ("tpu", "auto", "bfloat16"),
-    ],
+    "case", ["gpu auto float32", "gpu xla float32", "tpu auto float32", "tpu auto bfloat16"]
 )
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform, name, dtype):
+def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     """Read from all programs of a step: a GPU rounded float32 to TF32, a TPU to bfloat16.
 
     The ratio gap of a float32 recipe was 1.7e-3 on a GPU, and two equal runs differed there.
     """
-    made, highest = [], (jax.lax.Precision.HIGHEST,) * 2
-    small = Qwen2Config(384, 128, 256, 1, 4, 2, 32, True)
-    monkeypatch.setitem(families.load("qwen2").presets, "tiny", small)
+
+    def jit(jit, function, *, compiler_options=None, **how):
+        def lower(*arguments):
+            traced = jit(function, **how).trace(*arguments)
+            lowered = traced.lower(lowering_platforms=(platform.replace("gpu", "cuda"),))
+            made.append((traced.jaxpr.jaxpr, lowered.as_text(), compiler_options))
+
+        return types.SimpleNamespace(lower=lower)
+
+    made, (platform, kernels, dtype) = [], case.split()
+    small = model(vocabulary=384, width=128, layers=1, tied=True)
+    monkeypatch.setitem(PRESETS, "tiny", small)
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
-    for module in (build, kernels):
+    for module in (build, engine):
         monkeypatch.setattr(module, "platform_of", lambda mesh: platform)
-    monkeypatch.setattr(jax, "jit", functools.partial(For, made, platform, jax.jit))
-    config = base.get_config()
-    config.model.preset, config.model.compute_dtype, config.model.kernels = "tiny", dtype, name
-    config.rollout.max_prompt_tokens = config.rollout.max_response_tokens = 96
-    config.rollout.num_prompts, config.rollout.group_size = 2, 4
-    config.rollout.cache_mib, config.rollout.carry_over_steps = 4, 1
-    config.rollout.page_tokens = 48
-    config.updates_per_step, config.algo.ratio, config.algo.kl_coef = 1, "sequence", 0.1
-    config.learner.row_tokens, config.learner.micro_batch_rows = 256, 2
-    config.learner.lora_rank = 4
+    monkeypatch.setattr(jax, "jit", functools.partial(jit, jax.jit))
+    changes = {"model": {"preset": "tiny", "compute_dtype": dtype, "kernels": kernels}}
+    changes |= {"rollout": {"cache_mib": 8, "carry_over_steps": 1}, "algo": {"kl_coef": 0.1}}
     with gpus.an_h100():
-        built = build.programs(config, SAMPLING.vocab_size, devices=jax.devices()[:1])
+        built = programs("qwen2", "", lora_rank=4, **changes)
         sampler = built.engine.lower(SAMPLING)
         built.reshard.lower(built.state.params, built.start_weights)
-        batch = learner.abstract_batch((*build.batch_shape(config), 256), built.mesh)
+        built.lower_update(48)
+        batch = learner.abstract_batch((*build.batch_shape(built.config), 48), built.mesh)
         built.old_logprobs.lower(built.state.params, built.start_weights, batch)
-        built.lower_update(256)
     assert {name for name, *_ in sampler} == {"prefill", "refill", "decode"}
     assert len(made) == len(sampler) + 3
     for jaxpr, text, options in made:
-        found = set(precisions(jaxpr))
-        assert found == {highest} if dtype == "float32" else None in found
+        found, whole = set(precisions(jaxpr)), {(jax.lax.Precision.HIGHEST,) * 2}
+        assert found == whole if dtype == "float32" else found == {None}
         dots = [line for line in text.split("\n") if " stablehlo.dot_general " in line]
         assert dots and (dtype == "bfloat16" or all("[HIGHEST, HIGHEST]" in dot for dot in dots))
         assert options.get("xla_gpu_deterministic_ops", False) == (platform == "gpu")

@@ -105,7 +105,7 @@ def finished(tmp_path_factory):
     """An uninterrupted run."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     workdir.mkdir()
-    with pytest.raises(ValueError, match="--profile=3 is none of the steps to come, 0 to 2; give"):
+    with pytest.raises(ValueError, match="--profile=3: give one of the steps to come, 0 to 2"):
         train.train(small_config(), workdir, profile=STEPS)
     train.train(small_config(), workdir, profile=1)
     return workdir

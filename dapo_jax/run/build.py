@@ -25,7 +25,7 @@ from dapo_jax.types import Batch, Group
 from models import families
 from models.hf import check_files, load_params
 from models.hf_config import load_config, read_config
-from models.kernels import Kernels, kernels_for, options_of, platform_of
+from models.kernels import OPTIONS, Kernels, kernels_for, platform_of
 from models.lora import Lora, init_adapters
 from models.parameters import ModelConfig, param_axes
 from models.rope import YarnScaling
@@ -298,7 +298,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     of_engine = jax.eval_shape(sampler_weights, state.params, weights)
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
     # A forward pass rounds alone as inside an update only where both round as they are written.
-    options = options_of(mesh)
+    options = OPTIONS.get(platform_of(mesh), {})
     as_written = options | ({"xla_allow_excess_precision": False} if takes_old_logp(how) else {})
     needs_start_weights = how.lora is not None or how.kl_coef > 0
     return Programs(

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, Slots, copy_pages, decode_block, prefill, refill
 from dapo_jax.sampler.drafts import source_tokens
-from models.kernels import Kernels, options_of
+from models.kernels import OPTIONS, Kernels, platform_of
 from models.kernels.xla import PageTable
 from models.parameters import ModelConfig
 from models.precision import products_in
@@ -235,7 +235,7 @@ class Engine:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
-        options = options_of(self.mesh) | dict(self._kernels.decode_options)
+        options = OPTIONS.get(platform_of(self.mesh), {}) | dict(self._kernels.decode_options)
         if tokens >= self.shards * WIDE_TOKENS:
             options |= self._kernels.wide_options
         jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=options)

@@ -98,12 +98,6 @@ def paged_attention(
     return out_rows.reshape(B, T, N, H)
 
 
-def page_tokens(tokens: int, head_size: int) -> int:
-    """Rounds the tokens of a page up to a size that the kernels take, whatever the head's."""
-    del head_size
-    return triton.padded(tokens)
-
-
 def pages_per_split(page_tokens: int) -> int:
     """Counts the pages of a split; depends on the tokens of a page alone."""
     return max(1, SPLIT_TOKENS // page_tokens)

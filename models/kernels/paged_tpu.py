@@ -122,11 +122,6 @@ def paged_attention(
     return out_BKQH.reshape(B, K, T, -1, H).swapaxes(1, 2).reshape(B, T, N, H)
 
 
-def page_tokens(tokens: int, head_size: int) -> int:
-    """Rounds the tokens of a page up to a size that the kernels take beside a head's."""
-    return tokens + -tokens % LANES if head_size % LANES else tokens
-
-
 def pages_per_block(v_PKCH):
     """Counts the pages read and computed together; depends on the size of a page alone."""
     _, K, C, H = v_PKCH.shape
