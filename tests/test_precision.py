@@ -27,7 +27,6 @@ from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import Layer, abstract_params
 from sharding import rules
 from sharding.mesh import make_mesh
-from tests import gpus
 from tests.quick import jit
 from tests.sampled_step import SAMPLING, programs
 from tests.test_learner import LEARNING
@@ -246,7 +245,6 @@ def precisions(jaxpr):
 @pytest.mark.parametrize(
     "case", ["gpu auto float32", "gpu xla float32", "tpu auto float32", "tpu auto bfloat16"]
 )
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     """Read from all programs of a step: a GPU rounded float32 to TF32, a TPU to bfloat16.
 
@@ -256,12 +254,17 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     def jit(jit, function, *, compiler_options=None, **how):
         def lower(*arguments):
             traced = jit(function, **how).trace(*arguments)
-            lowered = traced.lower(lowering_platforms=(platform.replace("gpu", "cuda"),))
-            made.append((traced.jaxpr.jaxpr, lowered.as_text(), compiler_options))
+            if case != "gpu auto float32":  # whose kernels JAX 0.11 lowers for a GPU that is there
+                platforms = ("cuda" if platform == "gpu" else platform,)
+                text = traced.lower(lowering_platforms=platforms).as_text()
+                dots = [line for line in text.split("\n") if " stablehlo.dot_general " in line]
+                assert dots and all("[HIGHEST, HIGHEST]" in dot for dot in dots) == is_float32
+            made.append((traced.jaxpr.jaxpr, compiler_options))
 
         return types.SimpleNamespace(lower=lower)
 
     made, (platform, kernels, dtype) = [], case.split()
+    is_float32, whole = dtype == "float32", (jax.lax.Precision.HIGHEST,) * 2
     small = model(vocabulary=384, width=128, layers=1, tied=True)
     monkeypatch.setitem(PRESETS, "tiny", small)
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
@@ -270,18 +273,14 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     monkeypatch.setattr(jax, "jit", functools.partial(jit, jax.jit))
     changes = {"model": {"preset": "tiny", "compute_dtype": dtype, "kernels": kernels}}
     changes |= {"rollout": {"cache_mib": 8, "carry_over_steps": 1}, "algo": {"kl_coef": 0.1}}
-    with gpus.an_h100():
-        built = programs("qwen2", "", lora_rank=4, **changes)
-        sampler = built.engine.lower(SAMPLING)
-        built.reshard.lower(built.state.params, built.start_weights)
-        built.lower_update(48)
-        batch = learner.abstract_batch((*build.batch_shape(built.config), 48), built.mesh)
-        built.old_logprobs.lower(built.state.params, built.start_weights, batch)
+    built = programs("qwen2", "", lora_rank=4, **changes)
+    sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
+    batch = learner.abstract_batch((*build.batch_shape(built.config), 48), built.mesh)
+    built.reshard.lower(*weights)
+    built.lower_update(48)
+    built.old_logprobs.lower(*weights, batch)
     assert {name for name, *_ in sampler} == {"prefill", "refill", "decode"}
     assert len(made) == len(sampler) + 3
-    for jaxpr, text, options in made:
-        found, whole = set(precisions(jaxpr)), {(jax.lax.Precision.HIGHEST,) * 2}
-        assert found == whole if dtype == "float32" else found == {None}
-        dots = [line for line in text.split("\n") if " stablehlo.dot_general " in line]
-        assert dots and (dtype == "bfloat16" or all("[HIGHEST, HIGHEST]" in dot for dot in dots))
+    for jaxpr, options in made:
+        assert set(precisions(jaxpr)) == {whole if is_float32 else None}
         assert options.get("xla_gpu_deterministic_ops", False) == (platform == "gpu")
