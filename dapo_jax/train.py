@@ -40,15 +40,10 @@ from dapo_jax.types import Rollouts
 from sharding import hosts
 
 
-def train(
-    config: ConfigDict,
-    workdir: pathlib.Path,
-    origin: start.Origin | None = None,
-    profile: int | None = None,
-) -> None:
+def train(config: ConfigDict, workdir: pathlib.Path, origin=None, profile=None) -> None:
     """Runs, or resumes, the recipe in `workdir` until config.num_steps rollout steps are done.
 
-    origin: the checkpoint of another run to begin with. profile: the step to write a trace of.
+    origin: the start.Origin of a fork. profile: the step to write a trace of.
     """
     stopped = None
     if lines := hosts.on_main(lambda: finished_lines(config, workdir, origin)):

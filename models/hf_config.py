@@ -99,8 +99,9 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     family = _family(raw)
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
-    absent = family.defaults | {"num_key_value_heads": raw.get("num_attention_heads")}
-    raw = absent | {key: value for key, value in raw.items() if value is not None}
+    heads = {"num_key_value_heads": raw.get("num_attention_heads")}
+    given = {key: value for key, value in raw.items() if value is not None}
+    raw = family.defaults | heads | {"tie_word_embeddings": False} | given
     sizes = {field: _size(key, raw.get(key)) for field, key in SIZE_KEYS.items()}
     width, heads, kv_heads = sizes["width"], sizes["num_heads"], sizes["num_kv_heads"]
     if heads % kv_heads:

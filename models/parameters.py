@@ -136,11 +136,7 @@ class ModelConfig:
     architecture: ClassVar[str]
     computes: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
     # What transformers computes with where config.json lacks a key.
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": False,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
 
     @classmethod
     def of(cls, sizes: Mapping[str, Any]) -> "ModelConfig":

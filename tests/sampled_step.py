@@ -22,10 +22,7 @@ PROMPTS = {7: np.array([5, 6, 7]), 100: np.arange(10, 27)}
 
 
 def programs(family: str, folder, *, lora_rank: int = 0, **changes):
-    """The programs of a recipe for a Hugging Face directory, heads split over two devices.
-
-    changes: sections of the recipe, with further keys.
-    """
+    """The programs of a recipe (changes: keys by section), heads split over two devices."""
     config = base.get_config()
     config.model.family, config.model.path = family, str(folder)
     config.model.compute_dtype = "float32"

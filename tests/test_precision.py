@@ -194,11 +194,17 @@ def test_a_family_that_adds_a_float32_bias_computes_in_the_compute_dtype():
 SUMS = ("dot_general", "reduce_sum", "scatter-add", "psum", "reduce_scatter", "add_any")
 
 
-def sums_of_shapes(jaxpr, shapes):
-    """Yields (primitive, shape, dtype) of each sum in a jaxpr, inner ones too, of such a shape."""
+def equations(jaxpr):
+    """Yields the equations of a jaxpr, inner ones and those of kernels too."""
     for eqn in jaxpr.eqns:
+        yield eqn
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from sums_of_shapes(inner, shapes)
+            yield from equations(inner)
+
+
+def sums_of_shapes(jaxpr, shapes):
+    """Yields (primitive, shape, dtype) of each sum in a jaxpr of such a shape."""
+    for eqn in equations(jaxpr):
         for out in eqn.outvars:
             shape = tuple(sorted(n for n in out.aval.shape if n > 1))
             if eqn.primitive.name in SUMS and shape in shapes:
@@ -233,15 +239,6 @@ def test_what_devices_add_up_is_float32(tied):
     assert not narrow, narrow
 
 
-def precisions(jaxpr):
-    """Yields the precision of each product in a jaxpr, those inside kernels too."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield eqn.params["precision"]
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from precisions(inner)
-
-
 @pytest.mark.parametrize(
     "case", ["gpu auto float32", "gpu xla float32", "tpu auto float32", "tpu auto bfloat16"]
 )
@@ -265,8 +262,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
 
     made, (platform, kernels, dtype) = [], case.split()
     is_float32, whole = dtype == "float32", (jax.lax.Precision.HIGHEST,) * 2
-    small = model(vocabulary=384, width=128, layers=1, tied=True)
-    monkeypatch.setitem(PRESETS, "tiny", small)
+    monkeypatch.setitem(PRESETS, "tiny", model(vocabulary=98, width=128, layers=1, tied=True))
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     for module in (build, engine):
         monkeypatch.setattr(module, "platform_of", lambda mesh: platform)
@@ -282,5 +278,6 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     assert {name for name, *_ in sampler} == {"prefill", "refill", "decode"}
     assert len(made) == len(sampler) + 3
     for jaxpr, options in made:
-        assert set(precisions(jaxpr)) == {whole if is_float32 else None}
+        dots = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+        assert {dot.params["precision"] for dot in dots} == {whole if is_float32 else None}
         assert options.get("xla_gpu_deterministic_ops", False) == (platform == "gpu")
