@@ -171,8 +171,8 @@ KEYS = {
                              at_least=0),
     "rollout.slot_tokens": Key(4_608, "response tokens of cache a slot; longer ones take more; 0: "
                                "half of the limit", at_least=0),
-    "rollout.page_tokens": Key(128, "the cache is handed out in pages of so many tokens",
-                               at_least=1),
+    "rollout.page_tokens": Key(128, "the cache is handed out in pages of so many tokens, or more "
+                               "where the kernels need it", at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
                                 at_least=1),
     "rollout.draft_tokens": Key(

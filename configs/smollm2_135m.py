@@ -29,7 +29,7 @@ def get_config(preset: str = ""):
     config.rollout.generation_prompts = 24
     config.rollout.cache_mib = 0
     config.rollout.slot_tokens = 0
-    config.rollout.page_tokens = 48
+    config.rollout.page_tokens = 64
     config.rollout.block_tokens = 8
 
     config.algo.overlong_cache_tokens = 16

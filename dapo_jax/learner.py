@@ -24,7 +24,7 @@ from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
 from models.lora import Lora, adapted
 from models.parameters import param_axes
-from models.precision import Weights
+from models.precision import Weights, products_in
 from sharding import hosts, rules
 
 jax.tree_util.register_dataclass(Batch)
@@ -120,7 +120,8 @@ def policy_weights(params, start_weights, learning: Learning):
     """Makes all of the policy's weights in the compute dtype: with LoRA the start's, adapted."""
     if learning.lora is None:
         return cast(params, learning.compute_dtype)
-    layers = adapted(start_weights["layers"], params["layers"], scale=learning.lora.scale)
+    with products_in(learning.compute_dtype):
+        layers = adapted(start_weights["layers"], params["layers"], scale=learning.lora.scale)
     return start_weights | {"layers": cast(layers, learning.compute_dtype)}
 
 
@@ -294,7 +295,8 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
         fresh_logp_BT = jnp.where(micro.is_fresh_BT, logp_BT, micro.behavior_logp_BT)
         return old_logp_MBT.at[i].set(fresh_logp_BT)
 
-    return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)
+    with products_in(learning.compute_dtype):
+        return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)
 
 
 def metric_sums(logp_BT, entropy_BT, token: Batch, learning: Learning):
@@ -334,7 +336,8 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
 
     shapes = (jax.eval_shape(loss_of, state.params, 0), state.params)
     zero = jax.tree.map(jnp.zeros_like, shapes)
-    (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
+    with products_in(learning.compute_dtype):
+        (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
     grad_norm = optax.tree.norm(grads)
 
     finite_N = jnp.stack(

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-import time
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
@@ -16,6 +15,7 @@ from ml_collections import ConfigDict
 from dapo_jax import evaluate, learner, rollout
 from dapo_jax.report import plots, runs
 from dapo_jax.run import alarms, build, chain, checks, failures, files, fit, hub, start
+from dapo_jax.run.metrics import Stopwatch
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
@@ -41,7 +41,7 @@ class Run:
     snapshots: Snapshots
     first_step: int
     begin_step: int  # the run's first, not 0 in a fork
-    start_seconds: float = 0.0  # which this process took to be ready for a step
+    start_seconds: dict[str, float]  # of loading and compiling, before the first step
 
     def sampler_weights(self, state: learner.TrainState) -> dict:
         """Returns the weights as the sampler shards them."""
@@ -101,7 +101,7 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
 
     Everything is refused, loaded and compiled here. Things to be closed go onto the stack.
     """
-    began = time.perf_counter()
+    watch = Stopwatch()
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     chosen = fit.fit_training(config)
@@ -120,13 +120,12 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     start.check_parent(config, checkpoints.latest_step(), origin)
     parts = start.prepare(config, workdir)
     first = start.restore(config, workdir, parts, checkpoints, origin)
-    run = ready(config, workdir, stack, parts, first, snapshots, notes=chosen)
-    run = dataclasses.replace(run, start_seconds=time.perf_counter() - began)
+    run = ready(config, workdir, stack, parts, first, snapshots, watch, notes=chosen)
     return run, first.state, first.progress
 
 
 def ready(
-    config, workdir, stack, parts: start.Parts, first: start.Start, snapshots, *, notes=()
+    config, workdir, stack, parts: start.Parts, first: start.Start, snapshots, watch, *, notes=()
 ) -> Run:
     """Loads and compiles all that every step needs, and opens the record in `workdir`.
 
@@ -139,14 +138,16 @@ def ready(
     record = stack.enter_context(Record(config, workdir, first, tokenizer))
     snapshots.say = record.display.last_line
     record.display.line("\n".join([banner(config, programs, data, workdir, first), *notes]))
-    record.display.phase("compiling the update")
-    update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
-    record.display.phase("compiling the sampler")
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
     key = build.key(config, build.ROLLOUT_STREAM)
     training = Stream(key, build.sampling(config, tokenizer))
     streams = (training, *evaluate.streams(config, sets))
-    programs.engine.compile(*(stream.sampling for stream in streams))
+    with watch("compile"):
+        record.display.phase("compiling the update")
+        update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
+        record.display.phase("compiling the sampler")
+        programs.engine.compile(*(stream.sampling for stream in streams))
+    spent = watch.seconds()
     return Run(
         config=config,
         programs=programs,
@@ -161,6 +162,7 @@ def ready(
         snapshots=snapshots,
         first_step=first.step,
         begin_step=first.begin_step,
+        start_seconds=spent | {"load": spent["total"] - spent["compile"]},
     )
 
 

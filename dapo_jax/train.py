@@ -41,10 +41,10 @@ from dapo_jax.types import Rollouts
 from sharding import hosts
 
 
-def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None = None) -> None:
+def train(config: ConfigDict, workdir: pathlib.Path, origin=None, profile=None) -> None:
     """Runs, or resumes, the recipe in `workdir` until config.num_steps rollout steps are done.
 
-    origin: the checkpoint of another run to begin with.
+    origin: the start.Origin of a fork. profile: the step to write a trace of.
     """
     stopped = None
     if lines := hosts.on_main(lambda: finished_lines(config, workdir, origin)):
@@ -53,11 +53,16 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin: start.Origin | None
         return
     with contextlib.ExitStack() as stack:
         run, state, progress = begin(config, workdir, stack, origin)
+        if profile is not None and profile not in range(run.first_step, config.num_steps):
+            steps = f"{run.first_step} to {config.num_steps - 1}"
+            raise ValueError(f"--profile={profile}: give one of the steps to come, {steps}")
         begins = run.first_step == run.begin_step
         if begins and run.sets and not run.evaluates_in(run.first_step):
             run.evaluate_alone(state, run.first_step)  # a fork: all have a first point
         for step in range(run.first_step, config.num_steps):
-            state, progress, stopped = rl_step(run, step, state, progress)
+            folder = workdir / "profile" / str(hosts.number() or "")
+            with jax.profiler.trace(folder) if step == profile else contextlib.nullcontext():
+                state, progress, stopped = rl_step(run, step, state, progress)
             if stopped:
                 raise SystemExit(stopped)
     conclude(workdir)
@@ -126,7 +131,7 @@ def finish(
         done,
         sampled_tokens_total=tokens,
         retired_prompts=len(retired),
-        seconds=watch.seconds() | ({"start": run.start_seconds} if step == run.first_step else {}),
+        seconds=(run.start_seconds if step == run.first_step else {}) | watch.seconds(),
     )
     row, before = step_row(done), progress.row or {}
     stopped = run.alarms.look(row, done, before)
@@ -273,7 +278,7 @@ def main(_):
         dry_run.run(config, workdir, origin, print if hosts.is_main_host() else lambda line: None)
     else:
         compile_cache.enable(several=DISTRIBUTED.value)
-        train(config, workdir, origin)
+        train(config, workdir, origin, PROFILE.value)
 
 
 if __name__ == "__main__":
@@ -284,6 +289,9 @@ if __name__ == "__main__":
         None,
         "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR, its workdir. "
         "Policy, moments, place in the prompt stream and randomness go on, under this recipe.",
+    )
+    PROFILE = flags.DEFINE_integer(
+        "profile", None, "Write a jax.profiler trace of this step, from 0, into WORKDIR/profile."
     )
     DISTRIBUTED = command.define_distributed()
     DRY_RUN = flags.DEFINE_bool(

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,6 +36,11 @@ INDEX_FILE = "model.safetensors.index.json"
 DTYPES = tuple(dtype.name for dtype in FILE_DTYPES.values())
 MAX_SHARD_BYTES = 5 * 10**9
 MAX_LISTED = 8  # of what is wrong, in one message
+# Buffers that older checkpoints hold, not weights: rotary angles and masks, which are computed.
+BUFFERS = re.compile(
+    r"(^|[._])(rotary_emb\.((original_)?inv_freq|cos_cached|sin_cached)"
+    r"|(attn|attention)\.(masked_)?bias|position_ids)$"
+)
 READERS = 8  # tensors read at a time: one stream from a bucket is far slower than the network
 
 
@@ -301,7 +307,7 @@ def _headers(path) -> dict[str, LocalTensor | StreamedTensor]:
     misplaced = [
         f"{shown(name)} ({file})"
         for name, file in weight_map.items()
-        if name not in found or found[name].file.name != file
+        if (name not in found or found[name].file.name != file) and not BUFFERS.search(name)
     ]
     if misplaced:
         raise ValueError(
@@ -331,9 +337,9 @@ def _check(path, found, config, sizes_in=CONFIG_FILE):
     problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in found]
     for name, tensor in found.items():
         shape, file = tensor.shape, shown(tensor.file.name)
-        if name not in expected:
+        if name not in expected and not BUFFERS.search(name):
             problems.append(f"unexpected: {shown(name)} {shape} in {file}")
-        elif shape != expected[name]:
+        elif shape != expected.get(name, shape):
             problems.append(
                 f"mis-shaped: {name} is {shape} in {file}, but must be {expected[name]}"
             )

@@ -98,6 +98,10 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """Makes the config of config.json's content; raises ValueError as `load_config` does."""
     family = _family(raw)
     _check_computed(raw, family)
+    rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
+    heads = {"num_key_value_heads": raw.get("num_attention_heads")}
+    given = {key: value for key, value in raw.items() if value is not None}
+    raw = family.defaults | heads | {"tie_word_embeddings": False} | given
     sizes = {field: _size(key, raw.get(key)) for field, key in SIZE_KEYS.items()}
     width, heads, kv_heads = sizes["width"], sizes["num_heads"], sizes["num_kv_heads"]
     if heads % kv_heads:
@@ -114,8 +118,7 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
         _refuse("head_dim", head_dim, "must be even for rotary embeddings")
     if raw.get("max_position_embeddings") is not None:
         _require("max_position_embeddings", raw["max_position_embeddings"], _is_size, SIZE_RULE)
-    tie = raw.get("tie_word_embeddings")
-    rope_theta, rope_scaling = _rope(raw)
+    tie = raw["tie_word_embeddings"]
     return family(
         **sizes,
         head_dim=head_dim,
@@ -123,7 +126,7 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
             "tie_word_embeddings", tie, lambda v: isinstance(v, bool), "must be true or false"
         ),
         rope_theta=rope_theta,
-        rms_norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps")),
+        rms_norm_eps=_number("rms_norm_eps", raw["rms_norm_eps"]),
         rope_scaling=rope_scaling,
     )
 
@@ -159,7 +162,7 @@ def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
         _refuse("auto_map", code, "a model of the directory's own code is not supported")
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(raw: Mapping[str, Any], *, default_theta: float) -> tuple[float, RopeScaling | None]:
     """Reads the base of the rotary angles and their scaling; refuses places that disagree.
 
     Older versions of transformers have rope_theta at top level beside rope_scaling, transformers 5
@@ -176,9 +179,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         found[f"{key}.rope_theta"] = rope.pop("rope_theta", None)
         scalings.append(_scaling(key, raw[key], rope))
     given = {key: _number(key, value) for key, value in found.items() if value is not None}
-    if not given:
-        _number("rope_theta", None)
-    (first, theta), *others = given.items()
+    (first, theta), *others = (given or {"rope_theta": default_theta}).items()
     for key, value in others:
         if value != theta:
             _refuse(key, value, f"must be {first}, which is {theta}")

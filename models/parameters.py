@@ -135,6 +135,8 @@ class ModelConfig:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     computes: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
+    # What transformers computes with where config.json lacks a key.
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
 
     @classmethod
     def of(cls, sizes: Mapping[str, Any]) -> "ModelConfig":

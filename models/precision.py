@@ -1,4 +1,4 @@
-"""Meets float32 parameters with activations of the compute dtype.
+"""Meets float32 parameters with activations of the compute dtype, and says how float32 multiplies.
 
 Each function computes with the parameter rounded to the activations' dtype, as the sampler does,
 and gives its gradient in the parameter's dtype. That gradient is a sum over all tokens: in bfloat16
@@ -7,6 +7,7 @@ does a bias. In float32 it is a float32 sum, over the devices that tokens lie on
 add up what the operation itself gives. Where the dtypes agree, each is the plain operation.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -14,6 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+def products_in(dtype) -> contextlib.AbstractContextManager:
+    """Keeps a float32 program, traced inside it, from rounding factors: to TF32, or bfloat16."""
+    whole = jnp.dtype(dtype) == jnp.float32
+    return jax.default_matmul_precision("highest") if whole else contextlib.nullcontext()
 
 
 class Weights(NamedTuple):

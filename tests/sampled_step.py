@@ -21,8 +21,8 @@ SAMPLING = Sampling(
 PROMPTS = {7: np.array([5, 6, 7]), 100: np.arange(10, 27)}
 
 
-def programs(family: str, folder, *, lora_rank: int = 0):
-    """The programs of a recipe for a Hugging Face directory, heads split over two devices."""
+def programs(family: str, folder, *, lora_rank: int = 0, **changes):
+    """The programs of a recipe (changes: keys by section), heads split over two devices."""
     config = base.get_config()
     config.model.family, config.model.path = family, str(folder)
     config.model.compute_dtype = "float32"
@@ -37,6 +37,7 @@ def programs(family: str, folder, *, lora_rank: int = 0):
     config.learner.remat = "none"
     config.learner.lora_rank = lora_rank
     config.mesh.data, config.mesh.model = 1, 2
+    config.update(changes)
     return build.programs(config, SAMPLING.vocab_size, devices=jax.devices()[:2])
 
 

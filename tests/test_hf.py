@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import fsspec
 import jax
@@ -23,7 +24,7 @@ from configs import base
 from dapo_jax.convert import convert, load_orbax, save_orbax
 from dapo_jax.run import build
 from dapo_jax.untrusted import MAX_JSON_BYTES
-from models import hf, load_hf, save_hf
+from models import families, hf, load_hf, save_hf
 from models.hf import load_params
 from models.hf_config import load_config
 from models.parameters import param_axes
@@ -279,6 +280,17 @@ def test_config_of_older_and_newer_transformers(folder):
     assert load_config(folder).rope_theta == 5e5
 
 
+@pytest.mark.parametrize("value", ["ABSENT", None])
+@pytest.mark.parametrize(("family", "head_dim"), [("llama", 6), ("qwen2", 6), ("qwen3", 128)])
+def test_a_missing_key_is_what_transformers_computes_with(tmp_path, family, head_dim, value):
+    """Llama 2's config.json has no rope_theta, Llama's first none of the key/value heads."""
+    sizes = families.load(family).config(64, 24, 40, 2, 4, 4, 6, False, rope_theta=1e4)
+    save_hf(random_params(sizes), sizes, tmp_path)
+    keys = ("rope_theta", "rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim")
+    edit_config(tmp_path, **dict.fromkeys(keys, value))
+    assert load_config(tmp_path) == dataclasses.replace(sizes, head_dim=head_dim)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -294,8 +306,7 @@ def test_config_of_older_and_newer_transformers(folder):
         ("num_attention_heads", True),
         ("head_dim", 7),
         ("rms_norm_eps", -1.0),
-        ("rope_theta", "ABSENT"),
-        ("tie_word_embeddings", "ABSENT"),
+        ("rope_theta", 0),
         ("tie_word_embeddings", 1),
     ],
 )
@@ -548,6 +559,23 @@ def test_missing_unexpected_misshaped_and_wrong_tensors_are_all_named(folder):
     assert "mis-shaped: lm_head.weight is (63, 24)" in message
     assert "must be (64, 24)" in message
     assert "wrong dtype: model.embed_tokens.weight is I8" in message
+
+
+def test_buffers_of_older_checkpoints_are_ignored_and_other_tensors_not(tmp_path):
+    """Llama 2's files have the rotary angles, which were "unexpected", GPT-2's layout masks."""
+    params = random_params(UNTIED)
+    save_hf(params, UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
+    file, layer = min(tmp_path.glob("*.safetensors")), "model.layers.0.self_attn"
+    names = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "masked_bias", "bias")
+    buffers = {f"{layer}.{name}": np.ones((1, 1, 9, 9), bool) for name in names}
+    save_file(load_file(file) | buffers, file)
+    assert_same(load_params(tmp_path, UNTIED, dtype="float32"), params)
+    with mock.patch("models.hf.is_local", lambda file: False):  # as of a bucket
+        assert_same(load_params(tmp_path, UNTIED, dtype="float32"), params)
+    weights = {f"{layer}.{name}": np.ones(4) for name in ("o_proj.bias", "rotary_emb.weight")}
+    save_file(load_file(file) | weights, file)
+    with pytest.raises(ValueError, match=r"2 tensors do not fit .* unexpected"):
+        load_params(tmp_path, UNTIED, dtype="float32")
 
 
 def test_tied_head_may_be_stored_if_it_equals_the_embedding(tmp_path):

@@ -45,6 +45,20 @@ def test_a_name_is_taken_where_the_platform_can_run_it():
 
 
 @pytest.mark.parametrize(
+    ("name", "head_size", "pages"),
+    [
+        ("gpu", 64, {8: 16, 32: 32, 48: 64, 96: 128, 128: 128}),
+        ("tpu", 64, {8: 128, 32: 128, 48: 128, 128: 128, 129: 256}),
+        *(("tpu", 128, {32: 32, 48: 48}), ("cpu", 64, {8: 8, 48: 48})),
+        *(("gpu_interpret", 64, {8: 8, 48: 48}), ("tpu_interpret", 64, {8: 8, 48: 48})),
+    ],
+)
+def test_pages_are_as_large_as_the_kernels_need(name, head_size, pages):
+    """A recipe's pages of 48 tokens were refused on a GPU, of 32 beside heads of 64 on a TPU."""
+    assert {C: KERNELS[name].page_tokens(C, head_size) for C in pages} == pages
+
+
+@pytest.mark.parametrize(
     ("name", "platform", "message"),
     [
         (

@@ -27,13 +27,14 @@ from models.hf import load_params
 from models.hf_config import load_config
 
 # Of every row; where nothing is evaluated, carried over or retired, that is missing.
+FIRST = {"seconds/load", "seconds/compile"}  # of a start's first row
 OPTIONAL = (
+    *FIRST,
     "seconds/evaluate",
     "carry_over/",
     "staleness/",
     "clip_fraction/tis",
     "prompts_retired",
-    "seconds/start",
 )
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
 STEPS = 3
@@ -104,7 +105,9 @@ def finished(tmp_path_factory):
     """An uninterrupted run."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     workdir.mkdir()
-    train.train(small_config(), workdir)
+    with pytest.raises(ValueError, match="--profile=3: give one of the steps to come, 0 to 2"):
+        train.train(small_config(), workdir, profile=STEPS)
+    train.train(small_config(), workdir, profile=1)
     return workdir
 
 
@@ -113,6 +116,7 @@ def test_a_run_writes_what_it_promises(finished):
     assert [row["step"] for row in rows] == [*range(STEPS)]
     for row in rows:
         assert set(row) >= EXPECTED_KEYS
+        assert set(row) & FIRST == (FIRST if row["step"] == 0 else set())
         assert row["ratio_gap"] < 1e-4
         assert row["updates"] == 2
         assert row["grad_norm"] > 0
@@ -121,7 +125,6 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["groups/informative"] == 4  # a step ends with the last one that it needs
         assert 0 < row["engine/occupancy"] <= 1
         assert 0 <= row["engine/unused_tokens_fraction"] < 1  # 0: all that was sampled was needed
-    assert ["seconds/start" in row for row in rows] == [True, False, False]
     assert any(row["engine/unused_tokens_fraction"] > 0 for row in rows)
     assert np.sum([row["groups/sampled"] for row in rows]) == rows[-1]["prompts_seen"]
     assert np.sum([row["engine/drawn_tokens"] for row in rows]) == rows[-1]["sampled_tokens_total"]
@@ -130,6 +133,7 @@ def test_a_run_writes_what_it_promises(finished):
         assert ("eval/arithmetic/mean@4" in row) == (row["step"] in (0, 2))
     scores = json.loads((finished / "eval" / "2.json").read_text())["sets"]["arithmetic"]
     assert rows[2]["eval/arithmetic/mean@4"] == scores["mean@4"]
+    assert len([*(finished / "profile").rglob("*.xplane.pb")]) == 1
     for name in ("config.json", "curves.png", "eval/0.json", "eval/2.json", "eval/3.json"):
         assert (finished / name).stat().st_size > 0
     with gzip.open(finished / "rollouts" / "2.jsonl.gz", "rt") as file:

@@ -259,7 +259,7 @@ def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: in
 def totals(run: Run) -> dict[str, str]:
     """Name -> formatted sums over the rows: steps, time, tokens, tokens per second, skips."""
     result = {"rollout steps": str(len(run.rows))}
-    timed = [column(run.rows, key) for key in ("seconds/total", "seconds/start")]
+    timed = [column(run.rows, key) for key in ("seconds/total", "seconds/load", "seconds/compile")]
     seconds, wall = float(np.nansum(timed[0])), float(np.nansum(timed))
     known = tokens_before(run.rows).values()
     tokens = max(known) - min(known)  # a fork's own

@@ -25,7 +25,7 @@ from dapo_jax.types import Batch, Group
 from models import families
 from models.hf import check_files, load_params
 from models.hf_config import load_config, read_config
-from models.kernels import Kernels, kernels_for, platform_of
+from models.kernels import OPTIONS, Kernels, kernels_for, platform_of
 from models.lora import Lora, init_adapters
 from models.parameters import ModelConfig, param_axes
 from models.rope import YarnScaling
@@ -298,7 +298,8 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     of_engine = jax.eval_shape(sampler_weights, state.params, weights)
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
     # A forward pass rounds alone as inside an update only where both round as they are written.
-    as_written = {"xla_allow_excess_precision": False} if takes_old_logp(how) else {}
+    options = OPTIONS.get(platform_of(mesh), {})
+    as_written = options | ({"xla_allow_excess_precision": False} if takes_old_logp(how) else {})
     needs_start_weights = how.lora is not None or how.kl_coef > 0
     return Programs(
         config=config,
@@ -308,7 +309,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
             config, sizes, mesh, how.kernels, rules.abstract(of_engine, engine_shardings)
         ),
         learning=how,
-        reshard=jax.jit(sampler_weights, out_shardings=engine_shardings),
+        reshard=jax.jit(sampler_weights, out_shardings=engine_shardings, compiler_options=options),
         update=jax.jit(
             functools.partial(learner.update, graph=graph, mesh=mesh, learning=how),
             out_shardings=(state_shardings, rules.replicated(mesh)),
@@ -369,7 +370,7 @@ def cache_plan(
         ),
         slot_tokens=min(r.slot_tokens, r.max_response_tokens),
         readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,
-        page_tokens=r.page_tokens,
+        page_tokens=kernels.page_tokens(r.page_tokens, sizes.head_dim),
         block_tokens=r.block_tokens,
         max_prompt_tokens=r.max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,

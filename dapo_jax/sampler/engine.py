@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, Slots, copy_pages, decode_block, prefill, refill
 from dapo_jax.sampler.drafts import source_tokens
-from models.kernels import Kernels
+from models.kernels import OPTIONS, Kernels, platform_of
 from models.kernels.xla import PageTable
 from models.parameters import ModelConfig
+from models.precision import products_in
 from sharding import hosts, rules
 
 COPIES = 64  # pages that one call copies between shards
@@ -55,7 +56,7 @@ class Engine:
         self.config, self.mesh, self.cache = config, mesh, cache
         self.shards = rules.row_degree(mesh)
         self._axis = "model" if mesh.shape["model"] > 1 else None
-        self.params = params
+        self.params, self._dtype = params, jax.tree.leaves(params)[0].dtype
         self._rows = rules.rows(mesh)
         self._page_spec = PartitionSpec(rules.ROW_AXES, "model")
         self._pools = {pages: self._pool(pages) for pages in (cache.prompt_pages, cache.pages)}
@@ -148,12 +149,11 @@ class Engine:
     def _pool(self, pages: int):
         """Describes a pool of so many pages a shard: a (k_PKHC, v_PKCH) a layer."""
         C, H = self.cache.page_tokens, self.config.head_dim
-        dtype = jax.tree.leaves(self.params)[0].dtype
 
         def array(*tile):
             return jax.ShapeDtypeStruct(
                 (self.shards * pages, self.config.num_kv_heads, *tile),
-                dtype,
+                self._dtype,
                 sharding=NamedSharding(self.mesh, self._page_spec),
             )
 
@@ -235,10 +235,12 @@ class Engine:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
-        options = dict(self._kernels.decode_options)
+        options = OPTIONS.get(platform_of(self.mesh), {}) | dict(self._kernels.decode_options)
         if tokens >= self.shards * WIDE_TOKENS:
             options |= self._kernels.wide_options
-        return jax.jit(mapped, donate_argnums=donate, compiler_options=options).lower(*arguments)
+        jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=options)
+        with products_in(self._dtype):
+            return jitted.lower(*arguments)
 
 
 def split_rows(row_BX, page_P, cache: Cache) -> tuple[Slots, PageTable]:

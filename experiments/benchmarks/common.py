@@ -1,6 +1,7 @@
 """The shared part of the benchmarks: the peers' model sizes, an engine, a table."""
 
 import csv
+import functools
 import json
 import os
 import pathlib
@@ -17,9 +18,9 @@ from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from models.kernels import kernels_for, platform_of
-from models.parameters import param_axes
+from models.parameters import normal, ones, param_axes
 from models.qwen2 import Qwen2Config
-from models.transformer import Transformer, abstract_params, split, unstack
+from models.transformer import abstract_params, unstack
 from sharding import rules
 from sharding.mesh import make_mesh
 
@@ -50,16 +51,19 @@ def machine() -> str:
 
 def engine_params(config: Qwen2Config, mesh, dtype):
     """(abstract parameters with shardings, a function that makes random ones on the mesh)."""
-
-    def make():
-        _, params = split(Transformer(config, key=jax.random.key(0)))
-        return unstack(jax.tree.map(lambda p: p.astype(dtype), params))
-
     abstract = jax.eval_shape(
         lambda p: unstack(jax.tree.map(lambda a: a.astype(dtype), p)), abstract_params(config)[1]
     )
     shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.SAMPLER)
-    return rules.abstract(abstract, shardings), jax.jit(make, out_shardings=shardings)
+    abstract = rules.abstract(abstract, shardings)
+    return abstract, functools.partial(jax.tree.map, lambda a: _maker(a)(), abstract)
+
+
+@functools.cache
+def _maker(like):
+    """A program for each kind of array: one for all of them took a GPU's compiler minutes."""
+    make = functools.partial(normal if like.ndim > 1 else ones, jax.random.key(0), like.shape)
+    return jax.jit(lambda: make().astype(like.dtype), out_shardings=like.sharding)
 
 
 def make_engine(config: Qwen2Config, *, slots: int, prompt: int, response: int, **cache):

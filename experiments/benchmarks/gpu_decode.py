@@ -8,7 +8,7 @@ bf16, random weights. A decode step of 256 slots (or as many as fit) that have s
 and the live keys and values read once, at the bandwidth of a large copy measured in the same run.
 Then an update of rows of 4k, 8k and 22k tokens, one response each: its products' FLOP against the
 rate of a large product. Nothing decodes to the context: pages are filled with random numbers, and
-every block begins at the same token. No GPU has run it yet. To see it work on a CPU:
+every block begins at the same token. To see it work on a CPU:
 
     python -m experiments.benchmarks.gpu_decode --presets=tiny --contexts=64,256 --slots=32 \
         --page_tokens=32 --kernels=gpu_interpret,xla --update_presets=tiny --row_tokens=256,512 \

@@ -9,7 +9,6 @@ from dapo_jax import learner
 from dapo_jax.run import build
 from dapo_jax.types import Group, Prompt, Response
 from experiments.benchmarks import common
-from models.transformer import Transformer, split
 
 PROMPT, ROWS, MICRO_BATCHES = 64, 1, 4
 
@@ -21,13 +20,7 @@ def measure(preset: str, row_tokens: int, *, repeats: int) -> tuple[float, float
     config.learner.row_tokens, config.learner.micro_batch_rows = row_tokens, ROWS
     config.learner.remat = "full"
     policy = build.programs(config, vocab_size=0, devices=jax.devices()[:1])
-    shardings = jax.tree.map(lambda s: s.sharding, policy.state)
-
-    def new_state():
-        _, params = split(Transformer(policy.sizes, key=jax.random.key(0)))
-        return learner.init_state(params, policy.learning)
-
-    state = jax.jit(new_state, out_shardings=shardings)()
+    state = policy.start_state()
     rng = np.random.default_rng(0)
     length_PG = np.full((MICRO_BATCHES * ROWS, 1), row_tokens - PROMPT + 1)
     groups = [
