@@ -14,8 +14,9 @@ from dapo_jax.convert import convert
 from dapo_jax.run import dry_run
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.math_problems import MathProblems
+from dapo_jax.tasks.readers import templated
 from dapo_jax.tasks.tokenizer import load_tokenizer, token_texts
-from dapo_jax.types import Example, Group, Prompt, Response
+from dapo_jax.types import Example, Group, Prompt, Response, plain_text
 from experiments.tasks.format_answer import FormatAnswer
 
 TEXTS = [
@@ -555,14 +556,17 @@ def test_tags_reach_the_grader(special, tmp_path):
 
 
 def test_an_exported_sentencepiece_model_has_its_ids_in_transformers(tmp_path):
-    """The tiny policy, exported, lost its spaces and its end token in transformers, in silence."""
+    """The tiny policy, exported, lost its spaces and its end token in transformers, in silence.
+
+    The sentences around a question are single pieces, whose spaces are marks.
+    """
     source = "experiments/tiny_base/checkpoint"
     convert(f"hf:{source}", f"hf:{tmp_path}", dtype="float32")
     assert not (tmp_path / "tokenizer.model").exists()
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load(source)
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.stop_ids[0], ours.pad_id)
     assert load(tmp_path).stop_ids == ours.stop_ids
-    asked = "What is 12+3?\nAnswer: 15 <0x41> </s>"
+    asked = plain_text(templated("What is 12+3?", "dapo")) + "Answer: 15 <0x41> </s>"
     for text in [*TEXTS, asked, asked.replace(" ", "  "), "\u2581x"]:
         ids = theirs(text, split_special_tokens=True).input_ids
         assert ids == ours.encode_chat(user(text))

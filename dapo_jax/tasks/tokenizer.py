@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import sentencepiece
+import tokenizers
 from etils import epath
 from etils.epath import PathLike
 
@@ -32,7 +33,7 @@ MAX_ERROR_CHARS = 200
 MAX_HELD = 8  # tokens without a whole character among them; a character has 4 bytes at most
 
 
-PROBES = (" What is  12+3?\n", "Answer: \u00bd \u00e9\U0001f680", "is it so, is it")
+PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
 
 class Tokenizer(Protocol):
@@ -240,17 +241,25 @@ def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[st
     with tempfile.TemporaryDirectory() as copy:
         pathlib.Path(copy, "tokenizer.model").write_bytes(model_file.read_bytes())
         library = _transformers().LlamaTokenizer.from_pretrained(copy, **how).backend_tokenizer
-    if any(library.encode(text).ids != processor.encode(text) for text in PROBES):
+    spec = json.loads(library.to_str())
+    # Spaces are marked before pieces that are whole phrases are looked for.
+    mark = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    spec |= {"normalizer": mark, "pre_tokenizer": None}
+    for token in spec["added_tokens"]:
+        token["normalized"] = not token["special"]
+    text = json.dumps(spec, ensure_ascii=False)
+    probe = "  ".join(processor.decode([id]) for id in range(processor.vocab_size())) + PROBE
+    if tokenizers.Tokenizer.from_str(text).encode(probe).ids != processor.encode(probe):
         logging.warning("transformers has other ids than %s; use it with sentencepiece", model_file)
         model_file.copy(folder / "tokenizer.model")
         return ["tokenizer.model"]
     files = {
-        "tokenizer.json": library.to_str(),
+        "tokenizer.json": text,
         "tokenizer_config.json": json.dumps(config, indent=2),
         "generation_config.json": json.dumps({"eos_token_id": ids["eos"]}),
     }
-    for name, text in files.items():
-        (folder / name).write_text(text)
+    for name, content in files.items():
+        (folder / name).write_text(content)
     return list(files)
 
 
