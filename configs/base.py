@@ -42,6 +42,23 @@ class Key:
         module, _, name = self.choices.partition(":")
         return tuple(getattr(importlib.import_module(module), name))
 
+    @property
+    def type_(self) -> type:
+        """The type of its values."""
+        return self.kind or type(self.default)
+
+    def cast(self, value: Any) -> Any:
+        """Returns a value as the key's type: an int may stand for a float, a list for a tuple.
+
+        Raises TypeError, with the type that is wanted.
+        """
+        fits = {float: int | float, tuple: tuple | list}.get(self.type_, self.type_)
+        if value is None and self.default is None:
+            return None
+        if not isinstance(value, fits) or (isinstance(value, bool) and self.type_ is not bool):
+            raise TypeError(f"{value!r}, but must be of type {self.type_.__name__}")
+        return self.type_(value)
+
     def refusal(self, value: Any) -> str:
         """Says what the value must be; "" where it is allowed, as the default and None are."""
         if value is None or value == self.default:
@@ -299,16 +316,19 @@ DATASET = {
 
 
 def get_config() -> ConfigDict:
-    """The defaults: DAPO's settings (paper, section 4.1) where it has one."""
-    config = ConfigDict()
+    """The defaults: DAPO's settings (paper, section 4.1) where it has one.
+
+    It takes any value of any key: what is wrong in a recipe is said of all of it, when it is read.
+    """
+    config = ConfigDict(type_safe=False)
     for name, key in KEYS.items():
         section, _, last = name.rpartition(".")
         if section and section not in config:
-            config[section] = ConfigDict()
+            config[section] = ConfigDict(type_safe=False)
         (config[section] if section else config)[last] = key.default
     config.data.train = dataset()
-    config.data.mixture = ConfigDict()  # name -> dataset(...)
-    config.eval.sets = ConfigDict()  # name -> dataset(...)
+    config.data.mixture = ConfigDict(type_safe=False)  # name -> dataset(...)
+    config.eval.sets = ConfigDict(type_safe=False)  # name -> dataset(...)
     return config
 
 
@@ -326,7 +346,8 @@ def dataset(**given) -> ConfigDict:
         {
             name: placeholder(DATASET[name].kind) if value is None else value
             for name, value in values.items()
-        }
+        },
+        type_safe=False,
     )
 
 
@@ -344,7 +365,7 @@ def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, ConfigDict) and name != "args":
             yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, value.to_dict() if name == "args" else value
+            yield prefix + name, value.to_dict() if isinstance(value, ConfigDict) else value
 
 
 def train_settings(config: ConfigDict) -> dict:

@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from configs.base import dataset, eval_settings
+from configs.base import eval_settings
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
@@ -219,13 +219,23 @@ def chosen_recipe() -> ConfigDict:
     for name, (key, _) in SHORT.items():
         if given[name].value is not None:
             config.update_from_flattened_dict({key: given[name].value})
-    with config.unlocked():
-        for text in given.set:
-            name, settings = named_set(text)
-            if name in config.eval.sets:
-                raise ValueError(f"--set={text}: a second set {name!r}; each has its own name")
-            config.eval.sets[name] = dataset(**settings)
     return config
+
+
+def given_sets() -> dict[str, dict[str, str]]:
+    """Returns the sets of the command line's --set flags by name; the recipe's keys may be theirs.
+
+    Raises ValueError for what is none, and for a name that is given twice.
+    """
+    values, sets = flags.FlagValues(), {}
+    flags.DEFINE_multi_string("set", [], "", flag_values=values)
+    values(sys.argv, known_only=True)
+    for text in values.set:
+        name, settings = named_set(text)
+        if name in sets:
+            raise ValueError(f"--set={text}: a second set {name!r}; each has its own name")
+        sets[name] = settings
+    return sets
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:
@@ -356,7 +366,7 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
     if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
         sys.argv.insert(1, f"--config={ANY_MODEL}")
-    CONFIG = recipe.define_config()
+    CONFIG = recipe.define_config(sets=given_sets)
     WORKDIR = command.define_workdir()
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."

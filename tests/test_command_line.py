@@ -61,7 +61,9 @@ def test_a_key_is_one_line(monkeypatch):
     assert config.algo.my_cap == 0.5
     with pytest.raises(ValueError, match=r"algo\.my_cap = 0\.5, but must be at least 1"):
         checks.check(config)
-    text = recipe.help_text(given, flags.FlagValues(), "About.")
+    values = flags.FlagValues()
+    recipe.define_config(flag_values=values)
+    text = recipe.help_text(given, values, "About.")
     assert re.search(r"^\* algo.my_cap = 0.5 +cap of mine \(2.0\)$", text, re.M)
 
 

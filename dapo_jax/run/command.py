@@ -85,7 +85,7 @@ def parse_flags(argv: list[str]) -> list[str]:
         elif isinstance(error, flags.UnrecognizedFlagError):
             given = [text for text in argv[1:] if text.lstrip("-").startswith(error.flagname)]
             message = recipe.leftover(given, known, config)
-        elif isinstance(error, flags.IllegalFlagValueError) and "," in message.partition(": ")[0]:
+        elif re.match(r"flag --config\.[^:]*,", message):
             message += ". (Several values: python -m dapo_jax.sweep --set KEY=V1,V2)"
         sys.exit(f"error: {message}")
     if left[1:]:
