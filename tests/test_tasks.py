@@ -324,7 +324,7 @@ def test_a_sets_name_is_a_word(monkeypatch):
 
 def test_a_misspelt_set_is_refused_with_the_nearest_name(monkeypatch):
     """A flag for `arithmatic` made a set of that name, which failed later for another reason."""
-    message = r"eval.sets.arithmatic: the recipe has no such set \(did you mean 'arithmetic'\?\)"
+    message = r"eval.sets.arithmatic: the recipe has no such set \(Did you mean arithmetic\?\)"
     with pytest.raises(flags.Error, match=message):
         parsed(monkeypatch, "--config.eval.sets.arithmatic.count=3")
 

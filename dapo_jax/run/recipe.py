@@ -265,9 +265,7 @@ def _check_new_set(section: str, name: str, given: set[str], sets: ConfigDict) -
         message = "the name of a set has letters, digits and _ and begins with no digit"
         raise ValueError(f"{section}.{name}: {message}")
     if given.isdisjoint(NEEDED):
-        near = difflib.get_close_matches(name, sets, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        message = f"the recipe has no such set{hint}; a new one needs a path or a task"
+        message = f"the recipe has no such set{hint(name, sets)}; a new one needs a path or a task"
         raise ValueError(f"{section}.{name}: {message}")
 
 
@@ -298,14 +296,16 @@ def unknown_keys(config: ConfigDict, arguments: Sequence[str]) -> list[str]:
 
 def leftover(arguments: Sequence[str], known_flags: Mapping, config: ConfigDict | None) -> str:
     """Returns a refusal of arguments that no flag takes, with the spelling that may be meant."""
-    first = arguments[0]
-    name, equals, value = first.lstrip("-+~").partition("=")
     known = {key: f"--config.{key}" for key in keys(config or {})}
     known |= {flag: f"--{flag}" for flag in known_flags}
-    near = difflib.get_close_matches(name.removeprefix("config."), known, n=1, cutoff=0.7)
-    value = value if equals else "VALUE"
-    meant = f"did you mean {known[near[0]]}={value}?" if near else "--help lists all"
-    return f"{first!r} is no flag and would be ignored; {meant}"
+    refusals = []
+    for argument in arguments:
+        name, equals, value = argument.lstrip("-+~").partition("=")
+        near = difflib.get_close_matches(name.removeprefix("config."), known, n=1, cutoff=0.7)
+        value = value if equals else "VALUE"
+        meant = f"did you mean {known[near[0]]}={value}?" if near else "--help lists all"
+        refusals.append(f"{argument!r} is no flag and would be ignored; {meant}")
+    return together(refusals)
 
 
 def error_line(error: Exception) -> str:
