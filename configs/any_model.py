@@ -18,7 +18,8 @@ def get_config():
     config.rollout.max_prompt_tokens = 0  # the data's longest
     config.rollout.max_response_tokens = 0  # what the model has positions for, 20,480 at most
     config.rollout.cache_mib = 0  # what is asked for, as far as the device has it
-    config.algo.overlong_cache_tokens = 0
+    config.algo.overlong_cache_tokens = -1
+    config.learner.row_tokens = 0
 
     config.eval.samples_per_prompt = 8
     config.eval.temperature = 0.6

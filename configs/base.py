@@ -155,16 +155,17 @@ KEYS = {
 
     "model.path": Key("", "the start policy: a Hugging Face directory, or ORG/NAME on its hub; "
                       "\"\": random weights"),
-    "model.family": Key("qwen2", "or qwen3, llama, a custom module \"my_models.x\""),
+    "model.family": Key("qwen2", "or qwen3, llama, a custom module \"my_models.x\"; \"\": by the "
+                        "directory"),
     "model.preset": Key("", "the family's name for sizes: what path has, or for random weights"),
-    "model.compute_dtype": Key("bfloat16", "or float32; weights and moments stay float32",
-                               choices=("float32", "bfloat16")),
+    "model.compute_dtype": Key("bfloat16", "or float32; weights and moments stay float32; \"\": "
+                               "float32 on a CPU alone", choices=("float32", "bfloat16", "")),
     "model.kernels": Key("auto", "or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret"),
 
     "tokenizer.path": Key("", "directory, or ORG/NAME; \"\": model.path"),
     "tokenizer.stop_tokens": Key((), "token texts; (): those that the model's files name"),
-    "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template",
-                          choices=("none", "template")),
+    "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template; \"auto\": where "
+                          "there is one", choices=("none", "template", "auto")),
 
     "data.on_bad_row": Key("error", "or \"skip\": count it and go on", choices=("error", "skip")),
     "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, math_verify",
@@ -172,13 +173,15 @@ KEYS = {
 
     "rollout.num_prompts": Key(512, "informative groups that one step trains on", at_least=1),
     "rollout.group_size": Key(16, "responses a prompt (G)", at_least=2),
-    "rollout.max_prompt_tokens": Key(2_048, "longer prompts are dropped at the start", at_least=1),
-    "rollout.max_response_tokens": Key(20_480, "L_max of Eq. 13", at_least=1),
+    "rollout.max_prompt_tokens": Key(2_048, "longer prompts are dropped at the start; 0: the "
+                                     "data's longest, 2,048 at most", at_least=0),
+    "rollout.max_response_tokens": Key(20_480, "L_max of Eq. 13; 0: the model's positions behind a "
+                                       "prompt, in training 4,096 at most", at_least=0),
     "rollout.temperature": Key(1.0, "of training's responses", above=0),
     "rollout.top_p": Key(1.0, "1.0: off, as the update's ratio has it", above=0, at_most=1),
     "rollout.top_k": Key(0, "0: off", at_least=0),
-    "rollout.generation_prompts": Key(1_536, "the first guess of how many prompts a step needs",
-                                      at_least=1),
+    "rollout.generation_prompts": Key(1_536, "the first guess of how many prompts a step needs; 0: "
+                                      "twice num_prompts, as far as there are", at_least=0),
     "rollout.max_generation_batches": Key(10, "times as many prompts at most in a step (Eq. 11)",
                                           at_least=1),
     "rollout.on_generation_cap": Key("train", "on what there is; or \"stop\" the run cleanly",
@@ -221,7 +224,8 @@ KEYS = {
     "algo.filter_groups": Key("correctness", "Eq. 11's; or \"reward\": lengths pass groups too",
                               choices="dapo_jax.algorithm:FILTERS"),
     "algo.overlong_filtering": Key(False, "mask the loss of truncated responses"),
-    "algo.overlong_cache_tokens": Key(4_096, "L_cache of Eq. 13", at_least=0),
+    "algo.overlong_cache_tokens": Key(4_096, "L_cache of Eq. 13; -1: a fifth of L_max",
+                                      at_least=-1),
     "algo.overlong_factor": Key(1.0, "0.0: no soft overlong punishment", at_least=0),
     "algo.kl_coef": Key(0.0, "weight of GRPO's KL term to the start policy; DAPO has none",
                         at_least=0),

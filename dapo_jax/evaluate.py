@@ -33,6 +33,7 @@ from dapo_jax.rollout import Grading
 from dapo_jax.run import build, checks, command, compile_cache, fit, hub, recipe
 from dapo_jax.run import policy as policies
 from dapo_jax.run.display import evaluation_line
+from dapo_jax.run.files import read_json
 from dapo_jax.run.metrics import TASK, mean_measures
 from dapo_jax.run.record import (
     result_row,
@@ -294,6 +295,8 @@ def main(_):
 
 def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     """(finished steps, policy, data) of the run in a directory."""
+    if (workdir / "config.json").is_file():
+        recipe.fill_open(config, read_json(workdir / "config.json"))
     checks.check(config)
     hosts.on_main(lambda: require_directory(workdir))
     hosts.on_main(lambda: policies.check_same(config, workdir))

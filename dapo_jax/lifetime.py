@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import evaluate, learner, rollout
 from dapo_jax.report import plots, runs, timeline
-from dapo_jax.run import alarms, build, chain, checks, failures, files, fit, hub, start
+from dapo_jax.run import alarms, build, chain, checks, failures, files, hub, start
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
 from dapo_jax.sampler.session import Session, Stream
@@ -106,7 +106,6 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     """
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
-    chosen = fit.fit_training(config)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
@@ -122,24 +121,19 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     start.check_parent(config, checkpoints.latest_step(), origin)
     parts = start.prepare(config, workdir)
     first = start.restore(config, workdir, parts, checkpoints, origin)
-    run = ready(config, workdir, stack, parts, first, snapshots, notes=chosen)
+    run = ready(config, workdir, stack, parts, first, snapshots)
     return run, first.state, first.progress
 
 
-def ready(
-    config, workdir, stack, parts: start.Parts, first: start.Start, snapshots, *, notes=()
-) -> Run:
-    """Loads and compiles all that every step needs, and opens the record in `workdir`.
-
-    notes: lines to print with the banner.
-    """
-    tokenizer, programs, data = parts
+def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapshots) -> Run:
+    """Loads and compiles all that every step needs, and opens the record in `workdir`."""
+    tokenizer, programs, data, chosen = parts
     start_weights = programs.load_start_weights()
     alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
 
     record = stack.enter_context(Record(config, workdir, first, tokenizer))
     snapshots.say = record.display.last_line
-    record.display.line("\n".join([banner(config, programs, data, workdir, first), *notes]))
+    record.display.line("\n".join([banner(config, programs, data, workdir, first), *chosen]))
     record.display.phase("compiling the update")
     update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
     record.display.phase("compiling the sampler")

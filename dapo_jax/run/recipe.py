@@ -47,6 +47,16 @@ MAY_CHANGE = (
     "mesh.",
     "model.kernels",
 )
+# A value of these that leaves it to the model and the data (run/fit.py); a run has chosen ones.
+OPEN = {
+    "model.family": "",
+    "model.compute_dtype": "",
+    "tokenizer.chat": "auto",
+    "rollout.max_prompt_tokens": 0,
+    "rollout.max_response_tokens": 0,
+    "rollout.generation_prompts": 0,
+    "algo.overlong_cache_tokens": -1,
+}
 
 
 # Paths: a command that is given in another folder finds configs/tiny.py, and what that names.
@@ -70,6 +80,14 @@ def complete(config: ConfigDict) -> None:
             complete(value)
         elif name == "path" and isinstance(value, str):
             config[name] = found(value)
+
+
+def fill_open(config: ConfigDict, chosen: Mapping) -> None:
+    """Takes what a recipe leaves open from the one that a run has in its config.json."""
+    for name, value in OPEN.items():
+        section, _, key = name.partition(".")
+        if config[section][key] == value:
+            config[section][key] = chosen[section][key]
 
 
 # Differences
@@ -206,7 +224,7 @@ class RecipeParser(ConfigFileFlagParser):
                     config[section][name] = base.dataset()
             complete(config)
         if unknown := unknown_keys(config, argv):
-            raise ValueError(together(unknown))
+            raise ValueError(numbered(unknown))
         return config.lock()
 
 
@@ -234,11 +252,11 @@ def checked(recipe: ConfigDict, file: str) -> ConfigDict:
         except TypeError as error:
             wrong.append(f"{name} = {error}")
     if wrong:
-        raise ValueError(f"{file}: {together(wrong)}")
+        raise ValueError(f"{file}: {numbered(wrong)}")
     return config
 
 
-def together(refusals: Sequence[str]) -> str:
+def numbered(refusals: Sequence[str]) -> str:
     """Returns refusals as one line, numbered where there are several."""
     if len(refusals) == 1:
         return refusals[0]
@@ -305,7 +323,7 @@ def leftover(arguments: Sequence[str], known_flags: Mapping, config: ConfigDict 
         value = value if equals else "VALUE"
         meant = f"did you mean {known[near[0]]}={value}?" if near else "--help lists all"
         refusals.append(f"{argument!r} is no flag and would be ignored; {meant}")
-    return together(refusals)
+    return numbered(refusals)
 
 
 def error_line(error: Exception) -> str:

@@ -1,0 +1,31 @@
+"""DAPO on any Hugging Face directory and your own problems: sizes are chosen by both.
+
+    python -m dapo_jax.train --config=configs/any_directory.py --workdir=RUN \\
+        --config.model.path=DIR --config.data.train.path=problems.jsonl
+
+64 prompts x 8 responses, 4 updates of 128 responses a rollout step. Evaluation sets are yours
+alone. What is 0, -1, "" or "auto" is chosen and printed at the start (`dapo_jax.run.fit`).
+"""
+
+from configs import base
+
+
+def get_config(preset: str = ""):
+    config = base.get_config()
+    config.model.family = ""
+    config.model.compute_dtype = ""
+    config.tokenizer.chat = "auto"
+    config.data.on_bad_row = "skip"  # they are counted
+    config.updates_per_step = 4
+    config.rollout.num_prompts = 64
+    config.rollout.group_size = 8
+    config.rollout.generation_prompts = 0
+    config.rollout.max_prompt_tokens = 0
+    config.rollout.max_response_tokens = 0
+    config.rollout.cache_mib = 0
+    config.rollout.slot_tokens = 0
+    config.algo.overlong_cache_tokens = -1
+    config.learner.row_tokens = 0
+    config.learner.micro_batch_rows = 0
+    config.eval.samples_per_prompt = 8
+    return base.apply_preset(config, preset)
