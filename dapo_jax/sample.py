@@ -107,7 +107,8 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
         config.model.path = given.model
     hub.fetch(hub.paths(config, "data.", "eval."), workdir)
     template = given.template or (trained_with(config) if workdir else "none")
-    config.tokenizer.chat = "template" if given.chat else config.tokenizer.chat
+    if given.chat or config.tokenizer.chat == "auto":
+        config.tokenizer.chat = "template" if given.chat else "none"
     r.max_response_tokens = given.max_tokens or r.max_response_tokens or TALK_TOKENS
     r.block_tokens, r.page_tokens = BLOCK_TOKENS, PAGE_TOKENS
     r.draft_tokens, r.carry_over_steps, r.cache_mib = 0, 0, 0

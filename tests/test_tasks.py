@@ -317,7 +317,7 @@ def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, m
 
 def test_a_sets_name_is_a_word(monkeypatch):
     for name in ("math-500", "math.500", "a.b", "500"):
-        message = re.escape(f"eval.sets.{name}: the name of a set has letters, digits and _")
+        message = f"eval.sets.{name.partition('.')[0]}: .* a name of letters, digits and _"
         with pytest.raises(flags.Error, match=message):
             parsed(monkeypatch, f"--config.eval.sets.{name}.k=1")
 

@@ -1,6 +1,7 @@
 """Every refusal of a run's settings, each with the value, the limit and the key to change."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterator
@@ -21,12 +22,18 @@ from sharding import rules
 # it is computed may differ.
 POLICY_KEYS = ("model.", "tokenizer.", "learner.lora_")
 FREE_KEYS = ("model.kernels",)
-Conditions = Iterator[tuple[bool, str]]  # with the refusal where it does not hold
+Conditions = Iterator[tuple[bool, str]]
 
 
-def check(config: ConfigDict) -> None:
-    """Refuses settings that cannot work, as the recipe alone tells (ValueError), all at once."""
-    _refuse(_of_recipe(config))
+def _refusing(conditions: Callable) -> Callable:
+    """Makes a check of a function that yields (holds, refusal where not): all are said at once."""
+
+    @functools.wraps(conditions)
+    def check(*settings) -> None:
+        if refusals := [refusal for holds, refusal in conditions(*settings) if not holds]:
+            raise ValueError(numbered(refusals))
+
+    return check
 
 
 def together(*looks: Callable) -> list:
@@ -44,7 +51,9 @@ def together(*looks: Callable) -> list:
     return results
 
 
-def _of_recipe(config: ConfigDict) -> Conditions:
+@_refusing
+def check(config: ConfigDict) -> Conditions:
+    """Refuses settings that cannot work, as the recipe alone tells (ValueError)."""
     for name, value in leaves(config):
         refusal = key_of(name).refusal(value)
         yield not refusal, f"{name} = {value!r}, {refusal}"
@@ -132,18 +141,15 @@ def _of_lora(learner: ConfigDict) -> Conditions:
     )
 
 
+@_refusing
 def check_model(
     config: ConfigDict, family: Family, sizes: ModelConfig, positions: int | None
-) -> None:
+) -> Conditions:
     """Refuses a model directory that the family, preset or lengths do not fit (ValueError).
 
     family: that of model.family. sizes: those of the directory model.path.
     positions: how many it was made for, where it says.
     """
-    _refuse(_of_model(config, family, sizes, positions))
-
-
-def _of_model(config: ConfigDict, family: Family, sizes: ModelConfig, positions) -> Conditions:
     path, preset = config.model.path, config.model.preset
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     yield (
@@ -237,11 +243,6 @@ def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None
         f"num_steps = {config.num_steps}, but the run in {directory} has finished "
         f"{finished_steps} steps; give num_steps = {finished_steps} or more",
     )
-
-
-def _refuse(conditions: Conditions) -> None:
-    if refusals := [message for holds, message in conditions if not holds]:
-        raise ValueError(numbered(refusals))
 
 
 def _require(condition: bool, message: str) -> None:

@@ -1,8 +1,7 @@
 """Sizes that a recipe leaves open (0), chosen by the model, the lengths and the devices.
 
-For a model alone configs/any_model.py leaves more open. In order: `fit_model` (family, type of
-numbers, positions), then the data is read, then `fit_lengths`, then `fit_cache`. Of a training
-recipe (configs/any_directory.py): `fit_model`, the data, `fit_data`, `fit_training`.
+In order: `fit_model` (family, dtype, positions), then the data is read, then `fit_lengths` and
+`fit_cache`; in training `fit_data` and `fit_training`. configs/any_model.py leaves most open.
 """
 
 import bisect
@@ -78,9 +77,8 @@ def fit_model(config: ConfigDict, *, training: bool = False) -> None:
             r.max_prompt_tokens = min(r.max_prompt_tokens, base.KEYS[PROMPT_KEY].default)
         if r.max_prompt_tokens < 1:
             raise ValueError(
-                f"--max_tokens={r.max_response_tokens} (rollout.max_response_tokens) leaves no "
-                f"position for a prompt: {path} has {positions} (max_position_embeddings in its "
-                "config.json)"
+                f"--max_tokens={r.max_response_tokens} leaves no position for a prompt: {path} has "
+                f"{positions} (max_position_embeddings in its config.json)"
             )
 
 

@@ -22,7 +22,6 @@ from configs import base
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
-SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=]+)")
 SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
@@ -47,18 +46,6 @@ MAY_CHANGE = (
     "mesh.",
     "model.kernels",
 )
-# A value of these that leaves it to the model and the data (run/fit.py); a run has chosen ones.
-OPEN = {
-    "model.family": "",
-    "model.compute_dtype": "",
-    "tokenizer.chat": "auto",
-    "rollout.max_prompt_tokens": 0,
-    "rollout.max_response_tokens": 0,
-    "rollout.generation_prompts": 0,
-    "algo.overlong_cache_tokens": -1,
-}
-
-
 # Paths: a command that is given in another folder finds configs/tiny.py, and what that names.
 
 
@@ -84,10 +71,10 @@ def complete(config: ConfigDict) -> None:
 
 def fill_open(config: ConfigDict, chosen: Mapping) -> None:
     """Takes what a recipe leaves open from the one that a run has in its config.json."""
-    for name, value in OPEN.items():
-        section, _, key = name.partition(".")
-        if config[section][key] == value:
-            config[section][key] = chosen[section][key]
+    for name, value in base.leaves(config):
+        if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
+            section, _, last = name.partition(".")
+            config[section][last] = chosen[section][last]
 
 
 # Differences
@@ -205,24 +192,24 @@ class RecipeParser(ConfigFileFlagParser):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(_at_line(error, file)) from None
         config = checked(config, file)
+        for name, settings in self.sets().items():
+            if name in config.eval.sets:
+                raise ValueError(f"--set={name}:...: the recipe has a set {name!r}; rename one")
+            config.eval.sets[name] = base.dataset(**settings)
         argv = (sys.argv if self._argv is None else self._argv)[1:]
-        named: dict[tuple[str, str], set[str]] = {}
-        for section, rest in (m.groups() for m in map(SET_FLAG.match, argv) if m):
-            parts = rest.split(".")
-            # NAME.KEY, or NAME.args.KEY; a dot in NAME is refused below.
-            cut = 1 if len(parts) > 2 and parts[1] in base.DATASET else len(parts) - 1
-            if cut:
-                named.setdefault((section, ".".join(parts[:cut])), set()).add(parts[cut])
-        with config.unlocked():
-            for name, settings in self.sets().items():
-                if name in config.eval.sets:
-                    raise ValueError(f"--set={name}:...: the recipe has a set {name!r}; rename one")
-                config.eval.sets[name] = base.dataset(**settings)
-            for (section, name), given in named.items():
-                if name not in config[section]:
-                    _check_new_set(section, name, given, config[section])
-                    config[section][name] = base.dataset()
-            complete(config)
+        given = [match[1] for match in map(KEY_FLAG.match, argv) if match]
+        for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
+            sets = config.eval.sets if key.startswith("eval.") else config.data.mixture
+            name = key.rpartition(".")[2]
+            if name in sets:
+                continue
+            if not name.isidentifier() or not any(f"{key}.{it}" in given for it in NEEDED):
+                raise ValueError(
+                    f"{key}: the recipe has no such set{hint(name, sets)}; a new one has a path or "
+                    "a task, and a name of letters, digits and _"
+                )
+            sets[name] = base.dataset()
+        complete(config)
         if unknown := unknown_keys(config, argv):
             raise ValueError(numbered(unknown))
         return config.lock()
