@@ -270,6 +270,8 @@ KEYS = {
     "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints"),
     "checkpoint.every_steps": Key(5, "rollout steps from save to save", at_least=1),
     "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1),
+    "checkpoint.keep_period": Key(0, "multiples of so many steps are kept too; 0: off",
+                                  at_least=0),
     "checkpoint.on_failed_save": Key(
         "stop", "a failed save ends the run; or \"continue\": a run of one process goes on, one of "
         "several, which wait for each other in a save, ends", choices=("stop", "continue")),
