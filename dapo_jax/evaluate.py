@@ -223,20 +223,12 @@ def chosen_recipe() -> ConfigDict:
     return config
 
 
-def given_sets() -> dict[str, dict[str, str]]:
-    """Returns the sets of the command line's --set flags by name; the recipe's keys may be theirs.
-
-    Raises ValueError for what is none, and for a name that is given twice.
-    """
-    values, sets = flags.FlagValues(), {}
+def given_sets() -> list[tuple[str, dict[str, str]]]:
+    """Returns (name, settings) of the command line's --set flags; ValueError for what is none."""
+    values = flags.FlagValues()
     flags.DEFINE_multi_string("set", [], "", flag_values=values)
     values(sys.argv, known_only=True)
-    for text in values.set:
-        name, settings = named_set(text)
-        if name in sets:
-            raise ValueError(f"--set={text}: a second set {name!r}; each has its own name")
-        sets[name] = settings
-    return sets
+    return [named_set(text) for text in values.set]
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:

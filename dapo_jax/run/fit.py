@@ -290,20 +290,18 @@ def _no_room(
     """Returns the message that no request fits, with the settings to change."""
     r, mib = config.rollout, 2**20
     limit = "rollout.max_response_tokens" if training else "--max_tokens"
-    text = (
+    has, held, more = "a CPU device", "", ""
+    if device_bytes is not None:
+        weights = device_bytes - left_bytes / CACHE_SHARE
+        has = f"a device of {device_bytes / mib:,.0f}"
+        state = "weights and training state" if training else "weights"
+        held = f" beside {weights / mib:,.0f} MiB of {state} ({config.model.compute_dtype})"
+        more = f", or split the weights over more devices than {degree} (mesh.model)"
+    return (
         f"a prompt of {r.max_prompt_tokens:,} tokens with a response of {r.max_response_tokens:,} "
         f"({limit}), in pages of {r.page_tokens:,} (rollout.page_tokens), does not fit in the "
-    )
-    if device_bytes is None:
-        of_cpu = f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower {limit}"
-        return f"{of_cpu} or rollout.page_tokens, or set rollout.cache_mib" if training else of_cpu
-    weights = device_bytes - left_bytes / CACHE_SHARE
-    return (
-        f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
-        f"has for the cache beside {weights / mib:,.0f} MiB of weights "
-        f"{'and training state ' if training else ''}({config.model.compute_dtype}). Lower "
-        f"{limit}{' or rollout.page_tokens' if training else ''}, or split the weights over more "
-        f"devices than {degree} (mesh.model)"
+        f"{max(0.0, left_bytes) / mib:,.0f} MiB that {has} has for the cache{held}. Lower {limit} "
+        f"or rollout.page_tokens{more}"
     )
 
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -130,12 +130,12 @@ def define_config(
     *,
     flag_values: flags.FlagValues = flags.FLAGS,
     argv: Sequence[str] | None = None,
-    sets: Callable[[], Mapping[str, Mapping]] = dict,
+    sets: Callable[[], Iterable] = tuple,
 ) -> flags.FlagHolder:
     """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
 
-    argv: the command line that they are on; None: that of the process. sets: returns the evaluation
-    sets that other flags of it add, by name.
+    argv: the command line that they are on; None: that of the process. sets: returns (name,
+    settings) of the evaluation sets that other flags of it add.
     """
     holder = config_flags.DEFINE_config_file(
         "config", None, "The run's recipe.", flag_values=flag_values, sys_argv=argv
@@ -145,7 +145,7 @@ def define_config(
     return holder
 
 
-def read_recipe(arguments: Sequence[str], sets: Callable[[], Mapping] = dict) -> ConfigDict:
+def read_recipe(arguments: Sequence[str], sets: Callable[[], Iterable] = tuple) -> ConfigDict:
     """Returns the recipe of a command line's --config flags; ValueError, in one line.
 
     sets: as of `define_config`.
@@ -179,7 +179,7 @@ class RecipeParser(ConfigFileFlagParser):
     argv, sets: as of `define_config`.
     """
 
-    def __init__(self, name: str, argv: Sequence[str] | None = None, sets: Callable = dict):
+    def __init__(self, name: str, argv: Sequence[str] | None = None, sets: Callable = tuple):
         super().__init__(name, lock_config=True)
         self._argv, self.sets = argv, sets
 
@@ -192,9 +192,9 @@ class RecipeParser(ConfigFileFlagParser):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(_at_line(error, file)) from None
         config = checked(config, file)
-        for name, settings in self.sets().items():
+        for name, settings in self.sets():
             if name in config.eval.sets:
-                raise ValueError(f"--set={name}:...: the recipe has a set {name!r}; rename one")
+                raise ValueError(f"--set={name}:...: a second set {name!r}; each has its own name")
             config.eval.sets[name] = base.dataset(**settings)
         argv = (sys.argv if self._argv is None else self._argv)[1:]
         given = [match[1] for match in map(KEY_FLAG.match, argv) if match]
