@@ -1,26 +1,36 @@
-"""Any model as it is: what `evaluate` and `sample` do with --model=DIR where no run is there.
+"""Any Hugging Face directory: DAPO on your own problems, and `evaluate --model=DIR` of it.
 
-    python -m dapo_jax.evaluate --model=DIR --workdir=runs/qwen --set=aime24:math:aime24.jsonl \\
-        --k=32 --temperature=0.6 --top_p=0.95
-    python -m dapo_jax.sample --model=DIR --prompt="What is 7 * 8?"
+    python -m dapo_jax.train --config=configs/any_model.py --workdir=runs/mine \\
+        --config.model.path=DIR --config.data.train.path=problems.jsonl
+    python -m dapo_jax.evaluate --model=DIR --workdir=runs/qwen --set=aime24:math:aime24.jsonl
 
-What is 0 or "" here is chosen by the model's directory, the data and the devices
-(`dapo_jax.run.fit`).
+A training step takes 64 prompts x 8 responses, 4 updates of 128 responses. There is no evaluation
+set but yours. What is 0, -1, "" or "auto" here is chosen by the directory, the data and the devices
+(`dapo_jax.run.fit`); `train` prints it.
 """
 
 from configs import base
 
 
-def get_config():
+def get_config(preset: str = ""):
     config = base.get_config()
-    config.model.family = ""  # by model_type in the directory's config.json
-    config.model.compute_dtype = ""  # bfloat16; on a CPU float32
-    config.rollout.max_prompt_tokens = 0  # the data's longest
-    config.rollout.max_response_tokens = 0  # what the model has positions for, 20,480 at most
-    config.rollout.cache_mib = 0  # what is asked for, as far as the device has it
-    config.algo.overlong_cache_tokens = 0
+    config.model.family = ""
+    config.model.compute_dtype = ""
+    config.tokenizer.chat = "auto"
+    config.data.on_bad_row = "skip"  # they are counted
+    config.updates_per_step = 4
+    config.rollout.num_prompts = 64
+    config.rollout.group_size = 8
+    config.rollout.generation_prompts = 0
+    config.rollout.max_prompt_tokens = 0
+    config.rollout.max_response_tokens = 0
+    config.rollout.cache_mib = 0
+    config.rollout.slot_tokens = 0
+    config.algo.overlong_cache_tokens = -1
+    config.learner.row_tokens = 0
+    config.learner.micro_batch_rows = 0
 
     config.eval.samples_per_prompt = 8
     config.eval.temperature = 0.6
     config.eval.top_p = 0.95
-    return config
+    return base.apply_preset(config, preset)

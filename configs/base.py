@@ -24,7 +24,8 @@ class Key:
     default: its value where a recipe sets none. meaning: the text that `--help` prints.
     choices: the values that it may have, or the table of the code that lists them, "module:NAME".
     at_least, above, at_most: bounds of a number, which has to be finite in float32 too.
-    kind: the type of a value whose default is None.
+    kind: the type of a value whose default is None. open: the value that leaves it to the model
+    and the data (dapo_jax/run/fit.py).
     """
 
     default: Any
@@ -34,6 +35,7 @@ class Key:
     above: float | None = None
     at_most: float = MAX32
     kind: type | None = None
+    open: Any = None
 
     def allowed(self) -> tuple:
         """Returns the values that the key may have; () where any value is."""
@@ -41,6 +43,16 @@ class Key:
             return self.choices
         module, _, name = self.choices.partition(":")
         return tuple(getattr(importlib.import_module(module), name))
+
+    def cast(self, value: Any) -> Any:
+        """Returns a value of the key's type, where an int may be a float; TypeError says which."""
+        kind = self.kind or type(self.default)
+        fits = {float: int | float, tuple: tuple | list}.get(kind, kind)
+        if value is None is self.default:
+            return None
+        if isinstance(value, fits) and isinstance(value, bool) == (kind is bool):
+            return kind(value)
+        raise TypeError(f"{value!r}, but must be of type {kind.__name__}")
 
     def refusal(self, value: Any) -> str:
         """Says what the value must be; "" where it is allowed, as the default and None are."""
@@ -138,16 +150,17 @@ KEYS = {
 
     "model.path": Key("", "the start policy: a Hugging Face directory, or ORG/NAME on its hub; "
                       "\"\": random weights"),
-    "model.family": Key("qwen2", "or qwen3, llama, a custom module \"my_models.x\""),
+    "model.family": Key("qwen2", "or qwen3, llama, a custom module \"my_models.x\"; \"\": by the "
+                        "directory", open=""),
     "model.preset": Key("", "the family's name for sizes: what path has, or for random weights"),
-    "model.compute_dtype": Key("bfloat16", "or float32; weights and moments stay float32",
-                               choices=("float32", "bfloat16")),
+    "model.compute_dtype": Key("bfloat16", "or float32; weights and moments stay float32; \"\": as "
+                               "the device has it", choices=("float32", "bfloat16", ""), open=""),
     "model.kernels": Key("auto", "or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret"),
 
     "tokenizer.path": Key("", "directory, or ORG/NAME; \"\": model.path"),
     "tokenizer.stop_tokens": Key((), "token texts; (): those that the model's files name"),
-    "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template",
-                          choices=("none", "template")),
+    "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template; \"auto\": where "
+                          "there is one", choices=("none", "template", "auto"), open="auto"),
 
     "data.on_bad_row": Key("error", "or \"skip\": count it and go on", choices=("error", "skip")),
     "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, math_verify",
@@ -155,13 +168,15 @@ KEYS = {
 
     "rollout.num_prompts": Key(512, "informative groups that one step trains on", at_least=1),
     "rollout.group_size": Key(16, "responses a prompt (G)", at_least=2),
-    "rollout.max_prompt_tokens": Key(2_048, "longer prompts are dropped at the start", at_least=1),
-    "rollout.max_response_tokens": Key(20_480, "L_max of Eq. 13", at_least=1),
+    "rollout.max_prompt_tokens": Key(2_048, "longer prompts are dropped at the start; 0: the "
+                                     "data's longest, 2,048 at most", at_least=0, open=0),
+    "rollout.max_response_tokens": Key(20_480, "L_max of Eq. 13; 0: the model's positions behind a "
+                                       "prompt, in training 4,096 at most", at_least=0, open=0),
     "rollout.temperature": Key(1.0, "of training's responses", above=0),
     "rollout.top_p": Key(1.0, "1.0: off, as the update's ratio has it", above=0, at_most=1),
     "rollout.top_k": Key(0, "0: off", at_least=0),
-    "rollout.generation_prompts": Key(1_536, "the first guess of how many prompts a step needs",
-                                      at_least=1),
+    "rollout.generation_prompts": Key(1_536, "the first guess of how many prompts a step needs; 0: "
+                                      "twice num_prompts, as far as there are", at_least=0, open=0),
     "rollout.max_generation_batches": Key(10, "times as many prompts at most in a step (Eq. 11)",
                                           at_least=1),
     "rollout.on_generation_cap": Key("train", "on what there is; or \"stop\" the run cleanly",
@@ -204,7 +219,8 @@ KEYS = {
     "algo.filter_groups": Key("correctness", "Eq. 11's; or \"reward\": lengths pass groups too",
                               choices="dapo_jax.algorithm:FILTERS"),
     "algo.overlong_filtering": Key(False, "mask the loss of truncated responses"),
-    "algo.overlong_cache_tokens": Key(4_096, "L_cache of Eq. 13", at_least=0),
+    "algo.overlong_cache_tokens": Key(4_096, "L_cache of Eq. 13; -1: a fifth of L_max",
+                                      at_least=-1, open=-1),
     "algo.overlong_factor": Key(1.0, "0.0: no soft overlong punishment", at_least=0),
     "algo.kl_coef": Key(0.0, "weight of GRPO's KL term to the start policy; DAPO has none",
                         at_least=0),
@@ -256,6 +272,8 @@ KEYS = {
     "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints"),
     "checkpoint.every_steps": Key(5, "rollout steps from save to save", at_least=1),
     "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1),
+    "checkpoint.keep_period": Key(0, "multiples of so many steps are kept too; 0: off",
+                                  at_least=0),
     "checkpoint.on_failed_save": Key(
         "stop", "a failed save ends the run; or \"continue\": a run of one process goes on, one of "
         "several, which wait for each other in a save, ends", choices=("stop", "continue")),
@@ -302,16 +320,19 @@ DATASET = {
 
 
 def get_config() -> ConfigDict:
-    """The defaults: DAPO's settings (paper, section 4.1) where it has one."""
-    config = ConfigDict()
+    """The defaults: DAPO's settings (paper, section 4.1) where it has one.
+
+    It takes any value of any key: what is wrong in a recipe is said of all of it, when it is read.
+    """
+    config = ConfigDict(type_safe=False)
     for name, key in KEYS.items():
         section, _, last = name.rpartition(".")
         if section and section not in config:
-            config[section] = ConfigDict()
+            config[section] = ConfigDict(type_safe=False)
         (config[section] if section else config)[last] = key.default
     config.data.train = dataset()
-    config.data.mixture = ConfigDict()  # name -> dataset(...)
-    config.eval.sets = ConfigDict()  # name -> dataset(...)
+    config.data.mixture = ConfigDict(type_safe=False)  # name -> dataset(...)
+    config.eval.sets = ConfigDict(type_safe=False)  # name -> dataset(...)
     return config
 
 
@@ -329,7 +350,8 @@ def dataset(**given) -> ConfigDict:
         {
             name: placeholder(DATASET[name].kind) if value is None else value
             for name, value in values.items()
-        }
+        },
+        type_safe=False,
     )
 
 
@@ -347,7 +369,7 @@ def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, ConfigDict) and name != "args":
             yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, value.to_dict() if name == "args" else value
+            yield prefix + name, value.to_dict() if isinstance(value, ConfigDict) else value
 
 
 def train_settings(config: ConfigDict) -> dict:

@@ -26,13 +26,14 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from configs.base import dataset, eval_settings
+from configs.base import eval_settings
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
 from dapo_jax.run import build, checks, command, compile_cache, fit, hub, recipe
 from dapo_jax.run import policy as policies
 from dapo_jax.run.display import evaluation_line
+from dapo_jax.run.files import read_json
 from dapo_jax.run.metrics import TASK, mean_measures
 from dapo_jax.run.record import (
     result_row,
@@ -219,13 +220,15 @@ def chosen_recipe() -> ConfigDict:
     for name, (key, _) in SHORT.items():
         if given[name].value is not None:
             config.update_from_flattened_dict({key: given[name].value})
-    with config.unlocked():
-        for text in given.set:
-            name, settings = named_set(text)
-            if name in config.eval.sets:
-                raise ValueError(f"--set={text}: a second set {name!r}; each has its own name")
-            config.eval.sets[name] = dataset(**settings)
     return config
+
+
+def given_sets() -> list[tuple[str, dict[str, str]]]:
+    """Returns (name, settings) of the command line's --set flags; ValueError for what is none."""
+    values = flags.FlagValues()
+    flags.DEFINE_multi_string("set", [], "", flag_values=values)
+    values(sys.argv, known_only=True)
+    return [named_set(text) for text in values.set]
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:
@@ -284,6 +287,8 @@ def main(_):
 
 def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     """(finished steps, policy, data) of the run in a directory."""
+    if (workdir / "config.json").is_file():
+        recipe.fill_open(config, read_json(workdir / "config.json"))
     checks.check(config)
     hosts.on_main(lambda: require_directory(workdir))
     hosts.on_main(lambda: policies.check_same(config, workdir))
@@ -356,7 +361,7 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
     if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
         sys.argv.insert(1, f"--config={ANY_MODEL}")
-    CONFIG = recipe.define_config()
+    CONFIG = recipe.define_config(sets=given_sets)
     WORKDIR = command.define_workdir()
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."

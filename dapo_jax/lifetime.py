@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import evaluate, learner, rollout
 from dapo_jax.report import plots, runs
-from dapo_jax.run import alarms, build, chain, checks, failures, files, fit, hub, start
+from dapo_jax.run import alarms, build, chain, checks, failures, files, hub, start
 from dapo_jax.run.metrics import Stopwatch
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
@@ -104,7 +104,6 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     watch = Stopwatch()
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
-    chosen = fit.fit_training(config)
     origin = start.claim(config, workdir, stack, origin)
     checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
     saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
@@ -120,24 +119,19 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     start.check_parent(config, checkpoints.latest_step(), origin)
     parts = start.prepare(config, workdir)
     first = start.restore(config, workdir, parts, checkpoints, origin)
-    run = ready(config, workdir, stack, parts, first, snapshots, watch, notes=chosen)
+    run = ready(config, workdir, stack, parts, first, snapshots, watch)
     return run, first.state, first.progress
 
 
-def ready(
-    config, workdir, stack, parts: start.Parts, first: start.Start, snapshots, watch, *, notes=()
-) -> Run:
-    """Loads and compiles all that every step needs, and opens the record in `workdir`.
-
-    notes: lines to print with the banner.
-    """
-    tokenizer, programs, data = parts
+def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapshots, watch) -> Run:
+    """Loads and compiles all that every step needs, and opens the record in `workdir`."""
+    tokenizer, programs, data, chosen = parts
     start_weights = programs.load_start_weights()
     alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
 
     record = stack.enter_context(Record(config, workdir, first, tokenizer))
     snapshots.say = record.display.last_line
-    record.display.line("\n".join([banner(config, programs, data, workdir, first), *notes]))
+    record.display.line("\n".join([banner(config, programs, data, workdir, first), *chosen]))
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
     key = build.key(config, build.ROLLOUT_STREAM)
     training = Stream(key, build.sampling(config, tokenizer))

@@ -107,11 +107,12 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
         config.model.path = given.model
     hub.fetch(hub.paths(config, "data.", "eval."), workdir)
     template = given.template or (trained_with(config) if workdir else "none")
-    config.tokenizer.chat = "template" if given.chat else config.tokenizer.chat
-    r.max_response_tokens = given.max_tokens or r.max_response_tokens or TALK_TOKENS
+    if given.chat or config.tokenizer.chat == "auto":
+        config.tokenizer.chat = "template" if given.chat else "none"
+    r.max_response_tokens = given.max_tokens or r.max_response_tokens
     r.block_tokens, r.page_tokens = BLOCK_TOKENS, PAGE_TOKENS
     r.draft_tokens, r.carry_over_steps, r.cache_mib = 0, 0, 0
-    config.algo.overlong_cache_tokens = 0
+    config.algo.overlong_cache_tokens = config.learner.row_tokens = 0
     if config.model.path:
         _fit_lengths(config, prompt, template)
     fit.fit_cache(config, n)
@@ -137,15 +138,15 @@ def _fit_lengths(config: ConfigDict, prompt: str | None, template: str) -> None:
     r.max_prompt_tokens = 0
     fit.fit_model(config)
     if prompt is None:
-        tokens = min(TALK_TOKENS, r.max_prompt_tokens)
+        tokens = min(TALK_TOKENS, r.max_prompt_tokens if wanted else r.max_prompt_tokens // 2)
     else:
         tokens = len(build.tokenizer(config).encode_chat(templated(prompt, template)))
     if tokens > r.max_prompt_tokens:
         raise ValueError(
             f"--prompt has {tokens} tokens, but only {r.max_prompt_tokens} fit before a response "
-            f"of --max_tokens={wanted}"
+            f"of --max_tokens={wanted or 1}"
         )
-    fit.fit_lengths(config, max(1, tokens))
+    fit.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
 
 
 def trained_with(config: ConfigDict) -> str:

@@ -133,11 +133,11 @@ def test_a_checkpoint_restores_onto_another_mesh(tmp_path):
 
 
 def test_a_step_is_saved_once_and_the_newest_are_kept(tmp_path):
-    run = checkpoints(tmp_path, keep=2)
-    taken = [run.save(step, {"a": jnp.ones(1)}, {}) for step in (1, 2, 2, 5)]
-    assert taken == [True, True, False, True]
+    run = Checkpoints(tmp_path, keep=2, keep_period=4)
+    taken = [run.save(step, {"a": jnp.ones(1)}, {}) for step in (1, 2, 2, 4, 5, 6)]
+    assert taken == [True, True, False, True, True, True]
     run.close()
-    assert saved_steps(tmp_path) == [2, 5]
+    assert saved_steps(tmp_path) == [4, 5, 6]
 
 
 @pytest.mark.parametrize("meanwhile", [False, True])

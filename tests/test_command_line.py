@@ -61,7 +61,9 @@ def test_a_key_is_one_line(monkeypatch):
     assert config.algo.my_cap == 0.5
     with pytest.raises(ValueError, match=r"algo\.my_cap = 0\.5, but must be at least 1"):
         checks.check(config)
-    text = recipe.help_text(given, flags.FlagValues(), "About.")
+    values = flags.FlagValues()
+    recipe.define_config(flag_values=values)
+    text = recipe.help_text(given, values, "About.")
     assert re.search(r"^\* algo.my_cap = 0.5 +cap of mine \(2.0\)$", text, re.M)
 
 
@@ -93,10 +95,7 @@ def test_help_without_a_recipe_has_the_defaults():
 
 def test_a_word_that_is_no_key_at_all_is_refused_with_where_they_are():
     line = recipe.leftover(["trainer.total=3"], KNOWN, tiny.get_config())
-    assert line == (
-        "'trainer.total=3' is no flag and would be ignored; it is no key of the recipe either; "
-        "--help lists them all"
-    )
+    assert line == ("'trainer.total=3' is no flag and would be ignored; --help lists all")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +109,48 @@ def test_a_word_that_is_no_key_at_all_is_refused_with_where_they_are():
 def test_what_is_missing_is_named_in_one_line(flags_, message):
     done = given("-m", "dapo_jax.train", *flags_)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"error: {message}")
+
+
+# Recipe files
+
+
+@pytest.mark.parametrize(
+    ("lines", "refusals"),
+    [
+        ("c.rollout.max_respnse_tokens = 5", ["no key 'rollout.max_respnse_tokens' (Did you mean"]),
+        ("c.algoo.x = 1", [", line 4: the recipe has no key 'algoo'; Did you mean \"algo\""]),
+        (
+            "c.update({'algo': {'eps_hgh': 1.0}})",
+            ["no key 'algo.eps_hgh' (Did you mean algo.eps_h"],
+        ),
+        (
+            "c.mine = {'a': 1}; c.seed = 'x'",
+            ["no key 'mine.a'", "seed = 'x', but must be of type int"],
+        ),
+        (
+            "c.rollout = 5; c.num_steps = 1.5",
+            ["rollout = 5, but is a section", "num_steps = 1.5, but"],
+        ),
+        (
+            "c.eval.sets.arithmetic.cout = 3",
+            ["no key 'eval.sets.arithmetic.cout' (Did you mean eval"],
+        ),
+        ("c.data.mixture.m = {'wieght': 2}", ["no key 'data.mixture.m.wieght' (Did you mean data"]),
+        ("c.log.writers = 'wandb'", ["log.writers = 'wandb', but must be of type tuple"]),
+        ("c.data.train = base.dataset(tsak='')", [", line 4: a data set has no tsak"]),
+        ("return None", ["get_config returns nothing"]),
+    ],
+)
+def test_all_wrong_keys_and_types_of_a_file_are_named(tmp_path, lines, refusals):
+    """A misspelt key in a file was a traceback about None, a wrong type one without the key."""
+    file = tmp_path / "mine.py"
+    begin = "from configs import base, tiny\ndef get_config():\n    c = tiny.get_config()\n    "
+    file.write_text(f"{begin}{lines}\n    return c\n")
+    with pytest.raises(ValueError, match=re.escape(str(file))) as refused:
+        recipe.read_recipe([f"--config={file}"])
+    assert "\n" not in str(refused.value)
+    for text in refusals:
+        assert text in str(refused.value)
 
 
 # Folders

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from configs import base
-from dapo_jax.run import build, checks
+from dapo_jax.run import build, checks, start
 from dapo_jax.run import recipe as recipes
 from sharding.mesh import make_mesh
 
@@ -165,6 +165,18 @@ def test_impossible_settings_name_the_value_and_the_key(changes, message):
         config.update_from_flattened_dict({key: value})
     with pytest.raises(ValueError, match=message):
         checks.check(config)
+
+
+def test_refusals_are_said_together():
+    """A user's own model and data took six corrections in six runs."""
+    config = recipe("tiny")
+    config.algo.overlong_cache_tokens, config.updates_per_step, config.seed = 81, 5, -1
+    with pytest.raises(ValueError, match=r"\(1\).*seed = -1.*updates_per_step = 5.*\(3\).* 81 exc"):
+        checks.check(config)
+    config.model.preset, config.rollout.max_response_tokens = "0.5b", 40_000
+    config.model.path = str(pathlib.Path(config.model.path).resolve())
+    with pytest.raises(ValueError, match=r"updates_per_step = 5.*32768 positions.*model\.preset"):
+        start.check(config)
 
 
 def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles():

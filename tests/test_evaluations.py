@@ -42,6 +42,9 @@ def test_the_commands_own_flags_are_keys_of_its_recipe():
     config = chosen(*given)
     assert {*config.eval.sets} == {"arithmetic", "a", "g"}
     assert (config.eval.sets.a.kind, config.eval.sets.a.path, config.seed) == ("csv", "b.csv", 3)
+    # A set of --set could not be capped: its keys were of "no such set".
+    config = chosen("--model=DIR", "--set=g:arithmetic:", "--config.eval.sets.g.max_prompts=3")
+    assert (config.eval.sets.g.task, config.eval.sets.g.max_prompts) == ("arithmetic", 3)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from configs import base, one_gpu, qwen2_5_0_5b, tiny
+from configs import any_model, base, one_gpu, qwen2_5_0_5b, tiny
 from dapo_jax import train
-from dapo_jax.run import build, checks, fit
+from dapo_jax.run import build, checks, fit, start
 from experiments.faults.config import get_config as small_config
 from experiments.smollm2 import sums
 
@@ -33,6 +33,27 @@ def test_what_is_set_stays_and_nothing_is_said():
     before = values(config)
     assert fit.fit_training(config) == []
     assert values(config) == before
+
+
+def test_a_directory_and_data_are_enough_to_train(tmp_path):
+    """The user's model and data took six corrections: template, positions, cache, sets, sizes."""
+    config = any_model.get_config()
+    config.model.path = tiny.get_config().model.path
+    config.data.train = base.dataset(kind="arithmetic", count=100)
+    start.check(config)
+    parts = start.prepare(config, tmp_path)
+    r, of = config.rollout, dict(base.leaves(config))
+    names = ("model.family", "model.compute_dtype", "tokenizer.chat")
+    assert [of[name] for name in names] == ["qwen2", "float32", "none"]
+    longest = max(len(prompt.token_ids) for prompt in parts.data.train.prompts)
+    assert (r.max_prompt_tokens, r.max_response_tokens) == (longest, 4_096)
+    assert (r.generation_prompts, config.algo.overlong_cache_tokens) == (100, 819)
+    assert all(f"{key} = {of[key]!r}" in parts.chosen[0] for key in (*OPEN, "tokenizer.chat"))
+    assert not parts.data.eval_sets
+    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    again = any_model.get_config()
+    again.model.path, again.data.train = config.model.path, config.data.train
+    checks.check_same_recipe(again, tmp_path)  # what is open is what the run has chosen
 
 
 @pytest.mark.parametrize("model", [1, 2])

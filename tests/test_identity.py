@@ -4,13 +4,17 @@ The whole start of a run with each kind of changed input is in experiments/fault
 """
 
 import json
+import linecache
 import types
+from importlib.machinery import SourceFileLoader
 
 import numpy as np
 import pytest
 
 from configs import base
+from dapo_jax import losses
 from dapo_jax.run import checks, identity
+from dapo_jax.run.metrics import Metric
 from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Example, Prompt
 from experiments.faults.config import get_config
@@ -105,6 +109,61 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path, name):
 
     with pytest.raises(identity.OtherRunError, match=f"tokenizer.path: {name} differs"):
         said_of(identity_with("7"), identity_with("8"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "edited", "refusal"),
+    [
+        ({"data.train.task": "mine.task:Task"}, "mine/task.py", "data.train.task: mine/task.py"),
+        ({"data.train.task": "mine.task:Task"}, "helper.py", "data.train.task: helper.py"),
+        ({"data.train.task": "mine.task:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
+        ({"data.train.task": "mine.task:Task"}, "unrelated.py", ""),
+        ({"model.family": "helper"}, "helper.py", "model.family: helper.py"),
+        ({"algo.gate": "extra"}, "gates.py", "algo.gate: gates.py"),
+        ({"algo.gate": "of_recipe"}, "recipe.py", "algo.gate: of_recipe of recipe.py"),
+        ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper.py"),
+        ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
+        ({}, "gates.py", "said: the metric mine: gates.py"),
+    ],
+)
+def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, refusal):
+    """A grader was edited between two starts, and the run went on with other rewards, in silence.
+
+    An edited gate of the recipe's file is refused too; what else the file has may change.
+    """
+    (tmp_path / "mine").mkdir()
+    files = {
+        "mine/__init__.py": "",
+        "mine/task.py": "import numpy\nfrom .units import ONE\ndef f():\n    import helper\n    1",
+        **dict.fromkeys(["mine/units.py", "unrelated.py"], "ONE = 1\n"),
+        "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
+        "gates.py": "def extra():\n    return 1\n",
+        "recipe.py": "LAYERS = 2\n\ndef of_recipe():\n    return 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def identity_now():
+        gates = SourceFileLoader("gates", str(tmp_path / "gates.py")).load_module()
+        of_file = SourceFileLoader("config_config", str(tmp_path / "recipe.py")).load_module()
+        linecache.checkcache()
+        monkeypatch.setitem(losses.GATES, "extra", gates.extra)
+        monkeypatch.setitem(losses.GATES, "of_recipe", of_file.of_recipe)
+        mine = Metric("mine", "", "Mine.", gates.extra)
+        monkeypatch.setattr(identity, "METRICS", [] if "algo.gate" in settings else [mine])
+        return identity_of(**settings)
+
+    old = identity_now()
+    (tmp_path / "recipe.py").write_text(files["recipe.py"].replace("2", "3"))
+    assert said_of(identity_now(), old) == []
+    (tmp_path / edited).write_text(files[edited].replace("1", "4"))
+    if refusal.startswith("said: ") or not refusal:
+        assert "".join(said_of(identity_now(), old)).startswith(refusal.removeprefix("said: "))
+        return
+    with pytest.raises(identity.OtherRunError, match=f"{refusal} differs.*a fork, which goes on"):
+        said_of(identity_now(), old)
+    identity.require_parent(old, identity_now(), "checkpoint 5")
 
 
 def test_another_evaluation_set_is_said():

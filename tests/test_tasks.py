@@ -317,14 +317,14 @@ def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, m
 
 def test_a_sets_name_is_a_word(monkeypatch):
     for name in ("math-500", "math.500", "a.b", "500"):
-        message = re.escape(f"eval.sets.{name}: the name of a set has letters, digits and _")
+        message = f"eval.sets.{name.partition('.')[0]}: .* a name of letters, digits and _"
         with pytest.raises(flags.Error, match=message):
             parsed(monkeypatch, f"--config.eval.sets.{name}.k=1")
 
 
 def test_a_misspelt_set_is_refused_with_the_nearest_name(monkeypatch):
     """A flag for `arithmatic` made a set of that name, which failed later for another reason."""
-    message = r"eval.sets.arithmatic: the recipe has no such set \(did you mean 'arithmetic'\?\)"
+    message = r"eval.sets.arithmatic: the recipe has no such set \(Did you mean arithmetic\?\)"
     with pytest.raises(flags.Error, match=message):
         parsed(monkeypatch, "--config.eval.sets.arithmatic.count=3")
 

@@ -139,7 +139,9 @@ def key(config: ConfigDict, stream: int):
 
 def checkpoints(config: ConfigDict, workdir: pathlib.Path, *, keep: int | None) -> Checkpoints:
     """The run's checkpoints; `keep` of them, or all."""
-    return Checkpoints(config.checkpoint.directory or workdir / "checkpoints", keep=keep)
+    c = config.checkpoint
+    directory = c.directory or workdir / "checkpoints"
+    return Checkpoints(directory, keep=keep, keep_period=c.get("keep_period", 0))
 
 
 def model_sizes(config: ConfigDict) -> ModelConfig:

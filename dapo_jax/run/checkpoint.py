@@ -45,12 +45,13 @@ class Checkpoints:
     is one that all of them see, a bucket's (gs://...) for instance.
 
     state: the pytree of arrays, sharded as they are. progress: a JSON-able dict with the host's
-    side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept.
+    side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept, and those
+    whose steps are multiples of `keep_period` (0: of none).
     identity: what `identity.of_run` says of this run, saved with each checkpoint; where it is set,
     `restore_latest` refuses a checkpoint of another run.
     """
 
-    def __init__(self, directory, *, keep: int | None):
+    def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
         directory = absolute(directory)
         self.identity: dict | None = None
         self._keep = keep
@@ -59,6 +60,7 @@ class Checkpoints:
         several = hosts.count() > 1
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
+            keep_period=keep_period or None,
             create=False,
             enable_async_checkpointing=False,
             # A run has its folder to itself; what only reads may see one being written.

@@ -66,26 +66,21 @@ def parse_flags(argv: list[str]) -> list[str]:
 
     Arguments that no flag takes are refused: absl would leave them to the command.
     """
-    known, config = flags.FLAGS, None
+    known = flags.FLAGS
     try:
         if "config" in known and not set(recipe.HELP).isdisjoint(argv):
             print(recipe.help_text(argv[1:], known, sys.modules["__main__"].__doc__))
             sys.exit(0)
-        left = known(argv)
+        left = known(argv, known_only=True)
     except (flags.Error, AttributeError, KeyError, OSError, ValueError) as error:
         if "--debug" in argv:
             raise
         message = recipe.error_line(error)
-        with contextlib.suppress(Exception):  # a recipe is a program, and may be what is wrong
-            files = [f for f in recipe.config_flags_of(argv[1:]) if not recipe.KEY_FLAG.match(f)]
-            config = recipe.read_recipe(files)
         # One of these may be the flag that is missing.
-        if bare := [text for text in argv[1:] if re.match(r"[a-z_.]+=", text)]:
-            message += f" ({recipe.leftover(bare, known, config)})"
-        elif isinstance(error, flags.UnrecognizedFlagError):
-            given = [text for text in argv[1:] if text.lstrip("-").startswith(error.flagname)]
-            message = recipe.leftover(given, known, config)
-        elif isinstance(error, flags.IllegalFlagValueError) and "," in message.partition(": ")[0]:
+        named = {text: re.match(r"(-*)([a-z_]+)[=.]", text) for text in argv[1:]}
+        if unknown := [t for t, it in named.items() if it and not (it[1] and it[2] in known)]:
+            message += f" ({recipe.leftover(unknown, known, None)})"
+        elif re.match(r"flag --config\.[^:]*,", message):
             message += ". (Several values: python -m dapo_jax.sweep --set KEY=V1,V2)"
         sys.exit(f"error: {message}")
     if left[1:]:

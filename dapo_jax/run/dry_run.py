@@ -33,13 +33,12 @@ def run(
     """
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
-    chosen = fit.fit_training(config)
     origin = hosts.on_main(lambda: start.origin_of(workdir, origin))
     directory = build.epath.Path(config.checkpoint.directory or workdir / "checkpoints")
     there = Checkpoints(directory, keep=None) if directory.is_dir() else None
     step = hosts.on_main(there.latest_step) if there else None
     start.check_parent(config, step, origin)
-    tokenizer, programs, data = start.prepare(config, workdir)
+    tokenizer, programs, data, chosen = start.prepare(config, workdir)
     say("\n".join([*data.report_lines(), *example_lines(data, tokenizer)]))
     ours = identity.of_run(config, data) | {"origin": origin and str(origin)}
     if step is not None:

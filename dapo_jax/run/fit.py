@@ -1,18 +1,20 @@
 """Sizes that a recipe leaves open (0), chosen by the model, the lengths and the devices.
 
-For a model alone configs/any_model.py leaves more open. In order: `fit_model` (family, type of
-numbers, positions), then the data is read, then `fit_lengths`, then `fit_cache`. A training
-recipe's are `fit_training`'s.
+In order: `fit_model` (family, dtype, positions), then the data is read, then `fit_lengths` and
+`fit_cache`; in training `fit_data` and `fit_training`. configs/any_model.py leaves most open.
 """
 
 import bisect
+import json
 import math
 import os
 import pathlib
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
 from configs import base
@@ -27,6 +29,9 @@ from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
 LONGEST_RESPONSE = 20_480  # tokens, where the model has positions for more
+LONGEST_TRAINED = 4_096  # the same where a training recipe leaves it open
+CACHE_OF_RESPONSE = 0.2  # L_cache of L_max in the paper
+PROMPT_KEY = "rollout.max_prompt_tokens"
 MOST_SLOTS = 512  # on each group of devices: more of them save little
 # More slots make a CPU's decode step slower, idle ones too, once its cores are busy.
 CPU_SLOTS_TIMES_PARAMETERS = 2**33
@@ -42,12 +47,15 @@ CACHE_KEYS = ("rollout.slot_tokens", "rollout.cache_mib")
 SLOT_SHARE = 0.5  # of the longest response is what a slot is planned with: few are so long
 
 
-def fit_model(config: ConfigDict) -> None:
-    """Fills in what the model's directory and the devices say: family, dtype, most positions.
+def fit_model(config: ConfigDict, *, training: bool = False) -> None:
+    """Fills in what the model's directory and the devices say: family, dtype, chat, most positions.
 
+    training: whether longer prompts may be dropped, so that responses have half of the positions.
     Raises FileNotFoundError where there is none, ValueError where it does not fit.
     """
     path, r = hub.local(config.model.path), config.rollout
+    if not path:
+        return  # random weights: `build.model_sizes` says what is missing
     if (pathlib.Path(path) / "metrics.jsonl").is_file():
         raise ValueError(
             f"--model={path} is a run's directory, which --workdir takes; `python -m "
@@ -59,24 +67,59 @@ def fit_model(config: ConfigDict) -> None:
     if not config.model.compute_dtype:
         on_cpu = _device_bytes() is None
         config.model.compute_dtype = "float32" if on_cpu else "bfloat16"
-    positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
-    # As many as there can be, until the data has been read.
-    r.max_prompt_tokens = r.max_prompt_tokens or positions - max(1, r.max_response_tokens)
-    if r.max_prompt_tokens < 1:
-        raise ValueError(
-            f"--max_tokens={r.max_response_tokens} leaves no position for a prompt: {path} has "
-            f"{positions} (max_position_embeddings in its config.json)"
-        )
-    config.learner.row_tokens = max(config.learner.row_tokens, 2 * positions)
+    if config.tokenizer.chat == "auto":
+        config.tokenizer.chat = "template" if _has_chat_template(config) else "none"
+    if not r.max_prompt_tokens:  # as many as there can be, until the data has been read
+        positions = _positions(config)
+        reserved = r.max_response_tokens or (positions // 2 if training else 1)
+        r.max_prompt_tokens = positions - reserved
+        if training:
+            r.max_prompt_tokens = min(r.max_prompt_tokens, base.KEYS[PROMPT_KEY].default)
+        if r.max_prompt_tokens < 1:
+            raise ValueError(
+                f"--max_tokens={r.max_response_tokens} leaves no position for a prompt: {path} has "
+                f"{positions} (max_position_embeddings in its config.json)"
+            )
 
 
-def fit_lengths(config: ConfigDict, prompt_tokens: int) -> None:
-    """Fills in how long responses may be, behind prompts of at most so many tokens."""
-    path, r = hub.local(config.model.path), config.rollout
-    positions = build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
+def fit_lengths(config: ConfigDict, prompt_tokens: int, *, most: int = LONGEST_RESPONSE) -> None:
+    """Fills in how long responses may be, behind prompts of at most so many tokens.
+
+    most: response tokens, where the model has positions for more.
+    """
+    r, a = config.rollout, config.algo
     r.max_prompt_tokens = prompt_tokens
     if not r.max_response_tokens:
-        r.max_response_tokens = min(LONGEST_RESPONSE, positions - prompt_tokens)
+        r.max_response_tokens = min(most, _positions(config) - prompt_tokens)
+    if a.overlong_cache_tokens < 0:
+        a.overlong_cache_tokens = int(CACHE_OF_RESPONSE * r.max_response_tokens)
+
+
+def fit_data(config: ConfigDict, data: build.Data, *, given: Mapping[str, object]) -> None:
+    """Fills in a training recipe's lengths and first generation batch. given: its values before."""
+    r, sets = config.rollout, [it.dataset for it in data.eval_sets.values()]
+    of_train = data.train.sets
+    if given[PROMPT_KEY]:
+        longest = r.max_prompt_tokens
+    else:
+        prompts = [p for of in (*of_train.values(), *sets) for p in of.prompts]
+        longest = max((len(p.token_ids) for p in prompts), default=1)
+    fit_lengths(config, longest, most=LONGEST_TRAINED)
+    if not r.generation_prompts:
+        there = [len(of_train[key].prompts) / share for key, share in data.train.shares.items()]
+        r.generation_prompts = max(1, int(min(2 * r.num_prompts, *there)))
+
+
+def _positions(config: ConfigDict) -> int:
+    path = hub.local(config.model.path)
+    return build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
+
+
+def _has_chat_template(config: ConfigDict) -> bool:
+    folder = epath.Path(hub.local(config.tokenizer.path or config.model.path))
+    file = folder / "tokenizer_config.json"
+    named = file.is_file() and json.loads(file.read_text()).get("chat_template")
+    return bool(named) or (folder / "chat_template.jinja").is_file()
 
 
 def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> list[str]:
@@ -247,20 +290,18 @@ def _no_room(
     """Returns the message that no request fits, with the settings to change."""
     r, mib = config.rollout, 2**20
     limit = "rollout.max_response_tokens" if training else "--max_tokens"
-    text = (
+    has, held, more = "a CPU device", "", ""
+    if device_bytes is not None:
+        weights = device_bytes - left_bytes / CACHE_SHARE
+        has = f"a device of {device_bytes / mib:,.0f}"
+        state = "weights and training state" if training else "weights"
+        held = f" beside {weights / mib:,.0f} MiB of {state} ({config.model.compute_dtype})"
+        more = f", or split the weights over more devices than {degree} (mesh.model)"
+    return (
         f"a prompt of {r.max_prompt_tokens:,} tokens with a response of {r.max_response_tokens:,} "
         f"({limit}), in pages of {r.page_tokens:,} (rollout.page_tokens), does not fit in the "
-    )
-    if device_bytes is None:
-        of_cpu = f"{text}{left_bytes / mib:,.0f} MiB of a CPU device's cache; lower {limit}"
-        return f"{of_cpu} or rollout.page_tokens, or set rollout.cache_mib" if training else of_cpu
-    weights = device_bytes - left_bytes / CACHE_SHARE
-    return (
-        f"{text}{max(0.0, left_bytes) / mib:,.0f} MiB that a device of {device_bytes / mib:,.0f} "
-        f"has for the cache beside {weights / mib:,.0f} MiB of weights "
-        f"{'and training state ' if training else ''}({config.model.compute_dtype}). Lower "
-        f"{limit}{' or rollout.page_tokens' if training else ''}, or split the weights over more "
-        f"devices than {degree} (mesh.model)"
+        f"{max(0.0, left_bytes) / mib:,.0f} MiB that {has} has for the cache{held}. Lower {limit} "
+        f"or rollout.page_tokens{more}"
     )
 
 

@@ -1,29 +1,41 @@
-"""The fingerprint of a run: its recipe, and digests of its data, tokenizer and start weights.
+"""The fingerprint of a run: its recipe, and digests of its data, tokenizer, weights and own code.
 
-It is saved with every checkpoint. A resumed run with another recipe, training data, tokenizer or
-start model is refused by the names of the keys, and so are processes that differ. A fork
-(run/start.py) has its parent's model, seed and training data.
+It is saved with every checkpoint. A resumed run with another recipe, training data, tokenizer,
+start model or custom module is refused by the names of the keys, and so are processes that differ.
+A fork (run/start.py) has its parent's model, seed and training data; its code may be another, and
+that of `evaluate`, `sample` and `convert` is what is there when they are given.
 """
 
+import contextlib
 import hashlib
+import importlib.util
+import inspect
 import json
+import modulefinder
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import mixture_settings
+from configs.base import eval_settings, mixture_settings
+from dapo_jax import losses
 from dapo_jax.run import checks, hub
 from dapo_jax.run.files import read_json, read_rows
+from dapo_jax.run.metrics import METRICS
 from dapo_jax.run.recipe import MAY_CHANGE, recipe_differences
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
+from models import families
 from sharding import hosts
 
 SHOWN_DIFFERENCES = 5
 READ_BYTES = 2**24
 WEIGHTS = ".safetensors"
+OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
+RECIPE_MODULES = ("config_config", "__main__")  # what a recipe's file is, by ml_collections too
+METRIC = "the metric "
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
 UNSAVED = 3
@@ -47,6 +59,7 @@ def of_run(config: ConfigDict, data) -> dict:
             for name, chosen in data.eval_sets.items()
         },
         "files": _of_small_files(config),
+        "code": of_code(config),
         **hub.record(),
     }
     if weights := _weight_files(config):
@@ -56,11 +69,56 @@ def of_run(config: ConfigDict, data) -> dict:
         first = everyone[0][0]
         found = list(differences(first, theirs, before="{} on process 0"))
         found += _data_differences(first["eval"], theirs["eval"])
+        found += _code_differences(first, theirs)
         if found:
             raise ValueError(f"process {process} differs from process 0: {_listed(found)}")
         if weights:
             own["files"]["model.path"] |= of_weights
     return own
+
+
+def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
+    """Digests the files of custom modules, and of what these import, by key and file.
+
+    Of a gate or metric that the recipe's file defines, its own source: the file's keys may change.
+    What they import of installed packages and of this project is left out.
+    """
+    own_paths = [p for p in sys.path if {"site-packages", "dist-packages"}.isdisjoint(p.split("/"))]
+    found: dict[str, dict[str, str]] = {}
+    for key, name, it in _custom(config):
+        of_key = found.setdefault(key, {})
+        if name in RECIPE_MODULES:
+            source = hashlib.sha256(inspect.getsource(it).encode()).hexdigest()[:32]
+            of_key[f"{it.__name__} of {pathlib.Path(inspect.getfile(it)).name}"] = source
+            continue
+        finder = modulefinder.ModuleFinder(own_paths, excludes=[*sys.stdlib_module_names, *OURS])
+        with contextlib.suppress(ImportError, SyntaxError):  # elsewhere; broken and never used
+            finder.import_hook(name)
+        files = {module.__name__: module.__file__ for module in finder.modules.values()}
+        files[name] = importlib.util.find_spec(name).origin
+        for name, file in files.items():
+            if file:
+                last = "/__init__.py" * file.endswith("/__init__.py") or ".py"
+                of_key[name.replace(".", "/") + last] = of_file(epath.Path(file))
+    return found
+
+
+def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Callable | None]]:
+    """Yields (key, module, function or None) of what a recipe names and is not this project's."""
+    sets = {f"eval.sets.{name}": of for name, of in eval_settings(config).items()}
+    named = [(f"{key}.task", it["task"]) for key, it in (mixture_settings(config) | sets).items()]
+    named += [("log.writers", name) for name in config.log.writers]
+    yield from ((key, name.partition(":")[0], None) for key, name in named if ":" in name)
+    if config.model.family not in families.BUILT_IN:
+        yield "model.family", config.model.family, None
+    a = config.algo
+    functions = {f"{METRIC}{metric.key}": metric.value for metric in METRICS}
+    functions |= {"algo.gate": losses.GATES[a.gate], "algo.ratio": losses.RATIOS[a.ratio]}
+    functions["algo.advantage_scale"] = losses.ADVANTAGES[a.advantage_scale]
+    for key, function in functions.items():
+        function = getattr(function, "func", function)  # of a partial
+        if function and not function.__module__.startswith(("dapo_jax.", "models.")):
+            yield key, function.__module__, function
 
 
 def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
@@ -150,23 +208,28 @@ def of_file(file: epath.Path) -> str:
 def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], None]) -> None:
     """Refuses to go on with a checkpoint of another run (OtherRunError), by the keys that differ.
 
-    theirs: the checkpoint's identity. Evaluation sets may change: that is reported.
+    theirs: the checkpoint's identity. Evaluation sets may change, and the code of keys that may
+    (`MAY_CHANGE`) or of a metric: that is reported.
     """
     found = list(differences(theirs, ours, but=MAY_CHANGE))
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
-    if found:
+    code = list(_code_differences(theirs, ours))
+    edited = [text for text in code if not text.startswith((*MAY_CHANGE, METRIC))]
+    if found or edited:
         here = ours.get("hub", {})
         for name, commit in theirs.get("hub", {}).items():
             if name in here and here[name] != commit:
                 where += f" ({name} was at commit {commit}, which @ can name)"
+        fork = "; with --start=run:WORKDIR@STEP that is a fork, which goes on with the edited code"
         raise OtherRunError(
-            f"{where} is of another run: {_listed(found)}. Give what it had to resume it, or "
-            "another --workdir (and checkpoint.directory) to start a new run"
+            f"{where} is of another run: {_listed(found + edited)}. Give what it had to resume it, "
+            "or another --workdir (and checkpoint.directory) to start a new run"
+            + (fork if edited else "")
         )
-    if changed := list(_data_differences(theirs["eval"], ours["eval"])):
-        report(f"{_listed(changed)}: scores from here on are not comparable with those before")
+    if changed := [*_data_differences(theirs["eval"], ours["eval"]), *code]:
+        report(f"{_listed(changed)}: numbers from here on are not comparable with those before")
 
 
 def require_parent(theirs: dict, ours: dict, where: str) -> None:
@@ -248,6 +311,12 @@ def _data_differences(old: dict, new: dict) -> Iterator[str]:
             yield f"{key} has {b['prompts']} prompts, not {a['prompts']}"
         elif a["digest"] != b["digest"]:
             yield f"{key}: its prompts differ"
+
+
+def _code_differences(old: dict, new: dict) -> Iterator[str]:
+    old, new = old.get("code", {}), new["code"]  # older checkpoints have none
+    for key in sorted(old.keys() & new.keys()):
+        yield from _file_differences(key, old[key], new[key])
 
 
 def _file_differences(key: str, old: dict, new: dict) -> Iterator[str]:

@@ -11,7 +11,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -21,7 +22,7 @@ from configs import base
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
-SET_FLAG = re.compile(r"--?config\.(eval\.sets|data\.mixture)\.([^=]+)")
+SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
 # A resumed run may change these; anything else would make it another run. Where it runs on other
@@ -45,8 +46,6 @@ MAY_CHANGE = (
     "mesh.",
     "model.kernels",
 )
-
-
 # Paths: a command that is given in another folder finds configs/tiny.py, and what that names.
 
 
@@ -68,6 +67,14 @@ def complete(config: ConfigDict) -> None:
             complete(value)
         elif name == "path" and isinstance(value, str):
             config[name] = found(value)
+
+
+def fill_open(config: ConfigDict, chosen: Mapping) -> None:
+    """Takes what a recipe leaves open from the one that a run has in its config.json."""
+    for name, value in base.leaves(config):
+        if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
+            section, _, last = name.partition(".")
+            config[section][last] = chosen[section][last]
 
 
 # Differences
@@ -120,24 +127,31 @@ def _same_place(key: str, one, other) -> bool:
 
 
 def define_config(
-    *, flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None
+    *,
+    flag_values: flags.FlagValues = flags.FLAGS,
+    argv: Sequence[str] | None = None,
+    sets: Callable[[], Iterable] = tuple,
 ) -> flags.FlagHolder:
     """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
 
-    argv: the command line that they are on; None: that of the process.
+    argv: the command line that they are on; None: that of the process. sets: returns (name,
+    settings) of the evaluation sets that other flags of it add.
     """
     holder = config_flags.DEFINE_config_file(
         "config", None, "The run's recipe.", flag_values=flag_values, sys_argv=argv
     )
-    flag_values["config"].parser = RecipeParser("config", argv)
+    flag_values["config"].parser = RecipeParser("config", argv, sets)
     flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
 
 
-def read_recipe(arguments: Sequence[str]) -> ConfigDict:
-    """Returns the recipe of a command line's --config flags; ValueError, in one line."""
+def read_recipe(arguments: Sequence[str], sets: Callable[[], Iterable] = tuple) -> ConfigDict:
+    """Returns the recipe of a command line's --config flags; ValueError, in one line.
+
+    sets: as of `define_config`.
+    """
     argv, flag_values = ["", *arguments], flags.FlagValues()
-    holder = define_config(flag_values=flag_values, argv=argv)
+    holder = define_config(flag_values=flag_values, argv=argv, sets=sets)
     try:
         flag_values(argv)
     except (flags.Error, AttributeError, KeyError, OSError) as error:
@@ -162,33 +176,93 @@ class RecipeParser(ConfigFileFlagParser):
     """Loads a recipe and adds the data sets that flags name and the recipe does not have.
 
     A flag of a key that the recipe lacks is refused here, where the keys of all sections are known.
-    argv: the command line; None: that of the process.
+    argv, sets: as of `define_config`.
     """
 
-    def __init__(self, name: str, argv: Sequence[str] | None = None):
+    def __init__(self, name: str, argv: Sequence[str] | None = None, sets: Callable = tuple):
         super().__init__(name, lock_config=True)
-        self._argv = argv
+        self._argv, self.sets = argv, sets
 
     def parse(self, path: str):
         """Returns the recipe's config, locked."""
-        config = super().parse(found(path))
+        path = found(path)
+        file = path.partition(":")[0]
+        try:
+            config = super().parse(path)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(_at_line(error, file)) from None
+        config = checked(config, file)
+        for name, settings in self.sets():
+            if name in config.eval.sets:
+                raise ValueError(f"--set={name}:...: a second set {name!r}; each has its own name")
+            config.eval.sets[name] = base.dataset(**settings)
         argv = (sys.argv if self._argv is None else self._argv)[1:]
-        named: dict[tuple[str, str], set[str]] = {}
-        for section, rest in (m.groups() for m in map(SET_FLAG.match, argv) if m):
-            parts = rest.split(".")
-            # NAME.KEY, or NAME.args.KEY; a dot in NAME is refused below.
-            cut = 1 if len(parts) > 2 and parts[1] in base.DATASET else len(parts) - 1
-            if cut:
-                named.setdefault((section, ".".join(parts[:cut])), set()).add(parts[cut])
-        with config.unlocked():
-            for (section, name), given in named.items():
-                if name not in config[section]:
-                    _check_new_set(section, name, given, config[section])
-                    config[section][name] = base.dataset()
-            complete(config)
-        if message := unknown_key(config, argv):
-            raise ValueError(message)
-        return config
+        given = [match[1] for match in map(KEY_FLAG.match, argv) if match]
+        for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
+            sets = config.eval.sets if key.startswith("eval.") else config.data.mixture
+            name = key.rpartition(".")[2]
+            if name in sets:
+                continue
+            if not name.isidentifier() or not any(f"{key}.{it}" in given for it in NEEDED):
+                raise ValueError(
+                    f"{key}: the recipe has no such set{hint(name, sets)}; a new one has a path or "
+                    "a task, and a name of letters, digits and _"
+                )
+            sets[name] = base.dataset()
+        complete(config)
+        if unknown := unknown_keys(config, argv):
+            raise ValueError(numbered(unknown))
+        return config.lock()
+
+
+def checked(recipe: ConfigDict, file: str) -> ConfigDict:
+    """Copies a file's recipe key by key; ValueError names all that are unknown or of another type.
+
+    A data set may leave keys out.
+    """
+    if recipe is None:
+        raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
+    config, wrong = base.get_config(), []
+    for name in keys(recipe):
+        if of_set := SET_KEY.match(name):
+            config.update_from_flattened_dict({of_set[1]: base.dataset()})
+    known = list(keys(config))
+    for name, value in base.leaves(recipe):
+        key = base.key_of(name)
+        try:
+            if name not in known:
+                wrong.append(f"the recipe has no key {name!r}{hint(name, known)}")
+            elif key is None:
+                wrong.append(f"{name} = {value!r}, but is a section with keys of its own")
+            else:
+                config.update_from_flattened_dict({name: key.cast(value)})
+        except TypeError as error:
+            wrong.append(f"{name} = {error}")
+    if wrong:
+        raise ValueError(f"{file}: {numbered(wrong)}")
+    return config
+
+
+def numbered(refusals: Sequence[str]) -> str:
+    """Returns refusals as one line, numbered where there are several."""
+    if len(refusals) == 1:
+        return refusals[0]
+    return "; ".join(f"({i}) {refusal}" for i, refusal in enumerate(refusals, start=1))
+
+
+def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """Returns the question for the key that a wrong one is likely to mean; "" if none is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f" (Did you mean {prefix}{near[0]}?)" if near else ""
+
+
+def _at_line(error: Exception, file: str) -> str:
+    """Says at which line of a recipe's file a library or Python raised an error."""
+    if isinstance(error, TypeError | ValueError):  # ml_collections' own, whose text is a traceback
+        error = error.__context__ or error
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f", line {it.lineno}" for it in reversed(frames) if it.filename == file), "")
+    return f"{file}{line}: {error_line(error)}"
 
 
 def _check_new_set(section: str, name: str, given: set[str], sets: ConfigDict) -> None:
@@ -196,9 +270,7 @@ def _check_new_set(section: str, name: str, given: set[str], sets: ConfigDict) -
         message = "the name of a set has letters, digits and _ and begins with no digit"
         raise ValueError(f"{section}.{name}: {message}")
     if given.isdisjoint(NEEDED):
-        near = difflib.get_close_matches(name, sets, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        message = f"the recipe has no such set{hint}; a new one needs a path or a task"
+        message = f"the recipe has no such set{hint(name, sets)}; a new one needs a path or a task"
         raise ValueError(f"{section}.{name}: {message}")
 
 
@@ -210,66 +282,35 @@ def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
             yield from keys(config[name], f"{prefix}{name}.")
 
 
-def nearest_key(name: str, known: Sequence[str]) -> str | None:
-    """Returns the key that a wrong one is likely to mean, of any section; None if none is near.
-
-    First those that have its parts in order (`data.path` is data.train.path, `eps_high` is
-    algo.eps_high), then those spelt alike as a whole or in their last part.
-    """
-    parts = name.split(".")
-
-    def holds(key: str) -> bool:
-        rest = iter(key.split("."))
-        return key.endswith(parts[-1]) and all(part in rest for part in parts)
-
-    if held := [key for key in known if holds(key)]:
-        return min(held, key=len)
-    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
-        return near[0]
-    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
-    near = difflib.get_close_matches(parts[-1], by_last, n=1, cutoff=0.7)
-    return by_last[near[0]] if near else None
-
-
-def unknown_key(config: ConfigDict, arguments: Sequence[str]) -> str | None:
-    """Returns a refusal of the first argument whose key the recipe lacks; None without any."""
-    known = list(keys(config))
+def unknown_keys(config: ConfigDict, arguments: Sequence[str]) -> list[str]:
+    """Lists refusals of arguments whose key the recipe lacks."""
+    known, refusals = list(keys(config)), []
     for argument in arguments:
         match = KEY_FLAG.match(argument)
         if match and match[1] not in known:
             section, args, name = match[1].partition(".args.")
             if args and f"{section}.args" in known:
-                together = f"--config.{section}.args=\"{{'{name}': VALUE, ...}}\""
-                return f"{argument}: the recipe has no such argument; give all of them: {together}"
-            near = nearest_key(match[1], known)
-            hint = f". Did you mean --config.{near}?" if near else ""
-            return f"the recipe has no key {match[1]!r} ({argument}){hint}"
-    return None
+                given = f"--config.{section}.args=\"{{'{name}': VALUE, ...}}\""
+                text = f"{argument}: the recipe has no such argument; give all of them: {given}"
+            else:
+                near = hint(match[1], known, "--config.")
+                text = f"the recipe has no key {match[1]!r} ({argument}){near}"
+            refusals.append(text)
+    return refusals
 
 
 def leftover(arguments: Sequence[str], known_flags: Mapping, config: ConfigDict | None) -> str:
-    """Returns a refusal of arguments that no flag takes, with the spelling that is meant."""
-    first = arguments[0]
-    name, equals, value = first.lstrip("-+~").partition("=")
-    known = [] if config is None else list(keys(config))
-    key = name.removeprefix("config.")
-    if key not in known and name not in known_flags:
-        key = nearest_key(key, known) or key
-    if name in known_flags:
-        meant = f"--{name}{equals}{value}"
-    elif key in known:
-        meant = f"--config.{key}={value if equals else 'VALUE'}"
-    elif near := difflib.get_close_matches(name, known_flags, n=1):
-        meant = f"--{near[0]}{equals}{value}"
-    else:
-        meant = None
-    if meant:
-        hint = f"did you mean {meant}?"
-    elif equals and known:
-        hint = "it is no key of the recipe either; --help lists them all"
-    else:
-        hint = "flags begin with -- and have their value after ="
-    return f"{first!r} is no flag and would be ignored; {hint}"
+    """Returns a refusal of arguments that no flag takes, with the spelling that may be meant."""
+    known = {key: f"--config.{key}" for key in keys(config or {})}
+    known |= {flag: f"--{flag}" for flag in known_flags}
+    refusals = []
+    for argument in arguments:
+        name, equals, value = argument.lstrip("-+~").partition("=")
+        near = difflib.get_close_matches(name.removeprefix("config."), known, n=1, cutoff=0.7)
+        value = value if equals else "VALUE"
+        meant = f"did you mean {known[near[0]]}={value}?" if near else "--help lists all"
+        refusals.append(f"{argument!r} is no flag and would be ignored; {meant}")
+    return numbered(refusals)
 
 
 def error_line(error: Exception) -> str:
@@ -284,13 +325,7 @@ def error_line(error: Exception) -> str:
     missing_file = r"Failed loading config file.*No such file.*: '(.+\.py)'$"
     if file := re.search(missing_file, str(error), re.DOTALL):
         return f"--config: there is no recipe {file[1]!r}"
-    first, *more = str(error).splitlines()
-    if not (isinstance(error, flags.Error) and more):
-        return str(error)
-    root = error
-    while root.__cause__ or root.__context__:
-        root = root.__cause__ or root.__context__
-    return f"{first} {root}"
+    return " ".join(re.sub(r"^flag --config=\S+: ", "", str(error)).split())
 
 
 # Help
@@ -304,7 +339,8 @@ def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: st
     """
     given = [a for a in config_flags_of(arguments) if a not in HELP]
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
-    recipe = read_recipe(given if files else [f"--config={base.__file__}", *given])
+    given = given if files else [f"--config={base.__file__}", *given]
+    recipe = read_recipe(given, known_flags["config"].parser.sets)
     lines = [inspect.cleandoc(about or "").rstrip(), "", "Flags:"]
     for name, flag in sorted(known_flags._flags().items()):
         if flag.help and not name.startswith("config.") and flag in _own(known_flags):
@@ -332,8 +368,9 @@ def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: st
 
 def _own(known_flags: flags.FlagValues) -> list[flags.Flag]:
     """Lists the flags that are no library's."""
+    own = (sys.argv[0], "dapo_jax.", "experiments.")
     by_module = known_flags.flags_by_module_dict().items()
-    return [f for module, of in by_module if not module.startswith(("absl.", "etils.")) for f in of]
+    return [flag for at, defined in by_module if at.startswith(own) for flag in defined]
 
 
 def _row(left: str, right: str, width: int) -> Iterator[str]:

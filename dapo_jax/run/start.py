@@ -16,9 +16,10 @@ from absl import logging
 from etils import epath
 from ml_collections import ConfigDict
 
+from configs.base import leaves
 from dapo_jax import carry_over
 from dapo_jax.learner import TrainState
-from dapo_jax.run import build, checks, identity, writers
+from dapo_jax.run import build, checks, fit, identity, writers
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import locked, read_json, read_starts, remove_leftovers
 from dapo_jax.run.provenance import NAME as STARTS
@@ -156,17 +157,23 @@ def origin_of(workdir: pathlib.Path, given: Origin | None) -> Origin | None:
 
 
 def check(config: ConfigDict) -> None:
-    """Refuses a recipe that no run can have (ValueError), before anything is read or written."""
-    checks.check(config)
-    writers.check(config.log.writers)
+    """Refuses a recipe that no run can have (ValueError), before anything is written."""
+    looks = [lambda: checks.check(config), lambda: writers.check(config.log.writers)]
+    if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
+        looks.append(lambda: build.model_sizes(config))
+    checks.together(*looks)
 
 
 class Parts(NamedTuple):
-    """The parts of a run that are made before its weights are loaded."""
+    """The parts of a run that are made before its weights are loaded.
+
+    chosen: lines that name what the recipe left open.
+    """
 
     tokenizer: Tokenizer
     programs: build.Programs
     data: build.Data
+    chosen: list[str]
 
 
 def prepare(config: ConfigDict, workdir: pathlib.Path) -> Parts:
@@ -174,11 +181,24 @@ def prepare(config: ConfigDict, workdir: pathlib.Path) -> Parts:
 
     Nothing is written, loaded to the devices or compiled.
     """
-    tokenizer = build.tokenizer(config)
+    given = dict(leaves(config))
+    fit.fit_model(config, training=True)
+
+    def read():
+        tokenizer = build.tokenizer(config)
+        return tokenizer, build.load_data(config, tokenizer, training=True)
+
+    _, (tokenizer, data) = checks.together(lambda: build.model_sizes(config), read)
+    fit.fit_data(config, data, given=given)
+    data = build.with_samplings(config, tokenizer, data)
+    fit.fit_training(config)
+    checks.check(config)
     programs = build.programs(config, tokenizer.vocab_size)
     checks.check_divides(config, programs.mesh)
     hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
-    return Parts(tokenizer, programs, build.load_data(config, tokenizer, training=True))
+    found = [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]
+    chosen = [f"chosen by the model, the data and the devices: {', '.join(found)}"] if found else []
+    return Parts(tokenizer, programs, data, chosen)
 
 
 def check_parent(config: ConfigDict, latest_step: int | None, origin: Origin | None) -> None:

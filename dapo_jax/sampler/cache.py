@@ -205,7 +205,8 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
         for slots, pages in PARTS:
             rows = cache.padded(math.ceil(cache.slots * slots))
             least = min(rows + 1, cache.pages)  # every occupied slot has a page
-            sizes.add((rows, max(least, math.ceil(cache.pages * pages))))
+            size = max(least, math.ceil(cache.pages * pages))
+            sizes.add((rows, size if size + 1 < cache.pages else cache.pages))
     least = min(rows for rows, _ in sizes)
     tried = [1 + drafts for drafts in DRAFT_TOKENS if 0 < drafts <= cache.draft_tokens]
     tried = [positions for positions in tried if positions <= cache.rows]
