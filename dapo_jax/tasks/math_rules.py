@@ -174,13 +174,16 @@ _PLAIN_CHARACTERS = str.maketrans(
         "\uff05": "%",
     }
 )
+_RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _STRICT_REPLACED = (
     (re.compile(r"\\!"), ""),
+    (re.compile(r"(?<=\d)\*\*(?=[-({\d])"), "^"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<!\\)\\(?:[()\[\],;: ]|(?:q?quad|displaystyle|large)(?![a-zA-Z]))|\*\*"), " "),
     (re.compile(r"\\hspace\{[^{}]*\}|(?<=[\w})])~"), " "),
     (re.compile(r"\^?\\degree(?![a-zA-Z])"), r"^\\circ"),
     (re.compile(r"\s+"), " "),
+    (re.compile(r"(?<=\d)[⁻⁰¹²³⁴-⁹]+"), lambda digits: f"^{{{digits[0].translate(_RAISED)}}}"),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
@@ -196,6 +199,10 @@ EQUALS = re.compile(
 )  # outside brackets
 _LITERAL = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}([ ,'])[0-9]{3}(?:\1[0-9]{3})*|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+_SCIENTIFIC = re.compile(
+    r"(?:(.*\d)(?:[eE]|(?: ?(?:\\times|\\cdot|[*\u00d7\u00b7\u22c5x]) ?)\{?10\}?\^)|([+-]?)10\^)"
+    r"[{(]*([+-]?[0-9]{1,3})[)}]*"
 )
 _FRACTION = re.compile(r"([+-]?)([0-9]*)\\frac\{([^{}]*)\}\{([^{}]*)\}")
 _UNIT_WORDS = (
@@ -252,7 +259,7 @@ def strict_form(answer: str) -> str:
       `$42$ or $43$` (it reads the first)  `square 42`, `a 42`, `ways42` (words cut out anywhere)
       `5\dots`, `\overline{5}` for 5, and `... my Answer: 42` inside a sentence.
     What stays wrong: a sum or product not carried out, also before "=" (`40+2=42`); words for
-    numbers; powers of ten; two answers, also as a list with "and". Units, "%" and names before "="
+    numbers; two answers, also as a list with "and". Units, "%" and names before "="
     are no part of the form; `compare_answers` refuses two that differ, and converts nothing.
     """
     return read_answer(answer).form
@@ -330,7 +337,10 @@ def is_name(side: str) -> bool:
 
 
 def exact_number(text: str) -> Fraction | None:
-    """Reads the exact value of a decimal, a fraction or a mixed number, with or without a unit."""
+    """Reads the exact value of a decimal, a fraction or a mixed number, with or without a unit.
+
+    Decimals may have a power of ten, as in `4.65 \\times 10^{5}` and `4.65e5`.
+    """
     text = _UNIT.sub("", text)
     if match := _FRACTION.fullmatch(text):
         sign, whole, top, bottom = match.groups()
@@ -346,9 +356,12 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def _literal(text: str) -> Fraction | None:
+    power = 0
+    if match := _SCIENTIFIC.fullmatch(text):
+        text, power = match[1] or f"{match[2]}1", int(match[3])
     if len(text) > MAX_GROUND_TRUTH_CHARS or not _LITERAL.fullmatch(text):
         return None
-    return Fraction(re.sub("[ ,']", "", text))
+    return Fraction(re.sub("[ ,']", "", text)) * Fraction(10) ** power
 
 
 def last_answer(response: str) -> tuple[str | None, str]:

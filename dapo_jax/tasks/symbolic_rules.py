@@ -38,6 +38,7 @@ MAX_FORMULA_CHARS = 500
 MAX_NESTING = 25
 MAX_DIGITS = 60  # of one number in a formula
 MAX_EXPONENT = 10_000
+PRECISION = 1_000  # decimals to which numbers that are not rational are compared
 MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matrices
 
 # Where the answer is.
@@ -137,6 +138,9 @@ _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
 _COMMA = re.compile(r"[,;](?![^()\[\]{}]*[)\]}])")  # outside brackets
 _UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}(?![A-Za-z])")
 _DEGREES = re.compile(r"(\d+)\^\{?\\circ\}?")
+_DECIMAL = re.compile(
+    r"(?<![\d.])(?!(?<=\d,)\d{3}\.)(\d*)\.(\d+)(?!\d|\.|\\?%|\\(?:overline|bar|dot))"
+)
 _REMAINDER = re.compile(r"(\d+) ?\\bmod ?([1-9]\d*)")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[](?!.*[)\]],)")
@@ -187,8 +191,10 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
         return verdict._replace(status="too_large")
     if retracts(rest):
         return verdict._replace(status="retracted")
-    has_name = "=" in right.form and mine.name
-    return (f"{mine.name}={mine.form}" if has_name else mine.form), right.form
+    one, other = (
+        _ZEROS.sub(lambda m: rf"({m[1]}\cdot10^{{{len(m[2])}}})", it.form) for it in (mine, right)
+    )
+    return (f"{mine.name}={one}" if "=" in other and mine.name else one), other
 
 
 def _without_names(form: str, other: str) -> str:
@@ -213,12 +219,13 @@ def _read_truth(truth: str) -> Answer:
 def _same_number(
     one: Fraction, other: Fraction, is_percent: bool, other_percent: bool, *texts: str
 ) -> bool:
-    """Compares two different numbers: as percent, or one rounded to six or more decimals."""
+    """Compares two different numbers: as percent, or one rounded to six decimals and digits."""
     if is_percent != other_percent:
         return one * (1 if is_percent else 100) == other * (1 if other_percent else 100)
     for value, text, exact in ((one, texts[0], other), (other, texts[1], one)):
-        decimals = re.search(r"\.(\d{6,30})", text)
-        if decimals and value and value == round(exact, len(decimals[1])):
+        decimals = re.search(r"(\d*)\.(\d{6,30})", text)
+        digits = (decimals[1] + decimals[2]).lstrip("0") if decimals else ""
+        if len(digits) >= 6 and value == round(exact, len(decimals[2])):
             return True
     return False
 
@@ -253,6 +260,7 @@ _POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
 _TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{(][^{}^]{0,9}\d[) }]*\^|!!")
 _BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
 _NUMBER = re.compile(r"\d+")
+_ZEROS = re.compile(r"(\d*[1-9])(0{30,})(?!\d)")
 
 
 def too_large(form: str) -> bool:
@@ -359,24 +367,38 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     if not gold:
         return Verdict(False, answer, "unreadable_ground_truth")
     equal = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
-    correct = all(math_verify.verify(*pair, timeout_seconds=None) for pair in equal)
+    # The library takes a difference below 10^-precision for none.
+    options = {"numeric_precision": PRECISION, "timeout_seconds": None}
+    correct = all(math_verify.verify(*pair, **options) for pair in equal)
     return Verdict(correct, answer, "correct" if correct else "wrong")
 
 
 def _read(formula: str) -> list:
-    """Returns what the library reads in the whole of the formula; empty where it cannot."""
+    """Returns what the library reads in the whole of the formula; empty where it cannot.
+
+    Decimals are read as fractions, and rational formulas as their value: both are compared exactly.
+    """
     import math_verify
+    from sympy import Expr
 
     formula = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", _AND.sub(", ", formula))
     formula = _REMAINDER.sub(lambda digits: str(int(digits[1]) % int(digits[2])), formula)
+    formula = _DECIMAL.sub(
+        lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", formula
+    )
     targets = [math_verify.LatexExtractionConfig(boxed_match_priority=-1)]
-    return math_verify.parse(
+    readings = math_verify.parse(
         f"${formula}$",
         targets,
         fallback_mode="no_fallback",
         extraction_mode="first_match",
         parsing_timeout=None,
     )
+    values = [it.doit() if isinstance(it, Expr) else it for it in readings]
+    return [
+        value if getattr(value, "is_Rational", False) else it
+        for it, value in zip(readings, values, strict=True)
+    ]
 
 
 # Kinds of formulas that fill the tables of the library's parser.
