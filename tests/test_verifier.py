@@ -238,7 +238,7 @@ def _graded(rules):
     ("rules", "wrong_rewarded", "right_refused"),
     [
         ("dapo", 161, 187),  # the reference's own
-        ("strict", 0, 130),
+        ("strict", 0, 129),
         ("strict_box", 23, 316),
         ("math_verify", 0, 15),  # 14 of them have neither a line "Answer:" nor a box
     ],

@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from dapo_jax.tasks.units import TEXT, differ, name_of, unit_of
+from dapo_jax.tasks.units import (
+    DOUBT,
+    RAISED,
+    RAISED_DIGITS,
+    TEXT,
+    differ,
+    name_of,
+    split_unit,
+    unit_of,
+)
 from dapo_jax.types import Verdict
 
 STATUSES = (
@@ -174,7 +183,6 @@ _PLAIN_CHARACTERS = str.maketrans(
         "\uff05": "%",
     }
 )
-_RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _STRICT_REPLACED = (
     (re.compile(r"\\!"), ""),
     (re.compile(r"(?<=\d)\*\*(?=[-({\d])"), "^"),
@@ -183,14 +191,21 @@ _STRICT_REPLACED = (
     (re.compile(r"\\hspace\{[^{}]*\}|(?<=[\w})])~"), " "),
     (re.compile(r"\^?\\degree(?![a-zA-Z])"), r"^\\circ"),
     (re.compile(r"\s+"), " "),
-    (re.compile(r"(?<=\d)[⁻⁰¹²³⁴-⁹]+"), lambda digits: f"^{{{digits[0].translate(_RAISED)}}}"),
+    (re.compile(rf"(?<=\d){RAISED_DIGITS}"), lambda it: f"^{{{it[0].translate(RAISED)}}}"),
+    (
+        re.compile(
+            rf"\\frac\{{({TEXT}\{{[^{{}}]*\}}\S{{0,5}})\}}\{{({TEXT}\{{[^{{}}]*\}}\S{{0,5}})\}}"
+        ),
+        r"\1/\2",
+    ),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\frac ?([0-9])"), r"\\frac{\1}"),
     (re.compile(r"(\\frac\{[^{}]*\}) ?([0-9])"), r"\1{\2}"),
     (re.compile(r"\\sqrt ?([0-9A-Za-z])"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<!\w) | (?!\w)"), ""),  # a space says something only between two words
+    # A space says something only between two words, and before a unit.
+    (re.compile(r"(?<![\w}]) | (?!\w)"), ""),
 )
 _STYLE = re.compile(r"\\(?:boxed|fbox|textbf|mathbf|bm|textit|mathit|emph)\{")
 _WRAPPER = re.compile(rf"(?:{TEXT})?\{{")
@@ -205,36 +220,9 @@ _SCIENTIFIC = re.compile(
     r"[{(]*([+-]?[0-9]{1,3})[)}]*"
 )
 _FRACTION = re.compile(r"([+-]?)([0-9]*)\\frac\{([^{}]*)\}\{([^{}]*)\}")
-_UNIT_WORDS = (
-    "units? points? ways? integers? digits? students? edges? meals? multiples? solutions? pairs? "
-    "dollars? cents? pounds? degrees? people children tickets? "
-    "seconds? minutes? hours? days? weeks? months? years? radians? pct percent "
-    "mm cm km km/h mph inch(?:es)? ft feet (?:milli|centi|kilo)?met(?:er|re)s? miles? yards? "
-    "gm kg grams? kilograms? lit(?:er|re)s? 个 個 元 度 种 種 人"
-)
-# Words that make another answer of the number beside them, or no answer.
-DOUBT = (
-    r"(?i:\b(?:no|not|never|none|nobody|neither|nor|cannot|without|unless|except|excluded|if|whether"
-    r"|let|suppose|assume|doubt|guess|maybe|may|might|could|perhaps|possibly|probably|wrong|false"
-    r"|incorrect|mistaken|contradiction|fail|check|try|tries|tried|unknown|unlikely|sure|about"
-    r"|around|approximate|nearly|almost|roughly|hardly|bound|more|less|fewer|than|between|at least"
-    r"|at most|plus|minus|half|twice|double|triple|squared|cubed|percent points|each|hundred"
-    r"|thousand|times (?:as|the)|dozen|[mbt]r?illion)s?\b|n['\u2019]t\b|\?)"
-)
 _WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
 _NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{_WORDS}")
 _NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w|\\text|\\mbox")
-_KNOWN_UNIT = rf"(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})"
-_SQUARE = r"(?:\^[23]|\^\{[23]\}|[²³])?$"
-_UNIT = re.compile(
-    r" ?(?:(?:[%°€£¥]|\^\\circ|\^\{\\circ\})$"
-    rf"|(?:(?!\\\w+\{{[^{{}}]*\b(?:and|or)\b){_WORDS}|{_KNOWN_UNIT}|(?<= )[msgh]){_SQUARE})"
-)
-# A formula in degrees is another one without them.
-_UNIT_OF_FORMULA = re.compile(
-    rf"(?:(?<!/){TEXT}\{{ ?(?!degree)(?:{_KNOWN_UNIT}|[msgh])\}}"
-    rf"|(?<=[ }})])(?!degree){_KNOWN_UNIT}){_SQUARE}"
-)
 _RETRACTION = re.compile(
     r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract|i meant"
     r"|second thought|scratch that|not (?:right|correct|really|the answer)|should(?: have)? be)\b"
@@ -279,8 +267,8 @@ def read_answer(text: str) -> Answer:
     for _ in range(_MAX_PASSES):
         its_name, side = _last_side(_plain(text))
         value = exact_number(side)
-        if match := (_UNIT_OF_FORMULA if value is None else _UNIT).search(side):
-            unit, side = unit or unit_of(match[0]), side[: match.start()]
+        side, its_unit = split_unit(side, of_number=value is not None)
+        unit, side = unit or unit_of(its_unit), side.replace("} ", "}")
         name = name or its_name
         simpler = side if value is None else str(value)
         if simpler == text:
@@ -341,7 +329,7 @@ def exact_number(text: str) -> Fraction | None:
 
     Decimals may have a power of ten, as in `4.65 \\times 10^{5}` and `4.65e5`.
     """
-    text = _UNIT.sub("", text)
+    text, _ = split_unit(text, of_number=True)
     if match := _FRACTION.fullmatch(text):
         sign, whole, top, bottom = match.groups()
     else:

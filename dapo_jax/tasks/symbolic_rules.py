@@ -6,6 +6,7 @@ limits (`isolated`): whole formulas only, and the numbers in a chain of "=" must
 side.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -16,7 +17,6 @@ from fractions import Fraction
 
 from dapo_jax.tasks import isolated
 from dapo_jax.tasks.math_rules import (
-    DOUBT,
     EQUALS,
     Answer,
     closing_brace,
@@ -30,7 +30,7 @@ from dapo_jax.tasks.math_rules import (
     refuse,
     retracts,
 )
-from dapo_jax.tasks.units import TEXT, TEXT_GROUP
+from dapo_jax.tasks.units import DOUBT, TEXT, TEXT_GROUP
 from dapo_jax.types import Verdict
 
 SYMBOLIC_TAIL_CHARS = 1000
@@ -386,7 +386,10 @@ def _read(formula: str) -> list:
     formula = _DECIMAL.sub(
         lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", formula
     )
-    targets = [math_verify.LatexExtractionConfig(boxed_match_priority=-1)]
+    normal = dataclasses.replace(
+        math_verify.LatexExtractionConfig().normalization_config, units=False
+    )
+    targets = [math_verify.LatexExtractionConfig(True, -1, normal)]
     readings = math_verify.parse(
         f"${formula}$",
         targets,
