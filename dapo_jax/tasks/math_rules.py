@@ -223,12 +223,33 @@ _FRACTION = re.compile(r"([+-]?)([0-9]*)\\frac\{([^{}]*)\}\{([^{}]*)\}")
 _WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
 _NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{_WORDS}")
 _NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w|\\text|\\mbox")
-_RETRACTION = re.compile(
-    r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract|i meant"
-    r"|second thought|scratch that|not (?:right|correct|really|the answer)|should(?: have)? be)\b"
-    r"|(?:^|[.!?\n])\W*no(?:pe)?\b(?! (?:other|more|further))|不对|错了|更正|等等",
-    re.IGNORECASE,
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
+_HYPOTHESIS = re.compile(r"(?i)\W*(?:if|some|one|many|people|students|suppose|without)\b")
+_TAKES_BACK = re.compile(
+    r"(?i)(?:^|[^\w\s,'\u2019)-])\W*(?:(?:oh|but|and|so|no|hm+)\b\W*)*"  # a clause begins
+    r"(?:wait\b(?! for| until| times?)|hold on|oops|hm+\b|correction\b|scratch that|on second"
+    r"|sorry\b(?! for| about| if| to| that)|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b))"
+    r"|\bI(?:['\u2019]m|['\u2019]ve| have| was| am| must be)? (?:wrong|mistaken|made an? |forgot"
+    r"|mis[a-z]+ed\b|missed|overlooked|retract)|\bmy (?:mistake|error|bad)\b"
+    r"|\bthere (?:is|was) an? (?:mistake|error)|^\W*(?:wrong|incorrect|not really)\W*$"
+    r"|不对|错了|更正|等等"
 )
+_IT = "\ufffc"  # stands for the answer
+_VALUE = r"(?P<value>(?>[^\s;!?]*\d[^\s;!?]*|\\[^\s;!?]+|[(*$]*(?-i:[A-HJ-Z])\b))(?!\s*[-+*/=^])"
+_SAID = re.compile(
+    rf"(?i)(?P<subject>{_IT}|(?:(?:\bthe|my|our|this|that|correct|right|final|actual) )+answer"
+    r"(?: above)?|\b(?:it|that|this)\b)"
+    r"(?P<verb>(?:\s*(?:[=:]|['\u2019]s\b)|\W*(?:is|was|equals)(?=\b|n['\u2019]t)"
+    r"|\W*(?:should|must|has to|can)(?:(?=not |n['\u2019]t )| (?:have )?)(?:be(?:en)?\b)?)+)?"
+    r"(?P<negated>\W*(?:not|never|n['\u2019]t)(?: be)?\b)?\W*?(?:\b(?:really|indeed|now|then) )?"
+    r"(?:(?P<wrong>(?:an? )?(?:wrong|incorrect|mistaken?|error)\b(?! to| for| that))"
+    rf"|(?P<right>(?:right|correct|true|really|the answer(?! is))\b)|[$*(\\]*(?P<its>{_IT})|{_VALUE})"
+)
+_CHANGED = re.compile(
+    r"(?i)\b(?:actually|instead|meant)\b\W*(?:(?:it|that|the answer)(?: is|['\u2019]s| should be)"
+    rf"\b\W*)?{_VALUE}"
+)
+_NEARLY_FIRST = re.compile(r"(?i)\W*(?:(?:so|but|and|oh|well|however)\b\W*)?")
 _MAX_PASSES = 100  # two or three do, except for strings made to nest
 
 
@@ -365,7 +386,7 @@ def last_answer(response: str) -> tuple[str | None, str]:
             candidates = [match[1], *lines[index + 1 :]]
             for used, line in enumerate(candidates, start=1):
                 if line.strip() and strict_form(line):
-                    return line, "\n".join(candidates[used:])
+                    return line, "\n".join(["", *candidates[used:]])
             return "", ""
     return None, ""
 
@@ -379,12 +400,47 @@ def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
         return Verdict(False, verdict.prediction, "other_unit")
     if differ(answer.name, truth.name):
         return Verdict(False, verdict.prediction, "other_name")
-    return Verdict(False, verdict.prediction, "retracted") if retracts(rest) else verdict
+    return (
+        Verdict(False, verdict.prediction, "retracted") if retracts(rest, answer.form) else verdict
+    )
 
 
-def retracts(rest: str) -> bool:
-    """Returns True where the text after an answer takes it back, by `_RETRACTION`."""
-    return bool(_RETRACTION.search(rest))
+def retracts(rest: str, *answers: str) -> bool:
+    """Returns True where the text behind an answer takes it back.
+
+    answers: its forms. What is said of other answers, or of a way to them, is an explanation.
+    """
+    for answer in filter(None, answers):
+        rest = re.sub(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", _IT, rest)
+    rest = f"{_IT} {rest}"
+    sentences = [s for s in _SENTENCE.split(rest) if re.search(r"\w", s)]
+    for index, sentence in enumerate(sentences):
+        if _HYPOTHESIS.match(sentence):
+            continue
+        others = [it["value"] for it in _CHANGED.finditer(sentence)]
+        others += [it["value"] for it in _SAID.finditer(sentence) if _names_another(it)]
+        said = (_says_wrong(it, first=index == 0) for it in _SAID.finditer(sentence))
+        differ = (_IT not in other and strict_form(other) not in answers for other in others)
+        if _TAKES_BACK.search(sentence) or any(said) or any(differ):
+            return True
+    return False
+
+
+def _names_another(said: re.Match) -> bool:
+    """Returns True for "the answer is 41" and "it should be 41", not for "it is 41"."""
+    verb = re.search("should|must|has", said["verb"] or "")
+    return bool(said["value"] and not said["negated"] and (verb or "answer" in said["subject"]))
+
+
+def _says_wrong(said: re.Match, *, first: bool) -> bool:
+    """Judges "the answer is (not) ..."; "it" is the answer where the first sentence begins."""
+    subject, negated = said["subject"].lower(), bool(said["negated"])
+    if said["value"] or not (said["verb"] or negated):
+        return False
+    if said["its"]:
+        return negated and subject != _IT
+    begins = first and _NEARLY_FIRST.fullmatch(said.string, 0, said.start())
+    return negated == bool(said["right"]) and bool(begins or subject == _IT or "answer" in subject)
 
 
 def grade_strict(response: str, truth: str) -> Verdict:

@@ -48,7 +48,12 @@ _BETWEEN_BOXES = re.compile(
     r"|(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
-_DENIED = re.compile(r"(?i)(?:\b(?:not|never|cannot|doubt|maybe)|n['\u2019]t)\b[^,.;\n]{0,20}$")
+# A negation of the box, or of a thought on it; "the n that is not prime is" denies nothing.
+_NOT = r"(?:\b(?:not|never|cannot)|n['\u2019]t)\b"
+_DENIED = re.compile(
+    rf"(?i)(?:{_NOT}(?:(?!\b(?:is|are|was|equals|gives)\b|[=:])[^,.;\n]){{0,20}}"
+    rf"|(?:{_NOT} (?:think|believe|sure|true)|\b(?:doubt|maybe))\b[^,.;\n]{{0,20}})$"
+)
 # The box is a part of a formula, or what the answer is not.
 _OF_MORE = re.compile(
     r"(?:\\neq? ?|≠ ?|\\(?:cdot|times) ?|\\(?:sqrt|[dt]?frac)\{|\}\{|[\d/^]|(?<!-)-)$"
@@ -62,7 +67,7 @@ _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|
 _PHRASE = re.compile(
     rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
     r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
-    r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
+    r"(?!\s*(?:an?\b|[a-z]{2}))\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
 )
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
@@ -155,7 +160,7 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     rest: what follows the answer in the response.
     """
     answer, more = (None, "") if answer is None else _claimed(answer)
-    rest = f"{more}\n{rest}"
+    rest = f"{more}\n{rest}" if more else rest
     mine = None if answer is None else read_answer(answer)
     right = _read_truth(truth)
     verdict = compare_answers(mine, right, rest)
@@ -183,13 +188,13 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     if None not in numbers:
         if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
             return verdict
-        status = "retracted" if retracts(rest) else "correct"
+        status = "retracted" if retracts(rest, mine.form) else "correct"
         return verdict._replace(correct=status == "correct", status=status)
     if _hopeless(mine.form, right.form):
         return verdict
     if too_large(mine.form) or too_large(right.form):
         return verdict._replace(status="too_large")
-    if retracts(rest):
+    if retracts(rest, mine.form):
         return verdict._replace(status="retracted")
     one, other = (
         _ZEROS.sub(lambda m: rf"({m[1]}\cdot10^{{{len(m[2])}}})", it.form) for it in (mine, right)

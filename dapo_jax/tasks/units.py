@@ -75,7 +75,7 @@ _START = re.compile(
 )
 _TAIL = re.compile(
     rf"(?:{TEXT}\{{(?:[^{{}}\d]|{_EXPONENT})*\}}|{_DEGREE}|{_GREEK}|[%€£¥]"
-    rf"|(?<![A-Za-z\\]){_LETTER}+(?!{_LETTER})|{_EXPONENT}|\\cdot|[ /*().\u00b7\u22c5-]){{1,20}}"
+    rf"|(?<![A-Za-z\\]){_LETTER}+(?!{_LETTER})|{_EXPONENT}|\\cdot|[ /*().\u00b7\u22c5-]++){{1,12}}"
 )
 _SPELLED = (
     (TEXT_GROUP, r" \1 "),

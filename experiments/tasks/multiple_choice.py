@@ -80,7 +80,7 @@ class MultipleChoice:
             return Verdict(False, form, "unreadable_answer")
         if letter != example.answer:
             return Verdict(False, letter, "wrong")
-        if retracts(rest):
+        if retracts(rest, letter):
             return Verdict(False, letter, "retracted")
         return Verdict(True, letter, "correct")
 
