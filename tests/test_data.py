@@ -157,8 +157,8 @@ def test_a_plain_prompt_asks_for_what_its_rules_read(tmp_path, rules, template, 
     assert len(report.notes) == notes
     if (rules, template) == ("strict_box", "dapo"):
         assert report.lines()[1] == (
-            "  template=dapo asks for what rules=strict_box do not read; these read what "
-            "template=boxed asks for"
+            "  1 of 1 prompts do not ask for what rules=strict_box read (\\boxed); template=boxed "
+            "does"
         )
 
 
@@ -567,19 +567,21 @@ def test_load_prompts_drops_overlong_prompts_and_counts(tmp_path, byte_tokenizer
 
 def test_report_lines(tmp_path, byte_tokenizer):
     rows = [dapo_row("a", "1")] * 1500 + [dapo_row("b", "1"), dapo_row("b", "2")]
-    rows += [dapo_row("toolong", "1")] + [dapo_row("", "1")] * 6
+    rows += [dapo_row("toolong", "1")] + [dapo_row("", "1")] * 6 + [dapo_row("c", "d####1")]
     source = write_dapo(tmp_path / "d.parquet", rows)
     _, report = load_prompts(source, byte_tokenizer, max_prompt_tokens=5, on_bad_row="skip")
     first, *notes = report.lines()
     assert first == (
-        "d.parquet: 1,509 rows, 1,499 duplicates merged, 1 prompts with conflicting answers "
-        "dropped (2 rows), 6 bad rows skipped, 1 prompts over 5 tokens dropped; 1 prompts kept "
+        "d.parquet: 1,510 rows, 1,499 duplicates merged, 1 prompts with conflicting answers "
+        "dropped (2 rows), 7 bad rows skipped, 1 prompts over 5 tokens dropped; 1 prompts kept "
         "(1 tokens on average, 1 at most)"
     )
     assert notes == [
-        f"  skipped d.parquet, row {row} (from 0): prompt[0].content is empty"
-        for row in range(1503, 1508)
-    ] + ["  ... and 1 more"]
+        "  skipped d.parquet, row 1503 (from 0): prompt[0].content is empty (6 such rows)",
+        '  skipped d.parquet, row 1509 (from 0): reward_model.ground_truth has "####" before its '
+        "result: set kind=gsm8k",
+        "  2 of 2 prompts do not ask for what rules=dapo read (Answer:); template=dapo does",
+    ]
 
 
 def test_nothing_left_is_an_error_with_the_report(tmp_path, byte_tokenizer):

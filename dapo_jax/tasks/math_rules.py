@@ -417,16 +417,29 @@ def retracts(rest: str, *answers: str) -> bool:
     for index, sentence in enumerate(sentences):
         if _HYPOTHESIS.match(sentence):
             continue
-        others = [it["value"] for it in _CHANGED.finditer(sentence)]
-        others += [it["value"] for it in _SAID.finditer(sentence) if _names_another(it)]
-        said = (_says_wrong(it, first=index == 0) for it in _SAID.finditer(sentence))
-        differ = (_IT not in other and strict_form(other) not in answers for other in others)
-        if _TAKES_BACK.search(sentence) or any(said) or any(differ):
+        said = list(_SAID.finditer(sentence))
+        values = [*_CHANGED.finditer(sentence), *filter(_names_a_value, said)]
+        if (
+            _TAKES_BACK.search(sentence)
+            or any(_says_wrong(it, first=index == 0) for it in said)
+            or not all(_is_one_of(answers, it) for it in values)
+        ):
             return True
     return False
 
 
-def _names_another(said: re.Match) -> bool:
+def _is_one_of(answers: Sequence[str], said: re.Match) -> bool:
+    """Returns True where the value that a sentence states is an answer, or ends as one does."""
+    if _IT in said["value"] or strict_form(said["value"]) in answers:
+        return True
+    stated, *forms = (
+        re.sub(r"[\s$\\(){}*]", "", text).rstrip(".,")
+        for text in (said.string[said.start("value") :], *answers)
+    )
+    return any(re.search(rf"(?<![\d.]){re.escape(stated)}$", form) for form in forms)
+
+
+def _names_a_value(said: re.Match) -> bool:
     """Returns True for "the answer is 41" and "it should be 41", not for "it is 41"."""
     verb = re.search("should|must|has", said["verb"] or "")
     return bool(said["value"] and not said["negated"] and (verb or "answer" in said["subject"]))
