@@ -101,10 +101,12 @@ def test_duplicates_are_found_across_record_batches(tmp_path):
 
 
 def test_same_content_in_another_role_is_another_prompt(tmp_path):
-    messages = [{"role": "system", "content": "x"}], [{"role": "user", "content": "x"}]
+    """An empty system message, which asks for no default one, made the row a bad one."""
+    system, user = {"role": "system", "content": ""}, {"role": "user", "content": "x"}
+    messages = [{**system, "content": "x"}], [user], [system, user]
     rows = [{"prompt": prompt, "answer": "1"} for prompt in messages]
     examples, _ = read(write_lines(tmp_path / "d.jsonl", rows), on_bad_row="error")
-    assert [e.prompt[0]["role"] for e in examples] == ["system", "user"]
+    assert [e.prompt[0]["role"] for e in examples] == ["system", "user", "system"]
 
 
 def test_gsm8k_takes_the_result_without_commas_and_applies_the_template(tmp_path):
@@ -478,6 +480,10 @@ PUBLISHED = {
         {"question": "q", "final_answer": ["$2$"], "is_multiple_answer": False, "unit": None},
         "$2$",
     ),
+    "a list as text": ("math", {"problem": "q", "answer": r'["\\frac{1}{2}"]'}, r"\frac{1}{2}"),
+    "a list by Python": ("math", {"problem": "q", "answer": r"['\sqrt 2']"}, r"\sqrt 2"),
+    "an interval": ("math", {"problem": "q", "answer": "[1, 2]"}, "[1, 2]"),
+    "a box without braces": ("math_solutions", {"problem": "q", "solution": r"$\boxed 2$."}, "2"),
 }
 
 
