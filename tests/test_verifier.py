@@ -351,7 +351,7 @@ def test_a_short_unit_is_not_cut_to_another(answer):
 EXPLAINED = """
 A common mistake is to forget the sign.|The incorrect value 41 comes from counting 0.|Sorry for the
 long solution.|(The answer should be an integer.)|The answer is not 41.|41 is wrong: 0 is no digit.
-|If one forgets the sign, the answer is -42, which is wrong.|No other integers work.|Check: 6*7 = 42.
+|If one forgets the sign, the answer is -42, which is wrong.|No others work.|Check: 6*7 = 42.
 |So the correct answer is 42.|It is incorrect to divide by 0.|He has to wait 5 minutes.
 """
 RETRACTED = """

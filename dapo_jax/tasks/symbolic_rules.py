@@ -6,7 +6,6 @@ limits (`isolated`): whole formulas only, and the numbers in a chain of "=" must
 side.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -38,7 +37,7 @@ MAX_FORMULA_CHARS = 500
 MAX_NESTING = 25
 MAX_DIGITS = 60  # of one number in a formula
 MAX_EXPONENT = 10_000
-PRECISION = 1_000  # decimals to which numbers that are not rational are compared
+PRECISION = 1_000  # decimals; the library takes a smaller difference for none
 MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matrices
 
 # Where the answer is.
@@ -372,9 +371,10 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     if not gold:
         return Verdict(False, answer, "unreadable_ground_truth")
     equal = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
-    # The library takes a difference below 10^-precision for none.
-    options = {"numeric_precision": PRECISION, "timeout_seconds": None}
-    correct = all(math_verify.verify(*pair, **options) for pair in equal)
+    correct = all(
+        math_verify.verify(*pair, numeric_precision=PRECISION, timeout_seconds=None)
+        for pair in equal
+    )
     return Verdict(correct, answer, "correct" if correct else "wrong")
 
 
@@ -384,16 +384,14 @@ def _read(formula: str) -> list:
     Decimals are read as fractions, and rational formulas as their value: both are compared exactly.
     """
     import math_verify
-    from sympy import Expr
+    from math_verify.parser import NormalizationConfig
 
     formula = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", _AND.sub(", ", formula))
     formula = _REMAINDER.sub(lambda digits: str(int(digits[1]) % int(digits[2])), formula)
     formula = _DECIMAL.sub(
         lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", formula
     )
-    normal = dataclasses.replace(
-        math_verify.LatexExtractionConfig().normalization_config, units=False
-    )
+    normal = NormalizationConfig(malformed_operators=True, nits=True)  # without its own units
     targets = [math_verify.LatexExtractionConfig(True, -1, normal)]
     readings = math_verify.parse(
         f"${formula}$",
@@ -402,11 +400,8 @@ def _read(formula: str) -> list:
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-    values = [it.doit() if isinstance(it, Expr) else it for it in readings]
-    return [
-        value if getattr(value, "is_Rational", False) else it
-        for it, value in zip(readings, values, strict=True)
-    ]
+    is_value = [getattr(it, "is_number", False) and it.doit().is_Rational for it in readings]
+    return [it.doit() if exact else it for it, exact in zip(readings, is_value, strict=True)]
 
 
 # Kinds of formulas that fill the tables of the library's parser.

@@ -162,12 +162,9 @@ def differ(one: str, other: str) -> bool:
     A count is no measure, and degrees of a temperature are asked for by name.
     """
     if "#" in (one, other):
-        return _is_measure(one) or _is_measure(other)
+        factors = f"{one} {other}".replace("#", "").split()
+        return bool(factors) and all(it.partition("^")[0] in _MEASURES for it in factors)
     return one != other and bool((other and one) or one in ("°C", "°F"))
-
-
-def _is_measure(unit: str) -> bool:
-    return bool(unit) and all(word.partition("^")[0] in _MEASURES for word in unit.split())
 
 
 def name_of(text: str) -> str:
