@@ -191,13 +191,13 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
         return verdict._replace(correct=status == "correct", status=status)
     if _hopeless(mine.form, right.form):
         return verdict
-    if too_large(mine.form) or too_large(right.form):
-        return verdict._replace(status="too_large")
-    if retracts(rest, mine.form):
-        return verdict._replace(status="retracted")
     one, other = (
         _ZEROS.sub(lambda m: rf"({m[1]}\cdot10^{{{len(m[2])}}})", it.form) for it in (mine, right)
     )
+    if too_large(one) or too_large(other):
+        return verdict._replace(status="too_large")
+    if retracts(rest, mine.form):
+        return verdict._replace(status="retracted")
     return (f"{mine.name}={one}" if "=" in other and mine.name else one), other
 
 
