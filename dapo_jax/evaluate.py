@@ -66,9 +66,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
     """Returns whether the most frequent prediction is right (maj@k); the earliest wins a tie.
 
-    Responses without a prediction have no vote.
+    Responses without a prediction, or with an empty one, have no vote.
     """
-    votes = collections.Counter(v.prediction for v in verdicts if v.prediction is not None)
+    votes = collections.Counter(v.prediction for v in verdicts if (v.prediction or "").strip())
     if not votes:
         return False
     winner = votes.most_common(1)[0][0]

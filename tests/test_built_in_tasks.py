@@ -191,6 +191,14 @@ def test_published_choices(tmp_path, ending, row, fields, args):
         ("Answer: C) Rome", None, "unreadable_answer"),
         *(("Answer: A or C", None, "unreadable_answer"), ("Answer: E", None, "unreadable_answer")),
         *(("Answer: C\nNo wait, A.", "C", "retracted"), ("Answer: ", None, "empty_answer")),
+        *(
+            ("Answer: C\n\nA is incorrect.", "C", "correct"),
+            (r"\boxed{C} No, A.", "C", "retracted"),
+        ),
+        *(
+            ("Answer: C\nC is wrong.", "C", "retracted"),
+            ("Answer: C, not A", None, "unreadable_answer"),
+        ),
         ("C", None, "no_answer"),
     ],
 )

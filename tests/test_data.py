@@ -101,10 +101,12 @@ def test_duplicates_are_found_across_record_batches(tmp_path):
 
 
 def test_same_content_in_another_role_is_another_prompt(tmp_path):
-    messages = [{"role": "system", "content": "x"}], [{"role": "user", "content": "x"}]
+    """An empty system message, which asks for no default one, made the row a bad one."""
+    system, user = {"role": "system", "content": ""}, {"role": "user", "content": "x"}
+    messages = [{**system, "content": "x"}], [user], [system, user]
     rows = [{"prompt": prompt, "answer": "1"} for prompt in messages]
     examples, _ = read(write_lines(tmp_path / "d.jsonl", rows), on_bad_row="error")
-    assert [e.prompt[0]["role"] for e in examples] == ["system", "user"]
+    assert [e.prompt[0]["role"] for e in examples] == ["system", "user", "system"]
 
 
 def test_gsm8k_takes_the_result_without_commas_and_applies_the_template(tmp_path):
@@ -157,8 +159,8 @@ def test_a_plain_prompt_asks_for_what_its_rules_read(tmp_path, rules, template, 
     assert len(report.notes) == notes
     if (rules, template) == ("strict_box", "dapo"):
         assert report.lines()[1] == (
-            "  template=dapo asks for what rules=strict_box do not read; these read what "
-            "template=boxed asks for"
+            "  1 of 1 prompts do not ask for what rules=strict_box read (\\boxed); template=boxed "
+            "does"
         )
 
 
@@ -478,6 +480,10 @@ PUBLISHED = {
         {"question": "q", "final_answer": ["$2$"], "is_multiple_answer": False, "unit": None},
         "$2$",
     ),
+    "a list as text": ("math", {"problem": "q", "answer": r'["\\frac{1}{2}"]'}, r"\frac{1}{2}"),
+    "a list by Python": ("math", {"problem": "q", "answer": r"['\sqrt 2']"}, r"\sqrt 2"),
+    "an interval": ("math", {"problem": "q", "answer": "[1, 2]"}, "[1, 2]"),
+    "a box without braces": ("math_solutions", {"problem": "q", "solution": r"$\boxed 2$."}, "2"),
 }
 
 
@@ -567,19 +573,21 @@ def test_load_prompts_drops_overlong_prompts_and_counts(tmp_path, byte_tokenizer
 
 def test_report_lines(tmp_path, byte_tokenizer):
     rows = [dapo_row("a", "1")] * 1500 + [dapo_row("b", "1"), dapo_row("b", "2")]
-    rows += [dapo_row("toolong", "1")] + [dapo_row("", "1")] * 6
+    rows += [dapo_row("toolong", "1")] + [dapo_row("", "1")] * 6 + [dapo_row("c", "d####1")]
     source = write_dapo(tmp_path / "d.parquet", rows)
     _, report = load_prompts(source, byte_tokenizer, max_prompt_tokens=5, on_bad_row="skip")
     first, *notes = report.lines()
     assert first == (
-        "d.parquet: 1,509 rows, 1,499 duplicates merged, 1 prompts with conflicting answers "
-        "dropped (2 rows), 6 bad rows skipped, 1 prompts over 5 tokens dropped; 1 prompts kept "
+        "d.parquet: 1,510 rows, 1,499 duplicates merged, 1 prompts with conflicting answers "
+        "dropped (2 rows), 7 bad rows skipped, 1 prompts over 5 tokens dropped; 1 prompts kept "
         "(1 tokens on average, 1 at most)"
     )
     assert notes == [
-        f"  skipped d.parquet, row {row} (from 0): prompt[0].content is empty"
-        for row in range(1503, 1508)
-    ] + ["  ... and 1 more"]
+        "  skipped d.parquet, row 1503 (from 0): prompt[0].content is empty (6 such rows)",
+        '  skipped d.parquet, row 1509 (from 0): reward_model.ground_truth has "####" before its '
+        "result: set kind=gsm8k",
+        "  2 of 2 prompts do not ask for what rules=dapo read (Answer:); template=dapo does",
+    ]
 
 
 def test_nothing_left_is_an_error_with_the_report(tmp_path, byte_tokenizer):

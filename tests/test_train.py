@@ -418,7 +418,10 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
 
 def test_nobody_votes_for_no_answer():
     assert not evaluate.majority_is_correct([Verdict(False, None, "")] * 3)
-    assert evaluate.majority_is_correct([Verdict(False, None, "")] * 3 + [Verdict(True, "7", "")])
+    for empty in (None, "", " "):
+        assert evaluate.majority_is_correct(
+            [Verdict(False, empty, "")] * 3 + [Verdict(True, "7", "")]
+        )
 
 
 def test_minibatches_cover_the_kept_groups_once():

@@ -183,6 +183,12 @@ def test_strict_rewards_what_plainly_is_the_number(response):
         (r"\sqrt 2", r"\sqrt{2}"),
         ("f(x) = x^2", "x^2"),
         ("9" * 289, "9" * 289),
+        *(
+            (r"4.65 \times 10^{5}", "465000"),
+            (r"4.65 \cdot 10^5", "4.65e5"),
+            ("4.65*10^5", "465,000"),
+        ),
+        *(("4.65 \u00d7 10⁵", "4.65E+05"), ("6.5e-2", "0.065"), (r"10^{-3} \mathrm{~m}", "1e-3")),
     ],
 )
 def test_strict_compares_values_not_spellings(answer, ground_truth):
@@ -238,7 +244,7 @@ def _graded(rules):
     ("rules", "wrong_rewarded", "right_refused"),
     [
         ("dapo", 161, 187),  # the reference's own
-        ("strict", 0, 130),
+        ("strict", 0, 129),
         ("strict_box", 23, 316),
         ("math_verify", 0, 15),  # 14 of them have neither a line "Answer:" nor a box
     ],
@@ -309,10 +315,64 @@ def test_a_unit_in_another_spelling_is_the_same_unit(rules, spellings):
     assert [v.status for v in verdicts] == ["correct"] * len(pairs)
 
 
+UNITS = r"""
+\text{ m}| km|\mathrm{~km}|\mu\mathrm{m}| inches|\text{ s}| ms| min| hours| hr| yr|\mathrm{~kg}
+ lb| l| cc|\mathrm{~m} / \mathrm{s}|\mathrm{~km} / \mathrm{s}| m/s^2|\text{ km/h}| mph|\mathrm{~J}
+\text{ kg/m^3}|\text{ g/cm}^3| eV|\text{ MeV}|\text{ N·m}|\mathrm{~N}| mW| MW|^\circ\mathrm{C}| K
+^\circ| rad|\%| dollars| points
+"""
+
+
+@pytest.mark.parametrize("rules", ["strict", "math_verify"])
+@pytest.mark.parametrize("number", ["5", r"4.65 \times 10^{-5}"])
+def test_another_unit_is_refused_and_no_unit_is_not(rules, number):
+    """414 of 2,975 such pairs were rewarded: a unit that was not known was none, or the library's.
+
+    Such as 5 min for 5 hours, 5 lb for 5 kg, and any unit for `\\mathrm{~m} / \\mathrm{s}`.
+    """
+    units = [unit for line in UNITS.split("\n") for unit in line.split("|") if unit]
+    same = [{" km", r"\mathrm{~km}"}, {" hours", " hr"}]
+    pairs = [(one, other) for one in ("", *units) for other in units]
+    verdicts = verify_many(
+        [f"Answer: {number}{one}" for one, _ in pairs],
+        [f"{number}{other}" for _, other in pairs],
+        rules=rules,
+    )
+    for pair, verdict in zip(pairs, verdicts, strict=True):
+        assert verdict.correct == (not pair[0] or len({*pair}) == 1 or {*pair} in same), pair
+
+
 @pytest.mark.parametrize("answer", [r"6\text{ ms}", r"6\text{ lbs}", "6 km/h", r"6\text{ hrs}^2"])
 def test_a_short_unit_is_not_cut_to_another(answer):
     verdicts = [verify(f"Answer: {answer}", rf"6\text{{ {u}}}", rules="strict") for u in ("m", "h")]
     assert [v.status for v in verdicts] == ["other_unit"] * 2
+
+
+EXPLAINED = """
+A common mistake is to forget the sign.|The incorrect value 41 comes from counting 0.|Sorry for the
+long solution.|(The answer should be an integer.)|The answer is not 41.|41 is wrong: 0 is no digit.
+|If one forgets the sign, the answer is -42, which is wrong.|No others work.|Check: 6*7 = 42.
+|So the correct answer is 42.|It is incorrect to divide by 0.|He has to wait 5 minutes.
+"""
+RETRACTED = """
+Wait, that is wrong, it is 41.|The answer is not 42.|Actually the answer should be 41.|It isn't 42.
+|Hmm, 41.|That's not right.|I made a mistake.|42 is incorrect.|The right answer is 41.|No, 41.
+|The number 42 is nice. But the answer is 41.|Sorry, I meant 41.|It should be 41.|42 can't be right.
+"""
+
+
+@pytest.mark.parametrize(
+    "form", ["Answer: 42\n\n%s", r"The n that is not prime is $\boxed{42}$. %s"]
+)
+@pytest.mark.parametrize(("said", "status"), [(EXPLAINED, "correct"), (RETRACTED, "retracted")])
+def test_what_is_said_of_something_else_takes_no_answer_back(form, said, status):
+    """ "Answer: D. A is incorrect" was retracted: words counted, whatever they were said of.
+
+    And "not" in the subject before a box made it no answer.
+    """
+    for sentence in " ".join(said.split()).split("|"):
+        for rules in ["math_verify", "strict"][: 1 + form.startswith("Answer")]:
+            assert verify(form % sentence.strip(), "42", rules=rules).status == status, sentence
 
 
 # Hardness
@@ -542,6 +602,7 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
         (r"125\textnormal{ miles}", "$125$ miles"),
         (r"6\pi\mbox{ square units}", r"6\pi"),
         (r"\left| 3 - 5 \right| = 2", "2"),
+        *((r"2^{100}\cdot5^{100}", "1e100"), ("x^{0.5}", r"\sqrt{x}"), ("0.1+0.2", "0.3")),
         ("m + n = 3 + 4 = 7", "7"),
         (r"A = \frac{1}{2}bh = \frac12 \cdot 6 \cdot 4 = 12", "12"),
         (r"\cos 60^\circ = \frac{1}{2}", "1/2"),
@@ -559,6 +620,21 @@ def test_math_verify_reads_units_chains_and_lists_in_a_box_and_on_a_line(
     responses = [f"Answer: {answer}", f"Answer: ${answer}$", rf"So it is $\boxed{{{answer}}}$."]
     verdicts = symbolic.verify_many(responses, [ground_truth] * 3)
     assert [verdict.status for verdict in verdicts] == ["correct"] * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        *((r"\frac{1}{19!}", r"\frac{1}{20!}"), ("e^{-40}", "e^{-41}"), ("0.000001", "0.0000014")),
+        *((r"1-\frac{1}{2^{99}}", r"1-\frac{1}{2^{100}}"), ("x+e^{-40}", "x+e^{-41}")),
+        *((r"-1.6 \times 10^{-19}", r"1.6 \times 10^{-19}"), (r"10^{-30}\pi", r"10^{-31}\pi")),
+        *((r"\sqrt{10^{60}+1}", "10^{30}"), (r"\frac{1}{2^{9998}}", r"\frac{1}{2^{9999}}")),
+    ],
+)
+def test_small_and_large_numbers_are_compared_exactly(symbolic, answer, truth):
+    """The library takes a difference below 1e-17 for none; six decimals were six digits."""
+    assert symbolic.verify(f"Answer: {answer}", truth).status == "wrong"
+    assert symbolic.verify(f"Answer: {answer}+0", answer).correct
 
 
 @pytest.mark.parametrize(

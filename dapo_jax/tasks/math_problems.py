@@ -19,7 +19,9 @@ from dapo_jax.types import Example, Verdict
 
 _GRADERS = {"dapo": grade_dapo, "strict": grade_strict, "strict_box": grade_box}
 RULES = (*_GRADERS, "math_verify")
-# The templates that ask for what rules read; the first is that of plain prompts by default.
+# What asks for an answer, by template; and the templates that ask for what rules read, of which
+# the first is that of plain prompts by default.
+_ASKED = {"dapo": "Answer:", "boxed": r"\boxed"}
 TEMPLATES_OF = {
     "dapo": ("dapo",),
     "strict": ("dapo",),
@@ -116,10 +118,15 @@ class MathProblems(MathTask):
         """Reads the file; raises what `readers.read` raises."""
         asking = TEMPLATES_OF[self.rules]
         examples, report = self.read(default_template=asking[0])
-        if self.template in ("dapo", "boxed") and self.template not in asking:
-            note = f"template={self.template} asks for what rules={self.rules} do not read; these "
-            note += f"read what template={' or '.join(asking)} asks for"
-            report = dataclasses.replace(report, notes=(*report.notes, note))
+        if self.template in ("", *_ASKED):
+            asked = [_ASKED[template] for template in asking]
+            texts = [example.text.lower() for example in examples]
+            if silent := sum(not any(it.lower() in text for it in asked) for text in texts):
+                note = (
+                    f"{silent:,} of {len(texts):,} prompts do not ask for what rules={self.rules}"
+                )
+                note += f" read ({' or '.join(asked)}); template={' or '.join(asking)} does"
+                report = dataclasses.replace(report, notes=(*report.notes, note))
         return examples, report
 
     def read(self, *, default_template: str) -> tuple[list[Example], DataReport]:

@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from dapo_jax.tasks.units import TEXT, differ, name_of, unit_of
+from dapo_jax.tasks.units import (
+    DOUBT,
+    RAISED,
+    RAISED_DIGITS,
+    TEXT,
+    differ,
+    name_of,
+    split_unit,
+    unit_of,
+)
 from dapo_jax.types import Verdict
 
 STATUSES = (
@@ -176,18 +185,27 @@ _PLAIN_CHARACTERS = str.maketrans(
 )
 _STRICT_REPLACED = (
     (re.compile(r"\\!"), ""),
+    (re.compile(r"(?<=\d)\*\*(?=[-({\d])"), "^"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<!\\)\\(?:[()\[\],;: ]|(?:q?quad|displaystyle|large)(?![a-zA-Z]))|\*\*"), " "),
     (re.compile(r"\\hspace\{[^{}]*\}|(?<=[\w})])~"), " "),
     (re.compile(r"\^?\\degree(?![a-zA-Z])"), r"^\\circ"),
     (re.compile(r"\s+"), " "),
+    (re.compile(rf"(?<=\d){RAISED_DIGITS}"), lambda it: f"^{{{it[0].translate(RAISED)}}}"),
+    (
+        re.compile(
+            rf"\\frac\{{({TEXT}\{{[^{{}}]*\}}\S{{0,5}})\}}\{{({TEXT}\{{[^{{}}]*\}}\S{{0,5}})\}}"
+        ),
+        r"\1/\2",
+    ),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\frac ?([0-9])"), r"\\frac{\1}"),
     (re.compile(r"(\\frac\{[^{}]*\}) ?([0-9])"), r"\1{\2}"),
     (re.compile(r"\\sqrt ?([0-9A-Za-z])"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<!\w) | (?!\w)"), ""),  # a space says something only between two words
+    # A space says something only between two words, and before a unit.
+    (re.compile(r"(?<![\w}]) | (?!\w)"), ""),
 )
 _STYLE = re.compile(r"\\(?:boxed|fbox|textbf|mathbf|bm|textit|mathit|emph)\{")
 _WRAPPER = re.compile(rf"(?:{TEXT})?\{{")
@@ -197,42 +215,48 @@ EQUALS = re.compile(
 _LITERAL = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}([ ,'])[0-9]{3}(?:\1[0-9]{3})*|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
+_SCIENTIFIC = re.compile(
+    r"(?:(.*\d)(?:[eE]|(?: ?(?:\\times|\\cdot|[*\u00d7\u00b7\u22c5x]) ?)\{?10\}?\^)|([+-]?)10\^)"
+    r"[{(]*([+-]?[0-9]{1,3})[)}]*"
+)
 _FRACTION = re.compile(r"([+-]?)([0-9]*)\\frac\{([^{}]*)\}\{([^{}]*)\}")
-_UNIT_WORDS = (
-    "units? points? ways? integers? digits? students? edges? meals? multiples? solutions? pairs? "
-    "dollars? cents? pounds? degrees? people children tickets? "
-    "seconds? minutes? hours? days? weeks? months? years? radians? pct percent "
-    "mm cm km km/h mph inch(?:es)? ft feet (?:milli|centi|kilo)?met(?:er|re)s? miles? yards? "
-    "gm kg grams? kilograms? lit(?:er|re)s? 个 個 元 度 种 種 人"
-)
-# Words that make another answer of the number beside them, or no answer.
-DOUBT = (
-    r"(?i:\b(?:no|not|never|none|nobody|neither|nor|cannot|without|unless|except|excluded|if|whether"
-    r"|let|suppose|assume|doubt|guess|maybe|may|might|could|perhaps|possibly|probably|wrong|false"
-    r"|incorrect|mistaken|contradiction|fail|check|try|tries|tried|unknown|unlikely|sure|about"
-    r"|around|approximate|nearly|almost|roughly|hardly|bound|more|less|fewer|than|between|at least"
-    r"|at most|plus|minus|half|twice|double|triple|squared|cubed|percent points|each|hundred"
-    r"|thousand|times (?:as|the)|dozen|[mbt]r?illion)s?\b|n['\u2019]t\b|\?)"
-)
 _WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
 _NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{_WORDS}")
 _NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w|\\text|\\mbox")
-_KNOWN_UNIT = rf"(?:square |cubic |children )?(?:{'|'.join(_UNIT_WORDS.split())})"
-_SQUARE = r"(?:\^[23]|\^\{[23]\}|[²³])?$"
-_UNIT = re.compile(
-    r" ?(?:(?:[%°€£¥]|\^\\circ|\^\{\\circ\})$"
-    rf"|(?:(?!\\\w+\{{[^{{}}]*\b(?:and|or)\b){_WORDS}|{_KNOWN_UNIT}|(?<= )[msgh]){_SQUARE})"
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
+_HYPOTHESIS = re.compile(
+    r"(?i)\W*(?:(?:an? |the )?(?:common|frequent|usual)|if|some|one|many|people|students|suppose"
+    r"|without)\b"
 )
-# A formula in degrees is another one without them.
-_UNIT_OF_FORMULA = re.compile(
-    rf"(?:(?<!/){TEXT}\{{ ?(?!degree)(?:{_KNOWN_UNIT}|[msgh])\}}"
-    rf"|(?<=[ }})])(?!degree){_KNOWN_UNIT}){_SQUARE}"
+_IT = "\ufffc"  # stands for the answer
+_FIRST = re.compile(
+    rf"(?i)({_IT}\W*(?:(?:so|but|and|oh|well|actually)\b\W*)?)(?:it|that|this)\b(?!.{{0,9}}answer)"
 )
-_RETRACTION = re.compile(
-    r"\b(?:wait|actually|oops|hm+|sorry|mistaken?|wrong|incorrect|correction|retract|i meant"
-    r"|second thought|scratch that|not (?:right|correct|really|the answer)|should(?: have)? be)\b"
-    r"|(?:^|[.!?\n])\W*no(?:pe)?\b(?! (?:other|more|further))|不对|错了|更正|等等",
-    re.IGNORECASE,
+_THE_ANSWER = r"(?:\b(?:the|my|our|this|that|correct|right|final|actual|true) )++answer(?: above)?"
+_IS = (
+    r"(?:\s*(?:[=:]|['\u2019]s\b|\b(?:is|was|equals|should|must|has to|have|can?|be(?:en)?)\b)"
+    r"|\W{0,3}\b(?:is|was)\b)"
+)
+_NOT = r"\W{0,3}\b(?:not|never)\W{1,3}(?:be\W{1,3})?"
+_VALUE = r"(?P<value>(?>[^\s;!?]*\d[^\s;!?]*|\\[^\s;!?]+|[(*$]*(?-i:[A-HJ-Z])\b))(?!\s*[-+*/=^])"
+_TAKES_BACK = re.compile(
+    r"(?i)(?:^|[^\w\s,'\u2019)-])\W*+(?:(?:oh|but|and|so|no|hm+)\b\W*+)*"  # a clause begins
+    r"(?:wait\b(?! for| until| times?)|hold on|oops|hm+\b|correction\b|scratch that|on second"
+    r"|sorry\b(?! for| about| if| to| that)|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b))"
+    r"|\bI(?:['\u2019]m|['\u2019]ve| have| was| am| must be)? (?:wrong|mistaken|made an? |forgot"
+    r"|mis[a-z]+ed\b|missed|overlooked|retract)|\bmy (?:mistake|error|bad)\b"
+    r"|\bthere (?:is|was) an? (?:mistake|error)|^\W*+(?:wrong|incorrect|not really)\W*+$"
+    rf"|(?:{_IT}|{_THE_ANSWER}|\b(?:the|my|this|that) result)(?:{_IS}++"
+    rf"\W{{0,3}}(?:\w+ly )?(?:an? )?(?:wrong|incorrect|mistaken?|error)\b(?! to| for| that)"
+    rf"|{_IS}*+{_NOT}(?:right|correct|true|really|the answer)\b(?! for| if| in| when))"
+    rf"|(?:\b(?:it|that|this|answer)|{_IT}){_IS}*+{_NOT}{_IT}"
+    r"|不对|错了|更正|等等"
+)
+_STATES = re.compile(
+    rf"(?i)(?:{_THE_ANSWER}{_IS}++"
+    rf"|(?:\b(?:it|that|this)|{_IT}) (?:should|must|has to)(?: have)? be(?:en)?"
+    rf"|\b(?:actually|instead|meant)\b\W{{0,3}}(?:(?:it|that|{_IT}|the answer){_IS}++)?)"
+    rf"\W{{0,3}}?(?:\b(?:really|indeed|now|then|actually|therefore) )?{_VALUE}"
 )
 _MAX_PASSES = 100  # two or three do, except for strings made to nest
 
@@ -243,17 +267,9 @@ def strict_form(answer: str) -> str:
     Integers, decimals and fractions become the exact rational ("42", "-1/2"); anything else the
     string without what says nothing: markup, math delimiters, wrappers, spacing, a name before "=".
 
-    Right answers that the reference calls wrong:
-      `42.`  `**42**`  `**Answer:** 42`  `Answer**: 42`  `\(42\)`  `$$42$$`  `\fbox{42}`  `{42}`
-      `42%`  `42 km/h`  `42°`  `42 个`  `+42`  `1,000.50`  `1\,000`  `m+n = 42.`  `\frac{1}2` and
-      `0.5` for `\frac{1}{2}`  `\frac{-1}{2}`  `–7` (en dash)  a number on the line after `\[`
-    Wrong answers that it calls right:
-      `41=42` (two numbers)  `4 2`  `12,34` for 1234  `35` for `3,5`  `42\text{0}` for 420
-      `$42$ or $43$` (it reads the first)  `square 42`, `a 42`, `ways42` (words cut out anywhere)
-      `5\dots`, `\overline{5}` for 5, and `... my Answer: 42` inside a sentence.
-    What stays wrong: a sum or product not carried out, also before "=" (`40+2=42`); words for
-    numbers; powers of ten; two answers, also as a list with "and". Units, "%" and names before "="
-    are no part of the form; `compare_answers` refuses two that differ, and converts nothing.
+    Not read are a sum or product that is not carried out (`40+2=42`), words for numbers and lists
+    with "and". Units, "%" and names before "=" are no part of the form; `compare_answers` refuses
+    two that differ, and converts nothing.
     """
     return read_answer(answer).form
 
@@ -272,8 +288,8 @@ def read_answer(text: str) -> Answer:
     for _ in range(_MAX_PASSES):
         its_name, side = _last_side(_plain(text))
         value = exact_number(side)
-        if match := (_UNIT_OF_FORMULA if value is None else _UNIT).search(side):
-            unit, side = unit or unit_of(match[0]), side[: match.start()]
+        side, its_unit = split_unit(side, of_number=value is not None)
+        unit, side = unit or unit_of(its_unit), side.replace("} ", "}")
         name = name or its_name
         simpler = side if value is None else str(value)
         if simpler == text:
@@ -330,8 +346,11 @@ def is_name(side: str) -> bool:
 
 
 def exact_number(text: str) -> Fraction | None:
-    """Reads the exact value of a decimal, a fraction or a mixed number, with or without a unit."""
-    text = _UNIT.sub("", text)
+    """Reads the exact value of a decimal, a fraction or a mixed number, with or without a unit.
+
+    Decimals may have a power of ten, as in `4.65 \\times 10^{5}` and `4.65e5`.
+    """
+    text, _ = split_unit(text, of_number=True)
     if match := _FRACTION.fullmatch(text):
         sign, whole, top, bottom = match.groups()
     else:
@@ -346,9 +365,12 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def _literal(text: str) -> Fraction | None:
+    power = 0
+    if match := _SCIENTIFIC.fullmatch(text):
+        text, power = match[1] or f"{match[2]}1", int(match[3])
     if len(text) > MAX_GROUND_TRUTH_CHARS or not _LITERAL.fullmatch(text):
         return None
-    return Fraction(re.sub("[ ,']", "", text))
+    return Fraction(re.sub("[ ,']", "", text)) * Fraction(10) ** power
 
 
 def last_answer(response: str) -> tuple[str | None, str]:
@@ -364,7 +386,7 @@ def last_answer(response: str) -> tuple[str | None, str]:
             candidates = [match[1], *lines[index + 1 :]]
             for used, line in enumerate(candidates, start=1):
                 if line.strip() and strict_form(line):
-                    return line, "\n".join(candidates[used:])
+                    return line, "\n".join(["", *candidates[used:]])
             return "", ""
     return None, ""
 
@@ -378,12 +400,36 @@ def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
         return Verdict(False, verdict.prediction, "other_unit")
     if differ(answer.name, truth.name):
         return Verdict(False, verdict.prediction, "other_name")
-    return Verdict(False, verdict.prediction, "retracted") if retracts(rest) else verdict
+    return (
+        Verdict(False, verdict.prediction, "retracted") if retracts(rest, answer.form) else verdict
+    )
 
 
-def retracts(rest: str) -> bool:
-    """Returns True where the text after an answer takes it back, by `_RETRACTION`."""
-    return bool(_RETRACTION.search(rest))
+def retracts(rest: str, *answers: str) -> bool:
+    """Returns True where the text behind an answer takes it back.
+
+    answers: its forms. What is said of other answers, or of a way to them, is an explanation.
+    """
+    for answer in filter(None, answers):
+        rest = re.sub(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", _IT, rest)
+    rest = re.sub(r"(?<=\w)(?:n['\u2019]t|(?<=can)not)\b", " not", f"{_IT} {rest}")
+    sentences = [
+        s for s in _SENTENCE.split(_FIRST.sub(rf"\1{_IT}", rest, 1)) if not _HYPOTHESIS.match(s)
+    ]
+    return any(map(_TAKES_BACK.search, sentences)) or any(
+        not _is_one_of(answers, said) for s in sentences for said in _STATES.finditer(s)
+    )
+
+
+def _is_one_of(answers: Sequence[str], said: re.Match) -> bool:
+    """Returns True where the value that a sentence states is an answer, or ends as one does."""
+    if _IT in said["value"] or strict_form(said["value"]) in answers:
+        return True
+    stated, *forms = (
+        re.sub(r"[\s$\\(){}*]", "", text).rstrip(".,")
+        for text in (said.string[said.start("value") :], *answers)
+    )
+    return any(re.search(rf"(?<![\d.]){re.escape(stated)}$", form) for form in forms)
 
 
 def grade_strict(response: str, truth: str) -> Verdict:

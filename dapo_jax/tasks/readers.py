@@ -5,6 +5,7 @@ dropped, with memory bounded by the distinct prompts (DAPO-Math-17k as published
 about 100 times). Nothing is dropped silently: a `DataReport` accounts for each row.
 """
 
+import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -21,7 +22,7 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.tasks.formats import FORMATS, DataError, cut, typed
-from dapo_jax.tasks.math_rules import last_box
+from dapo_jax.tasks.math_rules import closing_brace
 from dapo_jax.types import Example, Message
 from dapo_jax.untrusted import is_local
 
@@ -38,7 +39,7 @@ TEMPLATES = {
     "boxed": "{problem}\n\nReason step by step, and put your final answer within \\boxed{}.",
 }
 BOX = "\\boxed"
-SHOWN_BAD_ROWS = 5
+SHOWN_REASONS = 9
 SHOWN_KEYS = 50
 
 
@@ -71,6 +72,11 @@ KINDS = {
 FORMAT_OF_ENDING = {f".{name}": name for name in FORMATS}
 KIND_OF_ENDING = {**FORMAT_OF_ENDING, ".parquet": "dapo_parquet"}
 _LEADING_ZEROS = re.compile(r"^([+-]?)0+(?=[0-9]+$)")
+_TEXT_LIST = re.compile(r"""\s*\[\s*["'].*["']\s*\]\s*""")
+_LAST_BOX = re.compile(
+    r".*\\f?boxed\s*(?:(?P<brace>\{)|(?P<bare>[^{$\n]+?)\s*(?=\.?\s*(?:[$\n]|$)))", re.S
+)
+_VALUES = re.compile(r"""'[^']*'|"[^"]*"|\d+""")  # what rows that are bad for one reason differ in
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 
 
@@ -90,7 +96,7 @@ class DataReport:
     conflicting_prompts: int = 0
     conflicting_rows: int = 0
     bad_rows: int = 0
-    bad_row_notes: tuple[str, ...] = ()  # the first SHOWN_BAD_ROWS of them
+    bad_row_notes: tuple[str, ...] = ()  # for each reason its first row, and how many more
     overlong: int = 0
     max_prompt_tokens: int | None = None  # the limit, once prompts are tokenized
     mean_tokens: float = 0.0  # of the kept prompts
@@ -115,8 +121,6 @@ class DataReport:
             kept += f" ({self.mean_tokens:.0f} tokens on average, {self.longest_tokens:,} at most)"
         lines = [f"{self.name}: {', '.join(parts)}; {kept}"]
         lines += [f"  skipped {note}" for note in self.bad_row_notes]
-        if self.bad_rows > len(self.bad_row_notes):
-            lines.append(f"  ... and {self.bad_rows - len(self.bad_row_notes):,} more")
         return lines + [f"  {note}" for note in self.notes]
 
 
@@ -168,6 +172,8 @@ def read(
         answer = _answer(field(row, answer_field), answer_field, spec.answer_mark)
         if file_format == "csv":  # it has no numbers: 27.0 is how they are written into one
             answer = _WHOLE.sub(r"\1", answer) if _WHOLE.fullmatch(answer) else answer
+        if not spec.answer_mark and "####" in answer:
+            raise ValueError(f'{answer_field} has "####" before its result: set kind=gsm8k')
         check_answer(answer)
         return _prompt(value, prompt_field, text), answer
 
@@ -194,8 +200,8 @@ def read_rows(
     fields: those that each row must have. make: (row) -> (messages, answer) or (messages, answer,
         extra); its ValueError makes the row a bad one. file_format: a name of FORMATS; "": by the
         ending of the path.
-    on_bad_row: "error" raises DataError at the first row that has bad UTF-8, invalid JSON, a
-        missing field, a null, a wrong type, an empty prompt or an empty answer; "skip" counts it.
+    on_bad_row: "error" raises DataError where rows have bad UTF-8, invalid JSON, a missing field, a
+        null, a wrong type, an empty prompt or an empty answer; "skip" leaves them out.
 
     Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
     for a file of another format and a parquet file without a needed column.
@@ -238,8 +244,7 @@ class Rows:
         self._row_word = row_word
         self._on_bad_row = on_bad_row
         self._row_count = 0
-        self._bad_rows = 0
-        self._bad_row_notes: list[str] = []
+        self._bad: dict[str, list] = {}  # reason -> how many rows, the first in words
         self._first: dict[bytes, Example] = {}  # digest of the prompt -> its first row
         self._occurrences: dict[bytes, int] = {}
         self._conflicts: set[bytes] = set()
@@ -251,14 +256,9 @@ class Rows:
         try:
             yield
         except ValueError as error:
-            counted = f"{self._row_word} {row}" + (" (from 0)" if self._row_word == "row" else "")
-            if self._on_bad_row == "error":
-                raise DataError(
-                    f"{self._place}, {counted}: {error}. Mend it, or set data.on_bad_row=skip."
-                ) from error
-            self._bad_rows += 1
-            if len(self._bad_row_notes) < SHOWN_BAD_ROWS:
-                self._bad_row_notes.append(f"{self._name}, {counted}: {error}")
+            place = f"{self._row_word} {row}" + (" (from 0)" if self._row_word == "row" else "")
+            reason = self._bad.setdefault(_VALUES.sub("", str(error)), [0, f"{place}: {error}"])
+            reason[0] += 1
 
     def add(self, row: int, prompt: tuple[Message, ...], answer: str, extra: Any = None) -> None:
         """Takes a good row, unless its prompt is already there."""
@@ -272,18 +272,32 @@ class Rows:
             self._conflicts.add(digest)
 
     def result(self) -> tuple[list[Example], DataReport]:
-        """Returns the distinct examples without conflicts, and the account of all rows."""
+        """Returns the distinct examples without conflicts, and the account of all rows.
+
+        Raises DataError where rows are bad and on_bad_row is "error".
+        """
+        bad_rows = sum(count for count, _ in self._bad.values())
+        notes = [
+            f"{first} ({count:,} such rows)" if count > 1 else first
+            for count, first in itertools.islice(self._bad.values(), SHOWN_REASONS)
+        ]
+        if len(self._bad) > len(notes):
+            notes.append(f"... for {len(self._bad):,} reasons in all")
+        if self._on_bad_row == "error" and notes:
+            what = "it" if bad_rows == 1 else f"these {bad_rows:,} rows"
+            listed = "; ".join(notes)
+            raise DataError(f"{self._place}, {listed}. Mend {what}, or set data.on_bad_row=skip.")
         kept = [example for digest, example in self._first.items() if digest not in self._conflicts]
         conflicting_rows = sum(self._occurrences[digest] for digest in self._conflicts)
         return kept, DataReport(
             name=self._name,
             rows=self._row_count,
             kept=len(kept),
-            duplicates=self._row_count - self._bad_rows - conflicting_rows - len(kept),
+            duplicates=self._row_count - bad_rows - conflicting_rows - len(kept),
             conflicting_prompts=len(self._conflicts),
             conflicting_rows=conflicting_rows,
-            bad_rows=self._bad_rows,
-            bad_row_notes=tuple(self._bad_row_notes),
+            bad_rows=bad_rows,
+            bad_row_notes=tuple(f"{self._name}, {note}" for note in notes),
         )
 
 
@@ -294,9 +308,12 @@ def _prompt(value: object, name: str, template: str) -> tuple[Message, ...]:
     messages = []
     for i, message in enumerate(typed(value, list, name)):
         message = typed(message, dict, f"{name}[{i}]")
-        messages.append(
-            {key: _text(field(message, key), f"{name}[{i}].{key}") for key in ("role", "content")}
+        role, content = (
+            typed(field(message, key), str, f"{name}[{i}].{key}") for key in ("role", "content")
         )
+        if content or role != "system":  # an empty system message says: no default one
+            _text(content, f"{name}[{i}].content")
+        messages.append({"role": _text(role, f"{name}[{i}].role"), "content": content})
     if not messages:
         raise ValueError(f"{name} is empty")
     return tuple(messages)
@@ -322,8 +339,12 @@ def templated(problem: str, template: str) -> tuple[Message, ...]:
 def _answer(value: object, name: str, mark: str) -> str:
     """Reads an answer; a number is written out in decimals: 42.0 is "42", 1e-7 is "0.0000001".
 
-    A list of one answer is that answer. An integer as text has no leading zeros: AIME's 025 is 25.
+    A list of one answer is that answer, also as a text: '["42"]' is 42. An integer as text has no
+    leading zeros: AIME's 025 is 25.
     """
+    if isinstance(value, str) and _TEXT_LIST.fullmatch(value):
+        with contextlib.suppress(SyntaxError, ValueError):  # a lone backslash is LaTeX's
+            value = ast.literal_eval(re.sub(r"(?<!\\)\\(?!\\)", r"\\\\", value.strip()))
     if isinstance(value, list):
         if len(value) != 1:
             raise ValueError(f"{name} has {len(value)} answers, not one")
@@ -336,13 +357,20 @@ def _answer(value: object, name: str, mark: str) -> str:
         raise ValueError(f"{name} is a {type(value).__name__}, not a text or a number")
     answer = _text(value, name)
     if mark == BOX:
-        answer, name = last_box(answer), f"the last box of {name}"
+        name = f"the last box of {name}"
+        answer = (box := _LAST_BOX.match(answer)) and (box["bare"] or _braced(answer, box.end()))
     elif mark:
         _, found, answer = answer.rpartition(mark)
         if not found:
             raise ValueError(f'{name} has no "{mark}" before its result')
         answer, name = answer.replace(",", ""), f'{name} after "{mark}"'
     return _LEADING_ZEROS.sub(r"\1", _text(answer, name).strip())
+
+
+def _braced(text: str, begins: int) -> str | None:
+    """Returns what the braces hold that open before `begins`; None where they do not close."""
+    end = closing_brace(text, begins - 1)
+    return None if end is None else text[begins:end]
 
 
 def field(record: dict, name: str) -> object:

@@ -16,7 +16,6 @@ from fractions import Fraction
 
 from dapo_jax.tasks import isolated
 from dapo_jax.tasks.math_rules import (
-    DOUBT,
     EQUALS,
     Answer,
     closing_brace,
@@ -30,7 +29,7 @@ from dapo_jax.tasks.math_rules import (
     refuse,
     retracts,
 )
-from dapo_jax.tasks.units import TEXT, TEXT_GROUP
+from dapo_jax.tasks.units import DOUBT, TEXT, TEXT_GROUP
 from dapo_jax.types import Verdict
 
 SYMBOLIC_TAIL_CHARS = 1000
@@ -38,6 +37,7 @@ MAX_FORMULA_CHARS = 500
 MAX_NESTING = 25
 MAX_DIGITS = 60  # of one number in a formula
 MAX_EXPONENT = 10_000
+PRECISION = 1_000  # decimals; the library takes a smaller difference for none
 MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matrices
 
 # Where the answer is.
@@ -47,7 +47,12 @@ _BETWEEN_BOXES = re.compile(
     r"|(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
-_DENIED = re.compile(r"(?i)(?:\b(?:not|never|cannot|doubt|maybe)|n['\u2019]t)\b[^,.;\n]{0,20}$")
+# A negation of the box, or of a thought on it; "the n that is not prime is" denies nothing.
+_NOT = r"(?:\b(?:not|never|cannot)|n['\u2019]t)\b"
+_DENIED = re.compile(
+    rf"(?i)(?:{_NOT}(?:(?!\b(?:is|are|was|equals|gives)\b|[=:])[^,.;\n]){{0,20}}"
+    rf"|(?:{_NOT} (?:think|believe|sure|true)|\b(?:doubt|maybe))\b[^,.;\n]{{0,20}})$"
+)
 # The box is a part of a formula, or what the answer is not.
 _OF_MORE = re.compile(
     r"(?:\\neq? ?|≠ ?|\\(?:cdot|times) ?|\\(?:sqrt|[dt]?frac)\{|\}\{|[\d/^]|(?<!-)-)$"
@@ -61,7 +66,7 @@ _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|
 _PHRASE = re.compile(
     rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
     r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
-    r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
+    r"(?!\s*(?:an?\b|[a-z]{2}))\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
 )
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
@@ -137,6 +142,9 @@ _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
 _COMMA = re.compile(r"[,;](?![^()\[\]{}]*[)\]}])")  # outside brackets
 _UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}(?![A-Za-z])")
 _DEGREES = re.compile(r"(\d+)\^\{?\\circ\}?")
+_DECIMAL = re.compile(
+    r"(?<![\d.])(?!(?<=\d,)\d{3}\.)(\d*)\.(\d+)(?!\d|\.|\\?%|\\(?:overline|bar|dot))"
+)
 _REMAINDER = re.compile(r"(\d+) ?\\bmod ?([1-9]\d*)")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[](?!.*[)\]],)")
@@ -151,7 +159,7 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     rest: what follows the answer in the response.
     """
     answer, more = (None, "") if answer is None else _claimed(answer)
-    rest = f"{more}\n{rest}"
+    rest = f"{more}\n{rest}" if more else rest
     mine = None if answer is None else read_answer(answer)
     right = _read_truth(truth)
     verdict = compare_answers(mine, right, rest)
@@ -179,16 +187,18 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     if None not in numbers:
         if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
             return verdict
-        status = "retracted" if retracts(rest) else "correct"
+        status = "retracted" if retracts(rest, mine.form) else "correct"
         return verdict._replace(correct=status == "correct", status=status)
     if _hopeless(mine.form, right.form):
         return verdict
-    if too_large(mine.form) or too_large(right.form):
+    one, other = (
+        _ZEROS.sub(lambda m: rf"({m[1]}\cdot10^{{{len(m[2])}}})", it.form) for it in (mine, right)
+    )
+    if too_large(one) or too_large(other):
         return verdict._replace(status="too_large")
-    if retracts(rest):
+    if retracts(rest, mine.form):
         return verdict._replace(status="retracted")
-    has_name = "=" in right.form and mine.name
-    return (f"{mine.name}={mine.form}" if has_name else mine.form), right.form
+    return (f"{mine.name}={one}" if "=" in other and mine.name else one), other
 
 
 def _without_names(form: str, other: str) -> str:
@@ -213,12 +223,13 @@ def _read_truth(truth: str) -> Answer:
 def _same_number(
     one: Fraction, other: Fraction, is_percent: bool, other_percent: bool, *texts: str
 ) -> bool:
-    """Compares two different numbers: as percent, or one rounded to six or more decimals."""
+    """Compares two different numbers: as percent, or one rounded to six decimals and digits."""
     if is_percent != other_percent:
         return one * (1 if is_percent else 100) == other * (1 if other_percent else 100)
     for value, text, exact in ((one, texts[0], other), (other, texts[1], one)):
-        decimals = re.search(r"\.(\d{6,30})", text)
-        if decimals and value and value == round(exact, len(decimals[1])):
+        decimals = re.search(r"(\d*)\.(\d{6,30})", text)
+        digits = (decimals[1] + decimals[2]).lstrip("0") if decimals else ""
+        if len(digits) >= 6 and value == round(exact, len(decimals[2])):
             return True
     return False
 
@@ -253,6 +264,7 @@ _POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
 _TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{(][^{}^]{0,9}\d[) }]*\^|!!")
 _BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
 _NUMBER = re.compile(r"\d+")
+_ZEROS = re.compile(r"(\d*[1-9])(0{30,})(?!\d)")
 
 
 def too_large(form: str) -> bool:
@@ -359,24 +371,37 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     if not gold:
         return Verdict(False, answer, "unreadable_ground_truth")
     equal = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
-    correct = all(math_verify.verify(*pair, timeout_seconds=None) for pair in equal)
+    correct = all(
+        math_verify.verify(*pair, numeric_precision=PRECISION, timeout_seconds=None)
+        for pair in equal
+    )
     return Verdict(correct, answer, "correct" if correct else "wrong")
 
 
 def _read(formula: str) -> list:
-    """Returns what the library reads in the whole of the formula; empty where it cannot."""
+    """Returns what the library reads in the whole of the formula; empty where it cannot.
+
+    Decimals are read as fractions, and rational formulas as their value: both are compared exactly.
+    """
     import math_verify
+    from math_verify.parser import NormalizationConfig
 
     formula = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", _AND.sub(", ", formula))
     formula = _REMAINDER.sub(lambda digits: str(int(digits[1]) % int(digits[2])), formula)
-    targets = [math_verify.LatexExtractionConfig(boxed_match_priority=-1)]
-    return math_verify.parse(
+    formula = _DECIMAL.sub(
+        lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", formula
+    )
+    normal = NormalizationConfig(malformed_operators=True, nits=True)  # without its own units
+    targets = [math_verify.LatexExtractionConfig(True, -1, normal)]
+    readings = math_verify.parse(
         f"${formula}$",
         targets,
         fallback_mode="no_fallback",
         extraction_mode="first_match",
         parsing_timeout=None,
     )
+    is_value = [getattr(it, "is_number", False) and it.doit().is_Rational for it in readings]
+    return [it.doit() if exact else it for it, exact in zip(readings, is_value, strict=True)]
 
 
 # Kinds of formulas that fill the tables of the library's parser.

@@ -104,7 +104,7 @@ class Countdown:
         value, used = read
         if sorted(used) != sorted(example.extra["numbers"]):
             return Verdict(False, prediction, "other_numbers", score=-1.0)
-        if value != Fraction(example.answer) or retracts(rest):
+        if value != Fraction(example.answer) or retracts(rest, answer, example.answer):
             return Verdict(False, prediction, "wrong", score=self.tried)
         return Verdict(True, prediction, "correct", score=1.0)
 

@@ -71,7 +71,8 @@ class MultipleChoice:
         """
         answer, rest = last_answer(response)
         if answer is None:
-            answer = last_box(response[-TAIL_CHARS:])
+            answer = last_box(tail := response[-TAIL_CHARS:])
+            rest = tail.rpartition(rf"\boxed{{{answer}}}")[2]
         if answer is None or not answer.strip():
             return Verdict(False, None, "no_answer" if answer is None else "empty_answer")
         form = strict_form(answer)
@@ -80,7 +81,7 @@ class MultipleChoice:
             return Verdict(False, form, "unreadable_answer")
         if letter != example.answer:
             return Verdict(False, letter, "wrong")
-        if retracts(rest):
+        if retracts(rest, letter):
             return Verdict(False, letter, "retracted")
         return Verdict(True, letter, "correct")
 
