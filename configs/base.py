@@ -190,10 +190,6 @@ KEYS = {
                                "where the kernels need it", at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
                                 at_least=1),
-    "rollout.draft_tokens": Key(
-        0, "draft tokens of speculative decoding while slots are idle: 1, 3 or 7; the samples are "
-        "the same on a CPU, elsewhere to rounding (not tried); 0: off",
-        choices="dapo_jax.sampler.cache:DRAFT_TOKENS"),
     "rollout.carry_over_steps": Key(
         0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
         "this many at most, with tokens of several policies. The cache stays beside the update, "

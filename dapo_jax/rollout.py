@@ -197,7 +197,7 @@ def rollout_stats(
 
     return RolloutStats(
         sampled_tokens=sum(int(b.useful_B[b.stream_B == TRAINING].sum()) for b in blocks),
-        decode_steps=sum(block.decode_steps for block in blocks),
+        decode_steps=sum(block.steps for block in blocks),
         slot_steps=slot_steps(blocks),
         busy_slot_steps=busy(blocks),
         waiting_slot_steps=slot_steps(waiting),

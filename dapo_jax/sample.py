@@ -111,7 +111,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
         config.tokenizer.chat = "template" if given.chat else "none"
     r.max_response_tokens = given.max_tokens or r.max_response_tokens
     r.block_tokens, r.page_tokens = BLOCK_TOKENS, PAGE_TOKENS
-    r.draft_tokens, r.carry_over_steps, r.cache_mib = 0, 0, 0
+    r.carry_over_steps, r.cache_mib = 0, 0
     config.algo.overlong_cache_tokens = config.learner.row_tokens = 0
     if config.model.path:
         _fit_lengths(config, prompt, template)

@@ -176,15 +176,13 @@ class BlockRecord:
     """The record of one block of decode steps, for the metrics.
 
     stream_B, cursor_B, sample_B: of the request in each slot of all shards; the cursor is -1 in a
-    free one. useful_B: tokens of its response that each slot sampled; steps: the most of them, and
-    decode_steps: those that were taken, fewer where drafts were right. waiting: whether requests
-    were left to fill slots with.
+    free one. useful_B: tokens of its response that each slot sampled; steps: the most of them.
+    waiting: whether requests were left to fill slots with.
     """
 
     start_seconds: float
     end_seconds: float
     steps: int
-    decode_steps: int
     stream_B: np.ndarray
     cursor_B: np.ndarray
     sample_B: np.ndarray
@@ -203,7 +201,7 @@ class RolloutStats:
 
     sampled_tokens: int  # for training
     decode_steps: int
-    slot_steps: int  # decode steps, had there been no drafts, times slots
+    slot_steps: int  # decode steps times slots
     busy_slot_steps: int  # that sampled a token of a response,
     waiting_slot_steps: int  # the same two while requests were left to refill slots with
     busy_waiting_slot_steps: int

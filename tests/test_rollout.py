@@ -128,7 +128,7 @@ class ScriptedSession:
         self.calls.append(("step", *useful_B.tolist(), *(cursor for _, cursor in finished)))
         steps = int(useful_B.max())
         record = BlockRecord(
-            0.0, 0.0, steps, steps, stream_B, *[useful_B] * 3, plan.waiting, plan.cache_use
+            0.0, 0.0, steps, stream_B, *[useful_B] * 3, plan.waiting, plan.cache_use
         )
         self.blocks.append(record)
         return [self._group(*name) for name in finished]

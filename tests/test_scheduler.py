@@ -394,7 +394,6 @@ def settings(seed):
         "block_tokens": int(rng.choice([n for n in (4, 8, 16) if page_tokens % n == 0])),
         "max_prompt_tokens": int(rng.integers(1, 700)),
         "max_response_tokens": max_response_tokens,
-        "draft_tokens": 0,
         "carries": False,
         "copies": bool(rng.random() < 0.5),
     }

@@ -376,7 +376,6 @@ def cache_plan(
         block_tokens=r.block_tokens,
         max_prompt_tokens=r.max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,
-        draft_tokens=r.draft_tokens,
         carries=r.carry_over_steps > 0,
         copies=kernels.attend_pages is None,
     )

@@ -203,7 +203,7 @@ METRICS: list[Metric] = [
     Metric("engine/occupancy_while_waiting", "share", "The same, while requests waited for slots.",
            lambda s: s.stats.busy_waiting_slot_steps / max(s.stats.waiting_slot_steps, 1)),
     Metric("engine/decode_steps", "steps",
-           "Decode steps of the rollout; with drafts a step may give several tokens.",
+           "Decode steps of the rollout.",
            lambda s: s.stats.decode_steps),
     Metric("engine/requests", "responses", "Requested responses, cancelled ones included.",
            lambda s: s.stats.requests),

@@ -33,7 +33,6 @@ MAY_CHANGE = (
     "rollout.on_generation_cap",
     "rollout.cache_mib",
     "rollout.slot_tokens",
-    "rollout.draft_tokens",
     "learner.micro_batch_rows",
     "learner.row_tokens",
     "learner.row_lengths",

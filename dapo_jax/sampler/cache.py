@@ -25,7 +25,6 @@ ROW_SCALARS = (
 # Of a group's samples on one shard of several, where a kernel attends and sharing a prompt saves
 # only its prefill: long responses come in groups, and all shards wait for the one that has most.
 SPREAD_READERS = 4
-DRAFT_TOKENS = (0, 1, 3, 7)  # with the next token they divide the rows of a batch
 WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
 SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots
 
@@ -36,9 +35,8 @@ class Cache:
 
     Page 0 of either pool is NULL_PAGE. Prompts have a pool of their own, and at most `readers`
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
-    `max_prompt_tokens` and `max_response_tokens` bound a request. At most `draft_tokens` are
-    tried beside a slot's next one, the more the fewer slots are occupied. `carries`: responses may
-    begin with tokens that an earlier session sampled. `rows`: batches are padded to a multiple.
+    `max_prompt_tokens` and `max_response_tokens` bound a request. `carries`: responses may begin
+    with tokens that an earlier session sampled. `rows`: batches are padded to a multiple.
     """
 
     slots: int
@@ -49,7 +47,6 @@ class Cache:
     block_tokens: int
     max_prompt_tokens: int
     max_response_tokens: int
-    draft_tokens: int = 0
     carries: bool = False
     rows: int = ROWS
 
@@ -70,10 +67,6 @@ class Cache:
     def padded(self, slots: int) -> int:
         """Rounds slots up to the rows of a batch."""
         return -(-slots // self.rows) * self.rows
-
-    def positions(self, slots: int) -> int:
-        """Counts the positions that a decode step tries of every slot in a program of so many."""
-        return max(1, self.rows // slots)
 
     @property
     def prompt_buckets(self) -> list[int]:
@@ -130,7 +123,6 @@ def plan_cache(
     block_tokens: int,
     max_prompt_tokens: int,
     max_response_tokens: int,
-    draft_tokens: int,
     carries: bool,
     copies: bool,
 ) -> Cache:
@@ -156,7 +148,6 @@ def plan_cache(
             block_tokens=block_tokens,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
-            draft_tokens=draft_tokens,
             carries=carries,
             rows=min(XLA_ROWS, 2 ** (slots - 1).bit_length()) if copies else ROWS,
         )
@@ -195,7 +186,6 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
     """Lists the (rows, pages) of a shard that decoding is compiled for, the smallest first.
 
     kernel: whether one reads the live pages alone; then programs have all pages, and FEW_ROWS.
-    Programs of fewer than `cache.rows` slots try several positions of each, so many together.
     """
     if kernel:
         all_rows = cache.padded(cache.slots)
@@ -207,13 +197,7 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
             least = min(rows + 1, cache.pages)  # every occupied slot has a page
             size = max(least, math.ceil(cache.pages * pages))
             sizes.add((rows, size if size + 1 < cache.pages else cache.pages))
-    least = min(rows for rows, _ in sizes)
-    tried = [1 + drafts for drafts in DRAFT_TOKENS if 0 < drafts <= cache.draft_tokens]
-    tried = [positions for positions in tried if positions <= cache.rows]
-    few = [cache.rows // positions for positions in tried]
-    return sorted(
-        sizes | {(slots, pages) for slots in few for rows, pages in sizes if rows == least}
-    )
+    return sorted(sizes)
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -4,8 +4,8 @@ All run under shard_map on a (data, model) mesh. A data shard has its own pages 
 for copies exchanges nothing with the others, so that each may leave its loop when its own slots are
 done; heads, feed-forward and vocabulary are split over "model", summed by hand.
 
-Axis letters: B slots of a shard, T positions that a step tries of each, R = B * T rows, S tokens of
-a block, Z streams of requests, and those of models.kernels.xla.
+Axis letters: B slots of a shard, S tokens of a block, Z streams of requests, and those of
+models.kernels.xla.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from flax import struct
 
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler.cache import NULL_PAGE
-from dapo_jax.sampler.drafts import propose
 from dapo_jax.sampler.sampling import (
     of_rows,
     request_keys,
@@ -155,26 +154,20 @@ def decode_block(
     slots: Slots,
     table: PageTable,
     page_P,
-    source_BW,
     *,
     config: ModelConfig,
     samplings: Sequence[Sampling],
     block_tokens: int,
-    positions: int,
     readers: int,
     kernels: Kernels,
     axis: str | None,
 ):
     """Samples up to `block_tokens` more tokens for every active slot.
 
-    Returns (pages, token_SB, logp_SB, steps), the latter being the decode steps taken, int32 [1].
+    Returns (pages, token_SB, logp_SB).
 
     A slot that stops, or reaches its limit, is idle for the rest of the block: what it samples
     then means nothing. The loop ends early when all have.
-
-    With several `positions` a step also feeds what a slot may sample next (`drafts.propose`, from
-    source_BW, which ends in its next token), and the slot gets as many tokens as the drafts before
-    them are right: the same tokens in fewer steps. A row has the bits of any other.
 
     run_key_Z, samplings: of the streams, which differ in key, temperature, top-p and top-k alone.
     prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC, v_PKCH) a layer; tokens of this block
@@ -183,11 +176,10 @@ def decode_block(
     of a prompt page at most. kernels: how to multiply, and with what to read just the live pages
     of prompt and response, if not by plain XLA. axis: the mesh axis that the heads are split over.
     """
-    S, B, T = block_tokens, len(slots.token_B), positions
+    S, B = block_tokens, len(slots.token_B)
     stop_ids = jnp.asarray(samplings[0].stop_ids, jnp.int32)
     vocab_size = samplings[0].vocab_size
-    stream_R = jnp.repeat(slots.stream_B, T)
-    temperature = of_rows([s.temperature for s in samplings], stream_R)
+    temperature = of_rows([s.temperature for s in samplings], slots.stream_B)
     _, K, _, H = pages[0][1].shape
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
@@ -200,74 +192,56 @@ def decode_block(
         attend_slots = _by_kernel(kernels.attend_pages, prompt_pages, pages, table)
 
     def unfinished(carry):
-        _, n_B, active_B, *_ = carry
-        return jnp.any(active_B & (n_B < S))
+        i, active_B, *_ = carry
+        return (i < S) & jnp.any(active_B)
 
     def step(carry):
-        i, n_B, active_B, token_B, block_kv, token_SB, logp_SB = carry
-        n_BT = n_B[:, None] + jnp.arange(T)  # the token's number in the block
-        fed_BT = token_B[:, None]
-        if T > 1:
-            text_BX = jnp.concatenate([source_BW, token_SB.T], axis=1)
-            drafts_BT = propose(text_BX, source_BW.shape[1] + n_B, count=T - 1)
-            fed_BT = jnp.concatenate([fed_BT, drafts_BT], axis=1)
+        i, active_B, token_B, block_kv, token_SB, logp_SB = carry
 
-        def attend(q_R1NH, k_R1KH, v_R1KH, *, layer):
-            q, k, v = (x.reshape(B, T, *x.shape[2:]) for x in (q_R1NH, k_R1KH, v_R1KH))
-            block = _put(block_kv[layer], k, v, i if T == 1 else n_B)
-            out_BTNH = attend_slots(q, block, n_B + 1, layer=layer)
-            return out_BTNH.reshape(q_R1NH.shape), block
+        def attend(q_B1NH, k_B1KH, v_B1KH, *, layer):
+            block = _put(block_kv[layer], k_B1KH, v_B1KH, i)
+            return attend_slots(q_B1NH, block, jnp.full(B, i + 1), layer=layer), block
 
-        x_R1D, new_kv = hidden_layer_by_layer(  # in the loop, or XLA would transpose before it
+        x_B1D, new_kv = hidden_layer_by_layer(  # in the loop, or XLA would transpose before it
             params,
             config,
-            jnp.maximum(fed_BT, 0).reshape(-1, 1),
-            (slots.position_B[:, None] + n_BT).reshape(-1, 1),
+            token_B[:, None],
+            (slots.position_B + i)[:, None],
             [functools.partial(attend, layer=layer) for layer in range(config.num_layers)],
             project=kernels.decode_product,
             axis=axis,
         )
-        logits_RV = kernels.decode_product(
-            "BD,VD->BV", x_R1D[:, 0], head_VD, preferred_element_type=jnp.float32
+        logits_BV = kernels.decode_product(
+            "BD,VD->BV", x_B1D[:, 0], head_VD, preferred_element_type=jnp.float32
         )
-        logits_RV = sampling_logits(
-            logits_RV, temperature=temperature, vocab_size=vocab_size, first_id=first_id
+        logits_BV = sampling_logits(
+            logits_BV, temperature=temperature, vocab_size=vocab_size, first_id=first_id
         )
-        logits_RV = truncate(
-            logits_RV,
+        logits_BV = truncate(
+            logits_BV,
             top_p=[s.top_p for s in samplings],
             top_k=[s.top_k for s in samplings],
             axis=axis,
-            stream_R=stream_R,
-            live_R=jnp.repeat(active_B, T),
+            stream_R=slots.stream_B,
+            live_R=active_B,
         )
-        uniform_BT = _of_block(uniform_SB, n_BT)
-        sampled = sample_token(logits_RV, uniform_BT.reshape(-1), axis=axis)
-        token_BT, logp_BT = (x_R.reshape(B, T) for x_R in sampled)
-        counts_B, next_B, sampled_B = active_B & (n_B < S), token_B, slots.sampled_B + n_B
-        for t in range(T):
-            here_SB = (jnp.arange(S)[:, None] == n_BT[:, t]) & counts_B
-            token_SB = jnp.where(here_SB, token_BT[:, t], token_SB)
-            logp_SB = jnp.where(here_SB, logp_BT[:, t], logp_SB)
-            next_B = jnp.where(counts_B, token_BT[:, t], next_B)
-            n_B += counts_B
-            ended_B = jnp.isin(next_B, stop_ids) | (sampled_B + t + 1 >= slots.limit_B)
-            active_B &= ~(counts_B & ended_B)
-            if t + 1 < T:
-                counts_B &= active_B & (n_B < S) & (next_B == fed_BT[:, t + 1])
-        return i + 1, n_B, active_B, next_B, new_kv, token_SB, logp_SB
+        sampled_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
+        token_B = jnp.where(active_B, sampled_B, token_B)
+        token_SB = token_SB.at[i].set(jnp.where(active_B, sampled_B, token_SB[i]))
+        logp_SB = logp_SB.at[i].set(jnp.where(active_B, logp_B, logp_SB[i]))
+        ended_B = jnp.isin(token_B, stop_ids) | (slots.sampled_B + i + 1 >= slots.limit_B)
+        return i + 1, active_B & ~ended_B, token_B, new_kv, token_SB, logp_SB
 
     dtype = pages[0][1].dtype
     carry = (
         jnp.int32(0),
-        jnp.zeros(B, jnp.int32),
         slots.active_B,
         slots.token_B,
         [(jnp.zeros((B, K, H, S), dtype), jnp.zeros((B, K, S, H), dtype)) for _ in pages],
         jnp.full((S, B), samplings[0].pad_id, jnp.int32),
         jnp.zeros((S, B), jnp.float32),
     )
-    steps, *_, block_kv, token_SB, logp_SB = jax.lax.while_loop(unfinished, step, carry)
+    *_, block_kv, token_SB, logp_SB = jax.lax.while_loop(unfinished, step, carry)
     if kernels.write_pages is None:
         pages = write(pages, block_kv, slots.page_B, slots.offset_B)
     else:
@@ -275,39 +249,23 @@ def decode_block(
             tuple(kernels.write_pages(*pool, *new, slots.page_B, slots.offset_B))
             for pool, new in zip(pages, block_kv, strict=True)
         )
-    return pages, token_SB, logp_SB, steps[None]
+    return pages, token_SB, logp_SB
 
 
-def _of_block(x_SB, n_BT):
-    """Takes numbers n of each slot: x_BT; zeros for those behind the end."""
-    is_SBT = jnp.arange(len(x_SB))[:, None, None] == n_BT
-    return jnp.sum(jnp.where(is_SBT, x_SB[..., None], 0), axis=0)
-
-
-def _put(block, k_BTKH, v_BTKH, n):
-    """Writes T tokens from number n on, int32 [B] or one for all, into blocks (k_BKHS, v_BKSH).
-
-    What would be behind the end is not written.
-    """
+def _put(block, k_B1KH, v_B1KH, i):
+    """Writes token number i of each slot into blocks (k_BKHS, v_BKSH)."""
     k_BKHS, v_BKSH = block
-    k_BKHT, v_BKTH = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2)
-    if not n.ndim:
-        return (
-            jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_BKHT, n, axis=3),
-            jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_BKTH, n, axis=2),
-        )
-    for t in range(k_BKHT.shape[3]):
-        is_BS = jnp.arange(k_BKHS.shape[3]) == (n + t)[:, None]
-        k_BKHS = jnp.where(is_BS[:, None, None], k_BKHT[..., t : t + 1], k_BKHS)
-        v_BKSH = jnp.where(is_BS[:, None, :, None], v_BKTH[:, :, t : t + 1], v_BKSH)
-    return k_BKHS, v_BKSH
+    return (
+        jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), i, axis=3),
+        jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_B1KH.swapaxes(1, 2), i, axis=2),
+    )
 
 
 def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
-    """Attention by plain XLA, page by page: attend(q_BTNH, block, live_B, layer=) -> out_BTNH.
+    """Attention by plain XLA, page by page: attend(q_B1NH, block, live_B, layer=) -> out_B1NH.
 
-    block: the keys and values (k_BKHS, v_BKSH) of this block, of which the first position's query
-    sees the first live_B, and every further one's one more.
+    block: the keys and values (k_BKHS, v_BKSH) of this block, of which a query sees the first
+    live_B.
     """
     where = pieces(
         table,
@@ -319,21 +277,15 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
-    def attend_position(q_BNH, block, live_B, *, layer):
-        recent = page_attention(q_BNH[:, None], *block, live_B)
+    def attend(q_B1NH, block, live_B, *, layer):
+        q_BNH = q_B1NH[:, 0]
+        recent = page_attention(q_B1NH, *block, live_B)
         q_URNH = of_readers(q_BNH, where.reader_URB)
         q_P1NH = of_readers(q_BNH, where.reader_P1B)
         prompt = page_attention(q_URNH, *prompt_pages[layer], where.live_U)
         response = page_attention(q_P1NH, *closed[layer], where.live_P)
-        return combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
-
-    def attend(q_BTNH, block, live_B, *, layer):
-        # One position after the other: all at once would have other bits.
-        outs = [
-            attend_position(q_BNH, block, live_B + t, layer=layer)
-            for t, q_BNH in enumerate(jnp.unstack(q_BTNH, axis=1))
-        ]
-        return jnp.stack(outs, axis=1)
+        out_BNH = combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
+        return out_BNH[:, None]
 
     return attend
 
@@ -343,9 +295,9 @@ def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
     page_BX = page_order(table, page_tokens=pages[0][1].shape[2])
     tokens = (table.prompt_tokens_B, table.response_tokens_B)
 
-    def attend(q_BTNH, block, live_B, *, layer):
+    def attend(q_B1NH, block, live_B, *, layer):
         pools = (prompt_pages[layer], pages[layer])
-        return attend_pages(q_BTNH, block, live_B, *pools, page_BX, *tokens)
+        return attend_pages(q_B1NH, block, live_B, *pools, page_BX, *tokens)
 
     return attend
 

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, Slots, copy_pages, decode_block, prefill, refill
-from dapo_jax.sampler.drafts import source_tokens
 from models.kernels import OPTIONS, Kernels, platform_of
 from models.kernels.xla import PageTable
 from models.parameters import ModelConfig
@@ -47,11 +46,6 @@ class Engine:
             raise ValueError(
                 f"rollout.page_tokens = {cache.page_tokens} is not a multiple of "
                 f"rollout.block_tokens = {cache.block_tokens}"
-            )
-        if cache.draft_tokens and cache.block_tokens == 1:
-            raise ValueError(
-                f"rollout.draft_tokens = {cache.draft_tokens} with rollout.block_tokens = 1, whose "
-                "blocks end after one token; set one of them to another value"
             )
         self.config, self.mesh, self.cache = config, mesh, cache
         self.shards = rules.row_degree(mesh)
@@ -123,17 +117,16 @@ class Engine:
         of_host = hosts.place((tokens_RT, tokens_R, begin_R, page_RI), self._rows)
         return program(params, pages, *of_host)
 
-    def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, source_BW, samplings):
-        """Decodes a block: returns (pages, token_SB, logp_SB, steps_D), all but pages from NumPy.
+    def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, samplings):
+        """Decodes a block: returns (pages, token_SB, logp_SB), all but pages from NumPy.
 
         run_key_Z: the data of the streams' keys, uint32 [Z, 2]; samplings: a tuple of as many.
-        rows: `Cache.row_dtype`, of all shards. page_P: the pages that its tables number. source_BW:
-        where each row's slot looks for drafts; of no width where a step tries one position.
+        rows: `Cache.row_dtype`, of all shards. page_P: the pages that its tables number.
         """
         size = (len(rows) // self.shards, len(page_P) // self.shards)
         program = self._programs["decode", samplings, *size]
         row_BX = rows.view(np.int32).reshape(len(rows), -1)
-        of_host = hosts.place((row_BX, page_P, source_BW), self._rows)
+        of_host = hosts.place((row_BX, page_P), self._rows)
         pages, *sampled = program(params, prompt_pages, pages, run_key_Z, *of_host)
         return pages, *hosts.fetch(sampled)
 
@@ -193,7 +186,7 @@ class Engine:
     ) -> jax.stages.Lowered:
         cache = self.cache
 
-        def run(params, prompt_pages, pages, run_key_Z, row_BX, page_P, source_BW):
+        def run(params, prompt_pages, pages, run_key_Z, row_BX, page_P):
             slots, table = split_rows(row_BX, page_P, cache)
             return decode_block(
                 params,
@@ -203,11 +196,9 @@ class Engine:
                 slots,
                 table,
                 page_P,
-                source_BW,
                 config=self.config,
                 samplings=samplings,
                 block_tokens=cache.block_tokens,
-                positions=cache.positions(rows),
                 readers=cache.readers,
                 kernels=self._kernels,
                 axis=self._axis,
@@ -217,13 +208,10 @@ class Engine:
         run_key_Z = jax.ShapeDtypeStruct(keys, jnp.uint32, sharding=rules.replicated(self.mesh))
         row_BX = self._host_array(self.shards * rows, cache.row_dtype.itemsize // 4)
         page_P = self._host_array(self.shards * pages)
-        source_BW = self._host_array(self.shards * rows, source_tokens(cache, rows))
         tokens = PartitionSpec(None, rules.ROW_AXES)
-        out = (self._specs(self._pages), tokens, tokens, PartitionSpec(rules.ROW_AXES))
-        of_host = (row_BX, page_P, source_BW)
-        arguments = (self.params, self._prompt_pages, self._pages, run_key_Z, *of_host)
-        tokens = self.shards * rows * cache.positions(rows)
-        return self._lower(run, arguments, out, donate=2, tokens=tokens)
+        out = (self._specs(self._pages), tokens, tokens)
+        arguments = (self.params, self._prompt_pages, self._pages, run_key_Z, row_BX, page_P)
+        return self._lower(run, arguments, out, donate=2, tokens=self.shards * rows)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._rows)

@@ -12,7 +12,6 @@ depend on no schedule at all, so they are the same beside whichever others, but 
 scheduler knows a group by its number in order of submission alone.
 """
 
-import collections
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ import jax
 import numpy as np
 
 from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.drafts import NONE, source, source_tokens
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
 from dapo_jax.sampler.scheduler import Scheduler
@@ -232,21 +230,19 @@ class Session:
         row_N = self._truncated_first(plan, rows, row_N)
         rows["token"][row_N] = self._next_tokens(plan)
         rows["stream"][row_N], rows["cursor"][row_N] = self._name_QX[plan.cursor_N].T
-        source_BW = self._sources(plan, rows, row_N)
         launched = time.perf_counter()
-        self._pages, token_SB, logp_SB, steps_D = self._engine.decode(
+        self._pages, token_SB, logp_SB = self._engine.decode(
             self._params,
             self._prompt_pages,
             self._pages,
             self._run_key_Z,
             rows,
             page_P,
-            source_BW,
             self._samplings,
         )
         decoded = time.perf_counter()
         used_N, stopped_N = self._keep(plan, token_SB[:, row_N].T, logp_SB[:, row_N].T)
-        self.blocks.append(self._record(plan, used_N, int(steps_D.max()), launched, decoded))
+        self.blocks.append(self._record(plan, used_N, launched, decoded))
         groups = self._finish(self._scheduler.complete(used_N, stopped_N))
         self.seconds["prefill"] += prefill_seconds
         self.seconds["decode"] += decoded - launched
@@ -334,34 +330,6 @@ class Session:
             token_N[n] = self._asked[int(plan.cursor_N[n])].prompt.token_ids[-1]
         return token_N
 
-    def _sources(self, plan: Plan, rows: np.ndarray, row_N: np.ndarray) -> np.ndarray:
-        """Makes what each row's slot looks for drafts in: [rows, 0] where the program has none."""
-        cache = self._engine.cache
-        width = source_tokens(cache, len(rows) // self._engine.shards)
-        source_BW = np.full((len(rows), width), NONE, np.int32)
-        if not width:
-            return source_BW
-        C = cache.page_tokens
-
-        def newest(d: int, b: int, sampled: int) -> np.ndarray:  # as many as count, if so many
-            first = max(0, sampled - width) // C
-            pages = self._scheduler.pages(d, b)[first:]
-            return self._token_DPC[d, pages].reshape(-1)[: sampled - first * C]
-
-        tokens_N = list(map(newest, plan.shard_N, plan.slot_N, plan.sampled_N))
-        running = collections.defaultdict(list)
-        for n, number in enumerate(plan.cursor_N.tolist()):
-            running[number].append(n)
-        for n, number in enumerate(plan.cursor_N.tolist()):
-            asked = self._asked[number]
-            ended = [r.tokens_T for r in asked.responses if r is not None]
-            others = [tokens_N[other] for other in running[number] if other != n]
-            own = tokens_N[n]
-            if plan.sampled_N[n] < width:
-                own = np.concatenate([np.asarray(asked.prompt.token_ids, np.int32), own])
-            source_BW[row_N[n]] = source(own, [*ended, *others], width)
-        return source_BW
-
     def _keep(self, plan: Plan, token_NS, logp_NS) -> tuple[np.ndarray, np.ndarray]:
         """Keeps a block's tokens; returns how many each slot uses, and whether they end in a stop.
 
@@ -378,7 +346,7 @@ class Session:
         self._newest_DB[plan.shard_N, plan.slot_N] = token_NS[np.arange(N), used_N - 1]
         return used_N, used_N == stop_N + 1
 
-    def _record(self, plan: Plan, used_N, steps: int, start: float, end: float) -> BlockRecord:
+    def _record(self, plan: Plan, used_N, start: float, end: float) -> BlockRecord:
         """Makes the block's entry in `blocks`, over the slots of all shards."""
         slots = self._engine.cache.slots
         where_N = plan.shard_N * slots + plan.slot_N
@@ -390,7 +358,6 @@ class Session:
             start_seconds=start,
             end_seconds=end,
             steps=int(used_N.max(initial=0)),
-            decode_steps=steps,
             stream_B=stream_B,
             cursor_B=cursor_B,
             sample_B=sample_B,

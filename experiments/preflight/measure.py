@@ -109,7 +109,7 @@ def sampled(session: Session, built: build.Programs, slots: int) -> tuple[list[G
         groups += session.step()
     busy = [np.count_nonzero(block.useful_B) for block in session.blocks]
     seconds = min(
-        (block.end_seconds - block.start_seconds) / block.decode_steps
+        (block.end_seconds - block.start_seconds) / block.steps
         for block, count in zip(session.blocks, busy, strict=True)
         if count == max(busy)
     )
