@@ -300,8 +300,8 @@ def _no_room(
     return (
         f"a prompt of {r.max_prompt_tokens:,} tokens with a response of {r.max_response_tokens:,} "
         f"({limit}), in pages of {r.page_tokens:,} (rollout.page_tokens), does not fit in the "
-        f"{max(0.0, left_bytes) / mib:,.0f} MiB that {has} has for the cache{held}. Lower {limit} "
-        f"or rollout.page_tokens{more}"
+        f"{max(0.0, left_bytes) / mib:,.0f} MiB that {has} has for the cache{held}. Lower "
+        f"rollout.page_tokens or {limit}{more}"
     )
 
 
