@@ -25,7 +25,6 @@ from dapo_jax.run import build, checkpoint, command, hub
 from dapo_jax.run.alarms import require_finite
 from dapo_jax.run.policy import restored, run_recipe
 from dapo_jax.tasks import tokenizer
-from dapo_jax.untrusted import is_local
 from models import families, hf
 from models.hf_config import CONFIG_FILE, load_config, read_config
 from models.parameters import ModelConfig
@@ -97,13 +96,14 @@ def _complete(target: epath.Path) -> Iterator[epath.Path]:
     An error, a signal or a kill before leaves at most that one, and the next command removes it. In
     a bucket it is `target` itself. Errors of the system without a path get the target's.
     """
-    folder = target / PARTIAL if is_local(target) else target
+    is_local = "://" not in str(target)
+    folder = target / PARTIAL if is_local else target
     try:
-        if is_local(target) and folder.exists():
+        if is_local and folder.exists():
             folder.rmtree()
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
-        if is_local(target):
+        if is_local:
             for file in sorted(folder.iterdir(), key=lambda file: file.name == CONFIG_FILE):
                 file.rename(target / file.name)
             folder.rmdir()

@@ -20,6 +20,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import any_model
+from dapo_jax.printable import printable_lines
 from dapo_jax.run import build, checks, command, compile_cache, fit, hub
 from dapo_jax.run import policy as policies
 from dapo_jax.run.policy import Policy
@@ -28,7 +29,6 @@ from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Example, Message, Prompt, Response
-from dapo_jax.untrusted import printable_lines
 from sharding import hosts
 
 TALK_TOKENS = 1_024  # of a typed question, and of an answer, at most

@@ -11,8 +11,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dapo_jax.untrusted import shown
-
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
@@ -110,7 +108,7 @@ def scaling_of(entries: Mapping[str, Any]) -> RopeScaling:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(entries.keys() - fields.keys())
     if unknown:
-        raise ValueError(f"{', '.join(map(shown, unknown))} is not computed")
+        raise ValueError(f"{', '.join(unknown)} is not computed")
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     if needed - entries.keys():
         missing = ", ".join(sorted(needed - entries.keys()))

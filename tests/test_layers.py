@@ -23,14 +23,14 @@ FLOORS = (
     ("dapo_jax.sampler", "dapo_jax.learner"),
     ("dapo_jax.logprobs", "dapo_jax.losses", "dapo_jax.verifier"),
     ("models", "dapo_jax.tasks", "dapo_jax.packing"),
-    ("sharding", "configs", "dapo_jax.types", "dapo_jax.untrusted", "dapo_jax.algorithm"),
+    ("sharding", "configs", "dapo_jax.types", "dapo_jax.printable", "dapo_jax.algorithm"),
 )
 PACKAGES = ("dapo_jax", "models", "sharding", "configs", "experiments")
 FLOOR_OF = {room: len(FLOORS) - i for i, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms without devices, and those parts of others that are.
 HOST_ROOMS = (
     *("dapo_jax.tasks", "dapo_jax.packing", "dapo_jax.types", "dapo_jax.verifier"),
-    "dapo_jax.untrusted",
+    "dapo_jax.printable",
     *("dapo_jax.sampler.cache", "dapo_jax.sampler.scheduler"),
     *("dapo_jax.run.metrics", "dapo_jax.run.files", "dapo_jax.run.display", "dapo_jax.report"),
     "dapo_jax.preflight.chips",

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import plots
 from dapo_jax.report.page import render
 from dapo_jax.report.runs import load_run, summary_lines
@@ -33,7 +34,6 @@ from dapo_jax.run.display import (
 from dapo_jax.run.files import Rows, append_log, atomic_file, read_rows, write_rollouts
 from dapo_jax.run.metrics import METRICS, Metric, Step, Stopwatch, described, score_metric, step_row
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
-from dapo_jax.untrusted import printable, printable_lines
 
 ROW = {
     "step": 12,

@@ -10,10 +10,10 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from dapo_jax.printable import printable_lines
 from dapo_jax.report import page
 from dapo_jax.report.statistics import Interval, paired_share_interval
 from dapo_jax.run.files import read_rollouts
-from dapo_jax.untrusted import printable_lines
 
 PAGE_RESPONSES = 4  # shown of a problem
 SHOWN_PROBLEMS = 10  # of a comparison in the terminal, on either side

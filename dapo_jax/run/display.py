@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dapo_jax.printable import printable
 from dapo_jax.run.metrics import METRICS, score_metric
-from dapo_jax.untrusted import printable
 
 PLAIN_WIDTH = 140  # columns of a sample in a log file, which has no width of its own
 QUIET_SECONDS = 60.0  # a log that has been silent for so long also shows the phases of a step

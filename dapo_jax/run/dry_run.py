@@ -11,10 +11,10 @@ import jax
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
+from dapo_jax.printable import printable
 from dapo_jax.run import build, checks, fit, hub, identity, start
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.tasks.tokenizer import Tokenizer
-from dapo_jax.untrusted import printable
 from sharding import hosts
 
 MIB = 2**20

@@ -18,11 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from dapo_jax.printable import printable
 from dapo_jax.run import chain
 from dapo_jax.run.display import format_duration
 from dapo_jax.run.files import append_line, read_rows
 from dapo_jax.sweep.plan import Point
-from dapo_jax.untrusted import printable
 from sharding import hosts
 
 TRAIN = (sys.executable, "-m", "dapo_jax.train")

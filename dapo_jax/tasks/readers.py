@@ -24,7 +24,6 @@ from etils import epath
 from dapo_jax.tasks.formats import FORMATS, DataError, cut, typed
 from dapo_jax.tasks.math_rules import closing_brace
 from dapo_jax.types import Example, Message
-from dapo_jax.untrusted import is_local
 
 # The prompt of DAPO, section 4.1.
 PROMPT_TEMPLATE = (
@@ -208,7 +207,7 @@ def read_rows(
     """
     file_format = file_format or _format_of(path)
     rows = Rows(path, "line" if file_format == "jsonl" else "row", on_bad_row)
-    file = pathlib.Path(path) if is_local(path) else epath.Path(path)
+    file = pathlib.Path(path) if "://" not in str(path) else epath.Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"No data file at {path!r}: set path.")
     with io.BufferedReader(file.open("rb")) as opened:  # a bucket's own reads lines of any length

@@ -20,7 +20,6 @@ from etils import epath
 from etils.epath import PathLike
 
 from dapo_jax.types import Message, plain_text
-from dapo_jax.untrusted import is_local, quoted, read_json
 
 IN_TOKENIZER_JSON = ("vocab.json", "merges.txt")  # not read where it is there
 # What a directory may have that says how text becomes ids, and with which of them a response ends.
@@ -290,12 +289,12 @@ def _stop_ids(stop_tokens: Sequence[str], ids: Mapping[str, int], file) -> tuple
 def _end_ids(folder: epath.Path, vocab_size: int) -> list[int]:
     """Lists the ids that end a text by generation_config.json, or config.json without it."""
     for file in (folder / "generation_config.json", folder / "config.json"):
-        given = read_json(file).get("eos_token_id") if file.exists() else None
+        given = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
         if given is not None:
             ids = given if isinstance(given, list) else [given]
             if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
                 raise ValueError(
-                    f"{file}: eos_token_id is {quoted(given)}, but the tokenizer has no such id"
+                    f"{file}: eos_token_id is {given!r}, but the tokenizer has no such id"
                 )
             return ids
     return []
@@ -313,7 +312,7 @@ def _transformers():
 def _local(folder: epath.Path) -> Iterator[PathLike]:
     """Yields the directory, or a local copy of a bucket's files of its tokenizer."""
     with tempfile.TemporaryDirectory() as copy:
-        if is_local(folder):
+        if "://" not in str(folder):
             yield folder
             return
         for name in FILES:

@@ -1,0 +1,22 @@
+"""Text of unknown origin, a model's above all, as a terminal may show it."""
+
+
+def printable(text: str) -> str:
+    """Shows text on one line: nothing in it can move the cursor or change colours.
+
+    A line break becomes a return sign, every other unprintable character (control, bidirectional,
+    surrogate) its Python escape.
+    """
+    return "".join(
+        char
+        if char.isprintable()
+        else "⏎"
+        if char == "\n"
+        else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """Shows text as `printable` does, but for its line breaks and tabs."""
+    return "".join(char if char in "\n\t" else printable(char) for char in text)
