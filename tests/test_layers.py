@@ -211,3 +211,11 @@ def test_every_experiment_imports():
     modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files]
     assert len(modules) > 15
     ran("-c", IMPORTS, *(m.removesuffix(".__init__") for m in modules))
+
+
+def test_a_start_of_training_loads_no_report():
+    """Each process of a pod loaded matplotlib and jinja2 before its first step."""
+    program = "import dapo_jax.train, sys; print([*sys.modules])"
+    names = {name.split("'")[1] for name in ran("-c", program).stdout.split(",")}
+    assert "dapo_jax.lifetime" in names
+    assert not names & {"dapo_jax.report", "matplotlib", "jinja2"}
