@@ -140,7 +140,7 @@ def test_imports_point_downward_and_host_modules_are_free_of_jax():
 
 def test_the_report_knows_a_run_by_its_files():
     """It imports what reads and writes those files, and no other part of run/."""
-    files = {"dapo_jax.run.files", "dapo_jax.run.chain", "dapo_jax.run.metrics"}
+    files = {"dapo_jax.run.files", "dapo_jax.run.metrics"}
     report = [text for name, text in sources().items() if room(name) == "dapo_jax.report"]
     found = {name for text in report for name in imports(text) if room(name) == "dapo_jax.run"}
     assert {".".join(name.split(".")[:3]) for name in found} <= files

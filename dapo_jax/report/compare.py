@@ -186,11 +186,12 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
         for arm, ours in of_arm.items():
             pairs, interval = paired(ours, theirs)
             text = interval_text(quantity, interval) + " *" * interval.excludes_zero
-            if pairs > 1 and interval.low == interval.high == 0:
+            if interval.low == interval.high == 0:
                 text = "equal on each seed"
             difference = signed(quantity, interval.difference)
-            differences.append([quantity.name, arm, str(pairs), difference, text])
-    if baseline in arms and differences:
+            if pairs:
+                differences.append([quantity.name, arm, str(pairs), difference, text])
+    if differences:
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %"]
         found.append((f"Differences from {baseline} on the same seed", heads, differences))
     return found

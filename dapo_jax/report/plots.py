@@ -112,30 +112,24 @@ def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
     """
     rows = [row for run in runs.values() for row in run.rows]
     known = {key for row in rows for key, value in row.items() if value is not None}
-    by_title: dict[str, Panel] = {}
+    drawn: list[tuple[str, str, bool, Curve]] = []
     for metric in METRICS:
         if metric.panel and (metric.key in known or metric.key == ACCURACY or not known):
-            new = Panel(metric.panel, metric.unit, metric.log, [])
-            curves = by_title.setdefault(metric.panel, new).curves
+            of_metric = [metric_curve(metric.key, metric.name)]
             if metric.key == ACCURACY:
-                curves += [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
-            else:
-                curves.append(metric_curve(metric.key, metric.name))
+                of_metric = [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
+            drawn += [(metric.panel, metric.unit, metric.log, curve) for curve in of_metric]
     for key in sorted(key for key in known if key.startswith(TASK)):
         name = key.removeprefix(TASK).replace("_", " ")
-        by_title[key] = Panel(f"{name}, the task's own", "", False, [metric_curve(key, name)])
-    titles = collections.Counter(metric.panel for metric in METRICS)
-    found = []
-    for panel in by_title.values():
-        several = len(panel.curves) > 1 or titles[panel.title] > 1
-        if several and (split or len(panel.curves) == 1):
-            found += [
-                dataclasses.replace(panel, title=f"{panel.title}: {curve.name}", curves=[curve])
-                for curve in panel.curves
-            ]
-        else:
-            found.append(panel)
-    return found
+        drawn.append((f"{name}, the task's own", "", False, metric_curve(key, name)))
+    in_table = collections.Counter(metric.panel for metric in METRICS)
+    here = collections.Counter(title for title, *_ in drawn)
+    found: dict[str, Panel] = {}
+    for title, unit, log, curve in drawn:
+        if max(here[title], in_table[title]) > 1 and (split or here[title] == 1):
+            title = f"{title}: {curve.name}"
+        found.setdefault(title, Panel(title, unit, log, [])).curves.append(curve)
+    return list(found.values())
 
 
 def rolling_mean(values: np.ndarray, *, window: int) -> np.ndarray:

@@ -4,6 +4,7 @@ Row s of metrics.jsonl describes responses of the policy after s finished steps,
 the policy after n: both share the axis "finished rollout steps".
 """
 
+import collections
 import dataclasses
 import datetime
 import math
@@ -137,17 +138,20 @@ def labelled(paths: Sequence[str | pathlib.Path], *, parts: int = 1) -> dict[str
 def merged(parts: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
     """Joins the runs of several folders and files (part -> label -> run) under distinct labels.
 
-    Labels and arms of one part of several have its name before theirs, but for that of a run alone.
+    Labels and arms that two parts share get the name of their part. A run without an arm is an arm
+    of its own, named by its label.
     """
-    if len(parts) < 2:
-        return {label: run for part in parts.values() for label, run in part.items()}
-    return {
-        name if label == name else f"{name}: {label}": dataclasses.replace(
-            run, arm=f"{name}: {run.arm}" if run.arm else ""
-        )
-        for name, part in parts.items()
-        for label, run in part.items()
-    }
+    arms = collections.Counter(
+        arm for part in parts.values() for arm in {run.arm or label for label, run in part.items()}
+    )
+    result = {}
+    for name, part in parts.items():
+        for label, run in part.items():
+            if arms[run.arm or label] > 1:
+                arm = f"{name}: {run.arm}" if run.arm else ""
+                label, run = f"{name}: {label}", dataclasses.replace(run, arm=arm)
+            result[label] = run
+    return result
 
 
 def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int | None, Run]]:
