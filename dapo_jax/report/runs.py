@@ -48,28 +48,22 @@ class Run:
         return self.rows[-1]["step"] + 1
 
 
-def load_run(workdir: str | pathlib.Path) -> Run:
+def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     """Reads metrics.jsonl, eval/*.json, config.json and starts.jsonl; only the first is required.
 
     Raises FileNotFoundError for a folder without metrics.jsonl, ValueError for one without rows
     and for a broken file, with its name.
     """
     workdir = pathlib.Path(workdir)
-    path = workdir / "metrics.jsonl"
+    path, config_path = workdir / "metrics.jsonl", workdir / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --workdir={workdir} holds no training run")
-    run = _with_rows(read_rows(path), workdir, arm="")
-    if not run.rows:
-        raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
-    return run
-
-
-def _with_rows(rows: Sequence[dict], workdir: pathlib.Path, *, arm: str) -> Run:
     rows = [
         {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
-        for row in rows
+        for row in read_rows(path)
     ]
-    config_path = workdir / "config.json"
+    if not rows:
+        raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
     return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
@@ -88,8 +82,8 @@ def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
     plan, runs = read_json(path), {}
     for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
         path = folder / label / "metrics.jsonl"
-        if path.is_file() and (rows := read_rows(path)):
-            runs[label] = _with_rows(rows, path.parent, arm=arm)
+        if path.is_file() and read_rows(path):
+            runs[label] = load_run(path.parent, arm=arm)
     return runs
 
 
