@@ -8,8 +8,8 @@ The first evaluates the checkpoint after N rollout steps (default: the newest) o
 which may be going on. The config has to be the run's in all that makes the policy; how it is
 evaluated may differ. The second evaluates a Hugging Face directory, or ORG/NAME on its hub, as it
 is, with no recipe and no run (configs/any_model.py); a temperature of 0 is greedy decoding. Both
-write DIR/eval/N.<set>.<settings>.json, the responses beside it, and a page of them;
-`python -m dapo_jax.report --evaluation=FILE --evaluation=FILE` compares two, problem by problem.
+write DIR/eval/N.<set>.<settings>.json and the responses beside it; `python -m dapo_jax.report
+--evaluation FILE FILE` compares two, problem by problem.
 """
 
 import collections
@@ -25,10 +25,9 @@ import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
+from scipy.special import stdtrit
 
 from configs.base import eval_settings
-from dapo_jax.report import evaluations
-from dapo_jax.report.statistics import share_interval
 from dapo_jax.rollout import Grading
 from dapo_jax.run import build, checks, command, compile_cache, fit, hub, recipe
 from dapo_jax.run import policy as policies
@@ -75,6 +74,30 @@ def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
     return any(v.correct for v in verdicts if v.prediction == winner)
 
 
+def share_interval(share_P, *, samples: int) -> tuple[float, float]:
+    """Returns the 95 % interval of a mean of shares from 0 to 1, inside that range.
+
+    Wilson's interval (1927) of p = mean(share) with t(P - 1) as its quantile and the effective
+    number of samples n' = p (1 - p) / (v / P), at most `samples`; n' = P where all shares are 0 or
+    all are 1. v = (m var(share) + p (1 - p)) / (m + 1): m counts the shares above 0 (below 1, where
+    these are fewer), and one more problem is taken to be all right or all wrong. Without it 1 or 2
+    solved problems of 30 leave too small a spread by chance.
+    """
+    share_P = np.asarray(share_P, np.float64)
+    P, p = len(share_P), float(share_P.mean())
+    if P < 2:
+        return 0.0, 1.0
+    spreads, n = p * (1 - p), float(P)
+    if spreads > 0:
+        m = min(np.count_nonzero(share_P), np.count_nonzero(share_P < 1))
+        error = (m * float(share_P.var(ddof=1)) + spreads) / (m + 1) / P
+        n = spreads / max(error, spreads / samples)
+    t = float(stdtrit(P - 1, 0.975))
+    middle = (p + t**2 / (2 * n)) / (1 + t**2 / n)
+    half = t / (1 + t**2 / n) * math.sqrt(spreads / n + t**2 / (4 * n**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 def summarize(groups: Sequence[Group]) -> dict[str, float]:
     """Summarizes one set from its groups of k responses: scores are means over problems.
 
@@ -86,7 +109,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     k = correct_PK.shape[1]
     responses = [response for group in groups for response in group.responses]
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
-    interval = share_interval(correct_PK.mean(axis=1), samples=correct_PK.size)
+    low, high = share_interval(correct_PK.mean(axis=1), samples=correct_PK.size)
     return {
         f"mean@{k}": float(correct_PK.mean()),
         f"maj@{k}": float(
@@ -96,8 +119,8 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
             f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
             for n in powers
         },
-        "interval/low": interval.low,
-        "interval/high": interval.high,
+        "interval/low": low,
+        "interval/high": high,
         "problems": len(groups),
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
@@ -281,8 +304,6 @@ def main(_):
         if scores["no_answer_fraction"] > 0.8:
             say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
     say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
-    if hosts.is_main_host():
-        say(f"to read them: {evaluations.write_page(paths, *evaluations.compared(paths))}")
 
 
 def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from dapo_jax import evaluate, learner, rollout
-from dapo_jax.report import plots, runs
 from dapo_jax.run import alarms, build, chain, checks, failures, files, hub, start
 from dapo_jax.run.metrics import Stopwatch
 from dapo_jax.run.record import Record, banner
@@ -129,7 +128,7 @@ def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapsh
     start_weights = programs.load_start_weights()
     alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
 
-    record = stack.enter_context(Record(config, workdir, first, tokenizer))
+    record = stack.enter_context(Record(config, workdir, first))
     snapshots.say = record.display.last_line
     record.display.line("\n".join([banner(config, programs, data, workdir, first), *chosen]))
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
@@ -164,6 +163,8 @@ def conclude(workdir: pathlib.Path) -> None:
     """Writes the curves and the seal of a run that has done its steps, and prints its summary."""
     if not hosts.is_main_host():
         return
+    from dapo_jax.report import plots, runs  # matplotlib: not before the first step
+
     summary = runs.load_run(workdir)
     plots.save(plots.curves({workdir.name: summary}), workdir / "curves.png")
     text = "\n".join([*runs.summary_lines(summary), f"curves: {workdir / 'curves.png'}"])
@@ -174,6 +175,8 @@ def conclude(workdir: pathlib.Path) -> None:
 
 def require_trained(workdir: pathlib.Path) -> None:
     """Ends all processes with status 1 after a run of which no update had a gradient."""
+    from dapo_jax.report import runs
+
     if hosts.on_main(lambda: runs.idle_steps(run := runs.load_run(workdir)) == len(run.rows)):
         raise SystemExit(
             "error: nothing was trained: no step had an update with a gradient. The alarms, in "
@@ -192,6 +195,8 @@ def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[st
         return []
     checks.check_same_recipe(config, workdir)
     start.origin_of(workdir, origin)
+    from dapo_jax.report import runs
+
     return [
         f"finished: {done} of {done} steps in {workdir}; raise num_steps to go on, as "
         f"--config.num_steps={2 * done}",

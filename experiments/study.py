@@ -27,12 +27,12 @@ from configs.base import KEYS
 from dapo_jax.report import plots, statistics
 from dapo_jax.report.compare import (
     WORK,
-    Comparison,
     Quantity,
     by_arm,
     interval_text,
     mean,
     numbers,
+    paired,
     signed,
     spread_text,
     table,
@@ -283,15 +283,15 @@ def _judged(
 ) -> list[str]:
     """The cells of a claim; it has no verdict while a seed is missing."""
     ours, theirs = (values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
-    found = Comparison.of(ours, theirs)
-    said = "incomplete" if math.isnan(p) else verdict(claim, found.paired, p)
+    pairs, found = paired(ours, theirs)
+    said = "incomplete" if math.isnan(p) else verdict(claim, found, p)
     if is_post_hoc:
         said = {"confirmed": "significant", "refuted": "significant, reversed"}.get(said, said)
     return [
         claim.text,
-        str(found.pairs),
-        signed(claim.quantity, found.paired.difference),
-        interval_text(claim.quantity, found.paired),
+        str(pairs),
+        signed(claim.quantity, found.difference),
+        interval_text(claim.quantity, found),
         interval_text(claim.quantity, pooled),
         p_text(p),
         said,

@@ -1,37 +1,38 @@
-"""Evaluations in the report: intervals over problems, comparisons problem by problem, the page."""
+"""Evaluations: intervals over problems, and comparisons problem by problem."""
 
 import gzip
 import json
 
 import numpy as np
 import pytest
+from processes import ran
 from scipy.special import stdtrit
 
+from dapo_jax.evaluate import share_interval
 from dapo_jax.report import evaluations
-from dapo_jax.report.statistics import paired_interval, paired_share_interval, share_interval
+from dapo_jax.report.statistics import paired_interval, paired_share_interval
 
 
 @pytest.mark.parametrize("share", [[0, 1, 1, 1, 0, 1, 1], [0.25, 0.5, 1, 0.75, 0.5]])
 def test_the_interval_of_shares_is_wilsons(share):
     """Its bounds q solve (p - q)^2 = t^2 q (1 - q) / n', n' = p (1 - p) / (v / P)."""
-    interval = share_interval(share, samples=1_000)
+    low, high = share_interval(share, samples=1_000)
     P, p = len(share), np.mean(share)
     m = {7: 2, 5: 4}[P]  # two problems are not solved at all; one is solved always
     v = (m * np.var(share, ddof=1) + p * (1 - p)) / (m + 1)
     n, t = p * (1 - p) / (v / P), stdtrit(P - 1, 0.975)
-    assert 0 < interval.low < p < interval.high < 1
-    for q in (interval.low, interval.high):
+    assert 0 < low < p < high < 1
+    for q in (low, high):
         assert (p - q) ** 2 == pytest.approx(t**2 * q * (1 - q) / n)
 
 
 def test_the_interval_of_equal_shares_is_no_point():
     """All problems right: Student's interval would say that the next ones are too, surely."""
-    assert share_interval([1.0] * 30, samples=30).low == pytest.approx(0.878, abs=1e-3)
-    assert share_interval([0.0] * 30, samples=30).high == pytest.approx(0.122, abs=1e-3)
-    half = share_interval([0.5] * 30, samples=60)  # as wide as 60 coins', t in place of z
-    assert half.high - half.low == pytest.approx(0.256, abs=1e-3)
-    one = share_interval([0.5], samples=2)
-    assert (one.low, one.high) == (0.0, 1.0)
+    assert share_interval([1.0] * 30, samples=30)[0] == pytest.approx(0.878, abs=1e-3)
+    assert share_interval([0.0] * 30, samples=30)[1] == pytest.approx(0.122, abs=1e-3)
+    low, high = share_interval([0.5] * 30, samples=60)  # as wide as 60 coins', t in place of z
+    assert high - low == pytest.approx(0.256, abs=1e-3)
+    assert share_interval([0.5], samples=2) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +53,10 @@ def test_the_interval_of_shares_covers_hard_and_easy_sets(P, k, a, b):
     rng, hit, width, students = np.random.default_rng(0), 0, 0.0, 0.0
     for _ in range(1_000):
         share_P = rng.binomial(k, rng.beta(a, b, P)) / k
-        interval = share_interval(share_P, samples=P * k)
-        hit += interval.low <= a / (a + b) <= interval.high
-        assert 0 <= interval.low <= share_P.mean() <= interval.high <= 1
-        width += interval.high - interval.low
+        low, high = share_interval(share_P, samples=P * k)
+        hit += low <= a / (a + b) <= high
+        assert 0 <= low <= share_P.mean() <= high <= 1
+        width += high - low
         students += 2 * stdtrit(P - 1, 0.975) * share_P.std(ddof=1) / np.sqrt(P)
     assert hit >= 940
     assert P < 500 or width < 1.02 * students
@@ -100,10 +101,6 @@ def test_the_interval_of_two_greedy_evaluations_is_no_point_where_they_agree(P, 
     assert same.high == -same.low == pytest.approx(stdtrit(29, 0.975) * 2**0.5 / 30)
 
 
-def write_page(paths):
-    return evaluations.write_page(paths, *evaluations.compared(paths))
-
-
 def write(folder, name, correct_PK, *, rows=None, **settings):
     """An evaluation of a set "sums" as `evaluate` writes it."""
     (folder / "eval").mkdir(parents=True)
@@ -126,9 +123,9 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path):
     other = write(tmp_path / "b", "t0", [[1, 1], [1, 0], [1, 0], [1, 1]], rows=[0, 1, 2, 9])
     (a,), (b,) = evaluations.read(one), evaluations.read(other)
     compared = evaluations.compare(a, b)
-    deltas = [(b.mean - a.mean, a.rows[0]["row"]) for a, b in compared.pairs]
-    assert deltas == [(1.0, 0), (0.0, 1), (-0.5, 2)]
-    assert compared.counts == (1, 1, 1)
+    deltas = [(b.mean - a.mean, a.name) for a, b in compared.pairs]
+    changes = zip((1.0, 0.0, -0.5), range(3), strict=True)
+    assert deltas == [(change, f"row {row}: <b>{row} + 0?</b>") for change, row in changes]
     assert compared.alone == 2  # row 3 of a, row 9 of b
     assert compared.interval.difference == pytest.approx(0.5 / 3)
     v = (2 * np.var([1, 0, -0.5], ddof=1) + 2 / 3 - (0.5 / 3) ** 2) / 3
@@ -165,15 +162,16 @@ def test_problems_of_several_files_stay_apart(tmp_path):
         for name, more in (("a", {}), ("b", {"law.csv": 2}))
     )
     assert [len(of.problems) for of in (a, b)] == [120, 120]
-    assert all(len(problem.rows) == 2 for problem in a.problems.values())
     compared = evaluations.compare(a, b)
-    assert (len(compared.pairs), compared.alone, compared.counts) == (120, 0, (40, 80, 0))
-    assert "law.csv row 0: law.csv 40" in "\n".join(compared.lines())
+    assert (len(compared.pairs), compared.alone) == (120, 0)
+    text = "\n".join(compared.lines())
+    assert "b is better on 40, equal on 80, worse on 0" in text
+    assert "law.csv row 0: law.csv 40" in text
 
 
 def test_problems_that_a_task_numbers_alike_stay_apart(tmp_path):
     """A task of one's own may give every problem row 0; the cursor still tells them apart."""
-    path = write(tmp_path / "a", "a", [[0, 0]] * 3)
+    path = write(tmp_path / "a", "a", [[0, 1], [1, 1], [0, 0]])
     responses = path.with_suffix(".jsonl.gz")
     text = gzip.decompress(responses.read_bytes()).decode()
     for row in range(3):
@@ -183,7 +181,7 @@ def test_problems_that_a_task_numbers_alike_stay_apart(tmp_path):
         )
     responses.write_bytes(gzip.compress(text.encode()))
     (a,) = evaluations.read(path)
-    assert [len(problem.rows) for problem in a.problems.values()] == [2, 2, 2]
+    assert [problem.mean for problem in a.problems.values()] == [0.5, 1, 0]
 
 
 def test_one_file_under_two_names_is_compared(tmp_path):
@@ -210,25 +208,28 @@ def test_control_characters_of_a_problem_do_not_reach_the_terminal(tmp_path):
 
 
 def test_a_comparison_says_which_settings_differ(tmp_path):
-    common = {"path": "sums.jsonl", "split": "train", "top_p": 1.0, "rules": ""}
-    one = write(tmp_path / "a", "t0", [[1, 1], [1, 0]], **common, model="A", temperature=0.0)
+    common = {"path": "sums.jsonl", "top_p": 1.0, "rules": ""}
+    here = {"model": "A", "temperature": 0.0, "split": "x", "max_prompt_tokens": 9}
+    one = write(tmp_path / "a", "t0", [[1, 1], [1, 0]], **common | here)
     other = write(tmp_path / "b", "t1", [[1, 0], [0, 0]], **common, model="B", temperature=0.6)
     (a,), (b,) = evaluations.read(one), evaluations.read(other)
-    first, *_ = evaluations.compare(a, b).said()
-    assert first.splitlines()[2:] == ["   model: a A, b B", "   temperature: a 0.0, b 0.6"]
-    page = write_page([one, other]).read_text()
-    assert "path = sums.jsonl, top_p = 1.0, model = A, temperature = 0.0</p>" in page
+    lines = evaluations.compare(a, b).lines()
+    assert lines[:4] == [
+        *("a: a/0.sums.t0", "b: b/0.sums.t1"),
+        *("   model: a A, b B", "   temperature: a 0.0, b 0.6"),
+    ]
+    assert lines[4].startswith("mean over 2 problems: a 75.0%, b 25.0%, b - a -50.0 points [")
 
 
 def test_problems_that_share_row_and_answer_alone_are_told(tmp_path):
     one, other = (write(tmp_path / name, name, [[1, 0], [0, 0]]) for name in "ab")
     (a,), (b,) = evaluations.read(one), evaluations.read(other)
-    assert "another prompt" not in "\n".join(evaluations.compare(a, b).said())
+    assert "another prompt" not in "\n".join(evaluations.compare(a, b).lines())
     responses = other.with_name("0.sums.b.jsonl.gz")
     text = gzip.decompress(responses.read_bytes()).replace(b"1 + 0?", b"3 - 2?")
     responses.write_bytes(gzip.compress(text))
     (b,) = evaluations.read(other)
-    assert "1 have another prompt in b" in "\n".join(evaluations.compare(a, b).said())
+    assert "1 have another prompt in b" in "\n".join(evaluations.compare(a, b).lines())
 
 
 def test_the_problems_shown_moved_most(tmp_path):
@@ -240,13 +241,12 @@ def test_the_problems_shown_moved_most(tmp_path):
     assert [int(line.split(" row ")[1].split(":")[0]) for line in shown] == [*range(20, 30)]
 
 
-def test_the_page_shows_responses_as_text(tmp_path):
-    paths = [write(tmp_path / name, name, [[1, 0], [0, 0]]) for name in "ab"]
-    page = write_page(paths).read_text()
-    assert "&lt;script&gt;alert(1)" in page
-    assert "<script>" not in page
-    assert "Compared, problem by problem" in page
-    assert "Compared" not in write_page(paths[:1]).read_text()
+def test_the_command_compares_results_of_one_set(tmp_path):
+    paths = [write(tmp_path / name, name, [[1, 0], [0, 0]]) for name in "abc"]
+    out = ran("-m", "dapo_jax.report", "--evaluation", *map(str, paths)).stdout.splitlines()
+    assert [line for line in out if line.startswith("b: ")] == ["b: b/0.sums.b", "b: c/0.sums.c"]
+    with pytest.raises(ValueError, match="nothing is compared: of sums there is one result each"):
+        evaluations.compared(paths[:1])
 
 
 def test_what_is_no_evaluation_is_refused(tmp_path):

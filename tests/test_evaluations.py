@@ -1,4 +1,4 @@
-"""Evaluations of a model as it is: flags, what is fitted, intervals, comparisons, the page."""
+"""Evaluations of a model as it is: flags, what is fitted, how a question is asked."""
 
 import json
 import os

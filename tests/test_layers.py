@@ -140,7 +140,7 @@ def test_imports_point_downward_and_host_modules_are_free_of_jax():
 
 def test_the_report_knows_a_run_by_its_files():
     """It imports what reads and writes those files, and no other part of run/."""
-    files = {"dapo_jax.run.files", "dapo_jax.run.chain", "dapo_jax.run.metrics"}
+    files = {"dapo_jax.run.files", "dapo_jax.run.metrics"}
     report = [text for name, text in sources().items() if room(name) == "dapo_jax.report"]
     found = {name for text in report for name in imports(text) if room(name) == "dapo_jax.run"}
     assert {".".join(name.split(".")[:3]) for name in found} <= files
@@ -211,3 +211,11 @@ def test_every_experiment_imports():
     modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files]
     assert len(modules) > 15
     ran("-c", IMPORTS, *(m.removesuffix(".__init__") for m in modules))
+
+
+def test_a_start_of_training_loads_no_report():
+    """Each process of a pod loaded matplotlib and jinja2 before its first step."""
+    program = "import dapo_jax.train, sys; print([*sys.modules])"
+    names = {name.split("'")[1] for name in ran("-c", program).stdout.split(",")}
+    assert "dapo_jax.lifetime" in names
+    assert not names & {"dapo_jax.report", "matplotlib", "jinja2"}

@@ -1,5 +1,6 @@
 """The report: runs from files, their figures, and the page, which needs no other file."""
 
+import base64
 import dataclasses
 import gzip
 import html.parser
@@ -14,7 +15,7 @@ import sys
 import numpy as np
 import pytest
 
-from dapo_jax.report import page, plots
+from dapo_jax.report import compare, page, plots
 from dapo_jax.report.__main__ import load, write_report
 from dapo_jax.report.rows import write_rows
 from dapo_jax.report.runs import (
@@ -25,8 +26,8 @@ from dapo_jax.report.runs import (
     labelled,
     load_run,
     merged,
+    shortened,
     summary_lines,
-    thinned,
     tokens_before,
 )
 from dapo_jax.run.files import Rows, write_rollouts
@@ -74,26 +75,22 @@ def _written(workdir, *, seed=0, **settings):
     return workdir
 
 
-def _response(text="1+1=2", *, texts=(), correct=True, truncated=False, **other):
-    texts = list(texts)
-    tokens = {"token_texts": texts, "token_logp": [-0.1] * len(texts)} if texts else {}
+def _response(text="1+1=2", *, correct=True, truncated=False, **other):
     return {
         "prompt": "What is 1+1?",
-        "response": "".join(texts) or text,
+        "response": text,
         "ground_truth": "2",
         "prediction": "2" if correct else None,
         "correct": correct,
-        "status": "correct" if correct else "no_answer",
         "reward": 1.0 if correct else -1.0,
-        "tokens": len(texts) or 5,
+        "tokens": 5,
         "truncated": truncated,
-        "trained": True,
-        **tokens,
         **other,
     }
 
 
 def _with_rollouts(run, workdir, rows, *, steps=(0,)):
+    (workdir / "rollouts").mkdir(parents=True)
     for step in steps:
         write_rollouts(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
     return dataclasses.replace(run, workdir=workdir)
@@ -176,11 +173,9 @@ def test_summary_lines_compare_first_and_last():
     assert summary_lines(none) == ["rollout steps         1"]
 
 
-def test_thinned_keeps_the_ends():
-    assert thinned(range(100), limit=100) == [*range(100)]
-    kept = thinned(range(100), limit=12)
-    assert (len(kept), kept[0], kept[-1]) == (12, 0, 99)
-    assert max(np.diff(kept)) <= 10
+def test_a_long_text_loses_its_middle():
+    assert shortened("abcdef", limit=6) == "abcdef"
+    assert shortened("abcdefg", limit=4) == "ab ... fg"
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
@@ -331,38 +326,34 @@ def test_the_mean_of_the_remaining_seeds_is_dashed():
 
 
 def test_hostile_text_stays_text(tmp_path):
-    response = _response(texts=[HOSTILE, "\udc00 \ufffd", ""], prompt=HOSTILE, prediction=HOSTILE)
-    plain = _response(HOSTILE, status=HOSTILE)
-    run = _with_rollouts(_run(arm=HOSTILE, note=HOSTILE), tmp_path, [response, plain])
+    response = _response(HOSTILE, prompt=HOSTILE, prediction=HOSTILE, ground_truth="\udc00 \ufffd")
+    run = _with_rollouts(_run(arm=HOSTILE, note=HOSTILE), tmp_path, [response])
     run.evaluations[HOSTILE, "mean@8"] = {4: 0.5}
     run.starts[0]["commit"] = HOSTILE
-    unfinished = [{"arm": HOSTILE, "seed": 0, "status": 1, "error": ["", HOSTILE]}]
-    text = page.render({HOSTILE: run, "b/seed_0": _run(arm="b", note=1)}, unfinished=unfinished)
+    text = page.render({HOSTILE: run, "b/seed_0": _run(arm="b", note=1)}, pictures=[b"PNG"])
     found = _Page(text)
     assert not {"script", "base", "iframe"} & {tag for tag, _ in found.tags}
-    assert all(dict(attrs)["src"].startswith("data:") for t, attrs in found.tags if t == "img")
+    assert [attrs["src"] for tag, attrs in found.tags if tag == "img"] == [
+        "data:image/png;base64,UE5H"
+    ]
     assert "<!--" not in text
     assert found.text.count(HOSTILE) >= 8
     page.write(tmp_path / "page.html", text)
 
 
 def test_a_page_of_35_runs_is_small_whole_and_alone(tmp_path):
-    response = _response(texts=["1", "+", "1", "=", "2", "\n", "Answer: 2", ""] * 30)
     runs = {}
     for arm in [f"eps_high={i}" for i in range(7)]:
         for seed in range(5):
             run, workdir = _run(arm=arm, seed=seed, steps=100), tmp_path / f"{arm}_{seed}"
-            workdir.mkdir()
-            rows, steps = [response] * 24, range(0, 100, 20)
+            rows, steps = [_response("1+1=2\n" * 500)] * 24, range(0, 100, 20)
             runs[f"{arm}/seed_{seed}"] = _with_rollouts(run, workdir, rows, steps=steps)
-    text = page.render(runs)
+    text = write_report(tmp_path, runs).read_text()
     assert len(text.encode()) < 3_000_000
     found = _Page(text)
-    assert all(f"eps_high={i} (5 seeds)" in found.text for i in range(7))
-    assert all(f"eps_high={i}/seed_0, step 80" in found.text for i in range(7))
+    assert found.text.count("eps_high=6/seed_0") == 2 * page.SAMPLES + 1  # and its summary
     # Nothing is fetched, and no link leads out of the page.
-    ids = {attrs["id"] for _, attrs in found.tags if "id" in attrs}
-    assert {a["href"] for tag, a in found.tags if tag == "a"} == {f"#{name}" for name in ids}
+    assert not {tag for tag, _ in found.tags} & {"a", "link", "script"}
     assert {tag for tag, attrs in found.tags if "src" in attrs} == {"img"}
     assert not re.findall(r"https?://", text)
 
@@ -372,32 +363,35 @@ def test_the_page_has_the_numbers_of_its_runs(tmp_path):
         _written(tmp_path / name, steps=40, gain=gain, **{"algo.eps_high": eps_high})
         for name, gain, eps_high in (("<b>dapo<_b>", 0.01, 0.28), ("b", 0.02, 0.2))
     )
-    assert write_report([first]) == first / "report.html"
-    alone = (first / "report.html").read_bytes(), (first / "curves.png").read_bytes()
-    assert write_report([first, second, first]) == first / "compared" / "report.html"
-    # A comparison replaced the first run's own page and pictures.
-    assert alone == ((first / "report.html").read_bytes(), (first / "curves.png").read_bytes())
-    assert {path.name for path in first.glob("*.png")} == {"curves.png", "accuracy_vs_tokens.png"}
-    text = (first / "compared" / "report.html").read_text()
+    text = write_report(tmp_path, load([first, second, first])).read_text()
     found = _Page(text)
     assert "<b>dapo" not in text
     for words in ("50.0%", "90.0%", "800,000", "algo.eps_high", "0.28", "0.485"):
         assert words in found.text
     assert "algo.eps_low" not in found.text
-    assert found.text.count("30 of 40 rows") == 2
+    shown = [tag["src"].split(",")[1] for name, tag in found.tags if name == "img"]
+    files = [tmp_path / name for name in ("curves.png", "accuracy_vs_tokens.png")]
+    assert shown == [base64.b64encode(file.read_bytes()).decode() for file in files]
 
 
-def test_ends_compare_arms_on_the_seeds_they_share():
+def _difference(runs, quantity, arm):
+    """The cells of a difference from the first arm: pairs, difference, interval."""
+    _, (_, _, rows) = compare.tables(runs)
+    return next(tuple(row[2:]) for row in rows if row[:2] == [quantity, arm])
+
+
+def test_arms_are_compared_on_the_seeds_they_share():
     runs = {
         f"{arm}/{seed}": _run(arm=arm, seed=seed, gain=gain + 0.001 * (seed % 2))
         for arm, gain, seeds in (("a", 0.1, range(4)), ("b", 0.2, range(1, 5)), ("c", 0.1, (0,)))
         for seed in seeds
     }
-    first, second, third = page.ends(runs)["held_out mean@8, %"]
-    assert first == ("51.7 ± 1.4", "", False)
+    (_, heads, means), _ = compare.tables(runs)
+    place = heads.index("held_out mean@8, %")
+    assert [row[place] for row in means] == ["51.7 ± 1.4", "92.7 ± 1.2", "50.0"]
     # The shared seeds 1, 2, 3 differ by 4 times 0.1 each.
-    assert second[1:] == ("+40.0 [+40.0, +40.0]", True)
-    assert third == ("50.0", "", False)
+    assert _difference(runs, heads[place], "b") == ("3", "+40.0", "[+40.0, +40.0] *")
+    assert _difference(runs, heads[place], "c") == ("1", "+0.0", "-")
 
 
 def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
@@ -412,21 +406,25 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
     }
     kept, short = complete(runs)
     assert len(kept) == 5 and short == ["b/seed_1 has 3 of 30 steps"]
-    mean, difference, _ = page.ends(kept)["held_out mean@8, %"][1]
-    assert difference == "+0.0 [+0.0, +0.0]"
+    # Two clips that no ratio reached had an interval of [+0.0, +0.0], as if that were measured.
+    assert _difference(kept, "held_out mean@8, %", "b") == ("2", "+0.0", "equal on each seed")
     found = _Page(page.render(runs)).text
-    assert "Left out, not finished: b/seed_1 has 3 of 30 steps." in found
-    assert "b (2 seeds)" in found and mean in found
+    assert "not finished: b/seed_1 has 3 of 30 steps." in found
+    assert "equal on each seed" in found
     # Folders of two recipes are arms of their own: each as long as its recipe asks for.
     alone = {"short": _run(steps=3, num_steps=3), "long": _run(steps=5, num_steps=5)}
-    assert "Left out" not in page.render(alone)
+    assert "not finished" not in page.render(alone)
+    none = page.render({"a": _run(steps=3, num_steps=30), "b": _run(steps=3, num_steps=30)})
+    assert "a has 3 of 30 steps; b has 3 of 30 steps" in none
 
 
 def test_a_score_from_before_the_end_is_not_the_end():
     """A run that died in its last evaluation stood in the table with an earlier one."""
     run = _run()
     del run.evaluations["held_out", "mean@8"][4]
-    assert "held_out mean@8, %" not in page.ends({"a": run})
+    assert "held_out mean@8, %" not in {
+        quantity.name for quantity in compare.quantities({"a": run})
+    }
 
 
 def test_differences_are_listed_by_arm():
@@ -443,32 +441,21 @@ def test_differences_are_listed_by_arm():
     }
 
 
-def test_samples_take_turns_and_stay_within_their_limit(tmp_path):
+def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     rows = [
-        *[_response() for _ in range(50)],
-        _response("no", correct=False),
-        _response(texts=["3", "."], correct=False, truncated=True),
-        _response(texts=["x"] * 5000),
+        _response("no" * 999, correct=False, sample=0),
+        _response(sample=1),
+        *(_response("cut", correct=False, truncated=True, sample=0) for _ in range(50)),
     ]
-    of_step = page.samples({"run": _with_rollouts(_run(), tmp_path, rows, steps=range(30))})["run"]
-    assert (len(of_step), min(of_step), max(of_step)) == (page.SAMPLE_STEPS, 0, 29)
-    assert [page.verdict(row) for row in of_step[0][:4]] == ["right", "wrong", "truncated", "right"]
-    assert len(of_step[0]) == page.SAMPLES
-    # A response with its tokens comes first; its middle is left out, and counted.
-    tokens = page.tokens_of(of_step[0][0])
-    assert len(tokens) == page.HEAD_TOKENS + page.TAIL_TOKENS + 1
-    assert tokens[page.HEAD_TOKENS][0] == " [... 3,800 tokens ...] "
-    assert tokens[0] == ("x", pytest.approx(0.905, abs=1e-3), 0)
-    assert page.tokens_of(of_step[0][1]) == [("no", None, 0)]
-    long = [_response(texts=["x"] * 1000)] * 60
-    few = page.samples({"run": _with_rollouts(_run(), tmp_path, long, steps=range(30))})["run"]
-    assert sum(row["tokens"] for rows in few.values() for row in rows) <= page.SAMPLE_TOKENS
-
-
-@pytest.mark.parametrize(("p", "shade"), [(0.95, 0), (0.6, 1), (0.3, 2), (0.1, 3), (0.01, 4)])
-def test_an_unlikely_token_is_darker(p, shade):
-    row = _response(texts=["x"]) | {"token_logp": [math.log(p)]}
-    assert page.tokens_of(row) == [("x", pytest.approx(p), shade)]
+    one = _with_rollouts(_run(arm="a"), tmp_path, rows, steps=range(3, 30))
+    runs = {"a/0": _run(arm="a"), "a/1": one, "a/2": one}
+    found = page.samples(runs)
+    assert [row[:2] for row in found[:: page.SAMPLES]] == [["a/1", "3"], ["a/1", "29"]]
+    assert len(found) == 2 * page.SAMPLES
+    assert found[0][2:] == [
+        *("What is 1+1?", f"{'no' * 375} ... {'no' * 375}", "wrong: None, answer 2", "5", "-1")
+    ]
+    assert found[1][4] == "truncated: None, answer 2"
 
 
 def test_a_broken_rollouts_file_costs_its_end_only(tmp_path):
@@ -477,33 +464,7 @@ def test_a_broken_rollouts_file_costs_its_end_only(tmp_path):
     path.write_bytes(path.read_bytes()[:-2000])
     (tmp_path / "rollouts" / "1.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": '))
     (tmp_path / "rollouts" / "notes.jsonl.gz").touch()
-    assert list(page.samples({"run": run})["run"]) == [0]
-
-
-def test_events_name_faults_resumes_and_repeated_steps(tmp_path):
-    run = _run(steps=8)
-    for step, row in enumerate(run.rows):
-        row |= {"alarms": int(step in (2, 3, 6)), "updates_skipped": 2 * (step == 5)}
-        row["alarm/entropy_collapse"] = int(step in (2, 3, 6))
-    run.starts.append(run.starts[0] | {"commit": "decade"})
-    (tmp_path / "metrics.cut-1.jsonl").write_text('{"step": 4}\n{"step": 5}\n')
-    alarm, fault, resume, repeated = page.events(dataclasses.replace(run, workdir=tmp_path))
-    assert alarm == ("alarm", "2-3, 6", "entropy_collapse (3 steps)")
-    assert fault[:2] == ("fault", "5")
-    assert resume[0] == "resume" and "another commit" in resume[2]
-    assert repeated[:2] == ("repeated", "4-5")
-    assert "entropy_collapse" in page.render({"run": run})
-    quiet = _run(steps=2)
-    assert [*page.events(quiet)] == []
-    assert "None: no alarm" in page.render({"run": quiet})
-
-
-def test_points_of_a_sweep_that_failed_are_listed(tmp_path):
-    ended = ((0, 1), (0, 0), (1, 0), (1, -9))
-    points = [{"arm": "a", "seed": seed, "status": status} for seed, status in ended]
-    lines = "".join(json.dumps(point) + "\n" for point in points)
-    (tmp_path / "points.jsonl").write_text(lines + '{"arm": ')
-    assert page.unfinished(tmp_path) == [points[3]]
+    assert [row[1] for row in page.samples({"run": run})] == ["0"] * page.SAMPLES
 
 
 def test_a_sweep_and_its_rows_make_the_same_page(tmp_path):
@@ -518,12 +479,11 @@ def test_a_sweep_and_its_rows_make_the_same_page(tmp_path):
     assert found == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert runs["a/seed_0"].workdir == sweep / "a" / "seed_0"
     write_rows(tmp_path / "rows.jsonl.gz", runs)
-    path = write_report([], rows=[tmp_path / "rows.jsonl.gz"])
-    assert path == tmp_path / "report.html"
-    assert page.render(runs) == path.read_text()
+    assert page.render(runs) == page.render(load([], rows=[tmp_path / "rows.jsonl.gz"]))
 
 
-def test_the_command_takes_folders_repeated_and_in_a_row(tmp_path):
+def test_the_command_prints_what_it_draws_and_leaves_each_runs_page_alone(tmp_path):
+    """A comparison replaced the first run's own page and pictures."""
     root = pathlib.Path(__file__).resolve().parent.parent
     runs = [_written(tmp_path / name, steps=3) for name in ("a", "b", "c")]
 
@@ -531,12 +491,21 @@ def test_the_command_takes_folders_repeated_and_in_a_row(tmp_path):
         command = [sys.executable, "-m", "dapo_jax.report", *map(str, flags)]
         return subprocess.Popen(command, cwd=root, stdout=-1, stderr=-1, text=True)
 
-    made = start("--workdir", runs[0], runs[1], f"--workdir={runs[2]}")
+    both = ("--workdir", runs[0], runs[1], f"--workdir={runs[2]}", "--baseline=b")
+    compared, alone = start(*both), start(f"--workdir={runs[0]}")
     failed = start(f"--workdir={tmp_path}")
-    out, _ = made.communicate(timeout=120)
-    assert (made.returncode, out.strip()) == (0, str(runs[0] / "compared" / "report.html"))
-    found = (runs[0] / "compared" / "report.html").read_text()
-    assert all(f">{run.name}<" in found for run in runs)
+    out, _ = compared.communicate(timeout=120)
+    path = runs[0] / "compared" / "report.html"
+    assert (compared.returncode, out.splitlines()[-1]) == (0, f"page: {path}")
+    assert "## Differences from b on the same seed" in out
+    assert all(f">{run.name}<" in path.read_text() for run in runs)
+    out, _ = alone.communicate(timeout=120)
+    *summary, last = out.splitlines()
+    assert summary == summary_lines(load_run(runs[0]))
+    assert last == f"page: {runs[0] / 'report.html'}"
+    names = {"report.html", "curves.png", "accuracy_vs_tokens.png"}
+    assert {file.name for file in path.parent.iterdir()} == names
+    assert names < {file.name for file in runs[0].iterdir()}
     _, error = failed.communicate(timeout=120)
     assert failed.returncode == 1
     assert "metrics.jsonl does not exist" in error

@@ -570,7 +570,7 @@ def test_rollout_rows_say_what_was_trained_on():
     responses[3] = dataclasses.replace(responses[3], stopped=False)
     groups[1] = dataclasses.replace(groups[1], responses=tuple(responses))
     reward_PG = np.array([[-1.0] * G, [1.0, 1.0, -1.0, -1.5]], np.float32)
-    rows = list(rollout_rows(rollouts, reward_PG, build.tokenizer(tiny.get_config())))
+    rows = list(rollout_rows(rollouts, reward_PG))
     assert [(row["cursor"], row["sample"]) for row in rows] == [
         (cursor, sample) for cursor in (0, 1) for sample in range(G)
     ]
@@ -581,22 +581,3 @@ def test_rollout_rows_say_what_was_trained_on():
     assert rows[0]["response"] == "7"
     assert (rows[0]["prediction"], rows[4]["prediction"]) == (None, "7")
     assert {row["tokens"] for row in rows} == {3}
-
-
-def test_rollout_rows_have_the_tokens_of_a_few_groups():
-    """The first two groups trained on and the first other one have tokens that join to the text."""
-    tokenizer = build.tokenizer(tiny.get_config())
-    ids = np.array([*tokenizer.encode("12 é"), *tokenizer.stop_ids], np.int32)
-    response = Response(ids, np.log(np.linspace(0.2, 0.9, len(ids), dtype=np.float32)), True)
-    rollouts = run(script([0, 0, 2, 2, 2]), num_prompts=3)
-    for p, group in enumerate(rollouts.sampled):
-        group = dataclasses.replace(group, responses=(response,) * G)
-        rollouts.sampled[p] = group.graded(["12 é"] * G, [Verdict(True, "12", "correct")] * G)
-    rows = list(rollout_rows(rollouts, np.ones((5, G)), tokenizer))
-    traced = [row for row in rows if "token_texts" in row]
-    assert [row["cursor"] for row in traced] == [0] * G + [2] * G + [3] * G
-    for row in traced:
-        assert "".join(row["token_texts"]) == row["response"] == "12 é"
-        assert len(row["token_texts"]) == len(row["token_logp"]) == row["tokens"] == len(ids)
-        np.testing.assert_allclose(row["token_logp"], response.behavior_logp_T, atol=5e-4)
-    assert list(rows[4]) == list(rows[0])[:-2]  # the others' rows are the same without them

@@ -1,7 +1,6 @@
 """Tokenizers: ids, round trips, stop tokens, chat templates and what is refused."""
 
 import json
-import random
 import types
 
 import numpy as np
@@ -15,7 +14,7 @@ from dapo_jax.run import dry_run
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import templated
-from dapo_jax.tasks.tokenizer import load_tokenizer, token_texts
+from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Example, Group, Prompt, Response, plain_text
 from experiments.tasks.format_answer import FormatAnswer
 
@@ -96,21 +95,6 @@ def test_bpe_ids(bpe_folder):
     assert tokenizer.vocab_size == 259
     assert tokenizer.stop_ids == (256,)
     assert tokenizer.pad_id == 256
-
-
-@pytest.mark.parametrize("kind", ["bpe_folder", "piece_file"])
-def test_the_tokens_texts_are_the_text(kind, request):
-    """Joined they are what `decode` gives, for text as for bytes that are no characters."""
-    tokenizer = load(request.getfixturevalue(kind))
-    stop = tokenizer.stop_ids[0]
-    assert token_texts(tokenizer, []) == []
-    assert token_texts(tokenizer, [*tokenizer.encode("12+é3"), stop])[-4:] == ["", "é", "3", ""]
-    randomly = random.Random(0)
-    for text in [*TEXTS, "\ufffd x\ufffd", "\ufffd" * 40] * 10:
-        some = [randomly.randrange(tokenizer.vocab_size) for _ in range(12)]
-        for ids in (tokenizer.encode(text), some, some + tokenizer.encode(text)):
-            texts = token_texts(tokenizer, ids)
-            assert ("".join(texts), len(texts)) == (tokenizer.decode(ids), len(ids))
 
 
 def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):

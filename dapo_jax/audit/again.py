@@ -19,7 +19,6 @@ from configs.base import eval_settings, mixture_settings
 from dapo_jax import lifetime, train
 from dapo_jax.audit.findings import NOT_AS_WRITTEN, REFUSED, SAME, UNCHECKED, WRONG, Finding, listed
 from dapo_jax.audit.written import Written, saved_steps
-from dapo_jax.report.runs import spans
 from dapo_jax.run import chain, checks, hub, identity, policy, provenance, start
 from dapo_jax.run.checkpoint import Checkpoints, DamagedError
 from dapo_jax.run.files import read_rows
@@ -181,7 +180,7 @@ def _again(
                 shared = lifetime.ready(config, workdir, stack, parts, first, Unsaved())
                 again = shared
             else:
-                record = stack.enter_context(Record(config, workdir, first, parts.tokenizer))
+                record = stack.enter_context(Record(config, workdir, first))
                 again = dataclasses.replace(shared, record=record)
             for step in range(base, last[base] + 1):
                 state, progress, _ = train.rl_step(again, step, state, progress)
@@ -203,3 +202,14 @@ def compared(run: Written, step: int, again: dict) -> Finding:
     names = [NAMES[key] for key in NAMES if key in keys]
     names += [key for key in keys if key not in NAMES and key != chain.CHAIN]
     return Finding(WRONG, f"step {step} done again has other {listed(names or [chain.CHAIN])}")
+
+
+def spans(steps: list[int]) -> str:
+    """Formats steps as ranges: [3, 4, 5, 9] is "3-5, 9"."""
+    ends: list[list[int]] = []
+    for step in steps:
+        if ends and step == ends[-1][1] + 1:
+            ends[-1][1] = step
+        else:
+            ends.append([step, step])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ends)

@@ -1,32 +1,20 @@
-"""Arms compared over seeds: one number a run, means and spreads, differences from one arm.
+"""Arms compared over seeds: one number a run, means and spreads, differences from one arm."""
 
-    python -m dapo_jax.report.compare --rows FILE [FILE2 ...] [--baseline ARM]
-
-prints the tables from rows.jsonl.gz alone; a sweep writes the same to summary.md.
-"""
-
-import argparse
 import dataclasses
-import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from dapo_jax.report import statistics
-from dapo_jax.report.rows import read_rows_file
-from dapo_jax.report.runs import Run, by_arm, column, complete, labelled, merged, spans
+from dapo_jax.report.runs import Run, by_arm, column, complete
 from dapo_jax.run.metrics import TASK
 
 METHOD = f"""\
 Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter;
-"clipped high" over all steps; evaluations after the last step. Intervals are Student's, 95 %.
-Paired: of the differences d of runs of one seed, mean(d) ± t(n-1) · sd(d) / √n. Unpaired: Welch's,
-to which seeds in common say nothing. Seeds needed: with w for half the width of the paired interval
-here, the least number of seeds an arm that makes the unpaired one half as wide:
-t(f) · √((var(a) + var(b)) / n) ≤ w / 2 with f = (n-1) (var(a) + var(b))² / (var(a)² + var(b)²).
-* marks paired intervals that exclude zero, as one in twenty does without any effect."""
+"clipped high" over all steps; evaluations after the last step. Differences are of runs of one seed,
+d; their interval is Student's, 95 %: mean(d) ± t(n-1) · sd(d) / √n. * marks those that exclude
+zero, as one in twenty does without any effect."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,112 +146,73 @@ def interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
     return f"[{signed(quantity, interval.low)}, {signed(quantity, interval.high)}]"
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """A quantity of one arm minus that of another: both intervals and the seeds needed.
+def paired(
+    ours: Mapping[int, float], theirs: Mapping[int, float]
+) -> tuple[int, statistics.Interval]:
+    """Returns (the seeds that both have, the interval of ours - theirs on these seeds).
 
-    pairs: the number of seeds in both. needed: seeds an arm for an unpaired interval of half the
-    width of the paired one; None where that is unknown.
+    ours, theirs: values by seed; those that are NaN are left out.
     """
-
-    pairs: int
-    paired: statistics.Interval
-    unpaired: statistics.Interval
-    needed: int | None
-
-    @classmethod
-    def of(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> "Comparison":
-        """Compares values by seed, without those that are NaN."""
-        shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
-        paired = statistics.paired_interval([ours[s] for s in shared], [theirs[s] for s in shared])
-        a_S, b_S = numbers(ours), numbers(theirs)
-        needed = statistics.seeds_for_unpaired(a_S, b_S, paired.half_width / 2)
-        return cls(len(shared), paired, statistics.welch_interval(a_S, b_S), needed)
-
-    def cells(self, quantity: Quantity) -> list[str]:
-        """The cells of a table: pairs, difference, both intervals, the seeds needed."""
-        return [
-            str(self.pairs),
-            signed(quantity, self.paired.difference),
-            interval_text(quantity, self.paired) + " *" * self.paired.excludes_zero,
-            interval_text(quantity, self.unpaired),
-            "-" if self.needed is None else str(self.needed),
-        ]
+    shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
+    found = statistics.paired_interval([ours[s] for s in shared], [theirs[s] for s in shared])
+    return len(shared), found
 
 
-CLIPS = {"algo.eps_high": "high", "algo.eps_low": "low", "algo.dual_clip": "dual"}
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, rows
 
 
-def equal_lines(runs: Mapping[str, Run]) -> list[str]:
-    """Says which arms end with the bits of an earlier arm, on which seeds, and in spite of what.
+def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
+    """Returns the arms' means and, of several arms, the differences from the baseline ("": first).
 
-    Their differences measure nothing: no update of theirs depended on the settings that differ.
+    A difference in which all seeds are equal is called so: nothing is measured there.
     """
-    lines = {}
-    for (first, theirs), (arm, ours) in itertools.combinations(by_arm(runs).items(), 2):
-        seeds = [s for s in ours if s in theirs and ours[s].digest == theirs[s].digest != ""]
-        if arm in lines or not seeds:
-            continue
-        pairs = [(ours[seed], theirs[seed]) for seed in sorted(seeds)]
-        a, b = (run.config for run in pairs[0])
-        keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
-        sides = [CLIPS[key] for key in keys if key in CLIPS]
-        clipped = [
-            column(it.rows, f"clip_fraction/{side}") for side in sides for it in sum(pairs, ())
+    arms, compared = by_arm(runs), quantities(runs)
+    means = [
+        [
+            arm,
+            ", ".join(map(str, sorted({run.finished_steps for run in of_seed.values()}))),
+            str(len(of_seed)),
+            *(spread_text(q, values(q, of_seed)) for q in compared),
         ]
-        nothing = f": nothing was clipped {' or '.join(sides)}" * bool(sides)
-        lines[arm] = (
-            f"{arm} has the bits of {first} on seed {spans(sorted(seeds))}, in all weights and "
-            f"moments: {', '.join(keys)} changed no update there"
-            f"{'' if any(map(np.nansum, clipped)) else nothing}."
-        )
-    return list(lines.values())
+        for arm, of_seed in arms.items()
+    ]
+    heads = ["arm", "steps", "seeds", *(quantity.name for quantity in compared)]
+    found: list[Table] = [("Mean ± standard deviation over seeds", heads, means)]
+    baseline = baseline or next(iter(arms))
+    differences = []
+    for quantity in compared:
+        of_arm = {arm: values(quantity, of_seed) for arm, of_seed in arms.items()}
+        theirs = of_arm.pop(baseline, {})
+        for arm, ours in of_arm.items():
+            pairs, interval = paired(ours, theirs)
+            text = interval_text(quantity, interval) + " *" * interval.excludes_zero
+            if interval.low == interval.high == 0:
+                text = "equal on each seed"
+            difference = signed(quantity, interval.difference)
+            if pairs:
+                differences.append([quantity.name, arm, str(pairs), difference, text])
+    if differences:
+        heads = ["quantity", "arm", "pairs", "difference", "paired 95 %"]
+        found.append((f"Differences from {baseline} on the same seed", heads, differences))
+    return found
 
 
-def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str = "Sweep") -> str:
-    """The tables of the complete runs, against the baseline arm; "": the first arm.
+def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
+    """Returns the tables of the complete runs, against the baseline arm; "": the first arm.
 
     Raises ValueError for a baseline that is none of the arms.
     """
-    kept, short = complete(runs)
-    arms, known = by_arm(kept), by_arm(runs)
+    (kept, short), known = complete(runs), by_arm(runs)
     if baseline and baseline not in known:
         raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(known)}")
     lines = [f"# {title}", ""]
     if short:
         lines += [f"Left out, not finished: {'; '.join(short)}.", ""]
-    if not arms:
+    if not kept:
         return "\n".join([*lines, "No run has finished.", ""])
-    compared = quantities(kept)
-    lines += ["## Mean ± standard deviation over seeds", ""]
-    lines += table(
-        ["arm", "steps", "seeds", *(q.name for q in compared)],
-        [
-            [
-                arm,
-                ", ".join(map(str, sorted({run.finished_steps for run in of_seed.values()}))),
-                str(len(of_seed)),
-                *(spread_text(q, values(q, of_seed)) for q in compared),
-            ]
-            for arm, of_seed in arms.items()
-        ],
-    )
-    baseline = baseline or next(iter(known))
-    others = [arm for arm in arms if arm != baseline]
-    if baseline in arms and others:
-        heads = ["quantity", "arm", "pairs", "difference", "paired 95 %", "unpaired 95 %"]
-        lines += ["", f"## Differences from {baseline} on the same seed", ""]
-        lines += [line + "\n" for line in equal_lines(kept)]
-        lines += table(
-            [*heads, "seeds needed, unpaired"],
-            [
-                [q.name, arm, *Comparison.of(values(q, arms[arm]), theirs).cells(q)]
-                for q in compared
-                for theirs in [values(q, arms[baseline])]
-                for arm in others
-            ],
-        )
-    return "\n".join([*lines, "", METHOD, ""])
+    for head, heads, rows in tables(kept, baseline=baseline or next(iter(known))):
+        lines += [f"## {head}", "", *table(heads, rows), ""]
+    return "\n".join([*lines, METHOD, ""])
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -276,22 +225,3 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return [lines[0], rule, *lines[1:]]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser("dapo_jax.report.compare", allow_abbrev=False)
-    parser.add_argument(
-        "--rows", nargs="+", action="extend", required=True, metavar="FILE", help="a rows.jsonl.gz"
-    )
-    parser.add_argument("--baseline", default="", help="the arm to compare with; '': the first")
-    given = parser.parse_args()
-    try:
-        files = labelled(given.rows, parts=2)
-        runs = merged({name: read_rows_file(path) for name, path in files.items()})
-        print(markdown(runs, baseline=given.baseline, title=", ".join(given.rows)))
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"dapo_jax.report.compare: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
-"""Evaluations, problem by problem: a page of the responses, and paired comparisons of two.
+"""Two evaluations of one set, compared problem by problem on the problems that both have.
 
-An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl.gz beside it. Two
-are compared on the problems that both have.
+An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl.gz beside it.
 """
 
 import collections
@@ -11,67 +10,37 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from dapo_jax.printable import printable_lines
-from dapo_jax.report import page
+from dapo_jax.report.runs import shortened
 from dapo_jax.report.statistics import Interval, paired_share_interval
 from dapo_jax.run.files import read_rollouts
+from dapo_jax.tasks.readers import problem_of
 
-PAGE_RESPONSES = 4  # shown of a problem
-SHOWN_PROBLEMS = 10  # of a comparison in the terminal, on either side
-SHOWN_CHARACTERS = 90  # of a problem in the terminal
-OF_GENERATED = ("levels", "count", "split")  # settings without a meaning for a file
+SHOWN_PROBLEMS = 10  # on either side
+SHOWN_CHARACTERS = 90  # of a problem
+# Settings without a meaning: of generated problems, where a file is read; see `Comparison.alone`.
+UNUSED, NOT_COMPARED = ("levels", "count", "split"), ("max_prompt_tokens",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem's responses, as the rows of the file have them."""
+    """One problem: its place and text in one line, and the share of responses that are right."""
 
+    name: str
     prompt: str
-    truth: str
-    rows: Sequence[Mapping]
-
-    @property
-    def place(self) -> str:
-        """The source, where the file has it, and the row there."""
-        return f"{self.rows[0].get('source', '')} row {self.rows[0]['row']}".strip()
-
-    @property
-    def text(self) -> str:
-        """The problem in one line, without DAPO's template around it."""
-        return page.problem_of(self.prompt)
-
-    @property
-    def mean(self) -> float:
-        """The share of responses that are right."""
-        return sum(row["correct"] for row in self.rows) / len(self.rows)
+    mean: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """One evaluation of one set: its scores and settings, and its problems.
+    """One evaluation of one set. label: the names of the workdir and of the file.
 
     problems: by (source, row, answer, number among the problems that share these three).
     """
 
-    path: pathlib.Path
+    label: str
     name: str
-    scores: Mapping[str, float]
     settings: Mapping
     problems: Mapping[tuple, Problem]
-
-    @property
-    def label(self) -> str:
-        """The names of the workdir and of the file."""
-        return f"{self.path.resolve().parents[1].name}/{self.path.name.removesuffix('.json')}"
-
-    @property
-    def given(self) -> dict[str, object]:
-        """The settings with a value, without those of generated problems where a file is read."""
-        unused = OF_GENERATED if self.settings.get("path") else ()
-        return {
-            name: value
-            for name, value in self.settings.items()
-            if name not in unused and value not in ("", None, [], {})
-        }
 
 
 def read(path: str | pathlib.Path) -> list[Evaluated]:
@@ -87,16 +56,22 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
         raise ValueError(
             f"{path} is no evaluation, an eval/*.json with 'step' and 'sets'"
         ) from error
-    found = []
-    for name, scores in sets.items():
-        stem = path.name.removesuffix(".json")
+    found, stem = [], path.name.removesuffix(".json")
+    for name in sets:
         responses = path.with_name(f"{stem if 'label' in document else f'{step}.{name}'}.jsonl.gz")
         if not responses.is_file():
             raise FileNotFoundError(
                 f"{responses}, the responses of {path}, is missing (log.eval_responses)"
             )
         settings = document.get("settings", {}).get(name, {})
-        found.append(Evaluated(path, name, scores, settings, _problems(responses)))
+        unused = (*NOT_COMPARED, *UNUSED * bool(settings.get("path")))
+        settings = {
+            key: value
+            for key, value in settings.items()
+            if key not in unused and value not in ("", None, [], {})
+        }
+        label = f"{path.resolve().parents[1].name}/{stem}"
+        found.append(Evaluated(label, name, settings, _problems(responses)))
     return found
 
 
@@ -111,10 +86,10 @@ def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
         raise ValueError(f"{path} cannot be read: {error}") from error
     problems, alike = {}, collections.Counter()
     for (*place, _), found in rows.items():
-        problem = Problem(
-            str(found[0]["prompt"]), place[2], sorted(found, key=lambda row: row["sample"])
-        )
-        problems[*place, alike[*place]] = problem
+        prompt, right = str(found[0]["prompt"]), sum(row["correct"] for row in found)
+        text = shortened(" ".join(problem_of(prompt).split()), limit=SHOWN_CHARACTERS)
+        name = f"{place[0]} row {place[1]}: {text}".strip()
+        problems[*place, alike[*place]] = Problem(name, prompt, right / len(found))
         alike[*place] += 1
     return problems
 
@@ -135,66 +110,39 @@ class Comparison:
     @property
     def interval(self) -> Interval:
         """The mean difference with its 95 % interval, paired by problem."""
-        mean_a_P, mean_b_P = zip(
-            *((one.mean, other.mean) for one, other in self.pairs), strict=True
+        return paired_share_interval(
+            *([pair[which].mean for pair in self.pairs] for which in (1, 0))
         )
-        return paired_share_interval(mean_b_P, mean_a_P)
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """(better, equal, worse) problems of b."""
+    def lines(self) -> list[str]:
+        """Describes both and their difference, then the problems that moved most; safe to print."""
+        i, P = self.interval, len(self.pairs)
+        mean_a, mean_b = (sum(pair[which].mean for pair in self.pairs) / P for which in (0, 1))
         better = sum(other.mean > one.mean for one, other in self.pairs)
         worse = sum(other.mean < one.mean for one, other in self.pairs)
-        return better, len(self.pairs) - better - worse, worse
-
-    def said(self) -> list[str]:
-        """Describes the two evaluations, their difference and the counts."""
-        i, P, (better, equal, worse) = self.interval, len(self.pairs), self.counts
-        mean_a, mean_b = (sum(pair[which].mean for pair in self.pairs) / P for which in (0, 1))
         difference = f"b - a {100 * i.difference:+.1f} points"
         if P > 1:
             bounds = f"[{100 * i.low:+.1f}, {100 * i.high:+.1f}]"
             difference += f" {bounds} (95 %, paired by problem)"
+        a, b = self.a.settings, self.b.settings
+        differing = [key for key in {**a, **b} if a.get(key) != b.get(key)]
         lines = [
-            "\n".join([f"a: {self.a.label}", f"b: {self.b.label}", *self._differing()]),
+            *(f"a: {self.a.label}", f"b: {self.b.label}"),
+            *(f"   {key}: a {a.get(key)}, b {b.get(key)}" for key in differing),
             f"mean over {P} problems: a {mean_a:.1%}, b {mean_b:.1%}, {difference}",
-            f"b is better on {better}, equal on {equal}, worse on {worse}",
+            f"b is better on {better}, equal on {P - better - worse}, worse on {worse}",
         ]
         if self.alone:
             lines.append(f"{self.alone} problems are in one of them alone, and left out")
         if reworded := sum(one.prompt != other.prompt for one, other in self.pairs):
             lines.append(f"{reworded} have another prompt in b: a template, or another problem")
-        return lines
-
-    def _differing(self) -> list[str]:
-        """A line for each setting that differs: another possible cause of the difference."""
-        a, b = self.a.given, self.b.given
-        return [
-            f"   {name}: a {a.get(name)}, b {b.get(name)}"
-            for name in {**a, **b}
-            if a.get(name) != b.get(name) and name != "max_prompt_tokens"  # see `alone`
+        gains = self.pairs[: min(better, SHOWN_PROBLEMS)]
+        losses = self.pairs[P - min(worse, SHOWN_PROBLEMS) :]
+        lines += [
+            f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * (other.mean - one.mean):+6.1f}  "
+            f"{one.name}"
+            for one, other in [*gains, *losses]
         ]
-
-    def moves(self) -> list[tuple[str, str, str, str]]:
-        """(a's mean, b's mean, b - a, problem) as texts, the greatest gain first."""
-        return [
-            (
-                f"{one.mean:.1%}",
-                f"{other.mean:.1%}",
-                f"{100 * (other.mean - one.mean):+.1f}",
-                f"{one.place}: {one.text}",
-            )
-            for one, other in self.pairs
-        ]
-
-    def lines(self) -> list[str]:
-        """The description, then the problems that moved most, up and down; safe to print."""
-        better, equal, _ = self.counts
-        moves, lines = self.moves(), self.said()
-        gains, losses = moves[: min(better, SHOWN_PROBLEMS)], moves[better + equal :]
-        for one, other, points, problem in [*gains, *losses[-SHOWN_PROBLEMS:]]:
-            cut = problem[:SHOWN_CHARACTERS] + "..." * (len(problem) > SHOWN_CHARACTERS)
-            lines.append(f"  {one:>6} -> {other:>6}  {points:>6}  {cut}")
         return [printable_lines(line) for line in lines]
 
 
@@ -213,34 +161,15 @@ def compare(a: Evaluated, b: Evaluated) -> Comparison:
     return Comparison(a, b, shared, len(ours.keys() ^ theirs.keys()))
 
 
-def compared(paths: Sequence[str | pathlib.Path]) -> tuple[list[Evaluated], list[Comparison]]:
-    """Reads results, and compares those of one set with the first of it."""
-    found = [evaluated for path in paths for evaluated in read(path)]
-    first: dict[str, Evaluated] = {}
-    others = [of for of in found if first.setdefault(of.name, of) is not of]
-    return found, [compare(first[of.name], of) for of in others]
+def compared(paths: Sequence[str | pathlib.Path]) -> list[str]:
+    """Compares results with the first one of their set: lines for a terminal.
 
-
-def lines(found: Sequence[Evaluated], comparisons: Sequence[Comparison]) -> list[str]:
-    """The comparisons of the results of one set, as lines for a terminal."""
-    if len(found) > 1 and not comparisons:
-        names = ", ".join(of.name for of in found)
-        return [f"nothing is compared: the sets are {names}, and none is there twice"]
-    return [line for comparison in comparisons for line in comparison.lines()]
-
-
-def write_page(
-    paths: Sequence[str | pathlib.Path],
-    found: Sequence[Evaluated],
-    comparisons: Sequence[Comparison],
-    *,
-    folder: str = "",
-) -> pathlib.Path:
-    """Writes evaluation.html into a folder beside the first result; returns its path.
-
-    It has the comparisons of the results of one set, all scores, problems and responses.
+    Raises as `read` and `compare` do, and ValueError where no set is there twice.
     """
-    target = pathlib.Path(paths[0]).resolve().parent / folder / "evaluation.html"
-    sections = {"evaluations": found, "comparisons": comparisons, "responses": PAGE_RESPONSES}
-    page.write(target, page.html("Evaluation", **sections))
-    return target
+    first: dict[str, Evaluated] = {}
+    found = [evaluated for path in paths for evaluated in read(path)]
+    others = [of for of in found if first.setdefault(of.name, of) is not of]
+    if not others:
+        names = ", ".join(first)
+        raise ValueError(f"--evaluation: nothing is compared: of {names} there is one result each")
+    return [line for of in others for line in compare(first[of.name], of).lines()]

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
+from dapo_jax.report import statistics
 from dapo_jax.report.compare import Quantity
-from dapo_jax.report.runs import Run, by_arm, column, tokens_before
-from dapo_jax.report.statistics import paired_interval
+from dapo_jax.report.runs import Run, by_arm, column, shortened, tokens_before
 from dapo_jax.run.files import atomic_file
 from dapo_jax.run.metrics import METRICS, TASK
 
@@ -37,20 +37,10 @@ _COLORS = (
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _STYLE = {
-    "font.size": 10.5,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.xmargin": 0.02,
-    "grid.color": "#e6e6e6",
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "figure.facecolor": "white",
+    **{"font.size": 10.5, "axes.titlesize": 12, "legend.fontsize": 9.5, "legend.frameon": False},
+    **{"axes.titleweight": "bold", "axes.titlelocation": "left", "axes.xmargin": 0.02},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888"},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": "#e6e6e6"},
 }
 
 
@@ -78,7 +68,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A curve of an arm. All are [points]: x, finished steps; y, the mean over the arm's seeds.
+    """A curve of an arm. All are [points]: x, steps or tokens; y, the mean over the arm's seeds.
 
     low, high: the lowest and the highest seed. count: the seeds that have the point. Noisy curves
     are smoothed seed by seed before the mean. raw: the single values of a single smoothed run.
@@ -122,30 +112,24 @@ def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
     """
     rows = [row for run in runs.values() for row in run.rows]
     known = {key for row in rows for key, value in row.items() if value is not None}
-    by_title: dict[str, Panel] = {}
+    drawn: list[tuple[str, str, bool, Curve]] = []
     for metric in METRICS:
         if metric.panel and (metric.key in known or metric.key == ACCURACY or not known):
-            new = Panel(metric.panel, metric.unit, metric.log, [])
-            curves = by_title.setdefault(metric.panel, new).curves
+            of_metric = [metric_curve(metric.key, metric.name)]
             if metric.key == ACCURACY:
-                curves += [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
-            else:
-                curves.append(metric_curve(metric.key, metric.name))
+                of_metric = [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
+            drawn += [(metric.panel, metric.unit, metric.log, curve) for curve in of_metric]
     for key in sorted(key for key in known if key.startswith(TASK)):
         name = key.removeprefix(TASK).replace("_", " ")
-        by_title[key] = Panel(f"{name}, the task's own", "", False, [metric_curve(key, name)])
-    titles = collections.Counter(metric.panel for metric in METRICS)
-    found = []
-    for panel in by_title.values():
-        several = len(panel.curves) > 1 or titles[panel.title] > 1
-        if several and (split or len(panel.curves) == 1):
-            found += [
-                dataclasses.replace(panel, title=f"{panel.title}: {curve.name}", curves=[curve])
-                for curve in panel.curves
-            ]
-        else:
-            found.append(panel)
-    return found
+        drawn.append((f"{name}, the task's own", "", False, metric_curve(key, name)))
+    in_table = collections.Counter(metric.panel for metric in METRICS)
+    here = collections.Counter(title for title, *_ in drawn)
+    found: dict[str, Panel] = {}
+    for title, unit, log, curve in drawn:
+        if max(here[title], in_table[title]) > 1 and (split or here[title] == 1):
+            title = f"{title}: {curve.name}"
+        found.setdefault(title, Panel(title, unit, log, [])).curves.append(curve)
+    return list(found.values())
 
 
 def rolling_mean(values: np.ndarray, *, window: int) -> np.ndarray:
@@ -167,10 +151,11 @@ def smoothing_window(rows: int) -> int:
     return 1 if rows < SMOOTHED_ROWS else rows // 15 | 1
 
 
-def line(runs: Sequence[Run], curve: Curve) -> Line | None:
+def line(runs: Sequence[Run], curve: Curve, *, over_tokens: bool = False) -> Line | None:
     """The curve of an arm's runs; None where no run has a finite value of it.
 
-    Where a seed has no value at a step, the mean is over the others: see `count`.
+    Where a seed has no value at a step, the mean is over the others: see `count`. over_tokens: x
+    is the mean over the seeds of the tokens that they have sampled for training until then.
     """
     found = [curve.points(run) for run in runs]
     window = smoothing_window(max(len(x) for x, _ in found)) if curve.noisy else 1
@@ -184,6 +169,9 @@ def line(runs: Sequence[Run], curve: Curve) -> Line | None:
     if not known.any():
         return None
     x, y_SX, smooth_SX = x[known], y_SX[:, known], smooth_SX[:, known]
+    if over_tokens:
+        spent = [tokens_before(run.rows) for run in runs]
+        x = np.array([statistics.nan_mean([of.get(step, math.nan) for of in spent]) for step in x])
     return Line(
         x=x,
         y=np.nanmean(smooth_SX, axis=0),
@@ -194,46 +182,32 @@ def line(runs: Sequence[Run], curve: Curve) -> Line | None:
     )
 
 
-def lines(runs: Mapping[str, Run], curve: Curve) -> list[Line | None]:
-    """The line of each arm."""
-    return [line(list(of_seed.values()), curve) for of_seed in by_arm(runs).values()]
-
-
-def tokens_spent(runs: Sequence[Run]) -> dict[int, float]:
-    """Finished steps -> tokens sampled for training so far, the mean over an arm's seeds."""
-    known = [tokens_before(run.rows) for run in runs]
-    steps = sorted(set().union(*known))
-    return {step: float(np.mean([of[step] for of in known if step in of])) for step in steps}
-
-
-def lines_over_tokens(runs: Mapping[str, Run], curve: Curve) -> list[Line | None]:
-    """The line of each arm over the tokens that it has sampled for training so far."""
-    spent = [tokens_spent(list(of_seed.values())) for of_seed in by_arm(runs).values()]
-    return [
-        found and dataclasses.replace(found, x=np.array([*map(tokens.get, found.x)], float))
-        for found, tokens in zip(lines(runs, curve), spent, strict=True)
-    ]
-
-
-@matplotlib.rc_context(_STYLE)
 def curves(runs: Mapping[str, Run]) -> Figure:
     """A run, or the arms of several over each other, over the steps: the panels of METRICS.
 
     Thin lines are single steps, thick ones centred rolling means. An arm of several seeds is their
     mean, in a band from the lowest to the highest.
     """
-    shown = panels(runs, split=len(by_arm(runs)) > 1)
-    figure, axes = _figure(runs, len(shown), title=_title(runs))
-    for ax, panel in zip(axes, shown, strict=True):
-        _panel(ax, runs, panel)
-    return figure
+    return chosen(runs, panels(runs, split=len(by_arm(runs)) > 1), title=_title(runs))
+
+
+def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
+    """Accuracy in training and evaluations over the tokens sampled for training so far.
+
+    Groups that dynamic sampling discards count: on this axis runs with and without it compare
+    fairly. Over several seeds both are means.
+    """
+    scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
+    shown = [Panel(curve.name, "share", False, [curve]) for curve in scores]
+    title = f"accuracy at equal sampling budgets: {_title(runs)}"
+    return chosen(runs, shown, title=title, over_tokens=True)
 
 
 @matplotlib.rc_context(_STYLE)
 def chosen(
     runs: Mapping[str, Run],
     panels: Sequence[Panel],
-    quantities: Sequence[Quantity],
+    quantities: Sequence[Quantity] = (),
     *,
     title: str,
     over_tokens: bool = False,
@@ -248,21 +222,6 @@ def chosen(
         _panel(ax, runs, panel, over_tokens=over_tokens)
     for ax, quantity in zip(axes[len(panels) :], quantities, strict=True):
         _columns(ax, quantity, [list(of_seed.values()) for of_seed in by_arm(runs).values()])
-    return figure
-
-
-@matplotlib.rc_context(_STYLE)
-def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
-    """Accuracy in training and evaluations over the tokens sampled for training so far.
-
-    Groups that dynamic sampling discards count: on this axis runs with and without it compare
-    fairly. Over several seeds both are means.
-    """
-    scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
-    title = f"accuracy at equal sampling budgets: {_title(runs)}"
-    figure, axes = _figure(runs, len(scores), title=title)
-    for ax, curve in zip(axes, scores, strict=True):
-        _panel(ax, runs, Panel(curve.name, "share", False, [curve]), over_tokens=True)
     return figure
 
 
@@ -304,44 +263,48 @@ def _figure(runs: Mapping[str, Run], panels: int, *, title: str) -> tuple[Figure
 def _title(runs: Mapping[str, Run]) -> str:
     """Names a run or an arm, or counts them; explains the bands."""
     arms = by_arm(runs)
-    name = _short(next(iter(arms)), limit=2 * LABEL)
+    name = shortened(next(iter(arms)), limit=2 * LABEL)
     if len(runs) == len(arms):
         return name if len(runs) == 1 else f"{len(runs)} runs"
     name = name if len(arms) == 1 else f"{len(arms)} arms"
     return f"{name}, {len(runs)} runs: means over the seeds, bands from the lowest to the highest"
 
 
-def _short(text: str, *, limit: int) -> str:
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
-
-
 def _label(text: str) -> str:
     """A legend text shown as it is: no mathematics, not hidden by a leading underscore."""
-    text = _short(text, limit=LABEL).replace("$", r"\$")
+    text = shortened(text, limit=LABEL).replace("$", r"\$")
     return " " + text if text.startswith("_") else text
 
 
 def _look(arm: int, kind: int, *, num_arms: int, noisy: bool) -> dict:
     """Several arms: a colour an arm. A single one: a colour a quantity."""
-    number = kind if num_arms == 1 else arm
-    style = 0 if num_arms == 1 else number // len(_COLORS)
-    look = {"color": _COLORS[number % len(_COLORS)], "linewidth": 1.8}
-    look["linestyle"] = _LINES[style % len(_LINES)]
+    style, color = divmod(kind if num_arms == 1 else arm, len(_COLORS))
+    look = {"color": _COLORS[color], "linewidth": 1.8, "linestyle": _LINES[style % len(_LINES)]}
     if not noisy:
         marker = _MARKERS[kind % len(_MARKERS)]
         look |= {"marker": marker, "markeredgecolor": "white", "markeredgewidth": 0.7}
     return look
 
 
-def _panel(ax: Axes, runs: Mapping[str, Run], panel: Panel, *, over_tokens: bool = False) -> None:
-    """Draws the curves of a panel over the steps, or over the tokens that training sampled."""
-    found = lines_over_tokens if over_tokens else lines
-    _draw(ax, panel.title, panel.curves, [found(runs, curve) for curve in panel.curves])
+def _panel(ax: Axes, runs: Mapping[str, Run], panel: Panel, *, over_tokens: bool) -> None:
+    """Draws the curves of a panel: the lines of each curve and arm, with a legend of the curves."""
+    ax.set_title(panel.title, parse_math=False)
+    names, arms = {}, [list(of_seed.values()) for of_seed in by_arm(runs).values()]
+    for kind, curve in enumerate(panel.curves):
+        of_arm = [line(arm, curve, over_tokens=over_tokens) for arm in arms]
+        for arm, found in enumerate(of_arm):
+            if found is not None:
+                look = _look(arm, kind, num_arms=len(of_arm), noisy=curve.noisy)
+                names[curve.name] = Line2D([], [], **look)
+                _draw(ax, found, look, band_alpha=min(0.18, 0.6 / len(of_arm)))
+    if not names:
+        ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
+        ax.set(xticks=[], yticks=[])
+    elif len(panel.curves) > 1:
+        ax.legend(names.values(), map(_label, names))
     if panel.unit == "share":
         ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-    drawn = [y for line in ax.lines for y in line.get_ydata()]
-    if panel.log and any(y > 0 for y in drawn):
+    if panel.log and any(y > 0 for drawn in ax.lines for y in drawn.get_ydata()):
         ax.set_yscale("log", nonpositive="mask")
     if over_tokens:
         ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -351,38 +314,18 @@ def _panel(ax: Axes, runs: Mapping[str, Run], panel: Panel, *, over_tokens: bool
         ax.set_xlabel("finished rollout steps")
 
 
-def _draw(
-    ax: Axes, title: str, curves: Sequence[Curve], by_curve: Sequence[Sequence[Line | None]]
-) -> None:
-    """Draws the lines of each curve and arm, with a legend of the curves."""
-    ax.set_title(title, parse_math=False)
-    names = {}
-    for kind, (curve, of_arm) in enumerate(zip(curves, by_curve, strict=True)):
-        for arm, found in enumerate(of_arm):
-            if found is None:
-                continue
-            look = _look(arm, kind, num_arms=len(of_arm), noisy=curve.noisy)
-            names[curve.name] = Line2D([], [], **look)
-            if found.raw is not None:
-                ax.plot(found.x, found.raw, color=look["color"], linewidth=0.8, alpha=0.25)
-            if found.count.max() > 1:
-                band = {
-                    "color": look["color"],
-                    "alpha": min(0.18, 0.6 / len(of_arm)),
-                    "linewidth": 0,
-                }
-                ax.fill_between(found.x, found.low, found.high, **band)
-            if len(found.x) == 1:  # a line needs two points
-                look["marker"] = "o"
-            some = found.count < found.count.max()  # seeds that have ended, or were not evaluated
-            if some.any():
-                ax.plot(found.x, found.y, **look | {"linewidth": 0.8, "linestyle": "--"})
-            ax.plot(found.x, np.where(some, np.nan, found.y), **look)
-    if not names:
-        ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
-        ax.set(xticks=[], yticks=[])
-    elif len(curves) > 1:
-        ax.legend(names.values(), map(_label, names))
+def _draw(ax: Axes, found: Line, look: dict, *, band_alpha: float) -> None:
+    """Draws a line with its band; thin and dashed where some seeds have ended or have no value."""
+    color, most = look["color"], found.count.max()
+    if found.raw is not None:
+        ax.plot(found.x, found.raw, color=color, linewidth=0.8, alpha=0.25)
+    if most > 1:
+        ax.fill_between(found.x, found.low, found.high, color=color, alpha=band_alpha, linewidth=0)
+    if len(found.x) == 1:  # a line needs two points
+        look = look | {"marker": "o"}
+    if (some := found.count < most).any():
+        ax.plot(found.x, found.y, **look | {"linewidth": 0.8, "linestyle": "--"})
+    ax.plot(found.x, np.where(some, np.nan, found.y), **look)
 
 
 def _columns(ax: Axes, quantity: Quantity, arms: Sequence[Sequence[Run]]) -> None:
@@ -393,7 +336,7 @@ def _columns(ax: Axes, quantity: Quantity, arms: Sequence[Sequence[Run]]) -> Non
         color = _look(arm, 0, num_arms=len(arms), noisy=True)["color"]
         ax.plot(np.full(len(values), arm - 0.12), values, "o", color=color, alpha=0.4)
         known = values[np.isfinite(values)]
-        around = paired_interval(known, np.zeros_like(known))
+        around = statistics.paired_interval(known, np.zeros_like(known))
         # An interval of some of an arm's seeds would not be the arm's.
         half = np.nan_to_num(around.half_width) if len(known) == len(values) else 0.0
         ax.errorbar(arm + 0.12, around.difference, half, fmt="D", color=color, capsize=4)

@@ -1,8 +1,8 @@
 """The rows of several runs in one small file, rows.jsonl.gz, from which a study makes its tables.
 
-A line is a run: {"arm", "seed", "digest" (Run's), "config": {dotted key: value}, "starts": [commit,
-changed, versions, devices, time and command of each start], "evaluations": {set: {score: {finished
-steps: value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
+A line is a run: {"arm", "seed", "config": {dotted key: value}, "starts": [time, commit,
+changed, versions and devices of each start], "evaluations": {set: {score: {finished steps:
+value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
 """
 
 import gzip
@@ -10,7 +10,6 @@ import json
 import math
 import pathlib
 import re
-import shlex
 from collections.abc import Mapping
 
 from dapo_jax.report.runs import Run, sweep_label
@@ -19,7 +18,7 @@ from dapo_jax.run.metrics import METRICS, TASK
 
 # The times of one machine are left out, but not the quantities of its schedule.
 LEFT_OUT, KEPT = ("engine/", "seconds_in_rollout/"), ("engine/decode_steps", "engine/occupancy")
-OF_THE_MACHINE = ("host", "pid", "folder")  # keys of a start's line
+OF_A_START = ("time", "commit", "changed", "versions", "devices")  # not of the machine
 DIGITS = 6  # significant ones of a float
 ABSOLUTE = re.compile(r"""(?:^|(?<=[=:,'"\[]))/(?!/)[^\s,=:'"\]]*""")  # no gs://, no </s>
 
@@ -27,8 +26,7 @@ ABSOLUTE = re.compile(r"""(?:^|(?<=[=:,'"\[]))/(?!/)[^\s,=:'"\]]*""")  # no gs:/
 def write_rows(path: str | pathlib.Path, runs: Mapping[str, Run]) -> None:
     """Writes the runs, a line each, in order; equal runs give equal bytes.
 
-    A run without an arm gets its label for one. Paths of the machine are shortened: relative to the
-    folder of the start, or to their last part.
+    A run without an arm gets its label for one. Paths of the machine are cut to their last part.
     """
     write_rollouts(path, (_line_of(run.arm or label, run) for label, run in runs.items()))
 
@@ -56,7 +54,6 @@ def read_rows_file(path: str | pathlib.Path) -> dict[str, Run]:
 
 
 def _line_of(arm: str, run: Run) -> dict:
-    folder = run.starts[-1].get("folder", "") if run.starts else ""
     evaluations: dict[str, dict] = {}
     for (name, score), values in run.evaluations.items():
         rounded_values = {str(step): _rounded(value) for step, value in values.items()}
@@ -68,35 +65,20 @@ def _line_of(arm: str, run: Run) -> dict:
     return {
         "arm": arm,
         "seed": run.seed,
-        "digest": run.digest,
-        "config": {key: _portable(value, folder) for key, value in run.config.items()},
-        "starts": [*map(_portable_start, run.starts)],
+        "config": {key: _portable(value) for key, value in run.config.items()},
+        "starts": [{key: it[key] for key in OF_A_START if key in it} for it in run.starts],
         "evaluations": evaluations,
         "metrics": {k: values for k, values in columns.items() if values.count(None) < len(values)},
     }
 
 
-def _portable_start(start: Mapping) -> dict:
-    kept = {key: value for key, value in start.items() if key not in OF_THE_MACHINE}
-    if isinstance(command := kept.get("command"), str):
-        words = [_portable(word, start.get("folder", "")) for word in shlex.split(command)]
-        kept["command"] = shlex.join(words)
-    return kept
-
-
-def _portable(value, folder: str):
-    """A value whose texts name no folder of the machine."""
+def _portable(value):
+    """A value whose texts have the last part of each path of the machine only."""
     if isinstance(value, list):
-        return [_portable(item, folder) for item in value]
+        return [_portable(item) for item in value]
     if not isinstance(value, str):
         return value
-
-    def short(match: re.Match) -> str:
-        path = pathlib.PurePosixPath(match[0])
-        inside = folder and path.is_relative_to(folder)
-        return str(path.relative_to(folder)) if inside else path.name or match[0]
-
-    return ABSOLUTE.sub(short, value)
+    return ABSOLUTE.sub(lambda match: pathlib.PurePosixPath(match[0]).name or match[0], value)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -119,5 +101,4 @@ def _run_of(line: Mapping) -> Run:
         for name, scores in line["evaluations"].items()
         for score, values in scores.items()
     }
-    digest = line.get("digest", "")
-    return Run(rows, evaluations, dict(line["config"]), list(line["starts"]), line["arm"], digest)
+    return Run(rows, evaluations, dict(line["config"]), list(line["starts"]), line["arm"])

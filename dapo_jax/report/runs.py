@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.run.chain import STATE
 from dapo_jax.run.files import read_json, read_rows, read_starts
 from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
 
@@ -28,7 +27,6 @@ class Run:
     instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
     settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
     arm: the name shared by the runs of a sweep that differ in their seed alone; "" without a sweep.
-    digest: of all weights and moments after the last row's step; "" where that is not known.
     workdir: None for a run from a file of rows.
     """
 
@@ -37,7 +35,6 @@ class Run:
     config: dict[str, object]
     starts: list[dict] = dataclasses.field(default_factory=list)
     arm: str = ""
-    digest: str = ""
     workdir: pathlib.Path | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -58,25 +55,18 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     and for a broken file, with its name.
     """
     workdir = pathlib.Path(workdir)
-    path = workdir / "metrics.jsonl"
+    path, config_path = workdir / "metrics.jsonl", workdir / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --workdir={workdir} holds no training run")
-    run = _with_rows(read_rows(path), workdir, arm)
-    if not run.rows:
-        raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
-    return run
-
-
-def _with_rows(rows: Sequence[dict], workdir: pathlib.Path, arm: str) -> Run:
-    digest = rows[-1].get(STATE, "") if rows else ""
     rows = [
         {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
-        for row in rows
+        for row in read_rows(path)
     ]
-    config_path = workdir / "config.json"
+    if not rows:
+        raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
-    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, digest, workdir)
+    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
 
 
 def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
@@ -92,8 +82,8 @@ def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
     plan, runs = read_json(path), {}
     for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
         path = folder / label / "metrics.jsonl"
-        if path.is_file() and (rows := read_rows(path)):
-            runs[label] = _with_rows(rows, path.parent, arm)
+        if path.is_file() and read_rows(path):
+            runs[label] = load_run(path.parent, arm=arm)
     return runs
 
 
@@ -200,22 +190,10 @@ def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
     return {first: before, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
 
 
-def thinned(items: Sequence, *, limit: int) -> list:
-    """At most `limit` (2 or more) items at even distances, the first and the last among them."""
-    if len(items) <= limit:
-        return list(items)
-    return [items[index] for index in np.linspace(0, len(items) - 1, limit).round().astype(int)]
-
-
-def spans(steps: Sequence[int]) -> str:
-    """Formats steps as ranges: [3, 4, 5, 9] is "3-5, 9"."""
-    ends: list[list[int]] = []
-    for step in steps:
-        if ends and step == ends[-1][1] + 1:
-            ends[-1][1] = step
-        else:
-            ends.append([step, step])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ends)
+def shortened(text: str, *, limit: int) -> str:
+    """The text without its middle where it has more than `limit` characters."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
 def summary_lines(run: Run) -> list[str]:
@@ -258,27 +236,23 @@ def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: in
 
 def totals(run: Run) -> dict[str, str]:
     """Name -> formatted sums over the rows: steps, time, tokens, tokens per second, skips."""
-    result = {"rollout steps": str(len(run.rows))}
     timed = [column(run.rows, key) for key in ("seconds/total", "seconds/load", "seconds/compile")]
     seconds, wall = float(np.nansum(timed[0])), float(np.nansum(timed))
     known = tokens_before(run.rows).values()
     tokens = max(known) - min(known)  # a fork's own
-    if seconds > 0:
-        result["wall time"] = str(datetime.timedelta(seconds=round(wall)))
-    if tokens > 0:
-        result["sampled tokens"] = f"{int(tokens):,}"
-    if tokens > 0 and seconds > 0:
-        result["sampled tokens per second"] = f"{tokens / seconds:,.0f}"
-    if idle := idle_steps(run):
-        result["steps without an update"] = str(idle)
-    skipped = float(np.nansum(column(run.rows, "updates_skipped")))
-    if skipped > 0:
-        result["updates skipped"] = f"{skipped:.0f}"
-    if len(run.starts) > 1:
-        result["starts"] = str(len(run.starts))
-    if run.starts and run.starts[-1].get("commit"):
-        result["commit"] = commit_text(run.starts[-1])
-    return result
+    skipped, idle = np.nansum(column(run.rows, "updates_skipped")), idle_steps(run)
+    commit = run.starts and run.starts[-1].get("commit")
+    found = {
+        "rollout steps": str(len(run.rows)),
+        "wall time": seconds > 0 and str(datetime.timedelta(seconds=round(wall))),
+        "sampled tokens": tokens > 0 and f"{int(tokens):,}",
+        "sampled tokens per second": min(tokens, seconds) > 0 and f"{tokens / seconds:,.0f}",
+        "steps without an update": idle > 0 and str(idle),
+        "updates skipped": skipped > 0 and f"{skipped:.0f}",
+        "starts": len(run.starts) > 1 and str(len(run.starts)),
+        "commit": commit and commit_text(run.starts[-1]),
+    }
+    return {name: text for name, text in found.items() if text}
 
 
 def idle_steps(run: Run) -> int:

@@ -1,11 +1,10 @@
-"""Statistics of a few seeds: spreads, intervals with p-values, Holm's correction, seeds needed.
+"""Statistics of a few seeds: spreads, intervals with p-values, Holm's correction.
 
 Pure functions on arrays. Two arms that share a seed share prompts and sampling noise until their
 policies differ, so that the difference on one seed spreads less than either arm. The quantiles are
 SciPy's; its tests return NaN where all seeds are equal.
 """
 
-import bisect
 import dataclasses
 import math
 
@@ -15,7 +14,6 @@ from scipy.special import stdtr, stdtrit
 CONFIDENCE = 0.95
 LAST_ROWS = 10
 ROUNDING = 1e-9  # of the values: a smaller difference is rounding
-MOST_SEEDS = 100_000  # the largest answer of `seeds_for_unpaired`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,36 +61,12 @@ def spread(values) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else math.nan
 
 
-def share_interval(share_P, *, samples: int) -> Interval:
-    """Returns the interval of a mean of shares from 0 to 1; its bounds stay in that range.
-
-    Wilson's interval (1927) of p = mean(share) with t(P - 1) as its quantile and the effective
-    number of samples n' = p (1 - p) / (v / P), at most `samples`; n' = P where all shares are 0 or
-    all are 1. v = (m var(share) + p (1 - p)) / (m + 1): m counts the shares above 0 (below 1, where
-    these are fewer), and one more problem is taken to be all right or all wrong. Without it 1 or 2
-    solved problems of 30 leave too small a spread by chance. Its `difference` is p.
-    """
-    share_P = np.asarray(share_P, np.float64)
-    P, p = len(share_P), float(share_P.mean())
-    if P < 2:
-        return Interval(p, 0.0, 1.0)
-    spreads, n = p * (1 - p), float(P)
-    if spreads > 0:
-        m = min(np.count_nonzero(share_P), np.count_nonzero(share_P < 1))
-        error = (m * spread(share_P) ** 2 + spreads) / (m + 1) / P
-        n = spreads / max(error, spreads / samples)
-    t = quantile(P - 1)
-    middle = (p + t**2 / (2 * n)) / (1 + t**2 / n)
-    half = t / (1 + t**2 / n) * math.sqrt(spreads / n + t**2 / (4 * n**2))
-    return Interval(p, max(0.0, middle - half), min(1.0, middle + half))
-
-
 def paired_share_interval(a_P, b_P) -> Interval:
     """Returns Student's interval of the mean of a - b, shares from 0 to 1 of the same problems.
 
-    The v of `share_interval` replaces var(a - b): m counts the problems that differ, and one more
-    problem has the variance mean(|a - b|) - mean(a - b)^2, as if at least two of P had differed:
-    without it equal results would have no spread. a_P, b_P: [problems].
+    v = (m var(a - b) + w) / (m + 1) replaces the variance: m counts the problems that differ, and
+    one more problem has w = mean(|a - b|) - mean(a - b)^2, as if at least two of P had differed.
+    Without it equal results would have no spread. a_P, b_P: [problems].
     """
     d_P = np.asarray(a_P, np.float64) - np.asarray(b_P, np.float64)
     P, m = len(d_P), np.count_nonzero(d_P)
@@ -146,39 +120,6 @@ def holm(p_N) -> np.ndarray:
     held_N = np.empty_like(p_N)
     held_N[order] = np.maximum.accumulate(p_N[order] * np.arange(len(p_N), 0, -1))
     return np.minimum(held_N, 1.0)
-
-
-def welch_interval(a_S, b_S) -> Interval:
-    """Returns the interval of mean(a) - mean(b) of independent samples (Welch 1947).
-
-    d -+ t(f) sqrt(u + v) with u = var(a) / n, v = var(b) / m and
-    f = (u + v)^2 / (u^2 / (n - 1) + v^2 / (m - 1)). a_S, b_S: [seeds], of any lengths.
-    """
-    a_S, b_S = np.asarray(a_S, np.float64), np.asarray(b_S, np.float64)
-    difference, n, m = nan_mean(a_S) - nan_mean(b_S), len(a_S), len(b_S)
-    if min(n, m) < 2:
-        return Interval(difference, math.nan, math.nan)
-    u, v = spread(a_S) ** 2 / n, spread(b_S) ** 2 / m
-    freedom = (u + v) ** 2 / (u**2 / (n - 1) + v**2 / (m - 1)) if u + v > 0 else n + m - 2
-    return _around(difference, math.sqrt(u + v), freedom)
-
-
-def seeds_for_unpaired(a_S, b_S, half_width: float) -> int | None:
-    """Returns the seeds an arm for a Welch interval of at most this half width; None if unknown.
-
-    The least n with t(f) sqrt((var(a) + var(b)) / n) <= half_width and
-    f = (n - 1) (var(a) + var(b))^2 / (var(a)^2 + var(b)^2), at most MOST_SEEDS.
-    """
-    var_a, var_b = spread(a_S) ** 2, spread(b_S) ** 2
-    total, squares = var_a + var_b, var_a**2 + var_b**2
-    share = total**2 / squares if squares > 0 else 2.0
-
-    def fits(n: int) -> bool:
-        return quantile((n - 1) * share) * math.sqrt(total / n) <= half_width
-
-    if not half_width > 0 or not math.isfinite(total):
-        return None
-    return 2 + bisect.bisect_left(range(2, MOST_SEEDS), True, key=fits)
 
 
 def quantile(freedom: float) -> float:

@@ -1,7 +1,7 @@
 """The table of metrics: what each one means, how a step computes it, where a person sees it.
 
 A new metric is a row of METRICS and nothing else; metrics.jsonl, TensorBoard, the live line, the
-summary, the curves and the page follow. `python -m dapo_jax.run.metrics` prints README.md's list.
+summary and the curves follow. `python -m dapo_jax.run.metrics` prints README.md's list.
 Host only: no jax.
 """
 

@@ -22,13 +22,11 @@ from dapo_jax.run.metrics import TASK
 from dapo_jax.run.provenance import add_start
 from dapo_jax.run.start import Start
 from dapo_jax.run.writers import Writers
-from dapo_jax.tasks.readers import PROMPT_TEMPLATE
-from dapo_jax.tasks.tokenizer import Tokenizer, token_texts
-from dapo_jax.types import Group, Response, Rollouts
+from dapo_jax.tasks.readers import problem_of
+from dapo_jax.types import Group, Rollouts
 from sharding import hosts
 
 SHOWN_SAMPLES = 4
-TRACED_TRAINED, TRACED_OTHERS = 2, 1  # groups a step whose tokens are written with probabilities
 
 
 class Record:
@@ -36,17 +34,15 @@ class Record:
 
     Every process calls it alike; only the main one prints and writes. start: the beginning of this
     process's work; its last row is written if the run was killed between the checkpoint and the
-    row. tokenizer: for the texts of single tokens.
+    row.
     """
 
-    def __init__(
-        self, config: ConfigDict, workdir: pathlib.Path, start: Start, tokenizer: Tokenizer
-    ):
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path, start: Start):
         self.workdir = workdir
         log = {"log": functools.partial(append_log, workdir)} if hosts.is_main_host() else {}
         quiet = not hosts.is_main_host()
         self.display = Display(config.num_steps, start.step, quiet=quiet, **log)
-        self._config, self._tokenizer = config, tokenizer
+        self._config = config
         # Not `start` itself, which has the training state.
         self._first_step, self._begin_step = start.step, start.begin_step
         self._last_row = start.progress.row
@@ -100,7 +96,7 @@ class Record:
         found = chain.of_samples(rollouts.sampled, reward_PG)
         if _every(self._config.log.rollouts_every_steps, step):
             name = f"rollouts/{step}.jsonl.gz"
-            rows = rollout_rows(rollouts, reward_PG, self._tokenizer)
+            rows = rollout_rows(rollouts, reward_PG)
             found[chain.DIGEST + name] = write_rollouts(self.workdir / name, rows, level=1)
         return found
 
@@ -243,31 +239,13 @@ def result_row(results: dict) -> dict[str, float]:
     }
 
 
-def rollout_rows(rollouts: Rollouts, reward_PG, tokenizer: Tokenizer) -> Iterator[dict]:
-    """The step's responses for rollouts/<step>.jsonl.gz, one dict each.
-
-    Those of the first groups that are trained on, and of the first that is not, have their tokens
-    with the probabilities at which they were sampled.
-    """
+def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
+    """The step's responses for rollouts/<step>.jsonl.gz, one dict each."""
     trained = set(rollouts.kept.tolist())
-    others = [p for p in range(len(rollouts.sampled)) if p not in trained]
-    traced = {*rollouts.kept[:TRACED_TRAINED].tolist(), *others[:TRACED_OTHERS]}
     for p, group in enumerate(rollouts.sampled):
-        for g, response in enumerate(group.responses):
+        for g in range(len(group.responses)):
             row = response_row(group, g, reward=float(reward_PG[p, g]))
-            row["trained"] = p in trained
-            yield row | token_columns(response, tokenizer) if p in traced else row
-
-
-def token_columns(response: Response, tokenizer: Tokenizer) -> dict[str, list]:
-    """The texts of a response's tokens, which joined are its text, and their log-probabilities.
-
-    The latter in nats, under the sampling distribution, as rounded as a person needs them.
-    """
-    return {
-        "token_texts": token_texts(tokenizer, response.tokens_T.tolist()),
-        "token_logp": [round(float(logp), 3) for logp in response.behavior_logp_T],
-    }
+            yield row | {"trained": p in trained}
 
 
 def response_row(group: Group, sample: int, **scores: float) -> dict:
@@ -310,12 +288,6 @@ def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
             )
         )
     return shown
-
-
-def problem_of(prompt: str) -> str:
-    """A prompt without the words that the template puts around the problem."""
-    before, after = PROMPT_TEMPLATE.split("{problem}")
-    return prompt.removeprefix(before).removesuffix(after)
 
 
 def _every(steps: int, step: int) -> bool:

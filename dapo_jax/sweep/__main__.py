@@ -72,7 +72,7 @@ def write_tables(folder: pathlib.Path, plan: Plan, baseline: str) -> str:
         file.write(text.encode())
     places = [f"rows: {rows}", f"tables: {folder / 'summary.md'}"]
     if runs:
-        places.append(f"page: {write_report([folder])}")
+        places.append(f"page: {write_report(folder, runs, baseline=baseline)}")
     return "\n".join([text, "   ".join(places)])
 
 

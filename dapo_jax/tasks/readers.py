@@ -330,6 +330,12 @@ def template_text(template: str) -> str:
     return template
 
 
+def problem_of(prompt: str) -> str:
+    """A prompt without the words that DAPO's template puts around the problem."""
+    before, after = PROMPT_TEMPLATE.split("{problem}")
+    return prompt.removeprefix(before).removesuffix(after)
+
+
 def templated(problem: str, template: str) -> tuple[Message, ...]:
     """Makes a user's message of a problem in plain text; template: as `template_text` reads it."""
     return ({"role": "user", "content": template_text(template).replace("{problem}", problem)},)

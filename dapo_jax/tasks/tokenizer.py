@@ -29,7 +29,6 @@ FILES = (
     *("generation_config.json", "config.json"),
 )
 MAX_ERROR_CHARS = 200
-MAX_HELD = 8  # tokens without a whole character among them; a character has 4 bytes at most
 
 
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
@@ -96,39 +95,6 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
             'tokenizer.chat="none".'
         )
     return SentencePieceTokenizer(model_file, stop_tokens=stop_tokens)
-
-
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Splits decode(ids) into what each token adds to it; joined, the parts are decode(ids).
-
-    A character of several tokens belongs to the last of them, the others add "". The stop token
-    adds "". Where the parts cannot be told apart (long runs of bytes that are no characters), the
-    rest of the text belongs to the token at which that begins.
-    """
-    whole, texts = tokenizer.decode(ids), []
-    # A token's text depends on its place (a first one loses its space): each is decoded behind the
-    # one before it, ids[start:known], whose text is `before`.
-    start, known, before = 0, 0, ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[start:end])
-        if text.endswith("\ufffd") and end < len(ids):
-            if end - known >= MAX_HELD:
-                break
-            texts.append("")
-            continue
-        texts.append(text[len(before) :])
-        if last := tokenizer.decode(ids[known:end]):
-            start, before = known, last
-        else:
-            before = text
-        known = end
-    texts += [""] * (len(ids) - len(texts))
-    found = "".join(texts)
-    if not whole.startswith(found):
-        return [whole, *[""] * (len(ids) - 1)]
-    if ids:
-        texts[min(known, len(ids) - 1)] += whole[len(found) :]
-    return texts
 
 
 class HuggingFaceTokenizer:

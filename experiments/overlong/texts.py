@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report.compare import Comparison, Quantity, interval_text, spread_text, table
+from dapo_jax.report.compare import Quantity, interval_text, paired, spread_text, table
 from dapo_jax.run.files import read_rollouts
 from experiments.forks_base.task import loop_lines
 from experiments.overlong.study import STUDY
@@ -96,7 +96,7 @@ def result(rows: list[dict]) -> str:
                 {row["seed"]: quantity.value(row) for row in rows if row["arm"] == a}
                 for a in (arm, FIRST)
             )
-            less = interval_text(quantity, Comparison.of(ours, theirs).paired)
+            less = interval_text(quantity, paired(ours, theirs)[1])
             text = spread_text(quantity, ours)
             cells.append(text if arm in (START, FIRST) else f"{text} {less}")
         lines.append(cells)

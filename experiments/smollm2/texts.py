@@ -27,7 +27,7 @@ from absl import app, flags
 
 from dapo_jax import learner
 from dapo_jax.logprobs import chosen_logprobs
-from dapo_jax.report.compare import Comparison, Quantity, interval_text, signed, spread_text, table
+from dapo_jax.report.compare import Quantity, interval_text, paired, signed, spread_text, table
 from dapo_jax.run import build, fit, policy
 from dapo_jax.run.files import read_json, read_rollouts
 from dapo_jax.types import Batch, Group, Response
@@ -164,9 +164,9 @@ def result(rows: list[dict], *, of_study) -> str:
     for arm, than in of_study.COMPARED:
         cells = [f"{arm} - {than}"]
         for quantity in MEASURES:
-            found = Comparison.of(values(quantity, arm), values(quantity, than))
-            text = f"{signed(quantity, found.paired.difference)} "
-            cells.append(text + interval_text(quantity, found.paired) if found.pairs else "-")
+            pairs, found = paired(values(quantity, arm), values(quantity, than))
+            text = f"{signed(quantity, found.difference)} {interval_text(quantity, found)}"
+            cells.append(text if pairs else "-")
         differences.append(cells)
     tables = [*table(["arm", *names], means), "", *table(["difference", *names], differences)]
     return "\n".join(tables)
