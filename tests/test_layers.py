@@ -12,7 +12,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # room. A new room has to be given its floor here.
 FLOORS = (
     ("experiments",),
-    ("dapo_jax.audit",),
     ("dapo_jax.train", "dapo_jax.sweep"),
     ("dapo_jax.lifetime",),
     ("dapo_jax.evaluate", "dapo_jax.sample", "dapo_jax.convert", "dapo_jax.preflight"),
@@ -140,7 +139,7 @@ def test_imports_point_downward_and_host_modules_are_free_of_jax():
 
 def test_the_report_knows_a_run_by_its_files():
     """It imports what reads and writes those files, and no other part of run/."""
-    files = {"dapo_jax.run.files", "dapo_jax.run.chain", "dapo_jax.run.metrics"}
+    files = {"dapo_jax.run.files", "dapo_jax.run.metrics"}
     report = [text for name, text in sources().items() if room(name) == "dapo_jax.report"]
     found = {name for text in report for name in imports(text) if room(name) == "dapo_jax.run"}
     assert {".".join(name.split(".")[:3]) for name in found} <= files

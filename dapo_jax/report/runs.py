@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.run.chain import STATE
 from dapo_jax.run.files import read_json, read_rows, read_starts
-from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
+from dapo_jax.run.metrics import METRICS, STATE, TASK, Metric, score_metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
 
