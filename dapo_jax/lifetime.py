@@ -194,6 +194,8 @@ def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[st
     if done != config.num_steps:
         return []
     checks.check_same_recipe(config, workdir)
+    if files.read_json(workdir / "config.json").get("num_steps") != done:
+        return []  # killed on its way to more steps: there may be no checkpoint of this one
     start.origin_of(workdir, origin)
     return [
         f"finished: {done} of {done} steps in {workdir}; raise num_steps to go on, as "

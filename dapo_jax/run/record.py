@@ -58,8 +58,6 @@ class Record:
 
     def __enter__(self) -> "Record":
         if hosts.is_main_host():
-            config = json.loads(self._config.to_json_best_effort())
-            write_json(self.workdir / "config.json", config)
             how = {"first_step": self._first_step, "origin": self._origin}
             add_start(self.workdir, self._config, **how)
             resume_step = self._first_step - 1 if self._first_step else None
@@ -67,6 +65,9 @@ class Record:
             resumed = self._first_step > self._begin_step
             if resumed and not self._rows.has(resume_step):
                 self._rows.write(self._last_row)
+            # Once the rows are cut: a killed run's would look finished beside a recipe of fewer steps.
+            config = json.loads(self._config.to_json_best_effort())
+            write_json(self.workdir / "config.json", config)
             self._writers = Writers(
                 self._config.log.writers,
                 config,
