@@ -65,7 +65,7 @@ class Record:
             resumed = self._first_step > self._begin_step
             if resumed and not self._rows.has(resume_step):
                 self._rows.write(self._last_row)
-            # Once the rows are cut: a killed run's would look finished beside a recipe of fewer steps.
+            # Once the rows are cut: a killed run's look finished beside a recipe of fewer steps.
             config = json.loads(self._config.to_json_best_effort())
             write_json(self.workdir / "config.json", config)
             self._writers = Writers(
