@@ -1,7 +1,7 @@
 """The beginning and the end of a run: all that surrounds the loop of RL steps.
 
 `begin` refuses, loads and compiles everything before the first step; `conclude` writes the summary,
-the curves and the seal after the last one.
+and the curves after the last one.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from dapo_jax import evaluate, learner, rollout
-from dapo_jax.run import alarms, build, chain, checks, failures, files, hub, start
+from dapo_jax.run import alarms, build, checks, failures, files, hub, start
 from dapo_jax.run.metrics import Stopwatch
 from dapo_jax.run.record import Record, banner
 from dapo_jax.run.snapshots import Snapshots
@@ -84,7 +84,6 @@ class Run:
         how = {"first_stream": rollout.TRAINING + 1}
         with evaluate.Evaluation(session, self.sets, **how) as evaluation:
             self.scores(evaluation, finished_steps)
-        self.record.evaluated.clear()  # these files are no row's: seal.json has their digests
 
     def scores(self, evaluation: evaluate.Evaluation, finished_steps: int) -> dict[str, float]:
         """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
@@ -160,17 +159,21 @@ def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapsh
 
 
 def conclude(workdir: pathlib.Path) -> None:
-    """Writes the curves and the seal of a run that has done its steps, and prints its summary."""
-    if not hosts.is_main_host():
-        return
+    """Draws the curves of a run that has done its steps, and prints its summary."""
+    if hosts.is_main_host():
+        text = "\n".join(summary(workdir, draw=True))
+        print(text)
+        files.append_log(workdir, text)
+
+
+def summary(workdir: pathlib.Path, *, draw: bool) -> list[str]:
+    """Returns the lines that sum up a run; draw: with its curves drawn anew."""
     from dapo_jax.report import plots, runs  # matplotlib: not before the first step
 
-    summary = runs.load_run(workdir)
-    plots.save(plots.curves({workdir.name: summary}), workdir / "curves.png")
-    text = "\n".join([*runs.summary_lines(summary), f"curves: {workdir / 'curves.png'}"])
-    print(text)
-    files.append_log(workdir, text)
-    print(f"digest: {files.write_seal(workdir)} (of {chain.SEAL}; dapo_jax.audit compares it)")
+    run, curves = runs.load_run(workdir), workdir / "curves.png"
+    if draw:
+        plots.save(plots.curves({workdir.name: run}), curves)
+    return [*runs.summary_lines(run), f"curves: {curves}"]
 
 
 def require_trained(workdir: pathlib.Path) -> None:
@@ -186,20 +189,19 @@ def require_trained(workdir: pathlib.Path) -> None:
 
 def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[str]:
     """Returns the summary of a run that has done all steps of this recipe; [] for any other."""
-    if not all((workdir / name).is_file() for name in (chain.SEAL, "metrics.jsonl", "config.json")):
+    if not all((workdir / name).is_file() for name in ("metrics.jsonl", "config.json")):
         return []
     start.check(config)
     rows = files.read_rows(workdir / "metrics.jsonl")
     done = rows[-1]["step"] + 1 if rows else 0
-    if done != config.num_steps or files.read_json(workdir / chain.SEAL).get("rows") != len(rows):
+    if done != config.num_steps:
         return []
     checks.check_same_recipe(config, workdir)
+    if files.read_json(workdir / "config.json").get("num_steps") != done:
+        return []  # killed on its way to more steps: there may be no checkpoint of this one
     start.origin_of(workdir, origin)
-    from dapo_jax.report import runs
-
     return [
         f"finished: {done} of {done} steps in {workdir}; raise num_steps to go on, as "
         f"--config.num_steps={2 * done}",
-        *runs.summary_lines(runs.load_run(workdir)),
-        f"curves: {workdir / 'curves.png'}",
+        *summary(workdir, draw=not (workdir / "curves.png").is_file()),  # a kill after the last row
     ]

@@ -108,22 +108,22 @@ def finish(
 
     The order, by which rows and checkpoints agree after a kill at any instant:
 
-    1. A state that is not finite ends the run. The responses' file is waited for, and the state's
-       arrays are digested.
-    2. The row of metrics is made, once, and the alarms look at it.
+    1. A state that is not finite ends the run. The state's arrays are digested, and the responses'
+       file is waited for.
+    2. The row of metrics is made, once, with the digests, and the alarms look at it.
     3. Where a run may resume, the session that carries responses on is closed: checkpoints have no
        keys and values.
     4. A policy that no later step samples is evaluated.
-    5. The row is linked to the chain of the rows before.
-    6. A snapshot of state and progress is taken there, this row in it, and saved if it is due.
-    7. The row is written and shown. After a kill before this, the checkpoint's row is written.
+    5. A snapshot of state and progress is taken there, this row in it, and saved if it is due; the
+       last one is waited for, so that a run with its last row has its last checkpoint.
+    6. The row is written and shown. After a kill before this, the checkpoint's row is written.
     """
     config, step, rollouts = run.config, done.step, done.rollouts
     alarms.require_finite_state(state, step)
     sums = digests.sums_on_devices(state)
     with watch("save"):
-        made = run.record.digests()
         arrays = digests.described(state, sums)
+        digested = run.record.digests(arrays)
 
     retired = run.retire_solved(rollouts, progress)
     tokens = progress.sampled_tokens_total + rollouts.stats.sampled_tokens
@@ -133,8 +133,8 @@ def finish(
         retired_prompts=len(retired),
         seconds=(run.start_seconds if step == run.first_step else {}) | watch.seconds(),
     )
-    row, before = step_row(done), progress.row or {}
-    stopped = run.alarms.look(row, done, before)
+    row = step_row(done) | digested
+    stopped = run.alarms.look(row, done, before=progress.row or {})
 
     ends = step + 1 == config.num_steps
     resumable = ends or bool(stopped) or run.may_resume_at(step + 1)
@@ -145,7 +145,6 @@ def finish(
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         run.evaluate_alone(state, step + 1)
 
-    row = run.record.linked(row | made, before, arrays)
     progress = start.Progress(rollouts.cursor, tokens, row, rollouts.carried, retired, session)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))

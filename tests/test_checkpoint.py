@@ -3,6 +3,7 @@
 import concurrent.futures
 import errno
 import gc
+import hashlib
 import pathlib
 import shutil
 import time
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from processes import started
 from test_learner import LEARNING
 
@@ -26,6 +27,8 @@ from dapo_jax.run.checkpoint import (
     save_params,
 )
 from dapo_jax.run.failures import explain
+from dapo_jax.run.metrics import LOGP, TOKENS, VERDICTS
+from dapo_jax.types import Group, Response, Verdict
 from sharding.hosts import RETRYABLE
 from sharding.mesh import make_mesh
 
@@ -461,6 +464,62 @@ def test_a_digest_changes_where_signs_rows_or_columns_are_exchanged():
     signs[[3, 40], [5, 6]] *= -1
     different = [array, signs, -array, array[::-1], array[:, ::-1], array.T, np.roll(array, 1, 1)]
     assert len({digests.of_block(other, (0, 0)) for other in different}) == len(different)
+
+
+def group_of(logp=(-1.5, -0.25), correct=True, tokens=(3, 7)) -> Group:
+    response = Response(
+        np.array(tokens, np.int32),
+        np.array(logp, np.float32),
+        True,
+        "text",
+        Verdict(correct, "4", "right"),
+    )
+    return Group(9, None, (response,))
+
+
+def test_samples_are_digested_by_what_they_are():
+    reward_PG = np.array([[1.0]])
+    first = digests.of_samples([group_of()], reward_PG)
+    tokens = b"[9, 2, true, []]\n" + b"\x03\0\0\0\x07\0\0\0"
+    assert first[TOKENS] == hashlib.sha256(tokens).hexdigest()
+    assert first[LOGP] == hashlib.sha256(b"\0\0\xc0\xbf\0\0\x80\xbe").hexdigest()
+    line = b'[true, "4", "right", null, null]\n' + b"\0\0\0\0\0\0\xf0?"
+    assert first[VERDICTS] == hashlib.sha256(line).hexdigest()
+    other_logp = group_of(logp=(-1.5, np.nextafter(np.float32(-0.25), np.float32(0))))
+    for group, key in (
+        (other_logp, LOGP),
+        (group_of(correct=False), VERDICTS),
+        (group_of(tokens=(3, 8)), TOKENS),
+    ):
+        found = digests.of_samples([group], reward_PG)
+        assert [k for k in found if found[k] != first[k]] == [key]
+    assert digests.of_samples([group_of()], reward_PG * 2)[VERDICTS] != first[VERDICTS]
+
+
+@pytest.mark.parametrize("sharding", [(), ("x",), (None, "x")])
+def test_digests_on_devices_are_those_of_a_manifest(sharding):
+    """Whatever the sharding: so a row names the checkpoint that its step ended with."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    rng = np.random.default_rng(0)
+    tree = {
+        "cube": jnp.asarray(rng.normal(size=(4, 8, 3)), jnp.float32),
+        "half": jnp.asarray(rng.normal(size=(8, 4)), jnp.bfloat16),
+        "count": jnp.int32(-5),
+    }
+    tree = {
+        name: jax.device_put(it, NamedSharding(mesh, PartitionSpec(*sharding[: it.ndim])))
+        for name, it in tree.items()
+    }
+    expected = {
+        name: [
+            digests.shape_text(it),
+            digests.text(sum(part for _, part in digests.of_shards(it, replicas=False))),
+        ]
+        for name, it in tree.items()
+    }
+    assert digests.of_json(digests.described(tree)) == digests.of_json(expected)
+    tree["half"] = tree["half"].at[2, 1].multiply(-1)
+    assert digests.of_json(digests.described(tree)) != digests.of_json(expected)
 
 
 # Checkpoint 2 has a file that process 1 alone reads, which is then cut.

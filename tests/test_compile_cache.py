@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dapo_jax.run import compile_cache
-from dapo_jax.run.chain import untimed
+from dapo_jax.run.metrics import untimed
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A process says what it loaded and compiled, and where that lies.

@@ -9,11 +9,7 @@ from experiments.faults import parts
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-# The audit's own tests tamper with rows and files one by one; here whole runs are tampered with.
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n == "tamper" else n for n in parts.NAMES]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", parts.NAMES)
 def test_every_fault_is_survived_and_said(name, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     part = parts.load(name)

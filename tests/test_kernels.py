@@ -10,8 +10,8 @@ import pytest
 from configs import tiny
 from dapo_jax import train
 from dapo_jax.run import build
-from dapo_jax.run.chain import CLOCKED
 from dapo_jax.run.files import read_rows
+from dapo_jax.run.metrics import CLOCKED
 from models.kernels import (
     KERNELS,
     flash_gpu,
@@ -123,7 +123,7 @@ def small_config(kernels):
 
 # What tells how full the cache is, of which plain XLA has less: a part is for copies of pages.
 OF_THE_CACHE = ("engine/occupancy", "engine/cache_use")
-OF_BITS = (*CLOCKED, "digest/", "chain")
+OF_BITS = (*CLOCKED, "digest/")
 
 
 class Noted(dict):

@@ -12,7 +12,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # room. A new room has to be given its floor here.
 FLOORS = (
     ("experiments",),
-    ("dapo_jax.audit",),
     ("dapo_jax.train", "dapo_jax.sweep"),
     ("dapo_jax.lifetime",),
     ("dapo_jax.evaluate", "dapo_jax.sample", "dapo_jax.convert", "dapo_jax.preflight"),

@@ -42,7 +42,7 @@ def test_due_and_forced_snapshots_are_saved(tmp_path):
     with snapshots(tmp_path, every_steps=3) as run:
         for step in range(1, 9):
             take(run, step, {"a": jnp.full(2, step)}, cursor=step, force=step == 8)
-    assert saved_steps(tmp_path) == [3, 6, 8]
+        assert saved_steps(tmp_path) == [3, 6, 8]  # the forced one before `take` returns
 
 
 def test_a_state_that_is_donated_after_the_snapshot_is_saved_as_it_was(tmp_path):
@@ -215,13 +215,19 @@ def test_a_failed_save_can_be_said_and_the_run_goes_on(tmp_path):
     assert len(said) == 1 and said[0].startswith("checkpoint 2 could not be saved: ")
     assert saved_steps(folder) == [1, 3]
 
+    full = Full(folder, keep=None)
     with (
         pytest.raises(OSError, match="No space left"),  # there is no next one due
-        Snapshots(
-            Full(folder, keep=None), every_steps=1, say=said.append, on_failed_save="continue"
-        ) as run,
+        Snapshots(full, every_steps=1, say=said.append, on_failed_save="continue") as run,
     ):
         take(run, 4, {"a": jnp.ones(1)})
+
+    with (
+        pytest.raises(OSError, match="No space left"),
+        Snapshots(full, every_steps=9, say=said.append, on_failed_save="continue") as run,
+    ):
+        take(run, 4, {"a": jnp.ones(1)}, force=True)
+        raise AssertionError("the run's last row, without its checkpoint")
 
 
 def test_any_exception_saves_the_newest_snapshot(tmp_path):

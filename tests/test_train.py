@@ -16,9 +16,8 @@ from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
 from dapo_jax.rollout import minibatches
 from dapo_jax.run import build, dry_run
-from dapo_jax.run.chain import CLOCKED
 from dapo_jax.run.files import read_rows
-from dapo_jax.run.metrics import METRICS
+from dapo_jax.run.metrics import CLOCKED, METRICS
 from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache
 from dapo_jax.tasks.tokenizer import load_tokenizer
@@ -247,6 +246,10 @@ def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, ca
     assert first.startswith(f"finished: 3 of 3 steps in {finished}; raise num_steps to go on")
     assert last == f"curves: {finished / 'curves.png'}"
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    killed = shutil.copytree(finished, tmp_path / "killed")  # after its last row
+    (killed / "curves.png").unlink()
+    train.train(small_config(), killed)
+    assert (killed / "curves.png").is_file()
     more = small_config()
     more.num_steps = 4
     assert train.finished_lines(more, finished, None) == []

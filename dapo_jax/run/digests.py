@@ -1,4 +1,4 @@
-"""Digests of arrays, which do not depend on their sharding, and of JSON.
+"""Digests of arrays, which do not depend on their sharding, of samples and of JSON.
 
 An array's digest is the sum of its elements' bits times an odd factor of their position, modulo
 2**64. So shards can be summed anywhere, by any process, and their sums added. Any one changed bit
@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.run.files import plain_value
+from dapo_jax.run.metrics import LOGP, TOKENS, VERDICTS
+from dapo_jax.types import Group
 from sharding import hosts
 
 MODULUS = 2**64
@@ -25,6 +28,27 @@ def of_json(value: Any) -> str:
     """Returns the digest of a JSON-able value, whatever the order of its keys."""
     as_read = json.loads(json.dumps(value))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def of_samples(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, str]:
+    """Digests all that a step sampled, bit by bit: tokens, log-probabilities and verdicts."""
+    tokens, logp, verdicts = (hashlib.sha256() for _ in range(3))
+    for group, reward_G in zip(groups, reward_PG, strict=True):
+        for response in group.responses:
+            about = [group.cursor, len(response.tokens_T), bool(response.stopped), response.ends]
+            tokens.update(_line(about))
+            tokens.update(np.ascontiguousarray(response.tokens_T, "<i4"))
+            logp.update(np.ascontiguousarray(response.behavior_logp_T, "<f4"))
+            verdict = response.verdict
+            grade = [verdict.correct, verdict.prediction, verdict.status, verdict.score]
+            verdicts.update(_line(plain_value([*grade, verdict.measures])))
+        verdicts.update(np.ascontiguousarray(reward_G, "<f8"))
+    found = zip((TOKENS, LOGP, VERDICTS), (tokens, logp, verdicts), strict=True)
+    return {key: digest.hexdigest() for key, digest in found}
+
+
+def _line(value) -> bytes:
+    return json.dumps(value, default=str).encode() + b"\n"
 
 
 def of_block(block: np.ndarray, starts: tuple[int, ...]) -> int:

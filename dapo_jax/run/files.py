@@ -6,9 +6,9 @@ Host only. Numbers arrive as Python or 0-d array scalars; everything on disk is 
 import contextlib
 import datetime
 import gzip
-import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import socket
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import filelock
 
-from dapo_jax.run import chain
+from dapo_jax.run.metrics import DIGESTS
 
-LOG = "log.txt"
+LOG, LOCK = "log.txt", "run.lock"
 MAX_LINE_BYTES = 2**28  # of a gzip file; the rows of a long run have some MB
 FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
 
@@ -32,7 +32,7 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
     file system has none (a bucket mounted as a folder), the lock file of a dead host is removed by
     hand.
     """
-    path = pathlib.Path(folder, chain.LOCK)
+    path = pathlib.Path(folder, LOCK)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)
     try:
@@ -180,40 +180,37 @@ def read_json(path: str | os.PathLike) -> dict:
     return value
 
 
+def plain_value(value):
+    """A JSON-ready copy: 0-d arrays become Python scalars, NaN and infinities become None."""
+    if isinstance(value, Mapping):
+        return {key: plain_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item) for item in value]
+    if hasattr(value, "ndim"):
+        value = plain_value(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def json_line(row: Mapping) -> bytes:
     """One row as a line of strict JSON; a float reads back as the same double."""
-    return json.dumps(chain.plain_value(row), allow_nan=False).encode() + b"\n"
+    return json.dumps(plain_value(row), allow_nan=False).encode() + b"\n"
 
 
-def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: int = 9) -> str:
+def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: int = 9) -> None:
     """Writes one response a line to a gzipped JSON-lines file, DIR/rollouts/<step>.jsonl.gz.
 
-    Returns the SHA-256 of its bytes. Equal rows give equal bytes (no time or name in the gzip
-    header). The file appears complete or not at all. NaN and infinities are written as null.
+    Equal rows give equal bytes (no time or name in the gzip header). The file appears complete or
+    not at all. NaN and infinities are written as null.
     level: of compression; 1 is seven times as fast as 9, for half as many bytes more.
     """
-    with atomic_file(path) as file:
-        hashed = _Hashed(file)
-        with gzip.GzipFile(
-            filename="", mode="wb", compresslevel=level, fileobj=hashed, mtime=0
-        ) as zipped:
-            for row in rows:
-                zipped.write(json_line(row))
-    return hashed.digest.hexdigest()
-
-
-class _Hashed:
-    """Writes to a file and keeps the digest of its bytes."""
-
-    def __init__(self, file):
-        self.digest, self._file = hashlib.sha256(), file
-
-    def write(self, data) -> int:
-        self.digest.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
+    with (
+        atomic_file(path) as file,
+        gzip.GzipFile(filename="", mode="wb", compresslevel=level, fileobj=file, mtime=0) as zipped,
+    ):
+        for row in rows:
+            zipped.write(json_line(row))
 
 
 def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
@@ -258,14 +255,6 @@ def read_rows(path: str | os.PathLike) -> list[dict]:
     FileNotFoundError.
     """
     return [row for _, row in _read_lines(pathlib.Path(path))]
-
-
-def write_seal(workdir: pathlib.Path) -> str:
-    """Writes seal.json of a run that has ended; returns its SHA-256."""
-    content = chain.as_written(chain.seal(workdir, read_rows(workdir / "metrics.jsonl")))
-    with atomic_file(workdir / chain.SEAL) as file:
-        file.write(content)
-    return hashlib.sha256(content).hexdigest()
 
 
 class Rows:
@@ -324,14 +313,14 @@ class Rows:
         Raises TypeError for a value that is not a number, ValueError for a step that does not come
         after the last one.
         """
-        row = chain.plain_value(row)
+        row = plain_value(row)
         step = row.get("step")
         if type(step) is not int:
             raise TypeError(f"a metrics row needs an integer 'step', got {step!r}")
         if self._steps and step <= max(self._steps):
             raise ValueError(f"step {step} is not after the last step {max(self._steps)}")
         for key, value in row.items():
-            if isinstance(value, str) and chain.is_text(key):
+            if isinstance(value, str) and key in DIGESTS:
                 continue
             if value is not None and not isinstance(value, (bool, int, float)):
                 raise TypeError(f"metric {key!r} of step {step} is not a number: {value!r}")

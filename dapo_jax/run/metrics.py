@@ -15,9 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.run import chain
 from dapo_jax.tasks.math_rules import GAVE_UP
 from dapo_jax.types import Response, Rollouts, RolloutStats
+
+CLOCKED = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")  # no two runs have these alike
+STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
+# The keys of a row that are no metrics: text each, in no curve.
+DIGESTS = {
+    STATE: "Of the digests of all weights and moments after the step, a checkpoint's `arrays`.",
+    TOKENS: "Of all sampled tokens.",
+    LOGP: "Of the bits of their log-probabilities.",
+    VERDICTS: "Of all verdicts and rewards.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +280,7 @@ METRICS: list[Metric] = [
     Metric("seconds/evaluate", "s",
            "The rest of an overlapped evaluation, after the rollout.",
            panel=SECONDS),
-    Metric("seconds/save", "s", "Digests of the state and of the responses' file.", panel=SECONDS),
+    Metric("seconds/save", "s", "Digests, and the wait for the responses' file.", panel=SECONDS),
     Metric("seconds/total", "s", "The whole step."),
     Metric("seconds_in_rollout/prefill", "s", "Prompts, on the devices."),
     Metric("seconds_in_rollout/decode", "s", "Blocks of decode steps, on the devices."),
@@ -333,10 +342,15 @@ def step_row(step: Step) -> dict[str, float]:
     }
 
 
+def untimed(row: Mapping) -> dict:
+    """Returns the part of a row that two runs of one recipe have alike."""
+    return {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
+
+
 def described() -> list[str]:
     """The table as lines of Markdown, for the README."""
     rows = [f"| `{metric.key}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
-    rows += [f"| `{key}` | SHA-256 | {meaning} |" for key, meaning in chain.KEYS.items()]
+    rows += [f"| `{key}` | SHA-256 | {meaning} |" for key, meaning in DIGESTS.items()]
     return ["| key | unit | meaning |", "|---|---|---|", *rows]
 
 

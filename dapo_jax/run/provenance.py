@@ -10,7 +10,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 
 import jax
 from ml_collections import ConfigDict
@@ -54,29 +53,13 @@ def this_start(config: ConfigDict) -> dict:
         },
         "config_sha256": config_digest(config),
         **hub.record(),
-        "steps_sha256": steps_digest(json.loads(config.to_json_best_effort())),
     }
 
 
 def config_digest(config: ConfigDict) -> str:
     """SHA-256 of the recipe: equal recipes have equal ones, in whatever order of the keys."""
-    return recipe_digest(json.loads(config.to_json_best_effort()))
-
-
-def recipe_digest(recipe: Mapping) -> str:
-    """The same of a recipe as config.json has it."""
+    recipe = json.loads(config.to_json_best_effort())
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-
-
-def steps_digest(recipe: Mapping) -> str:
-    """SHA-256 of what a recipe says of a step: all but how many there are, and what is saved.
-
-    With carry-over a checkpoint's step computes keys and values again.
-    """
-    of_step = {k: v for k, v in recipe.items() if k not in ("num_steps", "checkpoint")}
-    if recipe["rollout"].get("carry_over_steps"):
-        of_step["recomputes_every_steps"] = recipe["checkpoint"]["every_steps"]
-    return recipe_digest(of_step)
 
 
 def package_versions() -> dict[str, str]:

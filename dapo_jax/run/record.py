@@ -13,12 +13,12 @@ import jax
 from clu import parameter_overview
 from ml_collections import ConfigDict
 
-from dapo_jax.run import chain, digests
+from dapo_jax.run import digests
 from dapo_jax.run.build import Data, Programs
 from dapo_jax.run.display import Display, Sample, evaluation_line
 from dapo_jax.run.files import Rows, append_log, atomic_file, write_rollouts
 from dapo_jax.run.fit import padding_line
-from dapo_jax.run.metrics import TASK
+from dapo_jax.run.metrics import DIGESTS, STATE, TASK
 from dapo_jax.run.provenance import add_start
 from dapo_jax.run.start import Start
 from dapo_jax.run.writers import Writers
@@ -51,13 +51,9 @@ class Record:
         self._writers: Writers | None = None
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._files: concurrent.futures.Future | None = None
-        self.evaluated: dict[str, str] = {}  # the files of the evaluation in this step -> digest
 
     def __enter__(self) -> "Record":
         if hosts.is_main_host():
-            (self.workdir / chain.SEAL).unlink(missing_ok=True)  # the run continues
-            config = json.loads(self._config.to_json_best_effort())
-            write_json(self.workdir / "config.json", config)
             how = {"first_step": self._first_step, "origin": self._origin}
             add_start(self.workdir, self._config, **how)
             resume_step = self._first_step - 1 if self._first_step else None
@@ -65,6 +61,9 @@ class Record:
             resumed = self._first_step > self._begin_step
             if resumed and not self._rows.has(resume_step):
                 self._rows.write(self._last_row)
+            # Once the rows are cut: a killed run's look finished beside a recipe of fewer steps.
+            config = json.loads(self._config.to_json_best_effort())
+            write_json(self.workdir / "config.json", config)
             self._writers = Writers(
                 self._config.log.writers,
                 config,
@@ -93,42 +92,26 @@ class Record:
             self._files = self._background.submit(self._keep, step, rollouts, reward_PG)
 
     def _keep(self, step: int, rollouts: Rollouts, reward_PG) -> dict[str, str]:
-        found = chain.of_samples(rollouts.sampled, reward_PG)
         if _every(self._config.log.rollouts_every_steps, step):
-            name = f"rollouts/{step}.jsonl.gz"
             rows = rollout_rows(rollouts, reward_PG)
-            found[chain.DIGEST + name] = write_rollouts(self.workdir / name, rows, level=1)
-        return found
+            write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
+        return digests.of_samples(rollouts.sampled, reward_PG)
 
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of the step's samples and files once they are on disk.
+    def digests(self, arrays: Mapping) -> dict[str, str]:
+        """Returns the digests of the step's samples and state once its responses are on disk.
 
-        The main process has them alone. Raises the error of a write that failed.
+        arrays: `digests.described` of the state. The main process has them alone. Raises the error
+        of a write that failed.
         """
         if self._files is None:
             return {}
-        (evaluated, self.evaluated), (files, self._files) = (
-            (self.evaluated, {}),
-            (self._files, None),
-        )
-        return files.result() | evaluated
-
-    def linked(self, row: dict, before: Mapping, arrays: Mapping) -> dict:
-        """Returns a step's row with the state's digest, linked to the row before ({}: none).
-
-        The main process has the rows' digests alone; on others the row stays as it is.
-        """
-        if not hosts.is_main_host():
-            return row
-        row = row | {chain.STATE: digests.of_json(arrays)}
-        return row | {chain.CHAIN: chain.link(before.get(chain.CHAIN, ""), row)}
+        files, self._files = self._files, None
+        return files.result() | {STATE: digests.of_json(arrays)}
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
         if hosts.is_main_host() and self._config.log.eval_responses:
-            name = f"{finished_steps}.{name}"
-            digest = write_responses(self.workdir, name, groups)
-            self.evaluated[f"{chain.DIGEST}eval/{name}.jsonl.gz"] = digest
+            write_responses(self.workdir, f"{finished_steps}.{name}", groups)
 
     def results(
         self, finished_steps: int, results: dict, settings: Mapping[str, dict]
@@ -136,8 +119,7 @@ class Record:
         """Writes and shows an evaluation's scores; returns them as keys of a metrics row."""
         scores = result_row(results)
         if hosts.is_main_host():
-            digest = write_results(self.workdir, finished_steps, results, settings)
-            self.evaluated[f"{chain.DIGEST}eval/{finished_steps}.json"] = digest
+            write_results(self.workdir, finished_steps, results, settings)
             self._writers("evaluation", finished_steps, scores)
         self.display.line(evaluation_line(finished_steps, scores))
         return scores
@@ -146,7 +128,7 @@ class Record:
         """Writes and shows a finished step's row, and every so many steps samples."""
         if hosts.is_main_host():
             self._rows.write(row)
-            self._writers("step", chain.numbers(row))
+            self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
         if self.shows_samples(row["step"]) and (shown := samples(rollouts, reward_PG)):
             self.display.samples(row["step"], shown)
             if hosts.is_main_host():
@@ -186,13 +168,13 @@ def banner(
 
 def write_results(
     workdir: pathlib.Path, finished_steps: int, results: dict, settings: Mapping[str, dict]
-) -> str:
+) -> None:
     """Writes training's scores of every evaluation set to eval/<finished rollout steps>.json.
 
-    settings: how each set was sampled and graded. Returns the SHA-256 of the file.
+    settings: how each set was sampled and graded.
     """
     document = {"step": finished_steps, "sets": results, "settings": settings}
-    return write_json(workdir / "eval" / f"{finished_steps}.json", document)
+    write_json(workdir / "eval" / f"{finished_steps}.json", document)
 
 
 def write_own_results(
@@ -221,12 +203,12 @@ def settings_label(settings: Mapping) -> str:
     return f"{few}_{settings['rules']}_s{settings['seed']}.{digest}"
 
 
-def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> str:
-    """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line; returns its SHA-256."""
+def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
+    """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line."""
     rows = (
         response_row(group, sample) for group in groups for sample in range(len(group.responses))
     )
-    return write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
+    write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
 
 
 def result_row(results: dict) -> dict[str, float]:
@@ -294,9 +276,7 @@ def _every(steps: int, step: int) -> bool:
     return steps > 0 and step % steps == 0
 
 
-def write_json(path: pathlib.Path, content: dict) -> str:
-    """Writes a JSON file; returns its SHA-256."""
-    data = chain.as_written(content)
+def write_json(path: pathlib.Path, content: dict) -> None:
+    """Writes a JSON file."""
     with atomic_file(path) as file:
-        file.write(data)
-    return hashlib.sha256(data).hexdigest()
+        file.write((json.dumps(content, indent=1) + "\n").encode())

@@ -105,13 +105,15 @@ class Snapshots:
             self._saver.join()
         self._stops.__exit__()
         if kind is None:
-            self._error = self._error or self._unsaved  # there is no next one due
-            self._raise_error()
+            self._raise_error(ends=True)
 
     def take(
         self, step: int, state: Any, progress: Progress, arrays: Mapping, *, force: bool = False
     ) -> None:
-        """Copies the state after `step` finished steps; saved if due, forced, or on a stop."""
+        """Copies the state after `step` finished steps; saved if due, forced, or on a stop.
+
+        Waits for a forced one, the run's last, to be saved.
+        """
         snapshot = Snapshot(step, host_copy(state), progress, arrays)
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS or self._error)
@@ -120,6 +122,9 @@ class Snapshots:
             if force or step % self._every_steps == 0:
                 self._pending.append(snapshot)
             self._changed.notify_all()
+            if force:
+                self._changed.wait_for(lambda: snapshot not in self._pending or self._error)
+                self._raise_error(ends=True)
 
     def _save_newest(self) -> None:
         """Asks for the newest snapshot, due or not: of all processes, the main one decides."""
@@ -132,9 +137,9 @@ class Snapshots:
             self._changed.notify_all()
         return None
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _raise_error(self, *, ends: bool = False) -> None:
+        if error := self._error or (ends and self._unsaved):  # at the end there is no next one due
+            raise error
 
     def _stop(self, name: str) -> None:
         with self._changed:

@@ -279,14 +279,6 @@ def forked(programs: build.Programs, ours: dict, origin: Origin) -> Start:
     return Start(origin.step, state, progress, epath.Path(directory), origin)
 
 
-def is_there(origin: Origin) -> bool:
-    """Returns whether the parent still has the checkpoint."""
-    try:
-        return (_parent(origin)[0] / str(origin.step)).is_dir()
-    except (ValueError, OSError):
-        return False
-
-
 def _parent(origin: Origin) -> tuple[epath.Path, dict]:
     """Finds the directory of a run's checkpoints: (directory, the run's recipe)."""
     file = origin.workdir / "config.json"

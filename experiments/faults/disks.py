@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from dapo_jax.run import checks, failures
-from dapo_jax.run.chain import LOCK, untimed
-from dapo_jax.run.files import Rows, atomic_file, locked, read_rows, remove_leftovers
+from dapo_jax.run.files import LOCK, Rows, atomic_file, locked, read_rows, remove_leftovers
+from dapo_jax.run.metrics import untimed
 from experiments.faults.config import get_config
 from experiments.faults.parts import Outcome, Part, compiled
 

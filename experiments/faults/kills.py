@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from dapo_jax.run.chain import untimed
 from dapo_jax.run.files import read_rows
+from dapo_jax.run.metrics import untimed
 from experiments.faults.parts import Outcome, Part, compiled
 
 KILLS_A_RUN = 10

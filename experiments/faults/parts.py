@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 # A module of this package each, in the order of the table; every one has its Part as PART.
-NAMES = ("kills", "flips", "inputs", "numbers", "answers", "disks", "processes", "tamper")
+NAMES = ("kills", "flips", "inputs", "numbers", "answers", "disks", "processes")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
 

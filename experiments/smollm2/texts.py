@@ -30,6 +30,7 @@ from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.report.compare import Quantity, interval_text, paired, signed, spread_text, table
 from dapo_jax.run import build, fit, policy
 from dapo_jax.run.files import read_json, read_rollouts
+from dapo_jax.sweep.runner import is_done
 from dapo_jax.types import Batch, Group, Response
 from experiments import study
 from models.transformer import abstract_params
@@ -110,7 +111,7 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
     Rows in the file of arms and seeds that have no run in the folder stay as they are.
     """
     points, steps = of_study.STUDY.plan().points(workdir), int(of_study.STUDY.settings["num_steps"])
-    runs = [p for p in points if (p.workdir / "seal.json").is_file()]
+    runs = [p for p in points if is_done(p)]
     if not runs:
         raise ValueError(f"--workdir={workdir} has no finished run of the study")
     config = policy.run_recipe(runs[0].workdir, trust_code=True)
