@@ -586,6 +586,33 @@ def test_the_summary_has_spreads_and_paired_intervals():
         markdown(_summary_runs(), baseline="c", title="A")
 
 
+@pytest.mark.parametrize(
+    ("key", "clipped", "why"),
+    [
+        ("algo.eps_high", 0.0, ": nothing was clipped high"),
+        ("algo.eps_high", 0.1, ""),
+        ("algo.eps_low", 0.0, ": nothing was clipped low"),
+        ("rollout.top_k", 0.0, ""),
+    ],
+)
+def test_arms_of_equal_bits_are_said_to_be_equal(key, clipped, why, tmp_path):
+    """A sweep of two clips that no ratio reached printed +0.0 [+0.0, +0.0], as if measured."""
+    runs = {}
+    for arm, seed, accuracy in [("a", 0, 0.5), ("a", 3, 0.5), ("b", 0, 0.5), ("b", 3, 0.6)]:
+        run = _table_run(arm, seed, accuracy)
+        run.config[key] = arm
+        part = {f"clip_fraction/{key[-4:].strip('_')}": clipped}
+        rows = [row | part | {"seconds/total": ord(arm)} for row in run.rows]
+        runs[f"{arm}/seed_{seed}"] = dataclasses.replace(run, rows=rows)
+    write_rows(tmp_path / "rows.jsonl.gz", runs)
+    for found in (runs, read_rows_file(tmp_path / "rows.jsonl.gz")):
+        text = markdown(found, title="Sweep")
+        (line,) = (line for line in text.splitlines() if " has the bits of " in line)
+        assert (
+            line == f"b has the bits of a in every row of seed 0: {key} changed nothing there{why}."
+        )
+
+
 def test_the_summary_leaves_out_what_is_not_finished():
     runs = _summary_runs() | {"b/seed_9": _table_run("b", 9, 0.99, steps=2)}
     text = markdown(runs, title="A")

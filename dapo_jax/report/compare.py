@@ -1,6 +1,7 @@
 """Arms compared over seeds: one number a run, means and spreads, differences from one arm."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,13 +9,15 @@ import numpy as np
 
 from dapo_jax.report import statistics
 from dapo_jax.report.runs import Run, by_arm, column, complete
-from dapo_jax.run.metrics import TASK
+from dapo_jax.run.metrics import TASK, untimed
 
 METHOD = f"""\
 Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter;
 "clipped high" over all steps; evaluations after the last step. Differences are of runs of one seed,
 d; their interval is Student's, 95 %: mean(d) ± t(n-1) · sd(d) / √n. * marks those that exclude
 zero, as one in twenty does without any effect."""
+
+CLIPS = {"algo.eps_high": "high", "algo.eps_low": "low", "algo.dual_clip": "dual"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +200,27 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
     return found
 
 
+def equal_lines(runs: Mapping[str, Run]) -> list[str]:
+    """Says which arms have the rows of an earlier arm bit by bit, on which seeds, and why."""
+    lines = {}
+    for (first, theirs), (arm, ours) in itertools.combinations(by_arm(runs).items(), 2):
+        seeds = [s for s in ours if s in theirs and _untimed(ours[s]) == _untimed(theirs[s])]
+        if arm in lines or not seeds:
+            continue
+        a, b = ours[seeds[0]].config, theirs[seeds[0]].config
+        keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+        sides = [CLIPS[key] for key in keys if key in CLIPS]
+        bound = any(column(ours[s].rows, f"clip_fraction/{x}").any() for s in seeds for x in sides)
+        why = f": nothing was clipped {' or '.join(sides)}" if sides and not bound else ""
+        text = f"{arm} has the bits of {first} in every row of seed {', '.join(map(str, seeds))}"
+        lines[arm] = f"{text}: {', '.join(keys)} changed nothing there{why}."
+    return list(lines.values())
+
+
+def _untimed(run: Run) -> list[dict]:
+    return [untimed(row) for row in run.rows]
+
+
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
     """Returns the tables of the complete runs, against the baseline arm; "": the first arm.
 
@@ -210,6 +234,7 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
         lines += [f"Left out, not finished: {'; '.join(short)}.", ""]
     if not kept:
         return "\n".join([*lines, "No run has finished.", ""])
+    lines += [line for equal in equal_lines(kept) for line in (equal, "")]
     for head, heads, rows in tables(kept, baseline=baseline or next(iter(known))):
         lines += [f"## {head}", "", *table(heads, rows), ""]
     return "\n".join([*lines, METHOD, ""])
