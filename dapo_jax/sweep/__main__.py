@@ -48,7 +48,7 @@ def sweep(
         plans.check_same(plan, folder)
         plans.write(plan, folder)
         points = plan.points(folder, single_device=jobs > 1)
-        runner = Runner(folder, points, jobs=jobs, retries=retries, program=program, say=say)
+        runner = Runner(points, jobs=jobs, retries=retries, program=program, say=say)
         done = f"; {runner.done} of {len(points)} runs are done" if runner.done else ""
         say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {jobs} at once{done}")
         with Signals(runner.stop):

@@ -1,6 +1,6 @@
 """Runs the points of a sweep, each in its own process: some at once, stopped, resumed and retried.
 
-Host only. points.jsonl in the sweep's folder gets a line an attempt.
+Host only.
 """
 
 import collections
@@ -20,12 +20,11 @@ from rich.markup import escape
 
 from dapo_jax.printable import printable
 from dapo_jax.run.display import format_duration
-from dapo_jax.run.files import append_line, read_rows
+from dapo_jax.run.files import read_rows
 from dapo_jax.sweep.plan import Point
 from sharding import hosts
 
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
-ATTEMPTS = "points.jsonl"
 LOG = "output.txt"  # log.txt is the run's own
 PROGRESS_SECONDS = 5.0  # between two looks at the running points, for a terminal
 AGAIN_LIMIT = 5  # status 75 more often in a row is a failure
@@ -39,7 +38,6 @@ class Runner:
     done: the number of points that are. failed: point -> the last lines of its log.
 
     Args:
-        folder: the sweep's.
         points: in the order to run them; those that are done are left alone.
         jobs: the number of runs at once; each is bound to its share of the cores.
         retries: how often a failed point is run again, after all others.
@@ -50,7 +48,6 @@ class Runner:
 
     def __init__(
         self,
-        folder: pathlib.Path,
         points: Sequence[Point],
         *,
         jobs: int,
@@ -59,7 +56,7 @@ class Runner:
         say: Callable[[str], None] = print,
         again_seconds: float = AGAIN_SECONDS,
     ):
-        self._folder, self._points, self._jobs = folder, len(points), jobs
+        self._points, self._jobs = len(points), jobs
         self._retries, self._program = retries, program
         self._say, self._again_seconds = say, again_seconds
         self._waiting = collections.deque(point for point in points if not is_done(point))
@@ -87,7 +84,6 @@ class Runner:
 
         A terminal sees below the lines of `say` how far the running ones are.
         """
-        (self._folder / ATTEMPTS).touch()
         console = Console()
         wait = {"timeout": PROGRESS_SECONDS if console.is_terminal else None}
         wait["return_when"] = concurrent.futures.FIRST_COMPLETED
@@ -156,12 +152,10 @@ class Runner:
             status, error = 1, [f"ended with status 0 after {len(rows(point))} steps"]
         with self._lock:
             del self._running[process]
-            self._record(point, status, error, time.monotonic() - begin)
+            self._tell(point, status, error, time.monotonic() - begin)
         return status, error
 
-    def _record(self, point: Point, status: int, error: list[str], seconds: float) -> None:
-        line = {"arm": point.arm, "seed": point.seed, "status": status, "error": error}
-        append_line(self._folder / ATTEMPTS, line | {"seconds": round(seconds, 1)})
+    def _tell(self, point: Point, status: int, error: list[str], seconds: float) -> None:
         self.done += status == 0
         ends = {0: "done", hosts.RETRYABLE: "stopped and saved"}
         failed = f"killed by signal {-status}" if status < 0 else f"failed with status {status}"
