@@ -115,6 +115,13 @@ def test_with_partial_responses_no_slot_waits(lengths, seconds):
     assert simulate(lengths, carry_over_steps=4)[1] > 0  # what is under way, at each checkpoint
 
 
+@pytest.mark.parametrize(("steps", "seconds"), [(1, 16), (2, 10), (9, 7.5)])
+def test_a_step_waits_for_responses_that_are_old(steps, seconds):
+    """One takes 32 steps beside seven of 4, in eight slots: 60 tokens, or a part of the 32."""
+    how = {"slots": 8, "carry_over_steps": steps, "every_steps": 99}
+    assert simulate([32, *[4] * 7], **how) == (seconds, 0)
+
+
 def test_topologies_name_their_chips():
     assert chip_of("v5p:8x8x4").name == "v5p"
     assert chip_of("7x:4x4x4").name == chip_of("tpu7x:4x4x4").name == "tpu7x"

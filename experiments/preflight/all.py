@@ -64,7 +64,7 @@ def main(_):
         fits &= all(found.headroom >= 0 for found in compiled) and bool(compiled)
         changed = ", ".join(f"{key} {value}" for key, value in settings.items())
         where = topology + (f" x {slices}" if slices > 1 else "")
-        said = cells(compiled[0]) if compiled else ["does not compile", "", ""]
+        said = cells(compiled[0]) if compiled else ["does not fit", "", ""]
         table.append([recipe, where, changed, *said])
         print(table[-1], flush=True)
     print(f"\ncommit {common.commit()}\n{common.table(HEADER, table)}")
