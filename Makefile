@@ -47,7 +47,9 @@ test-all: test
 setup: $(STAMP)
 
 preflight: setup $(TPU_COMPILER)
-	.venv/bin/python -m experiments.preflight.estimate --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
+	.venv/bin/python -m dapo_jax.preflight --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
+	.venv/bin/python -m experiments.preflight.estimate --config=$(CONFIG) --topology=$(TOPOLOGY) \
+	  $(filter-out --suggest%,$(ARGS))
 
 preflight-all: setup $(TPU_COMPILER)
 	.venv/bin/python -m experiments.preflight.all $(ARGS)

@@ -25,7 +25,7 @@ def get_config(preset: str = ""):
     # A slot for every response of a step, or nearly: the longest ones begin at once, and nothing is
     # preempted up to a mean of 5,000 tokens (simulated).
     config.rollout.slot_tokens = 3_072
-    config.rollout.block_tokens = 32  # half as many blocks, of which the host takes 5 to 15 ms each
+    config.rollout.block_tokens = 32  # half as many blocks for the host to plan
     # Without longer rows a sixth of an update is padding: its last micro-batch is nearly empty.
     config.learner.row_lengths = 3
     config.learner.remat = "keep_products"

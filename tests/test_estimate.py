@@ -1,297 +1,125 @@
-"""Seconds by hand: rooflines, rings, and an engine that is simulated without tokens."""
+"""Seconds of a step by hand: FLOP and bytes of a tiny model, and the scheduler on known lengths."""
 
-import dataclasses
 import re
-import types
 
 import numpy as np
 import pytest
 from processes import ran
 
-from dapo_jax.preflight.chips import CHIPS, chip_of
+from configs import qwen2_5_0_5b
+from dapo_jax.preflight.chips import Chip, chip_of
 from dapo_jax.sampler.cache import Cache
-from experiments.preflight import measure
-from experiments.preflight.estimate import attention, ranges, render, rollouts, simulate
-from experiments.preflight.estimate.hlo_cost import Collective, Cost
+from experiments.preflight import estimate, measure
+from experiments.preflight.estimate import Device
+from models.qwen2 import PRESETS, Qwen2Config
 
-CHIP = dataclasses.replace(
-    CHIPS["v5e"], clock=1_000.0, hbm_rate=10.0, link_rate=2.0, dcn_rate=1.0, closes_at=4
-)
-EXACT = dataclasses.replace(simulate.FAST, cycles=1.0, links=1.0, hidden=0.0, rings=min)
-LINE = simulate.Slice(CHIP, (4, 8), tuple((x, y) for x in range(4) for y in range(8)))
-
-
-@pytest.fixture(autouse=True)
-def no_latency(monkeypatch):
-    monkeypatch.setattr(simulate, "COLLECTIVE_SECONDS", 0.0)
+CHIP = Chip("toy", hbm_bytes=1.0, hbm_rate=10.0, flop_rate=100.0)
+SIZES = (10, 4, 6, 2, 2, 1, 2)  # vocabulary, width, MLP; 2 layers; 2 heads, 1 of keys; 2 values
+# Two layers of queries 16 + 4, keys and values 8 + 2 each, output 16, MLP 72, norms 8; norm, head.
+WEIGHTS = 2 * (20 + 20 + 16 + 72 + 8) + 4 + 40
 
 
-def collective(kind, *, size, group=(0, 8, 16, 24), times=1.0, between_slices=False, waits=True):
-    """Over the first axis of LINE, which is a ring of 4 chips."""
-    groups = () if between_slices else (tuple(group),)
-    return Collective(kind, size, len(group), groups, waits, times)
+@pytest.mark.parametrize("tied", [False, True])
+def test_flop_and_bytes_of_a_tiny_model(tied):
+    """A token's keys and values have 16 bytes. Sequences of 3 and 2 tokens have 6 + 3 pairs."""
+    device = Device(CHIP, Qwen2Config(*SIZES, tie_embeddings=tied))
+    assert device.weights == WEIGHTS
+    read, keys = 2 * WEIGHTS / 10, 5 * 16 / 10
+    assert device.decode_seconds(3, 5) == pytest.approx(read + keys)
+    assert device.decode_seconds(20, 5) == pytest.approx(2 * WEIGHTS * 20 / 100 + keys)
+    flop = 6 * WEIGHTS * 8 + 12 * 9 * 2 * 2 * 2
+    assert device.update_seconds(8, [3, 2], 2) == pytest.approx(flop / 200)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("all-gather", 6.0), ("reduce-scatter", 6.0), ("all-reduce", 12.0), ("collective-permute", 8)],
-)
-def test_a_ring_passes_all_but_its_own_part(kind, expected):
-    """32 bytes over 4 chips at 4 bytes a second; an all-reduce is a scatter and a gather."""
-    assert LINE.exchange_seconds(collective(kind, size=32), EXACT) == expected
-    thrice = collective(kind, size=32, times=3)
-    assert LINE.exchange_seconds(thrice, EXACT) == 3 * expected
+def test_a_part_of_a_model_other_types_and_lora():
+    sizes = Qwen2Config(*SIZES[:5], 2, 2, tie_embeddings=True)
+    whole, half = (Device(CHIP, sizes, model_degree=n, value_bytes=4) for n in (1, 2))
+    assert half.decode_seconds(3, 5) == pytest.approx(whole.decode_seconds(3, 5) / 2)
+    lora = Device(CHIP, sizes, lora=True)
+    assert lora.update_seconds(8, [], 1) == pytest.approx(4 * lora.weights * 8 / 100)
 
 
-def test_parts_that_all_send_to_all_pass_others_on_their_way():
-    """64 bytes on each of a ring of 8 chips: 1, 1, 2, 2, 3, 3 and 4 links for parts of 8 bytes."""
-    ring = collective("all-to-all", size=64, group=range(8))
-    assert LINE.exchange_seconds(ring, EXACT) == 16 * 8 / (2 * CHIP.link_rate)
-
-
-def test_an_exchange_takes_time_to_begin(monkeypatch):
-    monkeypatch.setattr(simulate, "COLLECTIVE_SECONDS", 0.5)
-    assert LINE.exchange_seconds(collective("all-gather", size=32, times=3), EXACT) == 19.5
-
-
-def test_a_part_of_an_axis_is_no_ring():
-    """2 of the 4 chips pass 32 bytes to each other over one link."""
-    pair = collective("all-gather", size=32, group=(0, 8))
-    assert LINE.exchange_seconds(pair, EXACT) == 16 / 2
-
-
-def test_a_group_over_two_axes_uses_both_or_one():
-    """4 x 8 chips: at 8 bytes a second over both axes, at 4 over one."""
-    whole = collective("all-gather", size=32, group=range(32))
-    assert LINE.exchange_seconds(whole, EXACT) == 31 / 4
-    both = dataclasses.replace(EXACT, rings=sum)
-    assert LINE.exchange_seconds(whole, both) == 31 / 8
-
-
-@pytest.mark.parametrize(
-    ("chip", "shape", "closed"),
-    [
-        ("v5e", (8, 8), (False, False)),
-        ("v6e", (16, 16), (True, True)),
-        ("v5p", (2, 2, 4), (False, False, False)),
-        ("tpu7x", (4, 4, 4), (True, True, True)),
-    ],
-)
-def test_rings_close_where_the_slice_has_the_links(chip, shape, closed):
-    """v5e and v6e from 16 chips on along an axis, the others in slices made of whole cubes."""
-    for axis, is_ring in enumerate(closed):
-        line = [tuple(n * (a == axis) for a in range(len(shape))) for n in range(shape[axis])]
-        (rate,) = simulate.ring_rates(CHIPS[chip], shape, line)
-        assert rate == CHIPS[chip].link_rate * (2 if is_ring else 1)
-
-
-def test_eight_of_sixteen_chips_are_a_line():
-    """mesh.model = 8 in v6e:16x16."""
-    (rate,) = simulate.ring_rates(CHIPS["v6e"], (16, 16), [(x, 3) for x in range(8)])
-    assert rate == CHIPS["v6e"].link_rate
-
-
-def test_between_slices_the_network_is_slower():
-    over = collective("all-reduce", size=32, group=(0, 1), between_slices=True)
-    assert LINE.exchange_seconds(over, EXACT) == pytest.approx(32.0)
-
-
-def test_what_runs_behind_the_core_counts_in_the_slow_estimate_alone():
-    """5 s of core, 6 s waited for, 3 s behind; 20 bytes copied in 2 s behind the core."""
-    waited, behind = (
-        collective("all-gather", size=32),
-        collective("all-gather", size=16, waits=False),
-    )
-    cost = Cost(5_000.0, 20.0, (waited, behind))
-    assert LINE.seconds(cost, EXACT) == pytest.approx(5 + 6 + 3)
-    assert LINE.seconds(cost, dataclasses.replace(EXACT, hidden=1.0)) == pytest.approx(5 + 6)
-    assert LINE.seconds(cost, EXACT, kernels=4.0) == pytest.approx(5 + 4 + 6 + 3)
-    copied = dataclasses.replace(cost, copied_bytes=80.0)
-    assert LINE.seconds(copied, EXACT) == pytest.approx(8 + 6 + 3)
+def test_the_efficiencies_are_those_of_the_measured_times():
+    """One H200 at commit 5e82132: 4.8 TB/s and 989 TFLOP/s are published."""
+    h200 = Chip("h200", hbm_bytes=141e9, hbm_rate=4.8e12, flop_rate=989e12)
+    decode, update = [], []
+    for name, context, seconds in (
+        ("0.5b", 1_024, 3.02e-3),
+        ("0.5b", 4_096, 5.32e-3),
+        ("7b", 1_024, 11.52e-3),
+    ):
+        decode.append(Device(h200, PRESETS[name]).decode_seconds(256, 256 * context) / seconds)
+    for name, row, seconds in (
+        ("0.5b", 4_096, 0.301),
+        ("0.5b", 22_528, 2.93),
+        ("1.5b", 4_096, 0.591),
+    ):
+        update.append(Device(h200, PRESETS[name]).update_seconds(4 * row, [row] * 4, 1) / seconds)
+    assert (min(decode), max(decode)) == pytest.approx(estimate.DECODE, abs=0.005)
+    assert (min(update), max(update)) == pytest.approx(estimate.UPDATE, abs=0.005)
 
 
 def test_lengths_have_the_mean_that_was_asked_for():
-    mean = 1_000
-    length_PG = rollouts.response_lengths(mean, groups=400, group_size=16, longest=20_480, seed=1)
-    assert length_PG.shape == (400, 16)
-    assert length_PG.mean() == pytest.approx(mean, rel=0.01)
-    assert length_PG.min() >= 1
-    assert length_PG.max() <= 20_480
-    between = np.log(length_PG).mean(axis=1).std()
-    within = np.log(length_PG).std(axis=1).mean()
-    assert between == pytest.approx(rollouts.SIGMA_PROBLEMS, rel=0.15)
-    assert within == pytest.approx(rollouts.SIGMA_SAMPLES, rel=0.15)
+    how = {"groups": 400, "group_size": 16, "longest": 20_480, "seed": 1}
+    length_PG = estimate.response_lengths(1_000, **how)
+    assert length_PG.shape == (400, 16) and length_PG.mean() == pytest.approx(1_000, rel=0.01)
+    assert length_PG.min() >= 1 and length_PG.max() <= 20_480
+    between, within = np.log(length_PG).mean(axis=1).std(), np.log(length_PG).std(axis=1).mean()
+    assert between == pytest.approx(estimate.SIGMA_PROBLEMS, rel=0.15)
+    assert within == pytest.approx(estimate.SIGMA_SAMPLES, rel=0.15)
 
 
-def rollout(
-    lengths, *, slots=2, pages=100, group_size=1, simulate=rollouts.simulate_rollout, **changes
-):
-    """Groups of one response, or more, with a prompt that is not prefilled."""
-    sizes = {"slots": slots, "pages": pages, "prompt_pages": 1, "readers": group_size}
-    sizes |= {"page_tokens": 4, "block_tokens": 4, "max_prompt_tokens": 1}
-    cache = Cache(**sizes, max_response_tokens=32, carries=simulate is carrying)
-    how = {
-        "shards": 1,
-        "prompt_tokens": 1,
-        "step_seconds": {slots: lambda live_D, _: np.ones(len(live_D))},
-        "block_seconds": {slots: 0.5},
-        "copy_seconds": 0.0,
-    }
-    length_PG = np.reshape(lengths, (-1, group_size)).tolist()
-    return simulate(length_PG, cache, **how | changes)
-
-
-carrying = rollouts.simulate_carrying
-
-
-def test_slots_are_refilled_between_blocks():
-    """Lengths 8, 2, 3 in two slots: 4 steps (the second slot's last 2 idle), then 4 more."""
-    found = rollout([8, 2, 3])
-    assert (found.blocks, found.tokens, found.discarded_tokens) == (2, 13, 0)
-    assert found.seconds == pytest.approx(4 + 4 + 2 * 0.5)
-    assert found.occupancy == pytest.approx(13 / 16)
-
-
-def test_a_block_ends_with_its_last_response_and_shards_wait_for_each_other():
-    found = rollout([3, 1], shards=2, slots=1)
-    assert found.seconds == pytest.approx(3 + 0.5)
-    slow = rollout(
-        [3, 1], shards=2, slots=1, step_seconds={1: lambda live_D, _: np.array([1.0, 9.0])}
-    )
-    assert slow.seconds == pytest.approx(9 + 0.5)
-
-
-def test_copies_between_shards_take_their_time():
-    """Two groups of 4 on two shards: when the short one ends, two samples of one page move."""
-    how = {"shards": 2, "slots": 4, "group_size": 4}
-    free, costly = (rollout([8] * 4 + [4] * 4, **how, copy_seconds=n) for n in (0.0, 10.0))
-    assert costly.seconds == pytest.approx(free.seconds + 10)
-    assert costly.tokens == free.tokens == 4 * 8 + 4 * 4
-
-
-def test_a_step_costs_more_with_more_live_tokens():
-    found = rollout([8], slots=1, step_seconds={1: lambda live_D, _: 1.0 + live_D})
-    assert found.seconds == pytest.approx(4 * 1 + 4 * 5 + 2 * 0.5)
-
-
-def test_a_tail_runs_in_the_program_with_fewer_rows():
-    """Both slots for 4 steps of 1 second, then one for 8 of a quarter."""
-    seconds = {1: lambda live_D, _: np.full(1, 0.25), 2: lambda live_D, _: np.ones(1)}
-    found = rollout([4, 12], step_seconds=seconds, block_seconds={1: 0.1, 2: 0.5})
-    assert found.seconds == pytest.approx(4 * 1 + 0.5 + 2 * (4 * 0.25 + 0.1))
-
-
-def test_an_overlapped_evaluation_fills_idle_slots_and_its_steps_take_longer():
-    """A response of 8 tokens is there first; a step beside it takes 1 + 2 seconds.
-
-    Beside one response of 4 it adds 4 steps; beside two of 8, which need two slots, 8.
-    """
-    how = {"eval_PG": [[8]], "eval_seconds": lambda rows, slots_D: 2.0 * slots_D}
-    assert rollout([4]).seconds == pytest.approx(4 + 0.5)
-    assert rollout([4], **how).seconds == pytest.approx(8 * 3 + 2 * 0.5)
-    assert rollout([8, 8], **how).seconds == pytest.approx(8 * 3 + 8 * 1 + 4 * 0.5)
-
-
-def test_without_pages_the_youngest_is_preempted_and_recomputed():
-    """Two responses of 12 tokens take 3 pages each at the end; there are 4 beside the null page."""
-    found = rollout([12, 12], pages=5)
-    assert found.discarded_tokens > 0
-    assert found.tokens == 24 + found.discarded_tokens
-
-
-def test_with_carry_over_no_slot_waits_and_checkpoints_cost_what_is_computed_again():
-    """Lengths 8, 4 and 4 in two slots, two groups a step: 2 * 16 / 3 tokens, 4 a block and slot.
-
-    With a checkpoint after every step, one step of three begins with the long response half done.
-    """
-    how = {"simulate": carrying, "groups": 2, "carry_over_steps": 9}
-    found = rollout([8, 4, 4], every_steps=3, **how)
-    assert (found.tokens, found.occupancy) == (pytest.approx(32 / 3), 1)
-    assert found.seconds == pytest.approx(32 / 3 / 2 * (1 + 0.5 / 4))
-    every_step = rollout([8, 4, 4], every_steps=1, **how, refill_seconds=8.0)
-    assert every_step.seconds == pytest.approx(32 / 3 / 2 * (1 + 0.5 / 4) + 8 / 3, rel=0.03)
-
-
-def test_short_responses_beside_a_long_one_do_not_run_ahead_for_ever():
-    """The first step waits 32 steps for one response, while the other slot could begin eight.
-
-    All steps that were counted found theirs complete, and an estimate divided by their 0 tokens.
-    A mean of few steps was anything from 2 to 32 tokens, where 39 / 8 are trained on.
-    """
-    how = {"simulate": carrying, "groups": 1, "carry_over_steps": 1, "every_steps": 1}
-    found = rollout([32, 1, 1, 1, 1, 1, 1, 1], **how)
-    assert found.tokens == pytest.approx(39 / 8, rel=0.2)
-
-
-def test_a_group_goes_to_one_shard_and_what_waits_there_to_idle_ones():
-    found = rollout([4, 4, 4, 4], shards=4, slots=1, group_size=4)
-    assert (found.blocks, found.occupancy) == (1, 1.0)
-
-
-def test_micro_batches_are_those_of_the_packer():
-    """9 responses of 55 tokens, each behind 9 of its prompt: 2 fit a row of 128."""
-    how = {"prompt_tokens": 10, "row_lengths": (128,), "rows": 4}
-    length_PG = np.full((3, 3), 55)
-    segment_MBT = attention.micro_batches(length_PG, **how, share_prompts=False)
-    assert segment_MBT.shape == (2, 4, 128)  # 5 rows
-    two, one, none = (np.repeat([1, 2, 0], row) for row in ((64, 64, 0), (64, 0, 64), (0, 0, 128)))
-    np.testing.assert_array_equal(segment_MBT.reshape(8, 128), [two] * 4 + [one] + [none] * 3)
-    assert len(attention.micro_batches(length_PG[:2], **how, share_prompts=False)) == 1  # 3 rows
-
-
-def test_micro_batches_begin_with_the_rows_that_have_the_most_work():
-    """The packer begins with 7 tokens, but twice 6 have more pairs."""
-    how = {"prompt_tokens": 1, "row_lengths": (12,), "rows": 1, "share_prompts": False}
-    segment_MBT = attention.micro_batches(np.array([[6], [7], [6]]), **how)
-    np.testing.assert_array_equal(segment_MBT[:, 0], [[1] * 6 + [2] * 6, [1] * 7 + [0] * 5])
-
-
-SIZES = types.SimpleNamespace(num_heads=6, head_dim=16, num_layers=5)
-
-
-def attention_seconds(segment_MBT, *, remat="none", row_degree=1, model_degree=1):
-    """With a rate at which a product of a block of 2 x 2 tokens takes a second a head."""
-    how = {"row_degree": row_degree, "model_degree": model_degree, "flop_rate": 2 * 2 * 2 * 16}
-    return attention.attention_seconds(np.array(segment_MBT), SIZES, remat=remat, **how)
-
-
-@pytest.fixture
-def blocks_of_two(monkeypatch):
-    monkeypatch.setattr(attention.splash_tpu, "BLOCK_TOKENS", 2)
-    monkeypatch.setattr(attention, "STEP_SECONDS", 0.0)
+def simulate(lengths, *, slots=2, pages=200, group_size=1, shards=1, prompt_tokens=1, **changes):
+    """Blocks and pages of 4 tokens; a decode step takes a second for each 32 rows."""
+    carries = changes.get("carry_over_steps", 0) > 0
+    sizes = {"slots": slots, "pages": pages, "prompt_pages": 9, "readers": group_size}
+    sizes |= {"page_tokens": 4, "block_tokens": 4, "max_prompt_tokens": 5}
+    cache = Cache(**sizes, max_response_tokens=32, carries=carries)
+    how = {"shards": shards, "prompt_tokens": prompt_tokens}
+    how["decode_seconds"] = lambda rows, live_D: np.full(len(live_D), rows / 32)
+    return estimate.simulate(np.reshape(lengths, (-1, group_size)).tolist(), cache, **how | changes)
 
 
 @pytest.mark.parametrize(
-    ("segment_T", "visited"),
+    ("lengths", "how", "seconds"),
     [
-        ([1, 1, 1, 1, 1, 1], 6),  # all that lie below the diagonal or on it
-        ([1, 1, 2, 2, 3, 3], 3),
-        ([1, 1, 1, 2, 2, 2], 5),  # not the last queries with the first keys
-        ([1, 1, 1, 1, 0, 0], 4),  # padding: the diagonal
+        ([8, 2, 3], {}, 8),  # the third begins after 4 steps; a slot idles meanwhile
+        ([8, 8, 3], {}, 8 + 3),  # the tail
+        ([3, 1], {"shards": 2, "slots": 1}, 3),  # shards wait for each other
+        ([4] * 33 + [12], {"slots": 64}, 4 * 2 + 8),  # the last one in a program of 32 rows
+        ([4] * 4, {"shards": 4, "slots": 1, "group_size": 4}, 4),  # a group's samples spread
     ],
 )
-def test_attention_takes_its_products_of_visited_blocks(segment_T, visited, blocks_of_two):
-    """7 products, or 9 where forward is computed twice, of 6 heads in 5 layers."""
-    assert attention_seconds([[segment_T]]) == pytest.approx([visited * 7 * 30])
-    assert attention_seconds([[segment_T]], remat="full") == pytest.approx([visited * 9 * 30])
-    assert attention_seconds([[segment_T]], model_degree=2) == pytest.approx([visited * 7 * 15])
+def test_a_rollout_takes_the_steps_of_its_schedule(lengths, how, seconds):
+    assert simulate(lengths, **how) == (seconds, 0)
 
 
-def test_attention_takes_a_step_of_each_kernel_for_what_it_skips(blocks_of_two, monkeypatch):
-    """6 of 9 blocks; 2 kernels, or 3."""
-    monkeypatch.setattr(attention, "STEP_SECONDS", 1.0)
-    row = [[[1, 1, 2, 2, 3, 3]]]
-    assert attention_seconds(row) == pytest.approx([(3 * 7 + 6 * 2) * 30])
-    assert attention_seconds(row, remat="full") == pytest.approx([(3 * 9 + 6 * 3) * 30])
+def test_without_pages_a_response_is_sampled_again():
+    """Two responses of 12 tokens take 3 pages each at the end; there are 4 beside the null page."""
+    assert simulate([12, 12], pages=5)[0] > simulate([12, 12])[0] == 12
 
 
-def test_a_micro_batch_waits_for_the_device_with_the_most_attention(blocks_of_two):
-    """Rows with 6, 3, 5 and 3 blocks: on one device, two or four; the second has 3 in each."""
-    long, short, two = [1] * 6, [1, 1, 2, 2, 3, 3], [1, 1, 1, 2, 2, 2]
-    micro = [[long, short, two, short], [short] * 4]
-    for degree, blocks in ((1, [17, 12]), (2, [9, 6]), (4, [6, 3])):
-        expected = [7 * 30 * n for n in blocks]
-        assert attention_seconds(micro, row_degree=degree) == pytest.approx(expected)
+def test_a_step_reads_the_prompt_and_what_is_sampled():
+    """Two blocks: 4 tokens of the prompt, then 4 of the response more; a prompt is prefilled."""
+    read = {"decode_seconds": lambda rows, live_D: live_D}
+    assert simulate([8], prompt_tokens=5, **read) == (4 * 4 + 4 * 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seconds"), [([16, 4], 10), ([32, 4, 4, 4], 22), ([32, *[1] * 7], 16 + 7 * 2)]
+)
+def test_with_partial_responses_no_slot_waits(lengths, seconds):
+    """A step takes half of its tokens, whole blocks, in two slots; else it takes the longest."""
+    assert simulate(lengths, carry_over_steps=4, every_steps=99) == (seconds, 0)
+    assert simulate(lengths) == (max(lengths), 0)
+    assert simulate(lengths, carry_over_steps=4)[1] > 0  # what is under way, at each checkpoint
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(1, 16), (2, 10), (9, 7.5)])
+def test_a_step_waits_for_responses_that_are_old(steps, seconds):
+    """One takes 32 steps beside seven of 4, in eight slots: 60 tokens, or a part of the 32."""
+    how = {"slots": 8, "carry_over_steps": steps, "every_steps": 99}
+    assert simulate([32, *[4] * 7], **how) == (seconds, 0)
 
 
 def test_topologies_name_their_chips():
@@ -301,39 +129,68 @@ def test_topologies_name_their_chips():
         chip_of("v9:2x2")
 
 
-def estimate(*, minutes: tuple[float, float], headroom: float = 0.94) -> ranges.Estimate:
-    """An estimate of a recipe whose steps take so long and leave so much memory."""
-    of_steps = dict.fromkeys((f.name for f in dataclasses.fields(simulate.Step)), 0)
-    steps = tuple(simulate.Step(**of_steps | {"rollout": 60 * time}) for time in minutes)
-    found = types.SimpleNamespace(headroom=headroom)
-    return ranges.Estimate(found=found, costs={}, slice=LINE, steps=steps, runs=([], []))
+@pytest.mark.parametrize(
+    ("topology", "settings", "shape"),
+    [
+        ("v5p:8x8x4", {"model": 8}, (1, 32, 8)),
+        ("v5e:2x4", {"slices": 2}, (2, 8, 1)),
+        ("tpu7x:2x2x1", {"data": 4, "model": 2}, (1, 4, 2)),  # two devices a chip
+        ("v5e:2x4", {"model": 3}, r"mesh.model = 3 do not cover the 8 devices of --topology=v5e"),
+        ("v5e:2x4", {"data": 4}, r"mesh.data = 4 and mesh.model = 1 do not cover the 8 devices"),
+        ("v5e:2xa", {}, r"--topology=v5e:2xa: give the chips along each axis, as in v5p:8x8x4"),
+        ("v5e", {}, r"--topology=v5e: give the chips"),
+    ],
+)
+def test_a_mesh_covers_the_topology_or_is_refused(topology, settings, shape):
+    config = qwen2_5_0_5b.get_config()
+    config.mesh.update(settings)
+    if isinstance(shape, tuple):
+        assert tuple(estimate.mesh_of(config, topology).shape.values()) == shape
+        return
+    with pytest.raises(ValueError, match=shape):
+        estimate.mesh_of(config, topology)
 
 
-def test_a_proposal_that_is_slower_or_does_not_fit_is_not_taken():
-    """For 0.5B on v5e:2x4 larger caches were proposed that made a step slower."""
-    recipe, slower = estimate(minutes=(2, 4)), estimate(minutes=(1.9, 4.2))
-    larger = estimate(minutes=(1, 2), headroom=-0.02)
-    candidates = {"recipe": recipe, "slower": slower, "larger": larger, "same": recipe}
-    assert ranges.fastest(candidates) == "recipe"
-    assert render.choice_lines(candidates, "recipe") == [
-        "recipe: 2.0 to 4.0 minutes a step, 94% free",
-        "slower: 1.9 to 4.2 minutes a step, 94% free",
-        "larger: 1.0 to 2.0 minutes a step, does not fit",
-        "same: 2.0 to 4.0 minutes a step, 94% free",
-        "the faster: recipe",
-        "",
-    ]
-    quicker = estimate(minutes=(1.5, 3))
-    assert ranges.fastest({"recipe": recipe, "quicker": quicker}) == "quicker"
+@pytest.mark.parametrize("given", [["0.5"], ["0.5", "0"], ["0.5", "1.2"], ["0.5", "x"], ["1"] * 3])
+def test_efficiencies_are_two_shares(given):
+    assert estimate.efficiencies(["0.5", "1"]) == ((0.5, 0.5), (1, 1))
+    with pytest.raises(ValueError, match=rf"^--efficiency={','.join(given)}: give two shares, as"):
+        estimate.efficiencies(given)
 
 
-def test_measured_programs_stand_beside_their_estimate():
-    """A step of 2 ms where 1 to 4 were estimated, 8 ms a block of 16 included: 1.5 to 4.5."""
-    found = {"decode": measure.Measured(2e-3, turns=16), "reshard": measure.Measured(5e-3)}
-    estimated = {"programs": {"decode": {"seconds": {"fixed": [8e-3] * 2, "turn": [1e-3, 4e-3]}}}}
-    assert measure.table(found, estimated).splitlines()[2:] == [
-        "| a turn of decode | 2.00 | 1.50 to 4.50 | 0.44 to 1.33 |",
-        "| reshard | 5.00 | - | - |",
+def seconds_of(*given, **how):
+    """Runs the command on a small recipe: {part: (low, high)}, and what it says."""
+    small = ["num_prompts=8", "group_size=4", "generation_prompts=8", "max_response_tokens=256"]
+    settings = [*(f"rollout.{it}" for it in small), "algo.overlong_cache_tokens=64"]
+    flags = [f"--config.{it}" for it in settings]
+    command = ("-m", "experiments.preflight.estimate", "--config=configs/qwen2_5_0_5b.py")
+    done = ran(*command, "--topology=v5e:2x2", *flags, *given, **how)
+    lines = re.findall(r"^(\w+) +([\d.]+) +([\d.]+)$", done.stdout, re.M)
+    return {name: (float(low), float(high)) for name, low, high in lines}, done
+
+
+def test_the_command_prints_a_table_and_what_it_leaves_out():
+    found, done = seconds_of()
+    assert list(found) == ["rollout", "update", "step"]
+    assert all(0 <= low < high for low, high in found.values())
+    for end in (0, 1):
+        parts = found["rollout"][end] + found["update"][end]
+        assert found["step"][end] == pytest.approx(parts, abs=0.11)
+    assert "left out: exchanges between chips" in done.stdout
+
+
+def test_the_command_takes_an_efficiency_and_refuses_a_mean_above_the_limit():
+    found, _ = seconds_of("--efficiency=0.01,0.02", "--config.algo.dynamic_sampling=False")
+    assert all(low == high > 0 for low, high in found.values())
+    _, done = seconds_of("--mean_response_tokens=300", status=1)
+    assert "--mean_response_tokens=300 is above rollout.max_response_tokens" in done.stderr
+
+
+def test_measured_programs_stand_beside_published_rates():
+    found = {"decode": measure.Measured(2e-3, 5e-4), "update": measure.Measured(0.5, None)}
+    assert measure.table(found).splitlines()[2:] == [
+        "| decode | 2.00 | 0.50 | 0.25 |",
+        "| update | 500.00 | - | - |",
     ]
 
 
@@ -341,6 +198,8 @@ def test_measured_programs_stand_beside_their_estimate():
 def test_a_recipes_programs_are_measured_on_the_devices_that_are_there():
     small = ["num_prompts=4", "group_size=4", "generation_prompts=4", "cache_mib=2"]
     flags = [f"--config.rollout.{setting}" for setting in small]
-    done = ran("-m", "experiments.preflight.measure", "--config=configs/tiny.py", *flags)
-    for name in ("reshard", "prefill[1]", "a turn of decode", "a turn of update"):
-        assert re.search(rf"^\| {re.escape(name)} \| \d+\.\d\d \| - \| - \|$", done.stdout, re.M)
+    command = ("-m", "experiments.preflight.measure", "--config=configs/tiny.py")
+    done = ran(*command, "--topology=v5e:1x1", *flags)
+    for name in ("decode", "update"):
+        assert re.search(rf"^\| {name} \| \d+\.\d\d \| 0\.\d\d \| 0\.\d\d \|$", done.stdout, re.M)
+    assert re.search(r"^--efficiency=0\.\d\d,0\.\d\d$", done.stdout, re.M)

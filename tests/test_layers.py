@@ -33,7 +33,6 @@ HOST_ROOMS = (
     *("dapo_jax.sampler.cache", "dapo_jax.sampler.scheduler"),
     *("dapo_jax.run.metrics", "dapo_jax.run.files", "dapo_jax.run.display", "dapo_jax.report"),
     "dapo_jax.preflight.chips",
-    *(f"experiments.preflight.estimate.{name}" for name in ("hlo_text", "hlo_cost")),
 )
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "models", "sharding"}
 # Host rooms may not import these either: they compute with jax arrays.

@@ -1,6 +1,5 @@
 """A recipe through the real TPU compiler, and the messages where one does not fit."""
 
-import json
 import types
 
 import jax
@@ -25,26 +24,14 @@ from dapo_jax.preflight.compile import (
 )
 from dapo_jax.run import build
 from dapo_jax.run.dry_run import device_bytes
-from models.qwen2 import PRESETS
+from models.qwen2 import PRESETS, Qwen2Config
 
 needs_compiler = pytest.mark.skipif(
     not LIBTPU.exists(), reason="needs the TPU's compiler: `make preflight`"
 )
 # A model of two small layers, with biases, grouped heads and tied embeddings as the 0.5B has them.
-SMALL = {
-    "model_type": "qwen2",
-    "vocab_size": 4_096,
-    "hidden_size": 512,
-    "intermediate_size": 2_048,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-}
+SMALL = Qwen2Config(4_096, 512, 2_048, 2, 8, 2, 64, tie_embeddings=True)
 SMALL_SETTINGS = {
-    "model.preset": "",
     "rollout.num_prompts": 16,
     "rollout.max_prompt_tokens": 64,
     "rollout.max_response_tokens": 64,
@@ -54,61 +41,27 @@ SMALL_SETTINGS = {
     "learner.row_tokens": 128,
     "learner.micro_batch_rows": 8,
 }
-# The compiler does not try hard: a third of the seconds.
-QUICKLY = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1"}
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_recipe_that_fits_its_slice(tmp_path):
-    """Arguments and products are known by arithmetic; the compiler's temporaries must fit."""
-    recipe, topology = qwen2_5_0_5b.get_config(), "v5e:2x2"
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    settings = SMALL_SETTINGS | {"eval.every_steps": 0, "model.path": str(tmp_path)}
-    recipe.update_from_flattened_dict(settings)
-    sizes = build.model_sizes(without_weights(recipe))
-    done = ran(
-        *("-m", "experiments.preflight.estimate"),
-        "--config=configs/qwen2_5_0_5b.py",
-        *(f"--config.{key}={value}" for key, value in settings.items()),
-        f"--topology={topology}",
-        f"--json={tmp_path / 'a.json'}",
-        f"--png={tmp_path / 'a.png'}",
-        **QUICKLY,
-    )
-    assert "it fits" in done.stdout
-    assert "No TPU has confirmed them" in done.stdout
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["headroom"] >= examine.WANTED_HEADROOM
-
-    parameters, chips = examine.parameter_count(sizes), found["chips"]
-    phase = found["phases"]["decode"]
-    assert phase["state"] == pytest.approx(12 * parameters / chips, rel=0.01)
-    head = 2 * sizes.vocab_size * sizes.width  # the sampler's copy of the tied embedding
+def test_a_recipe_that_fits_its_slice(monkeypatch, request):
+    """Arguments are known by arithmetic; the compiler's temporaries must fit."""
+    recipe = qwen2_5_0_5b.get_config()
+    recipe.update_from_flattened_dict(SMALL_SETTINGS | {"eval.every_steps": 0})
+    monkeypatch.setitem(PRESETS, "0.5b", SMALL)
+    how = {"recipe": "small", "slices": None, "suggest": False, "say": print}
+    effort = "jax_exec_time_optimization_effort"  # a third of the seconds
+    jax.config.update(effort, -1.0)
+    request.addfinalizer(lambda: jax.config.update(effort, 0.0))
+    (found,) = examine.candidates(recipe, "v5e:2x2", **how).values()
+    assert found.headroom >= examine.WANTED_HEADROOM
+    parameters = examine.parameter_count(SMALL)
+    phase = next(phase for phase in found.phases if phase.name == "decode").parts
+    assert phase["state"] == pytest.approx(12 * parameters / found.chips, rel=0.01)
+    head = 2 * SMALL.vocab_size * SMALL.width  # the sampler's copy of the tied embedding
     assert phase["sampler's weights"] == pytest.approx(2 * parameters + head, rel=0.01)
     assert phase["keys and values"] <= recipe.rollout.cache_mib * 2**20
-
-    # What the core does takes at least what the products take, in decoding the weights' bytes if
-    # they take longer, and the logits written, and read three times.
-    chip, programs, slots = chip_of(topology), found["programs"], found["slots_a_shard"]
-    tokens = recipe.learner.micro_batch_rows / chips * recipe.learner.row_tokens
-    products = 8 * parameters * tokens  # forward, again for the backward pass, and backward
-    least = {
-        "update": products / chip.flop_rate,
-        "decode": max(2 * parameters / chip.hbm_rate, 2 * parameters * slots / chip.flop_rate)
-        + 4 * 4 * slots * sizes.vocab_size / chip.hbm_rate,
-    }
-    for name, seconds in least.items():
-        core = programs[name]["turn"]["cycles"] / chip.clock
-        assert core > 0.85 * seconds
-    assert not programs["decode"]["turn"]["collectives"]
-    gathered = [c for c in programs["update"]["turn"]["collectives"] if c["kind"] == "all-gather"]
-    assert sum(c["bytes"] * c["times"] for c in gathered) > 2 * parameters  # bfloat16
-    fast, slow = found["steps"]
-    assert slow["total"] > fast["total"] > fast["rollout"] > 0
-    responses = recipe.rollout.num_prompts * recipe.rollout.group_size
-    assert fast["sampled_tokens"] > responses * fast["mean_response_tokens"] * 0.9
 
 
 @needs_compiler
@@ -205,7 +158,7 @@ def verdict(monkeypatch, capsys, *, gib, suggest=False):
     def compile_programs(built, *, say):
         if (size := next(sizes)) is None:
             raise DoesNotFit("update: 17.2G of 15.75G")
-        return {"update": Program(device_bytes(built.state), int(size * GIB), "", 0.0)}
+        return {"update": Program(device_bytes(built.state), int(size * GIB), 0.0)}
 
     config = base.get_config()
     config.model.preset = "tiny"
@@ -249,8 +202,8 @@ def test_start_weights_are_counted_while_sampling(setting):
     built = build.programs(config, build.model_sizes(config).vocab_size, devices=jax.devices()[:1])
     start_weights = device_bytes(built.start_weights)
     state = device_bytes(built.state)
-    update = Program(state + start_weights + 7, 5, "", 0.0)
-    decode = Program(0, 3, "", 0.0)
+    update = Program(state + start_weights + 7, 5, 0.0)
+    decode = Program(0, 3, 0.0)
     phases = examine.memory_phases(built, {"decode": decode, "update": update})
     decoding, updating = phases
     assert decoding.parts["start weights"] == start_weights > 0

@@ -8,8 +8,7 @@ compiled ahead of time for the topology by the TPU's compiler. Printed are the b
 holds in each phase. Exit status: 0: it fits. 1: it does not; the setting to change is named.
 --suggest compiles the recipe with proposed settings too, and one of the two has to fit.
 
-Needs the package libtpu: `make preflight` installs it beside the environment. The seconds of a step
-are estimated by `python -m experiments.preflight.estimate`, which takes the same flags.
+Needs the package libtpu: `make preflight` installs it beside the environment.
 """
 
 import pathlib
@@ -23,25 +22,6 @@ from dapo_jax.run.recipe import define_config
 
 
 def main(_):
-    found = compile_candidates()
-    for name, one in found.items():
-        if flags.FLAGS.suggest:
-            print(f"{name}:")
-        print("\n".join([*render.lines(one), *render.verdict_lines(one, seconds=one.seconds)]))
-    if all(one.headroom < 0 for one in found.values()):
-        sys.exit(1)
-
-
-def define_flags() -> None:
-    """Defines --config, --topology, --slices and --suggest."""
-    define_config()
-    flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
-    flags.DEFINE_integer("slices", None, "The number of slices; the recipe's mesh.slices.")
-    flags.DEFINE_bool("suggest", False, "Compile the recipe with proposed settings too.")
-
-
-def compile_candidates() -> dict[str, examine.Findings]:
-    """Compiles the command line's recipe; exits with status 1 where nothing could be compiled."""
     given = flags.FLAGS
     found = examine.candidates(
         given.config,
@@ -54,9 +34,22 @@ def compile_candidates() -> dict[str, examine.Findings]:
     if not found:
         print(render.ADVICE)
         sys.exit(1)
-    return found
+    for name, one in found.items():
+        if given.suggest:
+            print(f"{name}:")
+        print("\n".join(render.lines(one)))
+    if all(one.headroom < 0 for one in found.values()):
+        sys.exit(1)
+
+
+def define_flags() -> None:
+    """Defines --config, --topology and --slices."""
+    define_config()
+    flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
+    flags.DEFINE_integer("slices", None, "The number of slices; the recipe's mesh.slices.")
 
 
 if __name__ == "__main__":
     define_flags()
+    flags.DEFINE_bool("suggest", False, "Compile the recipe with proposed settings too.")
     command.run(main)

@@ -7,7 +7,6 @@ environment.
 import concurrent.futures
 import contextlib
 import dataclasses
-import gzip
 import hashlib
 import importlib.util
 import json
@@ -17,7 +16,6 @@ import statistics
 import sys
 import time
 import types
-import zlib
 from collections.abc import Callable
 
 import jax
@@ -36,7 +34,7 @@ COMPILER_ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-KEPT = 200  # programs of this command and of earlier ones, up to some MB each
+KEPT = 200  # programs of this command and of earlier ones: their sizes
 # The mean prompt of the paper's training data, with Qwen2.5's tokenizer.
 PROMPT_TOKENS = 145
 
@@ -47,14 +45,10 @@ class DoesNotFit(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program on one device.
-
-    arguments, temporaries: bytes. text: its optimised, partitioned HLO.
-    """
+    """A compiled program on one device; arguments, temporaries: bytes."""
 
     arguments: int
     temporaries: int
-    text: str = dataclasses.field(repr=False)
     compile_seconds: float
 
 
@@ -169,16 +163,14 @@ def kept(name: str, lowered: jax.stages.Lowered, built: build.Programs) -> tuple
     JAX's own cache cannot give it back: it loads programs onto their devices, and none is there.
     """
     path = None
-    with contextlib.suppress(
-        OSError, EOFError, ValueError, TypeError, zlib.error
-    ):  # none, or broken
+    with contextlib.suppress(OSError, ValueError, TypeError):  # none, or broken
         path = compile_cache.default_folder().parents[1] / "preflight" / digest(lowered, built)
-        return Program(**json.loads(gzip.decompress(path.read_bytes()))), True
+        return Program(**json.loads(path.read_bytes())), True
     program = compiled(name, lowered)
     with contextlib.suppress(OSError, AttributeError):  # a full disk, or no folder at all
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with files.atomic_file(path) as file:
-            file.write(gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 1))
+            file.write(json.dumps(dataclasses.asdict(program)).encode())
         for old in sorted(path.parent.iterdir(), key=lambda it: it.stat().st_mtime)[:-KEPT]:
             old.unlink()
     return program, False
@@ -209,6 +201,5 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
     return Program(
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
-        text=program.as_text(),
         compile_seconds=seconds,
     )

@@ -13,7 +13,7 @@ ADVICE = (
 
 
 def lines(found: Findings) -> list[str]:
-    """Returns the mesh, the sampler's slots, and a table of the memory of each phase."""
+    """Returns the mesh, the sampler's slots, each phase's memory, the verdict and the advice."""
     built = found.built
     mesh = ", ".join(f"{axis} {size}" for axis, size in built.mesh.shape.items())
     cache = built.engine.cache
@@ -27,12 +27,10 @@ def lines(found: Findings) -> list[str]:
         sizes = (f"{phase.parts.get(name, 0) / GIB:{len(name) + 3}.2f}" for name in PARTS)
         out.append(f"{phase.name:22}{''.join(sizes)}{phase.total / GIB:9.2f}")
     hbm_gib = found.chip.hbm_bytes / GIB
-    return [*out, f"of {hbm_gib:.2f} GiB: {found.headroom:.1%} free in {found.fullest.name}"]
-
-
-def verdict_lines(found: Findings, *, seconds: float) -> list[str]:
-    """Returns the time that preflight took, the setting to change, and whether the recipe fits."""
-    out = [f"preflight took {seconds:.0f} s with JAX {jax.__version__}"]
+    out += [
+        f"of {hbm_gib:.2f} GiB: {found.headroom:.1%} free in {found.fullest.name}",
+        f"preflight took {found.seconds:.0f} s with JAX {jax.__version__}",
+    ]
     if found.headroom < WANTED_HEADROOM:
         out.append(f"less than {WANTED_HEADROOM:.0%} is free: {found.advice}")
     return [*out, "it fits" if found.headroom >= 0 else "it does not fit"]

@@ -16,7 +16,7 @@ from absl import app, flags
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.scheduler import Scheduler
 from experiments.benchmarks import common
-from experiments.preflight.estimate.rollouts import response_lengths
+from experiments.preflight.estimate import response_lengths
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("mean", 2_925, "Mean tokens of a response.")

@@ -1,25 +1,22 @@
 """Puts every recipe through the TPU's compiler: the table of experiments/preflight.
 
-    python -m experiments.preflight.all [--only=7b] [--folder=runs/preflight]
+    python -m experiments.preflight.all [--only=7b]
 
-The cases run one after the other, each by `python -m experiments.preflight.estimate`. Each leaves
-its JSON, its PNG and its output in the folder; results of earlier runs are taken from there. Exit
-status 1 if one does not fit.
+One after the other; programs that an earlier command has compiled are taken from there. Exit status
+1 if one does not fit.
 """
 
-import json
-import pathlib
-import subprocess
+import importlib
 import sys
 
 from absl import app, flags
 
+from dapo_jax.preflight import examine
+from dapo_jax.preflight.chips import GIB
 from experiments.benchmarks import common
-from experiments.preflight.estimate import render
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("only", "", "Cases with this in their names.")
-flags.DEFINE_string("folder", "runs/preflight", "Where results go.")
+flags.DEFINE_string("only", "", "Recipes with this in their names.")
 
 # recipe, topology, slices, settings beside the recipe's
 CASES = (
@@ -39,50 +36,38 @@ CASES = (
     ("qwen2_5_7b", "v4:4x4x4", 1, {}),
     ("qwen2_5_32b", "tpu7x:4x4x4", 1, {"learner.micro_batch_rows": 16}),
 )
+HEADER = ("recipe", "topology", "beside the recipe", "chips", "GiB sampling and update", "free")
 
 
-def name_of(recipe: str, topology: str, slices: int) -> str:
-    """Returns a case's name, which its files have."""
-    return f"{recipe}_{topology.replace(':', '_')}" + (f"_{slices}_slices" if slices > 1 else "")
-
-
-def examine(folder: pathlib.Path, recipe: str, topology: str, slices: int, settings) -> dict | None:
-    """Returns the JSON of a case; None where it does not fit or does not compile."""
-    name = name_of(recipe, topology, slices)
-    result = folder / f"{name}.json"
-    if not result.exists():
-        command = [
-            *(sys.executable, "-m", "experiments.preflight.estimate"),
-            f"--config=configs/{recipe}.py",
-            *(f"--topology={topology}", f"--slices={slices}", f"--json={result}"),
-            f"--png={folder / name}.png",
-            *(f"--config.{key}={value}" for key, value in settings.items()),
-        ]
-        with (folder / f"{name}.txt").open("w") as output:
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
-    return json.loads(result.read_text()) if result.exists() else None
-
-
-def row(recipe: str, topology: str, slices: int, settings, found: dict | None) -> list[str]:
-    """Returns a line of the table."""
-    where = topology + (f" x {slices}" if slices > 1 else "")
-    changed = ", ".join(f"{key} {value}" for key, value in settings.items())
-    return [recipe, where, changed, *render.table_row(found)]
+def cells(found: examine.Findings) -> list[str]:
+    """Returns what the table says of a recipe that compiles."""
+    sampling, update = (
+        max(p.total for p in found.phases if p.name.startswith("update") == updates) / GIB
+        for updates in (False, True)
+    )
+    return [
+        f"{found.chips}, TP {found.built.mesh.shape['model']}",
+        f"{sampling:.1f} and {update:.1f} of {found.chip.hbm_bytes / GIB:.1f}",
+        f"{found.headroom:.0%}",
+    ]
 
 
 def main(_):
-    folder = pathlib.Path(FLAGS.folder)
-    folder.mkdir(parents=True, exist_ok=True)
     table, fits = [], True
-    for case in CASES:
-        if FLAGS.only not in name_of(*case[:3]):
+    for recipe, topology, slices, settings in CASES:
+        if FLAGS.only not in recipe:
             continue
-        found = examine(folder, *case)
-        fits &= found is not None and found["headroom"] >= 0
-        table.append(row(*case, found))
+        config = importlib.import_module(f"configs.{recipe}").get_config()
+        config.update_from_flattened_dict(settings)
+        how = {"recipe": recipe, "slices": slices, "suggest": False, "say": lambda message: None}
+        compiled = list(examine.candidates(config, topology, **how).values())
+        fits &= all(found.headroom >= 0 for found in compiled) and bool(compiled)
+        changed = ", ".join(f"{key} {value}" for key, value in settings.items())
+        where = topology + (f" x {slices}" if slices > 1 else "")
+        said = cells(compiled[0]) if compiled else ["does not fit", "", ""]
+        table.append([recipe, where, changed, *said])
         print(table[-1], flush=True)
-    header = ["recipe", "topology", "beside the recipe", *render.TABLE_HEADER]
-    print(f"\ncommit {common.commit()}\n{common.table(header, table)}")
+    print(f"\ncommit {common.commit()}\n{common.table(HEADER, table)}")
     sys.exit(0 if fits else 1)
 
 

@@ -1,16 +1,12 @@
-"""Measures a recipe's programs on the devices of this host, and shows an estimate beside them.
+"""Measures decode steps and an update of a recipe on this host's devices, and their efficiency.
 
-    python -m experiments.preflight.measure --config=configs/qwen2_5_0_5b.py [--estimated=FILE.json]
+    python -m experiments.preflight.measure --config=configs/qwen2_5_0_5b.py [--topology=v5e:2x4]
 
-Weights are random, of the recipe's preset, and so are prompts: nothing is downloaded. FILE.json is
-what experiments.preflight.estimate --json=FILE.json writes for the same recipe and devices. Prints
-a table to paste into an issue. Contexts are short, so keys and values cost little; the estimate is
-without attention's kernels.
+Weights are random, of the recipe's preset, and so are prompts: nothing is downloaded. Prints a
+table to paste into an issue and, with --topology, the --efficiency=DECODE,UPDATE that
+experiments.preflight.estimate takes. Contexts are short, so keys and values cost little.
 """
 
-import functools
-import json
-import pathlib
 import time
 import types
 from collections.abc import Callable, Mapping
@@ -19,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
+from dapo_jax.preflight.chips import Chip, chip_of
 from dapo_jax.preflight.compile import decode_name, update_name, without_weights
 from dapo_jax.run import build, checks, command, fit
 from dapo_jax.run.recipe import define_config
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Group, Prompt
 from experiments.benchmarks import common
-from experiments.preflight.estimate.render import between
+from experiments.preflight.estimate import Device
 from sharding import hosts
 
 REPEATS = 3  # after one more; the best counts
@@ -33,51 +30,41 @@ BLOCKS = 4  # of decoding
 
 
 class Measured(NamedTuple):
-    """The best seconds of a program, or with `turns` of one of so many turns of its loop.
+    """The best seconds of a decode step or a micro-batch, and those at the chip's published rates.
 
-    A turn is a decode step or a micro-batch, with its part of what runs once beside the loop.
+    Either has its part of what runs once beside the loop.
     """
 
     seconds: float
-    turns: int | None = None
+    least: float | None
+
+    @property
+    def efficiency(self) -> float | None:
+        return self.least and self.least / self.seconds
 
 
-def measure(built: build.Programs, say: Callable[[str], None]) -> dict[str, Measured]:
+def measure(
+    built: build.Programs, chip: Chip | None, say: Callable[[str], None]
+) -> dict[str, Measured]:
     """Runs the programs with random weights and prompts."""
-    config, engine, vocab_size = built.config, built.engine, built.sizes.vocab_size
+    config, engine, sizes, mesh = built.config, built.engine, built.sizes, built.mesh
+    device = chip and Device(chip, sizes, mesh.shape["model"], lora=config.learner.lora_rank > 0)
+    vocab_size = sizes.vocab_size
     ids = types.SimpleNamespace(stop_ids=(vocab_size - 1,), pad_id=0, vocab_size=vocab_size)
     stream = Stream(build.key(config, build.ROLLOUT_STREAM), build.sampling(config, ids))
     say("compiling")
     update = built.compile_update()
     engine.compile(stream.sampling)
     state, start_weights = built.start_state(), built.load_start_weights()
-    params = built.reshard(state.params, start_weights)
-    best = functools.partial(common.best_seconds, repeats=REPEATS)
-    reshard = functools.partial(built.reshard, state.params, start_weights)
-    found = {"reshard": Measured(best(reshard))}
-
-    prompt_pages = engine.new_pages()[0]
-    for bucket in engine.cache.prompt_buckets:
-        say(f"prefill of {bucket} pages a prompt")
-        rows = engine.shards * engine.cache.prefill_rows(bucket)
-        tokens_RT = np.ones((rows, bucket * engine.cache.page_tokens), np.int32)
-        page_RI = np.zeros((rows, bucket), np.int32)  # cache.NULL_PAGE
-
-        def prefill(tokens_RT=tokens_RT, page_RI=page_RI):
-            nonlocal prompt_pages
-            prompt_pages = engine.prefill(params, prompt_pages, tokens_RT, page_RI)
-            return prompt_pages
-
-        found[f"prefill[{bucket}]"] = Measured(best(prefill))
-    del prompt_pages
-
+    params, found = built.reshard(state.params, start_weights), {}
     for rows in sorted({rows for rows, _ in engine.sizes}):
         say(f"decoding of {rows} rows")
-        slots = engine.shards * min(rows, engine.cache.slots)
-        groups, seconds = sampled(Session(engine, params, stream), built, slots)
-        name = decode_name(rows, engine.sizes[-1][0])
-        found[name] = Measured(seconds, config.rollout.block_tokens)
-    params = reshard = None  # an update has the memory to itself
+        slots = min(rows, engine.cache.slots)
+        groups, seconds = sampled(Session(engine, params, stream), built, engine.shards * slots)
+        live_tokens = slots * np.concatenate(list(map(sequences, groups))).mean()
+        least = chip and device.decode_seconds(rows, live_tokens)
+        found[decode_name(rows, engine.sizes[-1][0])] = Measured(seconds, least)
+    params = None  # an update has the memory to itself
 
     say("updates")
     count = config.rollout.num_prompts // config.updates_per_step
@@ -90,9 +77,17 @@ def measure(built: build.Programs, say: Callable[[str], None]) -> dict[str, Meas
         state, metrics = update(state, start_weights, batch, np.float32(1e-6))
         return metrics
 
-    turns = int(hosts.fetch(batch.num_micro))
-    name = update_name(batch.tokens_BT.shape[-1], config)
-    return found | {name: Measured(best(one_update) / turns, turns)}
+    num_micro, row_tokens = int(hosts.fetch(batch.num_micro)), batch.tokens_BT.shape[-1]
+    entries = num_micro * config.learner.micro_batch_rows * row_tokens
+    sequence_N = np.concatenate(list(map(sequences, some)))
+    least = chip and device.update_seconds(entries, sequence_N, mesh.size) / num_micro
+    seconds = common.best_seconds(one_update, repeats=REPEATS) / num_micro
+    return found | {update_name(row_tokens, config): Measured(seconds, least)}
+
+
+def sequences(group: Group) -> np.ndarray:
+    """Returns the tokens that the learner computes of the prompt with each response."""
+    return len(group.prompt.token_ids) - 1 + group.length_G
 
 
 def sampled(session: Session, built: build.Programs, slots: int) -> tuple[list[Group], float]:
@@ -116,43 +111,38 @@ def sampled(session: Session, built: build.Programs, slots: int) -> tuple[list[G
     return [group for group in groups if len(group.responses) == r.group_size], seconds
 
 
-def table(found: Mapping[str, Measured], estimated: Mapping | None) -> str:
-    """Makes the table of milliseconds, with the estimate and the ratio where there is one."""
-    rows = []
-    for program, (seconds, turns) in found.items():
-        of_program = (estimated or {"programs": {}})["programs"].get(program)
-        ends = of_program["seconds"]["fixed"] if of_program else ()
-        if of_program and turns:
-            of_turn = of_program["seconds"]["turn"]
-            ends = [turn + once / turns for turn, once in zip(of_turn, ends, strict=True)]
-        rows.append(
-            [
-                f"a turn of {program}" if turns else program,
-                f"{1e3 * seconds:.2f}",
-                between([1e3 * end for end in ends], ".2f") if ends else "-",
-                between([seconds / end for end in ends], ".2f") if ends else "-",
-            ]
-        )
-    return common.table(["program", "measured, ms", "estimated, ms", "ratio"], rows)
+def table(found: Mapping[str, Measured]) -> str:
+    """Makes the table of milliseconds."""
+    rows = [
+        [
+            name,
+            f"{1e3 * it.seconds:.2f}",
+            *([f"{1e3 * it.least:.2f}", f"{it.efficiency:.2f}"] if it.least else ["-", "-"]),
+        ]
+        for name, it in found.items()
+    ]
+    return common.table(["a turn of", "measured, ms", "at published rates, ms", "share"], rows)
 
 
 def main(_):
     start, given = time.perf_counter(), flags.FLAGS
-    config = without_weights(given.config)
+    config, chip = without_weights(given.config), given.topology and chip_of(given.topology)
     hosts.start(several=False, cpu_devices=config.mesh.cpu_devices)
     checks.check(config)
     for line in fit.fit_training(config):
         print(line)
     built = build.programs(config, build.model_sizes(config).vocab_size)
     checks.check_divides(config, built.mesh)
-    estimated = json.loads(pathlib.Path(given.estimated).read_text()) if given.estimated else None
-    found = measure(built, lambda line: print(line, flush=True))
+    found = measure(built, chip, lambda line: print(line, flush=True))
     where = f"{common.machine()}, mesh {dict(built.mesh.shape)}, commit {common.commit()}"
     recipe, seconds = given["config"].config_filename, time.perf_counter() - start
-    print(f"\n{recipe} on {where}; {seconds:.0f} s\n{table(found, estimated)}")
+    print(f"\n{recipe} on {where}; {seconds:.0f} s\n{table(found)}")
+    if chip:
+        decode, update = list(found.values())[-2:]
+        print(f"--efficiency={decode.efficiency:.2f},{update.efficiency:.2f}")
 
 
 if __name__ == "__main__":
     define_config()
-    flags.DEFINE_string("estimated", None, "A file of experiments.preflight.estimate --json.")
+    flags.DEFINE_string("topology", None, "What these devices are: v5e:2x4.")
     command.run(main)
