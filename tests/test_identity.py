@@ -120,7 +120,12 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path, name):
         ({"data.train.task": "mine.task:Task"}, "unrelated.py", ""),
         ({"model.family": "helper"}, "helper.py", "model.family: helper.py"),
         ({"algo.gate": "extra"}, "gates.py", "algo.gate: gates.py"),
-        ({"algo.gate": "of_recipe"}, "recipe.py", "algo.gate: of_recipe of recipe.py"),
+        ({"algo.gate": "of_recipe"}, "recipe.py", "algo.gate: the functions of recipe.py"),
+        (
+            {"data.train.task": "loose.task:Task"},
+            "loose/inner.py",
+            "data.train.task: loose/inner.py",
+        ),
         ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper.py"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
         ({}, "gates.py", "said: the metric mine: gates.py"),
@@ -129,16 +134,21 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path, name):
 def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, refusal):
     """A grader was edited between two starts, and the run went on with other rewards, in silence.
 
-    An edited gate of the recipe's file is refused too; what else the file has may change.
+    An edited gate of the recipe's file is refused too, compiled or not, with the functions that it
+    calls; what else the file has may change. A folder may have no __init__.py.
     """
     (tmp_path / "mine").mkdir()
+    (tmp_path / "loose").mkdir()
     files = {
         "mine/__init__.py": "",
         "mine/task.py": "import numpy\nfrom .units import ONE\ndef f():\n    import helper\n    1",
         **dict.fromkeys(["mine/units.py", "unrelated.py"], "ONE = 1\n"),
         "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
+        "loose/task.py": "from loose import inner\nfrom loose.inner import ONE\n",
+        "loose/inner.py": "ONE = 1\n",
         "gates.py": "def extra():\n    return 1\n",
-        "recipe.py": "LAYERS = 2\n\ndef of_recipe():\n    return 1\n",
+        "recipe.py": "import jax\nLAYERS = 2\n\ndef one():\n    return 1\n\n"
+        "@jax.jit\ndef of_recipe():\n    return one()\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -161,7 +171,9 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
     if refusal.startswith("said: ") or not refusal:
         assert "".join(said_of(identity_now(), old)).startswith(refusal.removeprefix("said: "))
         return
-    with pytest.raises(identity.OtherRunError, match=f"{refusal} differs.*a fork, which goes on"):
+    with pytest.raises(
+        identity.OtherRunError, match=rf"{refusal}\S* differs.*a fork, which goes on"
+    ):
         said_of(identity_now(), old)
     identity.require_parent(old, identity_now(), "checkpoint 5")
 
@@ -218,9 +230,16 @@ def test_a_section_that_a_run_may_change_may_be_new_to_it():
     old = identity_of()
     del old["recipe"]["alarms"]
     assert said_of(identity_of(), old) == []
-    del old["recipe"]["algo"]
-    with pytest.raises(identity.OtherRunError, match=r"algo\.dual_clip is 10\.0, but was None"):
-        said_of(identity_of(), old)
+
+
+def test_a_run_of_an_older_version_goes_on():
+    """It was refused for a key that is gone, and for one that is newer and has its default."""
+    old = identity_of()
+    old["recipe"]["rollout"]["gone"] = 0
+    del old["recipe"]["learner"]["decay"]
+    assert said_of(identity_of(), old) == []
+    with pytest.raises(identity.OtherRunError, match=r"learner\.decay is 'linear', but was 'none'"):
+        said_of(identity_of(**{"learner.decay": "linear"}), old)
 
 
 def test_fewer_steps_than_are_done_are_refused():

@@ -549,6 +549,8 @@ def test_an_exported_sentencepiece_model_has_its_ids_in_transformers(tmp_path):
     assert not (tmp_path / "tokenizer.model").exists()
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load(source)
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.stop_ids[0], ours.pad_id)
+    trusting = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+    assert trusting("a  b").input_ids == theirs("a  b").input_ids == ours.encode("a  b")
     assert load(tmp_path).stop_ids == ours.stop_ids
     asked = plain_text(templated("What is 12+3?", "dapo")) + "Answer: 15 <0x41> </s>"
     for text in [*TEXTS, asked, asked.replace(" ", "  "), "\u2581x"]:

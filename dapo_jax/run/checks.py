@@ -229,6 +229,9 @@ def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
     fill_open(ours, theirs)
     ours = json.loads(ours.to_json_best_effort())
     differing = recipe_differences(theirs, ours, but=MAY_CHANGE)
+    steps = theirs["num_steps"]
+    if config.learner.decay != "none" and config.num_steps != steps:  # the rate's last step
+        differing.append(f"num_steps is {config.num_steps}, but was {steps} (learner.decay)")
     _require(
         not differing,
         f"{workdir} holds a run of another recipe: {'; '.join(differing)}. Give the old "

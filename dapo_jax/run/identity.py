@@ -6,15 +6,17 @@ A fork (run/start.py) has its parent's model, seed and training data; its code m
 that of `evaluate`, `sample` and `convert` is what is there when they are given.
 """
 
-import contextlib
+import ast
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
-import modulefinder
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from typing import Any
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -80,30 +82,57 @@ def of_run(config: ConfigDict, data) -> dict:
 def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
     """Digests the files of custom modules, and of what these import, by key and file.
 
-    Of a gate or metric that the recipe's file defines, its own source: the file's keys may change.
-    What they import of installed packages and of this project is left out.
+    Of the recipe's own file its functions count, but for get_config, whose keys may change. What
+    is imported of installed packages and of this project is left out, or by a computed name.
     """
-    own_paths = [p for p in sys.path if {"site-packages", "dist-packages"}.isdisjoint(p.split("/"))]
     found: dict[str, dict[str, str]] = {}
-    for key, name, it in _custom(config):
-        of_key = found.setdefault(key, {})
-        if name in RECIPE_MODULES:
-            source = hashlib.sha256(inspect.getsource(it).encode()).hexdigest()[:32]
-            of_key[f"{it.__name__} of {pathlib.Path(inspect.getfile(it)).name}"] = source
+    for key, module, it in _custom(config):
+        files = found.setdefault(key, {})
+        if module not in RECIPE_MODULES:
+            _add_module(module, files)
             continue
-        finder = modulefinder.ModuleFinder(own_paths, excludes=[*sys.stdlib_module_names, *OURS])
-        with contextlib.suppress(ImportError, SyntaxError):  # elsewhere; broken and never used
-            finder.import_hook(name)
-        files = {module.__name__: module.__file__ for module in finder.modules.values()}
-        files[name] = importlib.util.find_spec(name).origin
-        for name, file in files.items():
-            if file:
-                last = "/__init__.py" * file.endswith("/__init__.py") or ".py"
-                of_key[name.replace(".", "/") + last] = of_file(epath.Path(file))
+        it = inspect.unwrap(it)
+        file = pathlib.Path(inspect.getfile(it if hasattr(it, "__code__") else type(it)))
+        text = file.read_text(encoding="utf-8")
+        kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+        nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+        nodes = [node for node in nodes if getattr(node, "name", "") != "get_config"]
+        _add(f"the functions of {file.name}", text, nodes, "", files)
     return found
 
 
-def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Callable | None]]:
+def _add_module(name: str, files: dict[str, str]) -> None:
+    spec, places = None, None
+    for i in range(1, 2 + name.count(".")):  # nothing is imported for it
+        if i > 1 and not places:
+            return  # a name in a module
+        spec = PathFinder.find_spec(".".join(name.split(".")[:i]), places)
+        places = spec and spec.submodule_search_locations
+    file = pathlib.Path((spec and spec.origin) or "")
+    if file.suffix == ".py" and {"site-packages", "dist-packages"}.isdisjoint(file.parts):
+        text = file.read_text(encoding="utf-8")
+        _add(f"{name.replace('.', '/')}.py", text, ast.parse(text).body, spec.parent, files)
+
+
+def _add(label: str, text: str, nodes: Sequence[ast.stmt], package: str, files: dict) -> None:
+    """Adds the digest of a file's statements, and of the modules that they import."""
+    if label in files:
+        return
+    source = "\n".join(ast.get_source_segment(text, node) for node in nodes)
+    files[label] = hashlib.sha256(source.encode()).hexdigest()[:32]
+    for node in itertools.chain.from_iterable(map(ast.walk, nodes)):
+        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+        if isinstance(node, ast.ImportFrom):
+            of = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = [of, *(f"{of}.{name}" for name in names)]
+        elif not isinstance(node, ast.Import):
+            continue
+        for name in names:
+            if name.partition(".")[0] not in (*OURS, *sys.stdlib_module_names):
+                _add_module(name, files)
+
+
+def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
     """Yields (key, module, function or None) of what a recipe names and is not this project's."""
     sets = {f"eval.sets.{name}": of for name, of in eval_settings(config).items()}
     named = [(f"{key}.task", it["task"]) for key, it in (mixture_settings(config) | sets).items()]
@@ -112,13 +141,14 @@ def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Callable | None]]:
     if config.model.family not in families.BUILT_IN:
         yield "model.family", config.model.family, None
     a = config.algo
-    functions = {f"{METRIC}{metric.key}": metric.value for metric in METRICS}
+    functions = {f"{METRIC}{metric.key}": metric.value for metric in METRICS if metric.value}
     functions |= {"algo.gate": losses.GATES[a.gate], "algo.ratio": losses.RATIOS[a.ratio]}
     functions["algo.advantage_scale"] = losses.ADVANTAGES[a.advantage_scale]
     for key, function in functions.items():
         function = getattr(function, "func", function)  # of a partial
-        if function and not function.__module__.startswith(("dapo_jax.", "models.")):
-            yield key, function.__module__, function
+        module = getattr(function, "__module__", None) or ""
+        if not module.startswith(("dapo_jax.", "models.")):
+            yield key, module, function
 
 
 def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from dapo_jax.run import build, checks, identity
 from dapo_jax.run.alarms import require_finite_start
 from dapo_jax.run.files import read_json
-from dapo_jax.run.recipe import complete, recipe_differences
+from dapo_jax.run.recipe import complete, current, recipe_differences
 from dapo_jax.tasks.tokenizer import Tokenizer
 from models import families
 from sharding import hosts
@@ -37,7 +37,7 @@ def run_recipe(workdir: pathlib.Path, *, trust_code: bool) -> ConfigDict:
     file = workdir / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
-    recipe = ConfigDict(read_json(file))
+    recipe = current(read_json(file))
     if not trust_code:
         require_built_in({"model.family": recipe.model.family}, families.BUILT_IN, file)
     complete(recipe)

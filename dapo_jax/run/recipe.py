@@ -5,7 +5,10 @@ name, and so is an argument that no flag takes: absl would leave it to the comma
 """
 
 import difflib
+import functools
 import inspect
+import json
+import operator
 import pathlib
 import re
 import shutil
@@ -68,6 +71,23 @@ def complete(config: ConfigDict) -> None:
             config[name] = found(value)
 
 
+def current(recipe: Mapping) -> ConfigDict:
+    """Returns a run's recipe as it is now: without keys that are gone, newer ones by default."""
+    config = ConfigDict(recipe, type_safe=False)
+    for name, _ in list(base.leaves(config)):
+        section, _, last = name.rpartition(".")
+        if base.key_of(name) is None:
+            del functools.reduce(operator.getitem, filter(None, section.split(".")), config)[last]
+    for name, key in base.KEYS.items():
+        section, _, last = name.rpartition(".")
+        if section and section not in config:
+            config[section] = ConfigDict(type_safe=False)
+        of = config[section] if section else config
+        if last not in of:
+            of[last] = key.default
+    return config
+
+
 def fill_open(config: ConfigDict, chosen: Mapping) -> None:
     """Takes what a recipe leaves open from the one that a run has in its config.json."""
     for name, value in base.leaves(config):
@@ -93,6 +113,7 @@ def recipe_differences(
     among, but: the beginnings of the keys that count, and of those that do not. before: the words
     for an old value.
     """
+    old, new = (json.loads(current(recipe).to_json_best_effort()) for recipe in (old, new))
     return [
         f"{name} is {b!r}, but {before.format(repr(a))}"
         for name, a, b in differences(old, new)

@@ -165,11 +165,12 @@ class SentencePieceTokenizer:
         self.vocab_size = self._processor.vocab_size()
         pieces = [self._processor.id_to_piece(id) for id in range(self.vocab_size)]
         if stop_tokens is None:
-            if self._processor.eos_id() < 0:
+            ends = [*_end_ids(file.parent, self.vocab_size), self._processor.eos_id()]
+            stop_tokens = [pieces[id] for id in ends if id >= 0]
+            if not stop_tokens:
                 raise ValueError(
                     f"{file} names no end-of-sequence token: set tokenizer.stop_tokens."
                 )
-            stop_tokens = [pieces[self._processor.eos_id()]]
         ids = {piece: id for id, piece in enumerate(pieces)}
         self.stop_ids = _stop_ids(stop_tokens, ids, file)
         pad_id = self._processor.pad_id()
@@ -199,9 +200,8 @@ def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[st
     config = {
         **named,
         "tokenizer_class": "PreTrainedTokenizerFast",
-        # Of code that is not there, nor asked for: without it transformers takes tokenizer.json
-        # beside a config.json of Qwen2 for Qwen2's, and splits texts as that does.
-        "auto_map": {"AutoTokenizer": [None, "none.None"]},
+        # Without it transformers splits texts as Qwen2 does, where config.json is of a Qwen2.
+        "auto_map": {"AutoTokenizer": [None, "tokenization.PreTrainedTokenizerFast"]},
     }
     with tempfile.TemporaryDirectory() as copy:
         pathlib.Path(copy, "tokenizer.model").write_bytes(model_file.read_bytes())
@@ -221,6 +221,7 @@ def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[st
     files = {
         "tokenizer.json": text,
         "tokenizer_config.json": json.dumps(config, indent=2),
+        "tokenization.py": "from transformers import PreTrainedTokenizerFast\n",
         "generation_config.json": json.dumps({"eos_token_id": ids["eos"]}),
     }
     for name, content in files.items():
