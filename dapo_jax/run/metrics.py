@@ -227,7 +227,7 @@ METRICS: list[Metric] = [
     Metric("engine/unused_tokens_fraction", "share",
            "Tokens that no update trains on; those that the next step continues do not count.",
            lambda s: 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)),
-    Metric("carry_over/groups", "groups", "Unfinished groups that continue in the next step.",
+    Metric("carry_over/groups", "groups", "Groups that continue in the next step.",
            lambda s: len(s.rollouts.carried) if s.carries else None, panel="groups"),
     Metric("carry_over/tokens", "tokens", "Tokens of these groups so far.",
            lambda s: s.carried_tokens if s.carries else None),
