@@ -274,7 +274,7 @@ KEYS = {
         "stop", "a failed save ends the run; or \"continue\": a run of one process goes on, one of "
         "several, which wait for each other in a save, ends", choices=("stop", "continue")),
 
-    "alarms.min_entropy": Key(1e-3, "nats; the alarms are listed in dapo_jax/run/README.md",
+    "alarms.min_entropy": Key(1e-3, "nats; python -m dapo_jax.run.alarms lists the alarms",
                               at_least=0),
     "alarms.max_ratio_gap": Key(0.0, "0: by the compute dtype", at_least=0),
 

@@ -3,7 +3,8 @@
 `require_finite` refuses weights before anything is computed from them. An alarm is a condition on
 a step's row of metrics.jsonl: a key `alarm/<name>` there, which counts the steps in a row, and a
 line for a person. All that an alarm knows of earlier steps is in the row before, which a checkpoint
-carries: a resumed run gives the alarms of an undisturbed one.
+carries: a resumed run gives the alarms of an undisturbed one. `python -m dapo_jax.run.alarms`
+prints the table.
 """
 
 import dataclasses
@@ -149,12 +150,13 @@ class Facts:
 class Alarm:
     """One alarm.
 
-    name: its key in a row is alarm/<name>. holds(row, facts): whether a step's row is of that
-    kind. text(row, facts): what is wrong, and which settings to look at. steps: how many of those
-    in a row make an alarm.
+    name: its key in a row is alarm/<name>. condition: in words, what `holds` computes.
+    holds(row, facts): whether a step's row is of that kind. text(row, facts): what is wrong, and
+    which settings to look at. steps: how many of those in a row make an alarm.
     """
 
     name: str
+    condition: str
     holds: Callable[[Mapping[str, Any], Facts], bool]
     text: Callable[[Mapping[str, Any], Facts], str]
     steps: int = 1
@@ -204,43 +206,54 @@ def _has_exploded(row, f: Facts) -> bool:
 
 # fmt: off
 ALARMS: tuple[Alarm, ...] = (
-    Alarm("skipped_updates", lambda row, f: row["updates_skipped"] > 0, lambda row, f: (
+    Alarm("skipped_updates", "An update was skipped: its loss or gradient is not finite.",
+          lambda row, f: row["updates_skipped"] > 0, lambda row, f: (
         f"{row['updates_skipped']} of {row['updates_skipped'] + row['updates']} updates were left "
         f"out, {row['updates_skipped_in_a_row']} in a row by now: {f.bad} was not finite. Look at "
         + f.values("learner.learning_rate", "learner.max_grad_norm", "learner.max_skipped_updates")
     )),
-    Alarm("not_finite_samples", lambda row, f: row["responses_not_finite"] > 0, lambda row, f: (
+    Alarm("not_finite_samples", "A sampled response has a log-probability that is not finite.",
+          lambda row, f: row["responses_not_finite"] > 0, lambda row, f: (
         f"{row['responses_not_finite']} responses were sampled with log-probabilities that are not "
         "finite: the policy's logits overflow. Lower " + f.values("learner.learning_rate")
     )),
-    Alarm("empty_updates", lambda row, f: row["updates_empty"] > 0, lambda row, f: (
+    Alarm("empty_updates", "An update has no token with any weight.",
+          lambda row, f: row["updates_empty"] > 0, lambda row, f: (
         f"{row['updates_empty']} updates had no token with any weight. Look at "
         + f.values("algo.overlong_filtering", "rollout.max_response_tokens")
     )),
-    Alarm("zero_gradients", lambda row, f: row["updates_zero_gradient"] == row["updates"] > 0,
-          lambda row, f: (
+    Alarm("zero_gradients", "The gradient of every update of the step is exactly zero.",
+          lambda row, f: row["updates_zero_gradient"] == row["updates"] > 0, lambda row, f: (
         f"the gradient of all {row['updates']} updates is exactly zero: nothing is learned. Look "
         "at " + f.values("algo.dynamic_sampling", "algo.eps_low", "algo.eps_high")
     )),
-    Alarm("no_answers", _is_answerless, _no_answers, steps=2),
-    Alarm("nothing_to_learn", lambda row, f: row["groups/informative"] == 0
-          and not _is_answerless(row), lambda row, f: (
+    Alarm("no_answers", f"Accuracy 0, and {ANSWERLESS:.0%} of the responses have no answer, in two "
+          "steps in a row.", _is_answerless, _no_answers, steps=2),
+    Alarm("nothing_to_learn", "No group has right and wrong responses, though answers are found.",
+          lambda row, f: row["groups/informative"] == 0 and not _is_answerless(row),
+          lambda row, f: (
         f"no group has right and wrong responses, at an accuracy of {row['accuracy/mean']:.1%}: "
         "the problems are too hard or too easy for this model. Look at data.train, "
         + f.values("model.path", "rollout.max_response_tokens")
     )),
-    Alarm("entropy_collapse", lambda row, f: row.get("entropy", math.inf) < _entropy_bound(row, f),
+    Alarm("entropy_collapse", f"Entropy below alarms.min_entropy, or {COLLAPSED:.0%} of the first "
+          "step's.", lambda row, f: row.get("entropy", math.inf) < _entropy_bound(row, f),
           lambda row, f: (
         f"the entropy is {row['entropy']:.2g} nats, below {_entropy_bound(row, f):.2g}: the policy "
         "hardly varies its responses. Raise " + f.values("algo.eps_high", "rollout.temperature")
         + " or lower " + f.values("learner.learning_rate", "alarms.min_entropy")
     )),
-    Alarm("entropy_explosion", _has_exploded, lambda row, f: (
+    Alarm("entropy_explosion", f"Entropy over {EXPLODED:.0%} of log(vocabulary), or over "
+          f"{GREW_FROM_NATS:g} nat and {GREW:g} times the first step's.",
+          _has_exploded, lambda row, f: (
         f"the entropy is {row['entropy']:.2f} nats of {f.uniform_nats:.2f} at most, and was "
         f"{row['entropy_first']:.2g} at first: the policy falls apart, or has no trained weights. "
         "Look at " + f.values("learner.learning_rate", "model.path")
     )),
-    Alarm("ratio_gap", lambda row, f: row.get("ratio_gap", 0.0) > f.ratio_gap, lambda row, f: (
+    Alarm("ratio_gap", "ratio_gap over alarms.max_ratio_gap (0: "
+          + ", ".join(f"{bound:g} in {dtype}" for dtype, bound in RATIO_GAP.items())
+          + "; no bound with top-p or top-k).",
+          lambda row, f: row.get("ratio_gap", 0.0) > f.ratio_gap, lambda row, f: (
         f"sampler and learner disagree: the first update's ratio is off by {row['ratio_gap']:.2g} "
         f"on average, over {f.ratio_gap:.2g}. Have all hosts the same model, data and settings? "
         "Look at " + f.values("model.kernels", "model.compute_dtype", "alarms.max_ratio_gap")
@@ -344,3 +357,7 @@ class Alarms:
         for line in alarm_lines(row, before, facts):
             self._say(line)
         return reason_to_stop(row, before, done.updates, facts)
+
+
+if __name__ == "__main__":
+    print("\n".join(f"{alarm.name:20}{alarm.condition}" for alarm in ALARMS))

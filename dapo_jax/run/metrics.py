@@ -1,7 +1,7 @@
 """The table of metrics: what each one means, how a step computes it, where a person sees it.
 
 A new metric is a row of METRICS and nothing else; metrics.jsonl, TensorBoard, the live line, the
-summary and the curves follow. `python -m dapo_jax.run.metrics` prints README.md's list.
+summary and the curves follow. `python -m dapo_jax.run.metrics` prints the table.
 Host only: no jax.
 """
 
@@ -227,7 +227,7 @@ METRICS: list[Metric] = [
     Metric("engine/unused_tokens_fraction", "share",
            "Tokens that no update trains on; those that the next step continues do not count.",
            lambda s: 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)),
-    Metric("carry_over/groups", "groups", "Groups that continue in the next step (carry-over).",
+    Metric("carry_over/groups", "groups", "Groups that continue in the next step.",
            lambda s: len(s.rollouts.carried) if s.carries else None, panel="groups"),
     Metric("carry_over/tokens", "tokens", "Tokens of these groups so far.",
            lambda s: s.carried_tokens if s.carries else None),
@@ -268,7 +268,7 @@ METRICS: list[Metric] = [
     Metric("grad_norm", "norm", "Global gradient norm before clipping.", form="{:.3g}",
            panel="gradient norm before clipping", summary="gradient norm"),
     Metric("ratio_gap", "ratio",
-           "Mean deviation of the first update's ratio from 1 (rounding), where tokens are fresh.",
+           "Mean |ratio - 1| in the first update, over the groups that began in this step.",
            lambda s: s.updates[0].get("ratio_gap") if s.taken and s.updates[0].get("fresh", 1)
            else None,
            panel="sampler/learner gap, mean |ratio - 1|", log=True),
@@ -348,10 +348,10 @@ def untimed(row: Mapping) -> dict:
 
 
 def described() -> list[str]:
-    """The table as lines of Markdown, for the README."""
-    rows = [f"| `{metric.key}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
-    rows += [f"| `{key}` | SHA-256 | {meaning} |" for key, meaning in DIGESTS.items()]
-    return ["| key | unit | meaning |", "|---|---|---|", *rows]
+    """Lists the keys of a row with unit and meaning, one a line, for a terminal."""
+    rows = [(metric.key, metric.unit, metric.meaning) for metric in METRICS]
+    rows += [(key, "SHA-256", meaning) for key, meaning in DIGESTS.items()]
+    return [f"{key:36}{unit:13}{meaning}" for key, unit, meaning in rows]
 
 
 class Stopwatch:
