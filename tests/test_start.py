@@ -375,3 +375,14 @@ def test_two_processes_fork_as_one_does_bitwise(tmp_path):
             assert process.returncode == 0, said
     parent, fork = (rows_without_timings(tmp_path / name) for name in ("parent", "fork"))
     assert fork == parent[1:]
+
+
+def test_the_last_step_of_a_decaying_rate_stays(tmp_path):
+    """A run of two steps was given a third, behind a rate that had ended at zero."""
+    config = small_config()
+    config.learner.decay = "linear"
+    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    checks.check_same_recipe(config, tmp_path)
+    config.num_steps += 1
+    with pytest.raises(ValueError, match=r"num_steps is \d+, but was \d+ \(learner\.decay\)"):
+        checks.check_same_recipe(config, tmp_path)
