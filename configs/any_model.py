@@ -5,8 +5,11 @@
     python -m dapo_jax.evaluate --model=DIR --workdir=runs/qwen --set=aime24:math:aime24.jsonl
 
 A training step takes 64 prompts x 8 responses, 4 updates of 128 responses. There is no evaluation
-set but yours. What is 0, -1, "" or "auto" here is chosen by the directory, the data and the devices
-(`dapo_jax.run.fit`); `train` prints it.
+set but yours. The directory, the data and the devices choose what is 0, -1, "" or "auto" here
+(`dapo_jax.run.fit`), and `train` prints it.
+
+Hardware: what holds the model. Minutes and result depend on the model and the data; `--dry_run`
+prints the memory.
 """
 
 from configs import base

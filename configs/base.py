@@ -1,7 +1,7 @@
 """Every configuration key once: default, meaning, bounds, and the section of the paper it is from.
 
-A recipe (tiny.py, qwen2_5_32b.py) starts from `get_config()` and sets what differs. `FILE:PRESET`
-on the command line applies a row of the paper's Table 1, or another paper's loss, to any recipe.
+A config (tiny.py, qwen2_5_32b.py) starts from `get_config()` and sets what differs. `FILE:PRESET`
+on the command line applies a row of the paper's Table 1, or another paper's loss, to any config.
 A new key is a line of KEYS; `--help`, the checks and its type on the command line follow.
 """
 
@@ -19,9 +19,9 @@ TINY32, MAX32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the least normal float32
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of a recipe.
+    """One key of a config.
 
-    default: its value where a recipe sets none. meaning: the text that `--help` prints.
+    default: its value where a config sets none. meaning: the text that `--help` prints.
     choices: the values that it may have, or the table of the code that lists them, "module:NAME".
     at_least, above, at_most: bounds of a number, which has to be finite in float32 too.
     kind: the type of a value whose default is None. open: the value that leaves it to the model
@@ -81,7 +81,7 @@ TABLE_1 = (
 )
 
 NO_DUAL_CLIP = 1e9  # above the largest ratio, e^20
-# The losses of other papers: what each one changes of a DAPO recipe. README.md has their index.
+# The losses of other papers: what each one changes of a DAPO config. README.md has their index.
 LOSS_PRESETS = {
     # arXiv 2503.20783: section 3.2, Listing 1, Table 6
     "dr_grpo": {
@@ -318,7 +318,7 @@ DATASET = {
 def get_config() -> ConfigDict:
     """The defaults: DAPO's settings (paper, section 4.1) where it has one.
 
-    It takes any value of any key: what is wrong in a recipe is said of all of it, when it is read.
+    It takes any value of any key. All that is wrong in a config is said when it is read.
     """
     config = ConfigDict(type_safe=False)
     for name, key in KEYS.items():
@@ -352,7 +352,7 @@ def dataset(**given) -> ConfigDict:
 
 
 def key_of(name: str) -> Key | None:
-    """Returns the declaration of a dotted key; None where a recipe has no such key."""
+    """Returns the declaration of a dotted key; None where a config has no such key."""
     section, _, last = name.rpartition(".")
     if section == "data.train" or section.startswith(("data.mixture.", "eval.sets.")):
         return DATASET.get(last)
@@ -360,7 +360,7 @@ def key_of(name: str) -> Key | None:
 
 
 def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of a recipe; the arguments of a task are one value."""
+    """Yields (dotted key, value) of a config; the arguments of a task are one value."""
     for name, value in config.items():
         if isinstance(value, ConfigDict) and name != "args":
             yield from leaves(value, f"{prefix}{name}.")
@@ -410,7 +410,7 @@ def _filled(config: ConfigDict, settings: ConfigDict, **defaults) -> dict:
 
 
 def apply_preset(config: ConfigDict, preset: str) -> ConfigDict:
-    """Makes a DAPO recipe one of PRESETS; "" changes nothing.
+    """Makes a DAPO config one of PRESETS; "" changes nothing.
 
     A row of Table 1 takes away what it does not have yet. Soft overlong punishment replaces
     overlong filtering, as in the best published run. One of LOSS_PRESETS changes the loss, and

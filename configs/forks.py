@@ -1,13 +1,15 @@
-"""A 1 M-parameter student that hesitates: the test bed on which each of DAPO's techniques acts.
+"""A 1 M-parameter policy on which each of DAPO's techniques can have an effect.
 
 python -m dapo_jax.train --config=configs/forks.py --workdir=runs/forks
 python -m dapo_jax.train --config=configs/forks.py:naive_grpo --workdir=runs/forks_grpo
 
-The mixture of all kinds of prompts (experiments/forks_base); another one by one flag:
+It trains on a mixture of four kinds of problems (experiments/forks_base). One flag chooses another:
 
     --config.data.train.args="{'road': 1.0}"
 
-It takes one CPU core, so that two runs fit on two.
+Hardware: one CPU core. Minutes: 6 for 62 steps of DAPO; the default is 50. Result of the 62 steps:
+mean@8 on held-out problems goes from 2.5 to 94.3 % (road) and from 34.8 to 79.5 % (long), in five
+seeds (commit 99ee084, experiments/equal_tokens).
 """
 
 from configs import base

@@ -6,13 +6,13 @@
 
 64 prompts x 8 responses of at most 4,096 tokens, 4 updates of 128 responses a rollout step.
 
-By XLA's compiler for an H100 an update needs 11.6 GB (0.5B), 34.6 (1.5B), 67.2 (3B), 24.1 (7B with
-LoRA). JAX takes three quarters of a GPU's memory. XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives it
-more, which 3B needs on 80 GB.
+Hardware: by XLA's compiler for an H100 an update needs 11.6 GB (0.5B), 34.6 (1.5B), 67.2 (3B), 24.1
+(7B with LoRA). JAX takes three quarters of a GPU's memory. XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
+gives it more, which 3B needs on 80 GB.
 
-Its programs ran on one H200 (commit 5e82132), as benchmarks: an update of four rows of 4,096 tokens
-takes 0.30 s with 0.5B, 0.59 s with 1.5B. A decode step of 256 slots with 1,024 tokens each takes
-3.0 ms with 0.5B, 11.5 ms with 7B. The recipe as a whole was not run.
+Minutes and result: the config as a whole was not run. On one H200 (commit 5e82132) an update of
+four rows of 4,096 tokens takes 0.30 s with 0.5B, 0.59 s with 1.5B. A decode step of 256 slots with
+1,024 tokens each takes 3.0 ms with 0.5B, 11.5 ms with 7B.
 """
 
 from configs import base

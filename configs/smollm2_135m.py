@@ -1,9 +1,11 @@
-"""SmolLM2-135M-Instruct learns sums on a laptop: the main job of `make real`.
+"""SmolLM2-135M-Instruct learns sums: what `make real` runs.
 
 python -m experiments.smollm2.fetch --to=runs/smollm2_135m
 python -m dapo_jax.train --config=configs/smollm2_135m.py --workdir=runs/real
 
-On two CPU cores held-out sums go from 3 to 78 % in 12 steps, 7 minutes.
+Hardware: two CPU cores, or one GPU. Minutes: 7 for 12 steps (commit 7264780); a step took 0.4 to
+0.8 s on an H200 (commit 5e82132). Result: mean@4 on held-out sums goes from 2.8 to 78.1 % (one
+seed, commit 7264780), and from 4.5 to 77.4 % on the H200.
 """
 
 from configs import base

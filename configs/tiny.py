@@ -1,7 +1,12 @@
-"""A 1 M-parameter student learns arithmetic on a laptop: the main job of `make train`.
+"""A 1 M-parameter policy learns arithmetic: what `make train` runs.
 
 python -m dapo_jax.train --config=configs/tiny.py --workdir=runs/tiny
 python -m dapo_jax.train --config=configs/tiny.py:naive_grpo --workdir=runs/tiny_grpo
+
+Hardware: two CPU cores, or one GPU. Minutes: 4 for 60 steps; a step took 0.17 to 0.31 s on an H200
+(commit 5e82132). Result: mean@8 on held-out problems goes from 27.5 to 93.9 %. Three seeds ended at
+93.7 to 94.1 % (commit 068cdfe, experiments/tiny_dapo); naive_grpo had 91.9 to 92.8 % after as many
+steps.
 """
 
 from configs import base
