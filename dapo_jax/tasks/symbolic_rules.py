@@ -38,6 +38,7 @@ MAX_NESTING = 25
 MAX_DIGITS = 60  # of one number in a formula
 MAX_EXPONENT = 10_000
 PRECISION = 1_000  # decimals; the library takes a smaller difference for none
+SERIES_PRECISION = 15  # of sums, products, integrals and limits, which take forever with more
 MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matrices
 
 # Where the answer is.
@@ -262,7 +263,8 @@ def _words(form: str) -> set[str]:
 
 _POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
 _TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{(][^{}^]{0,9}\d[) }]*\^|!!")
-_BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
+_SERIES = re.compile(r"\\(?:sum|prod|i?int|lim)")
+_BIG_OPERATOR = re.compile(rf"{_SERIES.pattern}|\\(?:binom|bigcup|choose)|!")
 _NUMBER = re.compile(r"\d+")
 _ZEROS = re.compile(r"(\d*[1-9])(0{30,})(?!\d)")
 
@@ -371,8 +373,9 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     if not gold:
         return Verdict(False, answer, "unreadable_ground_truth")
     equal = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
+    precision = SERIES_PRECISION if _SERIES.search(f"{answer}={truth}") else PRECISION
     correct = all(
-        math_verify.verify(*pair, numeric_precision=PRECISION, timeout_seconds=None)
+        math_verify.verify(*pair, numeric_precision=precision, timeout_seconds=None)
         for pair in equal
     )
     return Verdict(correct, answer, "correct" if correct else "wrong")
