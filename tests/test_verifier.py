@@ -389,7 +389,7 @@ Wait, that is wrong, it is 41.|The answer is not 42.|Actually the answer should 
 |That computation is wrong.|We were wrong.|We are wrong.|Wrong, it's 43|thats wrong|Not 42.
 |This contradicts the assumption, so it is wrong.|Not 42 but 43.|43, not 42.|It is 43, not 42.
 |The correct option is 43.|43 is the correct answer.|I change my answer to 43.|I take that back.
-|Ignore that; it's 43.|Never mind, 43.|The answer is option B.|The answer is **B**.
+|Ignore that; it's 43.|Never mind, 43.|The answer is option B.|The correct option is **B**.
 """
 
 

@@ -8,7 +8,6 @@ Two deliberate differences from the reference: a response without an answer has 
 string), and an empty prediction never equals an empty ground truth (its box mode rewards that).
 """
 
-import itertools
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -230,15 +229,16 @@ _HYPOTHESIS = re.compile(
     r"|without|you (?:could|may|might|would))\b"
 )
 _IT = "\ufffc"  # stands for the answer
-_THE_ANSWER = r"(?:\b(?:the|my|our|this|that|correct|right|final|actual|true) )++answer(?: above)?"
-_OPTION = r"\b(?:correct|right|actual|true) (?:option|choice|value|result|number)"
-_WORK = (  # on what is above, and its words in any order: my previous answer, the above
-    r"\b(?:the|my|our|this|that)(?: (?:above|previous|earlier|last|final|right|correct|actual|true"
-    r"|answer|result|solution|calculation|computation|derivation|reasoning|working|step|line)\b)++"
-    r"(?<!the last)(?<!the right)"
+_THE_ANSWER = (
+    r"(?:(?:\b(?:the|my|our|this|that|correct|right|final|actual|true) )++answer(?: above)?"
+    r"|\b(?:correct|right|true) (?:option|choice|value|result))"
+)
+_WORK = (  # what is above: my previous answer, the calculation, the above
+    r"\b(?:the|my|our|this|that)(?: (?:above|previous|earlier|last|final|correct|actual|answer"
+    r"|result|solution|calculation|computation|reasoning|working|step|line)\b)++(?<!the last)"
 )
 _FIRST = re.compile(
-    rf"(?i)({_IT}\W*(?:(?:so|but|and|oh|well|actually)\b\W*)?)(?!{_WORK})(?:it|that|this)(?=s?\b)"
+    rf"(?i)({_IT}\W*+(?:(?:so|but|and|oh|well|actually)\b\W*+)?)(?!{_WORK})(?:it|that|this)(?=s?\b)"
     r"(?!.{0,9}answer)"
 )
 _IS = (
@@ -246,39 +246,35 @@ _IS = (
     r"|\W{0,3}\b(?:is|was)\b)"
 )
 _NOT = r"\W{0,3}\b(?:not|never)\W{1,3}(?:be\W{1,3})?"
-_VALUE = r"(?P<value>(?>[^\s;!?]*\d[^\s;!?]*|\\[^\s;!?]+|[(*$]*(?-i:[A-HJ-Z])\b))(?!\s*(?:[-+/=^]|\*(?!\*)))"
+_VALUE = (
+    r"(?P<value>(?>[^\s;!?]*\d[^\s;!?]*|\\[^\s;!?]+|[(*$]*(?-i:[A-HJ-Z])\b))"
+    r"(?!\s*(?:[-+/=^]|\*(?!\*)|\W{0,3}\b(?:if|unless|when)\b))"
+)
 _TAKES_BACK = re.compile(
     r"(?i)(?:^|[^\w\s,'\u2019)-])\W*+(?:(?:oh|but|and|so|no|hm+)\b\W*+)*"  # a clause begins
     r"(?:wait\b(?! for| until| times?)|hold on\b(?! to)|oops|hm+\b|correction\b|scratch that"
-    r"|on second|never ?mind\b(?! the| about)|(?:ignore|disregard|forget) (?:this|that|it|the above"
-    r"|my)\b(?! if| for)|(?:wrong|incorrect)\b(?=\s*[,;.!-])|sorry\b(?! for| about| if| to| that)"
-    r"|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b)"
-    r"(?!\W+(?:\S*\d|(?-i:[A-HJ-Z])\b)\S*(?: \w+)? not\b))"
-    r"|\b(?:I|we)(?:['\u2019](?:m|re|ve)| have| was| were| am| are| must be)? (?:(?:wrong|mistaken"
-    r"|retract)\b|made an? (?:\w+ )?(?:mistake|error|slip)|(?:forgot|missed|overlooked"
-    r"|mis[a-z]+ed)\b(?!(?: about)? no))|\bmy (?:mistake|error|bad)\b"
-    r"|\bthere (?:is|was) an? (?:mistake|error)\b(?! in (?:the|this) (?:problem|question|book|task))"
-    r"|\bI take (?:it|that|this) back|\bchang(?:e|ed|ing) my answer"
-    r"|^\W*+(?:wrong|incorrect|not really)\W*+$"
-    rf"|(?:{_IT}(?:[^\d\\$]*\b(?:so|hence|thus|therefore) (?:it|this|that)\b)?|{_WORK})(?:{_IS}++"
-    rf"\W{{0,3}}(?:\w+ly )?(?:an? )?(?:wrong|incorrect|mistaken?|error)\b(?! to| for| that| of| below)"
+    r"|on second|never ?mind\b(?! the)|(?:ignore|disregard|forget) (?:this|that|it|the above)\b"
+    r"|(?:wrong|incorrect)\b(?=\s*[,;.!-])|sorry\b(?! for| about| if| to| that)"
+    r"|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b)(?!\W+\S*(?:\d|(?-i:[A-Z])\b)\S*"
+    r"(?: \w+)? not\b))|\b(?:I|we)(?:['\u2019](?:m|re|ve)| have| was| were| am| are| must be)?"
+    r" (?:(?:wrong|mistaken|retract)\b|made an? (?:\w+ )?(?:mistake|error)"
+    r"|(?:forgot|mis[a-z]+ed|overlooked)\b(?! no| about no)|take (?:it|that|this) back)"
+    r"|\bmy (?:mistake|error|bad)\b|\bchang(?:e|ed|ing) my answer|\bthere (?:is|was) an?"
+    r" (?:mistake|error)\b(?! in (?:the|this) (?:prob|ques|book|task))"
+    r"|^\W*+(?:wrong|incorrect|not really)\W*+$|(?:"
+    rf"^\W*+(?<={_IT}\W)[^\d\\$]*\b(?:so|hence|thus|therefore) (?:it|this|that)\b|{_IT}|{_WORK})"
+    rf"(?:{_IS}++\W{{0,3}}(?:\w+ly )?(?:an? )?(?:wrong|incorrect|mistaken?|error)\b"
+    r"(?! to| for| that| of| below)"
     rf"|{_IS}*+{_NOT}(?:right|correct|true|really|the answer)\b(?! for| if| in| when))"
     rf"|(?:\b(?:it|that|this|answer)|{_IT}){_IS}*+{_NOT}{_IT}"
     rf"|^\W*+(?:(?:it|that|this)?{_IS}++\W{{0,3}})?(?:[^\s,]*+(?<=\d),? )?\bnot\W{{1,3}}{_IT}"
     r"|不对|错了|更正|等等"
 )
-_STATES = (
-    re.compile(
-        rf"(?i)(?:(?:{_THE_ANSWER}|{_OPTION}){_IS}++"
-        rf"|(?:\b(?:it|that|this)|{_IT}) (?:should|must|has to)(?: have)? be(?:en)?"
-        rf"|\b(?:actually|instead|meant)\b\W{{0,3}}(?:(?:it|that|{_IT}|the answer){_IS}++)?)"
-        rf"\W{{0,3}}?(?:\b(?:really|indeed|now|then|actually|therefore|option|choice) \W?)?{_VALUE}"
-        r"(?!\W{0,3}\b(?:if|unless|when)\b)"
-    ),
-    re.compile(
-        r"(?i)^\W*+(?:(?:no|so|but|and|actually)\b\W*+)*(?P<value>-?\d[\d.,/]*+|(?-i:[A-HJ-Z]))"
-        r" is (?:the|my) (?:(?:correct|right|final|actual|true) )*answer"
-    ),
+_STATES = re.compile(
+    rf"(?i)(?:{_THE_ANSWER}{_IS}++"
+    rf"|(?:\b(?:it|that|this)|{_IT}) (?:should|must|has to)(?: have)? be(?:en)?"
+    rf"|\b(?:actually|instead|meant)\b\W{{0,3}}(?:(?:it|that|{_IT}|the answer){_IS}++)?)\W{{0,3}}?"
+    rf"(?:\b(?:really|indeed|now|then|actually|therefore|option|choice) \W{{0,3}}?)?{_VALUE}"
 )
 _MAX_PASSES = 100  # two or three do, except for strings made to nest
 
@@ -434,14 +430,13 @@ def retracts(rest: str, *answers: str) -> bool:
     """
     for answer in filter(None, answers):
         rest = re.sub(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", _IT, rest)
+    rest = re.sub(r"(\S++) is ((?:the|my) (?:\w+ )?answer)\b", r"\2 is \1", rest)
     rest = re.sub(r"(?<=\w)(?:n['\u2019]t|(?<=can)not)\b", " not", f"{_IT} {rest}")
     sentences = [
         s for s in _SENTENCE.split(_FIRST.sub(rf"\1{_IT}", rest, 1)) if not _HYPOTHESIS.match(s)
     ]
     return any(map(_TAKES_BACK.search, sentences)) or any(
-        not _is_one_of(answers, said)
-        for sentence, states in itertools.product(sentences, _STATES)
-        for said in states.finditer(sentence)
+        not _is_one_of(answers, said) for s in sentences for said in _STATES.finditer(s)
     )
 
 

@@ -29,7 +29,7 @@ from dapo_jax.tasks.math_rules import (
     refuse,
     retracts,
 )
-from dapo_jax.tasks.units import DOUBT, TEXT, TEXT_GROUP, is_unit
+from dapo_jax.tasks.units import DOUBT, TEXT, TEXT_GROUP, split_unit
 from dapo_jax.types import Verdict
 
 SYMBOLIC_TAIL_CHARS = 1000
@@ -38,7 +38,6 @@ MAX_NESTING = 25
 MAX_DIGITS = 60  # of one number in a formula
 MAX_EXPONENT = 10_000
 PRECISION = 1_000  # decimals; the library takes a smaller difference for none
-SERIES_PRECISION = 15  # of sums, products, integrals and limits, which take forever with more
 MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matrices
 
 # Where the answer is.
@@ -52,7 +51,8 @@ _BETWEEN_BOXES = re.compile(
 _NOT = r"(?:\b(?:not|never|cannot)|n['\u2019]t)\b"
 _DENIED = re.compile(
     rf"(?i)(?:{_NOT}(?:(?!\b(?:is|are|was|equals|gives)\b|[=:])[^,.;\n]){{0,20}}"
-    rf"|(?:{_NOT} (?:think|believe|sure|true|the case|have(?=[ $]*\w ?=))|\b(?:doubt|maybe))\b[^,.;\n]{{0,20}})$"
+    rf"|(?:{_NOT} (?:think|believe|sure|true|the case|have(?=[ $]*\w ?=))|\b(?:doubt|maybe))\b"
+    r"[^,.;\n]{0,20})$"
 )
 # The box is a part of a formula, or what the answer is not.
 _OF_MORE = re.compile(
@@ -65,10 +65,9 @@ _GOES_ON = re.compile(
 )
 # What is behind a box and of its number: "million", a unit; "in" is most often no inch.
 _BEHIND = re.compile(
-    rf"\}}?\$?(?P<factor>(?:\\[,;: ]|[ ~])*(?:hundred|thousand|[mbt]r?illion|dozen)\b)?"
-    rf"(?P<unit>(?:\\[,;: ]|[ ~])*(?:{TEXT}\{{[ ~]*(?!(?:is|as|for|where|when|since)\b)\w[^{{}}]*\}}"
-    r"|(?<= )(?!(?:in|A) \w)(?:(?:square|cubic) )?[A-Za-z]+\b)"
-    r"(?:(?: per |/)[A-Za-z]+)?(?:\^(?:\d|\{\d\}))?)?"
+    r"\}?\$?((?:\\[,;: ]|[ ~])*(?:hundred|thousand|[mbt]r?illion|dozen)\b)?((?:\\[,;: ]|[ ~])*"
+    rf"(?:{TEXT}\{{[ ~]*(?!(?:is|as|for|where|when|since)\b)\w[^{{}}]*\}}|(?<= )(?!(?:in|A) \w)"
+    r"(?:(?:square|cubic) )?[A-Za-z]+\b)(?:(?: per |/)[A-Za-z]+)?(?:\^(?:\d|\{\d\}))?)?"
 )
 _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
@@ -78,7 +77,8 @@ _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|
 _PHRASE = re.compile(
     rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
     r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
-    r"(?!\s*(?:an?\b|[a-z]{2})|[^.,;\n]* (?:if|unless|when) )\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
+    r"(?!\s*(?:an?\b|[a-z]{2})|[^.,;\n]* (?:if|unless|when) )"
+    r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
 )
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
@@ -136,10 +136,9 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
     if _DENIED.search(before.rstrip("$ ")) or _OF_MORE.search(before) or _GOES_ON.match(rest):
         return None, rest
     answer = ", ".join(text[start:end] for _, start, end in joined)
-    factor, unit = _BEHIND.match(rest).group("factor", "unit")
-    if unit and (read_answer(answer).unit or not (TEXT_GROUP.search(unit) or is_unit(unit))):
-        unit = ""
-    return f"{answer}{factor or ''}{unit or ''}", rest
+    factor, unit = _BEHIND.match(rest).groups("")
+    known = TEXT_GROUP.search(unit) or split_unit(f"1{unit}", of_number=True)[0] == "1"
+    return answer + factor + (unit if known and not read_answer(answer).unit else ""), rest
 
 
 # What needs no algebra.
@@ -278,8 +277,8 @@ def _words(form: str) -> set[str]:
 
 _POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
 _TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{(][^{}^]{0,9}\d[) }]*\^|!!")
-_SERIES = re.compile(r"\\(?:sum|prod|i?int|lim)")
-_BIG_OPERATOR = re.compile(rf"{_SERIES.pattern}|\\(?:binom|bigcup|choose)|!")
+_BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
+_SERIES = re.compile(r"\\(?:sum|prod|i?int|lim)")  # with more digits than the library's, forever
 _NUMBER = re.compile(r"\d+")
 _ZEROS = re.compile(r"(\d*[1-9])(0{30,})(?!\d)")
 
@@ -388,7 +387,7 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     if not gold:
         return Verdict(False, answer, "unreadable_ground_truth")
     equal = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
-    precision = SERIES_PRECISION if _SERIES.search(f"{answer}={truth}") else PRECISION
+    precision = 15 if _SERIES.search(f"{answer}={truth}") else PRECISION
     correct = all(
         math_verify.verify(*pair, numeric_precision=precision, timeout_seconds=None)
         for pair in equal

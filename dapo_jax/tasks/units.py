@@ -112,11 +112,6 @@ def split_unit(text: str, *, of_number: bool) -> tuple[str, str]:
     return text, ""
 
 
-def is_unit(text: str) -> bool:
-    """Returns True for words of which each is a known unit."""
-    return bool(words := _words(text)) and None not in words
-
-
 def _tokens(text: str) -> list[tuple[str, str, str]]:
     for pattern, new in _SPELLED:
         text = pattern.sub(new, text)
