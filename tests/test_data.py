@@ -484,6 +484,12 @@ PUBLISHED = {
     "a list by Python": ("math", {"problem": "q", "answer": r"['\sqrt 2']"}, r"\sqrt 2"),
     "an interval": ("math", {"problem": "q", "answer": "[1, 2]"}, "[1, 2]"),
     "a box without braces": ("math_solutions", {"problem": "q", "solution": r"$\boxed 2$."}, "2"),
+    "a frame": ("math_solutions", {"problem": "q", "solution": r"$\fbox{3}$"}, "3"),
+    "a formula without braces": (
+        "math_solutions",
+        {"problem": "q", "solution": r"$\boxed \frac{1}{2}$."},
+        r"\frac{1}{2}",
+    ),
 }
 
 

@@ -273,7 +273,10 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
     [
         *(r"$-\boxed{5}$", r"$x \neq \boxed{5}$", r"$2\boxed{5}$", r"$\sqrt{\boxed{5}}$"),
         *(r"$\frac{\boxed{5}}{2}$", r"$\frac{1}{\boxed{5}}$", r"$3 \cdot \boxed{5}$"),
-        *(r"$1/\boxed{5}$", r"$\boxed{5}^2$", r"$\boxed{5} \times 10^3$"),
+        *(r"$1/\boxed{5}$", r"$\boxed{5}^2$", r"$\boxed{5} \times 10^3$", r"\boxed{5}+1"),
+        *(r"\boxed{5}/2", r"\boxed{5}.5", r"\boxed{5}\pi", r"10^{\boxed{5}}", r"$x > \boxed{5}$"),
+        *(r"\boxed{5} thousand", r"$\boxed{5}$ million dollars", r"$\boxed{5}\text{ million}$"),
+        r"It is certainly not the case that $x=\boxed{5}$.",
     ],
 )
 def test_a_box_inside_a_formula_is_no_answer(response):
@@ -287,6 +290,7 @@ def test_a_box_inside_a_formula_is_no_answer(response):
         *(r"- $\boxed{5}$", r"$x = \boxed{5}$", r"$10 - 5 = \boxed{5}^\circ$", r"1. \boxed{5}"),
         *(r"**\boxed{5}**", r"${\boxed{5}}$", r"So $a+b \geq \boxed{5}$.", r"$\boxed{5}\%$"),
         *(r"-> \boxed{5}", r"\boxed{5}!", r"Step 2 --\boxed{5}", r"\(\Rightarrow\boxed{5}\)"),
+        *(r"$\boxed{5}$.", r"\boxed{5} is the answer", r"<answer>\boxed{5}</answer>", r"\fbox{5}"),
     ],
 )
 def test_a_box_is_an_answer_with_what_is_around_it(response):
@@ -313,6 +317,22 @@ def test_a_unit_in_another_spelling_is_the_same_unit(rules, spellings):
     pairs = [(f"Answer: {one}", other) for one in spellings for other in spellings]
     verdicts = [verify(*pair, rules=rules) for pair in pairs]
     assert [v.status for v in verdicts] == ["correct"] * len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("unit", "same", "other"),
+    [
+        *((" hours", "5 hours", "5 minutes"), (r"\text{ km}$", r"5 \text{ km}", r"5 \text{ m}")),
+        *((" miles per hour.", "5 mph", "5 km/h"), (" square meters", "5 m^2", "5 m")),
+        ("$ in total", "5 cm", "6 in"),
+    ],
+)
+def test_a_unit_behind_a_box_is_the_answers(unit, same, other):
+    """`\\boxed{5} hours` was right for 5 minutes: what is outside the box was not read."""
+    verdicts = [
+        verify(rf"$\boxed{{5}}{unit}", it, rules="math_verify") for it in (same, "5", other)
+    ]
+    assert [verdict.correct for verdict in verdicts] == [True, True, False]
 
 
 UNITS = r"""
@@ -353,11 +373,23 @@ A common mistake is to forget the sign.|The incorrect value 41 comes from counti
 long solution.|(The answer should be an integer.)|The answer is not 41.|41 is wrong: 0 is no digit.
 |If one forgets the sign, the answer is -42, which is wrong.|No others work.|Check: 6*7 = 42.
 |So the correct answer is 42.|It is incorrect to divide by 0.|He has to wait 5 minutes.
+|The answer is 43 when x is odd, but here x is even, so 42.|Hold on to this fact.|I forgot nothing.
+|I made an effort to simplify.|I mistakenly wrote 24 above, but the answer line is right.
+|There is an error in the problem statement, but the intended answer is 42.|It is 42, not 43.
+|No, 43 does not work either.|You might think the answer is 43, but that is wrong.
+|It should be 43 if x were odd.|The answer would be 43 if x were odd.|Never mind the sign.
+|The above calculation is correct.|The answer in the book is wrong.|Not 43.|We are not wrong.
 """
 RETRACTED = """
 Wait, that is wrong, it is 41.|The answer is not 42.|Actually the answer should be 41.|It isn't 42.
 |Hmm, 41.|That's not right.|I made a mistake.|42 is incorrect.|The right answer is 41.|No, 41.
 |The number 42 is nice. But the answer is 41.|Sorry, I meant 41.|It should be 41.|42 can't be right.
+|The above is wrong.|The above answer is incorrect.|The previous answer is wrong.|thats not right
+|The previous line is wrong.|My previous answer was wrong, it's 43.|My calculation is wrong.
+|That computation is wrong.|We were wrong.|We are wrong.|Wrong, it's 43|thats wrong|Not 42.
+|This contradicts the assumption, so it is wrong.|Not 42 but 43.|43, not 42.|It is 43, not 42.
+|The correct option is 43.|43 is the correct answer.|I change my answer to 43.|I take that back.
+|Ignore that; it's 43.|Never mind, 43.|The answer is option B.|The correct option is **B**.
 """
 
 
@@ -368,7 +400,8 @@ Wait, that is wrong, it is 41.|The answer is not 42.|Actually the answer should 
 def test_what_is_said_of_something_else_takes_no_answer_back(form, said, status):
     """ "Answer: D. A is incorrect" was retracted: words counted, whatever they were said of.
 
-    And "not" in the subject before a box made it no answer.
+    And "not" in the subject before a box made it no answer. Then only the answer itself, and not
+    the work above it, could be called wrong.
     """
     for sentence in " ".join(said.split()).split("|"):
         for rules in ["math_verify", "strict"][: 1 + form.startswith("Answer")]:
@@ -606,7 +639,7 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
         ("m + n = 3 + 4 = 7", "7"),
         (r"A = \frac{1}{2}bh = \frac12 \cdot 6 \cdot 4 = 12", "12"),
         (r"\cos 60^\circ = \frac{1}{2}", "1/2"),
-        (r"\sum_{k=1}^{10} k = 55", "55"),
+        *((r"\sum_{k=1}^{10} k = 55", "55"), (r"\sum_{k=1}^n k", "n(n+1)/2")),
         ("(x-1)^2 + (y-2)^2 = 9", "(y-2)^2+(x-1)^2 = 9"),  # was a tower of powers
         (r"(x, y) = (5, 8) \quad \text{and} \quad (8, 5)", "(5, 8), (8, 5)"),
         (r"x = 6 \text{ or } x = 8", "6, 8"),

@@ -29,7 +29,7 @@ from dapo_jax.tasks.math_rules import (
     refuse,
     retracts,
 )
-from dapo_jax.tasks.units import DOUBT, TEXT, TEXT_GROUP
+from dapo_jax.tasks.units import DOUBT, TEXT, TEXT_GROUP, split_unit
 from dapo_jax.types import Verdict
 
 SYMBOLIC_TAIL_CHARS = 1000
@@ -42,7 +42,7 @@ MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matri
 
 # Where the answer is.
 
-_BOX = re.compile(r"\\f?boxed\{")
+_BOX = re.compile(r"\\(?:fbox|f?boxed)\{")
 _BETWEEN_BOXES = re.compile(
     r"|(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
@@ -51,13 +51,24 @@ _BETWEEN_BOXES = re.compile(
 _NOT = r"(?:\b(?:not|never|cannot)|n['\u2019]t)\b"
 _DENIED = re.compile(
     rf"(?i)(?:{_NOT}(?:(?!\b(?:is|are|was|equals|gives)\b|[=:])[^,.;\n]){{0,20}}"
-    rf"|(?:{_NOT} (?:think|believe|sure|true)|\b(?:doubt|maybe))\b[^,.;\n]{{0,20}})$"
+    rf"|(?:{_NOT} (?:think|believe|sure|true|the case|have(?=[ $]*\w ?=))|\b(?:doubt|maybe))\b"
+    r"[^,.;\n]{0,20})$"
 )
 # The box is a part of a formula, or what the answer is not.
 _OF_MORE = re.compile(
-    r"(?:\\neq? ?|≠ ?|\\(?:cdot|times) ?|\\(?:sqrt|[dt]?frac)\{|\}\{|[\d/^]|(?<!-)-)$"
+    r"(?:\\neq? ?|≠ ?|\\(?:cdot|times|[lg]t) ?|\\(?:sqrt|[dt]?frac)\{|[}_^]\{|[\d/^]|(?<!-)-"
+    r"|(?<![\w</])[\w)}]{1,3} ?[<>] ?)$"
 )
-_GOES_ON = re.compile(r"\^(?!\{?\\circ)| ?\\(?:cdot|times)(?![a-z])")
+_GOES_ON = re.compile(
+    r"\^(?!\{?\\circ)| ?\\(?:cdot|times|div|pm|pi|sqrt|[dt]?frac|ln|log)(?![a-z])|\.?\d"
+    r"| ?[+/] ?(?:[\d\\({]|\w\b)|-\d|[abceiknxyz](?![a-z])"
+)
+# What is behind a box and of its number: "million", a unit; "in" is most often no inch.
+_BEHIND = re.compile(
+    r"\}?\$?((?:\\[,;: ]|[ ~])*(?:hundred|thousand|[mbt]r?illion|dozen)\b)?((?:\\[,;: ]|[ ~])*"
+    rf"(?:{TEXT}\{{[ ~]*(?!(?:is|as|for|where|when|since)\b)\w[^{{}}]*\}}|(?<= )(?!(?:in|A) \w)"
+    r"(?:(?:square|cubic) )?[A-Za-z]+\b)(?:(?: per |/)[A-Za-z]+)?(?:\^(?:\d|\{\d\}))?)?"
+)
 _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
     r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:*]*)"
@@ -66,7 +77,8 @@ _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|
 _PHRASE = re.compile(
     rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
     r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
-    r"(?!\s*(?:an?\b|[a-z]{2}))\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
+    r"(?!\s*(?:an?\b|[a-z]{2})|[^.,;\n]* (?:if|unless|when) )"
+    r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
 )
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
@@ -123,7 +135,10 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
     before = text[max(0, joined[0][0] - 60) : joined[0][0]]
     if _DENIED.search(before.rstrip("$ ")) or _OF_MORE.search(before) or _GOES_ON.match(rest):
         return None, rest
-    return ", ".join(text[start:end] for _, start, end in joined), rest
+    answer = ", ".join(text[start:end] for _, start, end in joined)
+    factor, unit = _BEHIND.match(rest).groups("")
+    known = TEXT_GROUP.search(unit) or split_unit(f"1{unit}", of_number=True)[0] == "1"
+    return answer + factor + (unit if known and not read_answer(answer).unit else ""), rest
 
 
 # What needs no algebra.
@@ -263,6 +278,7 @@ def _words(form: str) -> set[str]:
 _POWER = re.compile(r"(\w|[)}\]])\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d*)")
 _TOWER = re.compile(r"\^[{( ]*-?\d+[) }]*\^|\*\*[( ]*\d+[) ]*\*\*|\^[{(][^{}^]{0,9}\d[) }]*\^|!!")
 _BIG_OPERATOR = re.compile(r"\\(?:sum|prod|binom|int|iint|lim|bigcup)|\\choose|!")
+_SERIES = re.compile(r"\\(?:sum|prod|i?int|lim)")  # with more digits than the library's, forever
 _NUMBER = re.compile(r"\d+")
 _ZEROS = re.compile(r"(\d*[1-9])(0{30,})(?!\d)")
 
@@ -371,8 +387,9 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     if not gold:
         return Verdict(False, answer, "unreadable_ground_truth")
     equal = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
+    precision = 15 if _SERIES.search(f"{answer}={truth}") else PRECISION
     correct = all(
-        math_verify.verify(*pair, numeric_precision=PRECISION, timeout_seconds=None)
+        math_verify.verify(*pair, numeric_precision=precision, timeout_seconds=None)
         for pair in equal
     )
     return Verdict(correct, answer, "correct" if correct else "wrong")
