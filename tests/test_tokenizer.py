@@ -525,7 +525,7 @@ def test_what_stopped_a_response_leaves_its_text(special, rules, tmp_path):
 
 @pytest.mark.parametrize("special", [True, False])
 def test_tags_reach_the_grader(special, tmp_path):
-    """Where the tokenizer marked <think> and <answer> as special no response had the form."""
+    """No response had the form where the tokenizer marked <think> and <answer> as special."""
     tags = {"special": (*CONTROL, *TAGS)} if special else {"ordinary": TAGS}
     bpe(**tags).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')

@@ -29,8 +29,6 @@ FILES = (
     *("generation_config.json", "config.json"),
 )
 MAX_ERROR_CHARS = 200
-
-
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
 
@@ -278,10 +276,10 @@ def _transformers():
 @contextlib.contextmanager
 def _local(folder: epath.Path) -> Iterator[PathLike]:
     """Yields the directory, or a local copy of a bucket's files of its tokenizer."""
+    if "://" not in str(folder):
+        yield folder
+        return
     with tempfile.TemporaryDirectory() as copy:
-        if "://" not in str(folder):
-            yield folder
-            return
         for name in FILES:
             if (folder / name).exists():
                 pathlib.Path(copy, name).write_bytes((folder / name).read_bytes())
