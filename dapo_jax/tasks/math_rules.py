@@ -238,7 +238,6 @@ _WORK = (  # what is above: my previous answer, the calculation, the above
 )
 _FIRST = re.compile(
     rf"(?i)({_IT}\W*+(?:(?:so|but|and|oh|well|actually)\b\W*+)?)(?!{_WORK})(?:it|that|this)(?=s?\b)"
-    r"(?!.{0,9}answer)"
 )
 _IS = (
     r"(?:\s*(?:[=:]|['\u2019]?s\b|\b(?:is|was|equals|should|must|has to|have|can?|be(?:en)?)\b)"
@@ -249,15 +248,15 @@ _TAKES_BACK = re.compile(
     r"(?i)(?:^|[^\w\s,'\u2019)-])\W*+(?:(?:oh|but|and|so|no|hm+)\b\W*+)*"  # a clause begins
     r"(?:wait\b(?! for| until| times?)|hold on\b(?! to)|oops|hm+\b|correction\b|scratch that"
     r"|on second|never ?mind\b(?! the)|(?:ignore|disregard|forget) (?:this|that|it|the above)\b"
-    r"|(?:wrong|incorrect|not really)\b(?=\s*[,;.!-]|\W*$)|sorry\b(?! for| about| if| to| that)"
-    r"|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b)(?!\W+\S*(?:\d|(?-i:[A-Z])\b)\S*"
-    r"(?: \w+)? not\b))|\b(?:I|we)(?:['\u2019](?:m|re|ve)| have| was| were| am| are| must be)?"
+    r"|sorry\b(?! for| about| if| to| that)|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b)"
+    r"(?!\W+\S*(?:\d|(?-i:[A-Z])\b)\S*(?: \w+)? not\b))|^\W*+(?:wrong|incorrect|not really)\b"
+    r"(?=\s*[,;.!-]|\W*$)|\b(?:I|we)(?:['\u2019](?:m|re|ve)| have| was| were| am| are| must be)?"
     r" (?:(?:wrong|mistaken|retract)\b|made an? (?:\w+ )?(?:mistake|error)|take (?:it|that) back"
     r"|(?:forgot|mis[a-z]+ed|overlooked)\b(?! no| about no))|\bmy (?:mistake|error|bad)\b"
     r"|\bchang(?:e|ed|ing) my answer|\bthere (?:is|was) an? (?:mistake|error)\b"
     r"(?! in (?:the|this) (?:problem|question|task|book))"
-    rf"|(?:^\W*+(?<={_IT}\W)[^\d\\$]*\b(?:so|thus|hence) (?:it|this|that)\b|{_IT}|{_WORK})"
-    rf"(?:{_IS}++\W{{0,3}}(?:\w+ly )?(?:an? )?(?:wrong|incorrect|mistaken?|error)\b(?! to| for| that)"
+    rf"|(?:^\W*+(?<={_IT}\W)[^\d\\$]*\b(?:so|thus|hence) (?:it|this|that)\b|{_IT}|{_WORK})(?:"
+    rf"{_IS}++\W{{0,3}}(?:\w+ly )?(?:an? )?(?:wrong|incorrect|mistaken?|error)\b(?! to| for| that)"
     rf"|{_IS}*+{_NOT}(?:right|correct|true|really|the answer)\b(?! for| if| in| when))"
     rf"|(?:\b(?:it|that|this|answer)|{_IT}){_IS}*+{_NOT}{_IT}"
     rf"|^\W*+(?:(?:it|that|this)?{_IS}++\W{{0,3}})?(?:[^\s,]*+(?<=\d),? )?\bnot\W{{1,3}}{_IT}"
