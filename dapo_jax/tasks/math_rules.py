@@ -230,8 +230,7 @@ _HYPOTHESIS = re.compile(
 )
 _IT = "\ufffc"  # stands for the answer
 _THE_ANSWER = (
-    r"(?:(?:\b(?:the|my|our|this|that|correct|right|final|actual|true) )++answer(?: above)?"
-    r"|\b(?:correct|right|true) (?:option|choice|value|result))"
+    r"(?:\b(?:the|my|our|correct|right|final|actual|true) )++(?:answer|option|choice)(?: above)?"
 )
 _WORK = (  # what is above: my previous answer, the calculation, the above
     r"\b(?:the|my|our|this|that)(?: (?:above|previous|earlier|last|final|correct|actual|answer"
@@ -239,32 +238,25 @@ _WORK = (  # what is above: my previous answer, the calculation, the above
 )
 _FIRST = re.compile(
     rf"(?i)({_IT}\W*+(?:(?:so|but|and|oh|well|actually)\b\W*+)?)(?!{_WORK})(?:it|that|this)(?=s?\b)"
-    r"(?!.{0,9}answer)"
 )
 _IS = (
     r"(?:\s*(?:[=:]|['\u2019]?s\b|\b(?:is|was|equals|should|must|has to|have|can?|be(?:en)?)\b)"
     r"|\W{0,3}\b(?:is|was)\b)"
 )
 _NOT = r"\W{0,3}\b(?:not|never)\W{1,3}(?:be\W{1,3})?"
-_VALUE = (
-    r"(?P<value>(?>[^\s;!?]*\d[^\s;!?]*|\\[^\s;!?]+|[(*$]*(?-i:[A-HJ-Z])\b))"
-    r"(?!\s*(?:[-+/=^]|\*(?!\*)|\W{0,3}\b(?:if|unless|when)\b))"
-)
 _TAKES_BACK = re.compile(
     r"(?i)(?:^|[^\w\s,'\u2019)-])\W*+(?:(?:oh|but|and|so|no|hm+)\b\W*+)*"  # a clause begins
     r"(?:wait\b(?! for| until| times?)|hold on\b(?! to)|oops|hm+\b|correction\b|scratch that"
     r"|on second|never ?mind\b(?! the)|(?:ignore|disregard|forget) (?:this|that|it|the above)\b"
-    r"|(?:wrong|incorrect)\b(?=\s*[,;.!-])|sorry\b(?! for| about| if| to| that)"
-    r"|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b)(?!\W+\S*(?:\d|(?-i:[A-Z])\b)\S*"
-    r"(?: \w+)? not\b))|\b(?:I|we)(?:['\u2019](?:m|re|ve)| have| was| were| am| are| must be)?"
-    r" (?:(?:wrong|mistaken|retract)\b|made an? (?:\w+ )?(?:mistake|error)"
-    r"|(?:forgot|mis[a-z]+ed|overlooked)\b(?! no| about no)|take (?:it|that|this) back)"
-    r"|\bmy (?:mistake|error|bad)\b|\bchang(?:e|ed|ing) my answer|\bthere (?:is|was) an?"
-    r" (?:mistake|error)\b(?! in (?:the|this) (?:prob|ques|book|task))"
-    r"|^\W*+(?:wrong|incorrect|not really)\W*+$|(?:"
-    rf"^\W*+(?<={_IT}\W)[^\d\\$]*\b(?:so|hence|thus|therefore) (?:it|this|that)\b|{_IT}|{_WORK})"
-    rf"(?:{_IS}++\W{{0,3}}(?:\w+ly )?(?:an? )?(?:wrong|incorrect|mistaken?|error)\b"
-    r"(?! to| for| that| of| below)"
+    r"|sorry\b(?! for| about| if| to| that)|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b)"
+    r"(?!\W+\S*(?:\d|(?-i:[A-Z])\b)\S*(?: \w+)? not\b))|^\W*+(?:wrong|incorrect|not really)\b"
+    r"(?=\s*[,;.!-]|\W*$)|\b(?:I|we)(?:['\u2019](?:m|re|ve)| have| was| were| am| are| must be)?"
+    r" (?:(?:wrong|mistaken|retract)\b|made an? (?:\w+ )?(?:mistake|error)|take (?:it|that) back"
+    r"|(?:forgot|mis[a-z]+ed|overlooked)\b(?! no| about no))|\bmy (?:mistake|error|bad)\b"
+    r"|\bchang(?:e|ed|ing) my answer|\bthere (?:is|was) an? (?:mistake|error)\b"
+    r"(?! in (?:the|this) (?:problem|question|task|book))"
+    rf"|(?:^\W*+(?<={_IT}\W)[^\d\\$]*\b(?:so|thus|hence) (?:it|this|that)\b|{_IT}|{_WORK})(?:"
+    rf"{_IS}++\W{{0,3}}(?:\w+ly )?(?:an? )?(?:wrong|incorrect|mistaken?|error)\b(?! to| for| that)"
     rf"|{_IS}*+{_NOT}(?:right|correct|true|really|the answer)\b(?! for| if| in| when))"
     rf"|(?:\b(?:it|that|this|answer)|{_IT}){_IS}*+{_NOT}{_IT}"
     rf"|^\W*+(?:(?:it|that|this)?{_IS}++\W{{0,3}})?(?:[^\s,]*+(?<=\d),? )?\bnot\W{{1,3}}{_IT}"
@@ -274,7 +266,9 @@ _STATES = re.compile(
     rf"(?i)(?:{_THE_ANSWER}{_IS}++"
     rf"|(?:\b(?:it|that|this)|{_IT}) (?:should|must|has to)(?: have)? be(?:en)?"
     rf"|\b(?:actually|instead|meant)\b\W{{0,3}}(?:(?:it|that|{_IT}|the answer){_IS}++)?)\W{{0,3}}?"
-    rf"(?:\b(?:really|indeed|now|then|actually|therefore|option|choice) \W{{0,3}}?)?{_VALUE}"
+    r"(?:\b(?:really|indeed|now|then|actually|therefore|option|choice) \W{0,3}?)?"
+    r"(?P<value>(?>[^\s;!?]*\d[^\s;!?]*|\\[^\s;!?]+|[(*$]*(?-i:[A-HJ-Z])\b))"
+    r"(?!\s*(?:[-+/=^]|\*(?!\*)|\W{0,3}\b(?:if|unless|when)\b))"
 )
 _MAX_PASSES = 100  # two or three do, except for strings made to nest
 

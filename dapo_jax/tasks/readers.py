@@ -73,8 +73,7 @@ KIND_OF_ENDING = {**FORMAT_OF_ENDING, ".parquet": "dapo_parquet"}
 _LEADING_ZEROS = re.compile(r"^([+-]?)0+(?=[0-9]+$)")
 _TEXT_LIST = re.compile(r"""\s*\[\s*["'].*["']\s*\]\s*""")
 _LAST_BOX = re.compile(
-    r".*\\(?:fbox|f?boxed)\s*(?:(?P<brace>\{)|(?P<bare>[^{$\n][^$\n]*?)\s*(?=\.?\s*(?:[$\n]|$)))",
-    re.S,
+    r"(?s).*\\f?box(?:ed)?\s*(?:(?P<brace>\{)|(?P<bare>[^{$\n][^$\n]*?)\s*(?=\.?\s*(?:[$\n]|$)))"
 )
 _VALUES = re.compile(r"""'[^']*'|"[^"]*"|\d+""")  # what rows that are bad for one reason differ in
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")

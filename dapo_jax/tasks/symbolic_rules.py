@@ -42,7 +42,7 @@ MAX_RANGE = 1_000  # of factorials, binomials, sums and products; cells of matri
 
 # Where the answer is.
 
-_BOX = re.compile(r"\\(?:fbox|f?boxed)\{")
+_BOX = re.compile(r"\\f?box(?:ed)?\{")
 _BETWEEN_BOXES = re.compile(
     r"|(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
@@ -51,8 +51,7 @@ _BETWEEN_BOXES = re.compile(
 _NOT = r"(?:\b(?:not|never|cannot)|n['\u2019]t)\b"
 _DENIED = re.compile(
     rf"(?i)(?:{_NOT}(?:(?!\b(?:is|are|was|equals|gives)\b|[=:])[^,.;\n]){{0,20}}"
-    rf"|(?:{_NOT} (?:think|believe|sure|true|the case|have(?=[ $]*\w ?=))|\b(?:doubt|maybe))\b"
-    r"[^,.;\n]{0,20})$"
+    rf"|(?:{_NOT} (?:think|believe|sure|true|the case)|\b(?:doubt|maybe))\b[^,.;\n]{{0,20}})$"
 )
 # The box is a part of a formula, or what the answer is not.
 _OF_MORE = re.compile(
@@ -61,13 +60,12 @@ _OF_MORE = re.compile(
 )
 _GOES_ON = re.compile(
     r"\^(?!\{?\\circ)| ?\\(?:cdot|times|div|pm|pi|sqrt|[dt]?frac|ln|log)(?![a-z])|\.?\d"
-    r"| ?[+/] ?(?:[\d\\({]|\w\b)|-\d|[abceiknxyz](?![a-z])"
+    r"| ?[+/] ?(?:[\d\\({]|\w\b)|-\d|[abceiknxyz](?![a-z])|[ $]*(?:thousand|[mbt]r?illion|dozen)\b"
 )
-# What is behind a box and of its number: "million", a unit; "in" is most often no inch.
+# The unit behind a box; "in" is most often no inch.
 _BEHIND = re.compile(
-    r"\}?\$?((?:\\[,;: ]|[ ~])*(?:hundred|thousand|[mbt]r?illion|dozen)\b)?((?:\\[,;: ]|[ ~])*"
-    rf"(?:{TEXT}\{{[ ~]*(?!(?:is|as|for|where|when|since)\b)\w[^{{}}]*\}}|(?<= )(?!(?:in|A) \w)"
-    r"(?:(?:square|cubic) )?[A-Za-z]+\b)(?:(?: per |/)[A-Za-z]+)?(?:\^(?:\d|\{\d\}))?)?"
+    rf"\}}?\$?((?:\\[,;: ]|[ ~])*(?:{TEXT}\{{[ ~]*(?!(?:is|as|for|where)\b)\w[^{{}}]*\}}|(?<= )"
+    r"(?!(?:in|A) \w)(?:(?:square|cubic) )?[A-Za-z]+\b)(?:(?: per |/)[A-Za-z]+)?(?:\^\{?\d\}?)?|)"
 )
 _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"
@@ -76,9 +74,9 @@ _LEAD_IN = (
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
 _PHRASE = re.compile(
     rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
-    r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)"
-    r"(?!\s*(?:an?\b|[a-z]{2})|[^.,;\n]* (?:if|unless|when) )"
-    r"\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)|\n|$)"
+    r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)(?!"
+    r"\s*(?:an?\b|[a-z]{2})|[^.,;\n]* (?:if|when) )\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)"
+    r"|\n|$)"
 )
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
@@ -136,9 +134,9 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
     if _DENIED.search(before.rstrip("$ ")) or _OF_MORE.search(before) or _GOES_ON.match(rest):
         return None, rest
     answer = ", ".join(text[start:end] for _, start, end in joined)
-    factor, unit = _BEHIND.match(rest).groups("")
+    unit = _BEHIND.match(rest)[1]
     known = TEXT_GROUP.search(unit) or split_unit(f"1{unit}", of_number=True)[0] == "1"
-    return answer + factor + (unit if known and not read_answer(answer).unit else ""), rest
+    return answer + unit * (known and not read_answer(answer).unit), rest
 
 
 # What needs no algebra.
