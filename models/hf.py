@@ -93,21 +93,9 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     are missing, unexpected, mis-shaped or not floats (counted, the first few named), and for an
     lm_head that differs from the embedding though config.json ties the two.
     """
-    path = epath.Path(path)
-    return load_tensors(path, _headers(path), config, dtype=dtype, shardings=shardings)
-
-
-def load_tensors(
-    path, found, config: ModelConfig, *, dtype, shardings=None, sizes_in=CONFIG_FILE
-) -> dict[str, Any]:
-    """Loads the parameters as `load_params` does, from tensors `found` elsewhere, by their names.
-
-    Each has `shape`, `dtype`, `file` and `pieces` as a LocalTensor has; the names are Hugging
-    Face's. `path` and `sizes_in`, where the config is from, are for messages. Raises ValueError for
-    tensors that do not fit the config, as `load_params` does.
-    """
-    dtype = _dtype(dtype)
-    _check(path, found, config, sizes_in)
+    path, dtype = epath.Path(path), _dtype(dtype)
+    found = _headers(path)
+    _check(path, found, config)
     if config.tie_embeddings and HEAD.tensor in found:
         _check_tied(found[HEAD.tensor], found[EMBED.tensor])
 
@@ -333,7 +321,7 @@ def _listed(texts: list[str], separator: str) -> str:
     return separator.join(texts[:MAX_LISTED]) + more
 
 
-def _check(path, found, config, sizes_in=CONFIG_FILE):
+def _check(path, found, config):
     expected = {name: shape for name, shape, *_ in _tensors(config)}
     if config.tie_embeddings and HEAD.tensor in found:
         expected[HEAD.tensor] = expected[EMBED.tensor]
@@ -352,9 +340,8 @@ def _check(path, found, config, sizes_in=CONFIG_FILE):
                 f"one of {', '.join(FILE_DTYPES)}"
             )
     if problems:
-        raise ValueError(
-            f"{path}: {len(problems)} tensors do not fit the {sizes_in}: {_listed(problems, '; ')}"
-        )
+        listed = _listed(problems, "; ")
+        raise ValueError(f"{path}: {len(problems)} tensors do not fit the {CONFIG_FILE}: {listed}")
 
 
 def _check_tied(head, embed):

@@ -5,7 +5,6 @@ A run's policy has all settings in its recipe; those of a model alone are `run.f
 
 import json
 import pathlib
-from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -38,25 +37,16 @@ def run_recipe(workdir: pathlib.Path, *, trust_code: bool) -> ConfigDict:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: {workdir} holds no training run")
     recipe = current(read_json(file))
-    if not trust_code:
-        require_built_in({"model.family": recipe.model.family}, families.BUILT_IN, file)
+    family = recipe.model.family
+    if family and family not in families.BUILT_IN and not trust_code:
+        raise ValueError(
+            f"{file}: model.family = {family!r} is a module that is no part of this project; if "
+            "you trust the run, --trust_code imports it"
+        )
     complete(recipe)
     recipe.mesh.slices, recipe.mesh.data, recipe.mesh.model = 1, -1, 1
     recipe.model.kernels = "auto"
     return recipe
-
-
-def require_built_in(named: Mapping[str, str], built_in: Container[str], file) -> None:
-    """Refuses a run's recipe that names modules to import (ValueError): it may be a stranger's.
-
-    named: key of the recipe in `file` -> what it names. built_in: names that are this project's.
-    """
-    for key, name in named.items():
-        if name and name not in built_in:
-            raise ValueError(
-                f"{file}: {key} = {name!r} is a module that is no part of this project; if you "
-                "trust the run, --trust_code imports it"
-            )
 
 
 def of_run(

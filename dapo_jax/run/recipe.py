@@ -285,15 +285,6 @@ def _at_line(error: Exception, file: str) -> str:
     return f"{file}{line}: {error_line(error)}"
 
 
-def _check_new_set(section: str, name: str, given: set[str], sets: ConfigDict) -> None:
-    if not name.isidentifier():
-        message = "the name of a set has letters, digits and _ and begins with no digit"
-        raise ValueError(f"{section}.{name}: {message}")
-    if given.isdisjoint(NEEDED):
-        message = f"the recipe has no such set{hint(name, sets)}; a new one needs a path or a task"
-        raise ValueError(f"{section}.{name}: {message}")
-
-
 def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
     """Yields the dotted name of every key of a recipe, sections included."""
     for name in config:
