@@ -338,6 +338,7 @@ def test_sentencepiece_control_text_and_control_ids(piece_file):
 
 def test_sentencepiece_chat_is_plain_text_only(piece_file):
     assert load(piece_file).encode_chat(user("12+3")) == load(piece_file).encode("12+3")
+    assert load(piece_file, chat="auto").chat == "none"
     with pytest.raises(ValueError, match=r'tokenizer\.chat="none"'):
         load(piece_file, chat="template")
 
@@ -488,7 +489,8 @@ def test_a_directory_is_read_as_transformers_reads_it(layout, tmp_path, piece_fi
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / name).write_text(text)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    ours, chat = load(tmp_path), load(tmp_path, chat="template")
+    ours, chat = load(tmp_path), load(tmp_path, chat="auto")
+    assert (ours.chat, chat.chat) == ("none", "template")
     how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     for text in [*TEXTS, "a <|im_end|> b", " <think> 6*7 </think>"]:
         messages = [{"role": "system", "content": "Be brief. "}, *user(text)]

@@ -175,7 +175,10 @@ def positions_of(path: str, sizes: ModelConfig) -> int | None:
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
-    """The tokenizer of tokenizer.path, or of model.path where that is empty."""
+    """The tokenizer of tokenizer.path, or of model.path where that is empty.
+
+    It fills in tokenizer.chat where the recipe leaves that open.
+    """
     path = hub.local(config.tokenizer.path or config.model.path)
     if not path:
         raise ValueError(
@@ -185,9 +188,11 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
     if not epath.Path(path).exists():
         name = "tokenizer.path" if config.tokenizer.path else "model.path"
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
-    return load_tokenizer(
-        path, stop_tokens=config.tokenizer.stop_tokens or None, chat=config.tokenizer.chat
-    )
+    of = config.tokenizer
+    loaded = load_tokenizer(path, stop_tokens=of.stop_tokens or None, chat=of.chat)
+    if of.chat == "auto":
+        of.chat = loaded.chat
+    return loaded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ In order: `fit_model` (family, dtype, positions), then the data is read, then `f
 """
 
 import bisect
-import json
 import math
 import os
 import pathlib
@@ -14,7 +13,6 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 from ml_collections import ConfigDict
 
 from configs import base
@@ -48,7 +46,7 @@ SLOT_SHARE = 0.5  # of the longest response is what a slot is planned with: few 
 
 
 def fit_model(config: ConfigDict, *, training: bool = False) -> None:
-    """Fills in what the model's directory and the devices say: family, dtype, chat, most positions.
+    """Fills in what the model's directory and the devices say: family, dtype, most positions.
 
     training: whether longer prompts may be dropped, so that responses have half of the positions.
     Raises FileNotFoundError where there is none, ValueError where it does not fit.
@@ -67,8 +65,6 @@ def fit_model(config: ConfigDict, *, training: bool = False) -> None:
     if not config.model.compute_dtype:
         on_cpu = _device_bytes() is None
         config.model.compute_dtype = "float32" if on_cpu else "bfloat16"
-    if config.tokenizer.chat == "auto":
-        config.tokenizer.chat = "template" if _has_chat_template(config) else "none"
     if not r.max_prompt_tokens:  # as many as there can be, until the data has been read
         positions = _positions(config)
         reserved = r.max_response_tokens or (positions // 2 if training else 1)
@@ -113,13 +109,6 @@ def fit_data(config: ConfigDict, data: build.Data, *, given: Mapping[str, object
 def _positions(config: ConfigDict) -> int:
     path = hub.local(config.model.path)
     return build.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
-
-
-def _has_chat_template(config: ConfigDict) -> bool:
-    folder = epath.Path(hub.local(config.tokenizer.path or config.model.path))
-    file = folder / "tokenizer_config.json"
-    named = file.is_file() and json.loads(file.read_text()).get("chat_template")
-    return bool(named) or (folder / "chat_template.jinja").is_file()
 
 
 def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> list[str]:

@@ -38,11 +38,13 @@ class Tokenizer(Protocol):
     vocab_size: 1 + the largest id that exists; a model's padded vocabulary may be larger.
     stop_ids: ids that end a response, at least one.
     pad_id: an id for filling arrays. It may equal a stop id: build masks from lengths, not from it.
+    chat: "template" or "none", how messages become a prompt.
     """
 
     vocab_size: int
     stop_ids: tuple[int, ...]
     pad_id: int
+    chat: str
 
     def encode(self, text: str) -> list[int]:
         """Encodes plain text: nothing is added, and no text becomes a special token."""
@@ -66,14 +68,15 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
         of the model's.
     chat: "template" (transformers' apply_chat_template, with the prompt for the assistant's turn)
         or "none" (the contents of the messages as plain text, in which no text becomes a special
-        token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>).
+        token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>);
+        "auto": the first where there is a template.
 
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.
     """
     path = epath.Path(path)
-    if chat not in ("none", "template"):
-        raise ValueError(f'tokenizer.chat = {chat!r}: must be "none" or "template".')
+    if chat not in ("none", "template", "auto"):
+        raise ValueError(f'tokenizer.chat = {chat!r}: must be "none", "template" or "auto".')
     if stop_tokens is not None and (isinstance(stop_tokens, str) or not stop_tokens):
         raise ValueError(
             f"tokenizer.stop_tokens = {stop_tokens!r}: must be a list of one token text or more."
@@ -99,11 +102,14 @@ class HuggingFaceTokenizer:
     """The tokenizer, chat template and end tokens of a Hugging Face directory."""
 
     def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
-        self._folder, self._chat = folder, chat
+        self._folder = folder
         with _of_library(folder, "has a tokenizer that cannot be read"), _local(folder) as files:
             self._tokenizer = _transformers().AutoTokenizer.from_pretrained(
                 files, local_files_only=True, trust_remote_code=False
             )
+        if chat == "auto":
+            chat = "template" if self._tokenizer.chat_template else "none"
+        self.chat = chat
         ids = self._tokenizer.get_vocab()
         self.vocab_size = 1 + max(ids.values())
         ends = self._tokenizer.convert_ids_to_tokens(_end_ids(folder, self.vocab_size))
@@ -139,7 +145,7 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode(_text_ids(ids, self))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        if self._chat == "none":
+        if self.chat == "none":
             return self._encode(plain_text(messages), add_special_tokens=True)
         roles = [message["role"] for message in messages]
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
@@ -155,6 +161,8 @@ class HuggingFaceTokenizer:
 
 class SentencePieceTokenizer:
     """A sentencepiece model; a prompt of messages is plain text."""
+
+    chat = "none"
 
     def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
         self._processor = sentencepiece.SentencePieceProcessor()
