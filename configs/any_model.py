@@ -6,7 +6,7 @@
 
 A training step takes 64 prompts x 8 responses, 4 updates of 128 responses. There is no evaluation
 set but yours. The directory, the data and the devices choose what is 0, -1, "" or "auto" here
-(`dapo_jax.run.fit`), and `train` prints it.
+(`dapo_jax.setup.auto_sizes`), and `train` prints it.
 
 Hardware: what holds the model. Minutes and result depend on the model and the data; `--dry_run`
 prints the memory.

@@ -25,7 +25,7 @@ class Key:
     choices: the values that it may have, or the table of the code that lists them, "module:NAME".
     at_least, above, at_most: bounds of a number, which has to be finite in float32 too.
     kind: the type of a value whose default is None. open: the value that leaves it to the model
-    and the data (dapo_jax/run/fit.py).
+    and the data (dapo_jax/setup/auto_sizes.py).
     """
 
     default: Any
@@ -80,6 +80,12 @@ TABLE_1 = (
     "dapo",
 )
 
+# Old names of keys: a file or flag that has one is refused with the new one.
+RENAMED = {
+    "rollout.carry_over_steps": "rollout.partial_rollout_steps",
+    "algo.gate": "algo.policy_loss",
+}
+
 NO_DUAL_CLIP = 1e9  # above the largest ratio, e^20
 # The losses of other papers: what each one changes of a DAPO config. README.md has their index.
 LOSS_PRESETS = {
@@ -102,7 +108,7 @@ LOSS_PRESETS = {
     # arXiv 2506.13585: Eq. 4 and 5, without a lower bound; it keeps its upper one to itself, which
     # is ScaleRL's here.
     "cispo": {
-        "algo.gate": "cispo",
+        "algo.policy_loss": "cispo",
         "algo.eps_low": 1.0,
         "algo.eps_high": 4.0,
     },
@@ -116,7 +122,7 @@ LOSS_PRESETS = {
     },
     # arXiv 2510.13786: section 4; a weight of 5 at most (of 4, 5 and 8 in appendix A.17)
     "scalerl": {
-        "algo.gate": "cispo",
+        "algo.policy_loss": "cispo",
         "algo.eps_low": 1.0,
         "algo.eps_high": 4.0,
         "algo.advantage_scale": "batch_std",
@@ -125,14 +131,14 @@ LOSS_PRESETS = {
     },
     # arXiv 2505.22617: Eq. 10, 13 and 14, Listing 1; the share is its 7B model's (32B: 2e-4)
     "kl_cov": {
-        "algo.gate": "kl_cov",
+        "algo.policy_loss": "kl_cov",
         "algo.kl_cov_share": 2e-3,
         "algo.kl_cov_coef": 1.0,
     },
     # fengyao.notion.site/off-policy-rl, with its C = 2
     "tis": {
         "algo.tis_cap": 2.0,
-        "rollout.carry_over_steps": 1,
+        "rollout.partial_rollout_steps": 1,
     },
 }
 PRESETS = (*TABLE_1, *LOSS_PRESETS)
@@ -164,7 +170,7 @@ KEYS = {
 
     "data.on_bad_row": Key("error", "or \"skip\": count it and go on", choices=("error", "skip")),
     "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, math_verify",
-                          choices="dapo_jax.tasks.math_problems:RULES"),
+                          choices="dapo_jax.verifier:RULES"),
 
     "rollout.num_prompts": Key(512, "informative groups that one step trains on", at_least=1),
     "rollout.group_size": Key(16, "responses a prompt (G)", at_least=2),
@@ -190,13 +196,14 @@ KEYS = {
                                "where the kernels need it", at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
                                 at_least=1),
-    "rollout.carry_over_steps": Key(
+    "rollout.partial_rollout_steps": Key(
         0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
         "this many at most, with tokens of several policies. The cache stays beside the update, "
         "and a run resumes at a multiple of checkpoint.every_steps only; 0: off", at_least=0),
 
     "algo.ratio": Key("token", "Eq. 8; or sequence, GSPO's", choices="dapo_jax.losses:RATIOS"),
-    "algo.gate": Key("clip", "Eq. 8; or cispo, none, kl_cov", choices="dapo_jax.losses:GATES"),
+    "algo.policy_loss": Key("clip", "Eq. 8; or cispo, none, kl_cov",
+                            choices="dapo_jax.losses:POLICY_LOSSES"),
     "algo.advantage_scale": Key("group_std", "Eq. 9; or batch_std, token_whiten, none",
                                 choices="dapo_jax.losses:ADVANTAGES"),
     "algo.eps_low": Key(0.2, "Eq. 10", at_least=0),
@@ -204,11 +211,11 @@ KEYS = {
     "algo.dual_clip": Key(10.0, "bound on the loss of negative advantages (recipe)", above=1),
     "algo.loss_aggregation": Key("token_mean", "Eq. 12; or sequence_mean, prompt_mean, constant",
                                  choices="dapo_jax.losses:AGGREGATIONS"),
-    "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which the gate kl_cov holds back",
+    "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which kl_cov holds back",
                              above=0, at_most=1),
     "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0),
-    "algo.tis_cap": Key(0.0, "cap on the importance weight of carried groups' tokens (carry-over), "
-                        "in place of the gate; 0.0: the gate is theirs too", at_least=0),
+    "algo.tis_cap": Key(0.0, "cap on the importance weight of partial rollouts' tokens, instead of "
+                        "policy_loss; 0.0: that is theirs too", at_least=0),
     "algo.retire_pass_rate": Key(0.0, "a prompt whose pass rate reaches this value is dropped from "
                                  "later epochs; 0.0: off", at_least=0, at_most=1),
     "algo.dynamic_sampling": Key(True, "Eq. 11"),
@@ -274,7 +281,7 @@ KEYS = {
         "stop", "a failed save ends the run; or \"continue\": a run of one process goes on, one of "
         "several, which wait for each other in a save, ends", choices=("stop", "continue")),
 
-    "alarms.min_entropy": Key(1e-3, "nats; python -m dapo_jax.run.alarms lists the alarms",
+    "alarms.min_entropy": Key(1e-3, "nats; python -m dapo_jax.logs.alarms lists the alarms",
                               at_least=0),
     "alarms.max_ratio_gap": Key(0.0, "0: by the compute dtype", at_least=0),
 
@@ -297,7 +304,7 @@ DATASET = {
     "template": Key("", "dapo, boxed, none, or a text with {problem}; \"\": the task's own for "
                     "questions, none for chats"),
     "rules": Key("", "those that grade it; \"\": verifier.rules",
-                 choices="dapo_jax.tasks.math_problems:RULES"),
+                 choices="dapo_jax.verifier:RULES"),
     "levels": Key((1, 2, 3, 4), "of generated problems"),
     "count": Key(10_000, "of generated problems"),
     "seed": Key(0, "of generated problems"),

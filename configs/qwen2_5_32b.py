@@ -1,10 +1,10 @@
-"""DAPO on Qwen2.5-32B: the paper's recipe (section 4.1).
+"""DAPO on Qwen2.5-32B: the paper's config (section 4.1).
 
     python -m dapo_jax.train --distributed --config=configs/qwen2_5_32b.py --workdir=RUN
 
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
 On v6e-256 add --config.rollout.cache_mib=12288 --config.learner.remat=full. For partial rollouts,
-whose cache leaves room for the update, add --config.rollout.carry_over_steps=8
+whose cache leaves room for the update, add --config.rollout.partial_rollout_steps=8
 --config.rollout.cache_mib=43008 --config.rollout.slot_tokens=4096.
 Hardware: 256 TPU chips, v5p-512 or v6e-256. Minutes: 11 to 23 a step on v5p, estimated for 4,537
 tokens a response (experiments/preflight, commit 5956fc1). Result: not run; the TPU's compiler says

@@ -1,4 +1,4 @@
-"""DAPO on Qwen3-32B with the paper's recipe (section 4.1).
+"""DAPO on Qwen3-32B with the paper's config (section 4.1).
 
     python -m dapo_jax.train --distributed --config=configs/qwen3_32b.py --workdir=RUN
 

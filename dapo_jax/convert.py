@@ -20,10 +20,12 @@ import jax
 from absl import flags
 from etils import epath
 
-from dapo_jax import learner
-from dapo_jax.run import build, checkpoint, command, hub
-from dapo_jax.run.alarms import require_finite
-from dapo_jax.run.policy import restored, run_recipe
+from dapo_jax import hub, learner
+from dapo_jax.checkpoints import store
+from dapo_jax.cli import command
+from dapo_jax.logs.alarms import require_finite
+from dapo_jax.setup import components
+from dapo_jax.setup.policy import restored, run_recipe
 from dapo_jax.tasks import tokenizer
 from models import families, hf
 from models.hf_config import CONFIG_FILE, load_config, read_config
@@ -116,7 +118,7 @@ def _complete(target: epath.Path) -> Iterator[epath.Path]:
 def save_orbax(params, config: ModelConfig, path, *, kept: Mapping[str, Any]):
     """Writes params/ and model_config.json; `kept` holds further keys of config.json."""
     path = epath.Path(path)
-    checkpoint.save_params(path / PARAMS_FOLDER, params)
+    store.save_params(path / PARAMS_FOLDER, params)
     content = {
         "model_type": config.model_type,
         "model": dataclasses.asdict(config),
@@ -153,7 +155,7 @@ def load_orbax(path, *, dtype: str) -> tuple[dict[str, Any], ModelConfig, dict[s
         except ValueError as error:
             raise ValueError(f"{folder} against {file}: {error}") from error
 
-    params = checkpoint.restore_params(folder, abstract, dtype=dtype, check=check)
+    params = store.restore_params(folder, abstract, dtype=dtype, check=check)
     return params, config, kept
 
 
@@ -165,7 +167,7 @@ def load_run(workdir: epath.Path, step: int | None, *, dtype: str, trust_code: b
     """
     recipe = run_recipe(workdir, trust_code=trust_code)
     hub.fetch(hub.paths(recipe, "data.", "eval."), workdir)
-    programs = build.programs(recipe, vocab_size=0)
+    programs = components.programs(recipe, vocab_size=0)
     _, params, start_weights = restored(programs, workdir, step)
     model_path = hub.local(recipe.model.path)
     kept = _kept(read_config(model_path)) if model_path else {}

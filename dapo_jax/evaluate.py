@@ -28,26 +28,28 @@ from ml_collections import ConfigDict
 from scipy.special import stdtrit
 
 from configs.base import eval_settings
-from dapo_jax.rollout import Grading
-from dapo_jax.run import build, checks, command, compile_cache, fit, hub, recipe
-from dapo_jax.run import policy as policies
-from dapo_jax.run.display import evaluation_line
-from dapo_jax.run.files import read_json
-from dapo_jax.run.metrics import TASK, mean_measures
-from dapo_jax.run.record import (
+from dapo_jax import hub
+from dapo_jax.cli import command, compile_cache, config_flags
+from dapo_jax.logs.display import evaluation_line
+from dapo_jax.logs.files import read_json
+from dapo_jax.logs.metrics import TASK, mean_measures
+from dapo_jax.logs.record import (
     result_row,
     settings_label,
     write_own_results,
     write_responses,
 )
+from dapo_jax.rollout import Grading
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.setup import policy as policies
 from dapo_jax.tasks.base import BUILT_IN
 from dapo_jax.tasks.readers import KINDS
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
 
-# The recipe of a model that comes without one, and this command's flags of it: (key, help).
-ANY_MODEL = str(recipe.ROOT / "configs" / "any_model.py")
+# The config of a model that comes without one, and this command's flags of it: (key, help).
+ANY_MODEL = str(config_flags.ROOT / "configs" / "any_model.py")
 SHORT = {
     "model": ("model.path", "A Hugging Face directory, or ORG/NAME; no recipe and no run needed."),
     "k": ("eval.samples_per_prompt", "Responses a problem."),
@@ -143,7 +145,7 @@ class Evaluation:
     def __init__(
         self,
         session: Session,
-        sets: Mapping[str, build.EvalSet],
+        sets: Mapping[str, components.EvalSet],
         *,
         first_stream: int,
     ):
@@ -191,9 +193,9 @@ class Evaluation:
         return results
 
 
-def streams(config: ConfigDict, sets: Mapping[str, build.EvalSet]) -> list[Stream]:
+def streams(config: ConfigDict, sets: Mapping[str, components.EvalSet]) -> list[Stream]:
     """Returns the streams of the sets, each with its own randomness, the same each time."""
-    stream = build.key(config, build.EVAL_STREAM)
+    stream = components.key(config, components.EVAL_STREAM)
     return [
         Stream(jax.random.fold_in(stream, zlib.crc32(name.encode())), chosen.sampling)
         for name, chosen in sets.items()
@@ -202,9 +204,9 @@ def streams(config: ConfigDict, sets: Mapping[str, build.EvalSet]) -> list[Strea
 
 def evaluate(
     config: ConfigDict,
-    programs: build.Programs,
+    programs: components.Programs,
     params,
-    sets: Mapping[str, build.EvalSet],
+    sets: Mapping[str, components.EvalSet],
     *,
     report: Callable[[str], None],
     keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
@@ -236,10 +238,10 @@ def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, d
 
 
 def chosen_recipe() -> ConfigDict:
-    """Returns the recipe of --config, or that of any model, with the command's own flags in it."""
+    """Returns the config of --config, or that of any model, with the command's own flags in it."""
     given, config = flags.FLAGS, CONFIG.value
     if not given.model and given["config"].config_filename == ANY_MODEL:
-        raise ValueError("give --config=FILE, the recipe of the run in --workdir, or --model=DIR")
+        raise ValueError("give --config=FILE, the config of the run in --workdir, or --model=DIR")
     for name, (key, _) in SHORT.items():
         if given[name].value is not None:
             config.update_from_flattened_dict({key: given[name].value})
@@ -309,13 +311,13 @@ def main(_):
 def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):
     """(finished steps, policy, data) of the run in a directory."""
     if (workdir / "config.json").is_file():
-        recipe.fill_open(config, read_json(workdir / "config.json"))
+        config_flags.fill_open(config, read_json(workdir / "config.json"))
     checks.check(config)
     hosts.on_main(lambda: require_directory(workdir))
     hosts.on_main(lambda: policies.check_same(config, workdir))
     hub.fetch(hub.paths(config, "data."), workdir)
-    fit.fit_training(config)  # as the run did, where its recipe leaves sizes open
-    data = build.load_data(config, build.tokenizer(config), training=False)
+    auto_sizes.fit_training(config)  # as the run did, where its config leaves sizes open
+    data = components.load_data(config, components.tokenizer(config), training=False)
     say("\n".join(data.report_lines()))
     return *policies.of_run(config, workdir, STEP.value), data
 
@@ -326,13 +328,13 @@ def model_and_data(config: ConfigDict, workdir: pathlib.Path, say):
         raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
     hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
     hub.fetch(hub.paths(config, "data."))
-    fit.fit_model(config)
-    tokenizer = build.tokenizer(config)
-    data = build.load_data(config, tokenizer, training=False)
+    auto_sizes.fit_model(config)
+    tokenizer = components.tokenizer(config)
+    data = components.load_data(config, tokenizer, training=False)
     sets = data.eval_sets.values()
     prompts = [prompt for of_set in sets for prompt in of_set.dataset.prompts]
-    fit.fit_lengths(config, max(len(prompt.token_ids) for prompt in prompts))
-    fit.fit_cache(config, sum(len(of_set.dataset.prompts) * of_set.k for of_set in sets))
+    auto_sizes.fit_lengths(config, max(len(prompt.token_ids) for prompt in prompts))
+    auto_sizes.fit_cache(config, sum(len(of_set.dataset.prompts) * of_set.k for of_set in sets))
     checks.check(config)
     r = config.rollout
     say("\n".join(data.report_lines()))
@@ -341,7 +343,7 @@ def model_and_data(config: ConfigDict, workdir: pathlib.Path, say):
         f"at most {r.max_response_tokens:,} tokens (--max_tokens), {r.cache_mib:,} MiB of cache"
     )
     # The samplings have the lengths that were open when the data was read.
-    data = build.with_samplings(config, tokenizer, data)
+    data = components.with_samplings(config, tokenizer, data)
     return 0, policies.of_model(config, tokenizer), data
 
 
@@ -382,7 +384,7 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
     if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
         sys.argv.insert(1, f"--config={ANY_MODEL}")
-    CONFIG = recipe.define_config(sets=given_sets)
+    CONFIG = config_flags.define_config(sets=given_sets)
     WORKDIR = command.define_workdir()
     STEP = flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."

@@ -1,7 +1,7 @@
 """Updates the policy: gradients summed over micro-batches, clipped, and one AdamW step.
 
 From `update` to Eq. 8: `micro_batch_loss` runs the model, `weighted_loss` is computed where the
-logits are, in it losses.policy_loss, its gate, and algorithm.token_policy_loss. Axis letters: M
+logits are, in it losses.policy_loss, which calls algorithm.token_policy_loss. Axis letters: M
 micro-batches, B packed rows (dapo_jax.packing), T tokens.
 """
 
@@ -61,7 +61,7 @@ class Learning:
     lora: Lora | None
     kernels: Kernels
     ratio: str = "token"
-    gate: str = "clip"
+    policy_loss: str = "clip"
     kl_cov_coef: float = 1.0
     tis_cap: float = 0.0
 
@@ -292,8 +292,8 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
         micro = micro_batch(batch, i)
         x_BTD, head_DV = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)
         logp_BT, _ = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
-        fresh_logp_BT = jnp.where(micro.is_fresh_BT, logp_BT, micro.behavior_logp_BT)
-        return old_logp_MBT.at[i].set(fresh_logp_BT)
+        on_policy_logp_BT = jnp.where(micro.is_on_policy_BT, logp_BT, micro.behavior_logp_BT)
+        return old_logp_MBT.at[i].set(on_policy_logp_BT)
 
     with products_in(learning.compute_dtype):
         return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)
@@ -305,10 +305,10 @@ def metric_sums(logp_BT, entropy_BT, token: Batch, learning: Learning):
     gap_BT = jnp.abs(importance_ratio(logp_BT, token.behavior_logp_BT) - 1.0)
     per_token = indicators | {
         "tokens": jnp.ones_like(logp_BT),
-        "fresh": token.is_fresh_BT,
+        "on_policy": token.is_on_policy_BT,
         "entropy": entropy_BT,
         "mean_prob": jnp.exp(logp_BT),
-        "ratio_gap": jnp.where(token.is_fresh_BT, gap_BT, 0.0),
+        "ratio_gap": jnp.where(token.is_on_policy_BT, gap_BT, 0.0),
         "kl": kl_of(logp_BT, token),
     }
     return jax.tree.map(lambda v: jnp.sum(jnp.where(token.is_response_BT, v, 0.0)), per_token)
@@ -354,7 +354,7 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
     tokens = sums.pop("tokens")
     metrics = {key: value / jnp.maximum(tokens, 1) for key, value in sums.items()}
-    metrics["ratio_gap"] /= jnp.maximum(metrics["fresh"], jnp.finfo(jnp.float32).tiny)
+    metrics["ratio_gap"] /= jnp.maximum(metrics["on_policy"], jnp.finfo(jnp.float32).tiny)
     return state, metrics | {
         "loss": loss,
         "grad_norm": grad_norm,

@@ -12,12 +12,15 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from dapo_jax import evaluate, learner, rollout
-from dapo_jax.run import alarms, build, checks, failures, files, hub, start
-from dapo_jax.run.metrics import Stopwatch
-from dapo_jax.run.record import Record, banner
-from dapo_jax.run.snapshots import Snapshots
+from dapo_jax import evaluate, hub, learner, rollout
+from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.snapshots import Snapshots
+from dapo_jax.cli import failures
+from dapo_jax.logs import alarms, files
+from dapo_jax.logs.metrics import Stopwatch
+from dapo_jax.logs.record import Record
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import checks, components, policy, start
 from dapo_jax.tasks.datasets import RemainingStream
 from dapo_jax.types import Rollouts
 from sharding import hosts
@@ -28,12 +31,12 @@ class Run:
     """The constants of a run; its training state and progress change from step to step."""
 
     config: ConfigDict
-    programs: build.Programs
-    data: build.Data
+    programs: components.Programs
+    data: components.Data
     start_weights: dict | None
     update: Callable
     old_logprobs: Callable | None
-    sets: dict[str, build.EvalSet]  # that are evaluated now and then
+    sets: dict[str, components.EvalSet]  # that are evaluated now and then
     streams: tuple[Stream, ...]  # of every session: training's, then those of the sets
     record: Record
     alarms: alarms.Alarms
@@ -46,12 +49,12 @@ class Run:
         """Returns the weights as the sampler shards them."""
         return self.programs.reshard(state.params, self.start_weights)
 
-    def remaining(self, progress: start.Progress) -> RemainingStream:
+    def remaining(self, progress: Progress) -> RemainingStream:
         """Returns the training prompts in the order of sampling, without those that are retired."""
         at_least = checks.generation_batch(self.config)[1]
         return RemainingStream(self.data.stream, progress.retired, at_least=at_least)
 
-    def retire_solved(self, rollouts: Rollouts, progress: start.Progress) -> dict[int, int]:
+    def retire_solved(self, rollouts: Rollouts, progress: Progress) -> dict[int, int]:
         """Returns the retired prompts after a step, in which some may have been solved."""
         least, found = self.config.algo.retire_pass_rate, []
         if least > 0:
@@ -71,11 +74,11 @@ class Run:
         return bool(self.sets) and step % self.config.eval.every_steps == 0
 
     def may_resume_at(self, step: int) -> bool:
-        """Returns whether the run may go on from there after a stop; with carry-over, not always.
+        """Returns whether a stopped run may go on from there; with partial rollouts, not always.
 
         There no keys and values of the steps before are used.
         """
-        carries = self.config.rollout.carry_over_steps > 0
+        carries = self.config.rollout.partial_rollout_steps > 0
         return not carries or step % self.config.checkpoint.every_steps == 0
 
     def evaluate_alone(self, state: learner.TrainState, finished_steps: int) -> None:
@@ -103,7 +106,7 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     start.check(config)
     hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
     origin = start.claim(config, workdir, stack, origin)
-    checkpoints = build.checkpoints(config, workdir, keep=config.checkpoint.keep)
+    checkpoints = components.checkpoints(config, workdir, keep=config.checkpoint.keep)
     saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
     stack.enter_context(saved)
     snapshots = stack.enter_context(
@@ -125,14 +128,23 @@ def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapsh
     """Loads and compiles all that every step needs, and opens the record in `workdir`."""
     tokenizer, programs, data, chosen = parts
     start_weights = programs.load_start_weights()
-    alarms.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
+    policy.require_finite_start(programs, first.directory, first.step, first.state, start_weights)
 
-    record = stack.enter_context(Record(config, workdir, first))
+    record = stack.enter_context(
+        Record(
+            config,
+            workdir,
+            first_step=first.step,
+            begin_step=first.begin_step,
+            last_row=first.progress.row,
+            about={"origin": first.origin and str(first.origin), **hub.record()},
+        )
+    )
     snapshots.say = record.display.last_line
-    record.display.line("\n".join([banner(config, programs, data, workdir, first), *chosen]))
+    record.display.line("\n".join([start.banner(config, parts, workdir, first), *chosen]))
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
-    key = build.key(config, build.ROLLOUT_STREAM)
-    training = Stream(key, build.sampling(config, tokenizer))
+    key = components.key(config, components.ROLLOUT_STREAM)
+    training = Stream(key, components.sampling(config, tokenizer))
     streams = (training, *evaluate.streams(config, sets))
     with watch("compile"):
         record.display.phase("compiling the update")
@@ -150,7 +162,9 @@ def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapsh
         sets=sets,
         streams=streams,
         record=record,
-        alarms=alarms.Alarms(programs, record.display.line),
+        alarms=alarms.Alarms(
+            config, programs.state, vocab_size=tokenizer.vocab_size, say=record.display.line
+        ),
         snapshots=snapshots,
         first_step=first.step,
         begin_step=first.begin_step,
@@ -188,7 +202,7 @@ def require_trained(workdir: pathlib.Path) -> None:
 
 
 def finished_lines(config: ConfigDict, workdir: pathlib.Path, origin) -> list[str]:
-    """Returns the summary of a run that has done all steps of this recipe; [] for any other."""
+    """Returns the summary of a run that has done all steps of this config; [] for any other."""
     if not all((workdir / name).is_file() for name in ("metrics.jsonl", "config.json")):
         return []
     start.check(config)

@@ -1,16 +1,16 @@
 """The policy loss as four choices, each a table; a row of each makes a published loss.
 
     algo.ratio             RATIOS        how far the policy is from the one that sampled
-    algo.gate              GATES         what becomes of tokens whose ratio is far from 1
+    algo.policy_loss       POLICY_LOSSES what becomes of tokens whose ratio is far from 1
     algo.advantage_scale   ADVANTAGES    what a reward's distance from its group's mean is scaled by
     algo.loss_aggregation  AGGREGATIONS  how the losses of a mini-batch's tokens are averaged
 
 The first row of each is DAPO's (arXiv 2503.14476); configs/README.md has the index of the papers
-that take others. A custom loss is one more gate: a function of (compared, logp, token, learning)
-that returns each token's loss, before its weight, and its indicators. With algo.ratio = "token" it
-sees chunks of tokens, each by itself; with "sequence" whole rows [B, T], and so whole responses
-(`response_mean`), at the price of a second pass of the head. Axes as in dapo_jax.algorithm, and B
-packed rows (dapo_jax.packing).
+that take others. A custom loss is one more policy loss: a function of (compared, logp, token,
+learning) that returns each token's loss, before its weight, and its indicators. With algo.ratio =
+"token" it sees chunks of tokens, each by itself; with "sequence" whole rows [B, T], and so whole
+responses (`response_mean`), at the price of a second pass of the head. Axes as in
+dapo_jax.algorithm, and B packed rows (dapo_jax.packing).
 """
 
 import jax
@@ -66,7 +66,7 @@ def sequence_ratio(logp_BT, token: Batch):
 RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
 
 
-# Gates: from a ratio to each token's loss, and which bounds hold it.
+# Policy losses: from a ratio to each token's loss, and which bounds hold it.
 
 
 def clip(compared, logp, token: Batch, learning):
@@ -106,7 +106,7 @@ def kl_cov(compared, logp, token: Batch, learning):
     return loss + learning.kl_cov_coef * jnp.where(token.is_high_cov_BT, penalty, 0.0), {}
 
 
-GATES = {"clip": clip, "cispo": cispo, "none": unbounded, "kl_cov": kl_cov}
+POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded, "kl_cov": kl_cov}
 
 
 def high_covariance(logp, advantage, mask, *, share: float) -> np.ndarray:
@@ -197,16 +197,16 @@ def loss_weights(mask_PGT, *, mode: str, max_tokens: int | None = None) -> np.nd
 
 
 def policy_loss(logp, token: Batch, learning):
-    """Computes each token's loss by the recipe's ratio and gate: (loss, indicators).
+    """Computes each token's loss by the config's ratio and policy loss: (loss, indicators).
 
     indicators: name -> a value for each token, such as whether a clip holds it, of which the
     metrics have the mean over the response tokens. With learning.tis_cap the tokens that are not
-    fresh are `truncated` instead.
+    on-policy are `truncated` instead.
     """
     compared = RATIOS[learning.ratio](logp, token)
-    loss, held = GATES[learning.gate](compared, logp, token, learning)
+    loss, held = POLICY_LOSSES[learning.policy_loss](compared, logp, token, learning)
     if learning.tis_cap > 0:
-        stale = token.is_response_BT & ~token.is_fresh_BT
+        stale = token.is_response_BT & ~token.is_on_policy_BT
         stale_loss, capped = truncated(logp, token, cap=learning.tis_cap)
         loss = jnp.where(stale, stale_loss, loss)
         held = {name: value & ~stale for name, value in held.items()}
@@ -216,4 +216,4 @@ def policy_loss(logp, token: Batch, learning):
 
 def takes_old_logp(learning) -> bool:
     """Returns whether the loss compares with the learner's own old log-probabilities."""
-    return learning.ratio == "sequence" or learning.gate == "kl_cov"
+    return learning.ratio == "sequence" or learning.policy_loss == "kl_cov"

@@ -155,7 +155,7 @@ def fill(
                 batch.advantage_BT[b, answer] = advantage_PG[p, g]
                 batch.weight_BT[b, answer] = weight_PGT[p, g, :length]
                 batch.is_response_BT[b, answer] = True
-                batch.is_fresh_BT[b, answer] = not response.ends
+                batch.is_on_policy_BT[b, answer] = not response.ends
                 end = answer.stop
             batch.segment_BT[b, start:end] = segment
     return batch

@@ -20,12 +20,14 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import any_model
+from dapo_jax import hub
+from dapo_jax.cli import command, compile_cache
 from dapo_jax.printable import printable_lines
-from dapo_jax.run import build, checks, command, compile_cache, fit, hub
-from dapo_jax.run import policy as policies
-from dapo_jax.run.policy import Policy
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.setup import policy as policies
+from dapo_jax.setup.policy import Policy
 from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Example, Message, Prompt, Response
@@ -54,7 +56,7 @@ def answers(
         Example(tuple(messages), "", "typed", cursor),
         "typed",
     )
-    key = jax.random.fold_in(build.key(policy.config, build.EVAL_STREAM), seed)
+    key = jax.random.fold_in(components.key(policy.config, components.EVAL_STREAM), seed)
     session = Session(policy.programs.engine, policy.weights, Stream(key, sampling))
     session.submit(cursor, prompt, group_size=n)
     while session.unfinished:
@@ -111,17 +113,17 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
         config.tokenizer.chat = "template" if given.chat else "none"
     r.max_response_tokens = given.max_tokens or r.max_response_tokens
     r.block_tokens, r.page_tokens = BLOCK_TOKENS, PAGE_TOKENS
-    r.carry_over_steps, r.cache_mib = 0, 0
+    r.partial_rollout_steps, r.cache_mib = 0, 0
     config.algo.overlong_cache_tokens = config.learner.row_tokens = 0
     if config.model.path:
         _fit_lengths(config, prompt, template)
-    fit.fit_cache(config, n)
+    auto_sizes.fit_cache(config, n)
     checks.check(config)
     if workdir:
         step, policy = policies.of_run(config, workdir, given.step, but=("tokenizer.chat",))
         where = f"{workdir} after {step} steps"
     else:
-        policy, where = policies.of_model(config, build.tokenizer(config)), given.model
+        policy, where = policies.of_model(config, components.tokenizer(config)), given.model
     if given.chat:
         asks = "its chat template"
     elif template == "none" and not given.template:
@@ -136,17 +138,17 @@ def _fit_lengths(config: ConfigDict, prompt: str | None, template: str) -> None:
     """Makes room for the prompt, or a typed one, and for a response behind it."""
     r, wanted = config.rollout, config.rollout.max_response_tokens
     r.max_prompt_tokens = 0
-    fit.fit_model(config)
+    auto_sizes.fit_model(config)
     if prompt is None:
         tokens = min(TALK_TOKENS, r.max_prompt_tokens if wanted else r.max_prompt_tokens // 2)
     else:
-        tokens = len(build.tokenizer(config).encode_chat(templated(prompt, template)))
+        tokens = len(components.tokenizer(config).encode_chat(templated(prompt, template)))
     if tokens > r.max_prompt_tokens:
         raise ValueError(
             f"--prompt has {tokens} tokens, but only {r.max_prompt_tokens} fit before a response "
             f"of --max_tokens={wanted or 1}"
         )
-    fit.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
+    auto_sizes.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
 
 
 def trained_with(config: ConfigDict) -> str:
@@ -176,7 +178,7 @@ def main(_):
     start = time.perf_counter()
     policy, template = load(given.prompt, n=given.n)
     how = {"temperature": given.temperature, "top_p": given.top_p}
-    sampling = build.sampling(
+    sampling = components.sampling(
         policy.config,
         policy.tokenizer,
         **{name: value for name, value in how.items() if value is not None},

@@ -8,7 +8,7 @@ and length is punished softly before it is cut (Eq. 13). `rl_step` is one step i
 `finish` keeps its books.
 
 The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
-the run in DIR, under another recipe (a fork). On several hosts the command is given on each of
+the run in DIR, under another config (a fork). On several hosts the command is given on each of
 them, with --distributed. Exit status: 0: done. 75: stopped by a signal; the last step that
 it can resume at is saved. Run the same command again to resume. Anything else is an error, 1 also
 that no step of the run had an update with a gradient.
@@ -24,25 +24,21 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from dapo_jax import algorithm, carry_over, evaluate, learner, losses, rollout
+from dapo_jax import algorithm, evaluate, learner, losses, partial_rollouts, rollout
+from dapo_jax.checkpoints import digests
+from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.cli import command, compile_cache, config_flags
 from dapo_jax.lifetime import Run, begin, conclude, finished_lines, require_trained
-from dapo_jax.run import (
-    alarms,
-    command,
-    compile_cache,
-    digests,
-    dry_run,
-    recipe,
-    start,
-)
-from dapo_jax.run.metrics import Step, Stopwatch, step_row
+from dapo_jax.logs import alarms
+from dapo_jax.logs.metrics import Step, Stopwatch, step_row
 from dapo_jax.sampler.session import Session
+from dapo_jax.setup import dry_run, start
 from dapo_jax.types import Rollouts
 from sharding import hosts
 
 
 def train(config: ConfigDict, workdir: pathlib.Path, origin=None, profile=None) -> None:
-    """Runs, or resumes, the recipe in `workdir` until config.num_steps rollout steps are done.
+    """Runs, or resumes, the config in `workdir` until config.num_steps rollout steps are done.
 
     origin: the start.Origin of a fork. profile: the step to write a trace of.
     """
@@ -70,8 +66,8 @@ def train(config: ConfigDict, workdir: pathlib.Path, origin=None, profile=None) 
 
 
 def rl_step(
-    run: Run, step: int, state: learner.TrainState, progress: start.Progress
-) -> tuple[learner.TrainState, start.Progress, str | None]:
+    run: Run, step: int, state: learner.TrainState, progress: Progress
+) -> tuple[learner.TrainState, Progress, str | None]:
     """Takes one RL step: (state, progress, the message to stop with or None)."""
     config, watch = run.config, Stopwatch()
 
@@ -100,10 +96,10 @@ def finish(
     run: Run,
     done: Step,
     state: learner.TrainState,
-    progress: start.Progress,
+    progress: Progress,
     session: Session | None,
     watch: Stopwatch,
-) -> tuple[learner.TrainState, start.Progress, str | None]:
+) -> tuple[learner.TrainState, Progress, str | None]:
     """Keeps the books of a step whose updates are taken: (state, progress, why to stop or None).
 
     The order, by which rows and checkpoints agree after a kill at any instant:
@@ -145,7 +141,7 @@ def finish(
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         run.evaluate_alone(state, step + 1)
 
-    progress = start.Progress(rollouts.cursor, tokens, row, rollouts.carried, retired, session)
+    progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, retired, session)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
@@ -154,19 +150,19 @@ def finish(
 
 
 def sample(
-    run: Run, step: int, weights: dict, progress: start.Progress, watch: Stopwatch
+    run: Run, step: int, weights: dict, progress: Progress, watch: Stopwatch
 ) -> tuple[Rollouts, dict[str, float], Session | None]:
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
-    Returns (the rollouts, the scores as keys of a metrics row, the session with carry-over). The
-    evaluation's requests, which run to their ends, are asked for before training's new ones, which
-    fill the slots that they leave.
+    Returns (the rollouts, the scores as keys of a metrics row, the session with partial rollouts).
+    The evaluation's requests, which run to their ends, are asked for before training's new ones,
+    which fill the slots that they leave.
     """
     if session := progress.session:
-        session.go_on(weights)
+        session.resume(weights)
     else:
         session = Session(run.programs.engine, weights, *run.streams)
-    goes_on = session if run.config.rollout.carry_over_steps else None
+    goes_on = session if run.config.rollout.partial_rollout_steps else None
     sets = run.sets if run.evaluates_in(step) else {}
     how = {"first_stream": rollout.TRAINING + 1}
     with evaluate.Evaluation(session, sets, **how) as evaluation:
@@ -179,7 +175,7 @@ def sample(
 
 
 def sample_groups(
-    run: Run, session: Session, progress: start.Progress, evaluation: evaluate.Evaluation
+    run: Run, session: Session, progress: Progress, evaluation: evaluate.Evaluation
 ) -> Rollouts:
     """Samples until enough of training's groups are informative."""
     r, stream = run.config.rollout, run.remaining(progress).__getitem__
@@ -196,18 +192,20 @@ def sample_groups(
     if last := progress.row:
         step["expected_rate"] = last["groups/informative"] / last["groups/sampled"]
     of_run = (session, stream, run.data.train.grade)
-    cursor, carried = progress.cursor, progress.carried
+    cursor, partial = progress.cursor, progress.partial
     sizes = {"group_size": r.group_size, "max_tokens": r.max_response_tokens}
-    if not (r.carry_over_steps and carry_over.fits(carried, **sizes)):  # a fork, of another recipe
-        cursor, carried = min([cursor, *(it.cursor for it in carried)]), []
-    if steps := r.carry_over_steps:
-        how = {"carry_over_steps": steps, **step}
-        return carry_over.collect_carrying(*of_run, cursor, carried, **how)
+    if not (
+        r.partial_rollout_steps and partial_rollouts.fits(partial, **sizes)
+    ):  # a fork, of another config
+        cursor, partial = min([cursor, *(it.cursor for it in partial)]), []
+    if steps := r.partial_rollout_steps:
+        how = {"partial_rollout_steps": steps, **step}
+        return partial_rollouts.collect_partial(*of_run, cursor, partial, **how)
     return rollout.collect(*of_run, cursor, **step)
 
 
 def at_generation_cap(run: Run, step: int, rollouts: Rollouts) -> str | None:
-    """The message to stop with where the cap left too few groups and the recipe says to stop."""
+    """The message to stop with where the cap left too few groups and the config says to stop."""
     r, kept = run.config.rollout, len(rollouts.kept)
     if kept == r.num_prompts:
         return None
@@ -239,7 +237,7 @@ def schedule(config: ConfigDict) -> dict[str, float]:
 
 
 def advantages(config: ConfigDict, rollouts: Rollouts, reward_PG: np.ndarray) -> np.ndarray:
-    """The advantages of the kept groups' responses, scaled as the recipe says; others' are 0."""
+    """The advantages of the kept groups' responses, scaled as the config says; others' are 0."""
     kept, advantage_PG = rollouts.kept, np.zeros_like(reward_PG)
     scaled = losses.ADVANTAGES[config.algo.advantage_scale]
     advantage_PG[kept] = scaled(reward_PG[kept], rollouts.length_PG[kept])
@@ -281,13 +279,13 @@ def main(_):
 
 
 if __name__ == "__main__":
-    CONFIG = recipe.define_config()
+    CONFIG = config_flags.define_config()
     WORKDIR = command.define_workdir()
     START = flags.DEFINE_string(
         "start",
         None,
         "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR, its workdir. "
-        "Policy, moments, place in the prompt stream and randomness go on, under this recipe.",
+        "Policy, moments, place in the prompt stream and randomness go on, under this config.",
     )
     PROFILE = flags.DEFINE_integer(
         "profile", None, "Write a jax.profiler trace of this step, from 0, into WORKDIR/profile."

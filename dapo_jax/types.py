@@ -73,7 +73,7 @@ class Response:
 
     tokens_T int32, behavior_logp_T float32 (nats, under the sampling distribution). stopped: False
     where it was cut off at the length limit. text and verdict are None until it is graded. ends:
-    its tokens at the ends of earlier steps, since its group began (carry-over): those are an
+    its tokens at the ends of earlier steps, since its group began (partial rollouts): those are an
     earlier policy's.
     """
 
@@ -89,7 +89,7 @@ class Response:
         """Counts the tokens that earlier policies sampled, the first ones."""
         return max(self.ends, default=0)
 
-    def carried(self) -> "Response":
+    def continued(self) -> "Response":
         """The response, ended or not, as the next step finds it: its grade is not kept."""
         ends = (*self.ends, len(self.tokens_T))
         return dataclasses.replace(self, ends=ends, text=None, verdict=None)
@@ -144,7 +144,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Carried:
+class PartialGroup:
     """A group that a step did not train on, and that goes on in the next one.
 
     responses: what there is of each; unfinished_G: whether more of it is to be sampled.
@@ -203,7 +203,7 @@ class RolloutStats:
     decode_steps: int
     slot_steps: int  # decode steps times slots
     busy_slot_steps: int  # that sampled a token of a response,
-    waiting_slot_steps: int  # the same two while requests were left to refill slots with
+    waiting_slot_steps: int  # the same two while requests were left to fill slots with
     busy_waiting_slot_steps: int
     requests: int
     prefilled_prompts: int
@@ -220,8 +220,8 @@ class Rollouts:
     sampled: P graded groups, the last one kept being the last; at the cap, as many as it allows.
     kept: indices into `sampled`, ascending. cursor: of the next unseen prompt. issued: groups asked
     for; the next step samples the prompts of those after `sampled`, which were not needed, again.
-    With carry-over: carried: the groups that go on, instead; sampled: all others that are complete.
-    carried_in_tokens: that were there before.
+    With partial rollouts: partial: the groups that go on, instead; sampled: all others that are
+    complete. continued_tokens: that were there before.
     """
 
     sampled: list[Group]
@@ -229,8 +229,8 @@ class Rollouts:
     cursor: int
     issued: int
     stats: RolloutStats
-    carried: Sequence[Carried] = ()
-    carried_in_tokens: int = 0
+    partial: Sequence[PartialGroup] = ()
+    continued_tokens: int = 0
 
     @property
     def correct_PG(self) -> np.ndarray:
@@ -273,10 +273,10 @@ class Batch:
     responses of its piece follow. position counts from 0 along a prompt and each of its responses.
     weight is that of the token's loss in the whole mini-batch (Eq. 12). behavior_logp is the
     sampler's; old_logp is the same unless the learner has recomputed it (learner.old_logprobs).
-    is_fresh: tokens sampled by the newest policy behind its own keys and values: those of groups
-    that began in this step. is_high_cov: the tokens that KL-Cov holds back. reference_logp: the
-    start policy's log-probabilities, which the learner computes for a KL term; None without one.
-    Of the micro-batches the first `num_micro` are in use.
+    is_on_policy: tokens sampled by the newest policy behind its own keys and values: those of
+    groups that began in this step. is_high_cov: the tokens that KL-Cov holds back. reference_logp:
+    the start policy's log-probabilities, which the learner computes for a KL term; None without
+    one. Of the micro-batches the first `num_micro` are in use.
     """
 
     tokens_BT: Ints
@@ -289,7 +289,7 @@ class Batch:
     advantage_BT: Floats
     weight_BT: Floats
     is_response_BT: Bools
-    is_fresh_BT: Bools
+    is_on_policy_BT: Bools
     is_high_cov_BT: Bools
     num_micro: Any
     reference_logp_BT: Any = None

@@ -1,4 +1,4 @@
-"""A study: arms of a recipe over seeds, predictions made before, a table and a figure after.
+"""A study: arms of a config over seeds, predictions made before, a table and a figure after.
 
     python -m experiments.study NAME --workdir=DIR [--seeds=0,1]
     python -m experiments.study NAME
@@ -24,6 +24,8 @@ from ml_collections import ConfigDict
 from scipy import stats
 
 from configs.base import KEYS
+from dapo_jax.logs.files import atomic_file
+from dapo_jax.logs.metrics import METRICS, TASK, score_metric
 from dapo_jax.report import plots, statistics
 from dapo_jax.report.compare import (
     WORK,
@@ -41,8 +43,6 @@ from dapo_jax.report.compare import (
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, commit_text, flatten, sweep_label
 from dapo_jax.report.statistics import Interval
-from dapo_jax.run.files import atomic_file
-from dapo_jax.run.metrics import METRICS, TASK, score_metric
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import sweep
 
@@ -105,7 +105,7 @@ class Trend:
 class Study:
     """The runs of a study and how they are read.
 
-    title: of result and figure. config: the recipe. arms: name -> "KEY=V KEY=V", as
+    title: of result and figure. config: the config. arms: name -> "KEY=V KEY=V", as
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
     columns of the table. drawn: keys of the figure's curves, metrics or eval/<set>/<score>, with
     their titles; over_tokens: over the tokens sampled so far and not over the steps. claims: made
@@ -137,7 +137,7 @@ class Study:
     def finished(self, runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
         """(the study's runs in the order of its arms, why each of the others is missing).
 
-        A run counts if its recipe has the values that the study asks for, if it differs from the
+        A run counts if its config has the values that the study asks for, if it differs from the
         first one in no other key but the seed and where it is computed, and if all its steps are
         there. A key that is newer than a run has its default; one that only one of them has is
         gone since, or new with the task.
@@ -175,7 +175,7 @@ class Study:
             ]
             steps, num_steps = [row["step"] for row in run.rows], recipes[arm]["num_steps"]
             if other:
-                missing.append(f"{label} is of another recipe ({', '.join(other)})")
+                missing.append(f"{label} is of another config ({', '.join(other)})")
             elif steps != list(range(num_steps)):
                 missing.append(f"{label} has {len(steps)} of {num_steps} steps")
             else:
@@ -184,7 +184,7 @@ class Study:
 
 
 def recipevalues(recipe: ConfigDict) -> dict[str, object]:
-    """The values of a recipe, dotted key -> value, as a run's config.json has them."""
+    """The values of a config, dotted key -> value, as a run's config.json has them."""
     return flatten(json.loads(recipe.to_json_best_effort()))
 
 

@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face hub; test_hu
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
-# Tests and the processes that they start compile a program once in a session: a recipe that runs
+# Tests and the processes that they start compile a program once in a session: a config that runs
 # several times, a run that is resumed. JAX finds a program by its code, its devices, the compiler's
 # options and version. Whoever sets a directory keeps the programs from session to session.
 _compiled = tempfile.TemporaryDirectory(prefix="dapo_jax_compiled_")

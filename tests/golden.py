@@ -142,7 +142,7 @@ def policy_loss_cases(shared: pathlib.Path) -> list[PolicyLossCase]:
 
 
 def accumulation_cases(shared: pathlib.Path) -> list[AccumulationCase]:
-    """Every `acc*` case. Their clip settings are not stored; the recipe's reproduce the numbers."""
+    """Every `acc*` case. Their clip settings are not stored; the config's reproduce the numbers."""
     cases = []
     for name in _case_names(shared, "acc"):
         stored = arrays(shared, name)

@@ -1,8 +1,8 @@
-"""GSPO (arXiv 2507.18071) as a gate added from outside: one importance ratio a response."""
+"""GSPO (arXiv 2507.18071) as a policy loss added from outside: one importance ratio a response."""
 
 import jax.numpy as jnp
 
-from dapo_jax.losses import GATES, response_mean
+from dapo_jax.losses import POLICY_LOSSES, response_mean
 
 
 def gspo(compared, logp_BT, token, learning):
@@ -20,4 +20,4 @@ def gspo(compared, logp_BT, token, learning):
     }
 
 
-GATES["gspo"] = gspo
+POLICY_LOSSES["gspo"] = gspo

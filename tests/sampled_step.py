@@ -1,12 +1,12 @@
-"""A step of what a recipe builds for a small model on a mesh: sampled, then trained on once."""
+"""A step of what a config builds for a small model on a mesh: sampled, then trained on once."""
 
 import jax
 import numpy as np
 
 from configs import base
-from dapo_jax.run import build
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import components
 from dapo_jax.types import Prompt
 
 SAMPLING = Sampling(
@@ -22,7 +22,7 @@ PROMPTS = {7: np.array([5, 6, 7]), 100: np.arange(10, 27)}
 
 
 def programs(family: str, folder, *, lora_rank: int = 0, **changes):
-    """The programs of a recipe (changes: keys by section), heads split over two devices."""
+    """The programs of a config (changes: keys by section), heads split over two devices."""
     config = base.get_config()
     config.model.family, config.model.path = family, str(folder)
     config.model.compute_dtype = "float32"
@@ -38,7 +38,7 @@ def programs(family: str, folder, *, lora_rank: int = 0, **changes):
     config.learner.lora_rank = lora_rank
     config.mesh.data, config.mesh.model = 1, 2
     config.update(changes)
-    return build.programs(config, SAMPLING.vocab_size, devices=jax.devices()[:2])
+    return components.programs(config, SAMPLING.vocab_size, devices=jax.devices()[:2])
 
 
 def step(built):

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
-from dapo_jax.run import alarms
-from dapo_jax.run.alarms import (
+from dapo_jax.logs import alarms
+from dapo_jax.logs.alarms import (
     ALARMS,
     REPEAT_STEPS,
     Facts,

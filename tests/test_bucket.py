@@ -25,9 +25,9 @@ from test_checkpoint import abstract, assert_bitwise_equal, fail, state_at
 from test_hf import UNTIED, assert_same, random_params
 from test_processes import assert_same_run, run
 
-from dapo_jax.run import failures
-from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.files import read_rows
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.cli import failures
+from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks.readers import read
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import load_hf, save_hf
@@ -49,7 +49,7 @@ WORDS = (
 # The same step after step, whatever happens in between; says where it goes on.
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
-from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.checkpoints.store import Checkpoints
 checkpoints, steps = Checkpoints(sys.argv[1], keep=2), int(sys.argv[2])
 state = {"a": jnp.arange(2**16, dtype=jnp.uint32), "b": jnp.arange(4, dtype=jnp.uint32)}
 abstract = jax.tree.map(

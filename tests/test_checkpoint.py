@@ -17,17 +17,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from processes import started
 from test_learner import LEARNING
 
-from dapo_jax.learner import TrainState, init_state
-from dapo_jax.run import checkpoint, digests
-from dapo_jax.run.checkpoint import (
+from dapo_jax.checkpoints import digests, store
+from dapo_jax.checkpoints.store import (
     Checkpoints,
     DamagedError,
     WrongStateError,
     restore_params,
     save_params,
 )
-from dapo_jax.run.failures import explain
-from dapo_jax.run.metrics import LOGP, TOKENS, VERDICTS
+from dapo_jax.cli.failures import explain
+from dapo_jax.learner import TrainState, init_state
+from dapo_jax.logs.files import json_digest
+from dapo_jax.logs.metrics import LOGP, TOKENS, VERDICTS
+from dapo_jax.logs.record import sample_digests
 from dapo_jax.types import Group, Response, Verdict
 from sharding.hosts import RETRYABLE
 from sharding.mesh import make_mesh
@@ -359,7 +361,7 @@ def failing(monkeypatch, error: Exception, times: int) -> None:
         return restored(self, *arguments)
 
     monkeypatch.setattr(Checkpoints, "_restored", read)
-    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0))
+    monkeypatch.setattr(store, "RETRY_SECONDS", (0, 0, 0))
 
 
 UNAVAILABLE = ValueError("UNAVAILABLE: Error reading gs://bucket/x: HTTP response code: 503")
@@ -479,7 +481,7 @@ def group_of(logp=(-1.5, -0.25), correct=True, tokens=(3, 7)) -> Group:
 
 def test_samples_are_digested_by_what_they_are():
     reward_PG = np.array([[1.0]])
-    first = digests.of_samples([group_of()], reward_PG)
+    first = sample_digests([group_of()], reward_PG)
     tokens = b"[9, 2, true, []]\n" + b"\x03\0\0\0\x07\0\0\0"
     assert first[TOKENS] == hashlib.sha256(tokens).hexdigest()
     assert first[LOGP] == hashlib.sha256(b"\0\0\xc0\xbf\0\0\x80\xbe").hexdigest()
@@ -491,9 +493,9 @@ def test_samples_are_digested_by_what_they_are():
         (group_of(correct=False), VERDICTS),
         (group_of(tokens=(3, 8)), TOKENS),
     ):
-        found = digests.of_samples([group], reward_PG)
+        found = sample_digests([group], reward_PG)
         assert [k for k in found if found[k] != first[k]] == [key]
-    assert digests.of_samples([group_of()], reward_PG * 2)[VERDICTS] != first[VERDICTS]
+    assert sample_digests([group_of()], reward_PG * 2)[VERDICTS] != first[VERDICTS]
 
 
 @pytest.mark.parametrize("sharding", [(), ("x",), (None, "x")])
@@ -517,17 +519,17 @@ def test_digests_on_devices_are_those_of_a_manifest(sharding):
         ]
         for name, it in tree.items()
     }
-    assert digests.of_json(digests.described(tree)) == digests.of_json(expected)
+    assert json_digest(digests.described(tree)) == json_digest(expected)
     tree["half"] = tree["half"].at[2, 1].multiply(-1)
-    assert digests.of_json(digests.described(tree)) != digests.of_json(expected)
+    assert json_digest(digests.described(tree)) != json_digest(expected)
 
 
 # Checkpoint 2 has a file that process 1 alone reads, which is then cut.
 TOGETHER = """
 import pathlib, sys, jax, numpy as np
 from types import SimpleNamespace
-from dapo_jax.run import identity
-from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.types import Example, Prompt
 from experiments.faults.config import get_config
 from sharding import hosts, rules
@@ -569,7 +571,7 @@ def with_answer(answer):
 config, process = get_config(), hosts.gather(0) and (0 if hosts.is_main_host() else 1)
 def refused(config, data):
     try:
-        identity.of_run(config, data)
+        fingerprint.of_run(config, data)
     except ValueError as error:
         return str(error)
     return "nothing"

@@ -9,7 +9,8 @@ from absl import flags
 from processes import ran
 
 from configs import base, tiny
-from dapo_jax.run import checks, recipe
+from dapo_jax.cli import config_flags
+from dapo_jax.setup import checks
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMMANDS = ("train", "preflight")
@@ -57,13 +58,13 @@ def test_a_key_is_one_line(monkeypatch):
     """Default, meaning and bound of a new key reach recipe, flag, help and checks."""
     monkeypatch.setitem(base.KEYS, "algo.my_cap", base.Key(2.0, "cap of mine", at_least=1))
     given = ["--config=configs/tiny.py", "--config.algo.my_cap=0.5"]
-    config = recipe.read_recipe(given)
+    config = config_flags.read_recipe(given)
     assert config.algo.my_cap == 0.5
     with pytest.raises(ValueError, match=r"algo\.my_cap = 0\.5, but must be at least 1"):
         checks.check(config)
     values = flags.FlagValues()
-    recipe.define_config(flag_values=values)
-    text = recipe.help_text(given, values, "About.")
+    config_flags.define_config(flag_values=values)
+    text = config_flags.help_text(given, values, "About.")
     assert re.search(r"^\* algo.my_cap = 0.5 +cap of mine \(2.0\)$", text, re.M)
 
 
@@ -77,7 +78,7 @@ def test_help_lists_every_key_with_its_value(command):
     shown = dict(re.findall(r"^[ *] ([a-z][\w.]+) = (.*?)(?:   .*)?$", done.stdout, re.M))
     config = tiny.get_config("clip_higher")
     config.eval.sets.more = base.dataset(path="x.jsonl")
-    names = list(recipe.keys(config))
+    names = list(config_flags.keys(config))
     leaves = {n for n in names if not any(other.startswith(f"{n}.") for other in names)}
     assert shown.keys() == leaves - {"data.mixture"}
     assert shown["rollout.group_size"] == "8"
@@ -94,7 +95,7 @@ def test_help_without_a_recipe_has_the_defaults():
 
 
 def test_a_word_that_is_no_key_at_all_is_refused_with_where_they_are():
-    line = recipe.leftover(["trainer.total=3"], KNOWN, tiny.get_config())
+    line = config_flags.leftover(["trainer.total=3"], KNOWN, tiny.get_config())
     assert line == ("'trainer.total=3' is no flag and would be ignored; --help lists all")
 
 
@@ -118,7 +119,7 @@ def test_what_is_missing_is_named_in_one_line(flags_, message):
     ("lines", "refusals"),
     [
         ("c.rollout.max_respnse_tokens = 5", ["no key 'rollout.max_respnse_tokens' (Did you mean"]),
-        ("c.algoo.x = 1", [", line 4: the recipe has no key 'algoo'; Did you mean \"algo\""]),
+        ("c.algoo.x = 1", [", line 4: the config has no key 'algoo'; Did you mean \"algo\""]),
         (
             "c.update({'algo': {'eps_hgh': 1.0}})",
             ["no key 'algo.eps_hgh' (Did you mean algo.eps_h"],
@@ -147,7 +148,7 @@ def test_all_wrong_keys_and_types_of_a_file_are_named(tmp_path, lines, refusals)
     begin = "from configs import base, tiny\ndef get_config():\n    c = tiny.get_config()\n    "
     file.write_text(f"{begin}{lines}\n    return c\n")
     with pytest.raises(ValueError, match=re.escape(str(file))) as refused:
-        recipe.read_recipe([f"--config={file}"])
+        config_flags.read_recipe([f"--config={file}"])
     assert "\n" not in str(refused.value)
     for text in refusals:
         assert text in str(refused.value)
@@ -158,7 +159,7 @@ def test_all_wrong_keys_and_types_of_a_file_are_named(tmp_path, lines, refusals)
 
 def test_a_recipe_is_found_from_any_folder_the_current_one_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = recipe.read_recipe(["--config=configs/tiny.py:dapo"])
+    config = config_flags.read_recipe(["--config=configs/tiny.py:dapo"])
     assert config.model.path == str(ROOT / "experiments" / "tiny_base" / "checkpoint")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.py").write_text(
@@ -166,11 +167,11 @@ def test_a_recipe_is_found_from_any_folder_the_current_one_first(tmp_path, monke
         "    config.num_steps = 7\n    return config\n"
     )
     (tmp_path / "experiments" / "tiny_base" / "checkpoint").mkdir(parents=True)
-    config = recipe.read_recipe(["--config=configs/tiny.py"])
+    config = config_flags.read_recipe(["--config=configs/tiny.py"])
     assert (config.num_steps, config.model.path) == (7, "experiments/tiny_base/checkpoint")
 
 
 @pytest.mark.parametrize("path", ["", "gs://bucket/configs", "/configs/tiny.py", "absent/x.py"])
 def test_other_paths_stay_as_they_are(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert recipe.found(path) == path
+    assert config_flags.found(path) == path

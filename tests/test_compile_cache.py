@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from dapo_jax.run import compile_cache
-from dapo_jax.run.metrics import untimed
+from dapo_jax.cli import compile_cache
+from dapo_jax.logs.metrics import untimed
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A process says what it loaded and compiled, and where that lies.
 PROGRAM = """
 import json, sys, jax, jax.numpy as jnp
-from dapo_jax.run import compile_cache
+from dapo_jax.cli import compile_cache
 seen = []
 jax.monitoring.register_event_listener(lambda name, **_: seen.append(name.rpartition("/")[2]))
 compile_cache.enable(several="several" in sys.argv)
@@ -144,7 +144,7 @@ def test_a_run_with_loaded_programs_has_the_rows_of_one_with_fresh_ones(tmp_path
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return [untimed(json.loads(line)) for line in lines]
 
-    fresh = rows("fresh")
+    fresh = rows("on_policy")
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*-cache")}
     assert len(fresh) == 2 and any("jit_update" in path.name for path in kept)
     assert rows("loaded") == fresh

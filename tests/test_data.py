@@ -13,10 +13,11 @@ from configs import base
 from dapo_jax.tasks import formats
 from dapo_jax.tasks.arithmetic import Arithmetic
 from dapo_jax.tasks.datasets import PromptStream, RemainingStream, load_dataset, tokenize
-from dapo_jax.tasks.math_problems import RULES, MathProblems, check_ground_truth
+from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read, read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Example
+from dapo_jax.verifier import RULES, check_ground_truth
 
 DAPO_TYPE = pa.schema(
     {

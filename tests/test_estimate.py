@@ -71,10 +71,10 @@ def test_lengths_have_the_mean_that_was_asked_for():
 
 def simulate(lengths, *, slots=2, pages=200, group_size=1, shards=1, prompt_tokens=1, **changes):
     """Blocks and pages of 4 tokens; a decode step takes a second for each 32 rows."""
-    carries = changes.get("carry_over_steps", 0) > 0
+    partial = changes.get("partial_rollout_steps", 0) > 0
     sizes = {"slots": slots, "pages": pages, "prompt_pages": 9, "readers": group_size}
     sizes |= {"page_tokens": 4, "block_tokens": 4, "max_prompt_tokens": 5}
-    cache = Cache(**sizes, max_response_tokens=32, carries=carries)
+    cache = Cache(**sizes, max_response_tokens=32, partial_rollouts=partial)
     how = {"shards": shards, "prompt_tokens": prompt_tokens}
     how["decode_seconds"] = lambda rows, live_D: np.full(len(live_D), rows / 32)
     return estimate.simulate(np.reshape(lengths, (-1, group_size)).tolist(), cache, **how | changes)
@@ -110,15 +110,17 @@ def test_a_step_reads_the_prompt_and_what_is_sampled():
 )
 def test_with_partial_responses_no_slot_waits(lengths, seconds):
     """A step takes half of its tokens, whole blocks, in two slots; else it takes the longest."""
-    assert simulate(lengths, carry_over_steps=4, every_steps=99) == (seconds, 0)
+    assert simulate(lengths, partial_rollout_steps=4, every_steps=99) == (seconds, 0)
     assert simulate(lengths) == (max(lengths), 0)
-    assert simulate(lengths, carry_over_steps=4)[1] > 0  # what is under way, at each checkpoint
+    assert (
+        simulate(lengths, partial_rollout_steps=4)[1] > 0
+    )  # what is under way, at each checkpoint
 
 
 @pytest.mark.parametrize(("steps", "seconds"), [(1, 16), (2, 10), (9, 7.5)])
 def test_a_step_waits_for_responses_that_are_old(steps, seconds):
     """One takes 32 steps beside seven of 4, in eight slots: 60 tokens, or a part of the 32."""
-    how = {"slots": 8, "carry_over_steps": steps, "every_steps": 99}
+    how = {"slots": 8, "partial_rollout_steps": steps, "every_steps": 99}
     assert simulate([32, *[4] * 7], **how) == (seconds, 0)
 
 

@@ -11,7 +11,8 @@ from processes import ran
 
 from configs import any_model, base, tiny
 from dapo_jax import evaluate, sample
-from dapo_jax.run import build, checks, fit, policy, record
+from dapo_jax.logs import record
+from dapo_jax.setup import auto_sizes, checks, components, policy
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Response
 from tests import quick
@@ -20,10 +21,10 @@ MODEL = "experiments/tiny_base/checkpoint"
 
 
 def chosen(*given):
-    """The recipe of `evaluate` with these flags, which it defines where it is run."""
+    """The config of `evaluate` with these flags, which it defines where it is run."""
     program = (
         "import runpy, sys\n"
-        "from dapo_jax.run import command\n"
+        "from dapo_jax.cli import command\n"
         "def run(main):\n"
         "    command.parse_flags(sys.argv)\n"
         "    print(main.__globals__['chosen_recipe']().to_json_best_effort())\n"
@@ -51,7 +52,7 @@ def test_the_commands_own_flags_are_keys_of_its_recipe():
     ("given", "problem"),
     [
         (["--model=DIR", "--set=a:csv:b.csv", "--set=a:json:c.json"], "a second set 'a'"),
-        (["--set=a:csv:b.csv"], "give --config=FILE, the recipe of the run in --workdir"),
+        (["--set=a:csv:b.csv"], "give --config=FILE, the config of the run in --workdir"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(given, problem):
@@ -89,8 +90,8 @@ def test_the_example_reads_a_published_file(tmp_path):
     config.model.path = MODEL
     name, settings = evaluate.named_set(f"aime24:math:{path}")
     config.eval.sets[name] = base.dataset(**settings)
-    fit.fit_model(config)
-    data = build.load_data(config, build.tokenizer(config), training=False)
+    auto_sizes.fit_model(config)
+    data = components.load_data(config, components.tokenizer(config), training=False)
     (prompt,) = data.eval_sets["aime24"].dataset.prompts
     assert prompt.example.answer == "2"
 
@@ -99,16 +100,16 @@ def fitted(prompt_tokens, requests, **changes):
     config = any_model.get_config()
     config.model.path = MODEL
     config.update_from_flattened_dict(changes)
-    fit.fit_model(config)
-    fit.fit_lengths(config, prompt_tokens)
-    fit.fit_cache(config, requests)
+    auto_sizes.fit_model(config)
+    auto_sizes.fit_lengths(config, prompt_tokens)
+    auto_sizes.fit_cache(config, requests)
     checks.check(config)
     return config
 
 
 def slots(config):
     """The number of slots of all groups of devices."""
-    engine = build.programs(config, 384).engine
+    engine = components.programs(config, 384).engine
     return engine.cache.slots * engine.shards
 
 
@@ -123,7 +124,7 @@ def test_a_model_without_a_recipe_gets_its_lengths_and_cache(monkeypatch):
 
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     share = 8 * 2**20 * jax.local_device_count() / host_bytes  # 8 MiB: fewer slots than requests
-    monkeypatch.setattr(fit, "HOST_SHARE", share)
+    monkeypatch.setattr(auto_sizes, "HOST_SHARE", share)
     few = fitted(100, 200, **{"rollout.max_response_tokens": 64})
     assert 1 <= slots(few) < 200
 
@@ -134,11 +135,13 @@ def test_a_limit_without_room_for_a_prompt_is_refused():
 
 
 def test_weights_that_leave_no_room_are_named(monkeypatch):
-    monkeypatch.setattr(fit, "_device_bytes", lambda: 3 * 2**20)  # 2 MiB of weights in bfloat16
+    monkeypatch.setattr(
+        auto_sizes, "_device_bytes", lambda: 3 * 2**20
+    )  # 2 MiB of weights in bfloat16
     refusal = r"of 20,480 \(--max_tokens\), in .* does not fit .*mesh\.model"
     with pytest.raises(ValueError, match=refusal):
         fitted(100, 1)
-    monkeypatch.setattr(fit, "_device_bytes", lambda: 2**30)
+    monkeypatch.setattr(auto_sizes, "_device_bytes", lambda: 2**30)
     assert slots(fitted(100, 1)) >= 1
 
 
@@ -147,7 +150,7 @@ def test_a_runs_directory_is_no_models(tmp_path):
     config = any_model.get_config()
     config.model.path = str(tmp_path)
     with pytest.raises(ValueError, match=r"is a run's directory, which --workdir takes"):
-        fit.fit_model(config)
+        auto_sizes.fit_model(config)
 
 
 def test_another_model_or_tokenizer_has_files_of_its_own():
@@ -165,7 +168,7 @@ def test_temperature_0_is_greedy_and_needs_one_response():
     config = tiny.get_config()
     config.eval.sets.arithmetic.update(temperature=0.0, k=1)
     checks.check(config)
-    (sampling,) = build.eval_samplings(config, build.tokenizer(config)).values()
+    (sampling,) = components.eval_samplings(config, components.tokenizer(config)).values()
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 1)
     config.eval.sets.arithmetic.k = 2
     with pytest.raises(ValueError, match=r"its 2 responses to a problem would all be the same"):
@@ -216,8 +219,8 @@ def test_an_answer_grows_token_by_token(monkeypatch):
     monkeypatch.setattr("jax.jit", quick.jit)
     config = fitted(96, 2, **{"rollout.max_response_tokens": 48})
     config.rollout.block_tokens, config.rollout.page_tokens = 4, 32
-    it = policy.of_model(config, build.tokenizer(config))
-    sampling = build.sampling(config, it.tokenizer)
+    it = policy.of_model(config, components.tokenizer(config))
+    sampling = components.sampling(config, it.tokenizer)
     messages = templated("7+5*2-3", "dapo")
     looks = list(sample.answers(it, sampling, messages, n=2, cursor=0))
     whole = [response.tokens_T.tolist() for response in looks[-1]]
@@ -227,6 +230,6 @@ def test_an_answer_grows_token_by_token(monkeypatch):
             assert response.tokens_T.tolist() == tokens[: len(response.tokens_T)]
     *_, other = sample.answers(it, sampling, messages, n=2, cursor=1)
     assert [response.tokens_T.tolist() for response in other] != whole
-    greedy = build.sampling(config, it.tokenizer, temperature=0)
+    greedy = components.sampling(config, it.tokenizer, temperature=0)
     *_, (one, two) = sample.answers(it, greedy, messages, n=2, cursor=0)
     assert one.tokens_T.tolist() == two.tokens_T.tolist()

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from configs import base
 from dapo_jax.convert import convert, load_orbax
-from dapo_jax.run import build
 from dapo_jax.sampler import cache
+from dapo_jax.setup import components
 from models import families, load_hf, save_hf
 from models.hf import load_params
 from models.hf_config import load_config
@@ -164,7 +164,7 @@ def test_weights_keep_their_names_and_bits_through_every_directory(
 
 @pytest.mark.slow
 def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
-    """A recipe's model samples as the reference does; its update sees the same log-probs."""
+    """A config's model samples as the reference does; its update sees the same log-probs."""
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     built = sampled_step.programs("gains", folder)
     before, groups, state, metrics = sampled_step.step(built)
@@ -181,13 +181,13 @@ def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
 def test_presets_are_the_familys(folder):
     config = base.get_config()
     config.model.family, config.model.preset = "gains", "small"
-    sizes = build.model_sizes(config)
+    sizes = components.model_sizes(config)
     _, params = abstract_params(sizes)
     layer = 2 * 128 + 32 + 128 + 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 4 * layer + 384 * 128 + 128
     config.model.preset = "0.5b"
     with pytest.raises(ValueError, match=r"model.preset = '0.5b' is unknown; gains has small"):
-        build.model_sizes(config)
+        components.model_sizes(config)
 
 
 def test_what_the_family_does_not_compute_is_refused(folder):
@@ -205,10 +205,10 @@ def test_a_directory_of_another_family_is_refused(folder, monkeypatch):
     with pytest.raises(
         ValueError, match=r"model.family = 'qwen2' computes .* has 'gains'.*set model.family"
     ):
-        build.model_sizes(config)
+        components.model_sizes(config)
     monkeypatch.delitem(families._FAMILIES, "gains")
     with pytest.raises(ValueError, match=r"model_type is 'gains', but must be 'qwen2' or .*family"):
-        build.model_sizes(config)
+        components.model_sizes(config)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_name_of_no_family_is_refused(name, message):
     config = base.get_config()
     config.model.family, config.model.preset = name, "tiny"
     with pytest.raises(ValueError, match=message):
-        build.model_sizes(config)
+        components.model_sizes(config)
 
 
 def test_two_modules_may_not_register_one_model_type():

@@ -17,16 +17,18 @@ import pytest
 from absl import flags
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
-from ml_collections import config_flags
+from ml_collections.config_flags import DEFINE_config_file
 from processes import ran
 
 from configs import tiny
 from dapo_jax import evaluate
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.cli import config_flags, failures
 from dapo_jax.convert import convert
+from dapo_jax.logs import files, provenance, record
+from dapo_jax.logs.files import Rows, append_line, gzip_lines, read_rows, remove_leftovers
 from dapo_jax.report.runs import load_run, totals
-from dapo_jax.run import build, failures, files, policy, provenance, recipe, record
-from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.files import Rows, append_line, gzip_lines, read_rows, remove_leftovers
+from dapo_jax.setup import components, policy
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 from experiments.faults.disks import small_files
 from models.hf import load_params
@@ -106,7 +108,7 @@ def test_an_error_of_ours_keeps_its_words_and_a_bug_its_traceback():
 def _refuse():
     config = tiny.get_config()
     config.model.path = "/none"
-    build.tokenizer(config)
+    components.tokenizer(config)
 
 
 def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
@@ -133,7 +135,7 @@ def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
 
 COMMAND = """
 import errno, os, threading
-from dapo_jax.run import command
+from dapo_jax.cli import command
 def main(_):
     def fail():
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/quota/file")
@@ -151,7 +153,7 @@ def test_arrays_that_fail_side_by_side_print_no_traceback():
     program = """
 import asyncio, gc, logging
 from absl import logging as absl_logging
-from dapo_jax.run import failures
+from dapo_jax.cli import failures
 absl_logging.use_absl_handler()
 failures.quiet_threads()
 
@@ -192,8 +194,8 @@ KNOWN_FLAGS = {"workdir": None, "config": None, "debug": None}
     ],
 )
 def test_an_argument_without_dashes_is_refused(argument, meant):
-    """A sweep with `config.num_steps=3` ran the recipe as it was, in silence."""
-    message = recipe.leftover([argument], KNOWN_FLAGS, tiny.get_config())
+    """A sweep with `config.num_steps=3` ran the config as it was, in silence."""
+    message = config_flags.leftover([argument], KNOWN_FLAGS, tiny.get_config())
     assert message.endswith(f"did you mean {meant}?")
 
 
@@ -209,8 +211,8 @@ def test_an_argument_without_dashes_is_refused(argument, meant):
 def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
     """Only keys of the section that was named were compared, so most hints were missing."""
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values)
-    values["config"].parser = recipe.RecipeParser("config")
+    DEFINE_config_file("config", flag_values=values)
+    values["config"].parser = config_flags.RecipeParser("config")
     command = ["command", "--config=configs/tiny.py", flag]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.chdir(ROOT)
@@ -263,9 +265,9 @@ def test_every_start_is_recorded(tmp_path):
     with (tmp_path / provenance.NAME).open("w") as file:
         file.write('{"time": "20')  # killed in the middle of the line before
     for step in range(2):
-        provenance.add_start(tmp_path, config, first_step=step, origin=None)
+        provenance.add_start(tmp_path, config, {"first_step": step, "origin": None})
     config.seed = 1
-    provenance.add_start(tmp_path, config, first_step=2, origin=None)
+    provenance.add_start(tmp_path, config, {"first_step": 2, "origin": None})
     writer = Rows(tmp_path, resume_step=None)
     writer.write({"step": 0})
     run = load_run(tmp_path)
@@ -359,14 +361,14 @@ def test_evaluate_compares_the_policy_with_the_runs(tmp_path, monkeypatch, chang
 
 
 def test_a_run_of_several_slices_converts_on_one_device(tmp_path):
-    """The recipe's slices were made into a mesh on the machine that converts: it has one."""
+    """The config's slices were made into a mesh on the machine that converts: it has one."""
     config = tiny.get_config()
     config.mesh.slices, config.mesh.cpu_devices = 2, 4
-    programs = build.programs(config, vocab_size=384)
+    programs = components.programs(config, vocab_size=384)
     assert programs.mesh.shape["slice"] == 2
     state = programs.start_state()
     expected = jax.tree.leaves(jax.device_get(state.params))
-    checkpoints = build.checkpoints(config, tmp_path / "run", keep=2)
+    checkpoints = components.checkpoints(config, tmp_path / "run", keep=2)
     checkpoints.save(1, state, {"cursor": 0, "sampled_tokens_total": 0, "row": None})
     checkpoints.close()
     (tmp_path / "run" / "config.json").write_text(config.to_json_best_effort())
@@ -412,7 +414,7 @@ def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
-    """`sample` set the recipe's seed to its own, which makes random weights.
+    """`sample` set the config's seed to its own, which makes random weights.
 
     So runs of other seeds were refused, and the policy of step 0 was another. `--chat` of a run
     that had no template was refused too, as another policy.
@@ -421,9 +423,9 @@ def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
     config.tokenizer.path, config.model.path = str(ROOT / config.model.path), ""
     config.model.preset, config.seed = "tiny", 3
     theirs = json.loads(config.to_json_best_effort())
-    checkpoints = build.checkpoints(config, tmp_path, keep=2)
-    checkpoints.identity = {"recipe": theirs, "files": {}}
-    state = build.programs(config, vocab_size=384).start_state()
+    checkpoints = components.checkpoints(config, tmp_path, keep=2)
+    checkpoints.fingerprint = {"recipe": theirs, "files": {}}
+    state = components.programs(config, vocab_size=384).start_state()
     checkpoints.save(1, state, {"cursor": 0, "sampled_tokens_total": 0, "row": None})
     checkpoints.close()
     (tmp_path / "config.json").write_text(json.dumps(theirs))

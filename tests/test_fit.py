@@ -1,4 +1,4 @@
-"""Sizes that a training recipe leaves open (0): what is chosen for them, and what is printed."""
+"""Sizes that a training config leaves open (0): what is chosen for them, and what is printed."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from configs import any_model, base, one_gpu, qwen2_5_0_5b, tiny
 from dapo_jax import train
-from dapo_jax.run import build, checks, fit, start
+from dapo_jax.setup import auto_sizes, checks, components, start
 from experiments.faults.config import get_config as small_config
 from experiments.smollm2 import sums
 
@@ -31,7 +31,7 @@ def values(config):
 def test_what_is_set_stays_and_nothing_is_said():
     config = tiny.get_config()
     before = values(config)
-    assert fit.fit_training(config) == []
+    assert auto_sizes.fit_training(config) == []
     assert values(config) == before
 
 
@@ -60,34 +60,34 @@ def test_a_directory_and_data_are_enough_to_train(tmp_path):
 def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_more(model):
     config = left_open(tiny.get_config())
     config.mesh.model = model
-    (line,) = fit.fit_training(config)
+    (line,) = auto_sizes.fit_training(config)
     c, r, degree = config.learner, config.rollout, 4 // model
     assert c.row_tokens >= r.max_prompt_tokens + r.max_response_tokens - 1
-    assert c.row_tokens % build.ROW_MULTIPLE == 0
+    assert c.row_tokens % components.ROW_MULTIPLE == 0
     assert c.micro_batch_rows % degree == 0
     tokens = c.row_tokens * c.micro_batch_rows / degree
-    assert tokens <= fit.MICRO_BATCH_TOKENS["cpu"]
-    group = r.max_prompt_tokens + r.group_size * fit.MEAN_SHARE * r.max_response_tokens
+    assert tokens <= auto_sizes.MICRO_BATCH_TOKENS["cpu"]
+    group = r.max_prompt_tokens + r.group_size * auto_sizes.MEAN_SHARE * r.max_response_tokens
     expected = r.num_prompts / config.updates_per_step * group / degree
-    assert tokens <= expected / 2 + build.ROW_MULTIPLE
+    assert tokens <= expected / 2 + components.ROW_MULTIPLE
     for key, value in zip(OPEN, values(config), strict=True):
         assert f"{key} = {value}" in line
-    assert fit.fit_training(config) == []  # the second start of a run finds them set
+    assert auto_sizes.fit_training(config) == []  # the second start of a run finds them set
 
 
 def test_sizes_that_differ_between_processes_are_refused_before_any_is_chosen(monkeypatch):
     """A process with an open cache waited for ever for one that had it."""
     config = left_open(tiny.get_config(), "rollout.cache_mib")
     others = {"rollout.cache_mib": 64}
-    monkeypatch.setattr(fit.hosts, "gather", lambda given: [given, given | others])
+    monkeypatch.setattr(auto_sizes.hosts, "gather", lambda given: [given, given | others])
     with pytest.raises(ValueError, match=r"process 1 has .*'rollout.cache_mib': 64.*, process 0"):
-        fit.fit_training(config)
+        auto_sizes.fit_training(config)
 
 
 def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
     config = left_open(tiny.get_config(), "rollout.cache_mib", "rollout.slot_tokens")
-    fit.fit_training(config)
-    programs = build.programs(config, vocab_size=0)
+    auto_sizes.fit_training(config)
+    programs = components.programs(config, vocab_size=0)
     wanted = config.rollout.generation_prompts * config.rollout.group_size / 4
     assert wanted <= programs.engine.cache.slots < 1.5 * wanted
 
@@ -99,13 +99,13 @@ def test_on_an_accelerator_the_cache_leaves_room_for_the_training_state():
     left_open(config, "rollout.cache_mib")
     config.mesh.model, config.mesh.data = 1, 1
     config.mesh.slices = 1
-    one = build.jax.devices()[:1]
-    fit.fit_training(config, devices=one, device_bytes=10 * 2**30)
+    one = components.jax.devices()[:1]
+    auto_sizes.fit_training(config, devices=one, device_bytes=10 * 2**30)
     left = 10 * 2**30 - 12 * 494e6 - 2 * 494e6
-    assert config.rollout.cache_mib <= fit.CACHE_SHARE * left / 2**20
+    assert config.rollout.cache_mib <= auto_sizes.CACHE_SHARE * left / 2**20
     config.rollout.cache_mib = 0
     with pytest.raises(ValueError, match=r"does not fit in the .* MiB that a device of 6,656"):
-        fit.fit_training(config, devices=one, device_bytes=6_656 * 2**20)
+        auto_sizes.fit_training(config, devices=one, device_bytes=6_656 * 2**20)
 
 
 def test_a_device_without_room_is_refused_though_a_request_fits_a_mebibyte():
@@ -114,7 +114,9 @@ def test_a_device_without_room_is_refused_though_a_request_fits_a_mebibyte():
     config.rollout.page_tokens = 16
     config.mesh.model, config.mesh.data = 1, 1
     with pytest.raises(ValueError, match=r"does not fit in the 0 MiB that a device of 5"):
-        fit.fit_training(config, devices=build.jax.devices()[:1], device_bytes=5 * 2**20)
+        auto_sizes.fit_training(
+            config, devices=components.jax.devices()[:1], device_bytes=5 * 2**20
+        )
 
 
 def test_a_cpu_gets_as_many_slots_as_keep_its_products_busy():
@@ -125,10 +127,10 @@ def test_a_cpu_gets_as_many_slots_as_keep_its_products_busy():
         r = config.rollout
         r.generation_prompts, r.max_prompt_tokens, r.max_response_tokens = 10_000, 32, 32
         r.page_tokens = r.slot_tokens = 16
-        fit.fit_training(config)
-        slots.append(build.programs(config, vocab_size=0).engine.cache.slots)
-    assert fit.MOST_SLOTS <= slots[0] < 1.2 * fit.MOST_SLOTS
-    assert fit.FEWEST_CPU_SLOTS <= slots[1] < 2 * fit.FEWEST_CPU_SLOTS
+        auto_sizes.fit_training(config)
+        slots.append(components.programs(config, vocab_size=0).engine.cache.slots)
+    assert auto_sizes.MOST_SLOTS <= slots[0] < 1.2 * auto_sizes.MOST_SLOTS
+    assert auto_sizes.FEWEST_CPU_SLOTS <= slots[1] < 2 * auto_sizes.FEWEST_CPU_SLOTS
 
 
 def test_padding_is_predicted_as_packing_has_it():
@@ -145,9 +147,9 @@ def test_padding_is_predicted_as_packing_has_it():
         train = type("Train", (), {"sets": {"data.train": Set}, "shares": {"data.train": 1.0}})
 
     programs = type(
-        "P", (), {"learning": type("L", (), {"kernels": fit.kernels_for("xla", "cpu")})}
+        "P", (), {"learning": type("L", (), {"kernels": auto_sizes.kernels_for("xla", "cpu")})}
     )
-    line = fit.padding_line(config, programs, Data)
+    line = auto_sizes.padding_line(config, programs, Data)
     lengths = np.ceil(np.linspace(0.5, 1.5, 4) * 30)
     padding = 1 - (10 + lengths.sum()) / 260
     assert f"{padding:.0%} at 30%" in line
@@ -157,7 +159,7 @@ def test_slot_tokens_that_are_set_stay():
     """They were halved where the cache alone was left open."""
     config = left_open(tiny.get_config(), "rollout.cache_mib")
     config.rollout.slot_tokens = config.rollout.max_response_tokens
-    (line,) = fit.fit_training(config)
+    (line,) = auto_sizes.fit_training(config)
     assert config.rollout.slot_tokens == config.rollout.max_response_tokens
     assert "slot_tokens" not in line
 
@@ -197,9 +199,11 @@ def test_a_run_records_what_was_chosen(tmp_path, capsys):
     [("0.5b", 0, 17), ("1.5b", 0, 34), ("3b", 0, 68), ("7b", 32, 34)],
 )
 def test_the_recipe_for_one_gpu_finds_room(preset, lora_rank, device_gib):
-    """Three quarters of 24, 48, 80 and 48 GB, or more where the recipe says so."""
+    """Three quarters of 24, 48, 80 and 48 GB, or more where the config says so."""
     config = one_gpu.get_config()
     config.model.path, config.model.preset, config.learner.lora_rank = "", preset, lora_rank
-    fit.fit_training(config, devices=build.jax.devices()[:1], device_bytes=device_gib * 2**30)
+    auto_sizes.fit_training(
+        config, devices=components.jax.devices()[:1], device_bytes=device_gib * 2**30
+    )
     checks.check(config)
-    assert 0 < config.rollout.cache_mib < fit.CACHE_SHARE * device_gib * 2**10
+    assert 0 < config.rollout.cache_mib < auto_sizes.CACHE_SHARE * device_gib * 2**10

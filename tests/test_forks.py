@@ -1,4 +1,4 @@
-"""The world of forks: problems, the student's rates, grading, and the recipe's start policy."""
+"""The world of forks: problems, the student's rates, grading, and the config's start policy."""
 
 import collections
 
@@ -7,7 +7,7 @@ import pytest
 
 from configs import forks
 from configs.base import TABLE_1, eval_settings, train_settings
-from dapo_jax.run import build, checks
+from dapo_jax.setup import checks, components
 from dapo_jax.tasks.base import make_task
 from dapo_jax.tasks.readers import DataError
 from experiments.forks_base import task as world
@@ -128,7 +128,7 @@ def test_luck_is_for_roads_alone():
 
 
 def test_every_fork_is_one_token():
-    tokenizer = build.tokenizer(forks.get_config())
+    tokenizer = components.tokenizer(forks.get_config())
     for words in (*world.PLAN, *world.WORDING):
         first = [tokenizer.encode(word) for word in words]
         assert all(len(ids) == 1 for ids in first)
@@ -137,7 +137,7 @@ def test_every_fork_is_one_token():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recipes_limits_hold_its_prompts(kind):
     config = forks.get_config()
-    tokenizer = build.tokenizer(config)
+    tokenizer = components.tokenizer(config)
     examples = Forks(count=300, **{kind: 1.0}).load()[0]
     longest = max(len(tokenizer.encode_chat(example.prompt)) for example in examples)
     assert longest <= config.rollout.max_prompt_tokens

@@ -10,10 +10,12 @@ import processes
 import pytest
 from huggingface_hub import constants
 
-from dapo_jax import train
+from dapo_jax import hub, train
+from dapo_jax.checkpoints import fingerprint
+from dapo_jax.cli import failures
 from dapo_jax.convert import convert
-from dapo_jax.run import build, dry_run, failures, hub, identity
-from dapo_jax.run.files import read_json, read_starts
+from dapo_jax.logs.files import read_json, read_starts
+from dapo_jax.setup import components, dry_run
 from experiments.faults.config import get_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -69,7 +71,7 @@ def recipe(**settings):
 
 
 def test_a_model_is_downloaded_once_and_its_needed_files_alone(served, capsys):
-    """A hub name was "no such directory": every recipe of a published model had to be edited."""
+    """A hub name was "no such directory": every config of a published model had to be edited."""
     folder = fetched("someone/tiny")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == MODEL
     assert {path.rpartition("/")[2] for path in served.downloads()} == set(MODEL)
@@ -180,7 +182,7 @@ def test_offline_the_cache_is_enough_and_what_it_lacks_is_said(served, monkeypat
 def test_a_run_stays_with_the_commits_that_it_began_with(served, tmp_path):
     """After a push to `main` a resumed run would have gone on from another model, or been refused.
 
-    A start that was refused before it wrote its recipe binds nobody.
+    A start that was refused before it wrote its config binds nobody.
     """
     tiny = served.repos["model", "someone/tiny"]
     first = tiny.branches["main"]
@@ -194,7 +196,7 @@ def test_a_run_stays_with_the_commits_that_it_began_with(served, tmp_path):
 
 
 def test_commands_without_names_do_not_import_the_library():
-    code = "import sys; from configs import tiny; from dapo_jax.run import hub\n"
+    code = "import sys; from configs import tiny; from dapo_jax import hub\n"
     code += "hub.fetch(hub.paths(tiny.get_config())); assert 'huggingface_hub' not in sys.modules"
     processes.ran("-c", code)
 
@@ -213,9 +215,9 @@ def test_a_dry_run_reads_all_by_name_and_the_identity_has_the_commits(served, tm
     text = "\n".join(said)
     assert "train.jsonl: 200 rows" in text and "test.jsonl: 200 rows" in text
     config = recipe()
-    tokenizer = build.tokenizer(config)
-    data = build.load_data(config, tokenizer, training=True)
-    ours = identity.of_run(config, data)
+    tokenizer = components.tokenizer(config)
+    data = components.load_data(config, tokenizer, training=True)
+    ours = fingerprint.of_run(config, data)
     assert ours["recipe"]["model"]["path"] == "someone/tiny"
     tiny, sums = (repo.branches["main"] for repo in served.repos.values())
     assert ours["hub"] == {TRAIN: sums, HELD_OUT: sums, "someone/tiny": tiny}
@@ -253,7 +255,7 @@ def test_a_run_resumes_after_main_has_moved(served, tmp_path):
     assert read_json(tmp_path / "exported/config.json")["rms_norm_eps"] == 1e-6
     settings["num_steps"] = 3  # and its workdir is gone with its machine
     message = rf"someone/tiny was at commit {first}.* model\.path: config\.json differs"
-    with pytest.raises(identity.OtherRunError, match=message):
+    with pytest.raises(fingerprint.OtherRunError, match=message):
         train.train(recipe(**settings), tmp_path / "another")
     settings["model.path"] = f"someone/tiny@{first}"
     train.train(recipe(**settings), tmp_path / "other")

@@ -9,9 +9,9 @@ import pytest
 
 from configs import tiny
 from dapo_jax import train
-from dapo_jax.run import build
-from dapo_jax.run.files import read_rows
-from dapo_jax.run.metrics import CLOCKED
+from dapo_jax.logs.files import read_rows
+from dapo_jax.logs.metrics import CLOCKED
+from dapo_jax.setup import components
 from models.kernels import (
     KERNELS,
     flash_gpu,
@@ -54,7 +54,7 @@ def test_a_name_is_taken_where_the_platform_can_run_it():
     ],
 )
 def test_pages_are_as_large_as_the_kernels_need(name, head_size, pages):
-    """A recipe's pages of 48 tokens were refused on a GPU, of 32 beside heads of 64 on a TPU."""
+    """A config's pages of 48 tokens were refused on a GPU, of 32 beside heads of 64 on a TPU."""
     assert {C: KERNELS[name].page_tokens(C, head_size) for C in pages} == pages
 
 
@@ -170,8 +170,8 @@ def test_an_accelerators_kernels_train_as_plain_xla_does(tmp_path, monkeypatch, 
         config, workdir = small_config(kernels), tmp_path / kernels
         train.train(config, workdir)
         assert traced == (used if kernels == interpreted else set())
-        programs = build.programs(config, vocab_size=384)
-        checkpoints = build.checkpoints(config, workdir, keep=None)
+        programs = components.programs(config, vocab_size=384)
+        checkpoints = components.checkpoints(config, workdir, keep=None)
         params = [checkpoints.restore(step, programs.state)[0].params for step in (1, 2)]
         checkpoints.close()
         change = jax.tree.map(lambda before, after: np.asarray(after) - before, *params)

@@ -16,12 +16,17 @@ FLOORS = (
     ("dapo_jax.lifetime",),
     ("dapo_jax.evaluate", "dapo_jax.sample", "dapo_jax.convert", "dapo_jax.preflight"),
     ("dapo_jax.report",),
-    ("dapo_jax.run",),
-    ("dapo_jax.carry_over",),
+    ("dapo_jax.setup",),
+    ("dapo_jax.checkpoints",),
+    ("dapo_jax.hub",),
+    ("dapo_jax.logs",),
+    ("dapo_jax.cli",),
+    ("dapo_jax.partial_rollouts",),
     ("dapo_jax.rollout",),
     ("dapo_jax.sampler", "dapo_jax.learner"),
-    ("dapo_jax.logprobs", "dapo_jax.losses", "dapo_jax.verifier"),
+    ("dapo_jax.logprobs", "dapo_jax.losses"),
     ("models", "dapo_jax.tasks", "dapo_jax.packing"),
+    ("dapo_jax.verifier",),
     ("sharding", "configs", "dapo_jax.types", "dapo_jax.printable", "dapo_jax.algorithm"),
 )
 PACKAGES = ("dapo_jax", "models", "sharding", "configs", "experiments")
@@ -31,7 +36,7 @@ HOST_ROOMS = (
     *("dapo_jax.tasks", "dapo_jax.packing", "dapo_jax.types", "dapo_jax.verifier"),
     "dapo_jax.printable",
     *("dapo_jax.sampler.cache", "dapo_jax.sampler.scheduler"),
-    *("dapo_jax.run.metrics", "dapo_jax.run.files", "dapo_jax.run.display", "dapo_jax.report"),
+    *("dapo_jax.logs.metrics", "dapo_jax.logs.files", "dapo_jax.logs.display", "dapo_jax.report"),
     "dapo_jax.preflight.chips",
 )
 ACCELERATOR_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "models", "sharding"}
@@ -94,14 +99,14 @@ def import_faults(module, source):
             faults.append(f"{module} is a host module, but imports {name}")
         if is_host(module) and there in DEVICE_ROOMS:
             faults.append(f"{module} is a host module, but imports {name}, which has jax arrays")
-        if name.split(".")[0] == "orbax" and module != "dapo_jax.run.checkpoint":
-            faults.append(f"{module} imports {name}, which is for run/checkpoint.py")
+        if name.split(".")[0] == "orbax" and module != "dapo_jax.checkpoints.store":
+            faults.append(f"{module} imports {name}, which is for checkpoints/store.py")
     return faults
 
 
 def reads_the_config(module):
-    """True where a module may know the config object: recipes, commands, and run/ under them."""
-    return room(module) in (None, "configs") or FLOOR_OF[room(module)] >= FLOOR_OF["dapo_jax.run"]
+    """True where a module may know the config object: recipes, commands, and their rooms."""
+    return room(module) in (None, "configs") or FLOOR_OF[room(module)] >= FLOOR_OF["dapo_jax.cli"]
 
 
 def mention_faults(module, source):
@@ -137,11 +142,13 @@ def test_imports_point_downward_and_host_modules_are_free_of_jax():
 
 
 def test_the_report_knows_a_run_by_its_files():
-    """It imports what reads and writes those files, and no other part of run/."""
-    files = {"dapo_jax.run.files", "dapo_jax.run.metrics"}
+    """It imports what reads and writes those files, and no other part of a run."""
+    files = {"dapo_jax.logs.files", "dapo_jax.logs.metrics"}
     report = [text for name, text in sources().items() if room(name) == "dapo_jax.report"]
-    found = {name for text in report for name in imports(text) if room(name) == "dapo_jax.run"}
-    assert {".".join(name.split(".")[:3]) for name in found} <= files
+    above = FLOOR_OF["dapo_jax.cli"]
+    found = {n for text in report for n in imports(text) if room(n) and FLOOR_OF[room(n)] >= above}
+    found -= {name for name in found if room(name) == "dapo_jax.report"}
+    assert {".".join(name.split(".")[:3]) for name in found if name.count(".") > 1} <= files
 
 
 def test_meshes_processes_and_the_config_are_named_in_their_places_only():
@@ -156,12 +163,16 @@ def test_meshes_processes_and_the_config_are_named_in_their_places_only():
     ("module", "source", "fault"),
     [
         ("dapo_jax.algorithm", "from dapo_jax import learner", "learner does not lie below"),
-        ("dapo_jax.sampler.decode", "import dapo_jax.run.build", "run does not lie below"),
-        ("dapo_jax", "from dapo_jax.run import build", "dapo_jax imports dapo_jax.run.build"),
+        ("dapo_jax.sampler.decode", "import dapo_jax.setup.components", "setup does not lie below"),
+        (
+            "dapo_jax",
+            "from dapo_jax.setup import components",
+            "dapo_jax imports dapo_jax.setup.components",
+        ),
         ("sharding.mesh", "import dapo_jax.types", "does not lie below sharding"),
         ("dapo_jax.tasks.readers", "import jax.numpy as jnp", "host module, but imports jax.numpy"),
         ("dapo_jax.packing", "from dapo_jax.algorithm import f", "host module, but imports"),
-        ("dapo_jax.run.build", "import orbax.checkpoint as ocp", "for run/checkpoint.py"),
+        ("dapo_jax.setup.components", "import orbax.checkpoint as ocp", "for checkpoints/store.py"),
     ],
 )
 def test_a_forbidden_import_is_found(module, source, fault):
@@ -171,11 +182,19 @@ def test_a_forbidden_import_is_found(module, source, fault):
 @pytest.mark.parametrize(
     ("module", "source", "name"),
     [
-        ("dapo_jax.run.build", "import jax\nm = jax.make_mesh((1,), ('data',))", "jax.make_mesh"),
-        ("dapo_jax.run.build", "from jax import make_mesh", "jax.make_mesh"),
+        (
+            "dapo_jax.setup.components",
+            "import jax\nm = jax.make_mesh((1,), ('data',))",
+            "jax.make_mesh",
+        ),
+        ("dapo_jax.setup.components", "from jax import make_mesh", "jax.make_mesh"),
         ("dapo_jax.train", "import jax\nif jax.process_index() == 0: pass", "process_index"),
         ("dapo_jax.learner", "on_cpu = mesh.devices.flat[0].platform == 'cpu'", "platform"),
-        ("dapo_jax.run.build", "import jax\nkernel = jax.default_backend()", "default_backend"),
+        (
+            "dapo_jax.setup.components",
+            "import jax\nkernel = jax.default_backend()",
+            "default_backend",
+        ),
         ("dapo_jax.rollout", "def f(config: ConfigDict): pass", "ConfigDict"),
     ],
 )
@@ -185,10 +204,10 @@ def test_a_forbidden_mention_is_found(module, source, name):
 
 def test_allowed_imports_and_mentions_are_no_faults():
     source = "import jax\nfrom dapo_jax import learner\nfrom models.transformer import split\n"
-    assert not import_faults("dapo_jax.run.build", source)
-    assert not mention_faults("dapo_jax.run.build", "from ml_collections import ConfigDict")
+    assert not import_faults("dapo_jax.setup.components", source)
+    assert not mention_faults("dapo_jax.setup.components", "from ml_collections import ConfigDict")
     assert not mention_faults("dapo_jax.learner", '"""On jax.process_index."""  # ConfigDict')
-    assert not mention_faults("dapo_jax.run.build", "from sharding.mesh import make_mesh")
+    assert not mention_faults("dapo_jax.setup.components", "from sharding.mesh import make_mesh")
 
 
 # Several define a flag of the same name: each is imported as if it were the only one.

@@ -21,11 +21,11 @@ from test_engine import ROOMY, SAMPLING
 from configs import base
 from dapo_jax import learner
 from dapo_jax.learner import Learning, init_state, make_batch, scheduled_rate
-from dapo_jax.losses import GATES
-from dapo_jax.run import build, checks
+from dapo_jax.losses import POLICY_LOSSES
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import checks, components
 from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import KERNELS
 from models.parameters import param_axes
@@ -447,13 +447,13 @@ def minibatch_of(programs, data: Responses, *, chosen):
 
 
 def update_on_mesh(config, params, data: Responses):
-    """Takes the recipe's update of both groups at a rate of 0.1: (programs, state, metrics).
+    """Takes the config's update of both groups at a rate of 0.1: (programs, state, metrics).
 
-    Rows have the length that the recipe chooses.
+    Rows have the length that the config chooses.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "small", SMALL)
-        programs = build.programs(config, VOCAB)
+        programs = components.programs(config, VOCAB)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
     state = jax.device_put(init_state(params, programs.learning), shardings)
     batch = minibatch_of(programs, data, chosen=[0, 1])
@@ -489,12 +489,12 @@ def test_an_update_of_longer_rows_is_the_same(params, data, monkeypatch):
 
     One group alone fits a row of 38. The compiled update takes batches of either length.
     """
-    monkeypatch.setattr(build, "ROW_MULTIPLE", 8)
+    monkeypatch.setattr(components, "ROW_MULTIPLE", 8)
     monkeypatch.setitem(PRESETS, "small", SMALL)
     config = mesh_config(data=2, model=2)
     config.learner.row_tokens, config.learner.micro_batch_rows = 38, 2
     config.learner.row_lengths = 2
-    programs = build.programs(config, VOCAB)
+    programs = components.programs(config, VOCAB)
     quick = functools.partialmethod(jax.stages.Lowered.compile, compiler_options=COMPILER_OPTIONS)
     monkeypatch.setattr(jax.stages.Lowered, "compile", quick)
     update, rate = programs.compile_update(), np.float32(0.1)
@@ -517,12 +517,12 @@ def test_an_update_of_longer_rows_is_the_same(params, data, monkeypatch):
 
 def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):
     """GSPO is added by tests/gspo.py alone and goes through the trainer's update on a mesh."""
-    assert GATES["gspo"] is gspo
+    assert POLICY_LOSSES["gspo"] is gspo
     shift_R = np.where(np.isin(np.arange(8), (3, 5)), -0.8, 0.3)  # ratios beyond both bounds
     behavior = [b - np.float32(s) for b, s in zip(data.behavior_logp, shift_R, strict=True)]
     data = data.replace(behavior_logp=behavior)
     config = mesh_config(data=2, model=2)
-    config.algo.ratio, config.algo.gate = "sequence", "gspo"
+    config.algo.ratio, config.algo.policy_loss = "sequence", "gspo"
     config.algo.loss_aggregation = "sequence_mean"
     checks.check(config)
     _, state, metrics = update_on_mesh(config, params, data)
@@ -545,7 +545,7 @@ def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):
 def test_a_mini_batch_takes_the_chosen_groups_and_filters_the_overlong(monkeypatch, data):
     monkeypatch.setitem(PRESETS, "small", SMALL)
     config = mesh_config(data=4, model=1)
-    programs = build.programs(config, VOCAB)
+    programs = components.programs(config, VOCAB)
     data = data.replace(stopped_R=np.arange(8) != 5)
     for filtering in (False, True):
         config.algo.overlong_filtering = filtering

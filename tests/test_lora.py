@@ -15,8 +15,9 @@ from quick import jit
 
 from configs import tiny
 from dapo_jax import convert, learner
-from dapo_jax.run import build, identity, policy
-from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.setup import components, policy
 from dapo_jax.tasks.datasets import Mixture
 from models import hf
 from models.kernels.packed import packed_attention
@@ -146,7 +147,7 @@ def lora_config():
 def test_factors_lie_on_the_mesh_like_their_matrices():
     config = lora_config()
     config.mesh.data, config.mesh.model = 2, 2
-    policy = build.programs(config, 384)
+    policy = components.programs(config, 384)
     layers = policy.state.params["layers"]
     assert set(layers) == {name for target in MATRICES for name in factors(target)[1:]}
     specs = {name: tuple(leaf.sharding.spec) for name, leaf in layers.items()}
@@ -175,7 +176,7 @@ def test_four_devices_take_the_update_of_one(params, micro):
 def test_a_run_is_exported_with_its_factors_added(tmp_path):
     """transformers reads W + scale * A B; nothing of LoRA is left to know about."""
     config = lora_config()
-    policy = build.programs(config, 384)
+    policy = components.programs(config, 384)
     adapters = random_adapters(policy.learning.lora, config=policy.sizes)
     state = learner.init_state(jax.tree.map(jnp.asarray, adapters), policy.learning)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
@@ -199,13 +200,13 @@ def test_a_run_is_exported_with_its_factors_added(tmp_path):
 def test_a_start_model_that_has_changed_is_refused(tmp_path, changed):
     """LoRA's factors were added to whatever model.path held by then.
 
-    A resume refuses it; `convert`, `evaluate` and `sample` compared the recipe alone, so they
+    A resume refuses it; `convert`, `evaluate` and `sample` compared the config alone, so they
     exported and scored another model. The policy of step 0 is the start model of any run.
     """
     config, workdir = lora_config(), tmp_path / "run"
     shutil.copytree(config.model.path, tmp_path / "base")
     config.model.path = str(tmp_path / "base")
-    programs = build.programs(config, 384)
+    programs = components.programs(config, 384)
     adapters = random_adapters(programs.learning.lora, config=programs.sizes)
     state = learner.init_state(jax.tree.map(jnp.asarray, adapters), programs.learning)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
@@ -213,7 +214,7 @@ def test_a_start_model_that_has_changed_is_refused(tmp_path, changed):
         train=Mixture({"data.train": types.SimpleNamespace(prompts=[])}, {"data.train": 1.0}),
         eval_sets={},
     )
-    checkpoints.identity = identity.of_run(config, prompts)
+    checkpoints.fingerprint = fingerprint.of_run(config, prompts)
     checkpoints.save(1, state, {"cursor": 0})
     checkpoints.close()
     (workdir / "config.json").write_text(config.to_json_best_effort())
@@ -227,7 +228,7 @@ def test_a_start_model_that_has_changed_is_refused(tmp_path, changed):
         file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
     message = rf"checkpoint 1 in .* began with another model: model\.path: {changed} differs"
     for step in (None, 0):
-        with pytest.raises(identity.OtherRunError, match=message):
-            policy.restored(build.programs(config, 384), workdir, step)
-    with pytest.raises(identity.OtherRunError, match=message):
+        with pytest.raises(fingerprint.OtherRunError, match=message):
+            policy.restored(components.programs(config, 384), workdir, step)
+    with pytest.raises(fingerprint.OtherRunError, match=message):
         convert.convert(f"run:{workdir}", f"hf:{tmp_path / 'hf'}", dtype="float32")

@@ -17,7 +17,7 @@ from quick import jit
 
 from configs import base
 from dapo_jax import learner, losses
-from dapo_jax.run import build, checks
+from dapo_jax.setup import checks, components
 from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import KERNELS
 
@@ -36,7 +36,7 @@ def recipe(preset: str = "", **changes):
 
 def learning_of(config):
     checks.check(config)
-    return build.learning(config, 60, KERNELS["cpu"])
+    return components.learning(config, 60, KERNELS["cpu"])
 
 
 def token_of(ratio, advantage, *, branch=None, fresh=True, marked=None):
@@ -51,7 +51,7 @@ def token_of(ratio, advantage, *, branch=None, fresh=True, marked=None):
         "weight_BT": np.ones(shape, np.float32),
         "is_response_BT": branch_BT > 0,
         "branch_BT": branch_BT,
-        "is_fresh_BT": (branch_BT > 0) & np.broadcast_to(fresh, shape),
+        "is_on_policy_BT": (branch_BT > 0) & np.broadcast_to(fresh, shape),
         "is_high_cov_BT": marked,
     }
     token = Batch(**zeros | given, num_micro=None)
@@ -85,19 +85,19 @@ PLUS_AND_MINUS = (RATIOS * 2, (2.0,) * 6 + (-2.0,) * 6)
             [6],
         ),
         (  # CISPO without a lower bound: the weight is the ratio, 5 at most, for both signs
-            {"gate": "cispo", "eps_low": 1.0, "eps_high": 4.0},
+            {"policy_loss": "cispo", "eps_low": 1.0, "eps_high": 4.0},
             [-1.0, -1.8, -2.0, -3.0, -10.0, -10.0, 1.0, 1.8, 2.0, 3.0, 10.0, 10.0],
             [4, 5, 10, 11],
             [],
         ),
         (  # and with both bounds of Eq. 5
-            {"gate": "cispo"},
+            {"policy_loss": "cispo"},
             [-1.6, -1.8, -2.0, -2.56, -2.56, -2.56, 1.6, 1.8, 2.0, 2.56, 2.56, 2.56],
             [3, 4, 5, 9, 10, 11],
             [0, 6],
         ),
         (
-            {"gate": "none"},
+            {"policy_loss": "none"},
             [-1.0, -1.8, -2.0, -3.0, -16.0, -22.0, 1.0, 1.8, 2.0, 3.0, 16.0, 22.0],
             None,
             None,
@@ -124,9 +124,9 @@ def test_the_losses_of_the_gates_by_hand():
         "none": [-1.0, 16.0],
         "cispo": [-0.8 * 2 * (math.log(0.5) - 1), 1.28 * 2 * (math.log(8) - 1)],
     }
-    for gate, expected in by_hand.items():
-        loss_BT, *_ = loss_and_slope(logp, token, learning_of(recipe(gate=gate)))
-        np.testing.assert_allclose(loss_BT[0], expected, rtol=1e-5, err_msg=gate)
+    for name, expected in by_hand.items():
+        loss_BT, *_ = loss_and_slope(logp, token, learning_of(recipe(policy_loss=name)))
+        np.testing.assert_allclose(loss_BT[0], expected, rtol=1e-5, err_msg=name)
 
 
 def test_kl_cov_penalises_the_marked_tokens_alone_by_hand():
@@ -172,8 +172,8 @@ def test_the_sequence_ratio_is_the_geometric_mean_by_hand():
     # Each of |y| losses has the slope s A / |y| in each of the response's log-probabilities.
     np.testing.assert_allclose(slope_BT[0, 2:9], [-s[0]] * 2 + [s[1]] * 3 + [0.0] * 2, rtol=1e-5)
     np.testing.assert_array_equal(held["clip_fraction/high"][0, 2:9], [0] * 5 + [1] * 2)
-    theirs = loss_and_slope(logp, token, dataclasses.replace(learning, gate="gspo"))
-    assert losses.GATES["gspo"] is gspo  # tests/gspo.py's, written for itself
+    theirs = loss_and_slope(logp, token, dataclasses.replace(learning, policy_loss="gspo"))
+    assert losses.POLICY_LOSSES["gspo"] is gspo  # tests/gspo.py's, written for itself
     np.testing.assert_allclose(loss_BT, theirs[0], rtol=1e-5)
     np.testing.assert_allclose(slope_BT, theirs[1], rtol=1e-5)
 
@@ -279,7 +279,7 @@ def slopes(config, layout: dict) -> list[np.ndarray]:
         loss_aggregation=config.algo.loss_aggregation,
         overlong_filtering=False,
         max_response_tokens=MAX_TOKENS,
-        kl_cov_share=config.algo.kl_cov_share if config.algo.gate == "kl_cov" else 0.0,
+        kl_cov_share=config.algo.kl_cov_share if config.algo.policy_loss == "kl_cov" else 0.0,
         **{"share_prompts": True} | layout,
     )
     learning = learning_of(config)
@@ -345,9 +345,12 @@ def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout):
 
 def test_choices_that_do_not_go_together_are_refused():
     for changes, message in (
-        ({"tis_cap": 2.0}, r"algo\.tis_cap = 2\.0 .*carry_over_steps = 0; set that to 1"),
+        ({"tis_cap": 2.0}, r"algo\.tis_cap = 2\.0 .*partial_rollout_steps = 0; set that to 1"),
         ({"eps_low": 1.0}, r"algo\.eps_low = 1\.0, but .*'cispo'"),
-        ({"gate": "cisp"}, r"algo\.gate = 'cisp', but must be one of clip, cispo, none, kl_cov"),
+        (
+            {"policy_loss": "cisp"},
+            r"algo\.policy_loss = 'cisp', but must be one of clip, cispo, none, kl_cov",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             checks.check(recipe(**changes))

@@ -19,19 +19,19 @@ import pytest
 from processes import ran
 from rich.console import Console
 
-from dapo_jax.printable import printable, printable_lines
-from dapo_jax.report import plots
-from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.run import metrics
-from dapo_jax.run.display import (
+from dapo_jax.logs import metrics
+from dapo_jax.logs.display import (
     Display,
     Sample,
     evaluation_line,
     format_duration,
     shorten_middle,
 )
-from dapo_jax.run.files import Rows, append_log, atomic_file, read_rows, write_rollouts
-from dapo_jax.run.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
+from dapo_jax.logs.files import Rows, append_log, atomic_file, read_rows, write_rollouts
+from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
+from dapo_jax.printable import printable, printable_lines
+from dapo_jax.report import plots
+from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
 
 ROW = {
@@ -246,7 +246,7 @@ def _step(updates=None):
     )
     return Step(
         config=types.SimpleNamespace(
-            rollout=types.SimpleNamespace(generation_prompts=3, carry_over_steps=0),
+            rollout=types.SimpleNamespace(generation_prompts=3, partial_rollout_steps=0),
             algo=types.SimpleNamespace(filter_groups="correctness"),
         ),
         step=12,
@@ -371,7 +371,7 @@ def test_answers_that_the_grader_gave_up_on_are_counted_by_kind():
 
 def test_keys_are_distinct_and_a_command_prints_them():
     keys = [*(metric.key for metric in METRICS), *metrics.DIGESTS]
-    printed = ran("-m", "dapo_jax.run.metrics").stdout.splitlines()
+    printed = ran("-m", "dapo_jax.logs.metrics").stdout.splitlines()
     assert [line.split()[0] for line in printed] == keys and len(set(keys)) == len(keys)
 
 
@@ -436,7 +436,7 @@ def test_a_log_gets_one_aligned_line_a_step_and_no_control_codes():
 
 
 def test_a_silent_log_shows_phases(monkeypatch):
-    monkeypatch.setattr("dapo_jax.run.display.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("dapo_jax.logs.display.QUIET_SECONDS", 0.0)
     text = _plain(lambda display: display.phase("rollout: 24/32 informative groups"))
     assert text == "  ... rollout: 24/32 informative groups\n"
 
@@ -500,7 +500,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
 def test_a_display_in_a_real_pipe_and_with_an_ascii_terminal(tmp_path):
     script = tmp_path / "show.py"
     script.write_text(
-        "from dapo_jax.run.display import Display, Sample\n"
+        "from dapo_jax.logs.display import Display, Sample\n"
         "with Display(2, 0) as display:\n"
         "    display.line('你好')\n"
         "    display.step({'step': 0, 'seconds/total': 1.0})\n"

@@ -9,7 +9,7 @@ from absl import flags
 from test_tasks import parsed
 
 from configs import base, tiny
-from dapo_jax.run import build, checks
+from dapo_jax.setup import checks, components
 from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream
 from dapo_jax.types import Group, Prompt, Response, Verdict
 
@@ -69,14 +69,14 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(monkeypatch, file):
         "--config.data.train.count=200",
     )
     checks.check(config)
-    data = build.load_data(config, build.tokenizer(config), training=True)
+    data = components.load_data(config, components.tokenizer(config), training=True)
     lines = data.report_lines()
     assert lines[-1] == "training prompts: 25.0% data.train, 75.0% data.mixture.more"
     assert any(line.startswith("more.jsonl: 60 rows") for line in lines)
     prompts = [data.stream[cursor] for cursor in range(40)]
     assert sum(prompt.key == "data.mixture.more" for prompt in prompts) == 30
 
-    tokenizer = build.tokenizer(config)
+    tokenizer = components.tokenizer(config)
     for prompt in prompts[:8]:
         text = f"Answer: {prompt.example.answer}.0"  # right by `strict`, wrong by `dapo`
         tokens = np.array(tokenizer.encode(text), np.int32)
@@ -90,7 +90,7 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(monkeypatch, file):
 def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
     config = tiny.get_config()
     config.data.train.count = 60
-    alone = build.load_data(config, build.tokenizer(config), training=True)
+    alone = components.load_data(config, components.tokenizer(config), training=True)
     prompts = alone.train.sets["data.train"].prompts
     stream = PromptStream(prompts, seed=config.seed)
     assert all(alone.stream[cursor] is stream[cursor] for cursor in range(100))
@@ -101,7 +101,7 @@ def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
 
     config.data.train.weight = 0.0  # left out: the other set alone
     config.data.mixture.more = base.dataset(path=str(file), kind="gsm8k")
-    other = build.load_data(config, build.tokenizer(config), training=True)
+    other = components.load_data(config, components.tokenizer(config), training=True)
     assert list(other.train.sets) == ["data.mixture.more"]
 
 
@@ -134,13 +134,13 @@ def test_a_set_too_small_for_its_part_of_a_batch_is_refused(file):
     config.data.mixture.more = base.dataset(path=str(file), kind="gsm8k", weight=3.0)
     message = r"more has 60 usable prompts, fewer than its part, 75.0%, of one .* or data.mixture"
     with pytest.raises(ValueError, match=message):
-        build.load_data(config, build.tokenizer(config), training=True)
+        components.load_data(config, components.tokenizer(config), training=True)
 
 
 def test_a_misspelt_set_and_key_are_refused(monkeypatch, file):
     with pytest.raises(flags.Error, match=r"data.mixture.a-b: .* a name of letters"):
         parsed(monkeypatch, f"--config.data.mixture.a-b.path={file}")
-    with pytest.raises(flags.Error, match=r"data.mixture.more: the recipe has no such set; a new"):
+    with pytest.raises(flags.Error, match=r"data.mixture.more: the config has no such set; a new"):
         parsed(monkeypatch, "--config.data.mixture.more.weight=2")
     with pytest.raises((flags.Error, AttributeError, KeyError), match="wieght"):
         parsed(

@@ -19,14 +19,14 @@ from test_train import (
 from configs import base
 from dapo_jax import evaluate, lifetime, train
 from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.run import build
+from dapo_jax.setup import components
 
 # What depends on when slots fall idle: requests that were issued, and cancelled in the end.
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 
 
 def two_sets():
-    """Makes a recipe whose sets are sampled in two ways, and training in a third."""
+    """Makes a config whose sets are sampled in two ways, and training in a third."""
     config = small_config()
     config.eval.sets.arithmetic.top_p = 0.7
     config.eval.sets.cool = base.dataset(
@@ -60,11 +60,11 @@ def digests(workdir, step):
 def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, step):
     """Scores and responses bit for bit, from programs that know the sets' samplings only."""
     config = two_sets()
-    programs = build.programs(config, build.tokenizer(config).vocab_size)
-    sets = build.load_data(config, build.tokenizer(config), training=False).eval_sets
+    programs = components.programs(config, components.tokenizer(config).vocab_size)
+    sets = components.load_data(config, components.tokenizer(config), training=False).eval_sets
     params = programs.start_params()
     if step:
-        found = build.checkpoints(config, riding, keep=9).restore(step, programs.state)
+        found = components.checkpoints(config, riding, keep=9).restore(step, programs.state)
         params = found[0].params
 
     def keep(name, groups):
@@ -181,7 +181,7 @@ def test_a_run_that_stops_is_evaluated_where_that_was_due(tmp_path, monkeypatch)
 
 
 def test_a_grader_that_fails_ends_the_run(tmp_path, monkeypatch):
-    load = build.load_data
+    load = components.load_data
 
     def failing(group):
         raise ValueError("no verdict on that")
@@ -194,7 +194,7 @@ def test_a_grader_that_fails_ends_the_run(tmp_path, monkeypatch):
         )
         return dataclasses.replace(data, eval_sets=data.eval_sets | {"cool": broken})
 
-    monkeypatch.setattr(build, "load_data", load_data)
+    monkeypatch.setattr(components, "load_data", load_data)
     with pytest.raises(ValueError, match="no verdict on that"):
         train.train(two_sets(), tmp_path)
     assert not (tmp_path / "eval").exists()

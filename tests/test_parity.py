@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from configs import base
 from dapo_jax.convert import convert
-from dapo_jax.run import build
+from dapo_jax.setup import components
 from models import families, load_hf
 from models.hf_config import load_config
 from models.transformer import abstract_params, split
@@ -172,21 +172,21 @@ def test_yarn_lengthens_the_texts_that_a_run_may_have(tmp_path):
     raw = json.loads(file.read_text())
     recipe.model.path = str(tmp_path)
     file.write_text(json.dumps(raw | {"max_position_embeddings": 256}))
-    assert build.model_sizes(recipe).rope_scaling.factor == 4
+    assert components.model_sizes(recipe).rope_scaling.factor == 4
     recipe.rollout.max_response_tokens = 1_001
     with pytest.raises(ValueError, match=r"= 1025 exceeds the 1024 positions.*'yarn'"):
-        build.model_sizes(recipe)
+        components.model_sizes(recipe)
     recipe.rollout.max_response_tokens = 1_000
     plain = {"rope_parameters": {"rope_theta": 1e4}, "max_position_embeddings": 256}
     file.write_text(json.dumps(raw | plain))
     with pytest.raises(ValueError, match=r"= 1024 exceeds the 256 positions"):
-        build.model_sizes(recipe)
+        components.model_sizes(recipe)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "lora_rank"), [("qwen3/tied", 2), ("qwen2_yarn/tied", 0)])
 def test_sampler_and_learner_agree(model, lora_rank, tmp_path):
-    """A recipe samples what the model gives, over two shards of heads, and learns from it."""
+    """A config samples what the model gives, over two shards of heads, and learns from it."""
     folder = directory(model, tmp_path)
     built = sampled_step.programs(load_config(folder).model_type, folder, lora_rank=lora_rank)
     before, groups, state, metrics = sampled_step.step(built)

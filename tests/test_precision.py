@@ -18,8 +18,8 @@ import pytest
 
 from dapo_jax import learner
 from dapo_jax.learner import init_state, make_batch
-from dapo_jax.run import build
 from dapo_jax.sampler import cache, engine
+from dapo_jax.setup import components
 from dapo_jax.types import Batch, Group, Prompt, Response
 from models.lora import MATRICES, Lora, init_adapters
 from models.parameters import param_axes
@@ -264,18 +264,18 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     is_float32, whole = dtype == "float32", (jax.lax.Precision.HIGHEST,) * 2
     monkeypatch.setitem(PRESETS, "tiny", model(vocabulary=98, width=128, layers=1, tied=True))
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
-    for module in (build, engine):
+    for module in (components, engine):
         monkeypatch.setattr(module, "platform_of", lambda mesh: platform)
     monkeypatch.setattr(jax, "jit", functools.partial(jit, jax.jit))
     changes = {"model": {"preset": "tiny", "compute_dtype": dtype, "kernels": kernels}}
-    changes |= {"rollout": {"cache_mib": 8, "carry_over_steps": 1}, "algo": {"kl_coef": 0.1}}
+    changes |= {"rollout": {"cache_mib": 8, "partial_rollout_steps": 1}, "algo": {"kl_coef": 0.1}}
     built = programs("qwen2", "", lora_rank=4, **changes)
     sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
-    batch = learner.abstract_batch((*build.batch_shape(built.config), 48), built.mesh)
+    batch = learner.abstract_batch((*components.batch_shape(built.config), 48), built.mesh)
     built.reshard.lower(*weights)
     built.lower_update(48)
     built.old_logprobs.lower(*weights, batch)
-    assert {name for name, *_ in sampler} == {"prefill", "refill", "decode"}
+    assert {name for name, *_ in sampler} == {"prefill", "recompute", "decode"}
     assert len(made) == len(sampler) + 3
     for jaxpr, options in made:
         dots = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]

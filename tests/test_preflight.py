@@ -1,4 +1,4 @@
-"""A recipe through the real TPU compiler, and the messages where one does not fit."""
+"""A config through the real TPU compiler, and the messages where one does not fit."""
 
 import types
 
@@ -22,8 +22,8 @@ from dapo_jax.preflight.compile import (
     topology_devices,
     without_weights,
 )
-from dapo_jax.run import build
-from dapo_jax.run.dry_run import device_bytes
+from dapo_jax.setup import components
+from dapo_jax.setup.dry_run import device_bytes
 from models.qwen2 import PRESETS, Qwen2Config
 
 needs_compiler = pytest.mark.skipif(
@@ -187,7 +187,7 @@ def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
     status, out = verdict(monkeypatch, capsys, gib=[None, 1.0], suggest=True)
     first, second, *_ = out.splitlines()
     assert status == 0 and out.endswith("it fits\n")
-    assert first.startswith("the recipe as it is does not fit: update")
+    assert first.startswith("the config as it is does not fit: update")
     assert second.startswith("--config.mesh.slices=1 ")
 
 
@@ -199,7 +199,9 @@ def test_start_weights_are_counted_while_sampling(setting):
     """
     config = base.get_config()
     config.update_from_flattened_dict({"model.preset": "tiny", **setting})
-    built = build.programs(config, build.model_sizes(config).vocab_size, devices=jax.devices()[:1])
+    built = components.programs(
+        config, components.model_sizes(config).vocab_size, devices=jax.devices()[:1]
+    )
     start_weights = device_bytes(built.start_weights)
     state = device_bytes(built.state)
     update = Program(state + start_weights + 7, 5, 0.0)
@@ -217,7 +219,7 @@ def test_a_path_and_a_preset_must_be_of_one_size(tmp_path):
     config = base.get_config()
     config.model.path = str(ROOT / "experiments/tiny_base/checkpoint")
     config.model.preset = "tiny"
-    assert build.model_sizes(config) == PRESETS["tiny"]
+    assert components.model_sizes(config) == PRESETS["tiny"]
     config.model.preset = "0.5b"
     with pytest.raises(ValueError, match=r"no model of the sizes model.preset = '0.5b': vocab"):
-        build.model_sizes(config)
+        components.model_sizes(config)

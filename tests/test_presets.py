@@ -1,4 +1,4 @@
-"""Each preset of base.LOSS_PRESETS: with every recipe, and two steps of training each."""
+"""Each preset of base.LOSS_PRESETS: with every config, and two steps of training each."""
 
 import dataclasses
 import importlib
@@ -15,8 +15,9 @@ from test_train import (
 
 from configs import base
 from dapo_jax import train
-from dapo_jax.run import build, checks, recipe
+from dapo_jax.cli import config_flags
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import checks, components
 
 RECIPES = ("tiny", "forks", *(f"qwen2_5_{size}" for size in ("0_5b", "1_5b", "7b", "32b")))
 
@@ -27,7 +28,7 @@ def test_a_preset_goes_with_every_recipe_and_changes_the_loss_alone(preset):
         module = importlib.import_module(f"configs.{name}")
         config, plain = module.get_config(preset), module.get_config()
         checks.check(config)
-        differing = {key for key, *_ in recipe.differences(plain.to_dict(), config.to_dict())}
+        differing = {key for key, *_ in config_flags.differences(plain.to_dict(), config.to_dict())}
         assert differing <= base.LOSS_PRESETS[preset].keys()
         assert differing
 
@@ -42,11 +43,13 @@ def test_gspo_clips_nothing_in_a_first_update_in_bfloat16():
     config = small_config("gspo")
     config.model.compute_dtype, config.learner.remat = "bfloat16", "none"
     config.updates_per_step = 1
-    tokenizer = build.tokenizer(config)
-    programs = build.programs(config, tokenizer.vocab_size)
-    data = build.load_data(config, tokenizer, training=True)
+    tokenizer = components.tokenizer(config)
+    programs = components.programs(config, tokenizer.vocab_size)
+    data = components.load_data(config, tokenizer, training=True)
     state = programs.start_state()
-    stream = Stream(build.key(config, build.ROLLOUT_STREAM), build.sampling(config, tokenizer))
+    stream = Stream(
+        components.key(config, components.ROLLOUT_STREAM), components.sampling(config, tokenizer)
+    )
     session = Session(programs.engine, programs.reshard(state.params, None), stream)
     for cursor in range(config.rollout.num_prompts):
         session.submit(cursor, data.stream[cursor], group_size=8)
@@ -82,7 +85,7 @@ def test_a_preset_trains(preset, tmp_path):
         assert row["updates_zero_gradient"] == 0
         held = {key for key in row if key.startswith("clip_fraction/")}
         bounds = {"cispo": {"high", "low"}, "kl_cov": set()}.get(
-            config.algo.gate, {"high", "low", "dual"}
+            config.algo.policy_loss, {"high", "low", "dual"}
         )
         bounds |= {"tis"} if preset == "tis" else set()
         assert held == {f"clip_fraction/{bound}" for bound in bounds}

@@ -20,9 +20,9 @@ import jax
 import pytest
 from processes import ROOT, free_port, started
 
-from dapo_jax.run import command
-from dapo_jax.run.files import read_rows
-from dapo_jax.run.metrics import CLOCKED, DIGESTS, TOKENS, VERDICTS
+from dapo_jax.cli import command
+from dapo_jax.logs.files import read_rows
+from dapo_jax.logs.metrics import CLOCKED, DIGESTS, TOKENS, VERDICTS
 from sharding import hosts
 
 STEPS = 3

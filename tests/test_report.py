@@ -15,6 +15,7 @@ import sys
 import numpy as np
 import pytest
 
+from dapo_jax.logs.files import Rows, write_rollouts
 from dapo_jax.report import compare, page, plots
 from dapo_jax.report.__main__ import load, write_report
 from dapo_jax.report.rows import write_rows
@@ -30,7 +31,6 @@ from dapo_jax.report.runs import (
     summary_lines,
     tokens_before,
 )
-from dapo_jax.run.files import Rows, write_rollouts
 
 HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u2028<!--'
 
@@ -286,7 +286,7 @@ def test_figures_of_rows_with_missing_keys(tmp_path):
 
 
 def test_a_recipes_unused_parts_have_no_panel():
-    """curves.png of every run without carry-over had a panel "staleness" that said "no data"."""
+    """curves.png of runs without partial rollouts had a panel "staleness" that said "no data"."""
     lengths = {"response_tokens/correct": None, "response_tokens/wrong": 7.0}
     plain = Run(rows=[{"step": 0, "entropy": None} | lengths], evaluations={}, config={})
     carries = Run(rows=[{"step": 0, "staleness/tokens_fraction": 0.0}], evaluations={}, config={})
@@ -411,7 +411,7 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
     found = _Page(page.render(runs)).text
     assert "not finished: b/seed_1 has 3 of 30 steps." in found
     assert "equal on each seed" in found
-    # Folders of two recipes are arms of their own: each as long as its recipe asks for.
+    # Folders of two recipes are arms of their own: each as long as its config asks for.
     alone = {"short": _run(steps=3, num_steps=3), "long": _run(steps=5, num_steps=5)}
     assert "not finished" not in page.render(alone)
     none = page.render({"a": _run(steps=3, num_steps=30), "b": _run(steps=3, num_steps=30)})

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from configs import tiny
+from dapo_jax.logs.record import rollout_rows
 from dapo_jax.rollout import collect
-from dapo_jax.run import build
-from dapo_jax.run.record import rollout_rows
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
+from dapo_jax.setup import components
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.types import BlockRecord, Example, Group, Prompt, Response, Rollouts, Verdict
@@ -84,7 +84,7 @@ class ScriptedSession:
             block_tokens=block_tokens,
             max_prompt_tokens=2,
             max_response_tokens=longest,
-            carries=True,
+            partial_rollouts=True,
         )
         self._scheduler = Scheduler(cache, shards=1)
         self._names: list[tuple[int, int]] = []
@@ -368,7 +368,7 @@ def test_without_dynamic_sampling_the_first_prompts_are_all_kept():
 
 def test_a_graded_group_has_a_text_and_a_verdict_for_each_response():
     """Token ids are decoded without control tokens; what was sampled stays as it was."""
-    tokenizer = build.tokenizer(tiny.get_config())
+    tokenizer = components.tokenizer(tiny.get_config())
     example = Example((), "56", "test", 0)
     texts = ["23+45=68\nAnswer: 68", "Answer: 56"]
     stop = tokenizer.stop_ids[0]

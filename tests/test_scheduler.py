@@ -100,7 +100,7 @@ def all_free(scheduler):
 # Slots
 
 
-def test_slots_are_refilled_while_requests_wait():
+def test_slots_are_recomputeed_while_requests_wait():
     """With 60 requests of a long tail, no slot is left empty for a block while one waits.
 
     Then the blocks are at most the mean load of a slot and one longest request (Graham 1969).
@@ -394,7 +394,7 @@ def settings(seed):
         "block_tokens": int(rng.choice([n for n in (4, 8, 16) if page_tokens % n == 0])),
         "max_prompt_tokens": int(rng.integers(1, 700)),
         "max_response_tokens": max_response_tokens,
-        "carries": False,
+        "partial_rollouts": False,
         "copies": bool(rng.random() < 0.5),
     }
 

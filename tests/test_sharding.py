@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 
 from configs import base
 from dapo_jax.logprobs import chosen_logprobs
-from dapo_jax.run import build
 from dapo_jax.sampler import cache
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import components
 from dapo_jax.types import Prompt
 from models import qwen2
 from models.kernels.packed import packed_attention
@@ -76,7 +76,7 @@ def build_policy(slices, data, model):
         patch.setitem(qwen2.PRESETS, "small", SMALL)
         patch.setattr(cache, "PARTS", ((1, 1),))
         devices = jax.devices()[: slices * data * model]
-        return build.programs(config, SAMPLING.vocab_size, devices=devices)
+        return components.programs(config, SAMPLING.vocab_size, devices=devices)
 
 
 def sample(policy, params, prompts):

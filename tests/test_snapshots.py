@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from processes import started
 
-from dapo_jax.run import digests, signals
-from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.snapshots import HOST_MEMORY, Snapshot, Snapshots, host_copy
-from dapo_jax.run.start import Progress
+from dapo_jax.checkpoints import digests
+from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.snapshots import HOST_MEMORY, Snapshot, Snapshots, host_copy
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.cli import signals
 from sharding import hosts
 from sharding.hosts import RETRYABLE
 
@@ -144,8 +145,8 @@ def test_a_stop_before_the_first_step_says_so(tmp_path, monkeypatch):
 
 WATCHED = """
 import ctypes, sys, threading, jax.numpy as jnp, numpy as np
-from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.snapshots import Snapshots
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.checkpoints.snapshots import Snapshots
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 folder, steps = sys.argv[1], int(sys.argv[2])
@@ -254,7 +255,7 @@ def test_whichever_process_raises_all_save_the_newest_snapshot(tmp_path, failing
     """An error of one of several processes ended the others at once, and lost finished steps."""
     command = """
 import jax
-from dapo_jax.run import command
+from dapo_jax.cli import command
 failing = sys.argv[3]
 del sys.argv[1:]
 def main(_):

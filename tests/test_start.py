@@ -14,19 +14,20 @@ from test_rollout import run as scripted
 from test_train import programs_compiled_once, rows_without_timings, small_config  # noqa: F401
 
 from dapo_jax import algorithm, train
+from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.store import DamagedError
+from dapo_jax.logs.files import read_starts
+from dapo_jax.logs.metrics import Step
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, tokens_before, totals
 from dapo_jax.rollout import success_by
-from dapo_jax.run import checks, identity
-from dapo_jax.run.checkpoint import DamagedError
-from dapo_jax.run.files import read_starts
-from dapo_jax.run.metrics import Step
-from dapo_jax.run.start import Origin, origin_of
+from dapo_jax.setup import checks
+from dapo_jax.setup.start import Origin, origin_of
 from dapo_jax.types import Group, Response, Rollouts, Verdict
 
 
 def recipe(**settings):
-    """Makes the recipe of the parent, which saves each step, with other settings."""
+    """Makes the config of the parent, which saves each step, with other settings."""
     config = small_config()
     config.num_steps, config.checkpoint.every_steps, config.checkpoint.keep = 3, 1, 9
     config.eval.every_steps = 3
@@ -43,7 +44,7 @@ def parent(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def fork(parent) -> pathlib.Path:
-    """A fork of its parent's own recipe, stopped after a step and resumed without --start."""
+    """A fork of its parent's own config, stopped after a step and resumed without --start."""
     workdir, before = parent.with_name("fork"), content_of(parent)
     train.train(recipe(num_steps=2), workdir, Origin.parse(f"run:{parent}@1"))
     train.train(recipe(), workdir)
@@ -173,11 +174,11 @@ def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_
     finally:
         gone.rename(parent)
     message = r"--start is 'run:.*@2', but it began from run:.*@1"
-    with pytest.raises(identity.OtherRunError, match=message):
+    with pytest.raises(fingerprint.OtherRunError, match=message):
         start(config, tmp_path / "c", Origin.parse(f"run:{parent}@2"))
-    # A recipe that names its directory gives it to a fork as well.
+    # A config that names its directory gives it to a fork as well.
     config.checkpoint.directory = str(parent / "checkpoints")
-    with pytest.raises(identity.OtherRunError, match="but it began without one"):
+    with pytest.raises(fingerprint.OtherRunError, match="but it began without one"):
         start(config, tmp_path / "d", origin)
 
 
@@ -202,7 +203,7 @@ def test_a_fork_needs_a_run(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for folder in (tmp_path / "absent", tmp_path, file, recipe().model.path):
-        with pytest.raises(FileNotFoundError, match=r"config.json is missing, or no run's recipe"):
+        with pytest.raises(FileNotFoundError, match=r"config.json is missing, or no run's config"):
             start(recipe(), tmp_path / "new", Origin.parse(f"run:{folder}@2"))
         assert not (tmp_path / "absent").exists()
     (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": "", "keep": 2}}))

@@ -161,7 +161,7 @@ def test_the_accuracy_at_a_budget_does_not_depend_on_the_tokens_of_a_step(tokens
 
 
 def test_what_is_not_the_studys_is_left_out_and_said():
-    """Rows of another recipe, of fewer steps and of no seed at all gave the same verdicts."""
+    """Rows of another config, of fewer steps and of no seed at all gave the same verdicts."""
     runs = {
         f"{arm}/seed_{seed}": _run(arm, seed, entropy=[seed + EPS_HIGH[arm]] * 3)
         for arm in "ab"
@@ -176,7 +176,7 @@ def test_what_is_not_the_studys_is_left_out_and_said():
     runs["b/seed_1"] = _run("b", 1, entropy=[9.0])
     runs["b/seed_2"].config["algo.eps_high"] = 0.2
     text = study.result(dataclasses.replace(made, seeds=range(5)), runs)
-    assert "b/seed_1 has 1 of 3 steps; b/seed_2 is of another recipe (algo.eps_high)" in text
+    assert "b/seed_1 has 1 of 3 steps; b/seed_2 is of another config (algo.eps_high)" in text
     assert "a/seed_4 has not been run; b/seed_1" in text
     assert "| incomplete |" in text
     assert "| confirmed |" not in text
@@ -184,17 +184,17 @@ def test_what_is_not_the_studys_is_left_out_and_said():
     # As in the rows of a run before that key, and of one that had the cores to itself.
     runs["a/seed_0"].config.update({"learner.row_lengths": 1, "mesh.cpu_devices": 2})
     runs["a/seed_1"].config["learner.row_lengths"] = 2
-    assert "a/seed_1 is of another recipe (learner.row_lengths)" in study.result(made, runs)
+    assert "a/seed_1 is of another config (learner.row_lengths)" in study.result(made, runs)
     runs["a/seed_3"].config["learner.learning_rate"] = 1.0
     made = dataclasses.replace(made, seeds=range(4))
-    assert "a/seed_3 is of another recipe (learner.learning_rate)" in study.result(made, runs)
+    assert "a/seed_3 is of another config (learner.learning_rate)" in study.result(made, runs)
     del runs["a/seed_0"].rows[1], runs["a/seed_1"].rows[:]
     text = study.result(made, runs)
     assert "a/seed_0 has 2 of 3 steps; a/seed_1 has 0 of 3 steps" in text
 
 
 def test_a_key_below_one_that_the_study_sets_is_the_studys():
-    """data.train.args.road in every run passed as the recipe's own."""
+    """data.train.args.road in every run passed as the config's own."""
     made = dataclasses.replace(
         _study("a"), settings={"num_steps": "3", "data.train.args": "{'easy': 1.0}"}
     )

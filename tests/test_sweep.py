@@ -19,11 +19,11 @@ import pytest
 from processes import ran
 from scipy import stats
 
+from dapo_jax.logs.files import Rows, locked
 from dapo_jax.report import statistics
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, load_sweep
-from dapo_jax.run.files import Rows, locked
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep import runner as runners
 from dapo_jax.sweep.__main__ import launch_lines, sweep

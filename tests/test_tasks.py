@@ -18,7 +18,8 @@ from processes import ran
 from configs import base, tiny
 from dapo_jax import evaluate
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
-from dapo_jax.run import build, checks, recipe
+from dapo_jax.cli import config_flags
+from dapo_jax.setup import checks, components
 from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
@@ -248,7 +249,7 @@ def test_training_on_a_task_of_ones_own(workdir):
 
 @pytest.mark.slow
 def test_evaluation_sets_by_flags_alone(workdir):
-    """One that the recipe lacks, with its own k, beside the recipe's changed one."""
+    """One that the config lacks, with its own k, beside the config's changed one."""
     file = workdir / "wild.jsonl"
     rows = [{"problem": f"What is {n}+1?", "answer": n + 1} for n in range(10, 13)]
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -280,7 +281,7 @@ def test_evaluation_sets_by_flags_alone(workdir):
 def parsed(monkeypatch, *arguments):
     """The config that a command gets from its flags."""
     values = flags.FlagValues()
-    holder = recipe.define_config(flag_values=values)
+    holder = config_flags.define_config(flag_values=values)
     monkeypatch.setattr(sys, "argv", ["command", SMALL, *arguments])
     values(sys.argv)
     return holder.value
@@ -312,7 +313,7 @@ def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, m
     with pytest.raises((flags.Error, AttributeError, KeyError)) as refused:
         of_set = f"--config.eval.sets.{name}."
         parsed(monkeypatch, f"{of_set}path=a.csv", of_set + setting)
-    assert re.search(message, recipe.error_line(refused.value))
+    assert re.search(message, config_flags.error_line(refused.value))
 
 
 def test_a_sets_name_is_a_word(monkeypatch):
@@ -324,14 +325,14 @@ def test_a_sets_name_is_a_word(monkeypatch):
 
 def test_a_misspelt_set_is_refused_with_the_nearest_name(monkeypatch):
     """A flag for `arithmatic` made a set of that name, which failed later for another reason."""
-    message = r"eval.sets.arithmatic: the recipe has no such set \(Did you mean arithmetic\?\)"
+    message = r"eval.sets.arithmatic: the config has no such set \(Did you mean arithmetic\?\)"
     with pytest.raises(flags.Error, match=message):
         parsed(monkeypatch, "--config.eval.sets.arithmatic.count=3")
 
 
 @pytest.mark.parametrize("section", ["data.train", "eval.sets.new"])
 def test_an_argument_that_is_given_alone_is_told_how(monkeypatch, section):
-    """`the recipe has no key 'numbers'` did not say that args are one value."""
+    """`the config has no key 'numbers'` did not say that args are one value."""
     together = rf"give all of them: --config\.{section}\.args=\"{{'numbers': VALUE, \.\.\.}}\""
     with pytest.raises(flags.Error, match=together):
         parsed(
@@ -357,11 +358,11 @@ def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):
 def test_each_set_is_sampled_as_it_says():
     config = tiny.get_config()
     config.eval.sets.new = base.dataset(kind="arithmetic", count=5, temperature=0.5, max_prompts=3)
-    data = build.load_data(config, build.tokenizer(config), training=False)
+    data = components.load_data(config, components.tokenizer(config), training=False)
     new, arithmetic = data.eval_sets["new"], data.eval_sets["arithmetic"]
     assert (new.sampling.temperature, new.sampling.top_p, new.k) == (0.5, 1.0, 8)
     assert (arithmetic.sampling.temperature, arithmetic.sampling.top_p) == (1.0, 1.0)
-    assert arithmetic.sampling == build.sampling(config, build.tokenizer(config))
+    assert arithmetic.sampling == components.sampling(config, components.tokenizer(config))
     assert (len(new.dataset.prompts), len(arithmetic.dataset.prompts)) == (3, 160)
 
 

@@ -10,7 +10,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from dapo_jax.convert import convert
-from dapo_jax.run import dry_run
+from dapo_jax.setup import dry_run
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import templated

@@ -14,23 +14,23 @@ import pytest
 from configs import tiny
 from dapo_jax import evaluate, train
 from dapo_jax.convert import convert, load_orbax
+from dapo_jax.logs.files import read_rows
+from dapo_jax.logs.metrics import CLOCKED, METRICS
 from dapo_jax.rollout import minibatches
-from dapo_jax.run import build, dry_run
-from dapo_jax.run.files import read_rows
-from dapo_jax.run.metrics import CLOCKED, METRICS
-from dapo_jax.run.start import Origin
 from dapo_jax.sampler import cache
+from dapo_jax.setup import components, dry_run
+from dapo_jax.setup.start import Origin
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Response, Verdict
 from models.hf import load_params
 from models.hf_config import load_config
 
-# Of every row; where nothing is evaluated, carried over or retired, that is missing.
+# Of every row; where nothing is evaluated, partial over or retired, that is missing.
 FIRST = {"seconds/load", "seconds/compile"}  # of a start's first row
 OPTIONAL = (
     *FIRST,
     "seconds/evaluate",
-    "carry_over/",
+    "partial_rollouts/",
     "staleness/",
     "clip_fraction/tis",
     "prompts_retired",
@@ -43,17 +43,17 @@ MADE, UPDATES = {}, {}  # programs, of this module and of others that use the fi
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_compiled_once():
-    """Runs of one recipe share their programs; decoding has one, for all slots.
+    """Runs of one config share their programs; decoding has one, for all slots.
 
     test_engine.py compares the programs for fewer slots; in test_processes.py another process
     resumes, with programs of its own.
     """
-    make, compile_anew = build.programs, build.Programs.compile_update
+    make, compile_anew = components.programs, components.Programs.compile_update
 
     def programs(config, vocab_size):
         new = make(config, vocab_size)
-        shapes = (new.sizes, new.learning, new.engine.cache, build.batch_shape(config))
-        shapes += build.row_lengths(config)
+        shapes = (new.sizes, new.learning, new.engine.cache, components.batch_shape(config))
+        shapes += components.row_lengths(config)
         return dataclasses.replace(MADE.setdefault(shapes, new), config=config)
 
     def compile_update(self):
@@ -63,8 +63,8 @@ def programs_compiled_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "PARTS", ((1, 1),))
-        patch.setattr(build, "programs", programs)
-        patch.setattr(build.Programs, "compile_update", compile_update)
+        patch.setattr(components, "programs", programs)
+        patch.setattr(components.Programs, "compile_update", compile_update)
         yield
 
 
@@ -72,7 +72,7 @@ def small_config(preset: str = ""):
     """Makes configs/tiny.py small: a handful of prompts, the shipped base, so some answers right.
 
     All runs here have its shapes, so that its programs are compiled once. The cache has slots for
-    a part of the step only, so that slots are refilled.
+    a part of the step only, so that slots are recomputeed.
     """
     config = tiny.get_config(preset)
     config.num_steps = STEPS
@@ -261,7 +261,7 @@ def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, ca
 def test_a_dry_run_counts_what_a_device_holds():
     """By hand: 1,034,368 parameters over four devices, AdamW's two moments, float32."""
     config = small_config()
-    held = dry_run.memory(build.programs(config, 384))
+    held = dry_run.memory(components.programs(config, 384))
     weights = 4 * 1_034_368
     assert held["update"]["gradients"] == pytest.approx(weights / 4, rel=0.01)
     state = held["rollout"]["state"]
@@ -332,8 +332,8 @@ def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path,
         assert text in (tmp_path / "log.txt").read_text()
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["updates_skipped_in_a_row"] for row in rows] == [2, 4]
-    programs = build.programs(config, build.tokenizer(config).vocab_size)
-    state, _ = build.checkpoints(config, tmp_path, keep=3).restore(2, programs.state)
+    programs = components.programs(config, components.tokenizer(config).vocab_size)
+    state, _ = components.checkpoints(config, tmp_path, keep=3).restore(2, programs.state)
     same = jax.tree.map(np.array_equal, state.params, programs.start_params())
     assert all(jax.tree.leaves(same))
 
@@ -356,7 +356,7 @@ def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
     config.eval.every_steps = 0
     with pytest.raises(ValueError, match=r"step 0: the new state: opt_state\.1\.0\.nu\.embed_VD"):
         train.train(config, tmp_path)
-    assert build.checkpoints(config, tmp_path, keep=3).latest_step() is None
+    assert components.checkpoints(config, tmp_path, keep=3).latest_step() is None
 
 
 @pytest.mark.slow
@@ -389,8 +389,8 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     config = small_config()
     tokenizer = load_tokenizer(tmp_path / "hf", stop_tokens=None, chat="none")
     config.model.path = str(tmp_path / "hf")
-    programs = build.programs(config, tokenizer.vocab_size)
-    sets = build.load_data(config, tokenizer, training=False).eval_sets
+    programs = components.programs(config, tokenizer.vocab_size)
+    sets = components.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
     results = evaluate.evaluate(config, programs, params, sets, report=print)
     assert results == json.loads((finished / "eval" / "3.json").read_text())["sets"]

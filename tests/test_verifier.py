@@ -15,10 +15,9 @@ import time
 import pytest
 from processes import ran
 
-from dapo_jax.tasks import isolated
-from dapo_jax.tasks.math_rules import MAX_GROUND_TRUTH_CHARS, dapo_form, strict_form
-from dapo_jax.tasks.symbolic_rules import SymbolicVerifier, default_verifier
-from dapo_jax.verifier import RULES, STATUSES, Verdict, verify, verify_many
+from dapo_jax.verifier import RULES, STATUSES, Verdict, isolated, verify, verify_many
+from dapo_jax.verifier.math_rules import MAX_GROUND_TRUTH_CHARS, dapo_form, strict_form
+from dapo_jax.verifier.symbolic_rules import SymbolicVerifier, default_verifier
 
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -731,7 +730,7 @@ def test_the_limit_of_time_holds_where_its_signal_is_ignored():
     nothing of it: a signal "put back" here would end the tests. So this runs in a process apart.
     """
     code = (
-        "import signal; from dapo_jax.tasks.symbolic_rules import SymbolicVerifier\n"
+        "import signal; from dapo_jax.verifier.symbolic_rules import SymbolicVerifier\n"
         "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
         "with SymbolicVerifier(num_workers=1, cpu_seconds=0.2) as verifier:\n"
         f"    print(verifier.verify({HANGS!r}, 'x^2').status)"
@@ -778,7 +777,7 @@ def test_workers_that_are_killed_as_they_start_never_raise(lone):
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
     """A worker that was stopped (SIGSTOP), not dead, held 20 answers for 120 seconds."""
-    monkeypatch.setattr("dapo_jax.tasks.isolated.SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr("dapo_jax.verifier.isolated.SILENCE_SECONDS", 3.0)
     with SymbolicVerifier(num_workers=1, cpu_seconds=0.4) as verifier:
         if is_ready:
             assert verifier.verify("Answer: 2^1+x", "x+2").correct
@@ -794,7 +793,7 @@ def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
 
 
 def test_a_pool_that_cannot_start_says_so_and_not_that_it_was_slow(monkeypatch):
-    monkeypatch.setattr("dapo_jax.tasks.isolated._PROGRAM", "import sys; sys.exit(7)")
+    monkeypatch.setattr("dapo_jax.verifier.isolated._PROGRAM", "import sys; sys.exit(7)")
     with (
         SymbolicVerifier(num_workers=1) as verifier,
         pytest.raises(ChildProcessError, match=r"3 math_verify workers .*ended with status 7"),
@@ -837,7 +836,7 @@ def test_a_busy_host_changes_no_verdict(lone):
 def test_an_answer_that_wants_all_memory_gets_a_gigabyte():
     """A worker took 2.5 GB. An answer may add 1 GiB to what its worker has, and no more."""
     program = (
-        "from dapo_jax.tasks.isolated import STATUSES, answered_in_child\n"
+        "from dapo_jax.verifier.isolated import STATUSES, answered_in_child\n"
         "for mib in (1100, 10):\n"
         "    reply = answered_in_child(lambda: bytes(bytearray(mib << 20)[:9]), 5.0)\n"
         "    print(STATUSES[reply[0]], len(reply))\n"
@@ -907,7 +906,7 @@ def test_workers_end_with_the_block_and_load_no_jax(symbolic):
 def test_workers_end_with_the_process_however_it_ends():
     program = (
         "import os, signal, sys\n"
-        "from dapo_jax.tasks.symbolic_rules import SymbolicVerifier\n"
+        "from dapo_jax.verifier.symbolic_rules import SymbolicVerifier\n"
         "verifier = SymbolicVerifier(1)\n"
         "verifier.verify('Answer: 2^0', '1')\n"
         "print(*verifier.worker_pids(), flush=True)\n"

@@ -12,7 +12,7 @@ from processes import ran
 
 from configs import tiny
 from dapo_jax import train
-from dapo_jax.run import writers
+from dapo_jax.logs import writers
 
 
 class Kept:
@@ -177,7 +177,7 @@ def test_wandb_itself_without_a_network(tmp_path):
     if importlib.util.find_spec("wandb") is None:
         pytest.skip(f'needs pip install "{writers.WANDB}"')
     code = (
-        "import pathlib, sys; from dapo_jax.run.writers import Writers; said = []\n"
+        "import pathlib, sys; from dapo_jax.logs.writers import Writers; said = []\n"
         "w = Writers(['wandb'], {'num_steps': 2}, pathlib.Path(sys.argv[1]), None, said.append)\n"
         "w('step', {'step': 0, 'entropy': 1.0}); w('evaluation', 1, {'eval/a/mean@8': 0.5})\n"
         "w('samples', 0, [{'response': '4', 'prediction': None, 'reward': 1.0}])\n"

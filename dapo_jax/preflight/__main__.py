@@ -1,12 +1,12 @@
-"""Tells whether a recipe compiles for a TPU slice and fits its memory, without a TPU.
+"""Tells whether a config compiles for a TPU slice and fits its memory, without a TPU.
 
     python -m dapo_jax.preflight --config=configs/qwen2_5_32b.py --topology=v5p:8x8x4
         [--slices=2] [--suggest]
 
-The recipe's own programs (update, prefill, decoding for training and for evaluation, reshard) are
+The config's own programs (update, prefill, decoding for training and for evaluation, reshard) are
 compiled ahead of time for the topology by the TPU's compiler. Printed are the bytes that a chip
 holds in each phase. Exit status: 0: it fits. 1: it does not; the setting to change is named.
---suggest compiles the recipe with proposed settings too, and one of the two has to fit.
+--suggest compiles the config with proposed settings too, and one of the two has to fit.
 
 Needs the package libtpu: `make preflight` installs it beside the environment.
 """
@@ -16,9 +16,9 @@ import sys
 
 from absl import flags
 
+from dapo_jax.cli import command
+from dapo_jax.cli.config_flags import define_config
 from dapo_jax.preflight import examine, render
-from dapo_jax.run import command
-from dapo_jax.run.recipe import define_config
 
 
 def main(_):
@@ -46,10 +46,10 @@ def define_flags() -> None:
     """Defines --config, --topology and --slices."""
     define_config()
     flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
-    flags.DEFINE_integer("slices", None, "The number of slices; the recipe's mesh.slices.")
+    flags.DEFINE_integer("slices", None, "The number of slices; the config's mesh.slices.")
 
 
 if __name__ == "__main__":
     define_flags()
-    flags.DEFINE_bool("suggest", False, "Compile the recipe with proposed settings too.")
+    flags.DEFINE_bool("suggest", False, "Compile the config with proposed settings too.")
     command.run(main)

@@ -1,4 +1,4 @@
-"""Compiles a recipe's own programs ahead of time, for TPUs that are not there.
+"""Compiles a config's own programs ahead of time, for TPUs that are not there.
 
 Needs the package libtpu, which holds the TPU's compiler: `make preflight` installs it beside the
 environment.
@@ -22,8 +22,10 @@ import jax
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
+from dapo_jax.cli import compile_cache
+from dapo_jax.logs import files
 from dapo_jax.preflight.chips import chip_of
-from dapo_jax.run import build, compile_cache, files
+from dapo_jax.setup import components
 
 LIBTPU = pathlib.Path(sys.prefix) / "tpu" / "libtpu" / "libtpu.so"  # where make puts it
 # With these the compiler asks for no chip and for no metadata server.
@@ -80,7 +82,7 @@ def topology_devices(topology: str, *, slices: int):
 
 
 def without_weights(config: ConfigDict) -> ConfigDict:
-    """Returns a recipe with the sizes of its preset, so that no weights are needed."""
+    """Returns a config with the sizes of its preset, so that no weights are needed."""
     config = config.copy_and_resolve_references()
     if config.model.preset:
         config.model.path = ""
@@ -88,7 +90,7 @@ def without_weights(config: ConfigDict) -> ConfigDict:
 
 
 def mean_prompt(config: ConfigDict) -> int:
-    """Returns the tokens of a prompt of mean length, cut at the recipe's limit."""
+    """Returns the tokens of a prompt of mean length, cut at the config's limit."""
     return min(PROMPT_TOKENS, config.rollout.max_prompt_tokens)
 
 
@@ -102,19 +104,20 @@ def update_name(row_tokens: int, config: ConfigDict) -> str:
     return "update" if row_tokens == config.learner.row_tokens else f"update[{row_tokens}]"
 
 
-def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
-    """Returns the recipe's programs by name, ready for the compiler.
+def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered]:
+    """Returns the config's programs by name, ready for the compiler.
 
-    Prefill is there for a prompt of mean length and for the longest one, refill (carry-over) for
-    the longest response, decoding for all rows ("decode") and for fewer ("decode[32]"), the update
-    for the shortest rows ("update") and for longer ones ("update[1024]").
+    Prefill is there for a prompt of mean length and for the longest one, recompute (partial
+    rollouts) for the longest response, decoding for all rows ("decode") and for fewer
+    ("decode[32]"), the update for the shortest rows ("update") and for longer ones
+    ("update[1024]").
     """
     config, sizes = built.config, built.sizes
     ids = types.SimpleNamespace(  # stands for the tokenizer, of which programs need only this
         stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
     )
-    sampling = build.sampling(config, ids)
-    evaluating = build.eval_samplings(config, ids).values() if config.eval.every_steps else ()
+    sampling = components.sampling(config, ids)
+    evaluating = components.eval_samplings(config, ids).values() if config.eval.every_steps else ()
     with jax.set_mesh(built.mesh):
         sampler = built.engine.lower(sampling, *evaluating)
         programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
@@ -125,21 +128,23 @@ def lowered_programs(built: build.Programs) -> dict[str, jax.stages.Lowered]:
     mean_bucket = built.engine.cache.bucket(mean_prompt(config))
     for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
-    for bucket in built.engine.cache.refill_buckets[-1:]:
-        programs[f"refill[{bucket}]"] = sampler["refill", None, bucket]
+    for bucket in built.engine.cache.recompute_buckets[-1:]:
+        programs[f"recompute[{bucket}]"] = sampler["recompute", None, bucket]
     if copies := [key for key in sampler if key[0] == "copy"]:
         programs["copy"] = sampler[max(copies)]
-    for row_tokens in build.row_lengths(config):
+    for row_tokens in components.row_lengths(config):
         programs[update_name(row_tokens, config)] = built.lower_update(row_tokens)
     return programs
 
 
-def compiled_programs(built: build.Programs, *, say: Callable[[str], None]) -> dict[str, Program]:
-    """Compiles the recipe's programs in parallel. Raises DoesNotFit for one that does not.
+def compiled_programs(
+    built: components.Programs, *, say: Callable[[str], None]
+) -> dict[str, Program]:
+    """Compiles the config's programs in parallel. Raises DoesNotFit for one that does not.
 
     Programs of an earlier, stopped command are taken from there. say: shows the progress.
     """
-    say("tracing the recipe's programs")
+    say("tracing the config's programs")
     lowered, programs, workers = lowered_programs(built), {}, os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -157,7 +162,9 @@ def compiled_programs(built: build.Programs, *, say: Callable[[str], None]) -> d
     return {name: programs[name] for name in lowered}
 
 
-def kept(name: str, lowered: jax.stages.Lowered, built: build.Programs) -> tuple[Program, bool]:
+def kept(
+    name: str, lowered: jax.stages.Lowered, built: components.Programs
+) -> tuple[Program, bool]:
     """Returns a program, and whether an earlier command has compiled it. Raises DoesNotFit.
 
     JAX's own cache cannot give it back: it loads programs onto their devices, and none is there.
@@ -176,7 +183,7 @@ def kept(name: str, lowered: jax.stages.Lowered, built: build.Programs) -> tuple
     return program, False
 
 
-def digest(lowered: jax.stages.Lowered, built: build.Programs) -> str:
+def digest(lowered: jax.stages.Lowered, built: components.Programs) -> str:
     """Returns the SHA-256 of all that decides a compiled program; this code has the options."""
     root, parts = pathlib.Path(__file__).parents[2], ("dapo_jax", "models", "sharding")
     code = sorted(path for part in parts for path in (root / part).rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Compiles a recipe for a topology, and adds up the bytes of a device in each phase."""
+"""Compiles a config for a topology, and adds up the bytes of a device in each phase."""
 
 import dataclasses
 import math
@@ -16,8 +16,8 @@ from dapo_jax.preflight.compile import (
     topology_devices,
     without_weights,
 )
-from dapo_jax.run import build, checks, fit
-from dapo_jax.run.dry_run import memory
+from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.setup.dry_run import memory
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
@@ -40,7 +40,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """A recipe's compiled programs on one topology, and the memory that they need.
+    """A config's compiled programs on one topology, and the memory that they need.
 
     seconds: the time of the compilation.
     """
@@ -48,7 +48,7 @@ class Findings:
     recipe: str
     where: str
     chip: Chip
-    built: build.Programs
+    built: components.Programs
     programs: dict[str, Program]
     phases: list[Phase]
     seconds: float
@@ -88,7 +88,7 @@ def candidates(
     suggest: bool,
     say: Callable[[str], None],
 ) -> dict[str, Findings]:
-    """Compiles a recipe as it is, and if `suggest` also with the settings of `suggested`.
+    """Compiles a config as it is, and if `suggest` also with the settings of `suggested`.
 
     Prints a line for each candidate that cannot be compiled; these are left out. slices: None: the
     recipe's. say: shows progress. Raises ValueError for a single one with wrong settings.
@@ -97,7 +97,7 @@ def candidates(
     config.mesh.slices = slices = slices or config.mesh.slices
     devices = topology_devices(topology, slices=slices)
     where = topology if slices == 1 else f"{topology} x {slices}"
-    tried = {"the recipe as it is": {}}
+    tried = {"the config as it is": {}}
     if suggest:
         proposal = suggested(config, devices, chip_of(topology), slices=slices)
         tried[" ".join(f"--config.{key}={value}" for key, value in proposal.items())] = proposal
@@ -127,9 +127,11 @@ def examine(
     """
     start = time.perf_counter()
     checks.check(config)
-    for line in fit.fit_training(config, devices=devices, device_bytes=chip_of(where).hbm_bytes):
+    for line in auto_sizes.fit_training(
+        config, devices=devices, device_bytes=chip_of(where).hbm_bytes
+    ):
         say(line)
-    built = build.programs(config, build.model_sizes(config).vocab_size, devices=devices)
+    built = components.programs(config, components.model_sizes(config).vocab_size, devices=devices)
     checks.check_divides(config, built.mesh)
     if built.engine.cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")
@@ -145,7 +147,7 @@ def examine(
     )
 
 
-def memory_phases(built: build.Programs, programs: dict[str, Program]) -> list[Phase]:
+def memory_phases(built: components.Programs, programs: dict[str, Program]) -> list[Phase]:
     """Adds up the memory of a device while each program runs.
 
     The parts of sampling are those of `train --dry_run`. The update's batch is the rest of the
@@ -173,7 +175,7 @@ def suggested(config: ConfigDict, devices, chip: Chip, *, slices: int) -> dict[s
     programs, and keys and values of half the weights' size: few chips exchange little. Raises
     ValueError where no mesh does.
     """
-    sizes = build.model_sizes(config)
+    sizes = components.model_sizes(config)
     parameters, chips = parameter_count(sizes), len(devices) // slices
     usable = (1 - WANTED_HEADROOM - KEPT_FOR_PROGRAMS) * chip.hbm_bytes
     state = 12 * parameters / chips

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from dapo_jax.logs.metrics import TASK, untimed
 from dapo_jax.report import statistics
 from dapo_jax.report.runs import Run, by_arm, column, complete
-from dapo_jax.run.metrics import TASK, untimed
 
 METHOD = f"""\
 Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter;

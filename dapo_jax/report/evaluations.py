@@ -9,10 +9,10 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from dapo_jax.logs.files import read_rollouts
 from dapo_jax.printable import printable_lines
 from dapo_jax.report.runs import shortened
 from dapo_jax.report.statistics import Interval, paired_share_interval
-from dapo_jax.run.files import read_rollouts
 from dapo_jax.tasks.readers import problem_of
 
 SHOWN_PROBLEMS = 10  # on either side

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import jinja2
 
+from dapo_jax.logs.files import atomic_file, read_rollouts
 from dapo_jax.report import compare
 from dapo_jax.report.runs import Run, by_arm, complete, flatten, shortened, summary_lines
-from dapo_jax.run.files import atomic_file, read_rollouts
 from dapo_jax.tasks.readers import problem_of
 
 SAMPLES = 8  # of a step, each to another problem

@@ -17,11 +17,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
+from dapo_jax.logs.files import atomic_file
+from dapo_jax.logs.metrics import METRICS, TASK
 from dapo_jax.report import statistics
 from dapo_jax.report.compare import Quantity
 from dapo_jax.report.runs import Run, by_arm, column, shortened, tokens_before
-from dapo_jax.run.files import atomic_file
-from dapo_jax.run.metrics import METRICS, TASK
 
 SMOOTHED_ROWS = 30  # shorter runs are drawn as they are
 ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
@@ -106,7 +106,7 @@ def mean_scores(runs: Mapping[str, Run]) -> list[Curve]:
 def panels(runs: Mapping[str, Run], *, split: bool) -> list[Panel]:
     """The panels that METRICS names, the evaluations beside the training accuracy.
 
-    Leaves out curves without any value: parts of the package that the recipe does not use. Before
+    Leaves out curves without any value: parts of the package that the config does not use. Before
     the first row all are there. A curve that is alone in a panel of several has its name in the
     title. split: each curve in a panel of its own, for several arms.
     """

@@ -12,9 +12,10 @@ import pathlib
 import re
 from collections.abc import Mapping
 
+from configs.base import RENAMED
+from dapo_jax.logs.files import gzip_lines, write_rollouts
+from dapo_jax.logs.metrics import METRICS, TASK
 from dapo_jax.report.runs import Run, sweep_label
-from dapo_jax.run.files import gzip_lines, write_rollouts
-from dapo_jax.run.metrics import METRICS, TASK
 
 # The times of one machine are left out, but not the quantities of its schedule.
 LEFT_OUT, KEPT = ("engine/", "seconds_in_rollout/"), ("engine/decode_steps", "engine/occupancy")
@@ -101,4 +102,5 @@ def _run_of(line: Mapping) -> Run:
         for name, scores in line["evaluations"].items()
         for score, values in scores.items()
     }
-    return Run(rows, evaluations, dict(line["config"]), list(line["starts"]), line["arm"])
+    config = {RENAMED.get(key, key): value for key, value in line["config"].items()}
+    return Run(rows, evaluations, config, list(line["starts"]), line["arm"])

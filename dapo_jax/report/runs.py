@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.run.files import read_json, read_rows, read_starts
-from dapo_jax.run.metrics import METRICS, TASK, Metric, score_metric
+from dapo_jax.logs.files import read_json, read_rows, read_starts
+from dapo_jax.logs.metrics import METRICS, TASK, Metric, score_metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
 
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def seed(self) -> int | None:
-        """The recipe's seed; None without a config.json."""
+        """The config's seed; None without a config.json."""
         return self.config.get("seed")
 
     @property
@@ -157,7 +157,7 @@ def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int | None, Run]]:
 
 
 def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
-    """(runs with as many steps as their arm's recipe asks for, a text for each other run)."""
+    """(runs with as many steps as their arm's config asks for, a text for each other run)."""
     wanted = {
         arm: max(run.config.get("num_steps", 0) for run in of_seed.values())
         for arm, of_seed in by_arm(runs).items()

@@ -35,8 +35,8 @@ class Cache:
 
     Page 0 of either pool is NULL_PAGE. Prompts have a pool of their own, and at most `readers`
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
-    `max_prompt_tokens` and `max_response_tokens` bound a request. `carries`: responses may begin
-    with tokens that an earlier session sampled. `rows`: batches are padded to a multiple.
+    `max_prompt_tokens` and `max_response_tokens` bound a request. `partial_rollouts`: responses may
+    begin with tokens that an earlier session sampled. `rows`: batches are padded to a multiple.
     """
 
     slots: int
@@ -47,7 +47,7 @@ class Cache:
     block_tokens: int
     max_prompt_tokens: int
     max_response_tokens: int
-    carries: bool = False
+    partial_rollouts: bool = False
     rows: int = ROWS
 
     @property
@@ -74,18 +74,18 @@ class Cache:
         return _powers_of_two(self.pages_per_prompt)
 
     @property
-    def refill_buckets(self) -> list[int]:
-        """Lists the padded lengths, of a prompt and what its response has, of refills, in pages."""
+    def recompute_buckets(self) -> list[int]:
+        """Lists the padded lengths of what is recomputed, prompt and response, in pages."""
         longest = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
-        return _powers_of_two(longest) if self.carries else []
+        return _powers_of_two(longest) if self.partial_rollouts else []
 
-    def refill_bucket(self, tokens: int) -> int:
+    def recompute_bucket(self, tokens: int) -> int:
         """Finds the bucket of so many tokens of prompt and response together."""
-        return next(b for b in self.refill_buckets if b * self.page_tokens >= tokens)
+        return next(b for b in self.recompute_buckets if b * self.page_tokens >= tokens)
 
-    def refill_rows(self, bucket: int) -> int:
-        """Counts the responses of one refill call on each shard: as many tokens in every bucket."""
-        return max(1, self.refill_buckets[-1] // bucket)
+    def recompute_rows(self, bucket: int) -> int:
+        """Counts the responses of one recompute call on a shard: as many tokens in every bucket."""
+        return max(1, self.recompute_buckets[-1] // bucket)
 
     def bucket(self, prompt_tokens: int) -> int:
         """Finds a prompt's bucket, by its own length alone; 0 where nothing is prefilled."""
@@ -123,7 +123,7 @@ def plan_cache(
     block_tokens: int,
     max_prompt_tokens: int,
     max_response_tokens: int,
-    carries: bool,
+    partial_rollouts: bool,
     copies: bool,
 ) -> Cache:
     """Plans the slots and pages that a device's memory budget holds.
@@ -148,7 +148,7 @@ def plan_cache(
             block_tokens=block_tokens,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
-            carries=carries,
+            partial_rollouts=partial_rollouts,
             rows=min(XLA_ROWS, 2 ** (slots - 1).bit_length()) if copies else ROWS,
         )
         longest = limits.pages_per_prompt

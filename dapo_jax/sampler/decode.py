@@ -91,7 +91,7 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str
     return _write_rows(pages, kept, page_RI)
 
 
-def refill(
+def recompute(
     params,
     pages,
     tokens_RT,

@@ -1,4 +1,4 @@
-"""An engine compiles the sampler's programs: prefill, refill, blocks of decode steps, copies.
+"""An engine compiles the sampler's programs: prefill, recompute, blocks of decode steps, copies.
 
 Nothing here decides which request is in which slot: `scheduler` does, and `session` joins the two.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.sampler.cache import Cache, decode_sizes
-from dapo_jax.sampler.decode import Sampling, Slots, copy_pages, decode_block, prefill, refill
+from dapo_jax.sampler.decode import Sampling, Slots, copy_pages, decode_block, prefill, recompute
 from models.kernels import OPTIONS, Kernels, platform_of
 from models.kernels.xla import PageTable
 from models.parameters import ModelConfig
@@ -79,7 +79,9 @@ class Engine:
         if len({(s.stop_ids, s.pad_id, s.vocab_size) for s in samplings}) > 1:
             raise ValueError("streams of one session differ in stop_ids, pad_id or vocab_size")
         lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.cache.prompt_buckets}
-        lowered |= {("refill", None, b): self._lower_refill(b) for b in self.cache.refill_buckets}
+        lowered |= {
+            ("recompute", None, b): self._lower_recompute(b) for b in self.cache.recompute_buckets
+        }
         if self.shards > 1:
             lowered |= {("copy", None, n): self._lower_copy(p) for n, p in self._pools.items()}
         return lowered | {
@@ -99,7 +101,7 @@ class Engine:
 
     @property
     def program_names(self) -> list[str]:
-        """Names what is compiled: prefill[pages], refill[...], decode[rows, pages], copy[pages]."""
+        """Names what is compiled: prefill[pages], recompute[pages], decode[rows, pages], ...."""
         return [f"{name}{sizes}" for name, _, *sizes in self._programs]
 
     def new_pages(self):
@@ -111,9 +113,9 @@ class Engine:
         program = self._programs["prefill", None, page_RI.shape[1]]
         return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
 
-    def refill(self, params, pages, tokens_RT, tokens_R, begin_R, page_RI):
-        """Runs refill for [shards * rows] partial responses of a bucket; the old pages are gone."""
-        program = self._programs["refill", None, page_RI.shape[1]]
+    def recompute(self, params, pages, tokens_RT, tokens_R, begin_R, page_RI):
+        """Recomputes [shards * rows] partial responses of a bucket; the old pages are gone."""
+        program = self._programs["recompute", None, page_RI.shape[1]]
         of_host = hosts.place((tokens_RT, tokens_R, begin_R, page_RI), self._rows)
         return program(params, pages, *of_host)
 
@@ -171,13 +173,13 @@ class Engine:
         arguments = (self.params, self._prompt_pages, tokens_RT, page_RI)
         return self._lower(run, arguments, out, donate=1, tokens=tokens_RT.size)
 
-    def _lower_refill(self, bucket: int) -> jax.stages.Lowered:
-        rows = self.shards * self.cache.refill_rows(bucket)
+    def _lower_recompute(self, bucket: int) -> jax.stages.Lowered:
+        rows = self.shards * self.cache.recompute_rows(bucket)
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
         of_row, page_RI = self._host_array(rows), self._host_array(rows, bucket)
         how = {"config": self.config, "kernels": self._kernels, "axis": self._axis}
         arguments = (self.params, self._pages, tokens_RT, of_row, of_row, page_RI)
-        run = functools.partial(refill, **how)
+        run = functools.partial(recompute, **how)
         out = self._specs(self._pages)
         return self._lower(run, arguments, out, donate=1, tokens=tokens_RT.size)
 

@@ -102,15 +102,15 @@ class Moves(NamedTuple):
 class Plan:
     """The work of one block of decode steps, with an entry for every occupied slot.
 
-    prefills: of prompts; refills: of partial responses, into the pages of samples that were just
+    prefills: of prompts; recomputes: of partial responses, into the pages of samples that were just
     admitted. preempted: samples that lost their slots and continue later from these tokens.
-    sampled_N: tokens of the sample before the block. left_N: tokens until the limit.
-    page_N: the slot's own page that the block writes to. waiting: whether samples are left to
-    refill slots with. cache_use: the share of response pages that are taken, on the fullest shard.
+    sampled_N: tokens of the sample before the block. left_N: tokens until the limit. page_N: the
+    slot's own page that the block writes to. waiting: whether samples are left to fill slots with.
+    cache_use: the share of response pages that are taken, on the fullest shard.
     """
 
     prefills: list[Prefill]
-    refills: list[Prefill]
+    recomputes: list[Prefill]
     preempted: list[Finished]
     moves: Moves
     shard_N: np.ndarray

@@ -123,21 +123,21 @@ class Scheduler:
         return max(0, int(self._wanted_D().sum()) - queued)
 
     def next_block(self, *, more: bool = False) -> Plan:
-        """Assigns prompts to shards, gives pages to growing responses and refills the slots.
+        """Assigns prompts to shards, gives pages to growing responses and recomputes the slots.
 
         more: whether groups will be submitted as slots fall idle; those fill the emptier shards.
         """
         prefills = self._assign()
         preempted = self._grow()
         moves = self._level(wait=more or bool(self._queue))
-        refills = self._admit()
+        recomputes = self._admit()
         shard_N, slot_N = np.nonzero(self._active_DB)
         rows_DB = self._rows_DB
         sampled_N = rows_DB["sampled"][shard_N, slot_N]
         page = sampled_N // self.cache.page_tokens
         return Plan(
             prefills=prefills,
-            refills=refills,
+            recomputes=recomputes,
             preempted=preempted,
             moves=moves,
             shard_N=shard_N,
@@ -274,7 +274,7 @@ class Scheduler:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.
 
         The pages that occupied slots fill in WATERMARK_BLOCKS blocks stay free: a sample that is
-        admitted too soon has to be preempted. Returns the calls that refill partial responses.
+        admitted too soon has to be preempted. Returns the calls that recompute partial responses.
         """
         cache, occupied_D = self.cache, self._active_DB.sum(axis=1)
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
@@ -296,19 +296,19 @@ class Scheduler:
         for page in range(int(begun_N.max(initial=0)) // cache.page_tokens + 1):
             needed_N = begun_N >= page * cache.page_tokens
             self._give_pages(shard_N[needed_N], slot_N[needed_N])
-        return self._refills(shard_N[begun_N > 0], slot_N[begun_N > 0])
+        return self._recomputes(shard_N[begun_N > 0], slot_N[begun_N > 0])
 
-    def _refills(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
+    def _recomputes(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
         """Makes the calls for partial responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
             tokens = prefix.first_tokens[sample]
-            bucket = self.cache.refill_bucket(prefix.prompt_tokens + tokens - 1)
+            bucket = self.cache.recompute_bucket(prefix.prompt_tokens + tokens - 1)
             pages = self.pages(d, b)[: -(-tokens // self.cache.page_tokens)]
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
             taken_D[d].append((prefix.cursor, sample, pages))
-        return prefill_calls(taken, self.cache.refill_rows)
+        return prefill_calls(taken, self.cache.recompute_rows)
 
     def _level(self, *, wait: bool) -> Moves:
         """Moves samples from full shards to others, unless to wait for prompts without a shard.

@@ -3,13 +3,13 @@
 A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
 
     scheduler.next_block -> engine.prefill of new prompts -> engine.copy of samples that change
-    shards -> engine.refill of partial responses -> engine.decode of one block -> tokens to the
+    shards -> engine.recompute of partial responses -> engine.decode of one block -> tokens to the
     host's pages -> scheduler.complete -> responses of ended requests -> groups
 
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
 one, each evaluation set another, and they share slots, pages and programs. A request's tokens
-depend on no schedule at all, so they are the same beside whichever others, but with carry-over. The
-scheduler knows a group by its number in order of submission alone.
+depend on no schedule at all, so they are the same beside whichever others, but with partial
+rollouts. The scheduler knows a group by its number in order of submission alone.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
 from dapo_jax.sampler.scheduler import Scheduler
-from dapo_jax.types import BlockRecord, Carried, Group, Prompt, Response
+from dapo_jax.types import BlockRecord, Group, PartialGroup, Prompt, Response
 from sharding import hosts, rules
 
 _NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
@@ -41,7 +41,7 @@ class Stream(NamedTuple):
 class _Asked:
     """An unfinished group; responses: None for those that have not ended.
 
-    carried: what there was of each when the group was submitted, at the last step's end, or when it
+    partial: what there was of each when the group was submitted, at the last step's end, or when it
     lost its slot.
     """
 
@@ -49,17 +49,16 @@ class _Asked:
     cursor: int
     prompt: Prompt
     responses: list[Response | None]
-    carried: list[Response]
+    partial: list[Response]
 
 
 class Session:
     """Samples groups until the caller has what it needs.
 
-    With carry-over it may go on with newer weights (`carry`, `go_on`): responses under way keep
-    their pages, whose keys and values stay those of the weights that made them (as in PipelineRL,
-    arXiv 2509.19128).
-    blocks: a record of every block since the weights came. seconds: wall time of "prefill",
-    "decode" and "host".
+    With partial rollouts it may go on with newer weights (`pause`, `resume`): responses under way
+    keep their pages, whose keys and values stay those of the weights that made them (as in
+    PipelineRL, arXiv 2509.19128). blocks: a record of every block since the weights came. seconds:
+    wall time of "prefill", "decode" and "host".
     """
 
     def __init__(self, engine: Engine, params, *streams: Stream):
@@ -78,7 +77,7 @@ class Session:
             )
         engine.compile(*samplings)
         self._engine, self._samplings = engine, samplings
-        self.go_on(params)
+        self.resume(params)
         run_key_Z = np.stack([jax.random.key_data(stream.key) for stream in streams])
         self._run_key_Z = hosts.place(run_key_Z, rules.replicated(engine.mesh))
         self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in samplings])
@@ -91,7 +90,7 @@ class Session:
         self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
         self._newest_DB = np.zeros((engine.shards, cache.slots), np.int32)
 
-    def go_on(self, params) -> None:
+    def resume(self, params) -> None:
         """Continues with these weights."""
         self._params = params
         self.blocks: list[BlockRecord] = []
@@ -110,13 +109,13 @@ class Session:
         group_size: int,
         max_tokens: Sequence[int] | None = None,
         stream: int = 0,
-        carried: Carried | None = None,
+        partial: PartialGroup | None = None,
         keeps: bool = False,
     ) -> None:
         """Asks for `group_size` samples of a prompt, after all that were asked for.
 
         max_tokens: a limit for each of them, at most the stream's; None: the stream's. stream: its
-        place among the session's; cursors name groups within one. carried: what an earlier session
+        place among the session's; cursors name groups within one. partial: what an earlier session
         had of the group, which goes on behind whole blocks of it. keeps: whether a sample that
         loses its slot goes on from its tokens, whose keys and values are computed again; other
         samples start again, so that their bits depend on no schedule.
@@ -133,12 +132,12 @@ class Session:
         if len(limits) != group_size or not all(1 <= tokens <= limit for tokens in limits):
             raise ValueError(f"max_tokens needs {group_size} numbers from 1 to {limit}")
         number = len(self._name_QX)
-        responses = carried.responses if carried else [_NOTHING] * group_size
-        unfinished_G = carried.unfinished_G if carried else [True] * group_size
+        responses = partial.responses if partial else [_NOTHING] * group_size
+        unfinished_G = partial.unfinished_G if partial else [True] * group_size
         of_samples = list(zip(responses, unfinished_G, limits, strict=True))
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         self._scheduler.submit(number, length, limits, first_tokens=tokens, keeps=keeps)
-        ended = carried.ended if carried else [None] * group_size
+        ended = partial.ended if partial else [None] * group_size
         self._asked[number] = _Asked(stream, cursor, prompt, ended, list(responses))
         self._name_QX = np.append(self._name_QX, np.int32([[stream, cursor]]), axis=0)
 
@@ -160,20 +159,20 @@ class Session:
         self._scheduler.cancel(number)
         del self._asked[number]
 
-    def carry(self, stream: int = 0) -> list[Carried]:
+    def pause(self, stream: int = 0) -> list[PartialGroup]:
         """Ends a step: returns a stream's unfinished groups so far, and lets go of the weights.
 
-        They continue after `go_on`, or in another session that they are submitted to.
+        They continue after `resume`, or in another session that they are submitted to.
         """
         self._params = None
-        carried = self.so_far(stream)
+        partial = self.so_far(stream)
         of_stream = (asked for asked in self._asked.values() if asked.stream == stream)
-        for asked, it in zip(of_stream, carried, strict=True):
-            asked.carried[:] = it.responses
+        for asked, it in zip(of_stream, partial, strict=True):
+            asked.partial[:] = it.responses
             asked.responses[:] = it.ended
-        return carried
+        return partial
 
-    def so_far(self, stream: int = 0) -> list[Carried]:
+    def so_far(self, stream: int = 0) -> list[PartialGroup]:
         """Returns a stream's unfinished groups so far, in their order; they continue."""
         slots = self._scheduler.occupied
         found = []
@@ -186,9 +185,9 @@ class Session:
                     d, b, tokens = slots[number, g]
                     here = Finished(number, g, tokens, False, d, self._scheduler.pages(d, b))
                     response = self._response(asked, here)
-                responses.append((response or asked.carried[g]).carried())
+                responses.append((response or asked.partial[g]).continued())
             unfinished_G = tuple(response is None for response in asked.responses)
-            found.append(Carried(asked.cursor, tuple(responses), unfinished_G))
+            found.append(PartialGroup(asked.cursor, tuple(responses), unfinished_G))
         return found
 
     @property
@@ -212,7 +211,7 @@ class Session:
         return self._scheduler.discarded_tokens
 
     def step(self, *, more: bool = False) -> list[Group]:
-        """Decodes one block with refilled slots; returns the groups that finished.
+        """Decodes one block with filled slots; returns the groups that finished.
 
         They are in order of streams and cursors. more: as of `Scheduler.next_block`.
         """
@@ -223,9 +222,9 @@ class Session:
         self._prefill(plan.prefills)
         prefill_seconds = time.perf_counter() - prefill_start
         self._move(plan.moves)
-        refill_start = time.perf_counter()
-        self._refill(plan)
-        prefill_seconds += time.perf_counter() - refill_start
+        recompute_start = time.perf_counter()
+        self._recompute(plan)
+        prefill_seconds += time.perf_counter() - recompute_start
         rows, page_P, row_N = self._scheduler.table(self._engine.sizes)
         row_N = self._truncated_first(plan, rows, row_N)
         rows["token"][row_N] = self._next_tokens(plan)
@@ -269,7 +268,7 @@ class Session:
         """Keeps the tokens of samples that lost their slots."""
         for it in preempted:
             asked = self._asked[it.cursor]
-            asked.carried[it.sample] = self._response(asked, it)
+            asked.partial[it.sample] = self._response(asked, it)
 
     def _move(self, moves: Moves) -> None:
         """Copies the pages of samples that change shards, on the devices and on the host."""
@@ -282,21 +281,21 @@ class Session:
         ):
             table[e, to] = table[d, at]
 
-    def _refill(self, plan: Plan) -> None:
+    def _recompute(self, plan: Plan) -> None:
         """Gives partial responses that were just admitted their tokens, keys and values."""
-        if not plan.refills:
+        if not plan.recomputes:
             return
         C = self._engine.cache.page_tokens
         names = zip(plan.cursor_N.tolist(), plan.sample_N.tolist(), strict=True)
         place = {name: n for n, name in enumerate(names)}
-        for number_R, sample_R, page_RI in plan.refills:
+        for number_R, sample_R, page_RI in plan.recomputes:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
             for r in np.flatnonzero(number_R >= 0).tolist():
                 number, sample = int(number_R[r]), int(sample_R[r])
                 n = place[number, sample]
                 d, b, tokens = plan.shard_N[n], plan.slot_N[n], plan.sampled_N[n]
-                prompt, partial = self._asked[number].prompt, self._asked[number].carried[sample]
+                prompt, partial = self._asked[number].prompt, self._asked[number].partial[sample]
                 fed = np.append(prompt.token_ids, partial.tokens_T[: tokens - 1])
                 tokens_RT[r, : len(fed)] = fed
                 tokens_R[r], begin_R[r] = len(fed), len(prompt.token_ids) - 1
@@ -305,7 +304,7 @@ class Session:
                 self._token_DPC[where] = partial.tokens_T[:tokens]
                 self._logp_DPC[where] = partial.behavior_logp_T[:tokens]
                 self._newest_DB[d, b] = partial.tokens_T[tokens - 1]
-            self._pages = self._engine.refill(
+            self._pages = self._engine.recompute(
                 self._params, self._pages, tokens_RT, tokens_R, begin_R, page_RI
             )
         jax.block_until_ready(self._pages)
@@ -385,5 +384,5 @@ class Session:
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
         # Less where it went on behind whole blocks.
-        ends = tuple(min(end, it.tokens) for end in asked.carried[it.sample].ends)
+        ends = tuple(min(end, it.tokens) for end in asked.partial[it.sample].ends)
         return Response(tokens_T, logp_T, it.stopped, ends=ends)

@@ -1,4 +1,4 @@
-"""Runs a recipe under several settings and seeds, and compares them on the same seed.
+"""Runs a config under several settings and seeds, and compares them on the same seed.
 
     python -m dapo_jax.sweep --config=configs/tiny.py --workdir=DIR --set algo.eps_high=0.2,0.28
         --seeds=5 [--jobs=2]
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from dapo_jax.cli import command
+from dapo_jax.cli.config_flags import KEY_FLAG, config_flags_of, define_config
+from dapo_jax.cli.signals import Signals
+from dapo_jax.logs.files import atomic_file, locked
 from dapo_jax.report.__main__ import write_report
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import load_sweep
-from dapo_jax.run import command
-from dapo_jax.run.files import atomic_file, locked
-from dapo_jax.run.recipe import KEY_FLAG, config_flags_of, define_config
-from dapo_jax.run.signals import Signals
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.plan import Plan, Point
 from dapo_jax.sweep.runner import LOG, TRAIN, Runner
@@ -137,7 +137,7 @@ if __name__ == "__main__":
     define_config()
     command.define_workdir()
     flags.DEFINE_multi_string(
-        "set", [], "KEY=V1,V2,...: a key of the recipe, or preset; repeated, all combinations."
+        "set", [], "KEY=V1,V2,...: a key of the config, or preset; repeated, all combinations."
     )
     flags.DEFINE_multi_string("arm", [], '"NAME: KEY=V KEY=V": settings that go together; repeat.')
     flags.DEFINE_string("seeds", "5", "How many (from 0), or a list: 0,3,7.")

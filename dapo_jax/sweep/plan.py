@@ -1,6 +1,6 @@
 """The plan of a sweep: arms, seeds and each run's command, from flags; recorded in sweep.json.
 
-An arm is a set of values for keys of the recipe, `preset` (of configs.base) among them; its runs
+An arm is a set of values for keys of the config, `preset` (of configs.base) among them; its runs
 differ in their seed alone. A point is one run: an arm and a seed.
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from ml_collections import ConfigDict
 
 from configs.base import KEYS
+from dapo_jax.cli.config_flags import KEY_FLAG, MAY_CHANGE, read_recipe, recipe_differences
+from dapo_jax.logs.files import atomic_file, read_json
 from dapo_jax.report.runs import sweep_label
-from dapo_jax.run import checks
-from dapo_jax.run.files import atomic_file, read_json
-from dapo_jax.run.recipe import KEY_FLAG, MAY_CHANGE, read_recipe, recipe_differences
+from dapo_jax.setup import checks
 
 PRESET = "preset"
 SEEDS_BELOW = KEYS["seed"].at_most + 1
@@ -32,7 +32,7 @@ Settings = dict[str, str]
 class Point:
     """One run of a sweep.
 
-    flags: everything after `python -m dapo_jax.train` but --workdir. num_steps: the recipe's.
+    flags: everything after `python -m dapo_jax.train` but --workdir. num_steps: the config's.
     """
 
     arm: str
@@ -57,7 +57,7 @@ class Plan:
     """The arms and seeds of a sweep.
 
     config: FILE[:PRESET]. flags: --config.KEY=V of every arm. start: the value of --start, with
-    {seed} in it. arms: name -> settings. recipes: arm -> its recipe, with any seed.
+    {seed} in it. arms: name -> settings. recipes: arm -> its config, with any seed.
     """
 
     config: str
@@ -106,7 +106,7 @@ def make(
     seeds: str,
     start: str = "",
 ) -> Plan:
-    """Returns the plan of a command line; every arm's recipe has passed dapo_jax.run.checks.
+    """Returns the plan of a command line; every arm's config has passed dapo_jax.setup.checks.
 
     grid: KEY=V1,V2,... each. named: "NAME: KEY=V KEY=V" each. Raises ValueError, in one line, for a
     wrong one; a wrong key gets the nearest name.
@@ -117,13 +117,13 @@ def make(
     plan = Plan(config, tuple(flags), start, _arms(config, axes, named), _seeds(seeds))
     keys = {match[1] for match in map(KEY_FLAG.match, flags) if match}.union(*plan.arms.values())
     if "seed" in keys:
-        raise ValueError("the recipe's seed is the sweep's: give --seeds=5, or --seeds=0,3,7")
+        raise ValueError("the config's seed is the sweep's: give --seeds=5, or --seeds=0,3,7")
     of_recipe: dict[str, str] = {}
     for arm in plan.arms:
         recipe = plan.recipes[arm] = _checked_recipe(plan, arm)
         other = of_recipe.setdefault(recipe.to_json_best_effort(sort_keys=True), arm)
         if other != arm:
-            raise ValueError(f"arms {other!r} and {arm!r} are the same recipe: leave one out")
+            raise ValueError(f"arms {other!r} and {arm!r} are the same config: leave one out")
     return plan
 
 
@@ -159,7 +159,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _arms(config: str, axes: Mapping[str, list[str]], named: Sequence[str]) -> dict[str, Settings]:
-    """Combines every named arm with every point of the grid; without either, the recipe alone."""
+    """Combines every named arm with every point of the grid; without either, the config alone."""
     file, _, preset = config.partition(":")
     arms: dict[str, Settings] = {}
     for name, settings in [_named_arm(text) for text in named] or [("", {})]:
@@ -261,6 +261,6 @@ def _read(folder: pathlib.Path) -> dict:
 
 
 def _common_recipe(plan: Plan) -> dict:
-    """Returns the recipe without any arm's settings, as JSON has it."""
+    """Returns the config without any arm's settings, as JSON has it."""
     recipe = read_recipe([f"--config={plan.config}", *plan.flags])
     return json.loads(recipe.to_json_best_effort())

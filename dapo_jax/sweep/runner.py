@@ -18,9 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from dapo_jax.logs.display import format_duration
+from dapo_jax.logs.files import read_rows
 from dapo_jax.printable import printable
-from dapo_jax.run.display import format_duration
-from dapo_jax.run.files import read_rows
 from dapo_jax.sweep.plan import Point
 from sharding import hosts
 

@@ -22,8 +22,8 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.tasks.formats import FORMATS, DataError, cut, typed
-from dapo_jax.tasks.math_rules import closing_brace
 from dapo_jax.types import Example, Message
+from dapo_jax.verifier.math_rules import closing_brace
 
 # The prompt of DAPO, section 4.1.
 PROMPT_TEMPLATE = (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.run.provenance import code_version
+from dapo_jax.logs.provenance import code_version
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine

@@ -6,7 +6,7 @@ import numpy as np
 
 from configs import base
 from dapo_jax import learner
-from dapo_jax.run import build
+from dapo_jax.setup import components
 from dapo_jax.types import Group, Prompt, Response
 from experiments.benchmarks import common
 
@@ -19,7 +19,7 @@ def measure(preset: str, row_tokens: int, *, repeats: int) -> tuple[float, float
     config.model.preset, config.model.compute_dtype = preset, "bfloat16"
     config.learner.row_tokens, config.learner.micro_batch_rows = row_tokens, ROWS
     config.learner.remat = "full"
-    policy = build.programs(config, vocab_size=0, devices=jax.devices()[:1])
+    policy = components.programs(config, vocab_size=0, devices=jax.devices()[:1])
     state = policy.start_state()
     rng = np.random.default_rng(0)
     length_PG = np.full((MICRO_BATCHES * ROWS, 1), row_tokens - PROMPT + 1)

@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dapo_jax.tasks.isolated import MEMORY_BYTES as ANSWER_MEMORY_BYTES
-from dapo_jax.tasks.isolated import PATIENCE
-from dapo_jax.tasks.symbolic_rules import SymbolicVerifier
 from dapo_jax.verifier import STATUSES, Verdict, verify
+from dapo_jax.verifier.isolated import MEMORY_BYTES as ANSWER_MEMORY_BYTES
+from dapo_jax.verifier.isolated import PATIENCE
+from dapo_jax.verifier.symbolic_rules import SymbolicVerifier
 from experiments.faults.parts import Outcome, Part
 
 # Of 20 answers, how many each rule set grades; one in ANSWERS_A_KILL of all faults is a kill.

@@ -20,9 +20,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-from dapo_jax.run import checks, failures
-from dapo_jax.run.files import LOCK, Rows, atomic_file, locked, read_rows, remove_leftovers
-from dapo_jax.run.metrics import untimed
+from dapo_jax.cli import failures
+from dapo_jax.logs.files import LOCK, Rows, atomic_file, locked, read_rows, remove_leftovers
+from dapo_jax.logs.metrics import untimed
+from dapo_jax.setup import checks
 from experiments.faults.config import get_config
 from experiments.faults.parts import Outcome, Part, compiled
 
@@ -32,7 +33,7 @@ STEPS = 3
 COMMANDS = 12  # of the full part; the others take milliseconds
 HOLD = """
 import os, pathlib, socket, sys, time
-from dapo_jax.run.files import append_line, atomic_file, locked
+from dapo_jax.logs.files import append_line, atomic_file, locked
 folder = pathlib.Path(sys.argv[1])
 with locked(folder), atomic_file(folder / "eval" / "3.json") as file:
     (folder / "starts.jsonl").touch()
@@ -101,7 +102,7 @@ def cut_config(folder: pathlib.Path, chance: random.Random) -> Outcome:
         said = str(file) in line and "\n" not in line and status == 1
         kept = file.read_text() == text[:size]
         return Outcome(f"config.json cut at {size}", kept, said, "" if kept else "config.json")
-    return Outcome(f"config.json cut at {size}", False, False, "it was taken for the recipe")
+    return Outcome(f"config.json cut at {size}", False, False, "it was taken for the config")
 
 
 def cut_rows(folder: pathlib.Path, chance: random.Random) -> Outcome:

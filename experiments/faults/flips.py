@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.checkpoints.store import Checkpoints
 from experiments.faults.parts import Outcome, Part
 
 WIDTH = 128  # arrays of this width have files of their own, small ones are in Orbax's index

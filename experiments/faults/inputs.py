@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 
 from configs import base
 from dapo_jax import lifetime
-from dapo_jax.run import build, identity
-from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.setup import components
 from experiments.faults.config import get_config
 from experiments.faults.parts import Outcome, Part
 
@@ -147,7 +148,7 @@ CHANGES = [
 
 
 def config_of(folder: pathlib.Path):
-    """Makes the recipe of the run in a folder."""
+    """Makes the config of the run in a folder."""
     config = get_config()
     config.num_steps, config.checkpoint.every_steps, config.eval.every_steps = 5, 1, 0
     config.model.path = str(folder / "model")
@@ -161,10 +162,12 @@ def make_run(folder: pathlib.Path) -> None:
     rows = "".join(json.dumps(row_of(i)) + "\n" for i in range(ROWS))
     (folder / "train.jsonl").write_text(rows)
     config, workdir = config_of(folder), folder / "run"
-    words = build.tokenizer(config)
-    programs = build.programs(config, words.vocab_size)
+    words = components.tokenizer(config)
+    programs = components.programs(config, words.vocab_size)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=2)
-    checkpoints.identity = identity.of_run(config, build.load_data(config, words, training=True))
+    checkpoints.fingerprint = fingerprint.of_run(
+        config, components.load_data(config, words, training=True)
+    )
     progress = {"cursor": 0, "sampled_tokens_total": 0, "row": {"step": DONE - 1}}
     checkpoints.save(DONE, programs.start_state(), progress)
     checkpoints.close()
@@ -197,7 +200,7 @@ def outcome_of(change: Change, folder: pathlib.Path, chance: random.Random) -> O
 
 def inject(count: int, seed: int, folder: pathlib.Path) -> Iterator[Outcome]:
     """Changes a copy of a run's inputs so many times, and starts it."""
-    place, original = folder / "place", folder / "original"  # the paths belong to the recipe
+    place, original = folder / "place", folder / "original"  # the paths belong to the config
     place.mkdir()
     make_run(place)
     place.rename(original)

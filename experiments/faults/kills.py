@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from dapo_jax.run.files import read_rows
-from dapo_jax.run.metrics import untimed
+from dapo_jax.logs.files import read_rows
+from dapo_jax.logs.metrics import untimed
 from experiments.faults.parts import Outcome, Part, compiled
 
 KILLS_A_RUN = 10
@@ -34,10 +34,10 @@ TRAIN = [
 # Restores, goes on to the last step and prints what it has then.
 SNAPSHOTS = """
 import sys, time, jax, jax.numpy as jnp
-from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.digests import described
-from dapo_jax.run.snapshots import Snapshots
-from dapo_jax.run.start import Progress
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.checkpoints.digests import described
+from dapo_jax.checkpoints.snapshots import Snapshots
+from dapo_jax.checkpoints.progress import Progress
 checkpoints = Checkpoints(sys.argv[1], keep=2)
 state = {"a": jnp.arange(2**18, dtype=jnp.uint32)}
 abstract = {"a": jax.ShapeDtypeStruct(state["a"].shape, jnp.uint32, sharding=state["a"].sharding)}

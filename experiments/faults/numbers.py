@@ -19,9 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 from configs import base
 from dapo_jax import learner, train
-from dapo_jax.run import build, failures
-from dapo_jax.run.alarms import require_finite
-from dapo_jax.run.files import read_rows
+from dapo_jax.cli import failures
+from dapo_jax.logs.alarms import require_finite
+from dapo_jax.logs.files import read_rows
+from dapo_jax.setup import components
 from dapo_jax.tasks.arithmetic import Arithmetic
 from dapo_jax.types import Group, Prompt, Response
 from experiments.faults.config import get_config
@@ -74,7 +75,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored(Arithmetic):
-    """Arithmetic whose right answers have a score of the recipe's choice."""
+    """Arithmetic whose right answers have a score of the config's choice."""
 
     score: float = 0.0
 
@@ -85,7 +86,7 @@ class Scored(Arithmetic):
 
 
 def small_config():
-    """Makes the recipe of the preemption test shorter: three steps, nothing evaluated."""
+    """Makes the config of the preemption test shorter: three steps, nothing evaluated."""
     config = get_config()
     config.num_steps = 3
     config.eval.every_steps = 0
@@ -114,8 +115,8 @@ def bad_checkpoints(config, workdir: pathlib.Path, *, but: int = 0) -> list[int]
     """Lists the run's checkpoints that hold anything not finite, but for one."""
     if not (workdir / "checkpoints").is_dir():
         return []
-    programs = build.programs(config, build.tokenizer(config).vocab_size)
-    checkpoints = build.checkpoints(config, workdir, keep=None)
+    programs = components.programs(config, components.tokenizer(config).vocab_size)
+    checkpoints = components.checkpoints(config, workdir, keep=None)
     bad = []
     for step in range(1, (checkpoints.latest_step() or 0) + 1):
         if step != but and (workdir / "checkpoints" / str(step)).is_dir():
@@ -155,7 +156,7 @@ def model_directory(rng, number: int, folder: pathlib.Path, *, lora_rank: int = 
 def checkpoint(rng, number: int, folder: pathlib.Path) -> Outcome:
     """Saves a checkpoint with one number that is not finite, whole otherwise."""
     config, value = small_config(), NOT_FINITE[number % 3]
-    programs = build.programs(config, build.tokenizer(config).vocab_size)
+    programs = components.programs(config, components.tokenizer(config).vocab_size)
     leaves, structure = jax.tree.flatten(programs.state)
     names, arrays = learner.leaf_names(programs.state), [np.ones(a.shape, a.dtype) for a in leaves]
     i = int(rng.choice([i for i, leaf in enumerate(leaves) if leaf.ndim > 0]))
@@ -163,7 +164,7 @@ def checkpoint(rng, number: int, folder: pathlib.Path) -> Outcome:
     placed = hosts.place(arrays, [leaf.sharding for leaf in leaves])
     row = {"step": 0, "groups/informative": 4, "groups/sampled": 8}
     progress = {"cursor": 8, "sampled_tokens_total": 1, "row": row}
-    checkpoints = build.checkpoints(config, folder / "run", keep=None)
+    checkpoints = components.checkpoints(config, folder / "run", keep=None)
     checkpoints.save(1, jax.tree.unflatten(structure, placed), progress)
     checkpoints.close()
     return refused(
@@ -243,7 +244,7 @@ def compiled_update():
     """Compiles the small recipe's update once."""
     if not _COMPILED:
         config = small_config()
-        programs = build.programs(config, build.tokenizer(config).vocab_size)
+        programs = components.programs(config, components.tokenizer(config).vocab_size)
         _COMPILED.append((programs, programs.compile_update()))
     return _COMPILED[0]
 

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.run import digests, signals
-from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.snapshots import Snapshots
-from dapo_jax.run.start import Progress
+from dapo_jax.checkpoints import digests
+from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.snapshots import Snapshots
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.cli import signals
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 

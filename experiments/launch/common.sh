@@ -52,7 +52,7 @@ load_settings() {
   check BUCKET '[a-z0-9][-_.a-z0-9]+[a-z0-9]' "a bucket's name, without gs://"
   check NAME "$name" "a name of lower-case letters, digits and dashes"
   check RUN "$name" "a name of lower-case letters, digits and dashes"
-  check CONFIG 'configs/[^ ]+' "a recipe, as configs/qwen2_5_32b.py:dapo"
+  check CONFIG 'configs/[^ ]+' "a config, as configs/qwen2_5_32b.py:dapo"
   check ACCELERATOR 'v[0-9]+[a-z]*-[0-9]+' "an accelerator type, as v6e-16"
   check SLICES '[1-9][0-9]*' "a number of slices"
   check SPOT '[01]' "0 or 1"

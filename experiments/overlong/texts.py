@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from absl import app, flags
 
+from dapo_jax.logs.files import read_rollouts
 from dapo_jax.report.compare import Quantity, interval_text, paired, spread_text, table
-from dapo_jax.run.files import read_rollouts
 from experiments.forks_base.task import loop_lines
 from experiments.overlong.study import STUDY
 from experiments.study import look_into

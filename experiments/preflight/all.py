@@ -1,4 +1,4 @@
-"""Puts every recipe through the TPU's compiler: the table of experiments/preflight.
+"""Puts every config through the TPU's compiler: the table of experiments/preflight.
 
     python -m experiments.preflight.all [--only=7b]
 
@@ -18,7 +18,7 @@ from experiments.benchmarks import common
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "Recipes with this in their names.")
 
-# recipe, topology, slices, settings beside the recipe's
+# recipe, topology, slices, settings beside the config's
 CASES = (
     ("qwen2_5_0_5b", "v5e:2x4", 1, {}),
     ("qwen2_5_1_5b", "v5e:4x4", 1, {}),
@@ -36,11 +36,11 @@ CASES = (
     ("qwen2_5_7b", "v4:4x4x4", 1, {}),
     ("qwen2_5_32b", "tpu7x:4x4x4", 1, {"learner.micro_batch_rows": 16}),
 )
-HEADER = ("recipe", "topology", "beside the recipe", "chips", "GiB sampling and update", "free")
+HEADER = ("recipe", "topology", "beside the config", "chips", "GiB sampling and update", "free")
 
 
 def cells(found: examine.Findings) -> list[str]:
-    """Returns what the table says of a recipe that compiles."""
+    """Returns what the table says of a config that compiles."""
     sampling, update = (
         max(p.total for p in found.phases if p.name.startswith("update") == updates) / GIB
         for updates in (False, True)

@@ -1,4 +1,4 @@
-"""Estimates the seconds of a recipe's step on a TPU slice by arithmetic: nothing is compiled.
+"""Estimates the seconds of a config's step on a TPU slice by arithmetic: nothing is compiled.
 
     python -m experiments.preflight.estimate --config=configs/qwen2_5_32b.py --topology=v5p:8x8x4
         [--slices=2] [--mean_response_tokens=4000] [--efficiency=DECODE,UPDATE]
@@ -25,16 +25,17 @@ from absl import flags
 from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict
 
-from dapo_jax.carry_over import IDLE_SHARE
+from dapo_jax.cli import command
 from dapo_jax.packing import plan_update
+from dapo_jax.partial_rollouts import IDLE_SHARE
 from dapo_jax.preflight.__main__ import define_flags
 from dapo_jax.preflight.chips import Chip, chip_of
 from dapo_jax.preflight.compile import mean_prompt, topology_devices, without_weights
 from dapo_jax.preflight.examine import parameter_count
-from dapo_jax.run import build, checks, command, fit
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.engine import token_bytes
 from dapo_jax.sampler.scheduler import Scheduler
+from dapo_jax.setup import auto_sizes, checks, components
 from models.kernels import kernels_for
 from models.parameters import ModelConfig
 from sharding import rules
@@ -47,7 +48,7 @@ INFORMATIVE = (0.35, 0.5)  # of the groups that are sampled; the paper's Figure 
 MEAN_SHARE = 4_537 / 20_480  # the mean length at the end of the paper's run, of the greatest
 # Of log-lengths between and within problems: 12,494 generations of models of Qwen2.5's family.
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
-MEAN_STEPS = 8  # with partial responses carried over: a step that ends late leaves less to the next
+MEAN_STEPS = 8  # with partial responses partial over: a step that ends late leaves less to the next
 LEFT_OUT = """exchanges between chips, the host between blocks, copies between shards, evaluation,
 the verifier, saves, log-probabilities of a KL term or of old policies; no TPU has confirmed it"""
 
@@ -111,26 +112,27 @@ def simulate(
     shards: int,
     prompt_tokens: int,
     decode_seconds: Callable[[int, np.ndarray], np.ndarray],
-    carry_over_steps: int = 0,
+    partial_rollout_steps: int = 0,
     every_steps: int = 1,
 ) -> tuple[float, float]:
     """Runs the scheduler on groups of these lengths: (seconds of decoding, tokens prefilled).
 
     decode_seconds: of a step, by the program's rows and the tokens that each shard's slots read.
     Shards wait for each other after each block. The tokens are of a shard, padding included.
-    carry_over_steps: groups of so many more steps are begun; a step ends when enough are complete
-    and none is older, and the mean is returned. every_steps: between two prefills of all responses.
+    partial_rollout_steps: groups of so many more steps are begun; a step ends when enough are
+    complete and none is older, and the mean is returned. every_steps: between two prefills of all
+    responses.
     """
     groups, begun = len(length_PG), []
-    skipped, counted = (carry_over_steps + 1, MEAN_STEPS) if carry_over_steps else (0, 1)
+    skipped, counted = (partial_rollout_steps + 1, MEAN_STEPS) if partial_rollout_steps else (0, 1)
     scheduler, seconds, tokens = Scheduler(cache, shards), 0.0, 0.0
     sizes = [rows for rows, _ in decode_sizes(cache, kernel=True)]
 
     def more() -> bool:
-        return len(begun) < groups * (step + 1 + carry_over_steps)
+        return len(begun) < groups * (step + 1 + partial_rollout_steps)
 
     def ends(waiting: Sequence[int]) -> bool:
-        old = any(step - begun[number] >= carry_over_steps for number in waiting)
+        old = any(step - begun[number] >= partial_rollout_steps for number in waiting)
         return len(begun) - len(waiting) >= groups * (step + 1) and not old
 
     for step in range(skipped + counted):
@@ -142,7 +144,9 @@ def simulate(
             if scheduler.idle_slots >= IDLE_SHARE * shards * cache.slots:
                 while scheduler.idle_slots and more():
                     limits = length_PG[len(begun) % groups]
-                    scheduler.submit(len(begun), prompt_tokens, limits, keeps=cache.carries)
+                    scheduler.submit(
+                        len(begun), prompt_tokens, limits, keeps=cache.partial_rollouts
+                    )
                     begun.append(step)
             plan = scheduler.next_block(more=more())
             used_N = np.minimum(plan.left_N, cache.block_tokens)
@@ -151,7 +155,7 @@ def simulate(
             live_D = np.bincount(plan.shard_N, plan.sampled_N + prompt_tokens - 1, shards)
             rows = next(rows for rows in sizes if rows >= occupied_D.max())
             seconds += (steps_D * decode_seconds(rows, live_D)).max()
-            pages = sum(call.page_RI.size for call in (*plan.prefills, *plan.refills))
+            pages = sum(call.page_RI.size for call in (*plan.prefills, *plan.recomputes))
             tokens += pages * cache.page_tokens / shards
             scheduler.complete(used_N, np.zeros(len(used_N), bool))
     return seconds / counted, tokens / counted
@@ -161,7 +165,7 @@ def step_seconds(
     config: ConfigDict, chip: Chip, mesh: AbstractMesh, *, mean: float, informative: float
 ) -> np.ndarray:
     """Returns the seconds [3] of a step at published rates: decoding, prefills, updates."""
-    r, c, sizes = config.rollout, config.learner, build.model_sizes(config)
+    r, c, sizes = config.rollout, config.learner, components.model_sizes(config)
     kernels, prompt_tokens = kernels_for(config.model.kernels, "tpu"), mean_prompt(config)
     value_bytes = 4 if config.model.compute_dtype == "float32" else 2
     device = Device(chip, sizes, mesh.shape["model"], value_bytes, lora=c.lora_rank > 0)
@@ -169,11 +173,11 @@ def step_seconds(
     length_PG = response_lengths(mean, **how, longest=r.max_response_tokens, seed=0)
     decoding, prefilled = simulate(
         length_PG.tolist(),
-        build.cache_plan(config, sizes, mesh, kernels, cache_bytes=r.cache_mib * 2**20),
+        components.cache_plan(config, sizes, mesh, kernels, cache_bytes=r.cache_mib * 2**20),
         shards=rules.row_degree(mesh),
         prompt_tokens=prompt_tokens,
         decode_seconds=device.decode_seconds,
-        carry_over_steps=r.carry_over_steps,
+        partial_rollout_steps=r.partial_rollout_steps,
         every_steps=config.checkpoint.every_steps,
     )
     prefills = 2 * device.weights * prefilled / (device.model_degree * chip.flop_rate)
@@ -182,7 +186,7 @@ def step_seconds(
         planned, row_tokens = plan_update(
             [prompt_tokens] * len(update_PG),
             update_PG.tolist(),
-            row_lengths=build.row_lengths(config),
+            row_lengths=components.row_lengths(config),
             micro_batch_rows=rows,
             share_prompts=kernels.shares_prompts,
         )
@@ -192,7 +196,7 @@ def step_seconds(
 
 
 def mesh_of(config: ConfigDict, topology: str) -> AbstractMesh:
-    """Makes the recipe's mesh on a topology's devices. ValueError where it does not cover them."""
+    """Makes the config's mesh on a topology's devices. ValueError where it does not cover them."""
     m, shape = config.mesh, topology.partition(":")[2].split("x")
     if not all(n.isdecimal() and int(n) for n in shape):
         raise ValueError(f"--topology={topology}: give the chips along each axis, as in v5p:8x8x4")
@@ -224,7 +228,7 @@ def main(_):
     c, r, (decode, update) = config.learner, config.rollout, efficiencies(given.efficiency)
     if not all((c.row_tokens, c.micro_batch_rows, r.slot_tokens, r.cache_mib)):
         devices = topology_devices(given.topology, slices=config.mesh.slices)
-        fit.fit_training(config, devices=devices, device_bytes=chip.hbm_bytes)
+        auto_sizes.fit_training(config, devices=devices, device_bytes=chip.hbm_bytes)
     mesh = mesh_of(config, given.topology)
     checks.check_divides(config, mesh)
     mean = given.mean_response_tokens or MEAN_SHARE * r.max_response_tokens

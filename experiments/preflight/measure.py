@@ -1,8 +1,8 @@
-"""Measures decode steps and an update of a recipe on this host's devices, and their efficiency.
+"""Measures decode steps and an update of a config on this host's devices, and their efficiency.
 
     python -m experiments.preflight.measure --config=configs/qwen2_5_0_5b.py [--topology=v5e:2x4]
 
-Weights are random, of the recipe's preset, and so are prompts: nothing is downloaded. Prints a
+Weights are random, of the config's preset, and so are prompts: nothing is downloaded. Prints a
 table to paste into an issue and, with --topology, the --efficiency=DECODE,UPDATE that
 experiments.preflight.estimate takes. Contexts are short, so keys and values cost little.
 """
@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
+from dapo_jax.cli import command
+from dapo_jax.cli.config_flags import define_config
 from dapo_jax.preflight.chips import Chip, chip_of
 from dapo_jax.preflight.compile import decode_name, update_name, without_weights
-from dapo_jax.run import build, checks, command, fit
-from dapo_jax.run.recipe import define_config
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.types import Group, Prompt
 from experiments.benchmarks import common
 from experiments.preflight.estimate import Device
@@ -44,14 +45,16 @@ class Measured(NamedTuple):
 
 
 def measure(
-    built: build.Programs, chip: Chip | None, say: Callable[[str], None]
+    built: components.Programs, chip: Chip | None, say: Callable[[str], None]
 ) -> dict[str, Measured]:
     """Runs the programs with random weights and prompts."""
     config, engine, sizes, mesh = built.config, built.engine, built.sizes, built.mesh
     device = chip and Device(chip, sizes, mesh.shape["model"], lora=config.learner.lora_rank > 0)
     vocab_size = sizes.vocab_size
     ids = types.SimpleNamespace(stop_ids=(vocab_size - 1,), pad_id=0, vocab_size=vocab_size)
-    stream = Stream(build.key(config, build.ROLLOUT_STREAM), build.sampling(config, ids))
+    stream = Stream(
+        components.key(config, components.ROLLOUT_STREAM), components.sampling(config, ids)
+    )
     say("compiling")
     update = built.compile_update()
     engine.compile(stream.sampling)
@@ -90,7 +93,7 @@ def sequences(group: Group) -> np.ndarray:
     return len(group.prompt.token_ids) - 1 + group.length_G
 
 
-def sampled(session: Session, built: build.Programs, slots: int) -> tuple[list[Group], float]:
+def sampled(session: Session, built: components.Programs, slots: int) -> tuple[list[Group], float]:
     """Samples for so many slots: (groups, the best seconds of a decode step while all are busy)."""
     r, rng = built.config.rollout, np.random.default_rng(0)
     tokens = min(BLOCKS * r.block_tokens, r.max_response_tokens)
@@ -129,9 +132,9 @@ def main(_):
     config, chip = without_weights(given.config), given.topology and chip_of(given.topology)
     hosts.start(several=False, cpu_devices=config.mesh.cpu_devices)
     checks.check(config)
-    for line in fit.fit_training(config):
+    for line in auto_sizes.fit_training(config):
         print(line)
-    built = build.programs(config, build.model_sizes(config).vocab_size)
+    built = components.programs(config, components.model_sizes(config).vocab_size)
     checks.check_divides(config, built.mesh)
     found = measure(built, chip, lambda line: print(line, flush=True))
     where = f"{common.machine()}, mesh {dict(built.mesh.shape)}, commit {common.commit()}"

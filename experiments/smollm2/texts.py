@@ -27,9 +27,9 @@ from absl import app, flags
 
 from dapo_jax import learner
 from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.logs.files import read_json, read_rollouts
 from dapo_jax.report.compare import Quantity, interval_text, paired, signed, spread_text, table
-from dapo_jax.run import build, fit, policy
-from dapo_jax.run.files import read_json, read_rollouts
+from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.sweep.runner import is_done
 from dapo_jax.types import Batch, Group, Response
 from experiments import study
@@ -67,8 +67,8 @@ def distinct_2(texts: Sequence[str]) -> float:
     return len(set(pairs)) / max(1, len(pairs))
 
 
-def fixed_batches(of: build.Programs, data: build.Data, tokenizer, texts) -> list[Batch]:
-    """Packs the fixed texts into batches of the recipe's updates."""
+def fixed_batches(of: components.Programs, data: components.Data, tokenizer, texts) -> list[Batch]:
+    """Packs the fixed texts into batches of the config's updates."""
     (held_out,) = data.eval_sets.values()
     prompts, groups = held_out.dataset.prompts, []
     for cursor, responses in list(texts.items())[:PROMPTS]:
@@ -84,7 +84,7 @@ def fixed_batches(of: build.Programs, data: build.Data, tokenizer, texts) -> lis
     return [of.minibatch(part, np.ones((len(part), len(part[0].responses)))) for part in parts]
 
 
-def measure_of(of: build.Programs) -> Callable[[dict, Batch], jax.Array]:
+def measure_of(of: components.Programs) -> Callable[[dict, Batch], jax.Array]:
     """Makes the program (params, batch) -> (tokens, entropy, log-probability), in sums."""
     graph, how = abstract_params(of.sizes)[0], of.learning
 
@@ -115,10 +115,10 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
     if not runs:
         raise ValueError(f"--workdir={workdir} has no finished run of the study")
     config = policy.run_recipe(runs[0].workdir, trust_code=True)
-    fit.fit_training(config)
-    tokenizer = build.tokenizer(config)
-    of = build.programs(config, tokenizer.vocab_size)
-    data = build.load_data(config, tokenizer, training=False)
+    auto_sizes.fit_training(config)
+    tokenizer = components.tokenizer(config)
+    of = components.programs(config, tokenizer.vocab_size)
+    data = components.load_data(config, tokenizer, training=False)
     sums, seeds = measure_of(of), sorted({point.seed for point in runs})
 
     def row(arm, seed, params, batches, responses) -> dict:

@@ -13,9 +13,9 @@ from fractions import Fraction
 import numpy as np
 
 from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.math_rules import last_answer, retracts
 from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
 from dapo_jax.types import Example, Verdict
+from dapo_jax.verifier.math_rules import last_answer, retracts
 
 MAX_TARGET = 999
 MAX_CHARS = 200  # of an expression: Python's parser is safe with so many

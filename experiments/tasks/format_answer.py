@@ -6,9 +6,10 @@ The reward grades both: the answer as in Eq. 7, and a part of it for the form.
 import dataclasses
 from collections.abc import Sequence
 
-from dapo_jax.tasks.math_problems import MathProblems, verify_many
+from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.types import Example, Verdict
+from dapo_jax.verifier import verify_many
 
 TEMPLATE = (
     "{problem}\n\nThink first, between <think> and </think>. Then give the answer alone, between "

@@ -10,9 +10,9 @@ import random
 import string
 from collections.abc import Sequence
 
-from dapo_jax.tasks.math_rules import TAIL_CHARS, last_answer, last_box, retracts, strict_form
 from dapo_jax.tasks.readers import DataError, DataReport, field, read_rows, templated
 from dapo_jax.types import Example, Message, Verdict
+from dapo_jax.verifier.math_rules import TAIL_CHARS, last_answer, last_box, retracts, strict_form
 
 LETTERS = string.ascii_uppercase
 TEMPLATE = (

@@ -1,7 +1,7 @@
 """Any generator of the package reasoning-gym by its name, graded by its own scorer.
 
 An optional extra: pip install reasoning-gym. Scorers read answers by parsers that may take forever,
-so they run in processes with limits (`dapo_jax.tasks.isolated`).
+so they run in processes with limits (`dapo_jax.verifier.isolated`).
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.tasks import isolated
 from dapo_jax.tasks.arithmetic import TEST_SHARE, is_of
 from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
-from dapo_jax.tasks.symbolic_rules import verdict_of
 from dapo_jax.types import Example, Verdict
+from dapo_jax.verifier import isolated
+from dapo_jax.verifier.symbolic_rules import verdict_of
 from experiments.tasks.format_answer import tagged_answer
 
 TEMPLATE = (

@@ -1,0 +1,363 @@
+"""The fingerprint of a run: its config, and digests of its data, tokenizer, weights and own code.
+
+It is saved with every checkpoint. A resumed run with another config, training data, tokenizer,
+start model or custom module is refused by the names of the keys, and so are processes that differ.
+A fork (setup/start.py) has its parent's model, seed and training data; its code may be another, and
+that of `evaluate`, `sample` and `convert` is what is there when they are given.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from typing import Any
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from configs.base import eval_settings, mixture_settings
+from dapo_jax import hub, losses
+from dapo_jax.cli.config_flags import FREE_KEYS, MAY_CHANGE, POLICY_KEYS, recipe_differences
+from dapo_jax.logs.files import read_json, read_rows
+from dapo_jax.logs.metrics import METRICS
+from dapo_jax.tasks import tokenizer
+from dapo_jax.types import Prompt
+from models import families
+from sharding import hosts
+
+SHOWN_DIFFERENCES = 5
+READ_BYTES = 2**24
+WEIGHTS = ".safetensors"
+OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
+RECIPE_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
+METRIC = "the metric "
+# Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
+# it is killed: one is being saved, one is pending, and the step of the next waits for the first.
+UNSAVED = 3
+
+
+class OtherRunError(ValueError):
+    """A checkpoint is of a run with another config, other data or another model."""
+
+
+def of_run(config: ConfigDict, data) -> dict:
+    """Returns this run's fingerprint, JSON-able; ValueError where the processes' differ.
+
+    data: a `build.Data`. All processes call it. Weight files, which are large, are divided among
+    the processes, each of which compares their sizes alone with the others'.
+    """
+    own = {
+        "recipe": json.loads(config.to_json_best_effort()),
+        "data": _of_training(config, data.train),
+        "eval": {
+            _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(chosen.dataset.prompts)
+            for name, chosen in data.eval_sets.items()
+        },
+        "files": _of_small_files(config),
+        "code": of_code(config),
+        **hub.record(),
+    }
+    if weights := _weight_files(config):
+        own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}
+    everyone = hosts.gather((own, _of_mine(weights)))
+    for process, (theirs, of_weights) in enumerate(everyone):
+        first = everyone[0][0]
+        found = list(differences(first, theirs, before="{} on process 0"))
+        found += _data_differences(first["eval"], theirs["eval"])
+        found += _code_differences(first, theirs)
+        if found:
+            raise ValueError(f"process {process} differs from process 0: {_listed(found)}")
+        if weights:
+            own["files"]["model.path"] |= of_weights
+    return own
+
+
+def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
+    """Digests the files of custom modules, and of what these import, by key and file.
+
+    Of the config's own file its functions count, but for get_config, whose keys may change. What
+    is imported of installed packages and of this project is left out, or by a computed name.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for key, module, it in _custom(config):
+        files = found.setdefault(key, {})
+        if module not in RECIPE_MODULES:
+            _add_module(module, files)
+            continue
+        it = inspect.unwrap(it)
+        file = pathlib.Path(inspect.getfile(it if hasattr(it, "__code__") else type(it)))
+        text = file.read_text(encoding="utf-8")
+        kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+        nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+        nodes = [node for node in nodes if getattr(node, "name", "") != "get_config"]
+        _add(f"the functions of {file.name}", text, nodes, "", files)
+    return found
+
+
+def _add_module(name: str, files: dict[str, str]) -> None:
+    spec, places = None, None
+    for i in range(1, 2 + name.count(".")):  # nothing is imported for it
+        if i > 1 and not places:
+            return  # a name in a module
+        spec = PathFinder.find_spec(".".join(name.split(".")[:i]), places)
+        places = spec and spec.submodule_search_locations
+    file = pathlib.Path((spec and spec.origin) or "")
+    if file.suffix == ".py" and {"site-packages", "dist-packages"}.isdisjoint(file.parts):
+        text = file.read_text(encoding="utf-8")
+        _add(f"{name.replace('.', '/')}.py", text, ast.parse(text).body, spec.parent, files)
+
+
+def _add(label: str, text: str, nodes: Sequence[ast.stmt], package: str, files: dict) -> None:
+    """Adds the digest of a file's statements, and of the modules that they import."""
+    if label in files:
+        return
+    source = "\n".join(ast.get_source_segment(text, node) for node in nodes)
+    files[label] = hashlib.sha256(source.encode()).hexdigest()[:32]
+    for node in itertools.chain.from_iterable(map(ast.walk, nodes)):
+        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+        if isinstance(node, ast.ImportFrom):
+            of = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = [of, *(f"{of}.{name}" for name in names)]
+        elif not isinstance(node, ast.Import):
+            continue
+        for name in names:
+            if name.partition(".")[0] not in (*OURS, *sys.stdlib_module_names):
+                _add_module(name, files)
+
+
+def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
+    """Yields (key, module, function or None) of what a config names and is not this project's."""
+    sets = {f"eval.sets.{name}": of for name, of in eval_settings(config).items()}
+    named = [(f"{key}.task", it["task"]) for key, it in (mixture_settings(config) | sets).items()]
+    named += [("log.writers", name) for name in config.log.writers]
+    yield from ((key, name.partition(":")[0], None) for key, name in named if ":" in name)
+    if config.model.family not in families.BUILT_IN:
+        yield "model.family", config.model.family, None
+    a = config.algo
+    functions = {f"{METRIC}{metric.key}": metric.value for metric in METRICS if metric.value}
+    functions |= {
+        "algo.policy_loss": losses.POLICY_LOSSES[a.policy_loss],
+        "algo.ratio": losses.RATIOS[a.ratio],
+    }
+    functions["algo.advantage_scale"] = losses.ADVANTAGES[a.advantage_scale]
+    for key, function in functions.items():
+        function = getattr(function, "func", function)  # of a partial
+        module = getattr(function, "__module__", None) or ""
+        if not module.startswith(("dapo_jax.", "models.")):
+            yield key, module, function
+
+
+def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
+    """Refuses a model or tokenizer directory that has changed since a run began (OtherRunError).
+
+    theirs: the fingerprint of a checkpoint of the run. weights: whether the start model's weights
+    count too. All processes call it, and divide the weight files among them.
+    """
+    ours = _of_small_files(config)
+    for of_process in hosts.gather(_of_mine(_weight_files(config) if weights else [])):
+        ours.get("model.path", {}).update(of_process)
+    was = {
+        key: {name: it for name, it in of.items() if weights or not name.endswith(WEIGHTS)}
+        for key, of in theirs["files"].items()
+    }
+    found = [text for key in was for text in _file_differences(key, was[key], ours.get(key, {}))]
+    if found:
+        raise OtherRunError(
+            f"{where} began with another model: {_listed(found)}. Put back the files that the run "
+            "was started with"
+        )
+
+
+def _of_small_files(config: ConfigDict) -> dict[str, dict[str, str]]:
+    """Digests the tokenizer's files and the model's config.json, by key and name."""
+    folder = epath.Path(hub.local(config.tokenizer.path or config.model.path))
+    names = [name for name in tokenizer.FILES if name not in tokenizer.IN_TOKENIZER_JSON]
+    if not (folder / "tokenizer.json").exists():
+        names = tokenizer.FILES
+    files = [folder / name for name in names] if folder.is_dir() else [folder]
+    digests = {file.name: of_file(file) for file in files if file.is_file()}
+    found = {"tokenizer.path" if config.tokenizer.path else "model.path": digests}
+    if config.model.path:
+        file = epath.Path(hub.local(config.model.path)) / "config.json"
+        found.setdefault("model.path", {})["config.json"] = of_file(file)
+    return found
+
+
+def _weight_files(config: ConfigDict) -> list[epath.Path]:
+    path = hub.local(config.model.path)
+    return sorted(epath.Path(path).glob(f"*{WEIGHTS}")) if path else []
+
+
+def _of_mine(files: Sequence[epath.Path]) -> dict[str, str]:
+    """Digests this process's part of the files, by name."""
+    return {file.name: of_file(file) for i, file in enumerate(files) if hosts.is_mine(i)}
+
+
+def _of_training(config: ConfigDict, train) -> dict:
+    """Digests each training set, with its share where there are several."""
+    settings = mixture_settings(config)
+    digests = {
+        _key(key, settings[key]): of_prompts(dataset.prompts) for key, dataset in train.sets.items()
+    }
+    if len(digests) == 1:
+        return digests
+    shares = train.shares.values()
+    return {
+        key: it | {"share": round(share, 6)}
+        for (key, it), share in zip(digests.items(), shares, strict=True)
+    }
+
+
+def of_prompts(prompts: Sequence[Prompt]) -> dict:
+    """Digests a data set's texts and answers in their order.
+
+    Token ids are left out: the tokenizer's and the config's digests cover them.
+    """
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        example = prompt.example
+        messages = [dict(message) for message in example.prompt]
+        content = [messages, example.answer, _with_text_keys(example.extra)]
+        digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
+    return {"prompts": len(prompts), "digest": digest.hexdigest()[:32]}
+
+
+def of_file(file: epath.Path) -> str:
+    """Returns the digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while content := opened.read(READ_BYTES):
+            digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], None]) -> None:
+    """Refuses to go on with a checkpoint of another run (OtherRunError), by the keys that differ.
+
+    theirs: the checkpoint's fingerprint. Evaluation sets may change, and the code of keys that may
+    (`MAY_CHANGE`) or of a metric: that is reported.
+    """
+    found = list(differences(theirs, ours, but=MAY_CHANGE))
+    was, now = theirs.get("origin"), ours.get("origin")
+    if now not in (None, was):
+        found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
+    code = list(_code_differences(theirs, ours))
+    edited = [text for text in code if not text.startswith((*MAY_CHANGE, METRIC))]
+    if found or edited:
+        here = ours.get("hub", {})
+        for name, commit in theirs.get("hub", {}).items():
+            if name in here and here[name] != commit:
+                where += f" ({name} was at commit {commit}, which @ can name)"
+        fork = "; with --start=run:WORKDIR@STEP that is a fork, which goes on with the edited code"
+        raise OtherRunError(
+            f"{where} is of another run: {_listed(found + edited)}. Give what it had to resume it, "
+            "or another --workdir (and checkpoint.directory) to start a new run"
+            + (fork if edited else "")
+        )
+    if changed := [*_data_differences(theirs["eval"], ours["eval"]), *code]:
+        report(f"{_listed(changed)}: numbers from here on are not comparable with those before")
+
+
+def require_parent(theirs: dict, ours: dict, where: str) -> None:
+    """Refuses to fork a run of another policy, seed or training data (OtherRunError), by key.
+
+    Its place in the prompt stream means something in the same stream alone. theirs: the fingerprint
+    of the checkpoint that the fork goes on with. Of the data the digests count, not how it is named
+    or graded.
+    """
+    keys = (*POLICY_KEYS, "seed")
+    if found := list(differences(theirs, ours, among=keys, but=FREE_KEYS)):
+        raise OtherRunError(
+            f"{where} cannot be forked: {_listed(found)}. A fork goes on with the run's model, "
+            "tokenizer, LoRA shape, seed and training data; all else may be another"
+        )
+
+
+def differences(old: dict, new: dict, **keys) -> Iterator[str]:
+    """Says, key by key, in what two identities differ, evaluation sets and origins aside.
+
+    keys: as of `recipe_differences`, which the configs' part is.
+    """
+    yield from recipe_differences(old["recipe"], new["recipe"], **keys)
+    before, now = list(old["data"].items()), list(new["data"].items())
+    if len(before) != len(now):
+        yield f"there are {len(now)} training sets (data.train, data.mixture), not {len(before)}"
+    else:  # in the stream's order: a set may have been generated, and be read from a file now
+        for (_, theirs), (key, ours) in zip(before, now, strict=True):
+            yield from _data_differences({key: theirs}, {key: ours})
+            if theirs.get("share") != ours.get("share"):
+                yield f"{key}: its share of the prompts is {ours['share']}, not {theirs['share']}"
+    for key in old["files"].keys() & new["files"].keys():
+        yield from _file_differences(key, old["files"][key], new["files"][key])
+
+
+def check_checkpoint_is_there(
+    config: ConfigDict, workdir: pathlib.Path, directory, *, begin_step: int = 0
+) -> None:
+    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError).
+
+    How often it saves is what its config.json says: the command may say something else now.
+    begin_step: the run's first; a fork's is not 0.
+    """
+    file, recipe = workdir / "metrics.jsonl", workdir / "config.json"
+    finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
+    every = config.checkpoint.every_steps
+    if recipe.exists():
+        every = read_json(recipe)["checkpoint"]["every_steps"]
+    if finished - begin_step >= UNSAVED * every:
+        raise ValueError(
+            f"{file} has {finished} finished steps, but {directory} has no checkpoint, though "
+            f"checkpoint.every_steps was {every}; give the run's checkpoint.directory, or another "
+            "--workdir to start a new run"
+        )
+
+
+def _key(name: str, settings: Mapping) -> str:
+    return f"{name}.path" if settings["path"] else name
+
+
+def _with_text_keys(value) -> object:
+    """Makes all keys text: JSON has few others, and does not sort those of several types."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(item) for item in value]
+    return value
+
+
+def _plain(value) -> object:
+    """Stands for what JSON does not have: arrays' values, the type of anything else."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+def _data_differences(old: dict, new: dict) -> Iterator[str]:
+    for key in sorted(old.keys() & new.keys()):
+        a, b = old[key], new[key]
+        if a["prompts"] != b["prompts"]:
+            yield f"{key} has {b['prompts']} prompts, not {a['prompts']}"
+        elif a["digest"] != b["digest"]:
+            yield f"{key}: its prompts differ"
+
+
+def _code_differences(old: dict, new: dict) -> Iterator[str]:
+    old, new = old.get("code", {}), new["code"]  # older checkpoints have none
+    for key in sorted(old.keys() & new.keys()):
+        yield from _file_differences(key, old[key], new[key])
+
+
+def _file_differences(key: str, old: dict, new: dict) -> Iterator[str]:
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            what = "is gone" if name not in new else "differs" if name in old else "is new"
+            yield f"{key}: {name} {what}"
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = len(found) - SHOWN_DIFFERENCES
+    return "; ".join(found[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,94 @@
+"""The state of a run between two steps, beside the training state."""
+
+import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dapo_jax.sampler.session import Session
+from dapo_jax.types import PartialGroup, Response
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The state of a run between two steps, beside the training state; saved with a checkpoint.
+
+    cursor: of the next unseen prompt. row: that of the last step; None before the first. partial:
+    the unfinished groups that the next step continues. retired: solved prompts, by their place in
+    the data, with the first epoch without them. session: has the partial groups' keys and values;
+    None, and not saved, where the next step computes them again.
+    """
+
+    cursor: int = 0
+    sampled_tokens_total: int = 0
+    row: dict | None = None
+    partial: Sequence[PartialGroup] = ()
+    retired: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    session: Session | None = None
+
+    def to_json(self) -> dict:
+        """Describes it for a checkpoint, bit by bit."""
+        return {
+            "cursor": self.cursor,
+            "sampled_tokens_total": self.sampled_tokens_total,
+            "row": self.row,
+            "partial": _groups_json(self.partial),
+            "retired": sorted(self.retired.items()),
+        }
+
+    @classmethod
+    def from_json(cls, described: Mapping) -> "Progress":
+        """Undoes `to_json`."""
+        found = dict(described)
+        groups = found.pop("carried", found.get("partial", ()))  # an older name
+        retired = dict(found.get("retired", ()))
+        return cls(**found | {"partial": _groups_from(groups), "retired": retired})
+
+
+def _groups_json(partial: Sequence[PartialGroup]) -> list[dict]:
+    """Describes partial groups for a checkpoint, bit by bit."""
+    return [
+        {
+            "cursor": it.cursor,
+            "responses": [
+                {
+                    "tokens": _text(response.tokens_T, "<i4"),
+                    "behavior_logp": _text(response.behavior_logp_T, "<f4"),
+                    "stopped": bool(response.stopped),
+                    "unfinished": bool(unfinished),
+                    "ends": list(response.ends),
+                }
+                for response, unfinished in zip(it.responses, it.unfinished_G, strict=True)
+            ],
+        }
+        for it in partial
+    ]
+
+
+def _groups_from(described: Sequence[dict]) -> list[PartialGroup]:
+    """Undoes `_groups_json`."""
+    return [
+        PartialGroup(
+            it["cursor"],
+            tuple(
+                Response(
+                    _array(response["tokens"], "<i4"),
+                    _array(response["behavior_logp"], "<f4"),
+                    stopped=response["stopped"],
+                    ends=tuple(response["ends"]),
+                )
+                for response in it["responses"]
+            ),
+            tuple(response["unfinished"] for response in it["responses"]),
+        )
+        for it in described
+    ]
+
+
+def _text(array: np.ndarray, dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, dtype)).decode()
+
+
+def _array(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).astype(np.dtype(dtype).newbyteorder("="))

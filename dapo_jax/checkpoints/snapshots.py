@@ -1,0 +1,287 @@
+"""Snapshots of a run: saved when due, and the newest one when the run is cut short.
+
+One is taken after each step at which the run can resume.
+
+SIGTERM, Ctrl-C or SIGHUP (cli/signals.py) may come at any time, while a program compiles or an
+update runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the
+process (status 75). Checkpoints are written from copies in the host's memory: a save neither waits
+for the devices nor delays them. On a stop a save under way is finished first; a pending checkpoint
+that is older than the newest snapshot is left out, since the seconds until the machine is gone are
+few.
+
+Of several processes the main one leads: it puts the step to save next into the key-value store,
+and all save that snapshot. A process is ahead of another by one snapshot at most, since a step
+begins with what all compute together: whoever keeps two has the one that is named, or soon will.
+Once a stop is under way it alone ends the process: the main thread, whose collectives fail when
+the first of the others is gone, waits for it.
+
+An exception, of a grader or of XLA say, saves the newest snapshot too before it ends the run: the
+process that raises asks the main one, and leaves when that has said that all is saved.
+"""
+
+import collections
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.cli import failures, signals
+from sharding import hosts
+
+PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while there are so many
+POLL_SECONDS = 0.5
+FAILED = "failed"  # put where a signal's name would be: an exception ends the run
+HOST_MEMORY = "pinned_host"  # JAX's kind of the host's memory that devices copy to directly
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The content of a checkpoint.
+
+    step: the number of finished steps. arrays: the description of each array of the state
+    (`digests.described`), of all processes.
+    """
+
+    step: int
+    state: Any
+    progress: Progress
+    arrays: Mapping[str, tuple[str, str]]
+
+
+class Snapshots:
+    """Saves snapshots to `checkpoints`: every so many steps, forced ones, the newest on a stop.
+
+    Use it as a context manager: leaving it waits for pending checkpoints. say: is called with the
+    message before a stop ends the process. A failed save is raised by the next `take`, or leaving;
+    with on_failed_save "continue" it is said instead, and the run goes on with the next one due.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        every_steps: int,
+        say: Callable[[str], None],
+        on_failed_save: str = "stop",
+    ):
+        self.say = say
+        self._checkpoints, self._every_steps = checkpoints, every_steps
+        self._goes_on = on_failed_save == "continue"
+        self._pending: collections.deque[Snapshot] = collections.deque()
+        self._newest: collections.deque[Snapshot] = collections.deque(maxlen=2)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._stop_name = ""  # the signal that stops the run
+        self._stopped_at: float | None = None  # when it came
+        self._error: BaseException | None = None
+        self._unsaved: BaseException | None = None  # of the last save, where the run went on
+        self._orders = 0
+
+    def __enter__(self) -> "Snapshots":
+        self._saver = threading.Thread(target=self._run, name="saver", daemon=True)
+        self._saver.start()
+        self._stops = signals.Signals(self._stop)
+        self._stops.__enter__()
+        return self
+
+    def __exit__(self, kind, error, _) -> None:
+        if signals.is_of_dead_streams(error):
+            self._stop("SIGHUP")  # the terminal is gone, whether that was signalled or not
+        self._stops.settle()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if error is not None and not self._stopped_at:
+            self._save_newest()
+        # Behind the loss of a peer there is nobody to save with.
+        if error is None or self._stopped_at is not None or not hosts.lost_line(error):
+            self._saver.join()
+        self._stops.__exit__()
+        if kind is None:
+            self._raise_error(ends=True)
+
+    def take(
+        self, step: int, state: Any, progress: Progress, arrays: Mapping, *, force: bool = False
+    ) -> None:
+        """Copies the state after `step` finished steps; saved if due, forced, or on a stop.
+
+        Waits for a forced one, the run's last, to be saved.
+        """
+        snapshot = Snapshot(step, host_copy(state), progress, arrays)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS or self._error)
+            self._raise_error()
+            self._newest.append(snapshot)
+            if force or step % self._every_steps == 0:
+                self._pending.append(snapshot)
+            self._changed.notify_all()
+            if force:
+                self._changed.wait_for(lambda: snapshot not in self._pending or self._error)
+                self._raise_error(ends=True)
+
+    def _save_newest(self) -> None:
+        """Asks for the newest snapshot, due or not: of all processes, the main one decides."""
+        if not hosts.is_main_host():
+            return hosts.kv_put("stop", FAILED)
+        with self._changed:
+            if self._newest and self._newest[-1] not in self._pending:
+                self._pending.append(self._newest[-1])
+            self._closing = True
+            self._changed.notify_all()
+        return None
+
+    def _raise_error(self, *, ends: bool = False) -> None:
+        if error := self._error or (ends and self._unsaved):  # at the end there is no next one due
+            raise error
+
+    def _stop(self, name: str) -> None:
+        with self._changed:
+            if self._stopped_at is None:
+                self._stop_name, self._stopped_at = name, time.monotonic()
+            self._changed.notify_all()
+        if not hosts.is_main_host():  # the store may not answer, and a signal's listener not wait
+            threading.Thread(target=hosts.kv_put, args=("stop", name), daemon=True).start()
+
+    def _run(self) -> None:
+        """Runs the saver: it follows one order after the other, the same on every process."""
+        try:
+            while (order := self._next_order()) != "close":
+                what, *arguments = order.split()
+                if what == "save":
+                    if (snapshot := self._snapshot(int(arguments[0]))) is None:
+                        return  # the error of the main thread ends all
+                    self._save(snapshot)
+                else:
+                    self._end(*arguments)
+        except Exception as error:
+            self._fail(error)
+
+    def _save(self, snapshot: Snapshot) -> None:
+        try:
+            self._write(snapshot)
+            self._unsaved = None
+        except Exception as error:
+            if hosts.count() > 1:
+                raise
+            self._take_note(f"checkpoint {snapshot.step} could not be saved", error)
+        with self._changed:
+            if snapshot in self._pending:
+                self._pending.remove(snapshot)
+            self._changed.notify_all()
+
+    def _write(self, snapshot: Snapshot) -> bool:
+        there = self._checkpoints
+        with failures.telling_saved_steps(there.latest_step, there.directory):
+            progress = snapshot.progress.to_json()
+            return there.save(snapshot.step, snapshot.state, progress, snapshot.arrays)
+
+    def _take_note(self, what: str, error: Exception) -> None:
+        """Has the run end with the error, or says it; a stop tries again with the newest one."""
+        if self._goes_on:
+            self._unsaved = error
+            how = 'with the next one due (checkpoint.on_failed_save = "continue")'
+            self.say(f"{what}: {failures.explain(error)[0]}. The run goes on {how}")
+        else:
+            self._error = error
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all processes: they wait for each other in a save, so none can go on without one."""
+        lost = hosts.lost_line(error)
+        line, status = (lost, hosts.RETRYABLE) if lost else failures.explain(error)
+        if self._stopped_at is not None:
+            line = f"{self._stop_name}: the newest step to resume at could not be saved: {line}"
+            hosts.end(line, hosts.RETRYABLE)
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        if hosts.count() > 1:
+            hosts.end(lost or f"error: {line}", status)
+
+    def _end(self, name: str, step: str = "") -> None:
+        with self._changed:
+            self._stop_name, self._stopped_at = name, self._stopped_at or time.monotonic()
+        if not step:
+            self._exit("no step to resume at is finished since the start: there is nothing to save")
+        snapshot = self._snapshot(int(step))
+        saved = self._write(snapshot)
+        when = f"after {time.monotonic() - self._stopped_at:.1f} s" if saved else "they were before"
+        self._exit(f"{step} finished steps are saved ({when}); give the command again")
+
+    def _exit(self, message: str) -> None:
+        # Only the main process has a display: the others say it as well, for their own logs.
+        say = self.say if hosts.is_main_host() else None
+        hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)
+
+    def _next_order(self) -> str:
+        return self._order() if hosts.is_main_host() else self._received_order()
+
+    def _order(self) -> str:
+        """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
+        while True:
+            with self._changed:
+                if self._stopped_at is not None:
+                    step = self._newest[-1].step if self._newest else ""
+                    order = f"stop {self._stop_name} {step}".strip()
+                elif self._pending:
+                    order = f"save {self._pending[0].step}"
+                elif self._closing:
+                    order = "close"
+                else:
+                    self._changed.wait(POLL_SECONDS)
+                    order = None
+            if order is not None:
+                hosts.kv_put(f"order/{self._orders}", order)
+                self._orders += 1
+                return order
+            if (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
+                self._save_newest()
+            elif name is not None:
+                self._stop(name)
+
+    def _received_order(self) -> str:
+        """Waits for the main host's next order."""
+        while (order := hosts.kv_get(f"order/{self._orders}", wait_seconds=60)) is None:
+            pass
+        self._orders += 1
+        return order
+
+    def _snapshot(self, step: int) -> Snapshot | None:
+        """Waits until this process has taken that step's snapshot; None where it ends before."""
+        with self._changed:
+
+            def known():
+                return next((b for b in (*self._pending, *self._newest) if b.step == step), None)
+
+            self._changed.wait_for(lambda: known() or self._closing)
+            return known()
+
+
+def host_copy(state):
+    """Copies arrays, where there is one into the host's memory that devices can write to.
+
+    The copy survives the donation of `state`, and takes no memory of an accelerator.
+    """
+
+    def on_host(sharding):
+        device = next(iter(sharding.addressable_devices))
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
+
+    shardings = jax.tree.map(lambda leaf: on_host(leaf.sharding), state)
+    leaves, structure = jax.tree.flatten(shardings)
+    return _copy(structure, tuple(leaves))(state)
+
+
+@functools.cache
+def _copy(structure, shardings):
+    def copy(state):
+        return jax.tree.map(jnp.copy, state)
+
+    return jax.jit(copy, out_shardings=jax.tree.unflatten(structure, shardings))

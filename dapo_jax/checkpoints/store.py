@@ -1,0 +1,385 @@
+"""The only module that knows Orbax: a run's checkpoints, and parameters alone.
+
+A checkpoint has a manifest: the digest of each array and of the progress, which every restore
+compares, and the run's `fingerprint`. A damaged checkpoint is set aside, never deleted. Transient
+storage errors are retried, and damage nothing.
+"""
+
+import errno
+import functools
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from dapo_jax.checkpoints import digests, fingerprint
+from dapo_jax.cli.failures import brief, is_damage, is_transient
+from dapo_jax.logs.files import json_digest
+from sharding import hosts
+
+SHOWN_DIFFERENCES = 3
+DAMAGED = "damaged"
+LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
+RETRY_SECONDS = (1, 2, 4, 8, 15)  # between readings of a storage that fails for a while
+PARAMS_MANIFEST = "manifest.json"  # of parameters alone, in their folder
+
+
+class WrongStateError(ValueError):
+    """A checkpoint holds other arrays than this run's state, another model's for example."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint's files are missing, cut short or not what was saved."""
+
+
+class Checkpoints:
+    """Checkpoints of (state, progress) in `directory`, named by the number of finished steps.
+
+    Each appears whole or not at all. All processes call `save` and the restores alike; `directory`
+    is one that all of them see, a bucket's (gs://...) for instance.
+
+    state: the pytree of arrays, sharded as they are. progress: a JSON-able dict with the host's
+    side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept, and those
+    whose steps are multiples of `keep_period` (0: of none). fingerprint: what `fingerprint.of_run`
+    says of this run, saved with each checkpoint; where it is set, `restore_latest` refuses a
+    checkpoint of another run.
+    """
+
+    def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
+        directory = absolute(directory)
+        self.fingerprint: dict | None = None
+        self._keep = keep
+        if hosts.is_main_host():
+            directory.mkdir(parents=True, exist_ok=True)
+        several = hosts.count() > 1
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            keep_period=keep_period or None,
+            create=False,
+            enable_async_checkpointing=False,
+            # A run has its folder to itself; what only reads may see one being written.
+            cleanup_tmp_directories=keep is not None,
+            # Named processes wait for each other in the key-value store. Else they would on the
+            # devices, and a save would have to wait for what those are doing.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=set(range(hosts.count())) if several else None
+            ),
+        )
+        hosts.on_main(lambda: None)  # the directory is there for all
+
+        def of_item(handler):
+            return handler(multiprocessing_options=options.multiprocessing_options)
+
+        self._state_handler = of_item(ocp.StandardCheckpointHandler)
+        handlers = {
+            "state": self._state_handler,
+            "progress": of_item(ocp.JsonCheckpointHandler),
+            "manifest": of_item(ocp.JsonCheckpointHandler),
+        }
+        self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+    def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
+        """Saves, if there is no checkpoint of this step yet; returns whether it was needed.
+
+        arrays: `digests.described` of the state; None: computed here, which waits for the devices.
+        FileNotFoundError, with this one saved, where the one before has gone: Orbax makes a folder
+        that was moved anew.
+        """
+        if step in self._manager.all_steps():
+            return False
+        newest = self._manager.latest_step()
+        gone = self._is_gone(newest)
+        manifest = {
+            "arrays": digests.described(state) if arrays is None else arrays,
+            "progress": json_digest(progress),
+            "fingerprint": self.fingerprint,
+        }
+        content = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            progress=ocp.args.JsonSave(progress),
+            manifest=ocp.args.JsonSave({**manifest, "digest": json_digest(manifest)}),
+        )
+        saved = self._manager.save(step, args=content, force=True)
+        if gone or (self._keep != 1 and self._is_gone(newest)):
+            place = str(self.directory / str(newest))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+        return saved
+
+    def _is_gone(self, step: int | None) -> bool:
+        """Returns whether a step's checkpoint has gone, as the main process sees it."""
+        there = step is None or not hosts.is_main_host() or (self.directory / str(step)).exists()
+        return not there
+
+    def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
+        """Reads (step, state, progress) of the newest undamaged checkpoint; None without any.
+
+        abstract_state: ShapeDtypeStructs with shardings, the mesh's of this run. All processes
+        take the same: one that any of them finds damaged is reported, the one before is taken, and
+        the damaged one is set aside, as `damaged.STEP.N`. Raises ValueError if all are damaged
+        (they stay), since starting anew would overwrite the run, or if the newest undamaged one is
+        another run's; OSError if they cannot be read for now.
+        """
+        steps, ours = self._agreed_steps(), self.fingerprint
+        same = (
+            functools.partial(fingerprint.require_same, ours=ours, report=report) if ours else None
+        )
+        damaged, errors = {}, []
+        for step in steps:
+            try:
+                state, progress = self._read(step, abstract_state, same, report)
+            except DamagedError as error:
+                damaged[step] = self._place_for_damaged(step)
+                kept = damaged[step].name
+                report(f"{error}; trying the one before, which would leave this one as {kept}")
+                errors.append(error)
+            else:
+                self._set_aside(damaged)
+                return step, state, progress
+        if steps:
+            raise ValueError(
+                f"none of the checkpoints {steps} in {self.directory} can be read; give another "
+                "--workdir to start anew"
+            ) from errors[0]
+        return None
+
+    def restore(self, step: int, abstract_state: Any, *, require=None, report=lambda message: None):
+        """Reads (state, progress) of one checkpoint; nothing is moved, whatever it is found to be.
+
+        require(fingerprint, where=...): raises where it is not a run's that may be read. Raises
+        FileNotFoundError, which names those there are, for a step without a checkpoint,
+        DamagedError, and WrongStateError, which names the arrays that differ, for another model's.
+        """
+        steps = self._agreed_steps()
+        if step not in steps:
+            raise FileNotFoundError(f"there is no checkpoint {step}, only {sorted(steps)}")
+        try:
+            return self._read(step, abstract_state, require, report)
+        except DamagedError as error:
+            raise DamagedError(f"{error}; there are others: {sorted({*steps} - {step})}") from error
+
+    def fingerprint_of(self, step: int) -> dict | None:
+        """Reads whose run a checkpoint is; None where it was saved without."""
+        return _read_manifest(self.directory / str(step) / "manifest" / "metadata")["fingerprint"]
+
+    @property
+    def directory(self) -> epath.Path:
+        """The directory that holds the checkpoints."""
+        return self._manager.directory
+
+    def latest_step(self) -> int | None:
+        """The newest checkpoint's step, as this process sees it."""
+        return self._manager.latest_step()
+
+    def close(self) -> None:
+        """Closes the manager; nothing is saved or restored after this."""
+        self._manager.close()
+
+    def _agreed_steps(self) -> list[int]:
+        """Lists the steps that the main process sees, newest first."""
+        self._manager.reload()
+        return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))
+
+    def _read(self, step: int, abstract_state: Any, require: Callable | None, report):
+        """Reads (state, progress) and compares digests; all processes return, or raise, alike.
+
+        What is damaged is read twice: it may have been the reading. What fails for a while, or is
+        not there for all yet, is read again after some seconds, by all.
+        """
+        where, doubted = f"checkpoint {step} in {self.directory}", False
+        for seconds in (*RETRY_SECONDS, None):
+            content, outcome, why = self._read_once(step, abstract_state, require)
+            if outcome == DAMAGED and not doubted:
+                doubted = True
+                content, outcome, why = self._read_once(step, abstract_state, require)
+            if outcome == "read":
+                return content
+            if outcome == DAMAGED:
+                raise DamagedError(f"checkpoint {step} cannot be read ({why})")
+            if outcome == "refused":
+                raise content or ValueError(f"{where}: {why}")
+            if seconds is not None:
+                report(f"{where} cannot be read for now ({why}); trying again in {seconds} s")
+                time.sleep(seconds)
+        if outcome == "absent":
+            raise FileNotFoundError(
+                f"{where} is not the same for all processes ({why}); checkpoint.directory must be "
+                "one that all of them see"
+            )
+        raise OSError(errno.ETIMEDOUT, why, str(self.directory / str(step)))
+
+    def _read_once(self, step: int, abstract_state: Any, require: Callable | None):
+        """Returns (content, outcome, why): on every process the worst that one of them met.
+
+        content: (state, progress), or this process's own error where it was refused.
+        """
+        content, outcome, why, parts, digest = None, "read", "", {}, None
+        try:
+            folder = self.directory / str(step)
+            manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
+            digest, described = manifest["digest"], manifest["arrays"]
+            self._require_same(step, abstract_state, manifest, require)
+            content = _reading(lambda: self._restored(folder, abstract_state))
+            parts = {
+                name: digests.of_shards(leaf, replicas=True)
+                for name, leaf in digests.named(content[0]).items()
+            }
+            if json_digest(content[1]) != manifest["progress"]:
+                outcome, why = DAMAGED, "its progress is not what was saved"
+        except DamagedError as error:
+            outcome, why = (DAMAGED if folder.is_dir() else "absent"), str(error)
+        except Exception as error:
+            content, outcome = error, "transient" if is_transient(error) else "refused"
+            why = brief(error)
+        everyone = hosts.gather((outcome, why, digest, parts))
+        for worst in ("refused", "absent", "transient", DAMAGED):
+            those = [i for i, (theirs, *_) in enumerate(everyone) if theirs == worst]
+            if those:
+                who = f"process {those[0]}: " if len(everyone) > 1 else ""
+                own = content if outcome == worst == "refused" else None
+                return own, worst, who + everyone[those[0]][1]
+        if len({theirs for *_, theirs, _ in everyone}) > 1:
+            return None, "absent", "the processes read different ones"
+        wrong = _differing(described, [theirs for *_, theirs in everyone])
+        return (None, DAMAGED, wrong) if wrong else (content, "read", "")
+
+    def _restored(self, folder: epath.Path, abstract_state: Any):
+        progress = json.loads((folder / "progress" / "metadata").read_text())
+        restore = ocp.args.StandardRestore(abstract_state)
+        return self._state_handler.restore(folder / "state", args=restore), progress
+
+    def _require_same(self, step, abstract_state, manifest, require) -> None:
+        """Compares whose run it is, and names, shapes and dtypes: Orbax would cast, or fail."""
+        theirs = manifest["fingerprint"]
+        if require is not None and theirs is not None:
+            require(theirs, where=f"checkpoint {step} in {self.directory}")
+        there = {name: shape for name, (shape, _) in manifest["arrays"].items()}
+        here = {
+            name: digests.shape_text(leaf) for name, leaf in digests.named(abstract_state).items()
+        }
+        differing = [
+            f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+            for name in sorted(there.keys() | here.keys(), key=lambda name: (name.count("."), name))
+            if there.get(name) != here.get(name)
+        ]
+        if differing:
+            more = len(differing) - SHOWN_DIFFERENCES
+            raise WrongStateError(
+                f"checkpoint {step} in {self.directory} is of another model: "
+                + "; ".join(differing[:SHOWN_DIFFERENCES])
+                + (f"; and {more} more" if more > 0 else "")
+                + ". Give the model that it was trained from, or another --workdir"
+            )
+
+    def _place_for_damaged(self, step: int) -> epath.Path:
+        """Finds a name that no damaged checkpoint has yet."""
+
+        def free():
+            # Beside the others: a bucket has no empty folders to move it into.
+            places = (self.directory / f"{DAMAGED}.{step}.{n}" for n in itertools.count())
+            return str(next(place for place in places if not place.exists()))
+
+        return epath.Path(hosts.on_main(free))
+
+    def _set_aside(self, damaged: dict[int, epath.Path]) -> None:
+        """Moves damaged checkpoints away: Orbax saves no step at or below the newest there is."""
+
+        def move():
+            for step, place in damaged.items():
+                (self.directory / str(step)).rename(place)
+
+        if not damaged:
+            return
+        hosts.on_main(move)
+        until = time.monotonic() + LISTED_SECONDS
+        while self._manager.reload() or damaged.keys() & set(self._manager.all_steps()):
+            # With it in its list, this process would not save that step, and the others wait.
+            if time.monotonic() > until:
+                raise OSError(errno.ETIMEDOUT, "moved steps are still listed", str(self.directory))
+            time.sleep(1)
+
+
+def absolute(path) -> epath.Path:
+    """Makes a path absolute, as Orbax wants it; one with a scheme (gs://) is so already."""
+    path = epath.Path(path)
+    return path if "://" in str(path) else path.absolute()
+
+
+def save_params(path, params) -> None:
+    """Writes parameters alone, as an Orbax checkpoint without steps."""
+    path = absolute(path)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, params)
+    described = {
+        name: (digests.shape_text(leaf), digests.text(digests.of_whole(np.asarray(leaf))[1]))
+        for name, leaf in digests.named(params).items()
+    }
+    manifest = {"arrays": described}
+    manifest["digest"] = json_digest(manifest)
+    (path / PARAMS_MANIFEST).write_text(json.dumps(manifest) + "\n")
+
+
+def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], None]):
+    """Reads what `save_params` wrote, as NumPy arrays; `check` sees the stored shapes before.
+
+    Raises DamagedError where something else is there than what was written.
+    """
+    path = absolute(path)
+    as_stored = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), abstract_params)
+    restore = ocp.args.PyTreeRestore(item=abstract_params, restore_args=as_stored)
+
+    def read(function):
+        try:
+            return _reading(function)
+        except DamagedError as error:
+            raise DamagedError(f"{path} cannot be read: {error}") from error
+
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        manifest = read(lambda: _read_manifest(path / PARAMS_MANIFEST))
+        check(read(lambda: checkpointer.metadata(path).item_metadata.tree))
+        params = read(lambda: checkpointer.restore(path, args=restore))
+    parts = {name: [digests.of_whole(leaf)] for name, leaf in digests.named(params).items()}
+    if wrong := _differing(manifest["arrays"], [parts]):
+        raise DamagedError(f"{path} cannot be read: {wrong}")
+    return jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), params)
+
+
+def _reading(read: Callable[[], Any]) -> Any:
+    """Calls `read`; raises DamagedError for what is a fault of the files."""
+    try:
+        return read()
+    except Exception as error:
+        if is_damage(error):
+            raise DamagedError(brief(error)) from error
+        raise
+
+
+def _read_manifest(file: epath.Path) -> dict:
+    manifest = json.loads(file.read_text())
+    digest = manifest.pop("digest")
+    if json_digest(manifest) != digest:
+        raise ValueError(f"{file} is not what was saved")
+    if "identity" in manifest:  # an older name
+        manifest["fingerprint"] = manifest.pop("identity")
+    return manifest | {"digest": digest}
+
+
+def _differing(described: dict, processes: Sequence[dict]) -> str:
+    """Names the arrays whose digest, summed over all shards, is not the described one."""
+    wrong = []
+    for name, (_, digest) in described.items():
+        shards: dict[tuple[int, ...], int] = {}
+        parts = [part for theirs in processes for part in theirs.get(name, ())]
+        same = all(shards.setdefault(starts, part) == part for starts, part in parts)
+        if not same or digests.text(sum(shards.values())) != digest:
+            wrong.append(name)
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{more} is not what was saved"

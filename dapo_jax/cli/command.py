@@ -1,0 +1,117 @@
+"""Starts a command: flags are parsed, and a wrong setting ends it with one line.
+
+absl and ml_collections would show their own traceback for a misspelt key or preset; the line says
+the same. `--debug` shows the traceback.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+
+from absl import app, flags, logging
+
+from dapo_jax.cli import config_flags, failures, signals
+from sharding import hosts
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Parses the command line and runs `main`; errors in settings or files exit with one line."""
+    flags.DEFINE_bool("debug", False, "Show the traceback of an error in the settings.")
+
+    def guarded(argv):
+        logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
+        failures.quiet_threads()
+        try:
+            with signals.Signals(signals.end_command), hosts.ending_when_a_peer_is_lost():
+                main(argv)
+        except Exception as error:
+            if flags.FLAGS.debug or not failures.is_explained(error):
+                end_all(traceback.format_exc())
+                raise
+            line, status = failures.explain(error)
+            end_all(f"error: {line}", code=status)
+            print(f"error: {line}\n(--debug shows where)", file=sys.stderr)
+            if failures.is_refusal(error):
+                sys.exit(status)
+            leave(status)
+
+    app.run(guarded, flags_parser=parse_flags)
+
+
+def leave(status: int) -> None:
+    """Ends the process at once: what it could not write would fail again at its regular end.
+
+    Libraries' own writers, and Python's of open files, would print a traceback each.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def end_all(message: str, *, code: int = 1) -> None:
+    """Ends all processes of a run with this one, which the others would wait for.
+
+    Asks JAX for nothing: it would start its backends, and wait there for the others.
+    """
+    if hosts.started():
+        hosts.fail(message, code=code)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """Parses flags for absl; a bad flag, key, value, preset or recipe file ends with one line.
+
+    Arguments that no flag takes are refused: absl would leave them to the command.
+    """
+    known = flags.FLAGS
+    try:
+        if "config" in known and not set(config_flags.HELP).isdisjoint(argv):
+            print(config_flags.help_text(argv[1:], known, sys.modules["__main__"].__doc__))
+            sys.exit(0)
+        left = known(argv, known_only=True)
+    except (flags.Error, AttributeError, KeyError, OSError, ValueError) as error:
+        if "--debug" in argv:
+            raise
+        message = config_flags.error_line(error)
+        # One of these may be the flag that is missing.
+        named = {text: re.match(r"(-*)([a-z_]+)[=.]", text) for text in argv[1:]}
+        if unknown := [t for t, it in named.items() if it and not (it[1] and it[2] in known)]:
+            message += f" ({config_flags.leftover(unknown, known, None)})"
+        elif re.match(r"flag --config\.[^:]*,", message):
+            message += ". (Several values: python -m dapo_jax.sweep --set KEY=V1,V2)"
+        sys.exit(f"error: {message}")
+    if left[1:]:
+        config = known["config"].value if "config" in known else None
+        sys.exit(f"error: {config_flags.leftover(left[1:], known, config)}")
+    return left
+
+
+def define_workdir() -> flags.FlagHolder:
+    """Defines the flag of the run's directory, which is required."""
+    holder = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+    flags.register_validator(
+        "workdir",
+        lambda path: path is None or "://" not in path,
+        "it has to be a folder of this machine; --config.checkpoint.directory may be a bucket's",
+    )
+    return holder
+
+
+def define_distributed() -> flags.FlagHolder:
+    """Defines the flag of the commands that run on several hosts."""
+    return flags.DEFINE_bool(
+        "distributed",
+        False,
+        "The command was given on several hosts, which are to run it together: those of a TPU pod, "
+        "or of DAPO_COORDINATOR, DAPO_PROCESSES and DAPO_PROCESS in the environment.",
+    )
+
+
+def define_trust_code() -> flags.FlagHolder:
+    """Defines the flag of the commands that open a run which may be a stranger's."""
+    return flags.DEFINE_bool(
+        "trust_code", False, "Import the modules that the run's config.json names."
+    )

@@ -1,0 +1,405 @@
+"""Recipes on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
+
+A key has one spelling, --config.KEY=VALUE. A key that the config lacks is refused with the nearest
+name, and so is an argument that no flag takes: absl would leave it to the command.
+"""
+
+import difflib
+import functools
+import inspect
+import json
+import operator
+import pathlib
+import re
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
+
+from configs import base
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
+SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
+NEEDED = ("path", "kind", "task")  # what a new set has one of
+HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
+# A resumed run may change these; anything else would make it another run. Where it runs on other
+# devices, the work has to be divided in another way.
+MAY_CHANGE = (
+    "num_steps",
+    "rollout.max_generation_batches",
+    "rollout.on_generation_cap",
+    "rollout.cache_mib",
+    "rollout.slot_tokens",
+    "learner.micro_batch_rows",
+    "learner.row_tokens",
+    "learner.row_lengths",
+    "learner.remat",
+    "learner.max_skipped_updates",
+    "alarms.",
+    "eval.",
+    "checkpoint.",
+    "log.",
+    "mesh.",
+    "model.kernels",
+)
+# What makes a policy, beside its weights: the model, its tokenizer and LoRA's shape. Where and how
+# it is computed may differ.
+POLICY_KEYS = ("model.", "tokenizer.", "learner.lora_")
+FREE_KEYS = ("model.kernels",)
+# Paths: a command that is given in another folder finds configs/tiny.py, and what that names.
+
+
+def found(path: str, root: pathlib.Path = ROOT) -> str:
+    """Returns the path as it is, or that below `root` where only there is something.
+
+    A part behind a colon (a config's preset) counts as no part of the path.
+    """
+    name, colon, rest = path.partition(":")
+    if not name or rest.startswith("//") or pathlib.Path(name).exists():
+        return path
+    return f"{root / name}{colon}{rest}" if (root / name).exists() else path
+
+
+def complete(config: ConfigDict) -> None:
+    """Completes, in an unlocked recipe, every path that exists beside the code alone."""
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            complete(value)
+        elif name == "path" and isinstance(value, str):
+            config[name] = found(value)
+
+
+def current(recipe: Mapping) -> ConfigDict:
+    """Returns a run's config as it is now: without keys that are gone, newer ones by default."""
+    config = ConfigDict(recipe, type_safe=False)
+    for name, value in list(base.leaves(config)):
+        if new := base.RENAMED.get(name):
+            section, _, last = new.partition(".")
+            config[section][last] = value
+    for name, _ in list(base.leaves(config)):
+        section, _, last = name.rpartition(".")
+        if base.key_of(name) is None:
+            del functools.reduce(operator.getitem, filter(None, section.split(".")), config)[last]
+    for name, key in base.KEYS.items():
+        section, _, last = name.rpartition(".")
+        if section and section not in config:
+            config[section] = ConfigDict(type_safe=False)
+        of = config[section] if section else config
+        if last not in of:
+            of[last] = key.default
+    return config
+
+
+def fill_open(config: ConfigDict, chosen: Mapping) -> None:
+    """Takes what a config leaves open from the one that a run has in its config.json."""
+    for name, value in base.leaves(config):
+        if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
+            section, _, last = name.partition(".")
+            config[section][last] = chosen[section][last]
+
+
+# Differences
+
+
+# A name on the hub without its revision; an fingerprint has the digests of its files.
+_HUB_NAME = re.compile(
+    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
+)
+
+
+def recipe_differences(
+    old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
+) -> list[str]:
+    """Lists, key by key, where two recipes differ; a path may be written in another way.
+
+    among, but: the beginnings of the keys that count, and of those that do not. before: the words
+    for an old value.
+    """
+    old, new = (json.loads(current(recipe).to_json_best_effort()) for recipe in (old, new))
+    return [
+        f"{name} is {b!r}, but {before.format(repr(a))}"
+        for name, a, b in differences(old, new)
+        if name.startswith(among) and not name.startswith(but) and not _same_place(name, a, b)
+    ]
+
+
+def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yields (dotted name, old value, new value) of every leaf that differs; None if missing."""
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if {type(a), type(b)} <= {dict, type(None)}:  # a section may be new
+            yield from differences(a or {}, b or {}, f"{prefix}{name}.")
+        elif a != b:
+            yield prefix + name, a, b
+
+
+def _same_place(key: str, one, other) -> bool:
+    """True if two values of a path mean one folder, or one repository on the hub."""
+    if not key.endswith(".path") or not one or not other:
+        return False
+    a, b = _HUB_NAME.fullmatch(one), _HUB_NAME.fullmatch(other)
+    if a and b and a.groups() == b.groups():
+        return True
+    if "://" in f"{one}{other}":
+        return False
+    return pathlib.Path(found(one)).resolve() == pathlib.Path(found(other)).resolve()
+
+
+# Flags
+
+
+def define_config(
+    *,
+    flag_values: flags.FlagValues = flags.FLAGS,
+    argv: Sequence[str] | None = None,
+    sets: Callable[[], Iterable] = tuple,
+) -> flags.FlagHolder:
+    """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
+
+    argv: the command line that they are on; None: that of the process. sets: returns (name,
+    settings) of the evaluation sets that other flags of it add.
+    """
+    holder = config_flags.DEFINE_config_file(
+        "config", None, "The run's config.", flag_values=flag_values, sys_argv=argv
+    )
+    flag_values["config"].parser = RecipeParser("config", argv, sets)
+    flags.mark_flag_as_required("config", flag_values=flag_values)
+    return holder
+
+
+def read_recipe(arguments: Sequence[str], sets: Callable[[], Iterable] = tuple) -> ConfigDict:
+    """Returns the config of a command line's --config flags; ValueError, in one line.
+
+    sets: as of `define_config`.
+    """
+    argv, flag_values = ["", *arguments], flags.FlagValues()
+    holder = define_config(flag_values=flag_values, argv=argv, sets=sets)
+    try:
+        flag_values(argv)
+    except (flags.Error, AttributeError, KeyError, OSError) as error:
+        raise ValueError(error_line(error)) from None
+    return holder.value
+
+
+def config_flags_of(arguments: Sequence[str]) -> list[str]:
+    """Returns --config and every --config.KEY of a command line, each with its value."""
+    given, takes_next = [], False
+    for argument in arguments:
+        if takes_next and not argument.startswith("-"):
+            given[-1] += f"={argument}"
+        takes_next = False
+        if re.match(r"--?(no)?config(\.|=|$)", argument):
+            given.append(argument)
+            takes_next = "=" not in argument
+    return given
+
+
+class RecipeParser(ConfigFileFlagParser):
+    """Loads a config and adds the data sets that flags name and the config does not have.
+
+    A flag of a key that the config lacks is refused here, where the keys of all sections are known.
+    argv, sets: as of `define_config`.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str] | None = None, sets: Callable = tuple):
+        super().__init__(name, lock_config=True)
+        self._argv, self.sets = argv, sets
+
+    def parse(self, path: str):
+        """Returns the config's config, locked."""
+        path = found(path)
+        file = path.partition(":")[0]
+        try:
+            config = super().parse(path)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(_at_line(error, file)) from None
+        config = checked(config, file)
+        for name, settings in self.sets():
+            if name in config.eval.sets:
+                raise ValueError(f"--set={name}:...: a second set {name!r}; each has its own name")
+            config.eval.sets[name] = base.dataset(**settings)
+        argv = (sys.argv if self._argv is None else self._argv)[1:]
+        given = [match[1] for match in map(KEY_FLAG.match, argv) if match]
+        for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
+            sets = config.eval.sets if key.startswith("eval.") else config.data.mixture
+            name = key.rpartition(".")[2]
+            if name in sets:
+                continue
+            if not name.isidentifier() or not any(f"{key}.{it}" in given for it in NEEDED):
+                raise ValueError(
+                    f"{key}: the config has no such set{hint(name, sets)}; a new one has a path or "
+                    "a task, and a name of letters, digits and _"
+                )
+            sets[name] = base.dataset()
+        complete(config)
+        if unknown := unknown_keys(config, argv):
+            raise ValueError(numbered(unknown))
+        return config.lock()
+
+
+def checked(recipe: ConfigDict, file: str) -> ConfigDict:
+    """Copies a file's config key by key; ValueError names all that are unknown or of another type.
+
+    A data set may leave keys out.
+    """
+    if recipe is None:
+        raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
+    config, wrong = base.get_config(), []
+    for name in keys(recipe):
+        if of_set := SET_KEY.match(name):
+            config.update_from_flattened_dict({of_set[1]: base.dataset()})
+    known = list(keys(config))
+    for name, value in base.leaves(recipe):
+        key = base.key_of(name)
+        try:
+            if name not in known:
+                wrong.append(f"the config has no key {name!r}{hint(name, known)}")
+            elif key is None:
+                wrong.append(f"{name} = {value!r}, but is a section with keys of its own")
+            else:
+                config.update_from_flattened_dict({name: key.cast(value)})
+        except TypeError as error:
+            wrong.append(f"{name} = {error}")
+    if wrong:
+        raise ValueError(f"{file}: {numbered(wrong)}")
+    return config
+
+
+def numbered(refusals: Sequence[str]) -> str:
+    """Returns refusals as one line, numbered where there are several."""
+    if len(refusals) == 1:
+        return refusals[0]
+    return "; ".join(f"({i}) {refusal}" for i, refusal in enumerate(refusals, start=1))
+
+
+def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """Returns the question for the key that a wrong one is likely to mean; "" if none is near."""
+    if new := base.RENAMED.get(name):
+        return f" (its name is {prefix}{new} now)"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f" (Did you mean {prefix}{near[0]}?)" if near else ""
+
+
+def _at_line(error: Exception, file: str) -> str:
+    """Says at which line of a config's file a library or Python raised an error."""
+    if isinstance(error, TypeError | ValueError):  # ml_collections' own, whose text is a traceback
+        error = error.__context__ or error
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f", line {it.lineno}" for it in reversed(frames) if it.filename == file), "")
+    return f"{file}{line}: {error_line(error)}"
+
+
+def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted name of every key of a config, sections included."""
+    for name in config:
+        yield prefix + name
+        if isinstance(config[name], ConfigDict):
+            yield from keys(config[name], f"{prefix}{name}.")
+
+
+def unknown_keys(config: ConfigDict, arguments: Sequence[str]) -> list[str]:
+    """Lists refusals of arguments whose key the config lacks."""
+    known, refusals = list(keys(config)), []
+    for argument in arguments:
+        match = KEY_FLAG.match(argument)
+        if match and match[1] not in known:
+            section, args, name = match[1].partition(".args.")
+            if args and f"{section}.args" in known:
+                given = f"--config.{section}.args=\"{{'{name}': VALUE, ...}}\""
+                text = f"{argument}: the config has no such argument; give all of them: {given}"
+            else:
+                near = hint(match[1], known, "--config.")
+                text = f"the config has no key {match[1]!r} ({argument}){near}"
+            refusals.append(text)
+    return refusals
+
+
+def leftover(arguments: Sequence[str], known_flags: Mapping, config: ConfigDict | None) -> str:
+    """Returns a refusal of arguments that no flag takes, with the spelling that may be meant."""
+    known = {key: f"--config.{key}" for key in keys(config or {})}
+    known |= {flag: f"--{flag}" for flag in known_flags}
+    refusals = []
+    for argument in arguments:
+        name, equals, value = argument.lstrip("-+~").partition("=")
+        near = difflib.get_close_matches(name.removeprefix("config."), known, n=1, cutoff=0.7)
+        value = value if equals else "VALUE"
+        meant = f"did you mean {known[near[0]]}={value}?" if near else "--help lists all"
+        refusals.append(f"{argument!r} is no flag and would be ignored; {meant}")
+    return numbered(refusals)
+
+
+def error_line(error: Exception) -> str:
+    """Returns an exception of the flag libraries in one line."""
+    if isinstance(error, AttributeError | KeyError):  # "'key'\nDid you mean ...", maybe nested
+        while isinstance(error.args[0], Exception):
+            error = error.args[0]
+        return f"the config has no key {'; '.join(str(error.args[0]).splitlines())}"
+    if missing := re.fullmatch(r"flag --(\w+)=None: .* other than None\.", str(error)):
+        example = {"config": "configs/tiny.py", "workdir": "runs/mine"}.get(missing[1], "VALUE")
+        return f"--{missing[1]} is missing: --{missing[1]}={example}"
+    missing_file = r"Failed loading config file.*No such file.*: '(.+\.py)'$"
+    if file := re.search(missing_file, str(error), re.DOTALL):
+        return f"--config: there is no recipe {file[1]!r}"
+    return " ".join(re.sub(r"^flag --config=\S+: ", "", str(error)).split())
+
+
+# Help
+
+
+def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: str | None) -> str:
+    """Returns what `--help` prints: a command's docstring, its flags, and every key of its config.
+
+    known_flags: the command's. about: its docstring. Without --config the keys have their
+    defaults. Raises ValueError where the config is wrong.
+    """
+    given = [a for a in config_flags_of(arguments) if a not in HELP]
+    files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
+    given = given if files else [f"--config={base.__file__}", *given]
+    recipe = read_recipe(given, known_flags["config"].parser.sets)
+    lines = [inspect.cleandoc(about or "").rstrip(), "", "Flags:"]
+    for name, flag in sorted(known_flags._flags().items()):
+        if flag.help and not name.startswith("config.") and flag in _own(known_flags):
+            is_bool = isinstance(flag, flags.BooleanFlag)
+            value = f"={flag.default}" if flag.default not in (None, "", []) else "=..."
+            value = "=FILE[:PRESET]" if name == "config" else "" if is_bool else value
+            lines += _row(f"  --{name}{value}", flag.help, 26)
+    where = files[-1] if files else "configs/base.py"
+    lines += [
+        "",
+        f"Keys of the config, with their values in {where}; --config.KEY=VALUE sets one.",
+        "*: not the default, which then follows in parentheses.",
+    ]
+    section = None
+    for name, value in base.leaves(recipe):
+        if (its := name.rpartition(".")[0]) != section:
+            section = its
+            lines.append("")
+        key = base.key_of(name)
+        changed = value != key.default
+        meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning
+        lines += _row(f"{'*' if changed else ' '} {name} = {value!r}", meaning, 46)
+    return "\n".join(lines)
+
+
+def _own(known_flags: flags.FlagValues) -> list[flags.Flag]:
+    """Lists the flags that are no library's."""
+    own = (sys.argv[0], "dapo_jax.", "experiments.")
+    by_module = known_flags.flags_by_module_dict().items()
+    return [flag for at, defined in by_module if at.startswith(own) for flag in defined]
+
+
+def _row(left: str, right: str, width: int) -> Iterator[str]:
+    """Yields two columns; the right one begins on a new line where the left one is too long."""
+    columns = min(120, shutil.get_terminal_size((100, 24)).columns)
+    lines = textwrap.wrap(right, max(30, columns - width)) or [""]
+    if len(left) > width - 2:
+        yield left
+    else:
+        yield f"{left:<{width}}{lines.pop(0)}".rstrip()
+    yield from (f"{'':{width}}{line}" for line in lines)

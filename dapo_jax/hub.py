@@ -1,0 +1,120 @@
+"""Names on the Hugging Face hub, and where this host's cache has what they name.
+
+A model is ORG/NAME, where nothing of that name is here, or hf://ORG/NAME@REVISION; a file of a data
+set is hf://datasets/ORG/NAME@REVISION/FILE. A command calls `fetch` once, before it reads anything;
+what reads asks `local`. A config keeps the names; a run stays with the commits that it began with.
+"""
+
+import contextlib
+import functools
+import glob
+import pathlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+
+from ml_collections import ConfigDict
+
+from configs.base import eval_settings, mixture_settings
+from dapo_jax.logs.files import read_starts
+from dapo_jax.tasks import tokenizer
+from sharding import hosts
+
+_REPO = r"(?P<repo>[a-zA-Z0-9][\w.-]*/[a-zA-Z0-9][\w.-]*)"
+MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?(?P<file>)", re.ASCII)
+FILE = re.compile(rf"hf://datasets/{_REPO}(?:@(?P<revision>refs/\w+/[^/]+|[^/]+))?/(?P<file>.+)")
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+# What a person reads for an error of huggingface_hub: the first that fits. The last may pass.
+REASONS = {
+    "GatedRepoError": "{url} is gated: ask for access there, and set HF_TOKEN to your token",
+    "RepositoryNotFoundError": "there is no such path here, and no {url} (HF_ENDPOINT); mend the "
+    "name or, if it is private, set HF_TOKEN to a token that may read it",
+    "RevisionNotFoundError": "{url} has no revision {revision!r}; give another one behind @",
+    "OfflineModeIsEnabled": "there is no such path here, and the cache (HF_HOME) lacks files of "
+    "{url}; unset HF_HUB_OFFLINE once to download them",
+    "Exception": "there is no such path here, and {url} (HF_ENDPOINT, HF_TOKEN) failed: {error!r}. "
+    "Give the command again, or the path of what `hf download` wrote (a model's may be gs://...)",
+}
+
+_fetched: dict[str, tuple[str, str]] = {}  # of the last fetch: name -> where it is, its commit
+
+
+def paths(config: ConfigDict, *unread: str) -> dict[str, str]:
+    """Lists a config's paths by key; unread: how keys begin that the command does not read."""
+    sets = {"model": config.model, "tokenizer": config.tokenizer, **mixture_settings(config)}
+    sets |= {f"eval.sets.{name}": of_set for name, of_set in eval_settings(config).items()}
+    return {f"{key}.path": it["path"] for key, it in sets.items() if not key.startswith(unread)}
+
+
+def fetch(paths: Mapping[str, str], *runs: pathlib.Path | None) -> None:
+    """Downloads what the names among the paths (key -> path) stand for and the cache lacks.
+
+    All processes call it; process 0 finds the commits. runs: whose commits are kept, the last one's
+    first. Raises ValueError and OSError, with the key and the setting to change.
+    """
+    _fetched.clear()
+    for key, name, commit in hosts.on_main(lambda: [*_at_commits(paths, runs)]):
+        _fetched[name] = _downloaded(key, name, commit)
+
+
+def local(path: str) -> str:
+    """Returns where a fetched name is; any other path as it is."""
+    return _fetched.get(path, (path,))[0]
+
+
+def record() -> dict[str, dict[str, str]]:
+    """Returns {"hub": {name: commit}} of the fetched names; {} without any."""
+    return {"hub": {name: at[1] for name, at in sorted(_fetched.items())}} if _fetched else {}
+
+
+def _at_commits(paths: Mapping[str, str], runs) -> Iterator[tuple[str, str, str]]:
+    """Yields (key, name, commit) of the names among the paths; runs that have begun keep theirs."""
+    begun: dict[str, str] = {}
+    for run in filter(None, runs):
+        if (run / "config.json").exists():
+            for start in read_starts(run / "starts.jsonl"):
+                begun |= start.get("hub", {})
+    for key, path in paths.items():
+        of_data, explicit = key.startswith(("data.", "eval.")), path.startswith("hf://")
+        match = (FILE if of_data else MODEL).fullmatch(path)
+        if explicit and not match:
+            form = "datasets/ORG/NAME[@REVISION]/FILE" if of_data else "ORG/NAME[@REVISION]"
+            raise ValueError(f"{key} = {path!r}: must be hf://{form}")
+        if match and (explicit or not pathlib.Path(path).exists()):
+            revision = begun.get(path, match["revision"])
+            yield key, path, _downloaded(key, path, revision, weights=False)[1]
+
+
+def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> tuple[str, str]:
+    """Returns (place, commit) of a name; says first how much is to be downloaded."""
+    import huggingface_hub as library  # takes a second, which few starts need
+
+    repo, file = (FILE.fullmatch(name) or MODEL.fullmatch(name)).group("repo", "file")
+    weights = weights and not file and key != "tokenizer.path"
+    needed = "model*.safetensors" if weights else glob.escape(file)
+    files = [needed] if file else [*tokenizer.FILES, *(WEIGHTS if weights else ())]
+    how = {"repo_type": "dataset" if file else "model", "revision": revision}
+    call = functools.partial(library.snapshot_download, repo, allow_patterns=files, **how)
+    url = f"{library.constants.ENDPOINT}/{'datasets/' if file else ''}{repo}"
+    what = f"{key} = {name!r}"
+    library.utils.logging.set_verbosity_error()  # what it warns of is in our line
+    library.utils.disable_progress_bars()  # they go into logs too
+    try:
+        with contextlib.suppress(OSError):  # the next call says it, unless the cache will do
+            todo = [it.file_size or 0 for it in call(dry_run=True) if it.will_download]
+            if todo and hosts.is_main_host():
+                print(f"{what}: downloading {sum(todo) / 2**20:,.1f} MiB", file=sys.stderr)
+        if sys.stderr.isatty():
+            library.utils.enable_progress_bars()
+        place = pathlib.Path(call())
+    except Exception as error:
+        if getattr(error, "errno", None) is not None:  # the disk's
+            raise
+        cause = error.__cause__ or error
+        kinds = {kind.__name__ for link in (error, cause) for kind in type(link).__mro__}
+        kind = next(kind for kind in REASONS if kind in kinds)
+        reason = REASONS[kind].format(url=url, error=cause, revision=revision)
+        raise OSError(f"{what}: {reason}") from (error if kind == "Exception" else None)
+    if needed and not any(place.glob(needed)):
+        raise FileNotFoundError(f"{what}: {url}, or offline the cache, has no {file or needed}")
+    return str(place / file), place.name

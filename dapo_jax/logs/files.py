@@ -1,0 +1,336 @@
+"""The files of a run: the lock, metric rows (metrics.jsonl) and sampled responses.
+
+Host only. Numbers arrive as Python or 0-d array scalars; everything on disk is strict JSON.
+"""
+
+import contextlib
+import datetime
+import gzip
+import hashlib
+import itertools
+import json
+import math
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import filelock
+
+from dapo_jax.logs.metrics import DIGESTS
+
+LOG, LOCK = "log.txt", "run.lock"
+MAX_LINE_BYTES = 2**28  # of a gzip file; the rows of a long run have some MB
+FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike) -> Iterator[None]:
+    """Holds the lock of a folder, which is made if absent: at most one running process has it.
+
+    Raises ValueError where another process does. The kernel's lock ends with its process; where a
+    file system has none (a bucket mounted as a folder), the lock file of a dead host is removed by
+    hand.
+    """
+    path = pathlib.Path(folder, LOCK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        last = (read_starts(path.parent / "starts.jsonl") or [{}])[-1]
+        who = "process {pid} on {host}, since {time}; ".format(**last) if "pid" in last else ""
+        raise ValueError(
+            f"{path.parent} belongs to a run that is going on ({who}{path}); end that one, or give "
+            "another --workdir (and checkpoint.directory)"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike) -> Iterator:
+    """Opens a binary file that appears under `path` complete or not at all.
+
+    The bytes go to a temporary neighbour, which is synced and renamed when the block ends, and
+    removed when the block raises; one that a killed process left is `remove_leftovers`'. Its folder
+    is made, the one around it is not: a run whose folder was moved shall not begin another there.
+    The system's errors name `path`.
+    """
+    path = pathlib.Path(path)
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    with _naming(path):
+        path.parent.mkdir(exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the folder may be gone: the first error counts
+                temporary.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Names the file in the system's errors: those of a write say nothing, others a neighbour."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def remove_leftovers(folder: str | os.PathLike) -> list[pathlib.Path]:
+    """Removes the temporary files that dead processes left in a run's folder; returns them.
+
+    Those of another machine's process, which cannot be asked for, when they are an hour old. Files
+    that no `atomic_file` has named are somebody's own.
+    """
+    removed = []
+    for path in (
+        p for part in ("", "eval", "rollouts") for p in pathlib.Path(folder, part).glob("*.tmp")
+    ):
+        with contextlib.suppress(OSError):  # another process may remove it, or finish it
+            if _is_left_over(path):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _is_left_over(path: pathlib.Path) -> bool:
+    place, _, pid = path.name.removesuffix(".tmp").rpartition(".")
+    if not pid.isdigit():
+        return False
+    if not place.endswith(f".{socket.gethostname()}"):
+        return time.time() - path.stat().st_mtime > FOREIGN_SECONDS
+    if int(pid) == os.getpid():  # this process writes nothing yet: an earlier one had its number
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    return False
+
+
+def append_line(path: str | os.PathLike, row: Mapping) -> None:
+    """Appends a row to a file of JSON lines and syncs it; a write that fails leaves no part of it.
+
+    The file has to be there: a run whose rows, or whose folder, somebody moved has to stop.
+    """
+    path = pathlib.Path(path)
+    with _naming(path), path.open("r+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a kill in a line
+        line = b"\n" * torn + json_line(row)
+        try:
+            while line:
+                line = line[file.write(line) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def append_log(workdir: str | os.PathLike, text: str) -> None:
+    """Appends lines, each with the time (UTC), to the run's log.txt.
+
+    What cannot be written is left out: where a disk is full, a row or a checkpoint says so.
+    """
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    lines = "".join(f"{now}  {line}".rstrip() + "\n" for line in text.split("\n"))
+    with (
+        contextlib.suppress(OSError),
+        pathlib.Path(workdir, LOG).open("a", encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        file.write(lines)
+
+
+def read_starts(path: str | os.PathLike) -> list[dict]:
+    """Reads starts.jsonl, but for a part of a line, left by a kill in the middle of it."""
+    path, starts = pathlib.Path(path), []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            starts.append(json.loads(line))
+    return [start for start in starts if isinstance(start, dict)]
+
+
+def read_json(path: str | os.PathLike) -> dict:
+    """Reads a JSON object; ValueError, in one line with its path, where the file is cut or none."""
+    path = path if hasattr(path, "read_bytes") else pathlib.Path(path)
+    data = path.read_bytes()
+    if not data.strip():
+        raise ValueError(f"{path} is empty: put back a copy of it")
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not JSON, it may be cut short ({error}): put back a copy of it"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object: put back a copy of it")
+    return value
+
+
+def plain_value(value):
+    """A JSON-ready copy: 0-d arrays become Python scalars, NaN and infinities become None."""
+    if isinstance(value, Mapping):
+        return {key: plain_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item) for item in value]
+    if hasattr(value, "ndim"):
+        value = plain_value(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def json_line(row: Mapping) -> bytes:
+    """One row as a line of strict JSON; a float reads back as the same double."""
+    return json.dumps(plain_value(row), allow_nan=False).encode() + b"\n"
+
+
+def json_digest(value: Any) -> str:
+    """Returns the digest of a JSON-able value, whatever the order of its keys."""
+    as_read = json.loads(json.dumps(value))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: int = 9) -> None:
+    """Writes one response a line to a gzipped JSON-lines file, DIR/rollouts/<step>.jsonl.gz.
+
+    Equal rows give equal bytes (no time or name in the gzip header). The file appears complete or
+    not at all. NaN and infinities are written as null.
+    level: of compression; 1 is seven times as fast as 9, for half as many bytes more.
+    """
+    with (
+        atomic_file(path) as file,
+        gzip.GzipFile(filename="", mode="wb", compresslevel=level, fileobj=file, mtime=0) as zipped,
+    ):
+        for row in rows:
+            zipped.write(json_line(row))
+
+
+def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
+    """Yields the responses that `write_rollouts` wrote."""
+    yield from map(json.loads, gzip_lines(path))
+
+
+def gzip_lines(path: str | os.PathLike) -> Iterator[bytes]:
+    """Yields the lines of a gzip file, which may be a stranger's.
+
+    Raises ValueError for a line of more than MAX_LINE_BYTES, which a few bytes can stand for.
+    """
+    with gzip.open(path) as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
+            yield line
+
+
+def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:
+    """The file's lines, as written and as parsed; a torn last line is left out."""
+    pairs = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        whole = line.endswith(b"\n")
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if not whole:  # only the last line can lack its end: a kill in the middle of a write
+                break
+            raise ValueError(f"{path}, line {number}: not JSON ({error}): {line[:80]!r}") from None
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise ValueError(f"{path}, line {number}: no row with an integer step: {line[:80]!r}")
+        pairs.append((line if whole else line + b"\n", row))
+    return pairs
+
+
+def read_rows(path: str | os.PathLike) -> list[dict]:
+    """Reads metrics.jsonl: one dict a rollout step, null read as None.
+
+    A last line without its end, left by a kill in the middle of a write, is dropped if it does
+    not parse. Raises ValueError, with file and line, for any other broken line, and
+    FileNotFoundError.
+    """
+    return [row for _, row in _read_lines(pathlib.Path(path))]
+
+
+class Rows:
+    """Appends one row a rollout step to workdir/metrics.jsonl.
+
+    resume_step: the last step that the restored state contains; None at the start of a run. Rows
+    after it (all rows for None) belong to work that will be done again: they go to
+    metrics.cut-<n>.jsonl. A torn last line goes too. Kept lines keep their bytes. begin_step: the
+    run's first step; a fork's is not 0.
+
+    NaN and infinities are written as null, which keeps the file strict JSON. notes: what a person
+    should know of the rows found.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None, begin_step: int = 0):
+        workdir = pathlib.Path(workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        self.path = workdir / "metrics.jsonl"
+        self.notes: list[str] = []
+        first_step = 0 if resume_step is None else resume_step + 1
+        old_bytes = self.path.read_bytes() if self.path.exists() else b""
+        pairs = _read_lines(self.path) if old_bytes else []
+        kept = [(line, row) for line, row in pairs if row["step"] < first_step]
+        cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
+        kept_bytes = b"".join(line for line, _ in kept)
+        if cut:
+            self._keep_cut_rows(cut[0][1]["step"], [line for line, _ in cut])
+        if kept_bytes != old_bytes or not self.path.exists():
+            with atomic_file(self.path) as file:
+                file.write(kept_bytes)
+        self._steps = {row["step"] for _, row in kept}
+        # The row of resume_step itself comes back from the checkpoint.
+        if lost := len(set(range(begin_step, first_step - 1)) - self._steps):
+            self.notes.append(
+                f"{self.path} lacks {lost} of the {first_step - begin_step} rows before step "
+                f"{first_step}: it was deleted or cut short; the run itself goes on from its "
+                "checkpoint"
+            )
+
+    def _keep_cut_rows(self, first: int, lines: list[bytes]) -> None:
+        names = (self.path.with_name(f"metrics.cut-{n}.jsonl") for n in itertools.count(1))
+        path = next(name for name in names if not name.exists())
+        with atomic_file(path) as file:
+            file.write(b"".join(lines))
+        self.notes.append(
+            f"{len(lines)} rows from step {first} on are of work that is done again; kept in {path}"
+        )
+
+    def has(self, step: int) -> bool:
+        """Returns whether the file holds the row of this step."""
+        return step in self._steps
+
+    def write(self, row: Mapping) -> None:
+        """Appends a row and syncs it to disk.
+
+        Raises TypeError for a value that is not a number, ValueError for a step that does not come
+        after the last one.
+        """
+        row = plain_value(row)
+        step = row.get("step")
+        if type(step) is not int:
+            raise TypeError(f"a metrics row needs an integer 'step', got {step!r}")
+        if self._steps and step <= max(self._steps):
+            raise ValueError(f"step {step} is not after the last step {max(self._steps)}")
+        for key, value in row.items():
+            if isinstance(value, str) and key in DIGESTS:
+                continue
+            if value is not None and not isinstance(value, (bool, int, float)):
+                raise TypeError(f"metric {key!r} of step {step} is not a number: {value!r}")
+        append_line(self.path, row)
+        self._steps.add(step)

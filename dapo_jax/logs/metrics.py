@@ -1,0 +1,383 @@
+"""The table of metrics: what each one means, how a step computes it, where a person sees it.
+
+A new metric is a row of METRICS and nothing else; metrics.jsonl, TensorBoard, the live line, the
+summary and the curves follow. `python -m dapo_jax.logs.metrics` prints the table.
+Host only: no jax.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.types import Response, Rollouts, RolloutStats
+from dapo_jax.verifier.math_rules import GAVE_UP
+
+CLOCKED = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")  # no two runs have these alike
+STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
+# The keys of a row that are no metrics: text each, in no curve.
+DIGESTS = {
+    STATE: "Of the digests of all weights and moments after the step, a checkpoint's `arrays`.",
+    TOKENS: "Of all sampled tokens.",
+    LOGP: "Of the bits of their log-probabilities.",
+    VERDICTS: "Of all verdicts and rewards.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The facts of a finished rollout step: all that a metric may be computed from.
+
+    config: the config. updates: what the learner's `update` returned, a dict a mini-batch.
+    sampled_tokens_total: of the whole run so far. evaluation: `eval/<set>/<score>` of the policy
+    that the step sampled, where that was evaluated. retired_prompts: that later epochs do without
+    (algo.retire_pass_rate). seconds: wall time of each phase so far, and in "total".
+    """
+
+    config: Any
+    step: int
+    rollouts: Rollouts
+    reward_PG: np.ndarray
+    updates: Sequence[Mapping[str, Any]]
+    learning_rate: float
+    evaluation: Mapping[str, float]
+    sampled_tokens_total: int = 0
+    retired_prompts: int = 0
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def stats(self) -> RolloutStats:
+        """The work that sampling took."""
+        return self.rollouts.stats
+
+    @property
+    def responses(self) -> list[Response]:
+        """All sampled responses."""
+        return [response for group in self.rollouts.sampled for response in group.responses]
+
+    @property
+    def taken(self) -> list[Mapping[str, Any]]:
+        """The updates that changed the weights: those in which all was finite."""
+        return [update for update in self.updates if update["taken"]]
+
+    @property
+    def varied(self) -> np.ndarray:
+        """The groups that dynamic sampling calls informative: bool [P]."""
+        by_reward = self.config.algo.filter_groups == "reward"
+        value_PG = self.reward_PG if by_reward else self.rollouts.correct_PG
+        return value_PG.max(axis=1) > value_PG.min(axis=1)
+
+    @property
+    def gave_up(self) -> dict[str, int]:
+        """Responses whose grade nobody knows, by the status that says why; see `GAVE_UP`."""
+        found = collections.Counter(it.verdict.status for it in self.responses)
+        return {status: found[status] for status in GAVE_UP if found[status]}
+
+    @property
+    def partial_rollouts(self) -> bool:
+        """Returns whether groups go on from step to step."""
+        return self.config.rollout.partial_rollout_steps > 0
+
+    @property
+    def partial_tokens(self) -> int:
+        """Tokens of the groups that go on in the next step."""
+        return sum(group.tokens for group in self.rollouts.partial)
+
+    @property
+    def spent_tokens(self) -> int:
+        """Tokens sampled for training, now or partial here, that no later step can train on."""
+        return self.stats.sampled_tokens + self.rollouts.continued_tokens - self.partial_tokens
+
+    @property
+    def trained(self) -> list[Response]:
+        """The responses that the updates are of."""
+        kept = (self.rollouts.sampled[p] for p in self.rollouts.kept)
+        return [response for group in kept for response in group.responses]
+
+    def mean_age(self, of: Callable[[Response], int]) -> float | None:
+        """Averages over the trained tokens; None without partial rollouts."""
+        if not (self.partial_rollouts and self.trained):
+            return None
+        return sum(map(of, self.trained)) / self.rollouts.kept_tokens
+
+    def mean_length(self, *, correct: bool) -> float | None:
+        """Mean tokens of the right or of the wrong responses; None where there are none."""
+        length_N = self.rollouts.length_PG[self.rollouts.correct_PG == correct]
+        return length_N.mean() if length_N.size else None
+
+    def per_second(self, tokens: int, phase: str) -> float:
+        """Tokens a second of a phase's wall time."""
+        return tokens / max(self.seconds.get(phase, 0.0), 1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """One metric: all that the files, the display and the report need to know of it.
+
+    key: its name in metrics.jsonl and TensorBoard. unit: a "share" is drawn in percent. value:
+    computes it; None where a step has none. Without a function the metric is the number that a
+    step already has under this key: the mean over the updates of what `update` returned, the
+    seconds of a phase or of a part of sampling, a score. form: how a person reads it; its width is
+    that of the live line's column. panel: title of the panel of the curves that draws it, beside
+    others of that title; log: with a logarithmic axis. line, summary: its label in the live line,
+    and in the summary of first against last; "" leaves it out. higher_is_better: whether the
+    summary also has its best step.
+    """
+
+    key: str
+    unit: str
+    meaning: str
+    value: Callable[[Step], Any] | None = None
+    form: str = "{:.4g}"
+    panel: str = ""
+    log: bool = False
+    line: str = ""
+    summary: str = ""
+    higher_is_better: bool = False
+
+    @property
+    def name(self) -> str:
+        """The end of the key in words: what a legend calls it below its panel's title."""
+        return self.key.rpartition("/")[2].replace("_", " ")
+
+    def text(self, value: float | None) -> str:
+        """The value as a person reads it, as wide as the format says; '-' where it is missing."""
+        if value is None:
+            return "-".rjust(len(self.form.format(0)))
+        whole = isinstance(value, int) and self.form == Metric.form
+        return str(value) if whole else self.form.format(value)
+
+
+NOT_AVERAGED = ("taken", "bad", "empty", "on_policy")  # of what an update returns
+TASK = "task/"  # begins the keys of what a task measures of its own
+SECONDS = "seconds a step"  # the panel of the parts of seconds/total
+
+# fmt: off
+METRICS: list[Metric] = [
+    Metric("step", "", "The rollout step, from 0.", lambda s: s.step),
+    Metric("prompts_seen", "prompts", "Prompts of the stream that the run has gone through.",
+           lambda s: s.rollouts.cursor),
+    Metric("prompts_retired", "prompts", "Solved prompts that later epochs omit.",
+           lambda s: s.retired_prompts or None),
+    Metric("sampled_tokens_total", "tokens", "Tokens sampled for training by the run so far.",
+           lambda s: s.sampled_tokens_total),
+    Metric("reward/mean", "reward", "Mean reward (Eq. 7 and 13) of the sampled responses.",
+           lambda s: s.reward_PG.mean(), form="{:+6.3f}", panel="mean reward", line="reward",
+           summary="reward", higher_is_better=True),
+    Metric("accuracy/mean", "share", "Correct share of the sampled responses.",
+           lambda s: s.rollouts.correct_PG.mean(), form="{:6.1%}", panel="accuracy",
+           line="accuracy", summary="train accuracy", higher_is_better=True),
+    Metric("response_tokens/mean", "tokens", "Mean length of the sampled responses.",
+           lambda s: s.rollouts.length_PG.mean(), form="{:7.1f}",
+           panel="mean response length, tokens", line="tokens", summary="response tokens"),
+    Metric("response_tokens/correct", "tokens", "Mean length of the right responses.",
+           lambda s: s.mean_length(correct=True), panel="length of right and wrong, tokens"),
+    Metric("response_tokens/wrong", "tokens", "Mean length of the wrong responses.",
+           lambda s: s.mean_length(correct=False), panel="length of right and wrong, tokens"),
+    Metric("response_tokens/max", "tokens", "Length of the longest response.",
+           lambda s: s.rollouts.length_PG.max()),
+    Metric("response_tokens/truncated_fraction", "share", "Responses that reached the limit.",
+           lambda s: 1 - s.rollouts.stopped_PG.mean(), form="{:6.1%}",
+           panel="truncated responses", line="truncated", summary="truncated"),
+    Metric("no_answer_fraction", "share", "Responses in which no answer is found.",
+           lambda s: np.mean([r.verdict.prediction is None for r in s.responses])),
+    Metric("responses_not_finite", "responses", "Those with a log-probability that is not finite.",
+           lambda s: sum(not math.isfinite(r.behavior_logp_T.sum()) for r in s.responses)),
+    Metric("verdicts/gave_up", "responses",
+           "Responses without a verdict; `verdicts/<status>` counts each kind.",
+           lambda s: sum(s.gave_up.values())),
+    Metric("groups/sampled", "groups", "Groups up to the last one kept, as in the metrics above.",
+           lambda s: len(s.rollouts.sampled)),
+    Metric("groups/informative", "groups",
+           "Groups with right and wrong responses (Eq. 11; see `algo.filter_groups`).",
+           lambda s: s.varied.sum(), panel="groups"),
+    Metric("groups/all_correct", "groups", "Groups with right responses only.",
+           lambda s: s.rollouts.correct_PG.all(axis=1).sum(), panel="groups"),
+    Metric("groups/all_wrong", "groups", "Groups with wrong responses only.",
+           lambda s: (~s.rollouts.correct_PG).all(axis=1).sum(), panel="groups"),
+    Metric("groups/discarded", "groups", "Sampled groups that the update does not train on.",
+           lambda s: len(s.rollouts.sampled) - len(s.rollouts.kept)),
+    Metric("groups/cancelled", "groups", "Unfinished groups when the step had enough.",
+           lambda s: s.rollouts.issued - len(s.rollouts.sampled)),
+    Metric("generation_batches", "batches", "The sampled groups in generation batches, rounded up.",
+           lambda s: -(-len(s.rollouts.sampled) // s.config.rollout.generation_prompts)),
+    Metric("engine/occupancy", "share",
+           "Slot-steps of decoding that sampled a token, evaluation included.",
+           lambda s: s.stats.busy_slot_steps / max(s.stats.slot_steps, 1)),
+    Metric("engine/occupancy_while_waiting", "share", "The same, while requests waited for slots.",
+           lambda s: s.stats.busy_waiting_slot_steps / max(s.stats.waiting_slot_steps, 1)),
+    Metric("engine/decode_steps", "steps",
+           "Decode steps of the rollout.",
+           lambda s: s.stats.decode_steps),
+    Metric("engine/requests", "responses", "Requested responses, cancelled ones included.",
+           lambda s: s.stats.requests),
+    Metric("engine/prefilled_prompts", "prompts",
+           "Prefilled prompts, evaluation included.",
+           lambda s: s.stats.prefilled_prompts),
+    Metric("engine/cache_use", "share", "Greatest share of the cache's pages in use.",
+           lambda s: s.stats.cache_use),
+    Metric("engine/drawn_tokens", "tokens",
+           "Tokens sampled for training, discarded ones included.",
+           lambda s: s.stats.sampled_tokens),
+    Metric("engine/unused_tokens_fraction", "share",
+           "Tokens that no update trains on; those that the next step continues do not count.",
+           lambda s: 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)),
+    Metric("partial_rollouts/groups", "groups", "Groups that continue in the next step.",
+           lambda s: len(s.rollouts.partial) if s.partial_rollouts else None, panel="groups"),
+    Metric("partial_rollouts/tokens", "tokens", "Tokens of these groups so far.",
+           lambda s: s.partial_tokens if s.partial_rollouts else None),
+    Metric("staleness/tokens_fraction", "share", "Trained tokens that an earlier policy sampled.",
+           lambda s: s.mean_age(lambda r: r.stale_tokens),
+           form="{:6.1%}", panel="staleness", summary="stale tokens"),
+    Metric("staleness/mean_steps", "steps", "Mean age of the trained tokens.",
+           lambda s: s.mean_age(lambda r: sum(r.ends))),
+    Metric("staleness/max_steps", "steps", "Age of the oldest trained token.",
+           lambda s: max(sum(map(bool, r.ends)) for r in s.trained)
+           if s.partial_rollouts and s.trained else None),
+    Metric("updates", "updates", "Updates taken; the metrics below are means over them.",
+           lambda s: len(s.taken)),
+    Metric("updates_skipped", "updates", "Updates skipped because a value was not finite.",
+           lambda s: len(s.updates) - len(s.taken)),
+    Metric("updates_skipped_in_a_row", "updates", "Consecutive skipped updates up to here."),
+    Metric("updates_empty", "updates", "Updates in which no token has any weight.",
+           lambda s: sum(bool(update.get("empty")) for update in s.updates)),
+    Metric("updates_zero_gradient", "updates", "Updates taken whose gradient is exactly zero.",
+           lambda s: sum(update["grad_norm"] == 0 for update in s.taken)),
+    Metric("alarms", "", "Active alarms; `alarm/<name>` counts the consecutive steps of each."),
+    Metric("loss", "loss", "The loss (Eq. 8)."),
+    Metric("entropy", "nats", "Entropy of the policy at the trained tokens.", form="{:5.3f}",
+           panel="policy entropy, nats", line="entropy", summary="entropy"),
+    Metric("entropy_first", "nats", "Entropy of the run's first step with an update."),
+    Metric("mean_prob", "probability", "Probability of the trained tokens.", form="{:.3f}",
+           panel="mean token probability", summary="mean token probability"),
+    Metric("kl", "nats", "KL divergence from the start policy; 0 if its coefficient is 0."),
+    Metric("clip_fraction/high", "share", "Tokens clipped at the upper bound of the ratio.",
+           panel="clipped tokens"),
+    Metric("clip_fraction/low", "share", "Tokens clipped at the lower bound.",
+           panel="clipped tokens"),
+    Metric("clip_fraction/dual", "share", "Tokens held by the dual clip.",
+           panel="clipped tokens"),
+    Metric("clip_fraction/tis", "share",
+           "Tokens of partial groups whose weight `algo.tis_cap` holds.",
+           panel="clipped tokens"),
+    Metric("grad_norm", "norm", "Global gradient norm before clipping.", form="{:.3g}",
+           panel="gradient norm before clipping", summary="gradient norm"),
+    Metric("ratio_gap", "ratio",
+           "Mean |ratio - 1| in the first update, over the groups that began in this step.",
+           lambda s: s.updates[0].get("ratio_gap") if s.taken and s.updates[0].get("on_policy", 1)
+           else None,
+           panel="sampler/learner gap, mean |ratio - 1|", log=True),
+    Metric("lr", "", "Learning rate of the step.", lambda s: s.learning_rate),
+    Metric("seconds/load", "s", "Reading data and weights at a start."),
+    Metric("seconds/compile", "s", "Compiling at a start."),
+    Metric("seconds/rollout", "s", "Sampling and grading.", panel=SECONDS),
+    Metric("seconds/update", "s", "Packing and updates.", panel=SECONDS),
+    Metric("seconds/evaluate", "s",
+           "The rest of an overlapped evaluation, after the rollout.",
+           panel=SECONDS),
+    Metric("seconds/save", "s", "Digests, and the wait for the responses' file.", panel=SECONDS),
+    Metric("seconds/total", "s", "The whole step."),
+    Metric("seconds_in_rollout/prefill", "s", "Prompts, on the devices."),
+    Metric("seconds_in_rollout/decode", "s", "Blocks of decode steps, on the devices."),
+    Metric("seconds_in_rollout/host", "s", "Scheduling, on the host."),
+    Metric("seconds_in_rollout/verify", "s", "Grading, behind decoding."),
+    Metric("seconds_in_rollout/verify_wait", "s", "Waiting for grades."),
+    Metric("tokens_per_second/rollout", "tokens/s", "Tokens sampled a second of sampling.",
+           lambda s: s.per_second(s.stats.sampled_tokens, "rollout"), panel="tokens / s"),
+    Metric("tokens_per_second/rollout_used", "tokens/s", "The same, of tokens trained on.",
+           lambda s: s.per_second(s.rollouts.kept_tokens, "rollout")),
+    Metric("tokens_per_second/update", "tokens/s", "Tokens trained on a second of updates.",
+           lambda s: s.per_second(s.rollouts.kept_tokens, "update"), panel="tokens / s"),
+    Metric("tokens_per_second/step", "tokens/s", "Tokens sampled a second of the whole step.",
+           lambda s: s.per_second(s.stats.sampled_tokens, "total"), form="{:6.0f}",
+           panel="tokens / s", line="tokens/s"),
+]
+# fmt: on
+
+
+def score_metric(key: str) -> Metric:
+    """The metric of `eval/<set>/<score>`: a share, unless it is what the task measures."""
+    measured = key.split("/")[2] + "/" == TASK
+    form = "{:.4g}" if measured else "{:.1%}"
+    return Metric(key, "" if measured else "share", "", form=form, higher_is_better=not measured)
+
+
+def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
+    """Name -> mean of what the task measured of its own, over the responses that have it."""
+    values = collections.defaultdict(list)
+    for response in responses:
+        for name, value in (response.verdict.measures or {}).items():
+            values[name].append(value)
+    return {name: float(np.mean(values[name])) for name in sorted(values)}
+
+
+def step_row(step: Step) -> dict[str, float]:
+    """The step's row of metrics.jsonl: every metric of the table that the step has.
+
+    Numbers without a row in the table (of a new loss, a task, an evaluation) follow.
+    """
+    averaged = [key for key in (step.taken or [{}])[0] if key not in NOT_AVERAGED]
+    given = {
+        **{key: np.mean([update[key] for update in step.taken]) for key in averaged},
+        **{f"seconds/{phase}": seconds for phase, seconds in step.seconds.items()},
+        **{f"seconds_in_rollout/{part}": spent for part, spent in step.stats.seconds.items()},
+        **{f"verdicts/{status}": count for status, count in step.gave_up.items()},
+        **{f"{TASK}{name}": mean for name, mean in mean_measures(step.responses).items()},
+        **step.evaluation,
+    }
+    row = {
+        metric.key: given.get(metric.key) if metric.value is None else metric.value(step)
+        for metric in METRICS
+    }
+    row |= {key: value for key, value in given.items() if key not in row}
+    return {
+        key: value.item() if isinstance(value, np.generic | np.ndarray) else value
+        for key, value in row.items()
+        if value is not None
+    }
+
+
+def untimed(row: Mapping) -> dict:
+    """Returns the part of a row that two runs of one config have alike."""
+    return {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
+
+
+def described() -> list[str]:
+    """Lists the keys of a row with unit and meaning, one a line, for a terminal."""
+    rows = [(metric.key, metric.unit, metric.meaning) for metric in METRICS]
+    rows += [(key, "SHA-256", meaning) for key, meaning in DIGESTS.items()]
+    return [f"{key:36}{unit:13}{meaning}" for key, unit, meaning in rows]
+
+
+class Stopwatch:
+    """Collects the wall seconds of one step's phases: `with watch("rollout"): ...`.
+
+    A phase may be entered again; its seconds add up, also when the block raises. The total runs
+    from the making of the watch.
+    """
+
+    def __init__(self):
+        self._start_seconds = time.perf_counter()
+        self._phase_seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start_seconds = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start_seconds
+            self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + spent
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far of each phase in order of first use, and since the start as "total"."""
+        return {**self._phase_seconds, "total": time.perf_counter() - self._start_seconds}
+
+
+if __name__ == "__main__":
+    print("\n".join(described()))

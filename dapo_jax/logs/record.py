@@ -1,0 +1,286 @@
+"""The outputs of a run: config, rows, responses, evaluations, samples, the live display."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from dapo_jax.logs.display import Display, Sample, evaluation_line
+from dapo_jax.logs.files import (
+    Rows,
+    append_log,
+    atomic_file,
+    json_digest,
+    plain_value,
+    write_rollouts,
+)
+from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS
+from dapo_jax.logs.provenance import add_start
+from dapo_jax.logs.writers import Writers
+from dapo_jax.tasks.readers import problem_of
+from dapo_jax.types import Group, Rollouts
+from sharding import hosts
+
+SHOWN_SAMPLES = 4
+
+
+class Record:
+    """The outputs of one run in its workdir. Use it as a context manager.
+
+    Every process calls it alike; only the main one prints and writes. first_step: of this process's
+    work; begin_step: the run's own first. last_row: of the step before, written if the run was
+    killed between the checkpoint and the row. about: what else its line of starts.jsonl has.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: pathlib.Path,
+        *,
+        first_step: int,
+        begin_step: int,
+        last_row: Mapping | None,
+        about: Mapping[str, Any],
+    ):
+        self.workdir = workdir
+        log = {"log": functools.partial(append_log, workdir)} if hosts.is_main_host() else {}
+        quiet = not hosts.is_main_host()
+        self.display = Display(config.num_steps, first_step, quiet=quiet, **log)
+        self._config = config
+        self._first_step, self._begin_step = first_step, begin_step
+        self._last_row, self._about = last_row, about
+        self._rows: Rows | None = None
+        self._writers: Writers | None = None
+        self._background = concurrent.futures.ThreadPoolExecutor(1)
+        self._files: concurrent.futures.Future | None = None
+
+    def __enter__(self) -> "Record":
+        if hosts.is_main_host():
+            add_start(self.workdir, self._config, {"first_step": self._first_step, **self._about})
+            resume_step = self._first_step - 1 if self._first_step else None
+            self._rows = Rows(self.workdir, resume_step=resume_step, begin_step=self._begin_step)
+            resumed = self._first_step > self._begin_step
+            if resumed and not self._rows.has(resume_step):
+                self._rows.write(self._last_row)
+            # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
+            config = json.loads(self._config.to_json_best_effort())
+            write_json(self.workdir / "config.json", config)
+            self._writers = Writers(
+                self._config.log.writers,
+                config,
+                self.workdir,
+                resume_step if resumed else None,
+                self.display.line,
+            )
+        self.display.__enter__()
+        for note in self._rows.notes if self._rows else ():
+            self.display.line(note)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.display.__exit__(kind, error, traceback)
+        if error is not None and hosts.is_main_host():
+            append_log(self.workdir, f"ended by {kind.__name__}: {error}")
+        self._background.shutdown()
+        if self._files is not None and (lost := self._files.exception()):
+            print(f"the step's responses were not written: {lost}", file=sys.stderr)
+        if self._writers is not None:
+            self._writers("close")
+
+    def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
+        """Begins to digest all responses, and to write rollouts/<step>.jsonl.gz if it is due."""
+        if hosts.is_main_host():
+            self._files = self._background.submit(self._keep, step, rollouts, reward_PG)
+
+    def _keep(self, step: int, rollouts: Rollouts, reward_PG) -> dict[str, str]:
+        if _every(self._config.log.rollouts_every_steps, step):
+            rows = rollout_rows(rollouts, reward_PG)
+            write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
+        return sample_digests(rollouts.sampled, reward_PG)
+
+    def digests(self, arrays: Mapping) -> dict[str, str]:
+        """Returns the digests of the step's samples and state once its responses are on disk.
+
+        arrays: `digests.described` of the state. The main process has them alone. Raises the error
+        of a write that failed.
+        """
+        if self._files is None:
+            return {}
+        files, self._files = self._files, None
+        return files.result() | {STATE: json_digest(arrays)}
+
+    def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
+        """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
+        if hosts.is_main_host() and self._config.log.eval_responses:
+            write_responses(self.workdir, f"{finished_steps}.{name}", groups)
+
+    def results(
+        self, finished_steps: int, results: dict, settings: Mapping[str, dict]
+    ) -> dict[str, float]:
+        """Writes and shows an evaluation's scores; returns them as keys of a metrics row."""
+        scores = result_row(results)
+        if hosts.is_main_host():
+            write_results(self.workdir, finished_steps, results, settings)
+            self._writers("evaluation", finished_steps, scores)
+        self.display.line(evaluation_line(finished_steps, scores))
+        return scores
+
+    def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
+        """Writes and shows a finished step's row, and every so many steps samples."""
+        if hosts.is_main_host():
+            self._rows.write(row)
+            self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
+        if self.shows_samples(row["step"]) and (shown := samples(rollouts, reward_PG)):
+            self.display.samples(row["step"], shown)
+            if hosts.is_main_host():
+                self._writers("samples", row["step"], [*map(dataclasses.asdict, shown)])
+        self.display.step(row)
+
+    def shows_samples(self, step: int) -> bool:
+        """Returns whether samples of a step are due."""
+        return _every(self._config.log.samples_every_steps, step)
+
+
+def write_results(
+    workdir: pathlib.Path, finished_steps: int, results: dict, settings: Mapping[str, dict]
+) -> None:
+    """Writes training's scores of every evaluation set to eval/<finished rollout steps>.json.
+
+    settings: how each set was sampled and graded.
+    """
+    document = {"step": finished_steps, "sets": results, "settings": settings}
+    write_json(workdir / "eval" / f"{finished_steps}.json", document)
+
+
+def write_own_results(
+    workdir: pathlib.Path, finished_steps: int, results: dict, settings: Mapping[str, dict]
+) -> list[pathlib.Path]:
+    """Writes what `evaluate` found, a file a set: eval/<finished steps>.<set>.<settings>.json.
+
+    Neither training's result nor another setting's is overwritten. Returns the paths.
+    """
+    paths = []
+    for name, scores in results.items() if hosts.is_main_host() else ():
+        label = settings_label(settings[name])
+        paths.append(workdir / "eval" / f"{finished_steps}.{name}.{label}.json")
+        document = {"step": finished_steps, "sets": {name: scores}}
+        write_json(paths[-1], document | {"settings": {name: settings[name]}, "label": label})
+    return paths
+
+
+def settings_label(settings: Mapping) -> str:
+    """Names a set's settings: those that people change, then six digits of the digest of all."""
+    plain = json.dumps(settings, sort_keys=True, default=str)
+    few = f"t{settings['temperature']:g}_p{settings['top_p']:g}_k{settings['k']}"
+    if settings["max_prompts"]:
+        few += f"_n{settings['max_prompts']}"
+    digest = hashlib.sha256(plain.encode()).hexdigest()[:6]
+    return f"{few}_{settings['rules']}_s{settings['seed']}.{digest}"
+
+
+def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
+    """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line."""
+    rows = (
+        response_row(group, sample) for group in groups for sample in range(len(group.responses))
+    )
+    write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
+
+
+def result_row(results: dict) -> dict[str, float]:
+    """The scores as keys of a metrics row: eval/<set>/<score>."""
+    return {
+        f"eval/{name}/{key}": value
+        for name, scores in results.items()
+        for key, value in scores.items()
+        if "@" in key or key.startswith(TASK)
+    }
+
+
+def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
+    """The step's responses for rollouts/<step>.jsonl.gz, one dict each."""
+    trained = set(rollouts.kept.tolist())
+    for p, group in enumerate(rollouts.sampled):
+        for g in range(len(group.responses)):
+            row = response_row(group, g, reward=float(reward_PG[p, g]))
+            yield row | {"trained": p in trained}
+
+
+def response_row(group: Group, sample: int, **scores: float) -> dict:
+    """One sampled response with its prompt, verdict and scores, ready for JSON."""
+    example, response = group.prompt.example, group.responses[sample]
+    return {
+        "cursor": group.cursor,
+        "sample": sample,
+        "source": example.source,
+        "row": example.row,
+        "prompt": example.text,
+        "response": response.text,
+        "ground_truth": example.answer,
+        "prediction": response.verdict.prediction,
+        "correct": response.verdict.correct,
+        "status": response.verdict.status,
+        **scores,
+        **({"measures": dict(response.verdict.measures)} if response.verdict.measures else {}),
+        "tokens": len(response.tokens_T),
+        "truncated": not response.stopped,
+    }
+
+
+def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, str]:
+    """Digests all that a step sampled, bit by bit: tokens, log-probabilities and verdicts."""
+    tokens, logp, verdicts = (hashlib.sha256() for _ in range(3))
+    for group, reward_G in zip(groups, reward_PG, strict=True):
+        for response in group.responses:
+            about = [group.cursor, len(response.tokens_T), bool(response.stopped), response.ends]
+            tokens.update(_line(about))
+            tokens.update(np.ascontiguousarray(response.tokens_T, "<i4"))
+            logp.update(np.ascontiguousarray(response.behavior_logp_T, "<f4"))
+            verdict = response.verdict
+            grade = [verdict.correct, verdict.prediction, verdict.status, verdict.score]
+            verdicts.update(_line(plain_value([*grade, verdict.measures])))
+        verdicts.update(np.ascontiguousarray(reward_G, "<f8"))
+    found = zip((TOKENS, LOGP, VERDICTS), (tokens, logp, verdicts), strict=True)
+    return {key: digest.hexdigest() for key, digest in found}
+
+
+def _line(value) -> bytes:
+    return json.dumps(value, default=str).encode() + b"\n"
+
+
+def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
+    """The first response of the step's first groups, for a person to read."""
+    shown = []
+    for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
+        example, response = group.prompt.example, group.responses[0]
+        shown.append(
+            Sample(
+                prompt=problem_of(example.text),
+                response=response.text,
+                truth=example.answer,
+                prediction=response.verdict.prediction,
+                correct=response.verdict.correct,
+                status=response.verdict.status,
+                reward=float(reward_PG[p, 0]),
+                response_tokens=len(response.tokens_T),
+                truncated=not response.stopped,
+            )
+        )
+    return shown
+
+
+def _every(steps: int, step: int) -> bool:
+    return steps > 0 and step % steps == 0
+
+
+def write_json(path: pathlib.Path, content: dict) -> None:
+    """Writes a JSON file."""
+    with atomic_file(path) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())

@@ -1,0 +1,194 @@
+"""More places for a run's numbers: `log.writers`.
+
+A writer is a class with the methods of `Writer`, named "tensorboard", "wandb" or "module:Class".
+One that fails is left out for the rest of the run, which says so once: the numbers are in
+metrics.jsonl anyway.
+"""
+
+import importlib
+import importlib.util
+import json
+import pathlib
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from dapo_jax.logs.files import atomic_file
+
+SHOWN_ERROR = 200
+WANDB = "wandb>=0.19,<1"  # its init has resume="allow" by a run's own id, offline too
+
+
+class Writer(Protocol):
+    """Takes a run's numbers; the main process alone makes and calls it, as the run goes on.
+
+    A call that takes long holds the run up.
+    """
+
+    def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
+        """config: the config, JSON-able. resume_step: the last step done; None in a new run.
+
+        Rows up to that step were given before. A killed run gives some rows after it again, equal
+        but for what was timed.
+        """
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Takes a step's row, as metrics.jsonl has it; row["step"] counts from 0."""
+
+    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
+        """Takes the scores (eval/<set>/<score>) of the policy after so many steps.
+
+        The row of that step comes later, if there is one, and so may that of the step before.
+        """
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Takes a few responses of a step, as `display.Sample` has them; a class may lack this."""
+
+    def close(self) -> None:
+        """Ends, where the run is done or failed; a signal ends the run without this."""
+
+
+class TensorBoard:
+    """TensorBoard's event files, in WORKDIR/tensorboard.
+
+    After a kill equal rows may be there twice.
+    """
+
+    def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
+        # Here and not above: it imports a cloud's clients, a second that readers need not wait.
+        from tensorboardX import SummaryWriter
+
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+        recipe = json.dumps(config, indent=1).replace("\n", "\n    ")
+        self._writer.add_text("recipe", f"    {recipe}", purge or 0)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        self._add({k: v for k, v in row.items() if not k.startswith("eval/")}, row["step"])
+
+    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
+        self._add(scores, finished_steps)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        cells = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+        lines = (f"| {' | '.join(map(literal, line))} |" for line in cells)
+        self._writer.add_text("samples", "\n".join(lines), step)
+
+    def _add(self, values: Mapping[str, Any], step: int) -> None:
+        for key, value in values.items():
+            if key != "step" and value is not None:
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases. A resumed run goes on in the same one there, by the id in wandb_id.txt.
+
+    WANDB_MODE=offline, WANDB_PROJECT and its other variables hold.
+    """
+
+    def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
+        import wandb
+
+        file = workdir / "wandb_id.txt"
+        if not file.exists():
+            with atomic_file(file) as opened:
+                opened.write(secrets.token_hex(4).encode())
+        settings = {"id": file.read_text().strip(), "resume": "allow", "allow_val_change": True}
+        self._table = wandb.Table
+        self._run = wandb.init(config=config, dir=str(workdir), name=workdir.name, **settings)
+        self._scores: dict[int, Mapping] = {}  # its steps may not go back, as an evaluation's do
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        scores = self._scores.pop(row["step"], {})
+        self._run.log({**scores, **row}, step=row["step"])
+
+    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
+        self._scores[finished_steps] = scores
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        data = [list(row.values()) for row in rows]
+        self._run.log({"samples": self._table(columns=list(rows[0]), data=data)}, step=step)
+
+    def close(self) -> None:
+        for finished_steps, scores in sorted(self._scores.items()):
+            self._run.log(dict(scores), step=finished_steps)
+        self._run.finish()
+
+
+def literal(cell: Any) -> str:
+    """Returns a cell of a Markdown table that shows a text as it is, whatever the text holds."""
+    text = re.sub(r"[^\w\s-]|_", lambda sign: f"&#{ord(sign[0])};", str(cell))
+    return text.replace("\n", "<br>")
+
+
+BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def find(name: str) -> Callable[..., Writer]:
+    """Returns a writer's class; ValueError where log.writers names none, or it is not installed."""
+    setting = f"log.writers has {name!r}"
+    if name == "wandb" and importlib.util.find_spec(name) is None:
+        raise ValueError(f'{setting}, but that package is not installed: pip install "{WANDB}"')
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f'{setting}; give one of {", ".join(BUILT_IN)}, or "module:Class"')
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{setting}, which cannot be imported: {error}") from error
+    missing = [each for each in ("step", "evaluation", "close") if not hasattr(found, each)]
+    if missing:
+        raise ValueError(f"{setting}, which has no method {', '.join(missing)}")
+    return found
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuses names that are no writer's (ValueError); to be called where a run is begun.
+
+    Not by other commands: what evaluates a run's policy elsewhere needs none of its writers.
+    """
+    for name in names:
+        find(name)
+
+
+class Writers:
+    """All writers of a run, none of which can end it. say: is told, once each, of what failed."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        config: dict,
+        workdir: pathlib.Path,
+        resume_step: int | None,
+        say: Callable[[str], None],
+    ):
+        self._say, self._writers = say, {}
+        for name in names:
+            self._call(name, lambda name=name: self._begin(name, config, workdir, resume_step))
+
+    def __call__(self, method: str, *arguments) -> None:
+        """Calls a method of all of them that have it: step, evaluation, samples or close."""
+        for name, writer in list(self._writers.items()):
+            if hasattr(writer, method):
+                self._call(name, lambda writer=writer: getattr(writer, method)(*arguments))
+
+    def _begin(self, name: str, *of_run) -> None:
+        self._writers[name] = find(name)(*of_run)
+
+    def _call(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._writers.pop(name, None)
+            brief = " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN_ERROR]
+            self._say(
+                f"note: the writer {name!r} of log.writers failed and is left out, the run goes on "
+                f"({brief})"
+            )

@@ -1,0 +1,249 @@
+"""Every refusal of a run's settings, each with the value, the limit and the key to change."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+
+import jax
+from ml_collections import ConfigDict
+
+from configs.base import eval_settings, key_of, leaves, mixture_settings
+from dapo_jax.cli import failures
+from dapo_jax.cli.config_flags import MAY_CHANGE, fill_open, numbered, recipe_differences
+from dapo_jax.logs.files import read_json
+from models.families import Family
+from models.lora import MATRICES
+from models.parameters import ModelConfig
+from sharding import rules
+
+Conditions = Iterator[tuple[bool, str]]
+
+
+def _refusing(conditions: Callable) -> Callable:
+    """Makes a check of a function that yields (holds, refusal where not): all are said at once."""
+
+    @functools.wraps(conditions)
+    def check(*settings) -> None:
+        if refusals := [refusal for holds, refusal in conditions(*settings) if not holds]:
+            raise ValueError(numbered(refusals))
+
+    return check
+
+
+def together(*looks: Callable) -> list:
+    """Returns what the functions return; ValueError with what all of them refuse."""
+    results, refusals = [], []
+    for look in looks:
+        try:
+            results.append(look())
+        except (ValueError, OSError) as error:
+            if not failures.is_refusal(error):
+                raise
+            refusals.append(str(error))
+    if refusals:
+        raise ValueError(numbered(refusals))
+    return results
+
+
+@_refusing
+def check(config: ConfigDict) -> Conditions:
+    """Refuses settings that cannot work, as the config alone tells (ValueError)."""
+    for name, value in leaves(config):
+        refusal = key_of(name).refusal(value)
+        yield not refusal, f"{name} = {value!r}, {refusal}"
+    yield from _of_algorithm(config)
+    yield from _of_lora(config.learner)
+    for name, settings in eval_settings(config).items():
+        message = f"eval.sets.{name}.weight is set, but is for training sets; see max_prompts"
+        yield config.eval.sets[name].weight is None, message
+        yield (
+            settings["temperature"] > 0 or settings["k"] == 1,
+            f"eval.sets.{name} is decoded greedily (temperature = 0): its {settings['k']} "
+            "responses to a problem would all be the same; set k to 1",
+        )
+    training = mixture_settings(config)
+    message = "data.train.weight = 0, and no set of data.mixture has a weight: nothing to train on"
+    yield bool(training), message
+    yield (
+        len(training) == 1 or config.algo.retire_pass_rate == 0,
+        f"algo.retire_pass_rate = {config.algo.retire_pass_rate}, but there are {len(training)} "
+        "training sets (data.mixture): prompts are retired by the epochs of one; set it to 0",
+    )
+    for key, settings in training.items():
+        for name in ("k", "temperature", "top_p"):
+            message = f"{key}.{name} is set, but is for evaluation sets; set rollout's keys"
+            yield settings[name] is None, message
+    r = config.rollout
+    longest = r.max_prompt_tokens + r.max_response_tokens - 1
+    yield (
+        config.learner.row_tokens == 0 or config.learner.row_tokens >= longest,
+        f"learner.row_tokens = {config.learner.row_tokens} does not hold the longest sequence: "
+        f"rollout.max_prompt_tokens + max_response_tokens - 1 = {longest}",
+    )
+
+
+def _of_algorithm(config: ConfigDict) -> Conditions:
+    r, a = config.rollout, config.algo
+    yield from _of_loss(a, r.partial_rollout_steps)
+    yield (
+        not config.updates_per_step or r.num_prompts % config.updates_per_step == 0,
+        f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "
+        f"{config.updates_per_step}; each update takes the same number of groups",
+    )
+    capacity = r.generation_prompts * r.max_generation_batches
+    yield (
+        not (a.dynamic_sampling and capacity) or capacity >= r.num_prompts,
+        f"rollout.generation_prompts * max_generation_batches = {r.generation_prompts} * "
+        f"{r.max_generation_batches} = {capacity} prompts can never give rollout.num_prompts = "
+        f"{r.num_prompts} informative groups; raise one of the first two",
+    )
+    yield (
+        not r.max_response_tokens or a.overlong_cache_tokens <= r.max_response_tokens,
+        f"algo.overlong_cache_tokens = {a.overlong_cache_tokens} exceeds "
+        f"rollout.max_response_tokens = {r.max_response_tokens}",
+    )
+
+
+def _of_loss(algo: ConfigDict, partial_rollout_steps: int) -> Conditions:
+    a = algo
+    yield (
+        a.eps_low < 1 or (a.eps_low == 1 and a.policy_loss == "cispo"),
+        f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0 (algo.policy_loss = "
+        "'cispo' may do without, with 1.0)",
+    )
+    yield (
+        a.tis_cap == 0 or partial_rollout_steps > 0,
+        f"algo.tis_cap = {a.tis_cap} is for tokens of partial groups, which there are none of "
+        "with rollout.partial_rollout_steps = 0; set that to 1 or more, or algo.tis_cap to 0",
+    )
+    yield (
+        a.tis_cap == 0 or a.ratio == "token",
+        f"algo.tis_cap = {a.tis_cap} is for single tokens, but algo.ratio = {a.ratio!r} is one of "
+        "whole responses; set one of them to its default",
+    )
+
+
+def _of_lora(learner: ConfigDict) -> Conditions:
+    matrices = ", ".join(MATRICES)
+    for target in learner.lora_targets:
+        message = f"learner.lora_targets has {target!r}, which is unknown; there are {matrices}"
+        yield target in MATRICES, message
+    yield (
+        learner.lora_rank == 0 or len(learner.lora_targets) > 0,
+        f"learner.lora_rank = {learner.lora_rank}, but learner.lora_targets is empty; name some of "
+        f"{matrices}",
+    )
+
+
+@_refusing
+def check_model(
+    config: ConfigDict, family: Family, sizes: ModelConfig, positions: int | None
+) -> Conditions:
+    """Refuses a model directory that the family, preset or lengths do not fit (ValueError).
+
+    family: that of model.family. sizes: those of the directory model.path.
+    positions: how many it was made for, where it says.
+    """
+    path, preset = config.model.path, config.model.preset
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    yield (
+        positions is None or longest <= positions,
+        f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the "
+        f"{positions} positions of {path} (max_position_embeddings in its config.json; "
+        "rope_scaling there with rope_type 'yarn' makes them more)",
+    )
+    same_family = type(sizes) is family.config
+    yield (
+        same_family,
+        f"model.family = {config.model.family!r} computes model_type {family.config.model_type!r}, "
+        f"but {path} has {sizes.model_type!r} (in its config.json); set model.family to the family "
+        "of the directory",
+    )
+    if preset and same_family:
+        ours, theirs = (dataclasses.asdict(c) for c in (family.presets[preset], sizes))
+        differing = [f"{k} is {theirs[k]}, not {v}" for k, v in ours.items() if theirs[k] != v]
+        yield (
+            not differing,
+            f"{path} is no model of the sizes model.preset = {preset!r}: {'; '.join(differing)}; "
+            'give another path, or set model.preset to ""',
+        )
+
+
+def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
+    """Refuses a tokenizer with more ids than the model has embedding rows (ValueError)."""
+    _require(
+        tokenizer_ids <= sizes.vocab_size,
+        f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} embedding "
+        "rows; set tokenizer.path to the model's own tokenizer",
+    )
+
+
+def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
+    """Refuses a training batch that the mesh's groups of devices do not divide (ValueError)."""
+    degree, rows = rules.row_degree(mesh), config.learner.micro_batch_rows
+    shape = " * ".join(f"{axis} {mesh.shape[axis]}" for axis in rules.ROW_AXES)
+    _require(
+        rows % degree == 0,
+        f"learner.micro_batch_rows = {rows} does not divide over the mesh's {shape} = {degree} "
+        f"groups of devices; the nearest that does is {max(degree, round(rows / degree) * degree)}",
+    )
+
+
+def generation_batch(config: ConfigDict) -> tuple[str, int]:
+    """(the key of rollout, its value): the number of prompts that a step begins with."""
+    size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
+    return size, config.rollout[size]
+
+
+def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: float) -> None:
+    """Refuses a training set with fewer prompts than one generation batch takes (ValueError).
+
+    key: the set's. share: the part of the prompts that are of this set.
+    """
+    size, taken = generation_batch(config)
+    part = "" if share == 1 else f"its part, {share:.1%}, of "
+    _require(
+        prompts >= int(share * taken),
+        f"{key} has {prompts} usable prompts, fewer than {part}one generation batch of "
+        f"rollout.{size} = {taken}; add data or lower that key"
+        + (f" or {key}.weight" if part else ""),
+    )
+
+
+def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses a directory whose config.json is another config's, or cut short (ValueError)."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    try:
+        theirs = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"{error}; or remove it: checkpoints have the config too") from error
+    ours = config.copy_and_resolve_references()
+    fill_open(ours, theirs)
+    ours = json.loads(ours.to_json_best_effort())
+    differing = recipe_differences(theirs, ours, but=MAY_CHANGE)
+    steps = theirs["num_steps"]
+    if config.learner.decay != "none" and config.num_steps != steps:  # the rate's last step
+        differing.append(f"num_steps is {config.num_steps}, but was {steps} (learner.decay)")
+    _require(
+        not differing,
+        f"{workdir} holds a run of another config: {'; '.join(differing)}. Give the old "
+        "values to resume it, or another --workdir to start a new run",
+    )
+
+
+def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None:
+    """Refuses fewer steps than the run has done (ValueError)."""
+    _require(
+        finished_steps <= config.num_steps,
+        f"num_steps = {config.num_steps}, but the run in {directory} has finished "
+        f"{finished_steps} steps; give num_steps = {finished_steps} or more",
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,429 @@
+"""From a config to what a run works with: the model on its mesh and its programs, weights, data."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from ml_collections import ConfigDict
+
+from configs.base import eval_settings, mixture_settings
+from dapo_jax import hub, learner
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.losses import takes_old_logp
+from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.engine import Engine, token_bytes
+from dapo_jax.setup import checks
+from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream, load_dataset
+from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.types import Batch, Group
+from models import families
+from models.hf import check_files, load_params
+from models.hf_config import load_config, read_config
+from models.kernels import OPTIONS, Kernels, kernels_for, platform_of
+from models.lora import Lora, init_adapters
+from models.parameters import ModelConfig, param_axes
+from models.rope import YarnScaling
+from models.transformer import Transformer, abstract_params, split, unstack
+from sharding import rules
+from sharding.mesh import make_mesh
+
+# Folded into the seed's key, so that no stream of randomness is used for two things.
+INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM = range(3)
+ROW_MULTIPLE, LONG_ROW = 64, 1_024  # what is chosen of a row's length is in multiples of one
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The model on the mesh: the programs of a step, how arrays are sharded, and their shapes.
+
+    Nothing is allocated or compiled yet. state and start_weights (None where the config needs none
+    beside what is trained) are ShapeDtypeStructs with shardings; a checkpoint is read into `state`.
+    """
+
+    config: ConfigDict
+    sizes: ModelConfig
+    mesh: jax.sharding.Mesh
+    engine: Engine
+    learning: learner.Learning
+    reshard: functools.partial  # (trained params, start_weights) -> the sampler's weights
+    update: functools.partial  # (state, start_weights, batch, learning_rate) -> state, metrics
+    old_logprobs: functools.partial  # (params, start_weights, batch) -> old_logp_MBT
+    weight_shardings: dict  # of all weights, as the learner has them
+    state: learner.TrainState
+    start_weights: dict | None
+
+    def lower_update(self, row_tokens: int) -> jax.stages.Lowered:
+        """The update for batches with rows of one of the config's lengths, ready to compile."""
+        batch = learner.abstract_batch((*batch_shape(self.config), row_tokens), self.mesh)
+        rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(self.mesh))
+        return self.update.lower(self.state, self.start_weights, batch, rate)
+
+    def compile_update(self) -> Callable:
+        """The update, compiled: what does not fit shows before anything is sampled."""
+        return for_all_rows(self.lower_update, self.config)
+
+    def compile_old_logprobs(self) -> Callable | None:
+        """The learner's own old log-probabilities, compiled; None where the loss takes none."""
+        if not takes_old_logp(self.learning):
+            return None
+
+        def lower(row_tokens: int) -> jax.stages.Lowered:
+            batch = learner.abstract_batch((*batch_shape(self.config), row_tokens), self.mesh)
+            return self.old_logprobs.lower(self.state.params, self.start_weights, batch)
+
+        return for_all_rows(lower, self.config)
+
+    def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
+        """One update's batch on the mesh: the groups' responses, packed into rows."""
+        num_micro, rows = batch_shape(self.config)
+        a = self.config.algo
+        batch = learner.make_batch(
+            groups,
+            advantage_PG,
+            loss_aggregation=a.loss_aggregation,
+            overlong_filtering=a.overlong_filtering,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+            kl_cov_share=a.kl_cov_share if a.policy_loss == "kl_cov" else 0.0,
+            row_lengths=row_lengths(self.config),
+            micro_batch_rows=rows,
+            num_micro=num_micro,
+            share_prompts=self.learning.kernels.shares_prompts,
+        )
+        return learner.place_batch(batch, self.mesh)
+
+    def load_weights(self, *, dtype: str) -> dict:
+        """All weights of the start policy on the mesh: loaded, or random from the seed."""
+        config = self.config
+        if config.model.path:
+            path = hub.local(config.model.path)
+            return load_params(path, self.sizes, dtype=dtype, shardings=self.weight_shardings)
+
+        def init():
+            params = split(Transformer(self.sizes, key=key(config, INIT_STREAM)))[1]
+            return learner.cast(params, dtype)
+
+        return jax.jit(init, out_shardings=self.weight_shardings)()
+
+    def load_start_weights(self) -> dict | None:
+        """The start policy's weights where they are needed beside what is trained, else None."""
+        if self.start_weights is None:
+            return None
+        return self.load_weights(dtype=self.config.model.compute_dtype)
+
+    def start_params(self) -> dict:
+        """Makes the trained arrays of the start: all weights in float32, or LoRA factors."""
+        lora = self.learning.lora
+        if lora is None:
+            return self.load_weights(dtype="float32")
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
+        init = functools.partial(init_adapters, self.sizes, lora)
+        return jax.jit(init, out_shardings=shardings)(key=key(self.config, INIT_STREAM))
+
+    def start_state(self) -> learner.TrainState:
+        """The training state before the first step, on the mesh."""
+        init = functools.partial(learner.init_state, learning=self.learning)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        return jax.jit(init, out_shardings=shardings, donate_argnums=0)(self.start_params())
+
+
+def key(config: ConfigDict, stream: int):
+    """The root key of one stream of randomness."""
+    return jax.random.fold_in(jax.random.key(config.seed), stream)
+
+
+def checkpoints(config: ConfigDict, workdir: pathlib.Path, *, keep: int | None) -> Checkpoints:
+    """The run's checkpoints; `keep` of them, or all."""
+    c = config.checkpoint
+    directory = c.directory or workdir / "checkpoints"
+    return Checkpoints(directory, keep=keep, keep_period=c.get("keep_period", 0))
+
+
+def model_sizes(config: ConfigDict) -> ModelConfig:
+    """The model's sizes, from its directory or the named preset; both must agree where both are."""
+    path, preset = hub.local(config.model.path), config.model.preset
+    if not path and not preset:
+        raise ValueError(
+            "model.path and model.preset are empty: set the first to a Hugging Face directory, or "
+            "the second for random weights"
+        )
+    family = families.load(config.model.family)
+    if preset and preset not in family.presets:
+        known = ", ".join(family.presets) or "none"
+        raise ValueError(f"model.preset = {preset!r} is unknown; {config.model.family} has {known}")
+    if not path:
+        return family.presets[preset]
+    sizes = load_config(path)
+    positions = positions_of(path, sizes)
+    checks.check_model(config, family, sizes, positions)
+    check_files(path, sizes)
+    return sizes
+
+
+def positions_of(path: str, sizes: ModelConfig) -> int | None:
+    """Returns the number of positions that a model directory names; None where it names none."""
+    positions = read_config(path).get("max_position_embeddings")
+    if positions and isinstance(sizes.rope_scaling, YarnScaling):
+        # Qwen's model cards add the scaling and leave the number as it was.
+        positions = max(positions, sizes.rope_scaling.positions)
+    return positions
+
+
+def tokenizer(config: ConfigDict) -> Tokenizer:
+    """The tokenizer of tokenizer.path, or of model.path where that is empty.
+
+    It fills in tokenizer.chat where the config leaves that open.
+    """
+    path = hub.local(config.tokenizer.path or config.model.path)
+    if not path:
+        raise ValueError(
+            "model.path and tokenizer.path are empty: set the first to a Hugging Face directory, "
+            "or the second and model.preset for random weights"
+        )
+    if not epath.Path(path).exists():
+        name = "tokenizer.path" if config.tokenizer.path else "model.path"
+        raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
+    of = config.tokenizer
+    loaded = load_tokenizer(path, stop_tokens=of.stop_tokens or None, chat=of.chat)
+    if of.chat == "auto":
+        of.chat = loaded.chat
+    return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSet:
+    """An evaluation set, and how k responses to each of its prompts are sampled."""
+
+    dataset: Dataset
+    k: int
+    sampling: Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The data sets that a command reads; train and stream are None where it does not train."""
+
+    train: Mixture | None
+    stream: PromptStream | None
+    eval_sets: dict[str, EvalSet]
+
+    def report_lines(self) -> list[str]:
+        """Accounts for each row of each data set."""
+        train = self.train.sets.values() if self.train else []
+        sets = [*train, *(chosen.dataset for chosen in self.eval_sets.values())]
+        lines = [line for dataset in sets for line in dataset.report.lines()]
+        if self.train and len(self.train.sets) > 1:
+            shares = [f"{share:.1%} {key}" for key, share in self.train.shares.items()]
+            lines.append(f"training prompts: {', '.join(shares)}")
+        return lines
+
+
+def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Data:
+    """Loads and tokenizes the evaluation sets, and the training sets if `training`."""
+    of_run = {"tokenizer": tokenizer, "max_prompt_tokens": config.rollout.max_prompt_tokens}
+
+    def load(key, settings):
+        return load_dataset(key, settings | {"path": hub.local(settings["path"])}, **of_run)
+
+    samplings = eval_samplings(config, tokenizer)
+    eval_sets = {
+        name: EvalSet(load(f"eval.sets.{name}", settings), settings["k"], samplings[name])
+        for name, settings in eval_settings(config).items()
+    }
+    if not training:
+        return Data(None, None, eval_sets)
+    settings = mixture_settings(config)
+    sets = {key: load(key, of_set) for key, of_set in settings.items()}
+    train = Mixture(sets, {key: of_set["weight"] for key, of_set in settings.items()})
+    for key, share in train.shares.items():
+        checks.check_enough_prompts(config, key, len(sets[key].prompts), share)
+    return Data(train, train.stream(config.seed), eval_sets)
+
+
+def with_samplings(config: ConfigDict, tokenizer: Tokenizer, data: Data) -> Data:
+    """The data with its evaluation sets sampled as the config says by now."""
+    samplings = eval_samplings(config, tokenizer)
+    sets = {
+        name: dataclasses.replace(chosen, sampling=samplings[name])
+        for name, chosen in data.eval_sets.items()
+    }
+    return dataclasses.replace(data, eval_sets=sets)
+
+
+def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
+    """Makes the sampling settings of training, with changes of temperature, top-p and top-k.
+
+    A temperature of 0 is greedy decoding: the likeliest token each time.
+    """
+    r = config.rollout
+    how = {"temperature": r.temperature, "top_p": r.top_p, "top_k": r.top_k} | changes
+    if how["temperature"] == 0:
+        how = {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
+    return Sampling(
+        max_response_tokens=r.max_response_tokens,
+        **how,
+        stop_ids=tuple(tokenizer.stop_ids),
+        pad_id=tokenizer.pad_id,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def eval_samplings(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Sampling]:
+    """Makes each set's sampling settings: its own temperature and top-p, no top-k."""
+    return {
+        name: sampling(
+            config, tokenizer, temperature=settings["temperature"], top_p=settings["top_p"], top_k=0
+        )
+        for name, settings in eval_settings(config).items()
+    }
+
+
+def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
+    """Makes the mesh and the config's programs on it. ValueError where the model does not fit.
+
+    vocab_size: the tokenizer's ids. devices: those of the mesh, a compile-only topology's too;
+    None: all of this program's.
+    """
+    sizes = model_sizes(config)
+    checks.check_vocabulary(vocab_size, sizes)
+    m = config.mesh
+    mesh = make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
+    how = learning(config, vocab_size, kernels_for(config.model.kernels, platform_of(mesh)))
+    graph, params = abstract_params(sizes)
+    shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
+    weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
+    state, state_shardings = _abstract_state(sizes, how, mesh, params, shardings)
+
+    def sampler_weights(params, start_weights):
+        return unstack(learner.policy_weights(params, start_weights, how))
+
+    of_engine = jax.eval_shape(sampler_weights, state.params, weights)
+    engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
+    # A forward pass rounds alone as inside an update only where both round as they are written.
+    options = OPTIONS.get(platform_of(mesh), {})
+    as_written = options | ({"xla_allow_excess_precision": False} if takes_old_logp(how) else {})
+    needs_start_weights = how.lora is not None or how.kl_coef > 0
+    return Programs(
+        config=config,
+        sizes=sizes,
+        mesh=mesh,
+        engine=_engine(
+            config, sizes, mesh, how.kernels, rules.abstract(of_engine, engine_shardings)
+        ),
+        learning=how,
+        reshard=jax.jit(sampler_weights, out_shardings=engine_shardings, compiler_options=options),
+        update=jax.jit(
+            functools.partial(learner.update, graph=graph, mesh=mesh, learning=how),
+            out_shardings=(state_shardings, rules.replicated(mesh)),
+            donate_argnums=0,
+            compiler_options=as_written | dict(how.kernels.update_options),
+        ),
+        old_logprobs=jax.jit(
+            functools.partial(learner.old_logprobs, graph=graph, mesh=mesh, learning=how),
+            out_shardings=rules.micro_batches(mesh),
+            compiler_options=as_written,
+        ),
+        weight_shardings=shardings,
+        state=rules.abstract(state, state_shardings),
+        start_weights=rules.abstract(weights, shardings) if needs_start_weights else None,
+    )
+
+
+def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
+    """The constants of the config's updates."""
+    c = config.learner
+    lora = None
+    if c.lora_rank:
+        lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
+    names = [field.name for field in dataclasses.fields(learner.Learning)]
+    keys = {**c, **config.algo, "compute_dtype": config.model.compute_dtype}
+    keys |= {"temperature": config.rollout.temperature, "vocab_size": vocab_size}
+    keys |= {"lora": lora, "kernels": kernels}
+    return learner.Learning(**{name: keys[name] for name in names})
+
+
+def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):
+    """(shapes, shardings) of the training state: of all weights, or of LoRA's factors."""
+    if how.lora:
+        params = jax.eval_shape(lambda: init_adapters(sizes, how.lora, key=jax.random.key(0)))
+        shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
+    state = jax.eval_shape(functools.partial(learner.init_state, learning=how), params)
+    return state, learner.shardings_like_params(state, shardings, rules.replicated(mesh))
+
+
+def _engine(config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, params) -> Engine:
+    """The rollout engine with the slots that rollout.cache_mib holds."""
+    cache = cache_plan(config, sizes, mesh, kernels, cache_bytes=config.rollout.cache_mib * 2**20)
+    return Engine(sizes, mesh, cache, params=params, kernels=kernels)
+
+
+def cache_plan(
+    config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, *, cache_bytes: int
+) -> Cache:
+    """The slots and pages that so many bytes of a device hold. ValueError where they hold none."""
+    r = config.rollout
+    spread = rules.row_degree(mesh) > 1 and kernels.attend_pages is not None
+    return plan_cache(
+        cache_bytes=cache_bytes,
+        token_bytes=token_bytes(
+            sizes,
+            bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
+            model_degree=mesh.shape["model"],
+        ),
+        slot_tokens=min(r.slot_tokens, r.max_response_tokens),
+        readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,
+        page_tokens=kernels.page_tokens(r.page_tokens, sizes.head_dim),
+        block_tokens=r.block_tokens,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_response_tokens=r.max_response_tokens,
+        partial_rollouts=r.partial_rollout_steps > 0,
+        copies=kernels.attend_pages is None,
+    )
+
+
+def batch_shape(config: ConfigDict) -> tuple[int, int]:
+    """[M, B] of an update's batch [M, B, T]: as many micro-batches as responses can ever need.
+
+    T is one of `row_lengths`.
+    """
+    rows = config.learner.micro_batch_rows
+    responses = config.rollout.num_prompts // config.updates_per_step * config.rollout.group_size
+    return -(-responses // rows), rows
+
+
+def row_lengths(config: ConfigDict) -> tuple[int, ...]:
+    """The lengths that an update's rows may have: learner.row_tokens, then an eighth more each.
+
+    The eighth is rounded up to a whole `row_multiple`, as the TPU's attention has whole blocks.
+    """
+    c = config.learner
+    multiple = row_multiple(c.row_tokens)
+    more = -(-c.row_tokens // (8 * multiple)) * multiple
+    return tuple(c.row_tokens + i * more for i in range(c.row_lengths))
+
+
+def row_multiple(tokens: int) -> int:
+    """The number of which a chosen length, or difference of lengths, of such rows is a multiple."""
+    return ROW_MULTIPLE if tokens < LONG_ROW else LONG_ROW
+
+
+def for_all_rows(lower: Callable[[int], jax.stages.Lowered], config: ConfigDict) -> Callable:
+    """Compiles a program of batches for all of the config's row lengths.
+
+    The result takes a batch of any of them.
+    """
+    lowered = {row_tokens: lower(row_tokens) for row_tokens in row_lengths(config)}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = {n: pool.submit(low.compile) for n, low in lowered.items()}
+    programs = {n: job.result() for n, job in jobs.items()}
+
+    def run(*arguments):
+        batch = next(it for it in arguments if isinstance(it, Batch))
+        return programs[batch.tokens_BT.shape[-1]](*arguments)
+
+    return run

@@ -1,0 +1,83 @@
+r"""The math verifier: `verify` grades one response (Eq. 7) by one of RULES.
+
+Rules
+* `dapo`: what the published DAPO runs were trained with, false verdicts included (`dapo_form`).
+* `strict`: the same contract ("Answer: $Answer" on a line of its own) read exactly (`strict_form`).
+* `strict_box`: the last `\boxed{...}` of the last 100 characters, compared character by character.
+* `math_verify`: symbolic equivalence (`symbolic_rules`), by the library of that name where it
+  takes algebra, in processes with limits (`SymbolicVerifier`).
+"""
+
+import functools
+from collections.abc import Sequence
+
+from dapo_jax.types import Verdict
+from dapo_jax.verifier import symbolic_rules
+from dapo_jax.verifier.math_rules import (
+    STATUSES,
+    grade_box,
+    grade_dapo,
+    grade_strict,
+    pairs,
+    refuse,
+)
+
+__all__ = ["RULES", "STATUSES", "Verdict", "check_ground_truth", "verify", "verify_many"]
+
+_GRADERS = {"dapo": grade_dapo, "strict": grade_strict, "strict_box": grade_box}
+RULES = (*_GRADERS, "math_verify")
+
+
+def verify(response: str, ground_truth: str, *, rules: str) -> Verdict:
+    """Grades one response (Eq. 7's equivalence) by one of RULES.
+
+    response: the decoded response without special tokens; only its tail is read, so its length
+    costs nothing. Raises ValueError for unknown rules, and for no response or ground truth;
+    `math_verify` raises what SymbolicVerifier raises when its workers cannot be started.
+    """
+    return verify_many([response], [ground_truth], rules=rules)[0]
+
+
+def verify_many(
+    responses: Sequence[str], ground_truths: Sequence[str], *, rules: str
+) -> list[Verdict]:
+    """Grades pairs, in order; under `math_verify` they share the default worker pool.
+
+    Raises ValueError where the two lengths differ, and as `verify` does.
+    """
+    if rules not in RULES:
+        raise ValueError(
+            f"verifier.rules is {rules!r}; it must be one of {', '.join(RULES)} "
+            "(config key `verifier.rules`)"
+        )
+    if rules == "math_verify":
+        return symbolic_rules.default_verifier().verify_many(responses, ground_truths)
+    return [
+        refuse(response, truth) or _GRADERS[rules](response, truth)
+        for response, truth in pairs(responses, ground_truths)
+    ]
+
+
+def check_ground_truth(truth: str, *, rules: str) -> None:
+    r"""Raises ValueError for a ground truth that no response can match by one of RULES.
+
+    Such as "$" under `dapo`, whose normal form is empty, or one longer than what the rules read:
+    "Answer: <truth>" (`\boxed{<truth>}`, where the rules read boxes) must be right. No algebra is
+    needed for it, and each truth is tried once.
+    """
+    if not _matches_itself(truth, rules):
+        raise ValueError(
+            f"the answer {truth!r:.80} is one that no response can match by the rules {rules!r} "
+            "(verifier.rules, or `rules` of the data set)"
+        )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _matches_itself(truth: str, rules: str) -> bool:
+    if not any(character.isprintable() and not character.isspace() for character in truth):
+        return False  # a zero-width space equals itself, but nobody means it
+    line, box = f"Answer: {truth}", rf"\boxed{{{truth}}}"
+    if rules == "math_verify":
+        verdicts = [symbolic_rules.decide_locally(response, truth) for response in (line, box)]
+        return any(isinstance(it, Verdict) and it.correct for it in verdicts)
+    return verify(box if rules == "strict_box" else line, truth, rules=rules).correct

@@ -1,0 +1,47 @@
+"""What tokens of earlier policies do to learning, and what partial rollouts save in decoding."""
+
+from dapo_jax.report.compare import Quantity, accuracy_over, final_score, last, mean
+from experiments.study import CLIPPED, Claim, Study
+
+ROAD = final_score("road", "mean@4")
+STEPS = mean("decode steps a step", "engine/decode_steps", form="{:.0f}")
+BUSY = mean("busy slots while decoding, %", "engine/occupancy", scale=100)
+ACCURACY = last("accuracy, %", "accuracy/mean", scale=100)
+AREA = accuracy_over(650_000)
+STALE: tuple[Quantity, ...] = (
+    mean("trained tokens of earlier policies, %", "staleness/tokens_fraction", scale=100),
+    mean("their mean age over all, steps", "staleness/mean_steps", form="{:.2f}"),
+)
+
+STUDY = Study(
+    title="Responses that go on in the next step, against steps that finish theirs",
+    config="configs/forks.py",
+    settings={"num_steps": "30", "eval.every_steps": "15"},
+    arms={
+        "off": "rollout.partial_rollout_steps=0",
+        "on": "rollout.partial_rollout_steps=2",
+    },
+    quantities=(
+        STEPS,
+        BUSY,
+        *STALE,
+        ACCURACY,
+        AREA,
+        ROAD,
+        last("response tokens", "response_tokens/mean"),
+        last("entropy, nats", "entropy", form="{:.3f}"),
+        *CLIPPED,
+    ),
+    drawn={
+        "accuracy/mean": "accuracy of the sampled responses",
+        "engine/decode_steps": "decode steps a rollout step",
+        "response_tokens/mean": "response tokens",
+    },
+    over_tokens=True,
+    claims=(
+        Claim(STEPS, "on", -1, "off"),
+        Claim(BUSY, "on", +1, "off"),
+        Claim(ACCURACY, "on", -1, "off"),
+        Claim(AREA, "on", +1, "off"),
+    ),
+)

@@ -1,0 +1,547 @@
+"""Partial rollouts go on as if nothing had been, nothing is lost, and runs resume bitwise."""
+
+import dataclasses
+import gzip
+import itertools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import test_engine
+from test_engine import RUN_KEY, SAMPLING, SMALL, build, by_request, drain, random_params
+from test_overlapped_evaluation import Killed, digests
+from test_rollout import G, ScriptedSession, long_tailed_script, prompt_at, scripted_grade
+from test_train import (
+    programs_compiled_once,  # noqa: F401  a fixture
+    rows_without_timings,
+    small_config,
+)
+
+from dapo_jax import train
+from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.packing import pack
+from dapo_jax.partial_rollouts import collect_partial, fits
+from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup.start import Origin
+from dapo_jax.types import Group, PartialGroup, Prompt, Response
+from models.kernels import KERNELS, paged_tpu
+
+ROOMY = dataclasses.replace(test_engine.ROOMY, slots=9, pages=60, partial_rollouts=True)
+# Pages for a part of what the slots may hold: samples are preempted.
+TIGHT = dataclasses.replace(ROOMY, pages=13)
+PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 29), 12: np.arange(40, 58)}
+GROUP_SIZE = 5
+CPU, TPU = KERNELS["cpu"], KERNELS["tpu_interpret"]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return random_params(SMALL)[1]
+
+
+def interrupted(engine, params, *, blocks, later=None, keeps=False):
+    """Samples PROMPTS, a step ending after so many blocks: (responses, what was partial).
+
+    keeps: whether the session goes on, with its keys and values.
+    """
+    session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+    for cursor, prompt in PROMPTS.items():
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE, keeps=True)
+    responses = {}
+    for _ in range(blocks):
+        responses |= by_request(session.step())
+    partial, params = session.pause(), params if later is None else later
+    if keeps:
+        session.resume(params)
+    else:
+        session.close()
+        session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+        for it in partial:
+            prompt = Prompt(PROMPTS[it.cursor])
+            session.submit(it.cursor, prompt, group_size=GROUP_SIZE, partial=it, keeps=True)
+    return responses | drain(session), partial
+
+
+def whole(engine, params):
+    session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+    for cursor, prompt in PROMPTS.items():
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE)
+    return drain(session)
+
+
+@pytest.mark.parametrize(
+    ("cache", "kernels", "shards", "blocks"),
+    [
+        (ROOMY, CPU, 1, (1, 2, 5)),
+        (TIGHT, CPU, 1, (3, 6)),
+        (dataclasses.replace(TIGHT, slots=5), CPU, 2, (2, 4)),
+        pytest.param(ROOMY, TPU, 1, (3,), marks=pytest.mark.slow),
+    ],
+    ids=["roomy", "tight", "two shards", "tpu_interpret"],
+)
+def test_a_response_goes_on_as_if_it_had_never_stopped(
+    small, monkeypatch, cache, kernels, shards, blocks
+):
+    """With the same weights its tokens are those of an uninterrupted session."""
+    monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: 2)
+    engine, params = build(SMALL, cache, small, shards=shards, kernels=kernels)
+    expected = whole(engine, params)
+    for after, keeps in itertools.product(blocks, (False, True)):
+        responses, partial = interrupted(engine, params, blocks=after, keeps=keeps)
+        assert any(len(r.tokens_T) > 0 for it in partial for r in it.responses)
+        assert responses.keys() == expected.keys()
+        for request, response in responses.items():
+            there = expected[request]
+            np.testing.assert_array_equal(response.tokens_T, there.tokens_T)
+            assert response.stopped == there.stopped
+            np.testing.assert_allclose(
+                response.behavior_logp_T, there.behavior_logp_T, rtol=0, atol=2e-5
+            )
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(small, keeps):
+    """Tokens and log-probabilities of the first part bit by bit; `ends` says where it ends."""
+    engine, params = build(SMALL, ROOMY, small)
+    later = jax.tree.map(lambda p: 0.9 * p, params)
+    expected = whole(engine, params)
+    responses, partial = interrupted(engine, params, blocks=3, later=later, keeps=keeps)
+    begun = {(it.cursor, i): r for it in partial for i, r in enumerate(it.responses)}
+    unfinished = {
+        (it.cursor, i) for it in partial for i, more in enumerate(it.unfinished_G) if more
+    }
+    assert unfinished and begun.keys() - unfinished
+    for request, before in begun.items():
+        after, n = responses[request], len(before.tokens_T)
+        assert after.ends == before.ends == (n,)
+        assert after.stale_tokens == n
+        np.testing.assert_array_equal(after.tokens_T[:n], before.tokens_T)
+        np.testing.assert_array_equal(after.behavior_logp_T[:n], before.behavior_logp_T)
+        assert (len(after.tokens_T) > n) == (request in unfinished)
+    changed = [
+        not np.array_equal(responses[name].behavior_logp_T, expected[name].behavior_logp_T)
+        for name in unfinished
+    ]
+    assert all(changed)
+
+
+def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_start_again(
+    small, monkeypatch
+):
+    """Under newer weights too: what the older ones sampled stays, and so do its ends."""
+    engine, params = build(SMALL, TIGHT, small)
+    endless = dataclasses.replace(SAMPLING, stop_ids=())
+    session = Session(engine, params, *[Stream(RUN_KEY, endless)] * 2)
+    session.submit(7, Prompt(PROMPTS[7]), group_size=GROUP_SIZE, stream=1)
+    for cursor, prompt in PROMPTS.items():
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE, keeps=True)
+    set_aside, lost = session._set_aside, {}
+
+    def noted(preempted):
+        set_aside(preempted)
+        for it in preempted:
+            asked = session._asked[it.cursor]
+            assert asked.stream == 0
+            lost.setdefault((asked.cursor, it.sample), asked.partial[it.sample])
+
+    monkeypatch.setattr(session, "_set_aside", noted)
+    for _ in range(3):
+        session.step()
+    session.pause()
+    session.resume(jax.tree.map(lambda p: 0.9 * p, params))
+    assert session.blocks == [] and session.prefilled_prompts == 0
+    before = dict(lost)
+    responses = {}
+    while session.unfinished:
+        responses |= by_request([group for group in session.step() if not group.stream])
+    kept = {name: it for name, it in lost.items() if it.ends and len(it.tokens_T)}
+    assert any(it.ends[0] for name, it in kept.items() if name not in before)
+    for name, it in kept.items():
+        n = len(it.tokens_T)
+        np.testing.assert_array_equal(responses[name].tokens_T[:n], it.tokens_T)
+        np.testing.assert_array_equal(responses[name].behavior_logp_T[:n], it.behavior_logp_T)
+        assert responses[name].ends == it.ends
+
+
+def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
+    """Whoever partial it may have had another block or a greater limit: blocks lie in pages."""
+    engine, params = build(SMALL, ROOMY, small)
+    expected = whole(engine, params)
+    request = max(expected, key=lambda request: len(expected[request].tokens_T))
+    there = expected[request]
+    for tokens, limit, kept in ((7, 20, 4), (len(there.tokens_T), 9, 8)):
+        begun = Response(there.tokens_T[:tokens], there.behavior_logp_T[:tokens], stopped=False)
+        session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+        session.submit(
+            request[0],
+            Prompt(PROMPTS[request[0]]),
+            group_size=request[1] + 1,
+            max_tokens=[limit] * (request[1] + 1),
+            partial=PartialGroup(
+                request[0],
+                (*[dataclasses.replace(begun, stopped=True)] * request[1], begun.continued()),
+                (*[False] * request[1], True),
+            ),
+        )
+        response = drain(session)[request]
+        np.testing.assert_array_equal(response.tokens_T, there.tokens_T[:limit])
+        assert response.ends == (min(tokens, len(response.tokens_T)),)
+        assert kept < len(response.tokens_T)
+
+
+def test_a_fork_takes_over_only_what_its_own_recipe_could_have_sampled():
+    """Responses above its limit were trained on, and a group of another size was an odd error."""
+
+    def response(tokens, *, stopped):
+        return Response(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), stopped)
+
+    cut, ended, begun = (
+        response(n, stopped=stopped) for n, stopped in ((9, False), (4, True), (6, False))
+    )
+    partial = [PartialGroup(3, (cut, ended, begun), (False, False, True))]
+    assert fits(partial, group_size=3, max_tokens=9)
+    assert fits([], group_size=8, max_tokens=1)
+    for group_size, max_tokens in ((2, 9), (4, 9), (3, 8), (3, 10)):
+        assert not fits(partial, group_size=group_size, max_tokens=max_tokens)
+
+
+def test_a_checkpoint_describes_carried_groups_bit_by_bit():
+    rng = np.random.default_rng(0)
+    logp_T = rng.standard_normal(5).astype(np.float32)
+    logp_T[2] = -np.inf
+    responses = (
+        Response(np.arange(5, dtype=np.int32), logp_T, stopped=True, ends=(3, 5)),
+        Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, ends=(0, 0)),
+    )
+    partial = [
+        PartialGroup(12, responses, (False, True)),
+        PartialGroup(3, responses[::-1], (True, False)),
+    ]
+    again = Progress.from_json(json.loads(json.dumps(Progress(partial=partial).to_json()))).partial
+    assert [it.cursor for it in again] == [12, 3]
+    for before, after in zip(partial, again, strict=True):
+        assert after.unfinished_G == before.unfinished_G
+        assert after.age_steps == 2
+        for r, s in zip(before.responses, after.responses, strict=True):
+            assert (r.stopped, r.ends) == (s.stopped, s.ends)
+            for array, other in ((r.tokens_T, s.tokens_T), (r.behavior_logp_T, s.behavior_logp_T)):
+                assert array.dtype == other.dtype
+                assert array.tobytes() == other.tobytes()
+
+
+class CarryingSession(ScriptedSession):
+    """A scripted session whose groups may have begun before."""
+
+    def submit(self, cursor, prompt, *, group_size, partial=None, keeps=False):
+        self.calls.append(("submit", cursor))
+        lengths = self._script.length_PG[cursor].tolist()
+        tokens = [0] * group_size
+        if partial:
+            pairs = zip(partial.responses, partial.unfinished_G, strict=True)
+            tokens = [len(r.tokens_T) if more else None for r, more in pairs]
+            self._begun[cursor] = partial
+        self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens, keeps=keeps)
+        self._names.append((0, cursor))
+
+    @property
+    def _begun(self):
+        return self.__dict__.setdefault("begun", {})
+
+    def pause(self, stream):
+        taken, slots = [], self._scheduler.occupied
+        for number in self._scheduler.unfinished:
+            cursor = self._names[number][1]
+            begun, responses, unfinished_G = self._begun.get(cursor), [], []
+            for g in range(G):
+                was = begun.responses[g] if begun else Response(np.zeros(0), np.zeros(0), False)
+                more = (number, g) in slots or self._waits(number, g)
+                n = slots[number, g][2] if (number, g) in slots else len(was.tokens_T)
+                n = n if more else int(self._script.length_PG[cursor, g])
+                response = Response(np.full(n, cursor), np.zeros(n), not more, ends=was.ends)
+                responses.append(response.continued())
+                unfinished_G.append(more)
+            taken.append(PartialGroup(cursor, tuple(responses), tuple(unfinished_G)))
+        self._begun.update((it.cursor, it) for it in taken)
+        return taken
+
+    def resume(self):
+        self.calls, self.blocks, self.prefilled_prompts = [], [], 0
+
+    def _waits(self, number, g):
+        ready = [r for shard in self._scheduler._ready for r in shard]
+        queued = [(prefix, s) for prefix in self._scheduler._queue for s in prefix.samples]
+        return any(p.cursor == number and s == g for p, s in [*ready, *queued])
+
+    def _group(self, stream, cursor):
+        group = super()._group(stream, cursor)
+        begun = self._begun.get(cursor)
+        if begun:
+            pairs = zip(group.responses, begun.responses, strict=True)
+            responses = tuple(dataclasses.replace(r, ends=was.ends) for r, was in pairs)
+            group = dataclasses.replace(group, responses=responses)
+        return group
+
+
+def steps_of(
+    script, *, steps, slots, partial_rollout_steps, num_prompts=4, every_steps=1, **settings
+):
+    """Runs steps one after the other: [(calls of a session, what was partial before, rollouts)].
+
+    every_steps: as many share a session.
+    """
+    cursor, partial, found, session = 0, [], [], None
+    for step in range(steps):
+        if step % every_steps:
+            session.resume()
+        else:
+            session = CarryingSession(script, slots=slots, block_tokens=2)
+        given = {
+            "partial_rollout_steps": partial_rollout_steps,
+            "group_size": G,
+            "num_prompts": num_prompts,
+            "max_prompts": 400,
+            "expected_rate": 0.5,
+            "dynamic_sampling": True,
+            "report": lambda text: None,
+        }
+        grade = scripted_grade(script)
+        rollouts = collect_partial(session, prompt_at, grade, cursor, partial, **given | settings)
+        found.append((session.calls, partial, rollouts))
+        cursor, partial = rollouts.cursor, rollouts.partial
+    return found
+
+
+@pytest.mark.parametrize("every_steps", [1, 4])
+@pytest.mark.parametrize("partial_rollout_steps", [1, 3])
+def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
+    """Many steps of long-tailed lengths: each group is sampled once, whole, and in the end used.
+
+    Slots stay full to a step's end, but where as many are under way as later steps can train on.
+    """
+    script, seen, idle, ages = long_tailed_script(0, prompts=600), [], [], []
+    for calls, before, rollouts in steps_of(
+        script,
+        steps=25,
+        slots=16,
+        partial_rollout_steps=partial_rollout_steps,
+        every_steps=every_steps,
+    ):
+        kept = [rollouts.sampled[p].cursor for p in rollouts.kept]
+        seen += [group.cursor for group in rollouts.sampled]
+        informative = [g.cursor for g in rollouts.sampled if g.cursor in script.informative]
+        assert kept == informative[:4] and len(kept) == 4
+        for group in rollouts.sampled:
+            lengths = [len(r.tokens_T) for r in group.responses]
+            assert lengths == script.length_PG[group.cursor].tolist()
+        ages += [it.age_steps for it in rollouts.partial]
+        waits = any(it.age_steps == partial_rollout_steps and any(it.unfinished_G) for it in before)
+        if before and not waits:
+            steps = [call for call in calls if call[0] == "step"]
+            idle += [sum(used == 0 for used in call[1:17]) for call in steps]
+        partial = [it.cursor for it in rollouts.partial]
+        assert sorted([*seen, *partial]) == list(range(rollouts.cursor))
+        spent = rollouts.stats.sampled_tokens + rollouts.continued_tokens
+        used = sum(group.length_G.sum() for group in rollouts.sampled)
+        assert spent == used + sum(it.tokens for it in rollouts.partial)
+    assert max(ages) == partial_rollout_steps
+    assert sum(idle) == 0
+
+
+@pytest.mark.parametrize(("slots", "partial_rollout_steps"), [(16, 1), (256, 2)])
+def test_no_trained_token_is_older_than_allowed_however_many_slots_there_are(
+    slots, partial_rollout_steps
+):
+    """With slots for 16 times as many groups as a step trains on, tokens were 13 steps old."""
+    script = long_tailed_script(1, prompts=2000)
+    discarded = 0
+    for _, _, rollouts in steps_of(
+        script, steps=20, slots=slots, partial_rollout_steps=partial_rollout_steps
+    ):
+        trained = [rollouts.sampled[p] for p in rollouts.kept]
+        assert len(trained) == 4
+        assert (
+            max(len(r.ends) for group in trained for r in group.responses) <= partial_rollout_steps
+        )
+        informative = sum(group.cursor in script.informative for group in rollouts.sampled)
+        discarded += informative - len(trained)
+    assert discarded <= 20 * 2  # groups that were sampled for nothing: half of what is trained on
+
+
+def test_a_first_step_trains_on_the_first_groups_in_prompt_order_as_without_partial_rollouts():
+    """It trained on those that were complete first: the short ones."""
+    script = long_tailed_script(2, prompts=600)
+    (_, _, first), *_, (_, _, last) = steps_of(script, steps=9, slots=32, partial_rollout_steps=3)
+    assert [first.sampled[p].cursor for p in first.kept] == script.informative[:4]
+    assert {it.age_steps for it in first.partial} == {1} and last.partial
+
+
+def test_without_dynamic_sampling_the_first_complete_groups_are_kept():
+    script = long_tailed_script(0, prompts=300)
+    for _, _, rollouts in steps_of(
+        script, steps=8, slots=64, partial_rollout_steps=1, dynamic_sampling=False
+    ):
+        assert [rollouts.sampled[p].cursor for p in rollouts.kept] == [
+            group.cursor for group in rollouts.sampled[:4]
+        ]
+
+
+def test_at_the_cap_a_step_ends_with_what_there_is():
+    """None of the prompts is informative, and only so many may begin."""
+    script = long_tailed_script(0, prompts=100)
+    script = dataclasses.replace(script, correct_PG=np.zeros_like(script.correct_PG))
+    ((_, _, rollouts),) = steps_of(
+        script, steps=1, slots=16, partial_rollout_steps=2, max_prompts=10
+    )
+    assert (len(rollouts.sampled), len(rollouts.kept), rollouts.partial) == (10, 0, [])
+
+
+def test_trained_tokens_know_which_of_them_the_newest_policy_sampled_alone():
+    """`is_on_policy` is False for groups that began in an earlier step, and for prompts.
+
+    The newest policy sampled some of their tokens, but behind earlier ones' keys and values.
+    """
+    prompt = Prompt(np.array([1, 2, 3], np.int32))
+    logp_T = np.zeros(4, np.float32)
+    responses = tuple(
+        Response(np.arange(4, dtype=np.int32), logp_T, True, ends=ends)
+        for ends in ((), (2,), (1, 4))
+    )
+    batch = pack(
+        [Group(0, prompt, responses)],
+        np.ones((1, 3)),
+        np.ones((1, 3, 4)),
+        row_lengths=(16,),
+        micro_batch_rows=1,
+        share_prompts=True,
+    )
+    fresh = [
+        batch.is_on_policy_BT[batch.branch_BT == branch].astype(int).tolist()
+        for branch in (1, 2, 3)
+    ]
+    assert fresh == [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert not batch.is_on_policy_BT[batch.branch_BT == 0].any()
+
+
+def carrying_config():
+    config = small_config()
+    config.num_steps = 4
+    config.rollout.partial_rollout_steps = 1
+    config.checkpoint.every_steps = 2
+    config.checkpoint.keep = 9
+    return config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_program_for_decoding():
+    """The runs here are for what is partial: few programs are compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "PARTS", ((1, 1),))
+        yield
+
+
+@pytest.fixture(scope="module")
+def carrying(tmp_path_factory):
+    """An uninterrupted run."""
+    workdir = tmp_path_factory.mktemp("runs") / "carrying"
+    workdir.mkdir()
+    recomputes, engine_recompute = [], Engine.recompute
+
+    def recompute(*arguments):
+        recomputes.append(len(rows_without_timings(workdir)))
+        return engine_recompute(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "recompute", recompute)
+        train.train(carrying_config(), workdir)
+    (workdir / "recomputes.json").write_text(json.dumps(recomputes))
+    return workdir
+
+
+def rollout_lines(workdir, step):
+    return gzip.open(workdir / "rollouts" / f"{step}.jsonl.gz").read()
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch):
+    """PartialGroup groups are in the checkpoint; rows, rollouts and weights are what they would be.
+
+    The step before had keys and values of its own: the run resumes where they are computed again.
+    """
+    run = tmp_path / "run"
+
+    def killed(*args):
+        if rows_without_timings(run)[2:]:
+            raise Killed
+        return take_updates(*args)
+
+    take_updates = train.take_updates
+    run.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "take_updates", killed)
+        with pytest.raises(Killed):
+            train.train(carrying_config(), run)
+    assert len(rows_without_timings(run)) == 3
+    assert not (run / "checkpoints" / "3").exists()
+    train.train(carrying_config(), run)
+    rows = rows_without_timings(carrying)
+    assert rows_without_timings(run) == rows
+    assert digests(run, 4) == digests(carrying, 4)
+    assert rollout_lines(run, 3) == rollout_lines(carrying, 3)
+
+
+@pytest.mark.slow
+def test_keys_and_values_are_computed_again_at_a_step_to_resume_at_alone(carrying):
+    """Checkpoints are saved after two steps and four; no response loses its pages here."""
+    assert set(json.loads((carrying / "recomputes.json").read_text())) == {2}
+
+
+@pytest.mark.slow
+def test_rows_say_how_stale_the_trained_tokens_are(carrying):
+    """The first step has none; the gap to the sampler is that of fresh tokens, if there are any."""
+    rows = rows_without_timings(carrying)
+    assert rows[0]["staleness/tokens_fraction"] == rows[0]["staleness/max_steps"] == 0
+    assert "ratio_gap" in rows[0]
+    assert any(row["staleness/tokens_fraction"] > 0 for row in rows)
+    for row in rows:
+        assert row["partial_rollouts/groups"] > 0 and row["partial_rollouts/tokens"] > 0
+        assert row["staleness/mean_steps"] >= row["staleness/tokens_fraction"]
+        assert row.get("ratio_gap", 0) < 1e-5
+        assert 0 <= row["engine/unused_tokens_fraction"] < 1
+        assert row["groups/cancelled"] == 0
+
+
+@pytest.mark.slow
+def test_a_step_that_decodes_nothing_ends_like_any_other(carrying, tmp_path, monkeypatch):
+    """Enough was partial: there was no block to plot, and the run ended with a traceback."""
+    config, run = carrying_config(), tmp_path / "run"
+    shutil.copytree(carrying, run)
+    config.num_steps += 1
+    config.log.samples_every_steps = 1
+
+    def without_blocks(*given, **settings):
+        rollouts = collect_partial(*given, **settings)
+        nothing = dict.fromkeys(
+            ("decode_steps", "slot_steps", "busy_slot_steps", "waiting_slot_steps"), 0
+        )
+        stats = dataclasses.replace(rollouts.stats, blocks=[], sampled_tokens=0, **nothing)
+        return dataclasses.replace(rollouts, stats=stats)
+
+    monkeypatch.setattr(train.partial_rollouts, "collect_partial", without_blocks)
+    train.train(config, run)
+    assert rows_without_timings(run)[-1]["engine/decode_steps"] == 0
+
+
+@pytest.mark.slow
+def test_a_fork_without_partial_rollouts_samples_what_was_under_way_anew(carrying, tmp_path):
+    config = carrying_config()
+    config.rollout.partial_rollout_steps = 0
+    origin = Origin(carrying.resolve(), 2)
+    progress = json.loads((carrying / "checkpoints/2/progress/metadata").read_text())
+    (tmp_path / "fork").mkdir()
+    train.train(config, tmp_path / "fork", origin)
+    first = json.loads(rollout_lines(tmp_path / "fork", 2).splitlines()[0])
+    assert first["cursor"] == min(it["cursor"] for it in progress["partial"])
