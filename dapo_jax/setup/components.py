@@ -337,8 +337,7 @@ def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.L
     if c.lora_rank:
         lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
     return learner.Learning(
-        **c,
-        **config.algo,
+        **{**c, **config.algo, "lora_targets": tuple(c.lora_targets)},  # a list where it is JSON's
         compute_dtype=config.model.compute_dtype,
         temperature=r.temperature,
         max_response_tokens=r.max_response_tokens,
