@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import jinja2
 
-from dapo_jax.logs.files import atomic_file, read_rollouts
+from dapo_jax.logs.files import read_rollouts
 from dapo_jax.report import compare
 from dapo_jax.report.runs import Run, by_arm, complete, flatten, shortened, summary_lines
 from dapo_jax.tasks.readers import problem_of
@@ -21,18 +21,12 @@ CODE = ("commit", "changed", "versions", "devices")  # of a start's line
 SAMPLE_HEADS = ("run", "step", "problem", "response", "verdict", "tokens", "reward")
 
 
-def write(path: pathlib.Path, text: str) -> None:
-    """Writes a page, complete or not at all."""
-    with atomic_file(path) as file:
-        file.write(text.encode(errors="backslashreplace"))  # responses may hold any characters
-
-
 def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline: str = "") -> str:
     """Renders the page of runs by label; all text in it is escaped.
 
     pictures: PNG files. baseline: the arm that the others are compared with; "": the first.
     """
-    arms, (finished, short) = by_arm(runs), complete(runs)
+    arms, (finished, short) = list(by_arm(runs)), complete(runs)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
@@ -44,7 +38,7 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
     return environment.get_template("page.html.j2").render(
         title=f"{len(runs)} runs of {len(arms)} arms" if several else next(iter(runs)),
         short=short,
-        compared=compare.tables(finished, baseline=baseline or next(iter(arms)))
+        compared=compare.tables(finished, baseline=baseline or arms[0])
         if several and finished
         else [],
         method=compare.METHOD,
@@ -52,7 +46,7 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
         pictures=[base64.b64encode(picture).decode() for picture in pictures],
         sample_heads=SAMPLE_HEADS,
         samples=samples(runs),
-        arms=list(arms),
+        arms=arms,
         differences=[(key, *texts) for key, texts in differences(runs).items()],
     )
 
@@ -60,19 +54,19 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
 def differences(runs: Mapping[str, Run]) -> dict[str, list[str]]:
     """Settings, code and devices in which the arms differ -> each arm's, '-' where absent."""
     facts = [[_facts(run) for run in of_seed.values()] for of_seed in by_arm(runs).values()]
-    keys = dict.fromkeys(key for of_arm in facts for of_run in of_arm for key in of_run)
-
-    def text(key: str, of_arm: Sequence[Mapping]) -> str:
-        values = (json.dumps(of_run[key]) if key in of_run else "-" for of_run in of_arm)
-        return ", ".join(dict.fromkeys(values))
-
-    table = {key: [text(key, of_arm) for of_arm in facts] for key in keys}
+    table = {
+        key: [
+            ", ".join(dict.fromkeys(of_run.get(key, "-") for of_run in of_arm)) for of_arm in facts
+        ]
+        for key in dict.fromkeys(key for of_arm in facts for of_run in of_arm for key in of_run)
+    }
     return {key: texts for key, texts in table.items() if len(set(texts)) > 1}
 
 
-def _facts(run: Run) -> dict[str, object]:
+def _facts(run: Run) -> dict[str, str]:
     start = run.starts[-1] if run.starts else {}
-    return run.config | flatten({key: start[key] for key in CODE if key in start})
+    facts = run.config | flatten({key: start[key] for key in CODE if key in start})
+    return {key: json.dumps(value) for key, value in facts.items()}
 
 
 def samples(runs: Mapping[str, Run]) -> list[list[str]]:
@@ -83,11 +77,13 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
     found: dict[str, list[list[str]]] = {}
     for label, run in runs.items():
         if run.workdir and not found.get(run.arm or label):
-            files = (run.workdir / "rollouts").glob("*.jsonl.gz")
-            steps = {name: file for file in files if (name := file.name.split(".")[0]).isdigit()}
-            ends = dict.fromkeys(f(steps, key=int) for f in (min, max)) if steps else ()
+            files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz")
+            steps = {int(file.name.split(".")[0]): file for file in files}
             found[run.arm or label] = [
-                [label, step, *cells] for step in ends for cells in _responses(steps[step])
+                [label, str(step), *cells]
+                for step in sorted(steps)
+                if step in (min(steps), max(steps))
+                for cells in _responses(steps[step])
             ]
     return list(itertools.chain.from_iterable(found.values()))
 
