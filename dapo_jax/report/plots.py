@@ -187,7 +187,7 @@ def _look(index: int) -> dict:
 
 def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens: bool) -> None:
     """Draws the curves of a panel: of several arms a colour an arm, of one a colour a curve."""
-    ax.set_title(panel.title, parse_math=False)
+    ax.set_title(panel.title, loc="left", fontweight="bold", parse_math=False)
     for kind, curve in enumerate(panel.curves):
         for arm, runs in enumerate(arms):
             _draw(ax, runs, curve, _look(kind if len(arms) == 1 else arm), over_tokens=over_tokens)

@@ -107,7 +107,7 @@ def holm(p_N) -> np.ndarray:
 
 def _student(difference: float, error: float, freedom: float) -> Interval:
     """Student's interval of a difference with this standard error, and its p-value."""
-    difference = float(difference)
+    difference, error = float(difference), float(error)
     half_width = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
     p = 2 * float(stdtr(freedom, -abs(difference) / error)) if error else float(not difference)
     return Interval(difference, difference - half_width, difference + half_width, p)
