@@ -183,7 +183,9 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
     if missing:
         lines += [f"Missing: {'; '.join(missing)}.", ""]
     lines += ["Mean ± standard deviation over the seeds.", ""]
-    columns = columns_of(study, kept)
+    names = {quantity.name for quantity in study.quantities}
+    given = [quantity for quantity in compare.WORK if quantity.name not in names]
+    columns = [*study.quantities, *compare.known(given, kept)]
     lines += compare.table(
         ["arm", "seeds", *(quantity.name for quantity in columns)],
         [
@@ -219,15 +221,6 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
     if claims:
         lines += ["", NOTE.format(predictions=n, rows=len(of_all))]
     return "\n".join([*lines, "", _origin(kept), ""])
-
-
-def columns_of(study: Study, runs: Mapping[str, Run]) -> list[Quantity]:
-    """The study's quantities, and what each run was given where the rows have it."""
-    names = {quantity.name for quantity in study.quantities}
-    return [
-        *study.quantities,
-        *compare.known([q for q in compare.WORK if q.name not in names], runs),
-    ]
 
 
 def p_text(p: float) -> str:

@@ -117,7 +117,7 @@ def test_what_is_not_the_studys_is_left_out_and_said():
         made, settings={"num_steps": "3", "data.train.args": "{'easy': 1.0}"}
     )
     for run in runs.values():
-        run.config |= {"data.train.args.easy": 1.0, "learner.row_lengths": 2}
+        run.config.update({"data.train.args.easy": 1.0, "learner.row_lengths": 2})
     assert "a/seed_0" in made.finished(runs)[0]
     runs["a/seed_0"].config["data.train.args.road"] = 1.0
     assert made.finished(runs)[1][0] == "a/seed_0 is of another config (data.train.args.road)"

@@ -276,17 +276,18 @@ def _attempts(folder):
     return (folder / "starts.txt").read_text().split()
 
 
-def test_failures_are_kept_apart_and_tried_again_at_the_end(tmp_path, program):
+def test_failures_are_kept_apart_and_tried_again_at_the_end(tmp_path, program, capsys):
     a, b = "eps_high=0.2", "eps_high=0.3"
     does = {
         f"{a}/seed_0": ["fail", "ok"],
         f"{b}/seed_0": ["again", "again", "ok"],
         f"{a}/seed_1": ["kill", "none"],
     }
-    folder, said = tmp_path / "sweep", []
+    folder = tmp_path / "sweep"
     _, points = _points(folder, does)
-    runner = Runner(points, jobs=1, program=program, say=said.append)
+    runner = Runner(points, jobs=1, program=program)
     runner.run()
+    said = capsys.readouterr().out.splitlines()
     labels = [point.label for point in points]
     assert _attempts(folder) == [*labels, *labels[:3], *labels[1:3]]
     assert runner.done == 3 and runner.failed == [points[2]] and not runner.stopped

@@ -53,11 +53,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     """
     workdir = pathlib.Path(workdir)
     path, config_path = workdir / "metrics.jsonl", workdir / "config.json"
-    rows = [
-        {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
-        for row in read_rows(path)
-    ]
-    if not rows:
+    if not (rows := read_rows(path)):
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")

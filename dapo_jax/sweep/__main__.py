@@ -7,7 +7,6 @@ The same command resumes. Exit status: 0: all runs are done. 75: stopped by a si
 command again. 1: some runs failed, which are listed.
 """
 
-import functools
 import pathlib
 import re
 import shlex
@@ -30,45 +29,37 @@ from dapo_jax.sweep.runner import LOG, TRAIN, Runner
 from sharding import hosts
 
 
-def sweep(
-    plan: Plan,
-    folder: pathlib.Path,
-    *,
-    jobs: int,
-    baseline: str = "",
-    program: Sequence[str] = TRAIN,
-) -> None:
+def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, program: Sequence[str] = TRAIN) -> None:
     """Runs the plan's points in the folder; SystemExit with 75 when stopped, 1 for failures.
 
     program: a command, which gets each point's arguments.
     """
-    say = functools.partial(print, flush=True)  # also where the output is a file
     with locked(folder):
         plans.record(plan, folder)
         points = plan.points(folder, single_device=jobs > 1)
-        runner = Runner(points, jobs=jobs, program=program, say=say)
-        done = f"; {runner.done} of {len(points)} runs are done" if runner.done else ""
-        say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {jobs} at once{done}")
+        runner = Runner(points, jobs=jobs, program=program)
+        text = f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {jobs} at once; "
+        print(text + f"{runner.done} of {len(points)} runs are done", flush=True)
         with Signals(runner.stop):
             runner.run()
         if runner.stopped:
             print(f"stopped; the same command goes on with {folder}", file=sys.stderr)
             raise SystemExit(hosts.RETRYABLE)
-        say(write_tables(folder, plan, baseline))
+        print(write_tables(folder, plan))
     for point in runner.failed:
         print(f"failed: {point.workdir / LOG}", file=sys.stderr)
     if runner.failed:
         raise SystemExit(1)
 
 
-def write_tables(folder: pathlib.Path, plan: Plan, baseline: str) -> str:
+def write_tables(folder: pathlib.Path, plan: Plan) -> str:
     """Writes rows.jsonl.gz, summary.md and the page of all runs; returns the summary, and where."""
     runs, rows = load_sweep(folder), folder / "rows.jsonl.gz"
     write_rows(rows, runs)
-    text = markdown(read_rows_file(rows), baseline=baseline, title=f"Sweep of {plan.config}")
+    text = markdown(read_rows_file(rows), title=f"Sweep of {plan.config}")
     with atomic_file(folder / "summary.md") as file:
         file.write(text.encode())
-    page = f"   page: {write_report(folder, runs, baseline=baseline)}" if runs else ""
+    page = f"   page: {write_report(folder, runs)}" if runs else ""
     return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}{page}"
 
 
@@ -110,12 +101,10 @@ def main(_: list[str]) -> None:
         start=values.start,
     )
     folder = pathlib.Path(values.workdir)
-    if values.baseline and values.baseline not in plan.arms:
-        raise ValueError(f"--baseline={values.baseline} is no arm: {', '.join(plan.arms)}")
     if values.launch:
         print("\n".join(launch_lines(values.launch, plan.points(folder))))
     else:
-        sweep(plan, folder, jobs=values.jobs, baseline=values.baseline)
+        sweep(plan, folder, jobs=values.jobs)
 
 
 if __name__ == "__main__":
@@ -127,7 +116,6 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("arm", [], '"NAME: KEY=V KEY=V": settings that go together; repeat.')
     flags.DEFINE_string("seeds", "5", "How many (from 0), or a list: 0,3,7.")
     flags.DEFINE_integer("jobs", 1, "Runs at once, each on its share of the cores.", lower_bound=1)
-    flags.DEFINE_string("baseline", "", "The arm that others are compared with; '': the first.")
     flags.DEFINE_string("start", "", "run:PATH@STEP, passed on; {seed} in it is each run's.")
     flags.DEFINE_string("launch", "", "Print a command a run, from this template, and run none.")
     command.run(main)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,24 +30,17 @@ SHOWN_LINES, SHOWN_CHARACTERS = 5, 300  # of a failed run's output
 class Runner:
     """Runs points in their order, `jobs` at once; `stop` may be called by another thread.
 
-    done: the number of points that are. failed: those that did not come to their end.
+    Prints a line an attempt, followed by the end of a failed one's output. done: the number of
+    points that are. failed: those that did not come to their end.
 
     Args:
         points: in the order to run them; those that are done are left alone.
         jobs: the number of runs at once; each is bound to its share of the cores.
         program: a command, which gets a point's arguments.
-        say: shows a line an attempt, followed by the end of a failed one's output.
     """
 
-    def __init__(
-        self,
-        points: Sequence[Point],
-        *,
-        jobs: int,
-        program: Sequence[str] = TRAIN,
-        say: Callable[[str], None] = print,
-    ):
-        self._points, self._jobs, self._program, self._say = len(points), jobs, program, say
+    def __init__(self, points: Sequence[Point], *, jobs: int, program: Sequence[str] = TRAIN):
+        self._points, self._jobs, self._program = len(points), jobs, program
         self._waiting = collections.deque(point for point in points if not is_done(point))
         self.done = len(points) - len(self._waiting)
         self.failed: list[Point] = []
@@ -105,7 +98,7 @@ class Runner:
             self._running.add(process)
             if self.stopped:
                 process.terminate()
-            self._say(f"{point.label} begins: {log}")
+            print(f"{point.label} begins: {log}", flush=True)
         status = process.wait()
         done = status == 0 and is_done(point)
         with self._lock:
@@ -114,10 +107,11 @@ class Runner:
             end = "stopped and saved" if status == hosts.RETRYABLE else f"ended with {status}"
             text = f"[{self.done}/{self._points}] {point.label}: {'done' if done else end}, "
             text += f"{finished_steps(point)} of {point.num_steps} steps "
-            self._say(text + f"in {format_duration(time.monotonic() - begin)}")
+            text += f"in {format_duration(time.monotonic() - begin)}"
             if not done and status != hosts.RETRYABLE:
                 for line in log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]:
-                    self._say(f"  {printable(line[:SHOWN_CHARACTERS])}")
+                    text += f"\n  {printable(line[:SHOWN_CHARACTERS])}"
+            print(text, flush=True)  # also where the output is a file
         return done
 
 
