@@ -103,14 +103,6 @@ def test_holms_correction_by_hand():
     assert statistics.holm([]).tolist() == []
 
 
-def test_the_last_rows_are_ten_or_a_third():
-    assert statistics.last_mean(np.arange(100.0)) == 94.5
-    assert statistics.last_mean(np.arange(12.0)) == np.mean([8, 9, 10, 11])
-    assert statistics.last_mean([1.0, 2.0]) == 2.0
-    assert statistics.last_mean([1.0, 2, 3, 4, 5, np.nan]) == 5.0
-    assert math.isnan(statistics.last_mean([1.0, np.nan]))
-
-
 def _plan(*, grid=(), named=(), seeds="2", common=(), config="configs/tiny.py", start=""):
     return plans.make(config=config, flags=common, grid=grid, named=named, seeds=seeds, start=start)
 

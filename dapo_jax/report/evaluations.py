@@ -19,24 +19,17 @@ SHOWN_CHARACTERS = 90  # of a problem
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """One problem: its place and text in one line, and the share of responses that are right."""
-
-    name: str
-    mean: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Evaluated:
     """One evaluation of one set. label: the names of the workdir and of the file.
 
-    problems: by (source, row, answer, number among the problems that share these three).
+    problems: by (source, row, answer, number among the problems that share these three), the share
+    of responses that are right, and the problem's place and text in one line.
     """
 
     label: str
     name: str
     settings: Mapping
-    problems: Mapping[tuple, Problem]
+    problems: Mapping[tuple, tuple[float, str]]
 
 
 def read(path: str | pathlib.Path) -> list[Evaluated]:
@@ -54,7 +47,7 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
     return found
 
 
-def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
+def _problems(path: pathlib.Path) -> dict[tuple, tuple[float, str]]:
     rows: dict[tuple, list] = {}
     for row in read_rollouts(path):
         # The cursor alone identifies a problem; early files have neither it nor the source.
@@ -64,8 +57,7 @@ def _problems(path: pathlib.Path) -> dict[tuple, Problem]:
     for (*place, _), found in rows.items():
         text = " ".join(problem_of(str(found[0]["prompt"])).split())
         name = f"{place[0]} row {place[1]}: {shortened(text, limit=SHOWN_CHARACTERS)}".strip()
-        mean = sum(row["correct"] for row in found) / len(found)
-        problems[*place, alike[*place]] = Problem(name, mean)
+        problems[*place, alike[*place]] = sum(row["correct"] for row in found) / len(found), name
         alike[*place] += 1
     return problems
 
@@ -79,11 +71,11 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
     """
     single = all(len({source for source, *_ in of.problems}) == 1 for of in (a, b))
     ours, theirs = ({key[single:]: p for key, p in of.problems.items()} for of in (a, b))
-    pairs = [(problem, theirs[key]) for key, problem in ours.items() if key in theirs]
+    pairs = [(mean, theirs[key][0], name) for key, (mean, name) in ours.items() if key in theirs]
     if not pairs:
         raise ValueError(f"{a.label} and {b.label} have no problem in common (source, row, answer)")
-    pairs.sort(key=lambda pair: pair[0].mean - pair[1].mean)  # the greatest gain first
-    P, a_P, b_P = len(pairs), *([problem.mean for problem in of] for of in zip(*pairs, strict=True))
+    pairs.sort(key=lambda pair: pair[0] - pair[1])  # the greatest gain first
+    P, (a_P, b_P, _) = len(pairs), zip(*pairs, strict=True)
     found = paired_share_interval(b_P, a_P)
     better = sum(y > x for x, y in zip(a_P, b_P, strict=True))
     worse = sum(y < x for x, y in zip(a_P, b_P, strict=True))
@@ -101,9 +93,8 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
         f"b is better on {better}, equal on {P - better - worse}, worse on {worse}; "
         f"{len(ours.keys() ^ theirs.keys())} problems are in one of them alone, and left out",
         *(
-            f"  {one.mean:6.1%} -> {other.mean:6.1%}  {100 * (other.mean - one.mean):+6.1f}  "
-            f"{one.name}"
-            for one, other in moved
+            f"  {one:6.1%} -> {other:6.1%}  {100 * (other - one):+6.1f}  {name}"
+            for one, other, name in moved
         ),
     ]
     return [printable_lines(line) for line in lines]

@@ -97,14 +97,10 @@ def _responses(path: pathlib.Path) -> list[list[str]]:
         [
             shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARACTERS),
             shortened(row["response"], limit=SHOWN_CHARACTERS),
-            f"{verdict(row)}: {row['prediction']}, answer {row['ground_truth']}",
+            f"{'right' if row['correct'] else 'truncated' if row['truncated'] else 'wrong'}: "
+            f"{row['prediction']}, answer {row['ground_truth']}",
             f"{row['tokens']:,}",
             f"{row['reward']:.3g}",
         ]
         for row in rows
     ]
-
-
-def verdict(row: Mapping) -> str:
-    """Names the end of a response; "truncated" is one that is cut off and not right."""
-    return "right" if row["correct"] else "truncated" if row["truncated"] else "wrong"

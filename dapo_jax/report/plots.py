@@ -22,7 +22,6 @@ from dapo_jax.logs.metrics import METRICS, TASK
 from dapo_jax.report.runs import Run, by_arm, shortened, tokens_before
 from dapo_jax.report.statistics import nan_mean
 
-SMOOTHED_ROWS = 30  # shorter runs are drawn as they are
 ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
 COLUMNS = 3  # panels beside each other
 PANEL_INCHES = 4.5
@@ -111,8 +110,8 @@ def rolling_mean(values: np.ndarray, *, window: int) -> np.ndarray:
 
 
 def smoothing_window(rows: int) -> int:
-    """Rows in the rolling mean of a run with this many rows; 1 without smoothing."""
-    return 1 if rows < SMOOTHED_ROWS else rows // 15 | 1
+    """Rows in the rolling mean of a run with this many rows, odd; 1, no smoothing, below 30."""
+    return rows // 15 | 1
 
 
 def curves(runs: Mapping[str, Run]) -> Figure:
