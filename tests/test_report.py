@@ -311,7 +311,7 @@ def test_arms_are_compared_on_the_seeds_they_share():
         for arm, gain, seeds in (("a", 0.1, range(4)), ("b", 0.2, range(1, 5)), ("c", 0.1, (0,)))
         for seed in seeds
     }
-    (_, heads, means), (_, _, differences) = compare.tables(runs)
+    ((_, heads, means), (_, _, differences)), _ = compare.tables(runs)
     name = "held_out mean@8, %"
     assert [row[heads.index(name)] for row in means] == ["51.7 ± 1.4", "92.7 ± 1.2", "50.0"]
     found = {row[1]: row[2:] for row in differences if row[0] == name}

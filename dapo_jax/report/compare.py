@@ -165,12 +165,19 @@ def paired(
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, rows
 
 
-def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
-    """Returns the arms' means and, of several arms, the differences from the baseline ("": first).
+def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table], list[str]]:
+    """(tables of the complete runs, why each other run is left out).
 
-    A difference in which all seeds are equal is called so: nothing is measured there.
+    The tables are the arms' means and, of several arms, the differences from the baseline ("": the
+    first arm). A difference in which all seeds are equal is called so: nothing is measured there.
+    Raises ValueError for a baseline that is none of the arms.
     """
-    arms, compared = by_arm(runs), quantities(runs)
+    known_arms, (kept, short) = list(by_arm(runs)), complete(runs)
+    if (baseline := baseline or known_arms[0]) not in known_arms:
+        raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(known_arms)}")
+    if not kept:
+        return [], short
+    arms, compared = by_arm(kept), quantities(kept)
     means = [
         [
             arm,
@@ -182,7 +189,6 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
     ]
     heads = ["arm", "steps", "seeds", *(quantity.name for quantity in compared)]
     found: list[Table] = [("Mean ± standard deviation over seeds", heads, means)]
-    baseline = baseline or next(iter(arms))
     differences = []
     for quantity in compared:
         of_arm = {arm: values(quantity, of_seed) for arm, of_seed in arms.items()}
@@ -198,23 +204,16 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
     if differences:
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %"]
         found.append((f"Differences from {baseline} on the same seed", heads, differences))
-    return found
+    return found, short
 
 
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
-    """Returns the tables of the complete runs, against the baseline arm; "": the first arm.
-
-    Raises ValueError for a baseline that is none of the arms.
-    """
-    (kept, short), arms = complete(runs), list(by_arm(runs))
-    if baseline and baseline not in arms:
-        raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(arms)}")
+    """Returns `tables` as Markdown."""
+    found, short = tables(runs, baseline=baseline)
     lines = [f"# {title}", ""]
     if short:
         lines += [f"Left out, not finished: {'; '.join(short)}.", ""]
-    if not kept:
-        return "\n".join([*lines, "No run has finished.", ""])
-    for head, heads, rows in tables(kept, baseline=baseline or arms[0]):
+    for head, heads, rows in found:
         lines += [f"## {head}", "", *table(heads, rows), ""]
     return "\n".join([*lines, METHOD, ""])
 

@@ -12,7 +12,7 @@ import jinja2
 
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.report import compare
-from dapo_jax.report.runs import Run, by_arm, complete, flatten, shortened, summary_lines
+from dapo_jax.report.runs import Run, by_arm, flatten, shortened, summary_lines
 from dapo_jax.tasks.readers import problem_of
 
 SAMPLES = 8  # of a step, each to another problem
@@ -26,7 +26,7 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
 
     pictures: PNG files. baseline: the arm that the others are compared with; "": the first.
     """
-    arms, (finished, short) = list(by_arm(runs)), complete(runs)
+    arms, (tables, short) = list(by_arm(runs)), compare.tables(runs, baseline=baseline)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
@@ -38,9 +38,7 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
     return environment.get_template("page.html.j2").render(
         title=f"{len(runs)} runs of {len(arms)} arms" if several else next(iter(runs)),
         short=short,
-        compared=compare.tables(finished, baseline=baseline or arms[0])
-        if several and finished
-        else [],
+        compared=tables if several else [],
         method=compare.METHOD,
         summaries={label: summary_lines(run) for label, run in runs.items()},
         pictures=[base64.b64encode(picture).decode() for picture in pictures],

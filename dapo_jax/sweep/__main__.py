@@ -55,12 +55,14 @@ def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, program: Sequence[str]
 def write_tables(folder: pathlib.Path, plan: Plan) -> str:
     """Writes rows.jsonl.gz, summary.md and the page of all runs; returns the summary, and where."""
     runs, rows = load_sweep(folder), folder / "rows.jsonl.gz"
+    if not runs:
+        return "no run has finished a step"
     write_rows(rows, runs)
     text = markdown(read_rows_file(rows), title=f"Sweep of {plan.config}")
     with atomic_file(folder / "summary.md") as file:
         file.write(text.encode())
-    page = f"   page: {write_report(folder, runs)}" if runs else ""
-    return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}{page}"
+    page = write_report(folder, runs)
+    return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}   page: {page}"
 
 
 def launch_lines(template: str, points: Sequence[Point]) -> list[str]:
