@@ -72,18 +72,15 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
 
     They are of its first and its last rollouts/<step>.jsonl.gz: one to each of the first problems.
     """
-    found: dict[str, list[list[str]]] = {}
+    found, arms = [], set()
     for label, run in runs.items():
-        if run.workdir and not found.get(run.arm or label):
-            files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz")
-            steps = {int(file.name.split(".")[0]): file for file in files}
-            found[run.arm or label] = [
-                [label, str(step), *cells]
-                for step in sorted(steps)
-                if step in (min(steps), max(steps))
-                for cells in _responses(steps[step])
-            ]
-    return list(itertools.chain.from_iterable(found.values()))
+        files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz") if run.workdir else ()
+        steps = {int(file.name.split(".")[0]): file for file in files}
+        if steps and (arm := run.arm or label) not in arms:
+            arms.add(arm)
+            for step in dict.fromkeys((min(steps), max(steps))):
+                found += [[label, str(step), *cells] for cells in _responses(steps[step])]
+    return found
 
 
 def _responses(path: pathlib.Path) -> list[list[str]]:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 
 from configs.base import RENAMED
 from dapo_jax.logs.files import read_rollouts, write_rollouts
-from dapo_jax.logs.metrics import METRICS, TASK
 from dapo_jax.report.runs import Run, sweep_label
 
-# The times of one machine are left out, but not the quantities of its schedule.
-LEFT_OUT, KEPT = ("engine/", "seconds_in_rollout/"), ("engine/decode_steps", "engine/occupancy")
+# The times of one machine are left out, but not the quantities of its schedule; evaluations have a
+# place of their own.
+LEFT_OUT = ("engine/", "seconds_in_rollout/", "eval/", "digest/")
+KEPT = ("engine/decode_steps", "engine/occupancy")
 OF_A_START = ("time", "commit", "changed", "versions", "devices")  # not of the machine
 DIGITS = 6  # significant ones of a float
 
@@ -38,9 +39,8 @@ def _line_of(arm: str, run: Run) -> dict:
     for (name, score), values in run.evaluations.items():
         rounded_values = {str(step): _rounded(value) for step, value in values.items()}
         evaluations.setdefault(name, {})[score] = rounded_values
-    keys = [metric.key for metric in METRICS]
+    keys = dict.fromkeys(key for row in run.rows for key in row)
     kept = [key for key in keys if key in KEPT or not key.startswith(LEFT_OUT)]
-    kept += sorted({key for row in run.rows for key in row if key.startswith(TASK)})
     columns = {key: [_rounded(row.get(key)) for row in run.rows] for key in kept}
     return {
         "arm": arm,
