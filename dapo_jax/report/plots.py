@@ -170,12 +170,11 @@ def save(figure: Figure, path: str | pathlib.Path) -> None:
 
 
 def _title(runs: Mapping[str, Run]) -> str:
-    """Names a run or an arm, or counts them; explains the bands."""
-    arms = by_arm(runs)
-    name = shortened(next(iter(arms)), limit=2 * LABEL) if len(arms) == 1 else f"{len(arms)} arms"
-    if len(runs) == len(arms):
-        return name
-    return f"{name}, {len(runs)} runs: means over the seeds, bands from the lowest to the highest"
+    """Names a single run, or counts runs and arms; explains the bands."""
+    if len(runs) == 1:
+        return shortened(next(iter(runs)), limit=2 * LABEL)
+    text = f"{len(runs)} runs of {len(by_arm(runs))} arms"
+    return f"{text}: means over the seeds, bands from the lowest to the highest"
 
 
 def _look(index: int) -> dict:
