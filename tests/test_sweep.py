@@ -163,7 +163,7 @@ def test_arms_are_named_and_span_the_grid():
         ({"named": ["a/b: num_steps=3"]}, "'a/b' cannot name an arm's folder"),
         ({"named": ["a: num_steps"]}, 'write "NAME: KEY=V KEY=V"'),
         ({"named": ["num_steps=3"]}, 'write "NAME: KEY=V KEY=V"'),
-        ({"seeds": "x"}, "'x'"),
+        ({"seeds": "x"}, "--seeds=x: give how many"),
         ({"config": "configs/tyni.py"}, "tyni.py"),
     ],
 )

@@ -102,8 +102,11 @@ def make(
     grid: KEY=V1,V2,... each. named: "NAME: KEY=V KEY=V" each. seeds: how many, or a list. Raises
     ValueError, in one line, for a wrong one; a wrong key gets the nearest name.
     """
-    numbers = map(int, seeds.removesuffix(",").split(",")) if "," in seeds else range(int(seeds))
-    plan = Plan(config, tuple(flags), start, _arms(config, grid, named), tuple(numbers))
+    parts = seeds.removesuffix(",").split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--seeds={seeds}: give how many, as 5, or a list, as 0,3,7")
+    numbers = tuple(map(int, parts) if "," in seeds else range(int(seeds)))
+    plan = Plan(config, tuple(flags), start, _arms(config, grid, named), numbers)
     keys = {match[1] for match in map(KEY_FLAG.match, flags) if match}.union(*plan.arms.values())
     if "seed" in keys:
         raise ValueError("the config's seed is the sweep's: give --seeds=5, or --seeds=0,3,7")
