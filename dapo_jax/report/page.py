@@ -27,15 +27,9 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
     pictures: PNG files. baseline: the arm that the others are compared with; "": the first.
     """
     arms, (tables, short) = list(by_arm(runs)), compare.tables(runs, baseline=baseline)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    several = len(runs) > 1
-    return environment.get_template("page.html.j2").render(
+    several, text = len(runs) > 1, pathlib.Path(__file__).with_name("page.html.j2").read_text()
+    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return template.render(
         title=f"{len(runs)} runs of {len(arms)} arms" if several else next(iter(runs)),
         short=short,
         compared=tables if several else [],
