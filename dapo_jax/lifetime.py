@@ -110,12 +110,7 @@ def begin(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
     saved = failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory)
     stack.enter_context(saved)
     snapshots = stack.enter_context(
-        Snapshots(
-            checkpoints,
-            every_steps=config.checkpoint.every_steps,
-            say=print,
-            on_failed_save=config.checkpoint.on_failed_save,
-        )
+        Snapshots(checkpoints, every_steps=config.checkpoint.every_steps, say=print)
     )
     start.check_parent(config, checkpoints.latest_step(), origin)
     parts = start.prepare(config, workdir)

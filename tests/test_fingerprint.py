@@ -220,18 +220,6 @@ def test_rows_without_a_checkpoint_are_no_new_run(tmp_path, finished, refused):
         fingerprint.check_checkpoint_is_there(config, tmp_path, "DIR")
 
 
-def test_how_often_a_run_has_saved_is_what_its_recipe_said(tmp_path):
-    """Killed before its first save, and told to save more often: it was refused as one that lacks
-    its checkpoints."""
-    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(40))
-    (tmp_path / "metrics.jsonl").write_text(rows)
-    config = get_config()
-    config.checkpoint.every_steps = 50
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    config.checkpoint.every_steps = 1
-    fingerprint.check_checkpoint_is_there(config, tmp_path, "DIR")
-
-
 def test_a_section_that_a_run_may_change_may_be_new_to_it():
     """Its keys may change, but a config without any of them was another config."""
     old = fingerprint_of()

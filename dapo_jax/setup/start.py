@@ -234,9 +234,7 @@ def forked(programs: components.Programs, ours: dict, origin: Origin) -> Start:
     parent = Checkpoints(directory, keep=None)
     same = functools.partial(fingerprint.require_parent, ours=ours)
     try:
-        state, progress = parent.restore(
-            origin.step, programs.state, require=same, report=logging.warning
-        )
+        state, progress = parent.restore(origin.step, programs.state, require=same)
     except (FileNotFoundError, DamagedError) as error:
         raise type(error)(f"--start={origin}: {error}. {_kept(recipe)}") from error
     finally:
