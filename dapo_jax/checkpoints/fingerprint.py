@@ -24,7 +24,6 @@ from configs.base import eval_settings, mixture_settings
 from dapo_jax import hub, losses
 from dapo_jax.cli.config_flags import FREE_KEYS, MAY_CHANGE, POLICY_KEYS, recipe_differences
 from dapo_jax.logs.files import read_rows
-from dapo_jax.logs.metrics import METRICS
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
 from models import families
@@ -35,7 +34,6 @@ WEIGHTS = ".safetensors"
 OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
 INSTALLED = ("site-packages", "dist-packages")
 CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
-METRIC = "the metric "
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
 UNSAVED = 3
@@ -134,18 +132,17 @@ def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
     yield from ((key, name.partition(":")[0], None) for key, name in named if ":" in name)
     if config.model.family not in families.BUILT_IN:
         yield "model.family", config.model.family, None
-    functions = {f"{METRIC}{metric.key}": metric.value for metric in METRICS if metric.value}
-    for key, table in (
-        ("policy_loss", losses.POLICY_LOSSES),
-        ("ratio", losses.RATIOS),
-        ("advantage_scale", losses.ADVANTAGES),
-    ):
-        functions[f"algo.{key}"] = table[config.algo[key]]
-    for key, function in functions.items():
+    tables = {
+        "policy_loss": losses.POLICY_LOSSES,
+        "ratio": losses.RATIOS,
+        "advantage_scale": losses.ADVANTAGES,
+    }
+    for name, table in tables.items():
+        function = table[config.algo[name]]
         function = getattr(function, "func", function)  # of a partial
         module = getattr(function, "__module__", None) or ""
         if not module.startswith(("dapo_jax.", "models.")):
-            yield key, module, function
+            yield f"algo.{name}", module, function
 
 
 def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
@@ -157,11 +154,9 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
     ours = _of_small_files(config)
     for of_process in hosts.gather(_of_mine(_weight_files(config) if weights else [])):
         ours.get("model.path", {}).update(of_process)
-    was = {
-        key: {name: it for name, it in of.items() if weights or not name.endswith(WEIGHTS)}
-        for key, of in theirs["files"].items()
-    }
-    found = list(_file_differences(was, ours))
+    found = [
+        text for text in _file_differences(theirs["files"], ours) if weights or WEIGHTS not in text
+    ]
     if found:
         raise OtherRunError(
             f"{where} began with another model: {listed(found)}. Put back the files that the run "
@@ -172,9 +167,8 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
 def _of_small_files(config: ConfigDict) -> dict[str, dict[str, str]]:
     """Digests the tokenizer's files and the model's config.json, by key and name."""
     folder = epath.Path(hub.local(config.tokenizer.path or config.model.path))
-    names = [name for name in tokenizer.FILES if name not in tokenizer.IN_TOKENIZER_JSON]
-    if not (folder / "tokenizer.json").exists():
-        names = tokenizer.FILES
+    merged = tokenizer.IN_TOKENIZER_JSON if (folder / "tokenizer.json").exists() else ()
+    names = [name for name in tokenizer.FILES if name not in merged]
     files = [folder / name for name in names] if folder.is_dir() else [folder]
     digests = {file.name: of_file(file) for file in files if file.is_file()}
     found = {"tokenizer.path" if config.tokenizer.path else "model.path": digests}
@@ -213,7 +207,7 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict:
     for prompt in prompts:
         example = prompt.example
         messages = [dict(message) for message in example.prompt]
-        content = [messages, example.answer, _with_text_keys(example.extra)]
+        content = [messages, example.answer, example.extra]
         digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
     return {"prompts": len(prompts), "digest": digest.hexdigest()[:32]}
 
@@ -228,14 +222,14 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     """Refuses to go on with a checkpoint of another run (OtherRunError), by the keys that differ.
 
     theirs: the checkpoint's fingerprint. Evaluation sets may change, and the code of keys that may
-    (`MAY_CHANGE`) or of a metric: that is reported.
+    (`MAY_CHANGE`): that is reported.
     """
     found = list(differences(theirs, ours, but=MAY_CHANGE))
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
     code = list(_file_differences(theirs.get("code", {}), ours["code"]))  # older ones have none
-    edited = [text for text in code if not text.startswith((*MAY_CHANGE, METRIC))]
+    edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
         here = ours.get("hub", {})
         for name, commit in theirs.get("hub", {}).items():
@@ -301,15 +295,6 @@ def check_checkpoint_is_there(
 
 def _key(name: str, settings: Mapping) -> str:
     return f"{name}.path" if settings["path"] else name
-
-
-def _with_text_keys(value) -> object:
-    """Makes all keys text: JSON has few others, and does not sort those of several types."""
-    if isinstance(value, Mapping):
-        return {str(key): _with_text_keys(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_text_keys(item) for item in value]
-    return value
 
 
 def _plain(value) -> object:

@@ -231,12 +231,11 @@ class Checkpoints:
         if require is not None and theirs is not None:
             require(theirs, where=f"checkpoint {step} in {self.directory}")
         there = {name: shape for name, (shape, _) in manifest["arrays"].items()}
-        here = {
-            name: digests.shape_text(leaf) for name, leaf in digests.named(abstract_state).items()
-        }
+        leaves = digests.named(abstract_state)
+        here = {name: digests.shape_text(leaf) for name, leaf in leaves.items()}
         differing = [
             f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
-            for name in sorted(there.keys() | here.keys(), key=lambda name: (name.count("."), name))
+            for name in sorted(there.keys() | here.keys())
             if there.get(name) != here.get(name)
         ]
         if differing:
