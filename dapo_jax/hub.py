@@ -105,7 +105,8 @@ def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> t
     except Exception as error:
         if getattr(error, "errno", None) is not None:  # the disk's
             raise
-        cause = error.__cause__ or error
+        local = isinstance(error, library.errors.LocalEntryNotFoundError)  # why not from the hub?
+        cause = (local and error.__cause__) or error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:SHOWN_CHARS]}"
         told = f"there is no such path here, and {url} (HF_ENDPOINT) failed: {reason}; {ADVICE}"
         offline = library.constants.HF_HUB_OFFLINE  # else it may be a hub that is down for a while
