@@ -37,8 +37,8 @@ class Fault:
 
     every: it meets one in so many of them. times: and then no more than so many. status, words: of
     the answer in the server's place. lost: "request" closes the connection before the server has
-    it, "answer" in the middle of the answer, when the server has done it. late_s: the seconds that
-    an answer takes. act: is called before the request is passed on. met: those that it met so far.
+    it, "answer" in the middle of the answer, when the server has done it. act: is called before the
+    request is passed on. met: those that it met so far.
     """
 
     pattern: str
@@ -47,7 +47,6 @@ class Fault:
     status: int = 0
     words: str = ""
     lost: str = ""
-    late_s: float = 0.0
     act: Callable[[], None] | None = None
     matched: int = 0
     met: int = 0
@@ -185,10 +184,8 @@ def _handler(bucket: Bucket):
             fault = bucket.fault_for(f"{self.command} {urllib.parse.unquote(self.path)}")
             if fault and fault.lost == "request":
                 return self._cut()
-            if fault:
-                time.sleep(fault.late_s)
-                if fault.act:
-                    fault.act()
+            if fault and fault.act:
+                fault.act()
             if fault and fault.status:
                 status, headers = fault.status, [("Content-Type", "application/json")]
                 words = fault.words or http.client.responses[status]

@@ -6,7 +6,6 @@ batches of deletions (gcsfs sends them one by one) and a memory of finished uplo
 The libraries' own retries wait for a second or more, for which these tests take their time.
 """
 
-import contextlib
 import json
 import re
 import signal
@@ -130,15 +129,14 @@ def complete_steps(bucket, place):
 
 
 def test_the_newest_checkpoints_come_back_bitwise_on_other_devices(bucket, place):
-    saved_from = make_mesh(data=4, model=1)
-    checkpoints = Checkpoints(f"{bucket.url}/{place}", keep=2)
+    url, spec = f"{bucket.url}/{place}", PartitionSpec("data", "model")
+    checkpoints = Checkpoints(url, keep=2)
     for step in (1, 2, 3):
-        state = state_at(step, spec=PartitionSpec("data", "model"), mesh=saved_from)
+        state = state_at(step, spec=spec, mesh=make_mesh(data=4, model=1))
         checkpoints.save(step, state, {"cursor": step})
-    for devices in (1, 2, 4):
+    for devices in (1, 2):
         mesh = make_mesh(data=1, model=devices, devices=jax.devices()[:devices])
-        wanted = abstract(state_at(0, spec=PartitionSpec("data", "model"), mesh=mesh))
-        url = f"{bucket.url}/{place}"
+        wanted = abstract(state_at(0, spec=spec, mesh=mesh))
         found = Checkpoints(url, keep=2).restore_latest(wanted, report=fail)
         assert_restored(found, 3)
         assert found[1].params["embed_VD"].sharding == wanted.params["embed_VD"].sharding
@@ -155,7 +153,6 @@ def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, plac
         Fault("POST /upload.*/state/d/", times=1, lost="request"),
         Fault("POST /upload.*upload_id", every=4, times=1, lost="answer"),
         Fault("DELETE .*/1/", every=3, times=1, lost="request"),
-        Fault("GET .*alt=media", every=3, times=1, late_s=3),
     )
     with bucket.failing(*faults):
         assert checkpoints.save(3, state_at(3), {"cursor": 3})
@@ -170,23 +167,6 @@ def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, plac
     with bucket.failing(*faults):
         assert_restored(restored(url), 3)
     assert [fault.met for fault in faults] == [1] * len(faults)
-
-
-KINDS = [{"status": 503}, {"lost": "request"}, {"lost": "answer"}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=["503", "request", "answer"])
-def test_any_request_of_a_save_or_a_restore_may_fail(bucket, place, kind):
-    """One in 29 of them, other ones for each kind."""
-    url = f"{bucket.url}/{place}"
-    checkpoints, offset = saved(url, 1, 2), KINDS.index(kind)
-    fault = Fault("", every=29, matched=9 * offset, **kind)
-    with bucket.failing(fault):
-        assert checkpoints.save(3, state_at(3), {"cursor": 3})
-        assert complete_steps(bucket, place) == [2, 3]
-        assert_restored(restored(url), 3)
-    assert fault.met > 6
 
 
 def test_a_damaged_object_costs_one_checkpoint_and_is_kept(bucket, place):
@@ -257,46 +237,38 @@ def test_a_missing_right_is_one_line_with_the_path(bucket, which):
 # kill -9
 
 
-@contextlib.contextmanager
-def killing(bucket, pattern="", *, every=1):
-    """Kills the process in the list that it yields at the first request that matches."""
+def killed(bucket, arguments, pattern="", *, every=1):
+    """Starts a process that is killed at the first request that matches; returns what it said."""
     group = []
-    with bucket.failing(Fault(pattern, every=every, times=1, act=lambda: group[0].kill())):
-        yield group
+    fault = Fault(pattern, every=every, times=1, act=lambda: group[0].kill())
+    with bucket.failing(fault), started(arguments) as processes:
+        group += processes
+        said = group[0].communicate(timeout=240)[0]
+    assert group[0].returncode == -signal.SIGKILL, said
+    return said
 
 
-def first_step(log):
+def first_step(said):
     """Returns the step after which PROGRAM went on; all that it read was whole."""
-    text = log.read_text()
-    assert "cannot be read" not in text, text
-    return int(re.search(r"begins after (\d+)\n", text)[1])
+    assert "cannot be read" not in said, said
+    return int(re.search(r"begins after (\d+)\n", said)[1])
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(
-    bucket, place, tmp_path, kills
-):
+def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(bucket, place):
     """Each kill is at another request, after a restore and a save or two of some 150 requests."""
-    url, log, steps, newest = f"{bucket.url}/{place}", tmp_path / "log", 3 * kills + 3, 0
-    arguments = ["-c", PROGRAM, url, str(steps)]
-    for i in range(kills):
-        with (
-            log.open("w") as output,
-            killing(bucket, every=300 + 67 * i % 160) as group,
-            started(arguments, outputs=[output]) as processes,
-        ):
-            group += processes
-            assert group[0].wait(timeout=120) == -signal.SIGKILL
-        assert first_step(log) == newest
+    url, steps, newest = f"{bucket.url}/{place}", 9, 0
+    for i in range(2):
+        said = killed(bucket, ["-c", PROGRAM, url, str(steps)], every=300 + 67 * i)
+        assert first_step(said) == newest
         newest = max(complete_steps(bucket, place))
         assert newest > i
-    with log.open("w") as output, started(arguments, outputs=[output]) as (process,):
-        assert process.wait(timeout=120) == 0
-    assert first_step(log) == newest
+    with started(["-c", PROGRAM, url, str(steps)]) as (process,):
+        said = process.communicate(timeout=120)[0]
+    assert first_step(said) == newest
     state = [12345, 3]
     for step in range(steps):
         state = [(number * 1664525 + step) % 2**32 for number in state]
-    assert log.read_text().splitlines()[-1] == "ends with {} {}".format(*state)
+    assert said.splitlines()[-1] == "ends with {} {}".format(*state)
     # What the killed ones left has gone.
     assert folders(bucket, place) == {str(steps - 1), str(steps)}
 
@@ -356,9 +328,9 @@ def whole(bucket, tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), devices=2)
 
 
-def command(*arguments, **env):
+def command(*arguments):
     """Runs a command; returns what it printed."""
-    with started(["-m", *arguments], more=env) as (process,):
+    with started(["-m", *arguments]) as (process,):
         said = process.communicate(timeout=240)[0]
     assert process.returncode == 0, said[-3_000:]
     return said
@@ -369,13 +341,7 @@ def test_a_run_is_killed_resumed_exported_sampled_and_forked(bucket, place, tmp_
     """As one on this machine's disk, bitwise."""
     there, url = tmp_path / "there", f"{bucket.url}/{place}"
     arguments = ["tests/small_run.py", str(there), "2", "3", "", url]
-    with (
-        killing(bucket, f"POST /upload.*{place}/2/.*ocdbt") as group,
-        started(arguments) as processes,
-    ):
-        group += processes
-        group[0].communicate(timeout=240)
-        assert group[0].returncode == -signal.SIGKILL
+    killed(bucket, arguments, f"POST /upload.*{place}/2/.*ocdbt")
     assert complete_steps(bucket, place) == [1]
     assert_same_run(run(there, devices=2, checkpoints=url), whole, bitwise=True)
     assert complete_steps(bucket, place) == [1, 2, 3]
@@ -390,10 +356,6 @@ def test_a_run_is_killed_resumed_exported_sampled_and_forked(bucket, place, tmp_
     command("dapo_jax.convert", f"--from=run:{there}", f"--to=hf:{url}-hf")
     exported = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
     assert exported == {name: bucket.read(f"{place}-hf/{name}") for name in exported}
-    command("dapo_jax.convert", f"--from=hf:{url}-hf", f"--to=orbax:{url}-orbax")
-    command("dapo_jax.convert", f"--from=orbax:{url}-orbax", f"--to=hf:{url}-again")
-    weights = "model.safetensors"
-    assert bucket.read(f"{place}-again/{weights}") == exported[weights]
     ask = ("--prompt=7*8=", "--max_tokens=8", "--temperature=0", "--template=dapo")
     of_run, of_model = (
         command("dapo_jax.sample", source, *ask)
@@ -409,6 +371,6 @@ def test_two_processes_save_resume_and_set_damage_aside(bucket, place, tmp_path,
     two = run(tmp_path / "two", processes=2, devices=2, steps=2, checkpoints=url)
     flip(bucket, f"{place}/2/state/ocdbt.process_1/d/")
     run(two, processes=2, devices=2, checkpoints=url)
-    assert "leave this one as damaged.2.0" in (two / "logs" / "2_1.txt").read_text()
+    assert "leave it as damaged.2" in (two / "logs" / "2_1.txt").read_text()
     assert folders(bucket, place) == {"1", "2", "3", "damaged.2.0"}
     assert_same_run(two, whole, bitwise=True)
