@@ -1,9 +1,9 @@
 """Runs, models and data in a bucket (gs://), against an emulator of its API with injected faults.
 
 What the emulator has not: permissions (the proxy answers in its place), gRPC (by which gcsfs asks
-what kind of bucket it is; it warns, and takes it for a flat one, so hierarchical ones are untried),
-batches of deletions (gcsfs sends them one by one) and a memory of finished uploads (the proxy's).
-The libraries' own retries wait for a second or more, for which these tests take their time.
+what kind of bucket it is; it warns, and takes it for a flat one, so hierarchical ones are untried)
+and batches of deletions (gcsfs sends them one by one). The libraries' own retries wait for a second
+or more, for which these tests take their time.
 """
 
 import json
@@ -151,7 +151,6 @@ def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, plac
         Fault("POST /upload.*manifest/metadata", times=1, status=503),
         Fault("POST /upload.*ocdbt", times=1, status=429),
         Fault("POST /upload.*/state/d/", times=1, lost="request"),
-        Fault("POST /upload.*upload_id", every=4, times=1, lost="answer"),
         Fault("DELETE .*/1/", every=3, times=1, lost="request"),
     )
     with bucket.failing(*faults):
@@ -203,12 +202,11 @@ def test_a_denied_reading_damages_nothing(bucket, place):
 
 def test_a_missing_bucket_is_one_line(bucket, tmp_path):
     """It was a traceback; and no bucket is made: a name with a typing error may be anybody's."""
-    seen = len(bucket.seen)
     missing = "--config.checkpoint.directory=gs://no-bucket/run"
     done = ran("-m", *TRAIN, missing, f"--workdir={tmp_path}", status=1)
     assert "Traceback" not in done.stderr
     assert "error: gs://no-bucket: there is no such bucket" in done.stderr
-    assert not [request for request in list(bucket.seen)[seen:] if request.startswith("POST")]
+    assert b"no-bucket" not in bucket.call("GET", "/storage/v1/b?project=p")
 
 
 DENIED = {
@@ -276,39 +274,30 @@ def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(bucket, pla
 # Models, data and programs
 
 
-@pytest.fixture(scope="module")
-def model(bucket):
-    """The tiny recipe's start model, in the bucket."""
+def test_a_model_and_a_tokenizer_are_read_from_a_bucket(bucket, place):
     for file in MODEL.iterdir():
-        bucket.write(f"model/{file.name}", file.read_bytes())
-    return f"{bucket.url}/model"
-
-
-def test_a_model_and_a_tokenizer_are_read_from_a_bucket(bucket, place, model):
+        bucket.write(f"{place}/{file.name}", file.read_bytes())
+    model, params = f"{bucket.url}/{place}", random_params(UNTIED)
     assert_same(split(load_hf(model))[1], split(load_hf(MODEL))[1])
-    params = random_params(UNTIED)
-    save_hf(params, UNTIED, f"{bucket.url}/{place}", max_shard_bytes=10_000)
-    assert len([name for name in bucket.names(f"{place}/") if "safetensors" in name]) > 3
-    assert_same(split(load_hf(f"{bucket.url}/{place}"))[1], params)
     theirs, ours = (load_tokenizer(path, stop_tokens=None, chat="none") for path in (model, MODEL))
     assert theirs.encode("What is 7 * 8?") == ours.encode("What is 7 * 8?")
+    save_hf(params, UNTIED, f"{model}/saved", max_shard_bytes=10_000)
+    assert len([name for name in bucket.names(f"{place}/saved/") if "safetensors" in name]) > 3
+    assert_same(split(load_hf(f"{model}/saved"))[1], params)
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
-def test_data_is_read_from_a_bucket(bucket, place, tmp_path, ending):
+def test_data_is_read_from_a_bucket(bucket, place, tmp_path):
     """Every file of data in a bucket was said to be missing."""
     rows = [{"question": f"{i} + 1?", "solution": str(i + 1)} for i in range(3_000)]
-    file = tmp_path / f"rows.{ending}"
-    if ending == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), file)
-    else:
-        file.write_text("\n".join(map(json.dumps, rows)))
-    bucket.write(f"{place}/{file.name}", file.read_bytes())
     fields = {"prompt_field": "question", "answer_field": "solution"}
-    examples, _ = read(f"{bucket.url}/{place}/{file.name}", **fields)
-    assert examples == read(str(file), **fields)[0] and len(examples) == 3_000
-    with pytest.raises(FileNotFoundError, match=f"No data file at 'gs://.*/no.{ending}'"):
-        read(f"{bucket.url}/{place}/no.{ending}", **fields)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for file in tmp_path.iterdir():
+        bucket.write(f"{place}/{file.name}", file.read_bytes())
+        examples, _ = read(f"{bucket.url}/{place}/{file.name}", **fields)
+        assert examples == read(str(file), **fields)[0] and len(examples) == 3_000
+    with pytest.raises(FileNotFoundError, match=r"No data file at 'gs://.*/no.jsonl'"):
+        read(f"{bucket.url}/{place}/no.jsonl", **fields)
 
 
 def test_jax_keeps_programs_in_a_bucket(bucket, place):
@@ -357,11 +346,7 @@ def test_a_run_is_killed_resumed_exported_sampled_and_forked(bucket, place, tmp_
     exported = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
     assert exported == {name: bucket.read(f"{place}-hf/{name}") for name in exported}
     ask = ("--prompt=7*8=", "--max_tokens=8", "--temperature=0", "--template=dapo")
-    of_run, of_model = (
-        command("dapo_jax.sample", source, *ask)
-        for source in (f"--workdir={there}", f"--model={url}-hf")
-    )
-    assert "ready after" in of_run and "ready after" in of_model
+    assert "ready after" in command("dapo_jax.sample", f"--model={url}-hf", *ask)
 
 
 @pytest.mark.slow

@@ -413,7 +413,7 @@ def test_samples_are_digested_by_what_they_are():
 
 # Checkpoint 2 has a file that process 1 alone reads, which is then cut.
 TOGETHER = """
-import pathlib, sys, jax, numpy as np
+import pathlib, sys, jax, numpy as np, orbax.checkpoint as ocp
 from types import SimpleNamespace
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
@@ -436,36 +436,28 @@ def cut():
 hosts.on_main(cut)
 abstract = jax.tree.map(
     lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state(0))
-def read_alone():
+def tried(function, *arguments):
     try:
-        handler, args = run._state_handler, __import__("orbax.checkpoint").checkpoint.args
-        handler.restore(folder.absolute() / "2/state", args=args.StandardRestore(abstract))
-    except Exception:
-        return False
-    return True
-print("alone:", hosts.gather(read_alone()), flush=True)
+        return function(*arguments) and "done"
+    except Exception as error:
+        return str(error)
+restore = ocp.args.StandardRestore(abstract)
+alone = tried(lambda: run._state_handler.restore(folder.absolute() / "2/state", args=restore))
+print("alone:", [it == "done" for it in hosts.gather(alone)], flush=True)
 step, restored, progress = run.restore_latest(abstract, report=print)
 right = all(np.array_equal(a.data, b.data) for a, b in zip(
     restored["a"].addressable_shards, state(step)["a"].addressable_shards))
 print("restored:", step, progress, right, sorted(p.name for p in folder.iterdir()), flush=True)
 print("saved:", run.save(2, state(2), {"cursor": 2}), flush=True)
 def with_answer(answer):
-    prompts = [Prompt(np.zeros(1, np.int32), Example(
-        ({"role": "user", "content": "?"},), answer if row == 17 else "7", "file", row))
-        for row in range(40)]
-    sets = {"data.train": SimpleNamespace(prompts=prompts)}
+    example = Example(({"role": "user", "content": "?"},), answer, "file", 0)
+    sets = {"data.train": SimpleNamespace(prompts=[Prompt(np.zeros(1, np.int32), example)])}
     return SimpleNamespace(train=SimpleNamespace(sets=sets), eval_sets={})
-config, process = get_config(), hosts.gather(0) and (0 if hosts.is_main_host() else 1)
-def refused(config, data):
-    try:
-        fingerprint.of_run(config, data)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-print("same:", refused(config, with_answer("7")), flush=True)
-print("data:", refused(config, with_answer("7" if process == 0 else "8")), flush=True)
-config.rollout.top_p = 1.0 if process == 0 else 0.5
-print("recipe:", refused(config, with_answer("7")), flush=True)
+config, main = get_config(), hosts.is_main_host()
+print("same:", tried(fingerprint.of_run, config, with_answer("7")), flush=True)
+print("data:", tried(fingerprint.of_run, config, with_answer("7" if main else "8")), flush=True)
+config.rollout.top_p = 1.0 if main else 0.5
+print("config:", tried(fingerprint.of_run, config, with_answer("7")), flush=True)
 hosts.gather("done")
 """
 
@@ -482,8 +474,8 @@ def test_all_processes_restore_the_same_checkpoint_and_differences_are_refused(t
         assert "restored: 1 {'cursor': 1} True ['1', 'damaged.2.0']" in output
         assert "checkpoint 2 cannot be read (process 1: " in output
         assert "saved: True" in output
-        assert "same: nothing" in output
+        assert "same: done" in output
         differs = "process 1 differs from process 0: "
         assert f"data: {differs}data.train: its prompts differ" in output
-        assert f"recipe: {differs}rollout.top_p is 0.5, but 1.0 on process 0" in output
+        assert f"config: {differs}rollout.top_p is 0.5, but 1.0 on process 0" in output
     assert [process.returncode for process in group] == [0, 0]
