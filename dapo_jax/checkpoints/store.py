@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -50,7 +50,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
-        directory = absolute(directory)
+        directory = epath.Path(directory)
+        if "://" not in str(directory):
+            directory = directory.absolute()  # as Orbax wants it
         self.fingerprint: dict | None = None
         self._keep = keep
         if hosts.is_main_host():
@@ -217,8 +219,9 @@ class Checkpoints:
                 return own, worst, who + everyone[those[0]][1]
         if len({theirs for *_, theirs, _ in everyone}) > 1:
             return None, TRANSIENT, f"the processes read different ones; {ONE_FOLDER}"
-        wrong = _differing(manifest["arrays"], [theirs for *_, theirs in everyone])
-        return (None, DAMAGED, wrong) if wrong else (content, READ, "")
+        if wrong := list(_differing(manifest["arrays"], [theirs for *_, theirs in everyone])):
+            return None, DAMAGED, f"not what was saved: {fingerprint.listed(wrong)}"
+        return content, READ, ""
 
     def _restored(self, folder: epath.Path, abstract_state: Any):
         progress = json.loads((folder / "progress" / "metadata").read_text())
@@ -266,12 +269,6 @@ class Checkpoints:
             time.sleep(1)
 
 
-def absolute(path) -> epath.Path:
-    """Makes a path absolute, as Orbax wants it; one with a scheme (gs://) is so already."""
-    path = epath.Path(path)
-    return path if "://" in str(path) else path.absolute()
-
-
 def _reading(read: Callable[[], Any]) -> Any:
     """Calls `read`; raises DamagedError for what is a fault of the files."""
     try:
@@ -292,16 +289,11 @@ def _read_manifest(file: epath.Path) -> dict:
     return manifest | {"digest": digest}
 
 
-def _differing(described: dict, processes: Sequence[dict]) -> str:
-    """Names the arrays whose digest, summed over all shards, is not the described one."""
-    wrong = []
+def _differing(described: dict, processes: Sequence[dict]) -> Iterator[str]:
+    """Yields the arrays whose digest, summed over all shards, is not the described one."""
     for name, (_, digest) in described.items():
         shards: dict[tuple[int, ...], int] = {}
         parts = [part for theirs in processes for part in theirs.get(name, ())]
         same = all(shards.setdefault(starts, part) == part for starts, part in parts)
         if not same or digests.text(sum(shards.values())) != digest:
-            wrong.append(name)
-    if not wrong:
-        return ""
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{wrong[0]}{more} is not what was saved"
+            yield name
