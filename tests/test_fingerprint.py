@@ -21,44 +21,31 @@ from experiments.faults.config import get_config
 
 def prompts(count: int, **answers: str) -> list[Prompt]:
     """Makes prompts; answers: of the rows that have another one, r17="8"."""
-    return [
-        Prompt(
-            np.zeros(1, np.int32),
-            Example(
-                ({"role": "user", "content": f"{row}?"},), answers.get(f"r{row}", "7"), "f", row
-            ),
-        )
-        for row in range(count)
-    ]
 
+    def example(row):
+        question = {"role": "user", "content": f"{row}?"}
+        return Example((question,), answers.get(f"r{row}", "7"), "f", row)
 
-def data(sets, held_out) -> types.SimpleNamespace:
-    """Makes the part of a run's data that its fingerprint sees. sets: key -> (prompts, weight)."""
-
-    def dataset(prompts):
-        return types.SimpleNamespace(prompts=prompts)
-
-    chosen = types.SimpleNamespace(dataset=dataset(held_out))
-    train = Mixture(
-        {key: dataset(prompts) for key, (prompts, _) in sets.items()},
-        {key: weight for key, (_, weight) in sets.items()},
-    )
-    return types.SimpleNamespace(train=train, eval_sets={"arithmetic": chosen})
+    return [Prompt(np.zeros(1, np.int32), example(row)) for row in range(count)]
 
 
 def fingerprint_of(train=None, held_out=None, mixture=(), weights=(1.0,), **settings) -> dict:
     """mixture: the prompts of further training sets. weights: of all of them, data.train's last."""
+
+    def dataset(some):
+        return types.SimpleNamespace(prompts=some)
+
     config = get_config()
     config.update_from_flattened_dict(settings)
-    sets = {f"data.mixture.set{i}": prompts for i, prompts in enumerate(mixture)}
     with config.unlocked():
-        for i in range(len(sets)):
-            config.data.mixture[f"set{i}"] = base.dataset(weight=weights[i])
-    sets["data.train"] = train or prompts(20)
-    sets = dict(zip(sets, zip(sets.values(), weights, strict=True), strict=True))
-    whole = data(sets, held_out or prompts(5))
-    saved = json.dumps(fingerprint.of_run(config, whole))
-    return json.loads(saved)
+        for i, weight in enumerate(weights[:-1]):
+            config.data.mixture[f"set{i}"] = base.dataset(weight=weight)
+    names = [*(f"data.mixture.set{i}" for i in range(len(mixture))), "data.train"]
+    sets = map(dataset, [*mixture, train or prompts(20)])
+    of_all = Mixture(*(dict(zip(names, it, strict=True)) for it in (sets, weights)))
+    chosen = types.SimpleNamespace(dataset=dataset(held_out or prompts(5)))
+    data = types.SimpleNamespace(train=of_all, eval_sets={"arithmetic": chosen})
+    return json.loads(json.dumps(fingerprint.of_run(config, data)))
 
 
 def said_of(new: dict, old: dict | None = None) -> list[str]:
@@ -120,16 +107,8 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path):
         ({"data.train.task": "mine.task:Task"}, "unrelated.py", ""),
         ({"model.family": "helper"}, "helper.py", "model.family: helper.py"),
         ({"algo.policy_loss": "extra"}, "gates.py", "algo.policy_loss: gates.py"),
-        (
-            {"algo.policy_loss": "of_recipe"},
-            "recipe.py",
-            "algo.policy_loss: the functions of recipe.py",
-        ),
-        (
-            {"data.train.task": "loose.task:Task"},
-            "loose/inner.py",
-            "data.train.task: loose/inner.py",
-        ),
+        ({"algo.policy_loss": "of_config"}, "config.py", "policy_loss: the functions of config.py"),
+        ({"data.train.task": "loose.task:Task"}, "loose/inner.py", "train.task: loose/inner.py"),
         ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper.py"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
     ],
@@ -150,8 +129,8 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
         "loose/task.py": "from loose import inner\nfrom loose.inner import ONE\n",
         "loose/inner.py": "ONE = 1\n",
         "gates.py": "def extra():\n    return 1\n",
-        "recipe.py": "import jax\nLAYERS = 2\n\ndef one():\n    return 1\n\n"
-        "@jax.jit\ndef of_recipe():\n    return one()\n",
+        "config.py": "import jax\nLAYERS = 2\n\ndef one():\n    return 1\n\n"
+        "@jax.jit\ndef of_config():\n    return one()\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -159,14 +138,14 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
 
     def fingerprint_now():
         gates = SourceFileLoader("gates", str(tmp_path / "gates.py")).load_module()
-        of_file = SourceFileLoader("config_config", str(tmp_path / "recipe.py")).load_module()
+        of_file = SourceFileLoader("config_config", str(tmp_path / "config.py")).load_module()
         linecache.checkcache()
         monkeypatch.setitem(losses.POLICY_LOSSES, "extra", gates.extra)
-        monkeypatch.setitem(losses.POLICY_LOSSES, "of_recipe", of_file.of_recipe)
+        monkeypatch.setitem(losses.POLICY_LOSSES, "of_config", of_file.of_config)
         return fingerprint_of(**settings)
 
     old = fingerprint_now()
-    (tmp_path / "recipe.py").write_text(files["recipe.py"].replace("2", "3"))
+    (tmp_path / "config.py").write_text(files["config.py"].replace("2", "3"))
     assert said_of(fingerprint_now(), old) == []
     (tmp_path / edited).write_text(files[edited].replace("1", "4"))
     if refusal.startswith("said: ") or not refusal:
