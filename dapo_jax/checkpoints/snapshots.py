@@ -185,14 +185,13 @@ class Snapshots:
     def _end(self, name: str, step: str = "") -> None:
         with self._changed:
             self._stop_name, self._stopped_at = name, self._stopped_at or time.monotonic()
-        if not step:
-            self._exit("no step to resume at is finished since the start: there is nothing to save")
-        snapshot = self._snapshot(int(step))
-        saved = self._write(snapshot)
-        when = f"after {time.monotonic() - self._stopped_at:.1f} s" if saved else "they were before"
-        self._exit(f"{step} finished steps are saved ({when}); give the command again")
-
-    def _exit(self, message: str) -> None:
+        message = "no step to resume at is finished since the start: there is nothing to save"
+        if step:
+            snapshot = self._snapshot(int(step))
+            saved = self._write(snapshot)
+            seconds = time.monotonic() - self._stopped_at
+            when = f"after {seconds:.1f} s" if saved else "they were before"
+            message = f"{step} finished steps are saved ({when}); give the command again"
         # Only the main process has a display: the others say it as well, for their own logs.
         say = self.say if hosts.is_main_host() else None
         hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)
