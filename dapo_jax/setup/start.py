@@ -246,12 +246,7 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
             failures.telling_saved_steps(run.checkpoints.latest_step, run.checkpoints.directory)
         )
         run.snapshots = stack.enter_context(
-            Snapshots(
-                run.checkpoints,
-                every_steps=c.every_steps,
-                say=print,
-                on_failed_save=c.on_failed_save,
-            )
+            Snapshots(run.checkpoints, every_steps=c.every_steps, say=print)
         )
     elif directory.is_dir():
         run.checkpoints = Checkpoints(directory, keep=None)
@@ -328,9 +323,7 @@ def _fork(run: Run, ours: dict) -> tuple[epath.Path, dict]:
     same = functools.partial(fingerprint.require_parent, ours=ours)
     run.step = run.parent.step
     try:
-        run.state, progress = checkpoints.restore(
-            run.step, run.programs.state, require=same, report=logging.warning
-        )
+        run.state, progress = checkpoints.restore(run.step, run.programs.state, require=same)
     except (FileNotFoundError, DamagedError) as error:
         raise type(error)(f"--start={run.parent}: {error}. {_kept(config)}") from error
     finally:
