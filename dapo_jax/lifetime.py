@@ -140,7 +140,7 @@ def ready(config, workdir, stack, parts: start.Parts, first: start.Start, snapsh
             about={"origin": first.origin and str(first.origin), **hub.record()},
         )
     )
-    snapshots.say = record.display.last_line
+    snapshots.say = record.display.line
     record.display.line("\n".join([start.banner(config, parts, workdir, first), *chosen]))
     sets = data.eval_sets if config.eval.every_steps > 0 else {}
     key = components.key(config, components.ROLLOUT_STREAM)

@@ -101,12 +101,7 @@ def leave_dead_streams() -> bool:
 
 
 def is_of_dead_streams(error: BaseException | None) -> bool:
-    """Returns whether an error came from printing to a stream that nobody reads any more.
-
-    rich makes a SystemExit of a broken pipe.
-    """
-    if isinstance(error, SystemExit):
-        error = error.__context__
+    """Returns whether an error came from printing to a stream that nobody reads any more."""
     return isinstance(error, BrokenPipeError) or (
         isinstance(error, OSError) and leave_dead_streams()
     )

@@ -281,7 +281,7 @@ METRICS: list[Metric] = [
            "The rest of an overlapped evaluation, after the rollout.",
            panel=SECONDS),
     Metric("seconds/save", "s", "Digests, and the wait for the responses' file.", panel=SECONDS),
-    Metric("seconds/total", "s", "The whole step."),
+    Metric("seconds/total", "s", "The whole step.", form="{:7.1f}", line="seconds"),
     Metric("seconds_in_rollout/prefill", "s", "Prompts, on the devices."),
     Metric("seconds_in_rollout/decode", "s", "Blocks of decode steps, on the devices."),
     Metric("seconds_in_rollout/host", "s", "Scheduling, on the host."),

@@ -1,4 +1,4 @@
-"""The outputs of a run: config, rows, responses, evaluations, samples, the live display."""
+"""The outputs of a run: config, rows, responses, evaluations, samples, printed lines."""
 
 import concurrent.futures
 import dataclasses
@@ -80,13 +80,12 @@ class Record:
                 resume_step if resumed else None,
                 self.display.line,
             )
-        self.display.__enter__()
         for note in self._rows.notes if self._rows else ():
             self.display.line(note)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.display.__exit__(kind, error, traceback)
+        self.display.close()
         if error is not None and hosts.is_main_host():
             append_log(self.workdir, f"ended by {kind.__name__}: {error}")
         self._background.shutdown()
