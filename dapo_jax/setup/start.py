@@ -23,7 +23,7 @@ from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
-from dapo_jax.logs.files import locked, read_json, read_starts, remove_leftovers
+from dapo_jax.logs.files import locked, read_json, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def claim(
 ) -> Origin | None:
     """Makes the folders this run's until the stack is closed, before anything is written to them.
 
-    They are locked, and half-written files of dead processes are removed. origin: that of --start.
+    They are locked. origin: that of --start.
     Returns the run's own origin where there is a run, else that. Raises ValueError on all processes
     where a live run has the folders, or the two contradict each other.
     """
@@ -96,7 +96,6 @@ def claim(
             and pathlib.Path(elsewhere).resolve() != workdir.resolve()
         ):
             stack.enter_context(locked(elsewhere))
-        remove_leftovers(workdir)
         return origin_of(workdir, origin)
 
     return hosts.on_main(take)
