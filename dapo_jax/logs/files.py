@@ -134,7 +134,9 @@ def read_json(path: str | os.PathLike) -> dict:
     except ValueError as error:
         value = error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is not JSON of an object, it may be cut short: put back a copy of it")
+        raise ValueError(
+            f"{path} is not JSON of an object, it may be cut short: put back a copy of it"
+        )
     return value
 
 

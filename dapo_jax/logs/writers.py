@@ -102,22 +102,19 @@ class WandB:
         settings = {"id": file.read_text().strip(), "resume": "allow", "allow_val_change": True}
         self._table = wandb.Table
         self._run = wandb.init(config=config, dir=str(workdir), name=workdir.name, **settings)
-        self._scores: dict[int, Mapping] = {}  # its steps may not go back, as an evaluation's do
+        self._run.define_metric("*", step_metric="step")  # its own may not go back, as ours do
 
     def step(self, row: Mapping[str, Any]) -> None:
-        scores = self._scores.pop(row["step"], {})
-        self._run.log({**scores, **row}, step=row["step"])
+        self._run.log(dict(row))
 
     def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
-        self._scores[finished_steps] = scores
+        self._run.log({**scores, "step": finished_steps})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         data = [list(row.values()) for row in rows]
-        self._run.log({"samples": self._table(columns=list(rows[0]), data=data)}, step=step)
+        self._run.log({"samples": self._table(columns=list(rows[0]), data=data), "step": step})
 
     def close(self) -> None:
-        for finished_steps, scores in sorted(self._scores.items()):
-            self._run.log(dict(scores), step=finished_steps)
         self._run.finish()
 
 
