@@ -5,6 +5,7 @@ Text of the model, of data or of errors prints literally, whatever it holds.
 
 import collections
 import dataclasses
+import datetime
 import statistics
 import sys
 import time
@@ -45,10 +46,7 @@ def shorten_middle(text: str, *, limit: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """Seconds as h:mm:ss, with days where there are some."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days} d " if days else "") + f"{hour}:{minute:02d}:{second:02d}"
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def evaluation_line(finished_steps: int, scores: Mapping[str, float]) -> str:
@@ -140,18 +138,18 @@ class Display:
 
 def described(sample: Sample) -> str:
     """Describes a sample: a line with the verdict, then the ends of prompt and response."""
+
+    def text(value: str, limit: int = 60) -> str:
+        return printable(shorten_middle(value.strip(), limit=limit))
+
     verdict = "correct" if sample.correct else "wrong"
     if sample.status not in ("", verdict):
         verdict += f": {sample.status}"
-    prediction = "(none)" if sample.prediction is None else sample.prediction
-    truth, prediction = (
-        printable(shorten_middle(it, limit=60)) for it in (sample.truth, prediction)
-    )
-    prompt = shorten_middle(sample.prompt.strip(), limit=PROMPT_CHARACTERS)
-    response = shorten_middle(sample.response, limit=RESPONSE_CHARACTERS)
+    prediction = "(none)" if sample.prediction is None else text(sample.prediction)
     end = "truncated" if sample.truncated else "stop"
     return (
-        f"{verdict}, truth {truth}, prediction {prediction}, reward {sample.reward:+.2f}, "
-        f"{sample.response_tokens} tokens, {end}\n"
-        f"  prompt    {printable(prompt)}\n  response  {printable(response)}"
+        f"{verdict}, truth {text(sample.truth)}, prediction {prediction}, reward "
+        f"{sample.reward:+.2f}, {sample.response_tokens} tokens, {end}\n"
+        f"  prompt    {text(sample.prompt, PROMPT_CHARACTERS)}\n"
+        f"  response  {text(sample.response, RESPONSE_CHARACTERS)}"
     )
