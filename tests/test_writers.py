@@ -2,13 +2,10 @@
 
 import contextlib
 import importlib.machinery
-import importlib.util
-import json
 import sys
 import types
 
 import pytest
-from processes import ran
 
 from configs import tiny
 from dapo_jax import train
@@ -156,21 +153,3 @@ def test_tensorboard_shows_responses_as_they_are(tmp_path, monkeypatch):
     assert (name, step) == ("samples", 3)
     assert all(line.startswith("    ") for line in text.splitlines())
     assert '"response": "a|*b*\\n<i> 你"' in text
-
-
-def test_wandb_itself_without_a_network(tmp_path):
-    """Runs where it is installed, in its offline mode."""
-    if importlib.util.find_spec("wandb") is None:
-        pytest.skip(f'needs pip install "{writers.WANDB}"')
-    code = (
-        "import pathlib, sys; from dapo_jax.logs.writers import Writers; said = []\n"
-        "w = Writers(['wandb'], {'num_steps': 2}, pathlib.Path(sys.argv[1]), None, said.append)\n"
-        "w('step', {'step': 0, 'entropy': 1.0}); w('evaluation', 1, {'eval/a/mean@8': 0.5})\n"
-        "w('samples', 0, [{'response': '4', 'prediction': None, 'reward': 1.0}])\n"
-        "w('close'); import json; print(json.dumps(said))"
-    )
-    done = ran("-c", code, tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
-    assert json.loads(done.stdout.splitlines()[-1]) == []
-    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert folder.name.endswith((tmp_path / "wandb_id.txt").read_text())
-    assert list(folder.glob("*.wandb"))
