@@ -121,19 +121,26 @@ def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
     checkpoints.close()
 
 
-def test_a_command_on_a_full_disk_ends_with_one_line():
+def test_a_command_on_a_full_disk_ends_with_one_line_its_threads_too():
     program = """
+import threading
 from dapo_jax.cli import command
 def main(_):
-    with open("/dev/full", "wb") as file:
-        file.write(b"x" * 100_000)
+    def fill():
+        with open("/dev/full", "wb") as file:
+            file.write(b"x" * 100_000)
+    thread = threading.Thread(target=fill, name="writer")
+    thread.start()
+    thread.join()
+    fill()
 command.run(main)
 """
-    assert ran("-c", program, status=1).stderr.splitlines() == [
-        "error: the storage: No space left on device (ENOSPC); mend that and give the same command "
-        "again",
-        "(--debug shows where)",
-    ]
+    line = (
+        "the storage: No space left on device (ENOSPC); mend that and give the same command again"
+    )
+    done = ran("-c", program, status=1)
+    said = [f"writer: {line}", f"error: {line}", "(--debug shows where)"]
+    assert done.stderr.splitlines() == said
 
 
 def test_rows_out_of_order_are_cut_without_a_loss(tmp_path):

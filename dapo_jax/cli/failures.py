@@ -11,6 +11,8 @@ import logging
 import os
 import pathlib
 import re
+import sys
+import threading
 import traceback
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -179,14 +181,24 @@ def telling_saved_steps(latest_step: Callable[[], int | None], directory) -> Ite
 
 
 def quiet_libraries() -> None:
-    """Keeps Orbax and asyncio from logging tracebacks of a failed save, which is raised as well."""
+    """Keeps Orbax and asyncio from logging tracebacks of a failed save, which is raised as well.
+
+    A thread that fails to read or write, as TensorBoard's on a full disk, says so in a line.
+    """
 
     def is_new(record: logging.LogRecord) -> bool:
         told = record.name == "asyncio" or "orbax" in record.pathname
         return not (record.exc_info and told)
 
+    def of_thread(args):
+        if args.exc_value is not None and cause_of(args.exc_value):
+            print(f"{args.thread.name}: {explain(args.exc_value)[0]}", file=sys.stderr, flush=True)
+        else:
+            threading.__excepthook__(args)
+
     for handler in logging.getLogger("absl").handlers + logging.getLogger().handlers:
         handler.addFilter(is_new)
+    threading.excepthook = of_thread
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
