@@ -47,30 +47,28 @@ def test_the_next_start_loads_what_the_first_has_compiled(tmp_path):
     assert start(XDG_CACHE_HOME=str(tmp_path)) == (misses, 0, folder, "")
 
 
+CHOSEN, DEFAULT = {"JAX_COMPILATION_CACHE_DIR": "/tmp/chosen"}, {"XDG_CACHE_HOME": "/dev/null"}
+
+
 @pytest.mark.parametrize(
-    "choice", [{"JAX_COMPILATION_CACHE_DIR": ""}, {"JAX_ENABLE_COMPILATION_CACHE": "false"}]
+    ("arguments", "choice", "folder", "words"),
+    [
+        ([], DEFAULT, None, "compiled programs are not kept for the next start: "),
+        ([], DEFAULT | {"JAX_COMPILATION_CACHE_DIR": ""}, None, ""),
+        ([], DEFAULT | {"JAX_ENABLE_COMPILATION_CACHE": "false"}, None, ""),
+        pytest.param([], DEFAULT | CHOSEN, "/tmp/chosen", "", marks=pytest.mark.slow),
+        pytest.param(["several"], CHOSEN, "/tmp/chosen", "", marks=pytest.mark.slow),
+        pytest.param(["several"], DEFAULT, None, "", marks=pytest.mark.slow),
+    ],
 )
-def test_whoever_wants_no_cache_has_none(tmp_path, choice):
-    hits, _, folder, said = start(XDG_CACHE_HOME=str(tmp_path), **choice)
-    assert (hits, folder or None, said) == (0, None, "")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_chosen_folder_is_taken_and_several_hosts_have_no_default(tmp_path):
-    chosen = str(tmp_path / "chosen")
-    *_, folder, _ = start(JAX_COMPILATION_CACHE_DIR=chosen, XDG_CACHE_HOME=str(tmp_path / "xdg"))
-    assert folder == chosen
-    *_, folder, _ = start("several", JAX_COMPILATION_CACHE_DIR=chosen)
-    assert folder == chosen
-    *_, folder, _ = start("several", XDG_CACHE_HOME=str(tmp_path / "xdg"))
-    assert folder is None and not (tmp_path / "xdg").exists()
-
-
-def test_without_a_folder_to_write_the_program_runs_and_says_so():
-    hits, _, folder, said = start(XDG_CACHE_HOME="/dev/null")
-    assert (hits, folder) == (0, None) and len(said.splitlines()) == 1
-    assert said.startswith("compiled programs are not kept for the next start: ")
+def test_the_environment_chooses_and_several_hosts_have_no_default(
+    arguments, choice, folder, words, tmp_path
+):
+    """Without a folder to write, the program runs and says so in a line."""
+    choice = {k: v.replace("/tmp", str(tmp_path)) for k, v in choice.items()}
+    _, _, found, said = start(*arguments, **choice)
+    assert (found or None) == (folder and folder.replace("/tmp", str(tmp_path)))
+    assert said.startswith(words) and len(said.splitlines()) == bool(words)
 
 
 def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch):

@@ -180,15 +180,22 @@ def telling_saved_steps(latest_step: Callable[[], int | None], directory) -> Ite
         raise
 
 
-def quiet_libraries() -> None:
-    """Keeps Orbax and asyncio from logging tracebacks of a failed save, which is raised as well.
+def quiet_threads() -> None:
+    """Keeps threads of libraries from printing tracebacks of what the main thread is told as well.
 
+    When a save fails, Orbax logs it in two threads before it raises it, asyncio that the errors of
+    the other arrays were never looked at, and tensorstore's threads find Orbax's event loop closed.
     A thread that fails to read or write, as TensorBoard's on a full disk, says so in a line.
     """
 
     def is_new(record: logging.LogRecord) -> bool:
         told = record.name == "asyncio" or "orbax" in record.pathname
         return not (record.exc_info and told)
+
+    def unraisable(args):
+        error = args.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            sys.__unraisablehook__(args)
 
     def of_thread(args):
         if args.exc_value is not None and cause_of(args.exc_value):
@@ -198,7 +205,7 @@ def quiet_libraries() -> None:
 
     for handler in logging.getLogger("absl").handlers + logging.getLogger().handlers:
         handler.addFilter(is_new)
-    threading.excepthook = of_thread
+    sys.unraisablehook, threading.excepthook = unraisable, of_thread
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
