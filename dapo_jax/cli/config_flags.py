@@ -1,4 +1,4 @@
-"""Recipes on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
+"""Configs on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
 
 A key that the config lacks is refused with the nearest name, and one of a former name with its new
 one.
