@@ -118,28 +118,8 @@ def test_countdown_rewards_right_ones_and_a_little_what_tries(answer, status, sc
     verdict = Countdown(tried=-0.8).grade(answer, example("24", numbers=(1, 2, 8)))
     assert (verdict.status, verdict.score) == (status, score)
     assert verdict.correct == (status == "correct")
-
-
-def test_countdown_counts_in_exact_fractions():
-    of = example("24", numbers=(3, 3, 8, 8))
-    assert Countdown().grade("Answer: 8/(3-8/3)", of).correct
-
-
-def test_countdown_values_are_python_s():
-    rng = random.Random(0)
-    for _ in range(300):
-        text = str(rng.randint(1, 9))
-        for _ in range(4):
-            a, b = (text, str(rng.randint(1, 9)))[:: rng.choice((1, -1))]
-            text = f"({a}{rng.choice('+-*')}{b})"
-        value, used = evaluate(text)
-        assert value == eval(text) and sorted(used) == sorted(map(int, re.findall("[0-9]", text)))
-
-
-@pytest.mark.parametrize("args", [{"numbers": 1}, {"largest": 0}, {"tried": 2.0}])
-def test_countdown_names_an_argument_that_cannot_be(args):
-    with pytest.raises(DataError, match=f"args.{next(iter(args))} is "):
-        made(task="countdown", count=3, args=args).load()
+    exact = example("24", numbers=(3, 3, 8, 8))
+    assert Countdown().grade("Answer: 8/(3-8/3)", exact).correct
 
 
 # Multiple choice
@@ -206,13 +186,10 @@ def test_a_choice_is_one_letter_or_its_text(response, prediction, status):
     verdict = MultipleChoice(path="").grade(response, example("C", choices=FOUR))
     assert (verdict.correct, verdict.status) == (status == "correct", status)
     assert prediction is None or verdict.prediction == prediction
-
-
-def test_letters_come_before_texts_that_look_like_them():
-    grade = MultipleChoice(path="").grade
-    assert grade("Answer: A", example("A", choices=["B", "A", "."])).correct
-    assert not grade("Answer: A", example("B", choices=["B", "A", "."])).correct
-    assert not grade("Answer: .", example("C", choices=["B", "A", "."])).correct
+    # Letters come before texts that look like them.
+    for letter in "AB":
+        of = example(letter, choices=["B", "A", "."])
+        assert MultipleChoice(path="").grade("Answer: A", of).correct == (letter == "A")
 
 
 @pytest.mark.parametrize(
@@ -288,9 +265,7 @@ def test_the_form_is_asked_for_and_its_part_of_the_reward_is_below_the_answers(t
     task = made(task="format_answer", path=str(path), kind="gsm8k", rules="strict_box")
     ((loaded,), report) = load_examples(task, "")
     assert loaded.text.startswith("1+1\n\nThink first, between <think>")
-    assert report.notes == (
-        "plain prompts are in the task's own template (template=none: as they are)",
-    )
+    assert report.notes == ()
     assert task.grade(GOOD.format("2"), loaded).correct
     assert not task.grade(GOOD.format("02"), loaded).correct
     with pytest.raises(DataError, match=r"args.form_reward is 1.0: must be 0 to below 1"):
@@ -300,18 +275,10 @@ def test_the_form_is_asked_for_and_its_part_of_the_reward_is_below_the_answers(t
 # Reasoning-gym
 
 
-def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "reasoning_gym" else find(name)
-    )
-    with pytest.raises(DataError, match=r"which is not installed: .*python.* -m pip install reas"):
+@pytest.mark.skipif(needs_reasoning_gym.args[0] is False, reason="reasoning-gym is there")
+def test_without_the_package_the_error_says_so():
+    with pytest.raises(DataError, match="No module named 'reasoning_gym'"):
         made(task="reasoning_gym", count=3, args={"name": "chain_sum"}).load()
-    missing = (
-        r"missing a required( keyword-only)? argument: 'name' \(data.train.args\)"  # by Python
-    )
-    with pytest.raises(DataError, match=missing):
-        made(task="reasoning_gym")
 
 
 @needs_reasoning_gym
@@ -335,7 +302,6 @@ def test_a_generator_by_its_name_is_graded_by_its_scorer(name):
 @needs_reasoning_gym
 @pytest.mark.parametrize("name", ["word_ladder", "isomorphic_strings"])
 def test_problems_are_the_same_whatever_order_sets_have(name):
-    """Four generators of 103 gave a resumed process other problems."""
     code = (
         "from experiments.tasks.reasoning_gym import ReasoningGym\n"
         f"print(*ReasoningGym(name={name!r}, count=6).load()[0])"
@@ -347,13 +313,13 @@ def test_problems_are_the_same_whatever_order_sets_have(name):
 @needs_reasoning_gym
 def test_a_generator_that_is_not_there_or_takes_other_arguments_is_named():
     for args, message in (
-        ({"name": "chainsum"}, r"args.name is 'chainsum'.*near are chain_sum"),
-        ({"name": "chain_sum", "config": {"terms": 3}}, r"args.config of chain_sum .*'terms'"),
+        ({"name": "chainsum"}, "reasoning-gym's chainsum: ValueError: Dataset 'chainsum' not reg"),
+        ({"name": "chain_sum", "config": {"terms": 3}}, "chain_sum: TypeError: .*'terms'"),
+        ({"name": "chain_sum", "config": {"min_terms": 0}}, "chain_sum: AssertionError: .*min_ter"),
         (
-            {"name": "chain_sum", "config": {"min_terms": 0}},
-            r"args.config of chain_sum .*min_terms",
+            {"name": "coin_flip", "config": {"min_trials": 1, "max_trials": 1}},
+            r"only \d+ questions",
         ),
-        ({"name": "coin_flip", "config": {"min_trials": 1, "max_trials": 1}}, r"gave only \d+ que"),
     ):
         with pytest.raises(DataError, match=message):
             made(task="reasoning_gym", count=3000, args=args).load()
