@@ -235,7 +235,7 @@ def test_each_byte_of_a_parquet_file_may_be_damaged(tmp_path):
 @pytest.mark.parametrize(
     ("path", "settings", "message"),
     [
-        ("x", {"kind": "xlsx"}, "kind = 'xlsx': must be one of dapo_parquet, .*arithmetic"),
+        ("x.csv", {"kind": "xlsx"}, "kind = 'xlsx': must be one of dapo_parquet, .*arithmetic"),
         ("x.txt", {}, r"path = 'x\.txt': its ending must be one of \.parquet, "),
         ("x.txt", {"kind": "math"}, r"path = 'x\.txt': its ending must be one of \.parquet, "),
         ("x.jsonl", {"on_bad_row": "ignore"}, r"data\.on_bad_row = 'ignore'"),

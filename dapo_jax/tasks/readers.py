@@ -15,7 +15,7 @@ import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from etils import epath
 
@@ -41,15 +41,12 @@ BOX = "\\boxed"
 SHOWN_BAD_ROWS = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A schema of files: the format and, where settings do not say otherwise, the fields.
+class Kind(NamedTuple):
+    """A schema of files: the fields where settings do not name others.
 
-    format: a name of FORMATS; "": by the path's ending. answer_mark: the answer is what follows the
-    last occurrence of it; BOX: what the last box holds.
+    answer_mark: the answer is what follows the last occurrence of it; BOX: what the last box holds.
     """
 
-    format: str = ""
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     answer_mark: str = ""
@@ -57,17 +54,13 @@ class Kind:
 
 KINDS = {
     # DAPO-Math-17k and its AIME 2024 as published; their prompts carry the template.
-    "dapo_parquet": Kind("parquet", answer_field="reward_model.ground_truth"),
-    "gsm8k": Kind("", "question", answer_mark="####"),
-    "gsm8k_jsonl": Kind("jsonl", "question", answer_mark="####"),
-    "math": Kind("", "problem"),  # MATH-500, AIME and AMC
-    "math_solutions": Kind("", "problem", "solution", BOX),  # MATH, Minerva
-    "olympiad_bench": Kind("", "question", "final_answer"),
-    "jsonl": Kind("jsonl"),
-    "json": Kind("json"),
-    "csv": Kind("csv"),
+    "dapo_parquet": Kind(answer_field="reward_model.ground_truth"),
+    **dict.fromkeys(("gsm8k", "gsm8k_jsonl"), Kind("question", answer_mark="####")),
+    "math": Kind("problem"),  # MATH-500, AIME and AMC
+    "math_solutions": Kind("problem", "solution", BOX),  # MATH, Minerva
+    "olympiad_bench": Kind("question", "final_answer"),
+    **dict.fromkeys(("jsonl", "json", "csv"), Kind()),
 }
-FORMAT_OF_ENDING = {f".{name}": name for name in FORMATS}
 _LEADING_ZEROS = re.compile(r"^([+-]?)0+(?=[0-9]+$)")
 _TEXT_LIST = re.compile(r"""\s*\[\s*["'].*["']\s*\]\s*""")
 _LAST_BOX = re.compile(
@@ -94,30 +87,23 @@ class DataReport:
     bad_rows: int = 0
     bad_row_notes: tuple[str, ...] = ()  # the first ones, and why
     overlong: int = 0
-    max_prompt_tokens: int | None = None  # the limit, once prompts are tokenized
+    max_prompt_tokens: int = 0  # the limit, once prompts are tokenized
     mean_tokens: float = 0.0  # of the kept prompts
     longest_tokens: int = 0
     notes: tuple[str, ...] = ()  # what else a person should know of it
 
     def lines(self) -> list[str]:
         """Formats the report for the start banner, one string a line."""
-        parts = [
-            f"{self.rows:,} rows",
-            f"{self.duplicates:,} duplicates merged",
+        line = (
+            f"{self.name}: {self.rows:,} rows, {self.duplicates:,} duplicates merged, "
             f"{self.conflicting_prompts:,} prompts with conflicting answers dropped "
-            f"({self.conflicting_rows:,} rows)",
-            f"{self.bad_rows:,} bad rows skipped",
-        ]
-        if self.max_prompt_tokens is not None:
-            parts.append(
-                f"{self.overlong:,} prompts over {self.max_prompt_tokens:,} tokens dropped"
-            )
-        kept = f"{self.kept:,} prompts kept"
-        if self.max_prompt_tokens is not None and self.kept:
-            kept += f" ({self.mean_tokens:.0f} tokens on average, {self.longest_tokens:,} at most)"
-        lines = [f"{self.name}: {', '.join(parts)}; {kept}"]
-        lines += [f"  skipped {note}" for note in self.bad_row_notes]
-        return lines + [f"  {note}" for note in self.notes]
+            f"({self.conflicting_rows:,} rows), {self.bad_rows:,} bad rows skipped, "
+            f"{self.overlong:,} prompts over {self.max_prompt_tokens:,} tokens dropped; "
+            f"{self.kept:,} prompts kept ({self.mean_tokens:.0f} tokens on average, "
+            f"{self.longest_tokens:,} at most)"
+        )
+        skipped = [f"  skipped {note}" for note in self.bad_row_notes]
+        return [line, *skipped, *(f"  {note}" for note in self.notes)]
 
 
 def read(
@@ -142,7 +128,7 @@ def read(
 
     Raises what `read_rows` does, and DataError for a wrong setting.
     """
-    file_format = "" if kind else _format_of(path)
+    file_format = kind if kind in FORMATS else _format_of(path)
     kind = kind or ("dapo_parquet" if file_format == "parquet" else file_format)
     if kind not in KINDS:
         raise DataError(f"kind = {kind!r}: must be one of {', '.join(KINDS)} or arithmetic.")
@@ -150,7 +136,6 @@ def read(
     prompt_field = prompt_field or spec.prompt_field
     answer_field = answer_field or spec.answer_field
     text = template_text(template or default_template)
-    file_format = spec.format or _format_of(path)
 
     def make(row: dict) -> tuple[tuple[Message, ...], str]:
         value = field(row, prompt_field)
@@ -205,11 +190,10 @@ def read_rows(
 
 
 def _format_of(path: str) -> str:
-    try:
-        return FORMAT_OF_ENDING[pathlib.Path(path).suffix]
-    except KeyError:
-        endings = ", ".join(FORMAT_OF_ENDING)
-        raise DataError(f"path = {path!r}: its ending must be one of {endings}.") from None
+    ending = pathlib.Path(path).suffix.removeprefix(".")
+    if ending not in FORMATS:
+        raise DataError(f"path = {path!r}: its ending must be one of .{', .'.join(FORMATS)}.")
+    return ending
 
 
 class Rows:

@@ -12,7 +12,6 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import sentencepiece
 from etils import epath
@@ -31,8 +30,8 @@ MAX_ERROR_CHARS = 200
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
 
-class Tokenizer(Protocol):
-    """A translator of text and messages into ids, and of ids into text.
+class HuggingFaceTokenizer:
+    """The tokenizer, chat template and end tokens of a Hugging Face directory.
 
     vocab_size: 1 + the largest id that exists; a model's padded vocabulary may be larger.
     stop_ids: ids that end a response, at least one.
@@ -40,19 +39,82 @@ class Tokenizer(Protocol):
     chat: "template" or "none", how messages become a prompt.
     """
 
-    vocab_size: int
-    stop_ids: tuple[int, ...]
-    pad_id: int
-    chat: str
+    def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
+        self._folder = folder
+        with _of_library(folder, "has a tokenizer that cannot be read"), _local(folder) as files:
+            self._tokenizer = _transformers().AutoTokenizer.from_pretrained(
+                files, local_files_only=True, trust_remote_code=False
+            )
+        if chat == "auto":
+            chat = "template" if self._tokenizer.chat_template else "none"
+        self.chat = chat
+        ids = self._tokenizer.get_vocab()
+        self.vocab_size = 1 + max(ids.values())
+        if stop_tokens is None:
+            ends = self._tokenizer.convert_ids_to_tokens(_end_ids(folder, self.vocab_size))
+            ends += [text for text in ["<|endoftext|>"] if text in ids]
+            if chat == "template" or not ends:
+                ends.insert(0, self._tokenizer.eos_token)
+            stop_tokens = list(filter(None, ends))
+        if chat == "template":
+            with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
+                self._tokenizer.get_chat_template()
+        self.stop_ids = _stop_ids(stop_tokens, ids, folder)
+        pad_id = self._tokenizer.pad_token_id
+        self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
 
     def encode(self, text: str) -> list[int]:
         """Encodes plain text: nothing is added, and no text becomes a special token."""
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes ids without the stop token at their end; ValueError for an unknown id."""
+        return self._tokenizer.decode(_text_ids(ids, self))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
+        if self.chat == "none":
+            return self._encode(plain_text(messages), add_special_tokens=True)
+        roles = [message["role"] for message in messages]
+        with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        how = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
+        return self._tokenizer(text, **how).input_ids
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model with the same methods; a prompt of messages is plain text."""
+
+    chat = "none"
+
+    def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
+        self._processor = sentencepiece.SentencePieceProcessor()
+        with _of_library(file, "is not a sentencepiece model"):
+            self._processor.LoadFromSerializedProto(file.read_bytes())
+        self.vocab_size = self._processor.vocab_size()
+        ids = {self._processor.id_to_piece(id): id for id in range(self.vocab_size)}
+        if stop_tokens is None:
+            ends = [*_end_ids(file.parent, self.vocab_size), self._processor.eos_id()]
+            stop_tokens = [self._processor.id_to_piece(id) for id in ends if id >= 0]
+        self.stop_ids = _stop_ids(stop_tokens, ids, file)
+        pad_id = self._processor.pad_id()
+        self.pad_id = pad_id if pad_id >= 0 else self.stop_ids[0]
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode(_text_ids(ids, self))
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return self.encode(plain_text(messages))
+
+
+Tokenizer = HuggingFaceTokenizer | SentencePieceTokenizer
 
 
 def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str) -> Tokenizer:
@@ -90,81 +152,6 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
             'tokenizer.chat="none".'
         )
     return SentencePieceTokenizer(model_file, stop_tokens=stop_tokens)
-
-
-class HuggingFaceTokenizer:
-    """The tokenizer, chat template and end tokens of a Hugging Face directory."""
-
-    def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
-        self._folder = folder
-        with _of_library(folder, "has a tokenizer that cannot be read"), _local(folder) as files:
-            self._tokenizer = _transformers().AutoTokenizer.from_pretrained(
-                files, local_files_only=True, trust_remote_code=False
-            )
-        if chat == "auto":
-            chat = "template" if self._tokenizer.chat_template else "none"
-        self.chat = chat
-        ids = self._tokenizer.get_vocab()
-        self.vocab_size = 1 + max(ids.values())
-        if stop_tokens is None:
-            ends = self._tokenizer.convert_ids_to_tokens(_end_ids(folder, self.vocab_size))
-            ends += [text for text in ["<|endoftext|>"] if text in ids]
-            if chat == "template" or not ends:
-                ends.insert(0, self._tokenizer.eos_token)
-            stop_tokens = list(filter(None, ends))
-        if chat == "template":
-            with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
-                self._tokenizer.get_chat_template()
-        self.stop_ids = _stop_ids(stop_tokens, ids, folder)
-        pad_id = self._tokenizer.pad_token_id
-        self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=False)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(_text_ids(ids, self))
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        if self.chat == "none":
-            return self._encode(plain_text(messages), add_special_tokens=True)
-        roles = [message["role"] for message in messages]
-        with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        how = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
-        return self._tokenizer(text, **how).input_ids
-
-
-class SentencePieceTokenizer:
-    """A sentencepiece model; a prompt of messages is plain text."""
-
-    chat = "none"
-
-    def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
-        self._processor = sentencepiece.SentencePieceProcessor()
-        with _of_library(file, "is not a sentencepiece model"):
-            self._processor.LoadFromSerializedProto(file.read_bytes())
-        self.vocab_size = self._processor.vocab_size()
-        ids = {self._processor.id_to_piece(id): id for id in range(self.vocab_size)}
-        if stop_tokens is None:
-            ends = [*_end_ids(file.parent, self.vocab_size), self._processor.eos_id()]
-            stop_tokens = [self._processor.id_to_piece(id) for id in ends if id >= 0]
-        self.stop_ids = _stop_ids(stop_tokens, ids, file)
-        pad_id = self._processor.pad_id()
-        self.pad_id = pad_id if pad_id >= 0 else self.stop_ids[0]
-
-    def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._processor.decode(_text_ids(ids, self))
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode(plain_text(messages))
 
 
 def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[str]:
