@@ -584,12 +584,12 @@ def test_a_busy_host_changes_no_verdict(lone):
 
 def test_an_answer_that_wants_all_memory_gets_a_gigabyte():
     program = (
-        "from dapo_jax.verifier.isolated import STATUSES, answered_in_child\n"
+        "from dapo_jax.verifier.isolated import answered_in_child\n"
         "for mib in (1100, 10):\n"
         "    reply = answered_in_child(lambda: bytes(bytearray(mib << 20)[:9]), 5.0)\n"
-        "    print(STATUSES[reply[0]], len(reply))\n"
+        "    print(reply.status, len(reply.answer))\n"
     )
-    assert ran("-c", program).stdout.split() == ["memory", "1", "done", "10"]
+    assert ran("-c", program).stdout.split() == ["memory", "0", "done", "9"]
 
 
 def test_equal_pairs_are_graded_once_and_numbers_need_no_worker(lone, monkeypatch):

@@ -8,9 +8,8 @@ For the algebra of answers, and the scorers of other packages:
 4. The worker runs that function in a child, so that no answer depends on an earlier one.
 5. The kernel ends the child after its seconds of CPU time: a busy host changes no answer.
    RLIMIT_AS leaves it MEMORY_BYTES beside what the worker has.
-6. A reply is one byte, a place in STATUSES, and the answer. The parent reads nothing but bytes.
-7. A worker that is dead or silent is replaced, and its request asked again.
-8. A worker ends with its object, and with the process that started it.
+6. A worker that is dead or silent is replaced, and its request asked again.
+7. A worker ends with its object, and with the process that started it.
 """
 
 import contextlib
@@ -34,7 +33,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-STATUSES = ("done", "timeout", "memory", "crashed", "killed")
 MAX_WORKERS = 32
 MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 1.0  # of one answer
@@ -53,7 +51,7 @@ isolated.serve(*sys.argv[2:])
 
 
 class Reply(NamedTuple):
-    """The outcome of a request: one of STATUSES and, with "done", the answer."""
+    """The outcome of a request: done (with the answer), timeout, memory, crashed or killed."""
 
     status: str
     answer: bytes = b""
@@ -88,13 +86,12 @@ class Worker:
         """Returns the reply; "killed" where the process is gone, or was silent for too long."""
         with contextlib.suppress(OSError):  # of a worker that has ended: there is no reply
             self._connection.send((request, cpu_seconds))
-        reply = self._received(max(SILENCE_SECONDS, 10 * cpu_seconds))
-        return Reply("killed") if reply is None else Reply(STATUSES[reply[0]], reply[1:])
+        return self._received(max(SILENCE_SECONDS, 10 * cpu_seconds)) or Reply("killed")
 
-    def _received(self, seconds: float) -> bytes | None:
+    def _received(self, seconds: float) -> Reply | None:
         with contextlib.suppress(EOFError, OSError):
             if self._connection.poll(seconds):
-                return self._connection.recv_bytes()
+                return self._connection.recv()
         self.kill()
         return None
 
@@ -173,7 +170,7 @@ class Pool:
             worker = self._workers[place]
             if worker.is_ready():
                 return worker
-            time.sleep(start)
+            time.sleep(start)  # what kills workers may pass
             with self._lock:
                 self.check_open()
                 self._workers[place] = Worker(self._entry)
@@ -205,13 +202,13 @@ def serve(entry: str, pipe: str) -> None:
     gc.freeze()  # a child's collector need not touch, and so copy, all that was imported
     connection = multiprocessing.connection.Connection(int(pipe))
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
-        connection.send_bytes(b"")
+        connection.send(Reply("ready"))
         while True:
             request, cpu_seconds = connection.recv()
-            connection.send_bytes(answered_in_child(prepare(request), cpu_seconds))
+            connection.send(answered_in_child(prepare(request), cpu_seconds))
 
 
-def answered_in_child(answer: Callable[[], bytes], cpu_seconds: float) -> bytes:
+def answered_in_child(answer: Callable[[], bytes], cpu_seconds: float) -> Reply:
     """Runs a function in a forked process with limits, and returns the reply of this worker."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -228,14 +225,11 @@ def answered_in_child(answer: Callable[[], bytes], cpu_seconds: float) -> bytes:
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         sent = pipe.read()
-    ends = {
-        0: "done",
-        -signal.SIGPROF: "timeout",
-        _MEMORY_EXIT: "memory",
-        -signal.SIGKILL: "killed",
-    }
-    status = ends.get(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "crashed")
-    return bytes([STATUSES.index(status)]) + sent * (status == "done")
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended == 0:
+        return Reply("done", sent)
+    ends = {-signal.SIGPROF: "timeout", _MEMORY_EXIT: "memory", -signal.SIGKILL: "killed"}
+    return Reply(ends.get(ended, "crashed"))
 
 
 def _limit(cpu_seconds: float) -> None:
