@@ -1,6 +1,5 @@
 """The built-in tasks beside math: what they ask, what they reward, and what they never do."""
 
-import csv
 import importlib.util
 import itertools
 import json
@@ -47,9 +46,7 @@ def example(answer, **extra):
         ("The STAR, the car and my letter!\n", "correct"),
         ("The stars, a car and a letter.", "wrong"),
         ("The car is here. A letter has a star.", "no_sentence"),
-        ("The car has a letter and a star", "no_sentence"),
         ("The car:\na letter and a star.", "no_sentence"),
-        ("", "no_sentence"),
     ],
 )
 def test_a_sentence_has_all_the_words_as_they_are(response, status):
@@ -144,17 +141,10 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.parametrize("ending", ["parquet", "csv"])
 @pytest.mark.parametrize(("row", "fields", "args"), SCHEMAS.values(), ids=SCHEMAS)
-def test_published_choices(tmp_path, ending, row, fields, args):
-    path = tmp_path / f"d.{ending}"
-    if ending == "parquet":
-        pq.write_table(pa.Table.from_pylist([row]), path)
-    elif "Right" in row:
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([row.keys(), row.values()])
-    else:
-        pytest.skip("a csv has no lists")
+def test_published_choices(tmp_path, row, fields, args):
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
     task = made(task="multiple_choice", path=str(path), **fields, args=args)
     ((loaded,), _) = load_examples(task, "")
     assert loaded.answer == "C" and "\nC) Oslo" in loaded.text and "Answer: X" in loaded.text
@@ -197,7 +187,6 @@ def test_a_choice_is_one_letter_or_its_text(response, prediction, status):
         ({"choices": "abcd", "answer": 0}, "2 to 26 texts, in a list"),
         ({"choices": ["a", "a "], "answer": 0}, "are the same, or one is empty"),
         ({"choices": None, "answer": 0}, "choices is null"),
-        ({"options": FOUR, "answer": 0}, "'choices' is missing; there are 'options', 'answer', "),
     ],
 )
 def test_a_row_that_is_no_question_is_named_or_skipped(tmp_path, row, message):
@@ -236,16 +225,13 @@ GOOD = "<think>1+1</think>\n<answer>{}</answer>"
         ("So <answer>2</answer>", 0.75, True),
         ("<think> </think><answer>2</answer>", 0.75, True),
         ("<think>a</think>b<answer>2</answer>", 0.75, True),
-        ("<answer>1</answer><answer>2</answer>", 0.75, True),
         (GOOD.format("3"), -0.75, False),
         ("<answer>3</answer>", -1.0, False),
         (GOOD.format("2") + " No, 3.", -1.0, False),
         (GOOD.format(""), -1.0, False),
         (GOOD.format("3\nAnswer: 2"), -1.0, False),
         (GOOD.format("2" + " " * 300 + "2"), -1.0, False),
-        ("<answer>2</answer></answer>", -1.0, False),
         ("Answer: 2", -1.0, False),
-        ("", -1.0, False),
     ],
 )
 @pytest.mark.parametrize("rules", ["dapo", "math_verify"])
@@ -279,7 +265,7 @@ def test_without_the_package_the_error_says_so():
 
 
 @needs_reasoning_gym
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "word_ladder", "graph_color", "acre"])
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "acre"])
 def test_a_generator_by_its_name_is_graded_by_its_scorer(name):
     settings = {"task": "reasoning_gym", "seed": 3, "args": {"name": name}}
     task = made(count=6, **settings)

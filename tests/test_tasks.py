@@ -204,66 +204,57 @@ def run(command, workdir, *arguments):
         "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return ran("-c", COMMAND, command, SMALL, *arguments, **environment).stdout
+    return ran("-c", COMMAND, f"dapo_jax.{command}", SMALL, *arguments, **environment).stdout
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    """The directory of a run of one step without a filter, on a task of one's own."""
-    workdir = tmp_path_factory.mktemp("run")
+def unzipped(path):
+    with gzip.open(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.slow
+def test_a_task_and_an_evaluation_set_from_outside(tmp_path):
+    """The rewards are the task's scores; a new set is evaluated beside those of the config."""
     run(
-        "dapo_jax.train",
-        workdir,
+        "train",
+        tmp_path,
         "--config.num_steps=1",
         "--config.algo.dynamic_sampling=False",
         "--config.eval.every_steps=0",
         f"--config.data.train.task={COUNTDOWN}",
         "--config.data.train.count=50",
     )
-    return workdir
-
-
-@pytest.mark.slow
-def test_training_on_a_task_of_ones_own(workdir):
-    """The rewards are the task's scores, and advantages follow them."""
-    (row,) = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    assert row["updates"] == 2
-    with gzip.open(workdir / "rollouts" / "0.jsonl.gz", "rt") as file:
-        responses = [json.loads(line) for line in file]
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    responses = unzipped(tmp_path / "rollouts" / "0.jsonl.gz")
     assert {r["source"] for r in responses} == {"countdown"}
     score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0}
     in_time = [r for r in responses if r["tokens"] <= 24]  # the others are punished for length
     assert in_time and all(r["reward"] == score[r["status"]] for r in in_time)
-    assert row["grad_norm"] > 0 == row["accuracy/mean"]
+    assert row["updates"] == 2 and row["grad_norm"] > 0 == row["accuracy/mean"]
 
-
-@pytest.mark.slow
-def test_evaluation_sets_by_flags_alone(workdir):
-    """One that the config lacks, with its own k, beside the config's changed one."""
-    file = workdir / "wild.jsonl"
+    file = tmp_path / "wild.jsonl"
     rows = [{"problem": f"What is {n}+1?", "answer": n + 1} for n in range(10, 13)]
     file.write_text("\n".join(map(json.dumps, rows)))
+    of_set = "--config.eval.sets.wild."
     printed = run(
-        "dapo_jax.evaluate",
-        workdir,
-        f"--config.eval.sets.wild.path={file}",
-        "--config.eval.sets.wild.prompt_field=problem",
-        "--config.eval.sets.wild.template",
+        "evaluate",
+        tmp_path,
+        f"{of_set}path={file}",
+        f"{of_set}prompt_field=problem",
+        f"{of_set}template",
         "dapo",
-        "--config.eval.sets.wild.rules=strict_box",  # in which the policy never answers
-        "--config.eval.sets.wild.k=2",
-        "--config.eval.sets.wild.max_prompts=2",
+        f"{of_set}rules=strict_box",  # in which the policy never answers
+        f"{of_set}k=2",
+        f"{of_set}max_prompts=2",
         "--config.eval.sets.arithmetic.count=3",
     )
     assert "wild.jsonl: 3 rows, 0 duplicates" in printed
     assert "wild: 100% of the responses have no answer that is found" in printed
-    (wild,) = (workdir / "eval").glob("1.wild.t1_p1_k2_n2_strict_box_s0.*.json")
-    results = [json.loads(path.read_text()) for path in (workdir / "eval").glob("*.json")]
+    (wild,) = (tmp_path / "eval").glob("1.wild.t1_p1_k2_n2_strict_box_s0.*.json")
+    results = [json.loads(path.read_text()) for path in (tmp_path / "eval").glob("*.json")]
     sets = {name: scores for result in results for name, scores in result["sets"].items()}
-    assert set(sets) == {"arithmetic", "wild"}
-    assert json.loads(wild.read_text())["settings"]["wild"]["prompt_field"] == "problem"
-    with gzip.open(wild.with_suffix(".jsonl.gz"), "rt") as lines:
-        assert [json.loads(line)["ground_truth"] for line in lines] == ["11", "11", "12", "12"]
+    graded_truths = [row["ground_truth"] for row in unzipped(wild.with_suffix(".jsonl.gz"))]
+    assert graded_truths == ["11", "11", "12", "12"]
     assert sets["wild"]["problems"] == 2 and "mean@2" in sets["wild"]
     assert sets["arithmetic"]["problems"] == 3 and "mean@4" in sets["arithmetic"]
 
