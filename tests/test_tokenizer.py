@@ -38,12 +38,7 @@ CHAT_TEMPLATE = """\
 def bpe_folder(tmp_path_factory):
     """A byte-level BPE of 256 bytes and 3 control tokens, laid out as Qwen2.5's is."""
     folder = tmp_path_factory.mktemp("bpe")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: id for id, symbol in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = bpe()
     tokenizer.enable_truncation(max_length=7)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -89,35 +84,19 @@ CHATML = (
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def token(text, special):
-    text, how = text if isinstance(text, tuple) else (text, {})
-    return tokenizers.AddedToken(text, special=special, normalized=False, **how)
-
-
-def bpe(*, special=CONTROL, ordinary=(), metaspace=False, begins=False):
-    """A BPE of bytes, or of letters with Metaspace, and tokens with the given settings."""
-    pre, post = tokenizers.pre_tokenizers, tokenizers.decoders
-    letters = [*map(chr, range(32, 127)), "\n", "\u2581"]
-    symbols = sorted(letters if metaspace else pre.ByteLevel.alphabet())
+def bpe(*, special=CONTROL, ordinary=(), begins=False):
+    """A BPE of bytes and added tokens; begins: it puts one before a text, as Llama 3's does."""
+    symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(tokenizers.models.BPE({s: i for i, s in enumerate(symbols)}, []))
-    made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
-    made.decoder = post.ByteLevel()
-    if metaspace:
-        made.pre_tokenizer = pre.Metaspace(prepend_scheme="first")
-        made.decoder = post.Metaspace(prepend_scheme="first")
-    made.add_tokens([token(text, special=True) for text in special])
-    made.add_tokens([token(text, special=False) for text in ordinary])
-    if begins:  # as Llama 3's does
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.AddedToken(it, normalized=False) for it in special])
+    made.add_tokens([tokenizers.AddedToken(it, normalized=False) for it in ordinary])
+    if begins:
         made.post_processor = tokenizers.processors.TemplateProcessing(
             single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
         )
     return made
-
-
-def added(*texts, first):
-    """added_tokens_decoder of a tokenizer_config.json."""
-    how = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
-    return {str(first + i): how | {"content": t, "special": True} for i, t in enumerate(texts)}
 
 
 # For tokenizer_config.json, generation_config.json, config.json, and a chat: the stop tokens.
@@ -237,21 +216,6 @@ LAYOUTS = {
         {"special_tokens_map.json": {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}},
         ["<|im_end|>", "<|endoftext|>"],
     ),
-    "tokens in added_tokens_decoder alone": (
-        bpe(special=()),
-        {"eos_token": "<|endoftext|>", "added_tokens_decoder": added(*CONTROL, first=256)},
-        {},
-        ["<|endoftext|>"],
-    ),
-    "Metaspace, and tokens that strip": (
-        bpe(
-            special=(("<|im_start|>", {"lstrip": True}), ("<|im_end|>", {"rstrip": True})),
-            metaspace=True,
-        ),
-        {"eos_token": "<|im_end|>"},
-        {},
-        ["<|im_end|>"],
-    ),
     "a begin token by a post-processor": (
         bpe(begins=True),
         {"eos_token": "<|im_end|>"},
@@ -265,18 +229,6 @@ LAYOUTS = {
             "bos_token": "<|endoftext|>",
             "eos_token": "<|im_end|>",
             "add_bos_token": True,
-        },
-        {},
-        ["<|im_end|>", "<|endoftext|>"],
-    ),
-    "named templates": (
-        bpe(),
-        {
-            "eos_token": "<|im_end|>",
-            "chat_template": [
-                {"name": "tool_use", "template": "{{ raise_exception('no') }}"},
-                {"name": "default", "template": CHATML},
-            ],
         },
         {},
         ["<|im_end|>", "<|endoftext|>"],
