@@ -517,7 +517,7 @@ def test_workers_that_are_killed_as_they_start_never_raise(lone):
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
     monkeypatch.setattr(isolated, "SILENCE_SECONDS", 3.0)
-    monkeypatch.setattr(isolated, "START_SECONDS", 10.0)
+    monkeypatch.setattr(isolated, "START_SECONDS", 20.0)
     with SymbolicVerifier(num_workers=1, cpu_seconds=0.4) as verifier:
         if is_ready:
             assert verifier.verify("Answer: 2^1+x", "x+2").correct

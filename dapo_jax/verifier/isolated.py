@@ -38,7 +38,7 @@ MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 1.0  # of one answer
 TRIES = 3  # of an answer whose process is killed from outside
 STARTS = 5  # of a worker, in a row
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 SILENCE_SECONDS = 12.0  # no busy host makes a second of CPU time so long
 _MEMORY_EXIT = 3
 # multiprocessing's own "spawn" would import the main module, and JAX with it, in every worker.
