@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from absl import flags
 from test_tasks import parsed
 
 from configs import base, tiny
@@ -116,9 +115,12 @@ def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
             r"algo.retire_pass_rate = 0.9, but there are 2 training sets \(data.mixture\)",
         ),
         ({"data.mixture.more.k": 3}, r"data.mixture.more.k is set, but is for evaluation sets"),
+        ({"data.train.k": 3}, r"data\.train\.k is set, but is for evaluation sets"),
+        ({"eval.sets.arithmetic.k": -1}, "eval.sets.arithmetic.k = -1, but must be at least 0"),
+        ({"eval.sets.arithmetic.rules": "dappo"}, "rules = 'dappo', but must be one of dapo, str"),
     ],
 )
-def test_what_a_mixture_cannot_be_is_refused_by_its_key(settings, message):
+def test_what_sets_cannot_be_is_refused_by_its_key(settings, message):
     config = tiny.get_config()
     if any("mixture" in key for key in settings):
         config.data.mixture.more = base.dataset(path="x.jsonl")
@@ -137,22 +139,7 @@ def test_a_set_too_small_for_its_part_of_a_batch_is_refused(file):
         components.load_data(config, components.tokenizer(config), training=True)
 
 
-def test_a_misspelt_set_and_key_are_refused(monkeypatch, file):
-    with pytest.raises(flags.Error, match=r"data.mixture.a-b: .* a name of letters"):
-        parsed(monkeypatch, f"--config.data.mixture.a-b.path={file}")
-    with pytest.raises(flags.Error, match=r"data.mixture.more: the config has no such set; a new"):
-        parsed(monkeypatch, "--config.data.mixture.more.weight=2")
-    with pytest.raises((flags.Error, AttributeError, KeyError), match="wieght"):
-        parsed(
-            monkeypatch,
-            f"--config.data.mixture.more.path={file}",
-            "--config.data.mixture.more.wieght=2",
-        )
-
-
 def test_each_set_and_the_task_itself_have_measures_of_their_own():
-    """data.mixture.train shared a measure with data.train, and a task's own could replace it."""
-
     def graded(right, measures):
         def grade(group):
             verdict = Verdict(right, "x", "s", measures=measures)

@@ -4,7 +4,6 @@ import collections
 import fractions
 import gzip
 import json
-import math
 import pathlib
 import pickle
 import re
@@ -19,7 +18,7 @@ from configs import base, tiny
 from dapo_jax import evaluate
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
 from dapo_jax.cli import config_flags
-from dapo_jax.setup import checks, components
+from dapo_jax.setup import components
 from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
@@ -74,21 +73,18 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
     [
         ({"task": "arithmetik"}, "data.train.task = 'arithmetik': there is no such task. Did you "),
         ({"task": "nowhere.x:Y"}, "no module 'nowhere' in the working .* Built in are math, arith"),
-        ({"task": "countdown:Count"}, r"no class of this name; its tasks are Countdown\."),
-        ({"task": "countdown:ANSWER"}, "no methods load and grade in it; its tasks are Countdown"),
+        ({"task": "countdown:Count"}, "countdown.py has no class Count with methods load and grad"),
+        ({"task": "countdown:ANSWER"}, "no class ANSWER with methods load and grade"),
+        ({"task": "reasoning_gym"}, r"missing a required.* argument: 'name' \(data.train.args\)"),
         (
             {"task": COUNTDOWN, "args": {"number": 4}},
-            r"argument 'number' \(data.train.args\); it t",
+            r"argument 'number' \(data.train.args\); it takes \(count: int, ",
         ),
         (
             {"kind": "arithmetic", "path": "sums.csv"},
-            r"data.train.path = 'sums.csv', but data.train.kind = 'arithmetic' gen.*kind to .*csv",
+            "data.train.path = 'sums.csv', but data.train.task = 'arithmetic' takes no path",
         ),
-        (
-            {"task": COUNTDOWN, "answer_field": "sum"},
-            r"answer_field = 'sum', but .* takes no answer_field .*answer_field=\)",
-        ),
-        ({"task": "reasoning_gym", "path": "x.csv"}, "takes no path and would ignore it"),
+        ({"task": COUNTDOWN, "answer_field": "sum"}, r"takes no answer_field .*answer_field=\)"),
     ],
 )
 def test_a_task_that_cannot_be_made_is_named_with_what_there_is(settings, message):
@@ -115,7 +111,7 @@ def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
 
 
 def test_what_a_task_measures_is_copied_into_plain_numbers():
-    """A defaultdict could not be sent to other processes; a dict that is used again changed."""
+    """A task may use its dict again, and it may be one that cannot be sent to other processes."""
 
     class Counting:
         def __init__(self):
@@ -135,14 +131,11 @@ def test_what_a_task_measures_is_copied_into_plain_numbers():
     [
         True,
         Verdict(True, "", "", float("nan")),
-        Verdict(True, "", "", "1"),
         Verdict(1, "", ""),
         Verdict(True, 5, ""),
         Verdict(True, None, None),
-        Verdict(True, None, "", measures={"lines": math.nan}),
         Verdict(True, None, "", measures={"a/b": 1}),
         Verdict(True, None, "", measures={"lines": 10**400}),
-        Verdict(True, None, "", measures=[1]),
     ],
 )
 def test_a_verdict_that_is_none_is_named(verdict):
@@ -175,13 +168,10 @@ USER = ({"role": "user", "content": "hi"},)
         (None, r"load\(\) gave None, but must give examples"),
         ("hi", r"load\(\) gave 'hi', but must"),
         (Example(USER, "1", "x", 0), r"load\(\) gave Example\(.*, but must"),
-        (["hi"], "it is 'hi', which is no Example"),
-        ([Example("hi", "1", "x", 0)], 'no Example with messages {"role": text, "content'),
-        ([Example((), "1", "x", 0)], "no Example with messages"),
-        (
-            [Example(USER, "1", "x", 0), Example(USER, 1, "x", 0)],
-            r"example 1 .* which is no Example with a text as its answer",
-        ),
+        (["hi"], "example 0 .* 'hi' is no Example with messages"),
+        ([Example("hi", "1", "x", 0)], 'is no Example with messages {"role": text, "content'),
+        ([Example((), "1", "x", 0)], "is no Example with messages"),
+        ([Example(USER, "1", "x", 0), Example(USER, 1, "x", 0)], "example 1 .* is no Example"),
     ],
 )
 def test_what_a_task_must_not_load_is_named(loaded, message):
@@ -207,73 +197,64 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__")
 
 
 def run(command, workdir, *arguments):
-    """Runs a command on the small recipe; commands in the same directory share their programs."""
+    """Runs a command on the small config; commands in the same directory share their programs."""
     arguments = [f"--workdir={workdir}", "--config.mesh.cpu_devices=1", *arguments]
     environment = {
         "PYTHONPATH": f"{ROOT}:{OUTSIDE}",
         "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return ran("-c", COMMAND, command, SMALL, *arguments, **environment).stdout
+    return ran("-c", COMMAND, f"dapo_jax.{command}", SMALL, *arguments, **environment).stdout
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    """The directory of a run of one step without a filter, on a task of one's own."""
-    workdir = tmp_path_factory.mktemp("run")
+def unzipped(path):
+    with gzip.open(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.slow
+def test_a_task_and_an_evaluation_set_from_outside(tmp_path):
+    """The rewards are the task's scores; a new set is evaluated beside those of the config."""
     run(
-        "dapo_jax.train",
-        workdir,
+        "train",
+        tmp_path,
         "--config.num_steps=1",
         "--config.algo.dynamic_sampling=False",
         "--config.eval.every_steps=0",
         f"--config.data.train.task={COUNTDOWN}",
         "--config.data.train.count=50",
     )
-    return workdir
-
-
-@pytest.mark.slow
-def test_training_on_a_task_of_ones_own(workdir):
-    """The rewards are the task's scores, and advantages follow them."""
-    (row,) = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    assert row["updates"] == 2
-    with gzip.open(workdir / "rollouts" / "0.jsonl.gz", "rt") as file:
-        responses = [json.loads(line) for line in file]
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    responses = unzipped(tmp_path / "rollouts" / "0.jsonl.gz")
     assert {r["source"] for r in responses} == {"countdown"}
     score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0}
     in_time = [r for r in responses if r["tokens"] <= 24]  # the others are punished for length
     assert in_time and all(r["reward"] == score[r["status"]] for r in in_time)
-    assert row["grad_norm"] > 0 == row["accuracy/mean"]
+    assert row["updates"] == 2 and row["grad_norm"] > 0 == row["accuracy/mean"]
 
-
-@pytest.mark.slow
-def test_evaluation_sets_by_flags_alone(workdir):
-    """One that the config lacks, with its own k, beside the config's changed one."""
-    file = workdir / "wild.jsonl"
+    file = tmp_path / "wild.jsonl"
     rows = [{"problem": f"What is {n}+1?", "answer": n + 1} for n in range(10, 13)]
     file.write_text("\n".join(map(json.dumps, rows)))
+    of_set = "--config.eval.sets.wild."
     printed = run(
-        "dapo_jax.evaluate",
-        workdir,
-        f"--config.eval.sets.wild.path={file}",
-        "--config.eval.sets.wild.prompt_field=problem",
-        "--config.eval.sets.wild.template",
+        "evaluate",
+        tmp_path,
+        f"{of_set}path={file}",
+        f"{of_set}prompt_field=problem",
+        f"{of_set}template",
         "dapo",
-        "--config.eval.sets.wild.rules=strict_box",  # in which the policy never answers
-        "--config.eval.sets.wild.k=2",
-        "--config.eval.sets.wild.max_prompts=2",
+        f"{of_set}rules=strict_box",  # in which the policy never answers
+        f"{of_set}k=2",
+        f"{of_set}max_prompts=2",
         "--config.eval.sets.arithmetic.count=3",
     )
     assert "wild.jsonl: 3 rows, 0 duplicates" in printed
     assert "wild: 100% of the responses have no answer that is found" in printed
-    (wild,) = (workdir / "eval").glob("1.wild.t1_p1_k2_n2_strict_box_s0.*.json")
-    results = [json.loads(path.read_text()) for path in (workdir / "eval").glob("*.json")]
+    (wild,) = (tmp_path / "eval").glob("1.wild.t1_p1_k2_n2_strict_box_s0.*.json")
+    results = [json.loads(path.read_text()) for path in (tmp_path / "eval").glob("*.json")]
     sets = {name: scores for result in results for name, scores in result["sets"].items()}
-    assert set(sets) == {"arithmetic", "wild"}
-    assert json.loads(wild.read_text())["settings"]["wild"]["prompt_field"] == "problem"
-    with gzip.open(wild.with_suffix(".jsonl.gz"), "rt") as lines:
-        assert [json.loads(line)["ground_truth"] for line in lines] == ["11", "11", "12", "12"]
+    graded_truths = [row["ground_truth"] for row in unzipped(wild.with_suffix(".jsonl.gz"))]
+    assert graded_truths == ["11", "11", "12", "12"]
     assert sets["wild"]["problems"] == 2 and "mean@2" in sets["wild"]
     assert sets["arithmetic"]["problems"] == 3 and "mean@4" in sets["arithmetic"]
 
@@ -300,50 +281,32 @@ def test_flags_change_known_sets_and_add_others_in_the_same_way(monkeypatch):
     assert config.is_locked
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "new"])
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("flag", "message"),
     [
-        ("promt_field=x", "promt_field.*Did you mean .*prompt_field"),
-        ("k=many", "k.*many"),
-        ("temperature=hot", "temperature.*hot"),
+        ("eval.sets.arithmetic.promt_field=x", "promt_field.*Did you mean .*prompt_field"),
+        ("eval.sets.new.promt_field=x", "promt_field.*Did you mean .*prompt_field"),
+        ("eval.sets.new.k=many", "k.*many"),
+        ("eval.sets.math-500.k=1", "eval.sets.math-500: .* a name of letters, digits and _"),
+        ("eval.sets.500.k=1", "eval.sets.500: .* a name of letters, digits and _"),
+        ("eval.sets.arithmatic.count=3", r"the config has no such set \(Did you mean arithmetic\?"),
+        (
+            "eval.sets.new.args.numbers=4",
+            r"give all of them: --config\.eval\.sets\.new\.args=\"{'numbers': VALUE, ",
+        ),
+        ("data.train.args.numbers=4", r"give all of them: --config\.data\.train\.args="),
+        ("data.mixture.a-b.path=x.csv", r"data.mixture.a-b: .* a name of letters"),
+        ("data.mixture.more.weight=2", "data.mixture.more: the config has no such set; a new"),
     ],
 )
-def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, name, setting, message):
+def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, flag, message):
+    path = ["--config.eval.sets.new.path=a.csv"] if ".new." in flag else []
     with pytest.raises((flags.Error, AttributeError, KeyError)) as refused:
-        of_set = f"--config.eval.sets.{name}."
-        parsed(monkeypatch, f"{of_set}path=a.csv", of_set + setting)
+        parsed(monkeypatch, *path, f"--config.{flag}")
     assert re.search(message, config_flags.error_line(refused.value))
 
 
-def test_a_sets_name_is_a_word(monkeypatch):
-    for name in ("math-500", "math.500", "a.b", "500"):
-        message = f"eval.sets.{name.partition('.')[0]}: .* a name of letters, digits and _"
-        with pytest.raises(flags.Error, match=message):
-            parsed(monkeypatch, f"--config.eval.sets.{name}.k=1")
-
-
-def test_a_misspelt_set_is_refused_with_the_nearest_name(monkeypatch):
-    """A flag for `arithmatic` made a set of that name, which failed later for another reason."""
-    message = r"eval.sets.arithmatic: the config has no such set \(Did you mean arithmetic\?\)"
-    with pytest.raises(flags.Error, match=message):
-        parsed(monkeypatch, "--config.eval.sets.arithmatic.count=3")
-
-
-@pytest.mark.parametrize("section", ["data.train", "eval.sets.new"])
-def test_an_argument_that_is_given_alone_is_told_how(monkeypatch, section):
-    """`the config has no key 'numbers'` did not say that args are one value."""
-    together = rf"give all of them: --config\.{section}\.args=\"{{'numbers': VALUE, \.\.\.}}\""
-    with pytest.raises(flags.Error, match=together):
-        parsed(
-            monkeypatch,
-            "--config.eval.sets.new.task=countdown:Countdown",
-            f"--config.{section}.args.numbers=4",
-        )
-
-
 def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):
-    """A section inside args was a ConfigDict, which no task expects and no JSON file takes."""
     args = {"name": "chain_sum", "config": {"max_terms": 3}}
     config = parsed(
         monkeypatch,
@@ -364,24 +327,3 @@ def test_each_set_is_sampled_as_it_says():
     assert (arithmetic.sampling.temperature, arithmetic.sampling.top_p) == (1.0, 1.0)
     assert arithmetic.sampling == components.sampling(config, components.tokenizer(config))
     assert (len(new.dataset.prompts), len(arithmetic.dataset.prompts)) == (3, 160)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("k", -1, "eval.sets.new.k = -1, but must be at least 0, and finite"),
-        ("rules", "dappo", "eval.sets.new.rules = 'dappo', but must be one of dapo, strict"),
-    ],
-)
-def test_an_impossible_value_of_a_set_is_refused(setting, value, message):
-    config = tiny.get_config()
-    config.eval.sets.new = base.dataset(path="a.jsonl", **{setting: value})
-    with pytest.raises(ValueError, match=message):
-        checks.check(config)
-
-
-def test_the_training_set_has_no_sampling_of_its_own():
-    config = tiny.get_config()
-    config.data.train.k = 3
-    with pytest.raises(ValueError, match=r"data\.train\.k is set, but is for evaluation sets"):
-        checks.check(config)

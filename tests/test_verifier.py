@@ -1,11 +1,11 @@
 """The rules that grade responses: parity with the reference, what "strict" mends, and hardness."""
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +16,7 @@ import pytest
 from processes import ran
 
 from dapo_jax.verifier import RULES, STATUSES, Verdict, isolated, verify, verify_many
-from dapo_jax.verifier.math_rules import MAX_GROUND_TRUTH_CHARS, dapo_form, strict_form
+from dapo_jax.verifier.math_rules import MAX_GROUND_TRUTH_CHARS, strict_form
 from dapo_jax.verifier.symbolic_rules import SymbolicVerifier, default_verifier
 
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
@@ -53,190 +53,52 @@ def test_strict_box_rules_equal_the_reference_on_every_golden_row(shared):
     assert differing == [("", "", Verdict(False, "", "empty_ground_truth"))]
 
 
-def test_strict_rules_reward_all_right_numbers_that_the_reference_rewards(shared):
-    rows = _rows(shared / "golden" / "dapo_verifier.jsonl")
-    rows = [row for row in rows if row["category"] in ("random", "long", "negative", "format_ok")]
-    verdicts = [verify(row["solution"], row["ground_truth"], rules="strict") for row in rows]
-    graded = list(zip(rows, verdicts, strict=True))
-    lost = [row["id"] for row, verdict in graded if row["acc"] > verdict.correct]
-    assert lost == ["v0010"]  # "Answer\n:\n42" is no line of the template's form
-    gained = [row for row, verdict in graded if verdict.correct > row["acc"]]
-    gained = [row for row in gained if row["category"] == "random"]  # integers all
-    assert len(gained) > 10
-    for row in gained:
-        digits = re.sub("[^0-9-]", "", row["solution"].splitlines()[-1])
-        assert digits == row["ground_truth"]
+@pytest.mark.parametrize(
+    ("rules", "response", "status"),
+    [
+        ("dapo", "Answer: 6\nNo.\nanswer  :\n 7 ", "correct"),
+        ("dapo", "Answer: 7\n" + "z" * 290, "correct"),
+        ("dapo", "Answer: 7\n" + "z" * 293, "no_answer"),
+        ("dapo", "Answer: $ $", "empty_answer"),
+        ("strict_box", r"\boxed{6} no \boxed{7}.", "correct"),
+        ("strict_box", r"\boxed{7}" + "y" * 91, "correct"),
+        ("strict_box", r"\boxed{7}" + "y" * 92, "no_answer"),
+        ("strict_box", r"\boxed{7", "no_answer"),
+        ("strict_box", r"\boxed{ }", "empty_answer"),
+        ("strict", "Answer:\n\\[\n7\n\\]", "correct"),
+        ("strict", "### Final Answer: 7\u2028Thanks.", "correct"),
+        ("strict", "I found that my Answer: 7", "no_answer"),
+        ("strict", "z" * 292 + "Answer: 7", "no_answer"),  # the cut line is no line
+        ("strict", "Answer: 7\nanswer: ", "empty_answer"),
+        ("strict", "Answer: k=", "empty_answer"),
+        ("strict", "Answer: 7\nWait.\nAnswer: 6", "wrong"),
+    ],
+)
+def test_each_rule_has_its_place_for_the_answer(rules, response, status):
+    verdict = verify(response, "7", rules=rules)
+    assert (verdict.correct, verdict.status) == (status == "correct", status)
 
 
 @pytest.mark.parametrize(
-    ("response", "ground_truth", "prediction"),
+    ("answer", "truth", "correct"),
     [
-        ("We add.\nAnswer: 7", "7", "7"),
-        ("We add.\nanswer  :\n 7 ", "7", "7"),
-        ("Answer: 6\nNo.\nAnswer: 7", "7", "7"),
-        ("Answer: $7$ apples", "7", "7"),
-        (r"Answer: \boxed{7}", "7", "7"),
-        (r"Answer: 7 \text{ cm}^2", "7", "7"),
-        ("Answer: x = 7", "7", "7"),
-        ("Answer: 7,000,000 dollars", "7000000", "7000000"),
-        (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}"),
-        (r"Answer: \sqrt3", r"\sqrt{3}", r"\sqrt{3}"),
-        ("Answer: 1=7", "7", "7"),  # known false positives
-        ("Answer: 1 2", "12", "12"),
-        ("Answer: $1$ or $2$", "1", "1"),
+        *(("“42”", "42", True), ("\uff14\uff12", "42", True), ("$42 dollars", "42", True)),
+        *((r"1\,000", "1000", True), ("1'000", "1000", True), ("1 000 000", "1000000", True)),
+        *(("\u20137", "-7", True), (r"3\frac{1}{2}", "7/2", True), (".5", "1/2", True)),
+        *(("9" * 289, "9" * 289, True), (r"\left( \frac12 , 3 \right)", r"(\frac{1}{2},3)", True)),
+        *(("f(x) = x^2", "x^2", True), (r"10^{-3} \mathrm{~m}", "1e-3", True)),
+        *(("4.65 \u00d7 10⁵", "4.65E+05", True), ("4.65*10^5", "465,000", True)),
+        *(("41=42", "42", False), ("4 2", "42", False), ("12,34", "1234", False)),
+        *((r"42\text{0}", "420", False), (r"\boxed{4}\boxed{2}", "42", False), ("4²", "42", False)),
+        *(("٤٢", "42", False), ("42m", "42", False), ("~42", "42", False), ("1/0", "1", False)),
     ],
 )
-def test_dapo_rules_reward(response, ground_truth, prediction):
-    assert verify(response, ground_truth, rules="dapo") == Verdict(True, prediction, "correct")
-
-
-@pytest.mark.parametrize(
-    ("response", "prediction", "status"),
-    [
-        ("Answer: 8", "8", "wrong"),
-        ("Answer: 7.", "7.", "wrong"),  # known false negatives
-        ("**Answer:** 7", "**7", "wrong"),
-        (r"Answer: \(7\)", r"\(7\)", "wrong"),
-        ("Answer: 7%", "7%", "wrong"),
-        ("It is 7.", None, "no_answer"),
-        ("Answer:\n", None, "no_answer"),
-        ("Answer: $ $", "", "empty_answer"),
-        ("Answer: 7" + "z" * 300, None, "no_answer"),
-    ],
-)
-def test_dapo_rules_do_not_reward(response, prediction, status):
-    assert verify(response, "7", rules="dapo") == Verdict(False, prediction, status)
-
-
-def test_dapo_rules_read_the_last_300_characters():
-    assert verify("Answer: 7\n" + "z" * 290, "7", rules="dapo").correct
-    assert not verify("Answer: 7\n" + "z" * 293, "7", rules="dapo").correct
-
-
-def test_dapo_form_reads_a_ground_truth_of_several_lines_line_by_line():
-    assert dapo_form("$1$ or\n$2$ or") == "1\n2"
-
-
-@pytest.mark.parametrize(
-    ("response", "ground_truth", "prediction", "status"),
-    [
-        (r"So \boxed{7}.", "7", "7", "correct"),
-        (r"\boxed{6} no \boxed{7}", "7", "7", "correct"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", r"\frac{1}{2}", "correct"),
-        (r"\boxed{ 7}", "7", " 7", "wrong"),
-        (r"\boxed{7", "7", None, "no_answer"),
-        (r"\boxed{ }", "7", " ", "empty_answer"),
-        ("Answer: 7", "7", None, "no_answer"),
-        (r"\boxed{7}" + "y" * 92, "7", None, "no_answer"),
-    ],
-)
-def test_strict_box_rules(response, ground_truth, prediction, status):
-    verdict = verify(response, ground_truth, rules="strict_box")
-    assert verdict == Verdict(status == "correct", prediction, status)
-
-
-# What "strict" mends
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        *("Answer: 42.", "Answer: **42**", "**Answer:** 42", "**Answer: 42**", "Answer**: 42"),
-        *("### Final Answer: 42", "> The final answer: 42", "Answer: *42*", "Answer: `42`"),
-        *("Answer: “42”", r"Answer: \(42\)", r"Answer: \[42\]", "Answer: $$42$$"),
-        *("Answer:\n\\[\n42\n\\]", "**Answer:**\n\n$$\n42\n$$\nDone."),
-        *(r"Answer: $\displaystyle 42$", r"Answer: $\boxed{42}$."),
-        *(r"Answer: \boxed{\textbf{42}} dollars", r"Answer: \fbox{42}", "Answer: {42}"),
-        *("Answer: 42%", r"Answer: $42\%$", "Answer: 42 seconds", "Answer: 42 km/h", "Answer: 42°"),
-        *(r"Answer: 42^{\circ}", r"Answer: 42 \text{ square metres}", "Answer: 42 cm²"),
-        *("Answer: 42 个", "Answer: +42", "Answer: 42.0", "Answer: 84/2", "Answer: m + n = 42."),
-        *("Answer: f(2) = 42", "Answer: a_{12} = 42", r"Answer: \frac{84}{2} = 42"),
-        *("Answer: \uff14\uff12", "Answer\uff1a42", "Answer: 42\u200b", "Answer: 42\u2028Thanks."),
-        "Answer: $42 dollars",
-    ],
-)
-def test_strict_rewards_what_plainly_is_the_number(response):
-    assert verify(response, "42", rules="strict") == Verdict(True, "42", "correct")
-
-
-@pytest.mark.parametrize(
-    ("answer", "ground_truth"),
-    [
-        ("1,000.50", "1000.5"),
-        (r"1\,000", "1000"),
-        ("1'000", "1000"),
-        ("1 000 000", "1000000"),
-        (r"1{,}000", "1000"),
-        (r"12,\!345", "12345"),
-        ("\u20137", "-7"),
-        (r"\tfrac{1}{2}", r"\frac{1}{2}"),
-        (r"\frac{1}2", r"\frac{1}{2}"),
-        (r"\frac{-1}{2}", r"-\frac{1}{2}"),
-        ("0.50", r"\frac12"),
-        (".5", "1/2"),
-        (r"3\frac{1}{2}", "7/2"),
-        ("42", "42.0"),
-        ("42", "$42$"),
-        ("3, 5", "3,5"),
-        (r"\left( \frac12 , 3 \right)", r"(\frac{1}{2},3)"),
-        (r"\sqrt 2", r"\sqrt{2}"),
-        ("f(x) = x^2", "x^2"),
-        ("9" * 289, "9" * 289),
-        *(
-            (r"4.65 \times 10^{5}", "465000"),
-            (r"4.65 \cdot 10^5", "4.65e5"),
-            ("4.65*10^5", "465,000"),
-        ),
-        *(("4.65 \u00d7 10⁵", "4.65E+05"), ("6.5e-2", "0.065"), (r"10^{-3} \mathrm{~m}", "1e-3")),
-    ],
-)
-def test_strict_compares_values_not_spellings(answer, ground_truth):
-    assert verify(f"Answer: {answer}", ground_truth, rules="strict").correct
-
-
-@pytest.mark.parametrize(
-    ("answer", "ground_truth"),
-    [
-        *(("41=42", "42"), ("4 2", "42"), ("42", "4 2"), ("12,34", "1234"), ("35", "3,5")),
-        *((r"42\text{0}", "420"), (r"4\text{2}", "42"), (r"\boxed{4}\boxed{2}", "42")),
-        *(("$42$ or $43$", "42"), (r"42 \text{ or forty-three}", "42"), ("$4$ $2$", "4")),
-        *(("square 42", "42"), ("squares 42", "42"), ("a 42", "42"), ("ways42", "42")),
-        *((r"5\dots", "5"), (r"\overline{5}", "5"), ("3.14...", "3.14"), ("42 or 43", "42")),
-        *(("42 and 43", "42"), ("x = 41, y = 42", "42"), ("42 Answer: 41", "42"), ("~42", "42")),
-        *((r"\neq 42", "42"), ("4²", "42"), ("٤٢", "42"), ("5!", "5"), ("42m", "42"), ("1/0", "1")),
-        *(("0.3333", "1/3"), (r"42 \pmod{100}", "42")),
-    ],
-)
-def test_strict_does_not_reward_what_is_something_else(answer, ground_truth):
-    verdict = verify(f"Answer: {answer}", ground_truth, rules="strict")
-    assert (verdict.correct, verdict.status) == (False, "wrong")
-
-
-@pytest.mark.parametrize(
-    ("response", "status"),
-    [
-        ("It is 42.", "no_answer"),
-        ("I found that my Answer: 42", "no_answer"),
-        ("z" * 291 + "Answer: 42", "no_answer"),  # the cut line is no line
-        ("Answer: 42\nanswer: ", "empty_answer"),
-        ("Answer: k=", "empty_answer"),
-        ("Answer: 42\nWait.\nAnswer: 41", "wrong"),
-    ],
-)
-def test_strict_wants_the_last_answer_line(response, status):
-    verdict = verify(response, "42", rules="strict")
-    assert (verdict.correct, verdict.status) == (False, status)
+def test_strict_compares_values_not_spellings(answer, truth, correct):
+    verdict = verify(f"Answer: {answer}", truth, rules="strict")
+    assert (verdict.correct, verdict.status) == (correct, "correct" if correct else "wrong")
 
 
 # Answers beside the right one, and other spellings of it
-
-
-def _graded(rules):
-    """The labelled pairs with their verdicts; a bare answer stands where the rules look for it."""
-    rows = _rows(ROOT / "tests" / "answers.jsonl")
-    form = r"So $\boxed{%s}$." if rules == "strict_box" else "So\nAnswer: %s"
-    responses = [row.get("response", form % row.get("answer", "")) for row in rows]
-    return rows, verify_many(responses, [row["truth"] for row in rows], rules=rules)
 
 
 @pytest.mark.parametrize(
@@ -249,17 +111,15 @@ def _graded(rules):
     ],
 )
 def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
-    """`strict` rewarded 50 of 568 wrong answers and `math_verify` 139, now none.
+    """No wrong answer is rewarded by `strict` and `math_verify`, and few right ones are refused.
 
-    Such as "I give up after 42 tries", "It cannot be 42", `5=7` for 7, `691_{1369}` for 691, `7 km`
-    for `7 m`, `x=5` for `y=5`, and "Answer: 42" with "No wait" after it. Of 262 right ones they
-    refused 50 and 25. The 23 of `strict_box` have "not", "no wait" or another box around theirs.
-
-    Then `math_verify` refused 99 right ones of 778 more pairs, such as "The largest $n$ is 34",
-    `5! = 120`, `(x, y) = (5, 8)` and `6\\pi\\text{ cm}`, and rewarded 70 wrong ones: two boxes with
-    "or" between them, "Hence if $n = 34$", `125\\text{ million}`, `x-y=2` for `x+y=2`.
+    The 23 of `strict_box` have "not", "no wait" or another box around theirs.
     """
-    rows, verdicts = _graded(rules)
+    rows = _rows(ROOT / "tests" / "answers.jsonl")
+    # A bare answer stands where the rules look for it.
+    form = r"So $\boxed{%s}$." if rules == "strict_box" else "So\nAnswer: %s"
+    responses = [row.get("response", form % row.get("answer", "")) for row in rows]
+    verdicts = verify_many(responses, [row["truth"] for row in rows], rules=rules)
     assert sum(row["right"] for row in rows) == 360
     assert len(rows) == 360 + 1248
     wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
@@ -267,55 +127,32 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        *(r"$-\boxed{5}$", r"$x \neq \boxed{5}$", r"$2\boxed{5}$", r"$\sqrt{\boxed{5}}$"),
-        *(r"$\frac{\boxed{5}}{2}$", r"$\frac{1}{\boxed{5}}$", r"$3 \cdot \boxed{5}$"),
-        *(r"$1/\boxed{5}$", r"$\boxed{5}^2$", r"$\boxed{5} \times 10^3$", r"\boxed{5}+1"),
-        *(r"\boxed{5}/2", r"\boxed{5}.5", r"\boxed{5}\pi", r"10^{\boxed{5}}", r"$x > \boxed{5}$"),
-        *(r"\boxed{5} thousand", r"$\boxed{5}$ million dollars", r"$\boxed{5}\text{ million}$"),
-        r"It is certainly not the case that $x=\boxed{5}$.",
-    ],
-)
-def test_a_box_inside_a_formula_is_no_answer(response):
-    """`math_verify` rewarded what is in the box, such as -5, 25 and "not 5" for 5."""
-    assert not verify(response, "5", rules="math_verify").correct
+IN_A_FORMULA = r"""
+$-\boxed{5}$|$x \neq \boxed{5}$|$2\boxed{5}$|$\sqrt{\boxed{5}}$|$\frac{\boxed{5}}{2}$|\boxed{5}+1
+$\frac{1}{\boxed{5}}$|$3 \cdot \boxed{5}$|$1/\boxed{5}$|$\boxed{5}^2$|$\boxed{5} \times 10^3$
+\boxed{5}/2|\boxed{5}.5|\boxed{5}\pi|10^{\boxed{5}}|$x > \boxed{5}$|\boxed{5} thousand
+$\boxed{5}$ million dollars|$\boxed{5}\text{ million}$
+It is certainly not the case that $x=\boxed{5}$.
+"""
+BESIDE_WORDS = r"""
+- $\boxed{5}$|$x = \boxed{5}$|$10 - 5 = \boxed{5}^\circ$|1. \boxed{5}|**\boxed{5}**|${\boxed{5}}$
+So $a+b \geq \boxed{5}$.|$\boxed{5}\%$|-> \boxed{5}|\boxed{5}!|Step 2 --\boxed{5}|$\boxed{5}$.
+\(\Rightarrow\boxed{5}\)|\boxed{5} is the answer|<answer>\boxed{5}</answer>|\fbox{5}
+"""
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        *(r"- $\boxed{5}$", r"$x = \boxed{5}$", r"$10 - 5 = \boxed{5}^\circ$", r"1. \boxed{5}"),
-        *(r"**\boxed{5}**", r"${\boxed{5}}$", r"So $a+b \geq \boxed{5}$.", r"$\boxed{5}\%$"),
-        *(r"-> \boxed{5}", r"\boxed{5}!", r"Step 2 --\boxed{5}", r"\(\Rightarrow\boxed{5}\)"),
-        *(r"$\boxed{5}$.", r"\boxed{5} is the answer", r"<answer>\boxed{5}</answer>", r"\fbox{5}"),
-    ],
-)
-def test_a_box_is_an_answer_with_what_is_around_it(response):
-    assert verify(response, "5", rules="math_verify").correct
+@pytest.mark.parametrize(("responses", "correct"), [(IN_A_FORMULA, False), (BESIDE_WORDS, True)])
+def test_a_box_is_an_answer_unless_it_is_a_part_of_a_formula(responses, correct):
+    for response in responses.strip().replace("\n", "|").split("|"):
+        assert verify(response, "5", rules="math_verify").correct == correct, response
 
 
-@pytest.mark.parametrize("rules", ["strict", "math_verify"])
-@pytest.mark.parametrize(
-    "spellings",
-    [
-        r"6 hours|6\text{ hrs}|6\text{ hr.}",
-        r"7 pounds|7\text{ lbs}|7\text{ lb}",
-        r"7 mph|7\text{ miles per hour}|7\text{ miles/hour}",
-        r"7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}",
-        r"2\text{ ft/sec}|2\text{ feet per second}",
-        r"8\text{ cm}^3|8\text{ cc}|8\text{ cubic centimeters}",
-        r"9 years|9\text{ years old}|9\text{ yrs}",
-        r"3 kg|3\text{ kgs}|3 kilograms",
-    ],
-)
-def test_a_unit_in_another_spelling_is_the_same_unit(rules, spellings):
-    """Units were told apart by their letters: "6 hours" for "6 hrs" was another unit, and wrong."""
-    spellings = spellings.split("|")
-    pairs = [(f"Answer: {one}", other) for one in spellings for other in spellings]
-    verdicts = [verify(*pair, rules=rules) for pair in pairs]
-    assert [v.status for v in verdicts] == ["correct"] * len(pairs)
+SAME_UNITS = r"""
+6 hours|6\text{ hrs}|6\text{ hr.};7 pounds|7\text{ lbs}|7\text{ lb};3 kg|3\text{ kgs}|3 kilograms
+;7 mph|7\text{ miles per hour}|7\text{ miles/hour};2\text{ ft/sec}|2\text{ feet per second}
+;7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}
+;9 years|9\text{ years old}|9\text{ yrs};8\text{ cm}^3|8\text{ cc}|8\text{ cubic centimeters}
+"""
 
 
 @pytest.mark.parametrize(
@@ -327,7 +164,6 @@ def test_a_unit_in_another_spelling_is_the_same_unit(rules, spellings):
     ],
 )
 def test_a_unit_behind_a_box_is_the_answers(unit, same, other):
-    """`\\boxed{5} hours` was right for 5 minutes: what is outside the box was not read."""
     verdicts = [
         verify(rf"$\boxed{{5}}{unit}", it, rules="math_verify") for it in (same, "5", other)
     ]
@@ -344,11 +180,7 @@ UNITS = r"""
 
 @pytest.mark.parametrize("rules", ["strict", "math_verify"])
 @pytest.mark.parametrize("number", ["5", r"4.65 \times 10^{-5}"])
-def test_another_unit_is_refused_and_no_unit_is_not(rules, number):
-    """414 of 2,975 such pairs were rewarded: a unit that was not known was none, or the library's.
-
-    Such as 5 min for 5 hours, 5 lb for 5 kg, and any unit for `\\mathrm{~m} / \\mathrm{s}`.
-    """
+def test_another_unit_is_refused_and_no_unit_or_another_spelling_is_not(rules, number):
     units = [unit for line in UNITS.split("\n") for unit in line.split("|") if unit]
     same = [{" km", r"\mathrm{~km}"}, {" hours", " hr"}]
     pairs = [(one, other) for one in ("", *units) for other in units]
@@ -359,12 +191,9 @@ def test_another_unit_is_refused_and_no_unit_is_not(rules, number):
     )
     for pair, verdict in zip(pairs, verdicts, strict=True):
         assert verdict.correct == (not pair[0] or len({*pair}) == 1 or {*pair} in same), pair
-
-
-@pytest.mark.parametrize("answer", [r"6\text{ ms}", r"6\text{ lbs}", "6 km/h", r"6\text{ hrs}^2"])
-def test_a_short_unit_is_not_cut_to_another(answer):
-    verdicts = [verify(f"Answer: {answer}", rf"6\text{{ {u}}}", rules="strict") for u in ("m", "h")]
-    assert [v.status for v in verdicts] == ["other_unit"] * 2
+    for spellings in SAME_UNITS.replace("\n", "").split(";"):
+        for one, other in itertools.product(spellings.split("|"), repeat=2):
+            assert verify(f"Answer: {one}", other, rules=rules).correct, (one, other)
 
 
 EXPLAINED = """
@@ -397,11 +226,6 @@ Wait, that is wrong, it is 41.|The answer is not 42.|Actually the answer should 
 )
 @pytest.mark.parametrize(("said", "status"), [(EXPLAINED, "correct"), (RETRACTED, "retracted")])
 def test_what_is_said_of_something_else_takes_no_answer_back(form, said, status):
-    """ "Answer: D. A is incorrect" was retracted: words counted, whatever they were said of.
-
-    And "not" in the subject before a box made it no answer. Then only the answer itself, and not
-    the work above it, could be called wrong.
-    """
     for sentence in " ".join(said.split()).split("|"):
         for rules in ["math_verify", "strict"][: 1 + form.startswith("Answer")]:
             assert verify(form % sentence.strip(), "42", rules=rules).status == status, sentence
@@ -445,23 +269,13 @@ def test_no_soup_raises_or_is_graded_twice_differently(alphabet):
 
 
 @pytest.mark.parametrize("alphabet", [LATEX, UNICODE], ids=["latex", "unicode"])
-def test_strict_form_is_a_fixed_point_of_itself(alphabet):
+def test_strict_form_is_a_fixed_point_that_grades_itself_right(alphabet):
     generator = random.Random(1)
     for _ in range(2000):
         form = strict_form(_soup(generator, alphabet, 60))
         assert strict_form(form) == form
-
-
-def test_a_strict_prediction_grades_itself_right():
-    generator = random.Random(2)
-    graded = 0
-    for _ in range(500):
-        form = strict_form(_soup(generator, LATEX, 30))
-        if form and "\n" not in form:
-            graded += 1
-            verdict = verify(f"Answer: {form}", form, rules="strict")
-            assert verdict == Verdict(True, form, "correct")
-    assert graded > 300
+        if form and len(form.splitlines()) == 1:
+            assert verify(f"Answer: {form}", form, rules="strict").correct
 
 
 PIECES = [r"\text{a", "{x=", "{*", "$a", "a b", "1'", ",", "()", "a(", "=1", r"\frac{"]
@@ -486,12 +300,10 @@ def test_a_response_of_megabytes_costs_no_more_than_its_tail(rules):
     assert time.process_time() - start < 0.02
 
 
-@pytest.mark.parametrize("text", ["\n", "!", "\n\n ", ". "])
-def test_a_response_that_runs_empty_costs_no_time(text):
-    """1,000 line ends cost 0.15 s of the main process: 20 minutes for 8,192 such responses."""
+def test_a_response_of_line_ends_costs_no_time():
     start = time.process_time()
     for length in range(900, 1000):
-        assert not verify((text * 1000)[:length], "5", rules="math_verify").correct
+        assert not verify("\n" * length, "5", rules="math_verify").correct
     assert time.process_time() - start < 1.0
 
 
@@ -500,15 +312,10 @@ def test_a_response_that_runs_empty_costs_no_time(text):
     ("response", "ground_truth", "status"),
     [
         (None, "7", "bad_input"),
-        (7, "7", "bad_input"),
-        (b"Answer: 7", "7", "bad_input"),
         (r"Answer: \boxed{7}", None, "bad_input"),
-        (r"Answer: \boxed{7}", 7, "bad_input"),
         (r"Answer: \boxed{7}", "7" * (MAX_GROUND_TRUTH_CHARS + 1), "bad_input"),
-        (r"Answer: \boxed{7}", "", "empty_ground_truth"),
         (r"Answer: \boxed{7}", " \n", "empty_ground_truth"),
         (r"Answer: \boxed{}", "", "empty_ground_truth"),
-        ("", "", "empty_ground_truth"),
         ("", "7", "no_answer"),
     ],
 )
@@ -517,19 +324,11 @@ def test_what_is_missing_is_never_rewarded(rules, response, ground_truth, status
     assert (verdict.correct, verdict.status) == (False, status)
 
 
-def test_verify_many_grades_pairs_in_order():
-    verdicts = verify_many(["Answer: 1", "Answer: 2", "3"], ["1", "1", "3"], rules="dapo")
-    assert [verdict.status for verdict in verdicts] == ["correct", "wrong", "no_answer"]
-    assert verify_many([], [], rules="strict") == []
-
-
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match=r"'minerva'.*dapo, strict, .*verifier\.rules"):
+    with pytest.raises(ValueError, match=r"verifier\.rules is 'minerva'.*dapo, strict, "):
         verify("Answer: 7", "7", rules="minerva")
     with pytest.raises(ValueError, match="2 responses but 1 ground truths"):
         verify_many(["a", "b"], ["a"], rules="dapo")
-    with pytest.raises(ValueError, match="0 workers"):
-        SymbolicVerifier(0)
 
 
 # Symbolic equivalence
@@ -553,25 +352,17 @@ def lone():
         yield verifier
 
 
-def _alive(pid: int) -> bool:
-    """True while a process runs; one that is dead but not yet collected does not.
-
-    The first thread may be dead before the others, which still hold the process's files open.
-    """
-    process = pathlib.Path(f"/proc/{pid}")
-    try:
-        status = (process / "stat").read_text()
-        threads = len(list((process / "task").iterdir()))
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z" or threads > 1
-
-
 def _wait_for_the_end_of(pid: int) -> None:
+    """Waits until no thread of a process runs; one that is dead may not be collected yet."""
     deadline = time.monotonic() + 20
-    while _alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs after 20 seconds"
-        time.sleep(0.05)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while time.monotonic() < deadline:
+            tasks = list(pathlib.Path(f"/proc/{pid}/task").iterdir())
+            states = [(task / "stat").read_text().rsplit(")", 1)[1].split()[0] for task in tasks]
+            if set(states) <= {"Z", "X"}:
+                return
+            time.sleep(0.05)
+        pytest.fail(f"process {pid} still runs after 20 seconds")
 
 
 needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -582,21 +373,14 @@ needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), re
     [
         (r"Answer: \frac{2}{4}", "0.5", "correct"),
         ("Answer: (x+1)^2", "x^2+2x+1", "correct"),
-        ("**Answer:** $42$.", "42", "correct"),
         (r"So it is $\boxed{42}$.", "42", "correct"),
         ("So the answer is 42.", "42", "no_answer"),
-        ("#### 42", "42", "no_answer"),
         (r"\boxed{41}. So the answer is 42.", "42", "correct"),
         (r"\boxed{42}. So the answer is 41.", "42", "wrong"),
-        ("Answer: 43", "42", "wrong"),
-        ("Answer: $42$ or $43$", "42", "wrong"),
         ("Answer:", "42", "empty_answer"),
-        ("  ", "42", "no_answer"),
-        ("I gave up", "42", "no_answer"),
         (r"Answer: \frac{2}{", "42", "unreadable_answer"),
         ("Answer: x^2", r"\frac{x}{", "unreadable_ground_truth"),
         ("Answer: 9^{9^{9^{9}}}", "42", "too_large"),
-        ("Answer: 42", " ", "empty_ground_truth"),
         (None, "42", "bad_input"),
         ("Answer: \ud800", "42", "unreadable_answer"),
     ],
@@ -648,7 +432,6 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
 def test_math_verify_reads_units_chains_and_lists_in_a_box_and_on_a_line(
     symbolic, answer, ground_truth
 ):
-    """Rules against wrong answers refused such right ones: of 187, 177 passed before, then 154."""
     responses = [f"Answer: {answer}", f"Answer: ${answer}$", rf"So it is $\boxed{{{answer}}}$."]
     verdicts = symbolic.verify_many(responses, [ground_truth] * 3)
     assert [verdict.status for verdict in verdicts] == ["correct"] * 3
@@ -664,40 +447,9 @@ def test_math_verify_reads_units_chains_and_lists_in_a_box_and_on_a_line(
     ],
 )
 def test_small_and_large_numbers_are_compared_exactly(symbolic, answer, truth):
-    """The library takes a difference below 1e-17 for none; six decimals were six digits."""
+    """The library takes a difference below 1e-17 for none."""
     assert symbolic.verify(f"Answer: {answer}", truth).status == "wrong"
     assert symbolic.verify(f"Answer: {answer}+0", answer).correct
-
-
-@pytest.mark.parametrize(
-    ("sentence", "status"),
-    [
-        ("The largest $n$ is %s.", "correct"),
-        ("There are %s such numbers.", "correct"),
-        ("Therefore, $n = %s$", "correct"),
-        ("John has %s apples in total.", "correct"),
-        ("$%s$ is the answer.", "correct"),
-        ("I doubt that %s is the answer.", "wrong"),
-        ("The largest $n$ is %s or 35.", "wrong"),
-        ("The largest $n$ is not %s.", "wrong"),
-        ("The largest of 50 is %s.", "wrong"),
-        ("There are at most %s.", "wrong"),
-        ("There are %s million ways.", "wrong"),
-        ("I have %s ideas.", "wrong"),
-        ("The largest $n$ is %s. No, 35.", "retracted"),
-    ],
-)
-def test_math_verify_reads_the_one_value_that_a_sentence_states(symbolic, sentence, status):
-    """Only "The answer is ..." was read: "Final Answer: The largest $n$ is 34." was wrong."""
-    assert symbolic.verify(f"Final Answer: {sentence % 34}", "34").status == status
-    assert not symbolic.verify(f"Final Answer: {sentence % 35}", "34").correct
-
-
-def test_math_verify_survives_soup(symbolic):
-    generator = random.Random(3)
-    responses = [_soup(generator, generator.choice([LATEX, UNICODE]), 60) for _ in range(40)]
-    verdicts = symbolic.verify_many(responses, ["42"] * len(responses))
-    assert {verdict.status for verdict in verdicts} <= set(STATUSES)
 
 
 def test_the_default_pool_serves_verify_from_any_thread(symbolic):
@@ -713,22 +465,14 @@ def test_the_default_pool_serves_verify_from_any_thread(symbolic):
 
 
 def test_an_answer_that_hangs_is_ended_and_the_others_go_on(lone):
-    alarm = signal.getsignal(signal.SIGALRM)
     before = lone.worker_pids()
     verdicts = lone.verify_many(["Answer: 2^0", HANGS, "Answer: 2^1"], ["1", "x^2", "2"])
     assert [verdict.status for verdict in verdicts] == ["correct", "timeout", "correct"]
-    assert not verdicts[1].correct
     assert lone.worker_pids() == before
-    assert signal.getsignal(signal.SIGALRM) == alarm
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_the_limit_of_time_holds_where_its_signal_is_ignored():
-    """Workers inherit what the run ignores; one with SIGPROF ignored graded on without a limit.
-
-    The TPU's compiler leaves a program with SIGPROF ignored and its timer running, and Python knows
-    nothing of it: a signal "put back" here would end the tests. So this runs in a process apart.
-    """
+    """Workers inherit what the run ignores; the TPU's compiler leaves it with SIGPROF ignored."""
     code = (
         "import signal; from dapo_jax.verifier.symbolic_rules import SymbolicVerifier\n"
         "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
@@ -739,10 +483,6 @@ def test_the_limit_of_time_holds_where_its_signal_is_ignored():
 
 
 def test_a_worker_that_is_killed_at_work_changes_no_verdict(lone):
-    """A worker that was killed raised into the run, with "was not ready within 120 s" (3 of 3).
-
-    Its answer was "crashed", and so another than without the kill. Now it is graded again.
-    """
     (before,) = lone.worker_pids()
     killer = threading.Timer(0.3, os.killpg, (before, signal.SIGKILL))
     killer.start()
@@ -754,7 +494,7 @@ def test_a_worker_that_is_killed_at_work_changes_no_verdict(lone):
 
 @pytest.mark.slow
 def test_workers_that_are_killed_as_they_start_never_raise(lone):
-    """Three in a row raised into the run: any error, or the kernel short of memory, may kill so."""
+    """The kernel, short of memory, may kill so."""
     killed = set()
     deadline = time.monotonic() + 60
 
@@ -776,8 +516,8 @@ def test_workers_that_are_killed_as_they_start_never_raise(lone):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
-    """A worker that was stopped (SIGSTOP), not dead, held 20 answers for 120 seconds."""
-    monkeypatch.setattr("dapo_jax.verifier.isolated.SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(isolated, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(isolated, "START_SECONDS", 20.0)
     with SymbolicVerifier(num_workers=1, cpu_seconds=0.4) as verifier:
         if is_ready:
             assert verifier.verify("Answer: 2^1+x", "x+2").correct
@@ -792,101 +532,58 @@ def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
         assert verifier.worker_pids() != [before]
 
 
-def test_a_pool_that_cannot_start_says_so_and_not_that_it_was_slow(monkeypatch):
-    monkeypatch.setattr("dapo_jax.verifier.isolated._PROGRAM", "import sys; sys.exit(7)")
+def test_a_pool_that_cannot_start_says_so(monkeypatch):
+    monkeypatch.setattr(isolated, "_PROGRAM", "import sys; sys.exit(7)")
+    monkeypatch.setattr(isolated, "STARTS", 2)
     with (
         SymbolicVerifier(num_workers=1) as verifier,
-        pytest.raises(ChildProcessError, match=r"3 math_verify workers .*ended with status 7"),
+        pytest.raises(ChildProcessError, match="2 math_verify workers in a row were never ready"),
     ):
         verifier.verify("Answer: 2^1", "2")
 
 
-@needs_proc
-def test_a_child_that_is_killed_again_and_again_is_a_crash(lone):
-    """Only the process of the answer is killed, from outside: after three times it is "crashed"."""
-    (worker,) = lone.worker_pids()
-    children = pathlib.Path(f"/proc/{worker}/task/{worker}/children")
-    over = threading.Event()
-
-    def kill_children():
-        while not over.is_set():
-            for child in children.read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(child), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_children)
-    killer.start()
-    verdict = lone.verify(HANGS, "x^2")
-    over.set()
-    killer.join()
-    assert verdict.status == "crashed"
-    assert lone.worker_pids() == [worker]
-
-
 def test_a_busy_host_changes_no_verdict(lone):
-    """The limit was of the wall's time: an answer that had to wait for a core was wrong."""
+    """The limit is of CPU time: an answer may wait for a core."""
     (worker,) = lone.worker_pids()
     os.killpg(worker, signal.SIGSTOP)
-    resumed = threading.Timer(1.5, os.killpg, (worker, signal.SIGCONT))  # over ANSWER_CPU_SECONDS
+    resumed = threading.Timer(1.5, os.killpg, (worker, signal.SIGCONT))
     resumed.start()
     assert lone.verify("Answer: 2^1", "2").correct
     resumed.join()
 
 
 def test_an_answer_that_wants_all_memory_gets_a_gigabyte():
-    """A worker took 2.5 GB. An answer may add 1 GiB to what its worker has, and no more."""
     program = (
-        "from dapo_jax.verifier.isolated import STATUSES, answered_in_child\n"
+        "from dapo_jax.verifier.isolated import answered_in_child\n"
         "for mib in (1100, 10):\n"
         "    reply = answered_in_child(lambda: bytes(bytearray(mib << 20)[:9]), 5.0)\n"
-        "    print(STATUSES[reply[0]], len(reply))\n"
+        "    print(reply.status, len(reply.answer))\n"
     )
-    assert ran("-c", program).stdout.split() == ["memory", "1", "done", "10"]
+    assert ran("-c", program).stdout.split() == ["memory", "0", "done", "9"]
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The requests to workers, with their seconds of CPU time, noted on their way."""
-    questions, ask = [], isolated.Worker.ask
+def test_equal_pairs_are_graded_once_and_numbers_need_no_worker(lone, monkeypatch):
+    asked, ask = [], isolated.Worker.ask
 
-    def noting(worker, request, cpu_seconds, **limits):
-        questions.append((request, cpu_seconds))
-        return ask(worker, request, cpu_seconds, **limits)
+    def noting(worker, request, cpu_seconds):
+        asked.append(request)
+        return ask(worker, request, cpu_seconds)
 
     monkeypatch.setattr(isolated.Worker, "ask", noting)
-    return questions
-
-
-def test_equal_pairs_are_graded_once(lone, asked):
-    """16 equal bombs took 16 time limits, 80 s on one worker; now the first one's."""
     verdicts = lone.verify_many([HANGS] * 16, ["x^2"] * 16)
     assert [verdict.status for verdict in verdicts] == ["timeout"] * 16
     assert len(asked) == 1
-
-
-def test_many_timeouts_make_the_next_ones_short(lone, asked, monkeypatch):
-    """A step of 8,192 answers with 1 % bombs waited 4 to 8 minutes on 2 workers: 5 s each."""
-    monkeypatch.setattr(lone, "_patience", 1.0)
-    lone.verify_many([HANGS, HANGS + "+1", "Answer: 2^1"], ["x^2", "x^2", "2"])
-    assert [seconds for _, seconds in asked] == [1.0, 0.1, 0.1]
-
-
-def test_text_and_numbers_need_no_worker(lone, asked):
-    """Each answer took a worker 5 to 50 ms, a plain number too."""
-    answers = [
-        *("42", "43", r"\frac{84}{2}", "42.0", "42%", "I give up after 42 tries", "9^{9^{9^9}}"),
-    ]
+    answers = (
+        "42",
+        "43",
+        r"\frac{84}{2}",
+        "42.0",
+        "42%",
+        "I give up after 42 tries",
+        "9^{9^{9^9}}",
+    )
     lone.verify_many([f"Answer: {answer}" for answer in answers], ["42"] * len(answers))
-    assert asked == []
-
-
-@needs_proc
-def test_a_worker_that_is_killed_idle_costs_no_answer(lone):
-    assert lone.verify("Answer: 2^0", "1").correct
-    (pid,) = lone.worker_pids()
-    os.kill(pid, signal.SIGKILL)
-    _wait_for_the_end_of(pid)
-    assert lone.verify("Answer: 2^0", "1").correct
+    assert len(asked) == 1
 
 
 @needs_proc
@@ -897,7 +594,8 @@ def test_workers_end_with_the_block_and_load_no_jax(symbolic):
     )
     with SymbolicVerifier(num_workers=2) as verifier:
         pids = verifier.worker_pids()
-    assert not any(map(_alive, pids))
+    for pid in pids:
+        _wait_for_the_end_of(pid)
     with pytest.raises(RuntimeError, match="closed"):
         verifier.verify("Answer: 1", "1")
 

@@ -8,7 +8,7 @@ share one, whatever the seeds.
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -83,13 +83,7 @@ class Problem:
     steps: tuple[tuple[str, int], ...]
 
 
-class HasQuestion(Protocol):
-    """A problem whose identity is its question."""
-
-    question: str
-
-
-P = TypeVar("P", bound=HasQuestion)
+P = TypeVar("P")  # has a `question`
 
 
 def apply(value: int, operation: str, operand: int) -> int:

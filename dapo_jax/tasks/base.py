@@ -13,8 +13,7 @@ import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -58,46 +57,32 @@ def make_task(key: str, settings: Mapping) -> Task:
     such task, or where it takes other settings.
     """
     name = settings["task"] or ("arithmetic" if settings["kind"] == "arithmetic" else "math")
-    task_class = _task_class(f"{key}.task = {name!r}", BUILT_IN.get(name, name))
+    where = f"{key}.task = {name!r}"
+    task_class = _task_class(where, BUILT_IN.get(name, name))
     signature = inspect.signature(task_class)
-    _check_read(key, settings, name, signature.parameters)
-    arguments = {name: settings[name] for name in signature.parameters if name in settings}
+    for field in ("path", "prompt_field", "answer_field", "template"):
+        if settings[field] and field not in signature.parameters:
+            raise DataError(
+                f"{key}.{field} = {settings[field]!r}, but {where} takes no {field} and would "
+                f"ignore it; leave it empty ({key}.{field}=), or change {key}.task or {key}.kind"
+            )
+    arguments = {it: settings[it] for it in signature.parameters if it in settings}
     arguments |= settings["args"]
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise DataError(
-            f"{key}.task = {name!r}: {error} ({key}.args); it takes {signature}"
-        ) from error
+        raise DataError(f"{where}: {error} ({key}.args); it takes {signature}") from error
     return task_class(**arguments)
 
 
-def _check_read(key: str, settings: Mapping, task: str, taken: Container[str]) -> None:
-    """Refuses settings of a file or its rows that the task, which takes others, would ignore."""
-    for name in ("path", "prompt_field", "answer_field", "template"):
-        if settings[name] and name not in taken:
-            what = f"{key}.{name} = {settings[name]!r}, but "
-            if settings["task"]:
-                raise DataError(
-                    f"{what}{key}.task = {task!r} takes no {name} and would ignore it; leave it "
-                    f"empty ({key}.{name}=), or give the task that argument"
-                )
-            raise DataError(
-                f"{what}{key}.kind = 'arithmetic' generates its problems and prompts; set "
-                f"{key}.kind to a file's: csv, jsonl, ... (dapo_jax/tasks/README.md)"
-            )
-
-
 def _task_class(setting: str, name: str) -> type:
-    """Imports "module:Class"; DataError with the setting and what there is instead."""
+    """Imports "module:Class"; DataError with the setting where there is none."""
+    known = f'Built in are {", ".join(BUILT_IN)}; a custom one is named "module:Class".'
     module_name, _, class_name = name.partition(":")
-    if not (class_name and all(part.isidentifier() for part in module_name.split("."))):
+    if not class_name:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise DataError(
-            f"{setting}: there is no such task.{hint} Built in are {', '.join(BUILT_IN)}; a "
-            'custom one is named "module:Class".'
-        )
+        raise DataError(f"{setting}: there is no such task.{hint} {known}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -105,18 +90,12 @@ def _task_class(setting: str, name: str) -> type:
             raise  # the module is there, and imports one that is not
         raise DataError(
             f"{setting}: there is no module {error.name!r} in the working directory or on "
-            f"PYTHONPATH. Built in are {', '.join(BUILT_IN)}."
+            f"PYTHONPATH. {known}"
         ) from error
     task_class = getattr(module, class_name, None)
     if not all(callable(getattr(task_class, method, None)) for method in ("load", "grade")):
-        tasks = [
-            name
-            for name, value in vars(module).items()
-            if inspect.isclass(value) and hasattr(value, "load") and hasattr(value, "grade")
-        ]
-        what = "no class of this name" if task_class is None else "no methods load and grade in it"
         raise DataError(
-            f"{setting}: {module.__file__} has {what}; its tasks are {', '.join(tasks) or 'none'}."
+            f"{setting}: {module.__file__} has no class {class_name} with methods load and grade"
         )
     return task_class
 
@@ -129,27 +108,25 @@ def load_examples(task: Task, name: str) -> tuple[list[Example], DataReport]:
     loaded, report = task.load(), None
     if isinstance(loaded, tuple) and len(loaded) == 2 and isinstance(loaded[1], DataReport):
         loaded, report = loaded
+    where = f"{type(task).__name__}.load()"
     if not isinstance(loaded, Iterable) or isinstance(loaded, str | bytes):
-        raise DataError(f"{type(task).__name__}.load() gave {loaded!r:.80}, but must give examples")
+        raise DataError(f"{where} gave {loaded!r:.80}, but must give examples")
     examples = list(loaded)
     for row, example in enumerate(examples):
-        if not isinstance(example, Example) or not isinstance(example.answer, str):
-            wanted = "no Example with a text as its answer"
-        elif not example.prompt or not all(map(_is_message, example.prompt)):
-            wanted = 'no Example with messages {"role": text, "content": text} as its prompt'
-        else:
-            continue
-        raise DataError(
-            f"{type(task).__name__}.load(), example {row} (from 0): it is {example!r:.80}, "
-            f"which is {wanted}"
-        )
+        if not _is_example(example):
+            raise DataError(
+                f"{where}, example {row} (from 0): {example!r:.80} is no Example with messages "
+                '{"role": text, "content": text} as its prompt and a text as its answer'
+            )
     return examples, report or DataReport(name, rows=len(examples), kept=len(examples))
 
 
-def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )
+def _is_example(example: object) -> bool:
+    try:
+        texts = [message[key] for message in example.prompt for key in ("role", "content")]
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return bool(texts) and all(isinstance(text, str) for text in [*texts, example.answer])
 
 
 def grade_many(task: Task, responses: Sequence[str], example: Example) -> list[Verdict]:
@@ -181,23 +158,21 @@ def _grade(task: Task, response: str, example: Example) -> object:
 def _checked(name: str, verdict: object, where: str) -> Verdict:
     """Returns a verdict of plain values, with a copy of its measures; DataError for none."""
     try:
-        correct, prediction, status, score, measures = verdict
-        numbers = [*([] if score is None else [score]), *(measures or {}).values()]
+        score = None if verdict.score is None else float(verdict.score)
+        measures = {key: float(value) for key, value in (verdict.measures or {}).items()}
         fits = (
-            isinstance(verdict, Verdict)
-            and isinstance(correct, bool | np.bool_)
-            and isinstance(prediction, str | None)
-            and isinstance(status, str)
-            and all(isinstance(number, Real) and math.isfinite(number) for number in numbers)
-            and all(map(str.isidentifier, measures or ()))
+            isinstance(verdict.correct, bool | np.bool_)
+            and isinstance(verdict.prediction, str | None)
+            and isinstance(verdict.status, str)
+            and all(map(math.isfinite, [score or 0.0, *measures.values()]))
+            and all(map(str.isidentifier, measures))
         )
     except (TypeError, ValueError, OverflowError, AttributeError):
         fits = False
     if not fits:
         raise DataError(f"{name} graded a response {verdict!r:.200}, which is no Verdict ({where})")
-    score = None if score is None else float(score)
-    measures = measures and {key: float(value) for key, value in measures.items()}
-    return Verdict(bool(correct), prediction, status, score, measures)
+    correct = bool(verdict.correct)
+    return Verdict(correct, verdict.prediction, verdict.status, score, measures or None)
 
 
 def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import ClassVar
 
 from dapo_jax.tasks import readers
 from dapo_jax.tasks.readers import DataReport
@@ -41,7 +42,12 @@ class MathTask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MathProblems(MathTask):
-    """Problems of a file; `readers.read` says what the fields mean."""
+    """Problems of a file; `readers.read` says what the fields mean.
+
+    default_template: of plain prompts, where it is not the one that the rules read.
+    """
+
+    default_template: ClassVar[str] = ""
 
     path: str
     kind: str = ""
@@ -50,29 +56,29 @@ class MathProblems(MathTask):
     template: str = ""
 
     def load(self) -> tuple[list[Example], DataReport]:
-        """Reads the file; raises what `readers.read` raises."""
-        asking = TEMPLATES_OF[self.rules]
-        examples, report = self.read(default_template=asking[0])
-        if self.template in ("", *_ASKED):
-            asked = [_ASKED[template] for template in asking]
-            texts = [example.text.lower() for example in examples]
-            if silent := sum(not any(it.lower() in text for it in asked) for text in texts):
-                note = (
-                    f"{silent:,} of {len(texts):,} prompts do not ask for what rules={self.rules}"
-                )
-                note += f" read ({' or '.join(asked)}); template={' or '.join(asking)} does"
-                report = dataclasses.replace(report, notes=(*report.notes, note))
-        return examples, report
+        """Reads the file; raises what `readers.read` raises.
 
-    def read(self, *, default_template: str) -> tuple[list[Example], DataReport]:
-        """Reads the file, for a task that asks for its answers in another way."""
-        return readers.read(
+        The report counts the prompts that do not ask for what the rules read: a model that is
+        never told where its answer goes has no right one.
+        """
+        templates = TEMPLATES_OF[self.rules]
+        examples, report = readers.read(
             self.path,
             kind=self.kind,
             prompt_field=self.prompt_field,
             answer_field=self.answer_field,
             template=self.template,
-            default_template=default_template,
+            default_template=self.default_template or templates[0],
             on_bad_row=self.on_bad_row,
             check_answer=functools.partial(check_ground_truth, rules=self.rules),
         )
+        asked = [_ASKED[template] for template in templates]
+        texts = [example.text.lower() for example in examples]
+        silent = sum(not any(words.lower() in text for words in asked) for text in texts)
+        if silent and not self.default_template and self.template in ("", *_ASKED):
+            note = (
+                f"{silent:,} of {len(texts):,} prompts do not ask for what rules={self.rules} read "
+                f"({' or '.join(asked)}); template={' or '.join(templates)} does"
+            )
+            report = dataclasses.replace(report, notes=(*report.notes, note))
+        return examples, report

@@ -6,24 +6,24 @@ about 100 times). Nothing is dropped silently: a `DataReport` accounts for each 
 """
 
 import ast
+import collections
 import contextlib
 import dataclasses
-import hashlib
 import io
-import itertools
-import json
 import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from etils import epath
 
-from dapo_jax.tasks.formats import FORMATS, DataError, cut, typed
+from dapo_jax.tasks.formats import FORMATS, MAX_SHOWN_CHARS, DataError, parsed
 from dapo_jax.types import Example, Message
 from dapo_jax.verifier.math_rules import closing_brace
+
+T = TypeVar("T")
 
 # The prompt of DAPO, section 4.1.
 PROMPT_TEMPLATE = (
@@ -38,19 +38,15 @@ TEMPLATES = {
     "boxed": "{problem}\n\nReason step by step, and put your final answer within \\boxed{}.",
 }
 BOX = "\\boxed"
-SHOWN_REASONS = 9
-SHOWN_KEYS = 50
+SHOWN_BAD_ROWS = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A schema of files: the format and, where settings do not say otherwise, the fields.
+class Kind(NamedTuple):
+    """A schema of files: the fields where settings do not name others.
 
-    format: a name of FORMATS; "": by the path's ending. answer_mark: the answer is what follows the
-    last occurrence of it; BOX: what the last box holds.
+    answer_mark: the answer is what follows the last occurrence of it; BOX: what the last box holds.
     """
 
-    format: str = ""
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     answer_mark: str = ""
@@ -58,25 +54,19 @@ class Kind:
 
 KINDS = {
     # DAPO-Math-17k and its AIME 2024 as published; their prompts carry the template.
-    "dapo_parquet": Kind("parquet", answer_field="reward_model.ground_truth"),
-    "gsm8k": Kind("", "question", answer_mark="####"),
-    "gsm8k_jsonl": Kind("jsonl", "question", answer_mark="####"),
-    "math": Kind("", "problem"),  # MATH-500, AIME and AMC
-    "math_solutions": Kind("", "problem", "solution", BOX),  # MATH, Minerva
-    "olympiad_bench": Kind("", "question", "final_answer"),
-    "jsonl": Kind("jsonl"),
-    "json": Kind("json"),
-    "csv": Kind("csv"),
+    "dapo_parquet": Kind(answer_field="reward_model.ground_truth"),
+    **dict.fromkeys(("gsm8k", "gsm8k_jsonl"), Kind("question", answer_mark="####")),
+    "math": Kind("problem"),  # MATH-500, AIME and AMC
+    "math_solutions": Kind("problem", "solution", BOX),  # MATH, Minerva
+    "olympiad_bench": Kind("question", "final_answer"),
+    **dict.fromkeys(("jsonl", "json", "csv"), Kind()),
 }
-FORMAT_OF_ENDING = {f".{name}": name for name in FORMATS}
-KIND_OF_ENDING = {**FORMAT_OF_ENDING, ".parquet": "dapo_parquet"}
 _LEADING_ZEROS = re.compile(r"^([+-]?)0+(?=[0-9]+$)")
 _TEXT_LIST = re.compile(r"""\s*\[\s*["'].*["']\s*\]\s*""")
 _LAST_BOX = re.compile(
     r"(?s).*\\f?box(?:ed)?\s*(?:(?P<brace>\{)|(?P<bare>[^{$\n][^$\n]*?)\s*(?=\.?\s*(?:[$\n]|$)))"
 )
-_VALUES = re.compile(r"""'[^']*'|"[^"]*"|\d+""")  # what rows that are bad for one reason differ in
-_WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
+_WHOLE = re.compile(r"^([+-]?[0-9]+)\.0+$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,32 +85,25 @@ class DataReport:
     conflicting_prompts: int = 0
     conflicting_rows: int = 0
     bad_rows: int = 0
-    bad_row_notes: tuple[str, ...] = ()  # for each reason its first row, and how many more
+    bad_row_notes: tuple[str, ...] = ()  # the first ones, and why
     overlong: int = 0
-    max_prompt_tokens: int | None = None  # the limit, once prompts are tokenized
+    max_prompt_tokens: int = 0  # the limit, once prompts are tokenized
     mean_tokens: float = 0.0  # of the kept prompts
     longest_tokens: int = 0
     notes: tuple[str, ...] = ()  # what else a person should know of it
 
     def lines(self) -> list[str]:
         """Formats the report for the start banner, one string a line."""
-        parts = [
-            f"{self.rows:,} rows",
-            f"{self.duplicates:,} duplicates merged",
+        line = (
+            f"{self.name}: {self.rows:,} rows, {self.duplicates:,} duplicates merged, "
             f"{self.conflicting_prompts:,} prompts with conflicting answers dropped "
-            f"({self.conflicting_rows:,} rows)",
-            f"{self.bad_rows:,} bad rows skipped",
-        ]
-        if self.max_prompt_tokens is not None:
-            parts.append(
-                f"{self.overlong:,} prompts over {self.max_prompt_tokens:,} tokens dropped"
-            )
-        kept = f"{self.kept:,} prompts kept"
-        if self.max_prompt_tokens is not None and self.kept:
-            kept += f" ({self.mean_tokens:.0f} tokens on average, {self.longest_tokens:,} at most)"
-        lines = [f"{self.name}: {', '.join(parts)}; {kept}"]
-        lines += [f"  skipped {note}" for note in self.bad_row_notes]
-        return lines + [f"  {note}" for note in self.notes]
+            f"({self.conflicting_rows:,} rows), {self.bad_rows:,} bad rows skipped, "
+            f"{self.overlong:,} prompts over {self.max_prompt_tokens:,} tokens dropped; "
+            f"{self.kept:,} prompts kept ({self.mean_tokens:.0f} tokens on average, "
+            f"{self.longest_tokens:,} at most)"
+        )
+        skipped = [f"  skipped {note}" for note in self.bad_row_notes]
+        return [line, *skipped, *(f"  {note}" for note in self.notes)]
 
 
 def read(
@@ -140,50 +123,34 @@ def read(
     prompt_field, answer_field: where a row has the prompt (text, or messages with role and
         content) and the answer (text, a number, or a list of one); "a.b" is field b of field a.
         "": the kind's.
-    template: for prompts of plain text, as `template_text` reads it. "": default_template for
-        those, which the report then says, and none for messages.
+    template: for prompts of plain text, as `template_text` reads it. "": default_template.
     check_answer: raises ValueError for an answer that makes its row a bad one.
 
     Raises what `read_rows` does, and DataError for a wrong setting.
     """
-    if not path:
-        raise DataError("path is empty: set it to the data set's file.")
-    ending = pathlib.Path(path).suffix
-    kind = kind or KIND_OF_ENDING.get(ending, "")
+    file_format = kind if kind in FORMATS else _format_of(path)
+    kind = kind or ("dapo_parquet" if file_format == "parquet" else file_format)
     if kind not in KINDS:
-        raise DataError(
-            f"kind = {kind!r}: must be one of {', '.join(KINDS)} or arithmetic"
-            + ("." if kind else f"; the ending of path = {path!r} does not say which.")
-        )
+        raise DataError(f"kind = {kind!r}: must be one of {', '.join(KINDS)} or arithmetic.")
     spec = KINDS[kind]
     prompt_field = prompt_field or spec.prompt_field
     answer_field = answer_field or spec.answer_field
     text = template_text(template or default_template)
-    file_format = spec.format or _format_of(path)
-    plain = 0
 
     def make(row: dict) -> tuple[tuple[Message, ...], str]:
-        nonlocal plain
         value = field(row, prompt_field)
-        plain += isinstance(value, str)
         if not isinstance(value, str) and template not in ("", "none"):
             raise ValueError(f"{prompt_field} has messages, which take no template: set it to none")
         answer = _answer(field(row, answer_field), answer_field, spec.answer_mark)
         if file_format == "csv":  # it has no numbers: 27.0 is how they are written into one
-            answer = _WHOLE.sub(r"\1", answer) if _WHOLE.fullmatch(answer) else answer
+            answer = _WHOLE.sub(r"\1", answer)
         if not spec.answer_mark and "####" in answer:
             raise ValueError(f'{answer_field} has "####" before its result: set kind=gsm8k')
         check_answer(answer)
         return _prompt(value, prompt_field, text), answer
 
     fields = [prompt_field, answer_field]
-    examples, report = read_rows(path, fields, make, file_format=file_format, on_bad_row=on_bad_row)
-    if plain and not template:
-        known = default_template in TEMPLATES
-        name = f"template {default_template}" if known else "task's own template"
-        note = f"plain prompts are in the {name} (template=none: as they are)"
-        report = dataclasses.replace(report, notes=(note,))
-    return examples, report
+    return read_rows(path, fields, make, file_format=file_format, on_bad_row=on_bad_row)
 
 
 def read_rows(
@@ -203,7 +170,7 @@ def read_rows(
         null, a wrong type, an empty prompt or an empty answer; "skip" leaves them out.
 
     Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
-    for a file of another format and a parquet file without a needed column.
+    for a damaged file or one of another format.
     """
     file_format = file_format or _format_of(path)
     rows = Rows(path, "line" if file_format == "jsonl" else "row", on_bad_row)
@@ -211,9 +178,10 @@ def read_rows(
     if not file.is_file():
         raise FileNotFoundError(f"No data file at {path!r}: set path.")
     with io.BufferedReader(file.open("rb")) as opened:  # a bucket's own reads lines of any length
-        for row, record_of in FORMATS[file_format](path, opened, fields):
+        for row, record in FORMATS[file_format](path, opened, fields):
             with rows.reading(row):
-                record = record_of()
+                record = parsed(record) if isinstance(record, bytes) else record
+                record = typed(record, dict, "the row")
                 for name in fields:
                     typed(field(record, name), object, name)
                 messages, answer, *extra = make(record)
@@ -222,11 +190,10 @@ def read_rows(
 
 
 def _format_of(path: str) -> str:
-    try:
-        return FORMAT_OF_ENDING[pathlib.Path(path).suffix]
-    except KeyError:
-        endings = ", ".join(FORMAT_OF_ENDING)
-        raise DataError(f"path = {path!r}: its ending must be one of {endings}.") from None
+    ending = pathlib.Path(path).suffix.removeprefix(".")
+    if ending not in FORMATS:
+        raise DataError(f"path = {path!r}: its ending must be one of .{', .'.join(FORMATS)}.")
+    return ending
 
 
 class Rows:
@@ -240,13 +207,13 @@ class Rows:
             raise DataError(f'data.on_bad_row = {on_bad_row!r}: must be "error" or "skip".')
         self._place = place
         self._name = pathlib.Path(place).name
-        self._row_word = row_word
+        self._row_place = "line {}" if row_word == "line" else "row {} (from 0)"
         self._on_bad_row = on_bad_row
-        self._row_count = 0
-        self._bad: dict[str, list] = {}  # reason -> how many rows, the first in words
-        self._first: dict[bytes, Example] = {}  # digest of the prompt -> its first row
-        self._occurrences: dict[bytes, int] = {}
-        self._conflicts: set[bytes] = set()
+        self._row_count = self._bad_rows = 0
+        self._bad_row_notes: list[str] = []
+        self._first: dict[tuple, Example] = {}  # roles and texts of a prompt -> its first row
+        self._occurrences: collections.Counter[tuple] = collections.Counter()
+        self._conflicts: set[tuple] = set()
 
     @contextlib.contextmanager
     def reading(self, row: int) -> Iterator[None]:
@@ -255,47 +222,40 @@ class Rows:
         try:
             yield
         except ValueError as error:
-            place = f"{self._row_word} {row}" + (" (from 0)" if self._row_word == "row" else "")
-            reason = self._bad.setdefault(_VALUES.sub("", str(error)), [0, f"{place}: {error}"])
-            reason[0] += 1
+            self._bad_rows += 1
+            if self._bad_rows <= SHOWN_BAD_ROWS:
+                self._bad_row_notes.append(f"{self._row_place.format(row)}: {error}")
 
     def add(self, row: int, prompt: tuple[Message, ...], answer: str, extra: Any = None) -> None:
         """Takes a good row, unless its prompt is already there."""
-        parts = [(message["role"], message["content"]) for message in prompt]
-        digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
-        self._occurrences[digest] = self._occurrences.get(digest, 0) + 1
-        first = self._first.get(digest)
-        if first is None:
-            self._first[digest] = Example(prompt, answer, self._name, row, extra)
-        elif first.answer != answer:
-            self._conflicts.add(digest)
+        key = tuple((message["role"], message["content"]) for message in prompt)
+        self._occurrences[key] += 1
+        first = self._first.setdefault(key, Example(prompt, answer, self._name, row, extra))
+        if first.answer != answer:
+            self._conflicts.add(key)
 
     def result(self) -> tuple[list[Example], DataReport]:
         """Returns the distinct examples without conflicts, and the account of all rows.
 
         Raises DataError where rows are bad and on_bad_row is "error".
         """
-        bad_rows = sum(count for count, _ in self._bad.values())
-        notes = [
-            f"{first} ({count:,} such rows)" if count > 1 else first
-            for count, first in itertools.islice(self._bad.values(), SHOWN_REASONS)
-        ]
-        if len(self._bad) > len(notes):
-            notes.append(f"... for {len(self._bad):,} reasons in all")
-        if self._on_bad_row == "error" and notes:
-            what = "it" if bad_rows == 1 else f"these {bad_rows:,} rows"
-            listed = "; ".join(notes)
-            raise DataError(f"{self._place}, {listed}. Mend {what}, or set data.on_bad_row=skip.")
-        kept = [example for digest, example in self._first.items() if digest not in self._conflicts]
-        conflicting_rows = sum(self._occurrences[digest] for digest in self._conflicts)
+        notes = list(self._bad_row_notes)
+        if self._bad_rows > len(notes):
+            notes.append(f"... {self._bad_rows:,} bad rows in all")
+        if notes and self._on_bad_row == "error":
+            raise DataError(
+                f"{self._place}, {'; '.join(notes)}. Mend them, or set data.on_bad_row=skip."
+            )
+        kept = [example for key, example in self._first.items() if key not in self._conflicts]
+        conflicting_rows = sum(self._occurrences[key] for key in self._conflicts)
         return kept, DataReport(
             name=self._name,
             rows=self._row_count,
             kept=len(kept),
-            duplicates=self._row_count - bad_rows - conflicting_rows - len(kept),
+            duplicates=self._row_count - self._bad_rows - conflicting_rows - len(kept),
             conflicting_prompts=len(self._conflicts),
             conflicting_rows=conflicting_rows,
-            bad_rows=bad_rows,
+            bad_rows=self._bad_rows,
             bad_row_notes=tuple(f"{self._name}, {note}" for note in notes),
         )
 
@@ -358,12 +318,10 @@ def _answer(value: object, name: str, mark: str) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
         return f"{Decimal(str(value + 0)):f}".removesuffix(".0")  # -0.0 + 0 is 0.0
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{name} is a {type(value).__name__}, not a text or a number")
     answer = _text(value, name)
     if mark == BOX:
         name = f"the last box of {name}"
-        answer = (box := _LAST_BOX.match(answer)) and (box["bare"] or _braced(answer, box.end()))
+        answer = _boxed(answer)
     elif mark:
         _, found, answer = answer.rpartition(mark)
         if not found:
@@ -372,10 +330,12 @@ def _answer(value: object, name: str, mark: str) -> str:
     return _LEADING_ZEROS.sub(r"\1", _text(answer, name).strip())
 
 
-def _braced(text: str, begins: int) -> str | None:
-    """Returns what the braces hold that open before `begins`; None where they do not close."""
-    end = closing_brace(text, begins - 1)
-    return None if end is None else text[begins:end]
+def _boxed(text: str) -> str | None:
+    """Returns what the last box holds; None without one, or where its braces do not close."""
+    if (box := _LAST_BOX.match(text)) is None or box["bare"]:
+        return box and box["bare"]
+    end = closing_brace(text, box.end() - 1)
+    return None if end is None else text[box.end() : end]
 
 
 def field(record: dict, name: str) -> object:
@@ -384,9 +344,18 @@ def field(record: dict, name: str) -> object:
         return record[name]
     outer, _, inner = name.partition(".")
     if outer not in record:
-        there = cut(", ".join(map(repr, itertools.islice(record, SHOWN_KEYS))) or "none")
+        there = ", ".join(map(repr, record))[:MAX_SHOWN_CHARS] or "none"
         raise ValueError(f"{outer!r} is missing; there are {there} (prompt_field, answer_field)")
     return field(typed(record[outer], dict, outer), inner)
+
+
+def typed(value: object, kind: type[T], name: str) -> T:
+    """Returns a value of that type; ValueError, with its name, for another."""
+    if value is None:
+        raise ValueError(f"{name} is null")
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is a {type(value).__name__}, not a {kind.__name__}")
+    return value
 
 
 def _text(value: object, name: str) -> str:

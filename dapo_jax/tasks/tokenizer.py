@@ -12,10 +12,8 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import sentencepiece
-import tokenizers
 from etils import epath
 from etils.epath import PathLike
 
@@ -32,8 +30,8 @@ MAX_ERROR_CHARS = 200
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
 
-class Tokenizer(Protocol):
-    """A translator of text and messages into ids, and of ids into text.
+class HuggingFaceTokenizer:
+    """The tokenizer, chat template and end tokens of a Hugging Face directory.
 
     vocab_size: 1 + the largest id that exists; a model's padded vocabulary may be larger.
     stop_ids: ids that end a response, at least one.
@@ -41,19 +39,82 @@ class Tokenizer(Protocol):
     chat: "template" or "none", how messages become a prompt.
     """
 
-    vocab_size: int
-    stop_ids: tuple[int, ...]
-    pad_id: int
-    chat: str
+    def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
+        self._folder = folder
+        with _of_library(folder, "has a tokenizer that cannot be read"), _local(folder) as files:
+            self._tokenizer = _transformers().AutoTokenizer.from_pretrained(
+                files, local_files_only=True, trust_remote_code=False
+            )
+        if chat == "auto":
+            chat = "template" if self._tokenizer.chat_template else "none"
+        self.chat = chat
+        ids = self._tokenizer.get_vocab()
+        self.vocab_size = 1 + max(ids.values())
+        if stop_tokens is None:
+            ends = self._tokenizer.convert_ids_to_tokens(_end_ids(folder, self.vocab_size))
+            ends += [text for text in ["<|endoftext|>"] if text in ids]
+            if chat == "template" or not ends:
+                ends.insert(0, self._tokenizer.eos_token)
+            stop_tokens = list(filter(None, ends))
+        if chat == "template":
+            with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
+                self._tokenizer.get_chat_template()
+        self.stop_ids = _stop_ids(stop_tokens, ids, folder)
+        pad_id = self._tokenizer.pad_token_id
+        self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
 
     def encode(self, text: str) -> list[int]:
         """Encodes plain text: nothing is added, and no text becomes a special token."""
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes ids without the stop token at their end; ValueError for an unknown id."""
+        return self._tokenizer.decode(_text_ids(ids, self))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
+        if self.chat == "none":
+            return self._encode(plain_text(messages), add_special_tokens=True)
+        roles = [message["role"] for message in messages]
+        with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        how = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
+        return self._tokenizer(text, **how).input_ids
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model with the same methods; a prompt of messages is plain text."""
+
+    chat = "none"
+
+    def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
+        self._processor = sentencepiece.SentencePieceProcessor()
+        with _of_library(file, "is not a sentencepiece model"):
+            self._processor.LoadFromSerializedProto(file.read_bytes())
+        self.vocab_size = self._processor.vocab_size()
+        ids = {self._processor.id_to_piece(id): id for id in range(self.vocab_size)}
+        if stop_tokens is None:
+            ends = [*_end_ids(file.parent, self.vocab_size), self._processor.eos_id()]
+            stop_tokens = [self._processor.id_to_piece(id) for id in ends if id >= 0]
+        self.stop_ids = _stop_ids(stop_tokens, ids, file)
+        pad_id = self._processor.pad_id()
+        self.pad_id = pad_id if pad_id >= 0 else self.stop_ids[0]
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode(_text_ids(ids, self))
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return self.encode(plain_text(messages))
+
+
+Tokenizer = HuggingFaceTokenizer | SentencePieceTokenizer
 
 
 def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str) -> Tokenizer:
@@ -64,8 +125,7 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
     stop_tokens: the texts of the tokens that end a response. None takes those of the directory's
         generation_config.json, or config.json, and <|endoftext|> where it exists; with the chat
         template the tokenizer's end-of-sequence token too (<|im_end|> for Qwen2.5-Instruct), and
-        without any of them that token alone. A warning is logged where texts given here have none
-        of the model's.
+        without any of them that token alone.
     chat: "template" (transformers' apply_chat_template, with the prompt for the assistant's turn)
         or "none" (the contents of the messages as plain text, in which no text becomes a special
         token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>);
@@ -77,10 +137,6 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
     path = epath.Path(path)
     if chat not in ("none", "template", "auto"):
         raise ValueError(f'tokenizer.chat = {chat!r}: must be "none", "template" or "auto".')
-    if stop_tokens is not None and (isinstance(stop_tokens, str) or not stop_tokens):
-        raise ValueError(
-            f"tokenizer.stop_tokens = {stop_tokens!r}: must be a list of one token text or more."
-        )
     there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
         return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat)
@@ -98,106 +154,14 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
     return SentencePieceTokenizer(model_file, stop_tokens=stop_tokens)
 
 
-class HuggingFaceTokenizer:
-    """The tokenizer, chat template and end tokens of a Hugging Face directory."""
-
-    def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
-        self._folder = folder
-        with _of_library(folder, "has a tokenizer that cannot be read"), _local(folder) as files:
-            self._tokenizer = _transformers().AutoTokenizer.from_pretrained(
-                files, local_files_only=True, trust_remote_code=False
-            )
-        if chat == "auto":
-            chat = "template" if self._tokenizer.chat_template else "none"
-        self.chat = chat
-        ids = self._tokenizer.get_vocab()
-        self.vocab_size = 1 + max(ids.values())
-        ends = self._tokenizer.convert_ids_to_tokens(_end_ids(folder, self.vocab_size))
-        eos_token = self._tokenizer.eos_token
-        if chat == "template":
-            with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
-                self._tokenizer.get_chat_template()
-            ends = [*([eos_token] if eos_token else []), *ends]
-        if stop_tokens is None:
-            stop_tokens = [*ends, *(text for text in ["<|endoftext|>"] if text in ids)]
-            stop_tokens = stop_tokens or [eos_token]
-            if stop_tokens == [None]:
-                raise ValueError(
-                    f"{folder} names no end-of-sequence token: set tokenizer.stop_tokens."
-                )
-        elif ends and set(ends).isdisjoint(stop_tokens):
-            logging.warning(
-                "tokenizer.stop_tokens = %s has none of the tokens with which the model of %s ends "
-                "a response (%s): its responses may go on until they are cut",
-                list(stop_tokens),
-                folder,
-                ", ".join(ends),
-            )
-        self.stop_ids = _stop_ids(stop_tokens, ids, folder)
-        pad_id = self._tokenizer.pad_token_id
-        self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=False)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        with _of_library(self._folder, "cannot decode a response"):
-            return self._tokenizer.decode(_text_ids(ids, self))
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        if self.chat == "none":
-            return self._encode(plain_text(messages), add_special_tokens=True)
-        roles = [message["role"] for message in messages]
-        with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        how = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
-        with _of_library(self._folder, "cannot encode a text"):
-            return self._tokenizer(text, **how).input_ids
-
-
-class SentencePieceTokenizer:
-    """A sentencepiece model; a prompt of messages is plain text."""
-
-    chat = "none"
-
-    def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
-        self._processor = sentencepiece.SentencePieceProcessor()
-        with _of_library(file, "is not a sentencepiece model"):
-            self._processor.LoadFromSerializedProto(file.read_bytes())
-        self.vocab_size = self._processor.vocab_size()
-        pieces = [self._processor.id_to_piece(id) for id in range(self.vocab_size)]
-        if stop_tokens is None:
-            ends = [*_end_ids(file.parent, self.vocab_size), self._processor.eos_id()]
-            stop_tokens = [pieces[id] for id in ends if id >= 0]
-            if not stop_tokens:
-                raise ValueError(
-                    f"{file} names no end-of-sequence token: set tokenizer.stop_tokens."
-                )
-        ids = {piece: id for id, piece in enumerate(pieces)}
-        self.stop_ids = _stop_ids(stop_tokens, ids, file)
-        pad_id = self._processor.pad_id()
-        self.pad_id = pad_id if pad_id >= 0 else self.stop_ids[0]
-
-    def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._processor.decode(_text_ids(ids, self))
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode(plain_text(messages))
-
-
 def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[str]:
     """Writes a sentencepiece model as tokenizer.json, from which AutoTokenizer has the same ids.
 
     Returns the names of the written files. A model without an equal there (one that is no BPE, or
     that changes a text before it splits it) is copied as it is, with a warning.
     """
+    import tokenizers
+
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(model_file.read_bytes())
     ids = {name: getattr(processor, f"{name}_id")() for name in ("bos", "eos", "pad", "unk")}
@@ -209,9 +173,8 @@ def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[st
         # Without it transformers splits texts as Qwen2 does, where config.json is of a Qwen2.
         "auto_map": {"AutoTokenizer": [None, "tokenization.PreTrainedTokenizerFast"]},
     }
-    with tempfile.TemporaryDirectory() as copy:
-        pathlib.Path(copy, "tokenizer.model").write_bytes(model_file.read_bytes())
-        library = _transformers().LlamaTokenizer.from_pretrained(copy, **how).backend_tokenizer
+    with _local(model_file.parent) as files:
+        library = _transformers().LlamaTokenizer.from_pretrained(files, **how).backend_tokenizer
     spec = json.loads(library.to_str())
     # Spaces are marked before pieces that are whole phrases are looked for.
     mark = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -249,12 +212,13 @@ def _text_ids(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def _stop_ids(stop_tokens: Sequence[str], ids: Mapping[str, int], file) -> tuple[int, ...]:
+    if not stop_tokens:
+        raise ValueError(f"{file} names no end-of-sequence token: set tokenizer.stop_tokens.")
     for text in stop_tokens:
         if text not in ids:
-            near = difflib.get_close_matches(text, ids, n=3)
-            hint = f" Near matches: {', '.join(near)}." if near else ""
+            near = ", ".join(difflib.get_close_matches(text, ids, n=3)) or "none"
             raise ValueError(
-                f"Stop token {text!r} is not in {file}.{hint} Change tokenizer.stop_tokens."
+                f"tokenizer.stop_tokens: {text!r} is not in {file}; near matches: {near}"
             )
     return tuple(dict.fromkeys(ids[text] for text in stop_tokens))
 
@@ -296,11 +260,9 @@ def _local(folder: epath.Path) -> Iterator[PathLike]:
 
 @contextlib.contextmanager
 def _of_library(file: epath.Path, problem: str) -> Iterator[None]:
-    """Makes a ValueError, with the file, of all that a tokenizer's library raises."""
+    """Makes a ValueError, with the file, of what a tokenizer's library raises."""
     try:
         yield
-    except BaseException as error:  # a panic of the library's Rust is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+    except Exception as error:
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
         raise ValueError(f"{file} {problem}: {text} (tokenizer.path).") from error

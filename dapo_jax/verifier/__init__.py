@@ -4,15 +4,14 @@ Rules
 * `dapo`: what the published DAPO runs were trained with, false verdicts included (`dapo_form`).
 * `strict`: the same contract ("Answer: $Answer" on a line of its own) read exactly (`strict_form`).
 * `strict_box`: the last `\boxed{...}` of the last 100 characters, compared character by character.
-* `math_verify`: symbolic equivalence (`symbolic_rules`), by the library of that name where it
-  takes algebra, in processes with limits (`SymbolicVerifier`).
+* `math_verify`: symbolic equivalence (`symbolic_rules`, imported where it is used), by the library
+  of that name where it takes algebra, in processes with limits.
 """
 
 import functools
 from collections.abc import Sequence
 
 from dapo_jax.types import Verdict
-from dapo_jax.verifier import symbolic_rules
 from dapo_jax.verifier.math_rules import (
     STATUSES,
     grade_box,
@@ -32,8 +31,8 @@ def verify(response: str, ground_truth: str, *, rules: str) -> Verdict:
     """Grades one response (Eq. 7's equivalence) by one of RULES.
 
     response: the decoded response without special tokens; only its tail is read, so its length
-    costs nothing. Raises ValueError for unknown rules, and for no response or ground truth;
-    `math_verify` raises what SymbolicVerifier raises when its workers cannot be started.
+    costs nothing. Raises ValueError for unknown rules; `math_verify` raises what SymbolicVerifier
+    raises when its workers cannot be started.
     """
     return verify_many([response], [ground_truth], rules=rules)[0]
 
@@ -46,12 +45,11 @@ def verify_many(
     Raises ValueError where the two lengths differ, and as `verify` does.
     """
     if rules not in RULES:
-        raise ValueError(
-            f"verifier.rules is {rules!r}; it must be one of {', '.join(RULES)} "
-            "(config key `verifier.rules`)"
-        )
+        raise ValueError(f"verifier.rules is {rules!r}; it must be one of {', '.join(RULES)}")
     if rules == "math_verify":
-        return symbolic_rules.default_verifier().verify_many(responses, ground_truths)
+        from dapo_jax.verifier.symbolic_rules import default_verifier
+
+        return default_verifier().verify_many(responses, ground_truths)
     return [
         refuse(response, truth) or _GRADERS[rules](response, truth)
         for response, truth in pairs(responses, ground_truths)
@@ -78,6 +76,8 @@ def _matches_itself(truth: str, rules: str) -> bool:
         return False  # a zero-width space equals itself, but nobody means it
     line, box = f"Answer: {truth}", rf"\boxed{{{truth}}}"
     if rules == "math_verify":
-        verdicts = [symbolic_rules.decide_locally(response, truth) for response in (line, box)]
+        from dapo_jax.verifier.symbolic_rules import decide_locally
+
+        verdicts = [decide_locally(response, truth) for response in (line, box)]
         return any(isinstance(it, Verdict) and it.correct for it in verdicts)
     return verify(box if rules == "strict_box" else line, truth, rules=rules).correct

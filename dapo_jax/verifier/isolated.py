@@ -1,18 +1,15 @@
 """Runs code that may hang, take all memory or die in other processes, within limits.
 
-The one protocol for the algebra of answers, chat templates and the scorers of other packages:
+For the algebra of answers, and the scorers of other packages:
 
 1. A worker is a fresh interpreter; forking a process that has JAX's threads is unsafe.
 2. It calls an entry "module:function", which imports, warms up and returns `prepare`.
 3. A request is bytes: prepare(request) returns a function whose bytes are the answer.
-4. A forking worker runs that function in a child, so that no answer depends on an earlier one.
-   Another worker runs it, and `prepare`, itself and keeps its state.
-5. The kernel ends the process after its seconds of CPU time: a busy host changes no answer.
-   RLIMIT_AS leaves it MEMORY_BYTES beside the memory that it has at the start of the request.
-6. A reply is one byte, a place in STATUSES, and the answer. The parent reads nothing but bytes.
-7. A pool asks again where a process was killed from outside, and replaces a worker that is dead
-   or silent for SILENCE_SECONDS, after a growing pause where it was never ready.
-8. A worker ends with its object, and with the process that started it.
+4. The worker runs that function in a child, so that no answer depends on an earlier one.
+5. The kernel ends the child after its seconds of CPU time: a busy host changes no answer.
+   RLIMIT_AS leaves it MEMORY_BYTES beside what the worker has.
+6. A worker that is dead or silent is replaced, and its request asked again.
+7. A worker ends with its object, and with the process that started it.
 """
 
 import contextlib
@@ -36,16 +33,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-STATUSES = ("done", "timeout", "memory", "crashed", "killed")
 MAX_WORKERS = 32
 MEMORY_BYTES = 1 << 30
-CPU_SECONDS = 1.0  # of one answer in a pool
-# So many answers may use up their time before the next ones get less; a hundred others earn one.
-PATIENCE = 100
-IMPATIENT_CPU_SECONDS = 0.1
-TRIES = 3
+CPU_SECONDS = 1.0  # of one answer
+TRIES = 3  # of an answer whose process is killed from outside
+STARTS = 5  # of a worker, in a row
+START_SECONDS = 120.0
 SILENCE_SECONDS = 12.0  # no busy host makes a second of CPU time so long
-KILLED_STARTS = 8  # in a row, two minutes with the pauses between them
 _MEMORY_EXIT = 3
 # multiprocessing's own "spawn" would import the main module, and JAX with it, in every worker.
 _PROGRAM = """
@@ -57,69 +51,48 @@ isolated.serve(*sys.argv[2:])
 
 
 class Reply(NamedTuple):
-    """The outcome of a request: one of STATUSES and, with "done", the answer."""
+    """The outcome of a request: done (with the answer), timeout, memory, crashed or killed."""
 
     status: str
     answer: bytes = b""
 
 
 class Worker:
-    """A process that answers one request at a time.
+    """A process that answers one request at a time; entry: "module:function"."""
 
-    entry: "module:function". failed_starts: number of workers in its place, one after the other,
-    that were never ready. failure: the end of this one in words.
-    """
-
-    def __init__(self, entry: str, *, forks: bool, failed_starts: int = 0) -> None:
+    def __init__(self, entry: str) -> None:
         self._connection, far_end = multiprocessing.Pipe()
-        command = [sys.executable, "-P", "-W", "ignore", "-c", _PROGRAM]
-        command += [json.dumps([str(place) for place in sys.path]), entry]
+        paths = json.dumps([str(place) for place in sys.path])
         with far_end:
+            pipe = far_end.fileno()
             self.process = subprocess.Popen(
-                [*command, str(far_end.fileno()), "forks" * forks],
+                [sys.executable, "-P", "-W", "ignore", "-c", _PROGRAM, paths, entry, str(pipe)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[far_end.fileno()],
+                pass_fds=[pipe],
                 process_group=0,  # killed with its child; Ctrl-C is the parent's to handle
                 env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of sets reaches answers
             )
         self.kill = weakref.finalize(self, _end, self.process, self._connection)
-        self.failed_starts, self.failure, self._ready = failed_starts, "", False
+        self._ready = False
 
     def is_ready(self) -> bool:
-        """Waits until a forking worker is ready; returns False where it never will be."""
+        """Waits for the end of the warm-up; returns False where the process is gone."""
         if self.kill.alive and not self._ready:
-            seconds = SILENCE_SECONDS * 2 ** min(self.failed_starts, 3)
-            self._ready = self._received(seconds) is not None
-            self.failed_starts = 0 if self._ready else self.failed_starts + 1
+            self._ready = self._received(START_SECONDS) is not None
         return self.kill.alive
 
-    def ask(
-        self, request: bytes, cpu_seconds: float | None, *, silence_seconds: float | None = None
-    ) -> Reply:
-        """Returns the reply; "killed" where the process is gone, or was silent for too long.
-
-        cpu_seconds: of a forked child; a worker that does not fork gets so many more each time.
-        None: no limits, of memory neither.
-        """
+    def ask(self, request: bytes, cpu_seconds: float) -> Reply:
+        """Returns the reply; "killed" where the process is gone, or was silent for too long."""
         with contextlib.suppress(OSError):  # of a worker that has ended: there is no reply
             self._connection.send((request, cpu_seconds))
-        reply = self._received(silence_seconds)
-        if reply is None:
-            late = self.process.returncode == -signal.SIGPROF
-            return Reply("timeout" if late else "killed")
-        return Reply(STATUSES[reply[0]], reply[1:])
+        return self._received(max(SILENCE_SECONDS, 10 * cpu_seconds)) or Reply("killed")
 
-    def _received(self, seconds: float | None) -> bytes | None:
-        try:
+    def _received(self, seconds: float) -> Reply | None:
+        with contextlib.suppress(EOFError, OSError):
             if self._connection.poll(seconds):
-                return self._connection.recv_bytes()
-            self.failure = f"was silent for {seconds:.0f} s"
-        except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)  # its own status, not that of the kill
+                return self._connection.recv()
         self.kill()
-        self.failure = self.failure or f"ended with status {self.process.returncode}"
         return None
 
 
@@ -131,31 +104,24 @@ def _end(process: subprocess.Popen, connection: multiprocessing.connection.Conne
 
 
 class Pool:
-    """Forking workers that answer requests, each once, as many at a time as there are workers.
+    """Workers that answer requests, each once, as many at a time as there are workers.
 
-    name: of the code that answers, for messages. After PATIENCE answers out of time or memory that
-    less than one in a hundred explains, answers get IMPATIENT_CPU_SECONDS each: only then do
-    answers depend on earlier ones. Threads may share a pool. Its workers live until `close`, the
-    end of the `with` block or of the process.
-
-    Raises ValueError for a number of workers or a time that is not positive, and ChildProcessError
-    where TRIES workers in a row end as they start, or KILLED_STARTS are killed or silent.
+    name: of the code that answers, for messages. Threads may share a pool. Its workers live until
+    `close`, the end of the `with` block or of the process. Raises ChildProcessError where STARTS
+    workers in a row are never ready.
     """
 
-    def __init__(self, entry: str, *, name: str, num_workers: int, cpu_seconds: float) -> None:
-        if num_workers < 1 or cpu_seconds <= 0:
-            raise ValueError(
-                f"{num_workers} workers with {cpu_seconds} seconds: both must be positive"
-            )
+    def __init__(
+        self, entry: str, *, name: str, num_workers: int, cpu_seconds: float = CPU_SECONDS
+    ) -> None:
         self._entry, self._name, self._cpu_seconds = entry, name, cpu_seconds
-        self._patience = float(PATIENCE)
         self._lock = threading.Lock()
         self._closed = False
-        self._workers = [Worker(entry, forks=True) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
+        self._workers = [Worker(entry) for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # places in self._workers
+        for place in range(num_workers):
+            self._idle.put(place)
 
     def __enter__(self):
         return self
@@ -169,7 +135,6 @@ class Pool:
             self._closed = True
             for worker in self._workers:
                 worker.kill()
-            self._workers = []
         self._threads.shutdown(cancel_futures=True)
 
     def worker_pids(self) -> list[int]:
@@ -189,39 +154,30 @@ class Pool:
 
     def _answered(self, request: bytes) -> Reply:
         """Has a worker answer; runs in one of as many threads as there are workers."""
-        with self._lock:
-            patient = self._patience >= 1
-        seconds = self._cpu_seconds if patient else min(IMPATIENT_CPU_SECONDS, self._cpu_seconds)
-        silence = max(SILENCE_SECONDS, 10 * seconds)
-        for _ in range(TRIES):
-            worker = self._idle.get()
-            try:
-                while not worker.is_ready():
-                    worker = self._replaced(worker)
-                reply = worker.ask(request, seconds, silence_seconds=silence)
-            finally:
-                self._idle.put(worker)
-            if reply.status != "killed":
-                break
-        late = reply.status in ("timeout", "memory")
-        with self._lock:
-            self._patience = min(PATIENCE, self._patience + 1 / 100) - late
-        return Reply("crashed") if reply.status == "killed" else reply
+        place = self._idle.get()
+        try:
+            for _ in range(TRIES):
+                reply = self._ready_worker(place).ask(request, self._cpu_seconds)
+                if reply.status != "killed":
+                    return reply
+            return Reply("crashed")
+        finally:
+            self._idle.put(place)
 
-    def _replaced(self, worker: Worker) -> Worker:
-        """Starts a worker in the place of one that is gone, after a pause if none was ready."""
-        ended = (worker.process.returncode or 0) >= 0
-        if worker.failed_starts >= (TRIES if ended else KILLED_STARTS):
-            raise ChildProcessError(
-                f"{worker.failed_starts} {self._name} workers in a row were never ready; the last "
-                f"one {worker.failure}, and its last words are on the error output"
-            )
-        time.sleep(0.5 * (2**worker.failed_starts - 1))
-        with self._lock:
-            self.check_open()
-            fresh = Worker(self._entry, forks=True, failed_starts=worker.failed_starts)
-            self._workers[self._workers.index(worker)] = fresh
-            return fresh
+    def _ready_worker(self, place: int) -> Worker:
+        """Returns the worker at a place, a fresh one where it is gone."""
+        for start in range(STARTS):
+            worker = self._workers[place]
+            if worker.is_ready():
+                return worker
+            time.sleep(start)  # what kills workers may pass
+            with self._lock:
+                self.check_open()
+                self._workers[place] = Worker(self._entry)
+        raise ChildProcessError(
+            f"{STARTS} {self._name} workers in a row were never ready; what they said is on the "
+            "error output"
+        )
 
 
 def one_a_core() -> int:
@@ -233,7 +189,7 @@ def one_a_core() -> int:
 # In the worker.
 
 
-def serve(entry: str, pipe: str, forks: str) -> None:
+def serve(entry: str, pipe: str) -> None:
     """Answers the requests that come through the pipe until its other end is closed."""
     logging.disable(logging.CRITICAL)
     # The parent may ignore or block the signal, which a process inherits.
@@ -245,35 +201,14 @@ def serve(entry: str, pipe: str, forks: str) -> None:
     gc.collect()
     gc.freeze()  # a child's collector need not touch, and so copy, all that was imported
     connection = multiprocessing.connection.Connection(int(pipe))
-    if forks:
-        connection.send_bytes(b"")
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        connection.send(Reply("ready"))
+        while True:
             request, cpu_seconds = connection.recv()
-        except (EOFError, OSError):
-            return
-        if forks:
-            reply = answered_in_child(prepare(request), cpu_seconds)
-        else:
-            reply = _answered_here(prepare, request, cpu_seconds)
-        with contextlib.suppress(OSError):  # the parent is gone
-            connection.send_bytes(reply)
+            connection.send(answered_in_child(prepare(request), cpu_seconds))
 
 
-def _reply(status: str, answer: bytes = b"") -> bytes:
-    return bytes([STATUSES.index(status)]) + answer
-
-
-def _answered_here(prepare: Callable, request: bytes, cpu_seconds: float | None) -> bytes:
-    try:
-        if cpu_seconds is not None:
-            _limit(cpu_seconds)
-        return _reply("done", prepare(request)())
-    except MemoryError:
-        return _reply("memory")
-
-
-def answered_in_child(answer: Callable[[], bytes], cpu_seconds: float) -> bytes:
+def answered_in_child(answer: Callable[[], bytes], cpu_seconds: float) -> Reply:
     """Runs a function in a forked process with limits, and returns the reply of this worker."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -292,15 +227,14 @@ def answered_in_child(answer: Callable[[], bytes], cpu_seconds: float) -> bytes:
         sent = pipe.read()
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended == 0:
-        return _reply("done", sent)
+        return Reply("done", sent)
     ends = {-signal.SIGPROF: "timeout", _MEMORY_EXIT: "memory", -signal.SIGKILL: "killed"}
-    return _reply(ends.get(ended, "crashed"))
+    return Reply(ends.get(ended, "crashed"))
 
 
 def _limit(cpu_seconds: float) -> None:
-    """Limits this process: the kernel ends it by SIGPROF after so much more CPU time."""
-    left, _ = signal.getitimer(signal.ITIMER_PROF)
-    signal.setitimer(signal.ITIMER_PROF, left + cpu_seconds)
+    """Limits this process: the kernel ends it by SIGPROF after so much CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     with contextlib.suppress(ValueError, OSError):  # not every system has what follows
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
         used = pages * resource.getpagesize()

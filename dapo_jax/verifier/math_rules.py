@@ -326,16 +326,12 @@ def _plain(text: str) -> str:
 
 def _without_styles(text: str) -> str:
     r"""Blanks out `\boxed{`, `\textbf{` and the like, and the braces that close them."""
-    styles = {match.end() - 1: match.start() for match in _STYLE.finditer(text)}
-    characters, openings = list(text), []
-    for index, character in enumerate(text if styles else ""):
-        if character == "{":
-            openings.append(index)
-        elif character == "}" and openings and (opening := openings.pop()) in styles:
-            start = styles[opening]
-            characters[start : opening + 1] = " " * (opening + 1 - start)
-            characters[index] = " "
-    return "".join(characters)
+    for style in _STYLE.finditer(text):
+        begins, end = style.span()
+        if (closing := closing_brace(text, end - 1)) is not None:
+            inside = text[end:closing]
+            text = f"{text[:begins]}{' ' * (end - begins)}{inside} {text[closing + 1 :]}"
+    return text
 
 
 def _last_side(text: str) -> tuple[str, str]:

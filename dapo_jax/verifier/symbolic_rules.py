@@ -316,11 +316,9 @@ class SymbolicVerifier(isolated.Pool):
     def __init__(self, num_workers: int, cpu_seconds: float = isolated.CPU_SECONDS) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError('the rules "math_verify" need the package math-verify')
+        entry = f"{__name__}:algebra"
         super().__init__(
-            f"{__name__}:algebra",
-            name="math_verify",
-            num_workers=num_workers,
-            cpu_seconds=cpu_seconds,
+            entry, name="math_verify", num_workers=num_workers, cpu_seconds=cpu_seconds
         )
 
     def verify(self, response: str, ground_truth: str) -> Verdict:

@@ -5,6 +5,7 @@ The reward grades both: the answer as in Eq. 7, and a part of it for the form.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import DataError, DataReport
@@ -27,13 +28,15 @@ class FormatAnswer(MathProblems):
     1, so that a right answer is always better. template: "": TEMPLATE.
     """
 
+    default_template: ClassVar[str] = TEMPLATE
+
     form_reward: float = 0.2
 
     def load(self) -> tuple[list[Example], DataReport]:
         """Reads the file; raises what `readers.read` raises."""
         if not 0 <= self.form_reward < 1:
             raise DataError(f"args.form_reward is {self.form_reward}: must be 0 to below 1")
-        return self.read(default_template=TEMPLATE)
+        return super().load()
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades one response."""

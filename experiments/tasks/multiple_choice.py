@@ -5,16 +5,17 @@ The choices are in one field, as a list of texts (MMLU), as texts with labels (A
 """
 
 import dataclasses
-import functools
 import random
+import re
 import string
 from collections.abc import Sequence
 
-from dapo_jax.tasks.readers import DataError, DataReport, field, read_rows, templated
+from dapo_jax.tasks.readers import DataReport, field, read_rows, templated
 from dapo_jax.types import Example, Message, Verdict
 from dapo_jax.verifier.math_rules import TAIL_CHARS, last_answer, last_box, retracts, strict_form
 
 LETTERS = string.ascii_uppercase
+_LETTERED = re.compile(r"\(?([A-Za-z])(?:[).:]+ ?(.*))?")  # B, (B), b: or B) and its text
 TEMPLATE = (
     "Choose the right answer to a question. Think step by step; the last line of your response "
     "should be of the form Answer: X, where X is the letter of your choice.\n\n{problem}"
@@ -43,18 +44,13 @@ class MultipleChoice:
 
     def load(self) -> tuple[list[Example], DataReport]:
         """Reads the file; raises what `readers.read_rows` raises."""
-        if not self.path:
-            raise DataError("path is empty: set it to the data set's file.")
         fields = [self.prompt_field or "question", self.answer_field or "answer"]
-        make = functools.partial(self._example, *fields)
-        return read_rows(
-            self.path, [*fields, *self.choices.split(",")], make, on_bad_row=self.on_bad_row
-        )
+        fields += self.choices.split(",")
+        return read_rows(self.path, fields, self._example, on_bad_row=self.on_bad_row)
 
-    def _example(
-        self, prompt_field: str, answer_field: str, row: dict
-    ) -> tuple[tuple[Message, ...], str, dict]:
-        question, answer = field(row, prompt_field), field(row, answer_field)
+    def _example(self, row: dict) -> tuple[tuple[Message, ...], str, dict]:
+        question = field(row, self.prompt_field or "question")
+        answer = field(row, self.answer_field or "answer")
         labels, choices = _choices([field(row, name) for name in self.choices.split(",")])
         right = choices[_place(answer, labels, choices)]
         if self.shuffle:
@@ -76,7 +72,7 @@ class MultipleChoice:
         if answer is None or not answer.strip():
             return Verdict(False, None, "no_answer" if answer is None else "empty_answer")
         form = strict_form(answer)
-        letter = _letters(tuple(example.extra["choices"])).get(form)
+        letter = _letter(form, example.extra["choices"])
         if letter is None:
             return Verdict(False, form, "unreadable_answer")
         if letter != example.answer:
@@ -108,25 +104,17 @@ def _place(answer: object, labels: Sequence[str], choices: Sequence[str]) -> int
     """Finds the place of the right choice; ValueError where the answer is no choice."""
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return answer
-    text = answer.strip() if isinstance(answer, str) else None
     for names in (labels, choices):
-        if text in names:
-            return names.index(text)
+        if isinstance(answer, str) and answer.strip() in names:
+            return names.index(answer.strip())
     raise ValueError(f"the answer {answer!r:.80} is no label and no text of the choices")
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def _letters(choices: tuple[str, ...]) -> dict[str, str]:
-    """Maps each form in which a choice can be named to its letter; letters come before texts."""
-    named: dict[str, set[str]] = {}
-    lettered = list(zip(LETTERS, choices, strict=False))
-    for letter, text in lettered:
-        named.setdefault(strict_form(text), set()).add(letter)
-    for letter, text in lettered:
-        alone = (letter, letter.lower(), f"({letter})", f"{letter})", f"{letter}:")
-        before = (
-            f"{mark} {text}" for mark in (f"({letter})", f"{letter})", f"{letter}.", f"{letter}:")
-        )
-        named |= {strict_form(spelling): {letter} for spelling in (*alone, *before)}
-    named.pop("", None)
-    return {form: letters.pop() for form, letters in named.items() if len(letters) == 1}
+def _letter(form: str, choices: Sequence[str]) -> str | None:
+    """Returns the letter that an answer names; letters come before texts that look like them."""
+    forms = [strict_form(text) for text in choices]
+    if named := _LETTERED.fullmatch(form):
+        place = LETTERS.index(named[1].upper())
+        if place < len(forms) and (not named[2] or strict_form(named[2]) == forms[place]):
+            return LETTERS[place]
+    return LETTERS[forms.index(form)] if form and forms.count(form) == 1 else None

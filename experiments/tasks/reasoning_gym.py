@@ -5,14 +5,11 @@ so they run in processes with limits (`dapo_jax.verifier.isolated`).
 """
 
 import dataclasses
-import difflib
 import functools
 import importlib
-import importlib.util
 import json
 import math
 import pickle
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -29,6 +26,7 @@ TEMPLATE = (
     "and </answer>."
 )
 MAX_ANSWER_CHARS = 20_000  # grids are answers too
+GENERATOR_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,18 +75,13 @@ def _generated(*request) -> list[dict]:
 
     A resumed run would have others, and be refused.
     """
-    require_package()
-    worker = isolated.Worker(f"{__name__}:generator", forks=False)
-    reply = worker.ask(pickle.dumps(request), None)
-    worker.kill()
-    if reply.status != "done":
-        reason = "needs more memory than there is" if reply.status == "memory" else worker.failure
-        raise DataError(
-            f"reasoning-gym's {request[0]} {reason}, and its last words are on the error output"
-        )
-    entries = pickle.loads(reply.answer)
+    with isolated.Pool(
+        f"{__name__}:generator", name="generator", num_workers=1, cpu_seconds=GENERATOR_SECONDS
+    ) as pool:
+        (reply,) = pool.ask([pickle.dumps(request)]).values()
+    entries = pickle.loads(reply.answer) if reply.status == "done" else reply.status
     if isinstance(entries, str):
-        raise DataError(entries)
+        raise DataError(f"reasoning-gym's {request[0]}: {entries}")
     return entries
 
 
@@ -98,14 +91,14 @@ def generator() -> Callable[[bytes], Callable[[], bytes]]:
     def entries(request: bytes) -> bytes:
         try:
             return pickle.dumps(generate(*pickle.loads(request)))
-        except DataError as error:
-            return pickle.dumps(str(error))
+        except Exception as error:  # wrong arguments, or no such package
+            return pickle.dumps(f"{type(error).__name__}: {error}")
 
     return lambda request: lambda: entries(request)
 
 
 def generate(name: str, count: int, seed: int, split: str, config: dict) -> list[dict]:
-    """Returns entries with different questions, those of a split; DataError where there are few."""
+    """Returns entries with different questions, those of a split; ValueError for too few."""
     own = np.random.SeedSequence(seed).generate_state(1)  # seeds beside each other overlap
     tries = (2 if split == "train" else 2 * TEST_SHARE) * count + 1_000
     dataset = make_dataset(name, size=tries, seed=int(own[0]), **config)
@@ -116,35 +109,15 @@ def generate(name: str, count: int, seed: int, split: str, config: dict) -> list
         entry = dataset[place]
         if is_of(split, entry["question"]):
             entries.setdefault(entry["question"], entry)
-    raise DataError(
-        f"count is {count}, but reasoning-gym's {name} gave only {len(entries)} questions of the "
-        f"split {split} in {tries:,}: ask for fewer, or change args.config"
+    raise ValueError(
+        f"only {len(entries)} questions of the split {split} in {tries:,}, for count = {count}: "
+        "ask for fewer, or change args.config"
     )
 
 
-def require_package() -> None:
-    """Raises DataError, with how to install it, where reasoning-gym is not there."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise DataError(
-            "the task reasoning_gym needs the package reasoning-gym, which is not installed: "
-            f"{sys.executable} -m pip install reasoning-gym"
-        )
-
-
 def make_dataset(name: str, **config):
-    """Makes a generator of reasoning-gym; DataError where it cannot be."""
-    factory = importlib.import_module("reasoning_gym.factory")
-    importlib.import_module("reasoning_gym")  # registers them
-    if name not in factory.DATASETS:
-        near = difflib.get_close_matches(name, factory.DATASETS, n=3, cutoff=0.0)
-        raise DataError(
-            f"args.name is {name!r}: reasoning-gym has no such generator; near are "
-            f"{', '.join(near)}, and there are {len(factory.DATASETS)}"
-        )
-    try:
-        return factory.create_dataset(name, **config)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise DataError(f"args.config of {name} is {config}: {error}") from error
+    """Makes a generator of reasoning-gym, imported here since it is an optional package."""
+    return importlib.import_module("reasoning_gym").create_dataset(name, **config)
 
 
 def _without(answer: str | None) -> Verdict:
@@ -155,10 +128,7 @@ def _without(answer: str | None) -> Verdict:
 def _scorers() -> isolated.Pool:
     """Starts the pool that this process shares, at the first call."""
     return isolated.Pool(
-        f"{__name__}:scorer",
-        name="reasoning_gym",
-        num_workers=isolated.one_a_core(),
-        cpu_seconds=isolated.CPU_SECONDS,
+        f"{__name__}:scorer", name="reasoning_gym", num_workers=isolated.one_a_core()
     )
 
 
