@@ -29,7 +29,6 @@ from models.hf_config import CONFIG_FILE, load_config, read_config
 PARTIAL = ".partial"  # of what is being written
 # Keys of config.json that the model does not compute with, but that its users need.
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-SOURCES, TARGETS = ("hf:DIR", "run:DIR"), ("hf:DIR",)
 
 
 def convert(
@@ -39,12 +38,9 @@ def convert(
 
     source: "hf:DIR", or "run:WORKDIR", of which `step` (None: the newest) is the checkpoint.
     target: "hf:DIR". trust_code: whether a module that the run names may be imported.
-
-    Raises FileNotFoundError for a missing source, FileExistsError for a target that is not empty
-    and ValueError for a source that is broken or of an unknown family.
     """
-    _, to_path = _place("to", target, TARGETS)
-    from_kind, from_path = _place("from", source, SOURCES)
+    _, to_path = _place("to", target, ("hf",))
+    from_kind, from_path = _place("from", source, ("hf", "run"))
     if step is not None and from_kind != "run":
         raise ValueError(f"--step is {step}, but --from is {source!r}: only a run has steps")
     if to_path.exists() and (
@@ -59,14 +55,15 @@ def convert(
         params = hf.load_params(from_path, config, dtype=dtype, shardings=shardings)
         kept = _kept(read_config(from_path))
     else:
-        run_config = policy.run_config(pathlib.Path(from_path), trust_code=trust_code)
-        run = open_run(
-            run_config, pathlib.Path(from_path), "policy", reads="", fit=lambda run: None, step=step
-        )
-        params, config, learning = run.params, run.programs.sizes, run.programs.learning
+        workdir = pathlib.Path(from_path)
+        run_config = policy.run_config(workdir, trust_code=trust_code)
+        how = {"reads": "", "fit": lambda run: None, "step": step}
+        run = open_run(run_config, workdir, "policy", **how)
+        config, learning = run.programs.sizes, run.programs.learning
         if learning.lora:
-            params = learner.policy_weights(params, run.start_weights, learning)
-        params = learner.cast(params, dtype)
+            run.params = learner.policy_weights(run.params, run.start_weights, learning)
+            run.start_weights = None
+        params, run.params = learner.cast(run.params, dtype), None
         model_path = hub.local(run_config.model.path)
         tokenizer_path = epath.Path(hub.local(run_config.tokenizer.path) or model_path)
         kept = _kept(read_config(model_path)) if model_path else {}
@@ -114,10 +111,11 @@ def _kept(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
 
 
-def _place(flag: str, value: str, forms) -> tuple[str, epath.Path]:
-    kind, colon, path = value.partition(":")
-    if kind not in [form.partition(":")[0] for form in forms] or not colon or not path:
-        raise ValueError(f"--{flag} is {value!r}, but must be {' or '.join(forms)}")
+def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
+    kind, _, path = value.partition(":")
+    if kind not in kinds or not path:
+        forms = " or ".join(f"{kind}:DIR" for kind in kinds)
+        raise ValueError(f"--{flag} is {value!r}, but must be {forms}")
     if (flag, kind) == ("from", "hf"):
         path = value if path.startswith("//") else path
         hub.fetch({"--from": path})

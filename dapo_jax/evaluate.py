@@ -5,11 +5,10 @@
         [--k=32 --temperature=0.6 --top_p=0.95 --max_tokens=8192]
 
 The first evaluates the checkpoint after N rollout steps (default: the newest) of the run in DIR,
-which may be going on. The config has to be the run's in all that makes the policy; how it is
-evaluated may differ. The second evaluates a Hugging Face directory, or ORG/NAME on its hub, as it
-is, with no recipe and no run (configs/any_model.py); a temperature of 0 is greedy decoding. Both
-write DIR/eval/N.<set>.<settings>.json and the responses beside it; `python -m dapo_jax.report
---evaluation FILE FILE` compares two, problem by problem.
+which may be going on. The config has to be the run's in all that makes the policy. The second
+evaluates a Hugging Face directory, or ORG/NAME on its hub, with no config and no run
+(configs/any_model.py). Both write DIR/eval/N.<set>.<settings>.json and the responses beside it;
+`python -m dapo_jax.report --evaluation FILE FILE` compares two, problem by problem.
 """
 
 import collections
@@ -28,15 +27,10 @@ from configs.base import eval_settings
 from dapo_jax import hub
 from dapo_jax.cli import command, config_flags
 from dapo_jax.grading import Grading
+from dapo_jax.logs import record
 from dapo_jax.logs.display import evaluation_line
 from dapo_jax.logs.files import read_json
 from dapo_jax.logs.metrics import TASK, mean_measures
-from dapo_jax.logs.record import (
-    result_row,
-    settings_label,
-    write_own_results,
-    write_responses,
-)
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.setup.start import Run, open_run
@@ -136,18 +130,10 @@ class Evaluation:
     """Evaluates sets in a session that may sample other groups beside theirs.
 
     All requests are submitted at once: where this is done first, the tails of training's groups and
-    theirs overlap. What each gives depends on the weights alone. Use it as a context manager.
-
-    first_stream: of the session's streams that of the first set; the others' follow.
+    theirs overlap. Use it as a context manager. first_stream: the session's of the first set.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        sets: Mapping[str, components.EvalSet],
-        *,
-        first_stream: int,
-    ):
+    def __init__(self, session: Session, sets: Mapping[str, components.EvalSet], first_stream: int):
         self._session = session
         self._sets = dict(enumerate(sets.items(), start=first_stream))
         self._groups: list[Group] = []
@@ -229,11 +215,7 @@ def given_sets() -> list[tuple[str, dict[str, str]]]:
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:
-    """Reads NAME:TASK:PATH; TASK may be a kind of file, or module:Class; PATH may be empty.
-
-    `math` is the kind, which says the fields too: the task of that name grades all kinds. Raises
-    ValueError for anything else.
-    """
+    """Reads NAME:TASK:PATH; TASK may be a kind of file, or module:Class; PATH may be empty."""
     name, _, rest = text.partition(":")
     task, colon, path = rest.partition(":")
     if colon and task not in BUILT_IN and task not in KINDS:
@@ -262,38 +244,32 @@ def main(_):
             raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
         hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
         run = open_run(config, None, "policy", reads="evaluation", fit=fit_model)
-        say(
-            f"{config.model.path}: {config.model.family} in {config.model.compute_dtype}, "
-            f"responses of at most {config.rollout.max_response_tokens:,} tokens (--max_tokens), "
-            f"{config.rollout.cache_mib:,} MiB of cache"
-        )
     else:
-        if (workdir / "config.json").is_file():
-            config_flags.fill_open(config, read_json(workdir / "config.json"))
-        hosts.on_main(lambda: require_policy_of_run(config, workdir))
+        if theirs := hosts.on_main(lambda: config_of_run(workdir)):
+            config_flags.fill_open(config, theirs)
+            policy.require_same(config, theirs, f"the run in {workdir}")
         how = {"reads": "evaluation", "fit": lambda run: auto_sizes.fit_training(config)}
         run = open_run(config, workdir, "policy", step=given.step, **how)
-    say("\n".join(run.data.report_lines()))
+    say("\n".join([*run.chosen, *run.data.report_lines()]))
     settings = settings_of(config, named(config) if given.model else None)
     sets = run.data.eval_sets
-    file = {name: f"{run.step}.{name}.{settings_label(settings[name])}" for name in sets}
 
     def keep(name, groups):
         if hosts.is_main_host():
-            write_responses(workdir, file[name], groups)
+            label = record.settings_label(settings[name])
+            record.write_responses(workdir, f"{run.step}.{name}.{label}", groups)
 
-    weights = run.sampler_weights(run.params)
-    run.params = None
     streams = components.eval_streams(config, run.tokenizer)
-    session = Session(run.programs.engine, weights, *streams)
+    session = Session(run.programs.engine, run.take_policy(), *streams)
     with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=say, keep=keep)
-    paths = write_own_results(workdir, run.step, results, settings)
-    say(evaluation_line(run.step, result_row(results)))
+    paths = record.write_own_results(workdir, run.step, results, settings)
+    say(evaluation_line(run.step, record.result_row(results)))
     for name, scores in results.items():
         say(interval_line(name, scores, settings[name]))
-        if scores["no_answer_fraction"] > 0.8:
-            say(no_answer_line(name, eval_settings(config)[name], scores["no_answer_fraction"]))
+        if (share := scores["no_answer_fraction"]) > 0.8:
+            how = {key: settings[name][key] for key in ("task", "template", "rules")}
+            say(f"{name}: {share:.0%} of the responses have no answer that is found by {how}")
     say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
 
 
@@ -311,37 +287,21 @@ def named(config: ConfigDict) -> dict:
     return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
 
 
-def require_policy_of_run(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Refuses a directory that is not there, or a run of another policy.
-
-    Without a config.json there, the checkpoint's fingerprint has the run's.
-    """
+def config_of_run(workdir: pathlib.Path) -> dict | None:
+    """Reads the config of the run in a directory; None where only its checkpoints have it."""
     if not workdir.is_dir():
         raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
-    if (file := workdir / "config.json").is_file():
-        policy.require_same(config, read_json(file), f"the run in {workdir}")
+    file = workdir / "config.json"
+    return read_json(file) if file.is_file() else None
 
 
 def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> str:
     """Says a set's mean over problems, its 95 % confidence interval, and how it was sampled."""
     mean = next(key for key in scores if key.startswith("mean@"))
-    text = f"{name}: {mean} {scores[mean]:.1%}"
     return (
-        f"{text} [{scores['interval/low']:.1%}, {scores['interval/high']:.1%}] (95 %, over "
-        f"{scores['problems']} problems; temperature {settings['temperature']:g}, top-p "
-        f"{settings['top_p']:g})"
-    )
-
-
-def no_answer_line(name: str, settings: dict, fraction: float) -> str:
-    """Says that hardly a response had an answer, and which settings it may be."""
-    share = f"{name}: {fraction:.0%} of the responses have no answer that is found"
-    if settings["task"]:
-        return f"{share}; does eval.sets.{name}.task = {settings['task']!r} grade what it writes?"
-    return (
-        f"{share}; does the prompt say where to put it? (eval.sets.{name}.template = "
-        f"{settings['template']!r}, rules = {settings['rules']!r}; template=dapo asks for a line "
-        '"Answer: ...")'
+        f"{name}: {mean} {scores[mean]:.1%} [{scores['interval/low']:.1%}, "
+        f"{scores['interval/high']:.1%}] (95 %, over {scores['problems']} problems; temperature "
+        f"{settings['temperature']:g}, top-p {settings['top_p']:g})"
     )
 
 

@@ -46,8 +46,7 @@ def answers(
 ) -> Iterator[list[Response]]:
     """Yields what there is of n responses to a prompt after each block, and the whole ones last.
 
-    cursor: names the prompt; another one, or another seed, has other random numbers. Raises
-    ValueError for a prompt that is empty, or longer than the cache was planned for.
+    cursor: names the prompt; another one, or another seed, has other random numbers.
     """
     prompt = Prompt(
         np.asarray(run.tokenizer.encode_chat(messages), np.int32),
@@ -90,10 +89,7 @@ def answer(run: Run, sampling: Sampling, messages, *, n: int, cursor: int, seed:
 
 
 def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
-    """(the policy that the flags name, the template around a question).
-
-    Raises FileNotFoundError and ValueError where there is none, or the prompt is too long.
-    """
+    """Opens the policy that the flags name: (its run, the template around a question)."""
     given = flags.FLAGS
     if bool(given.workdir) == bool(given.model):
         raise ValueError("give --workdir=DIR, a run's, or --model=DIR, a model's: one of the two")
@@ -109,7 +105,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
         config.tokenizer.chat = "template" if given.chat else "none"
     r.max_response_tokens = given.max_tokens or r.max_response_tokens
     r.block_tokens, r.page_tokens = BLOCK_TOKENS, PAGE_TOKENS
-    r.partial_rollout_steps, r.cache_mib = 0, 0
+    r.partial_rollout_steps = r.cache_mib = r.slot_tokens = 0
     config.algo.overlong_cache_tokens = config.learner.row_tokens = 0
     if config.model.path:
         r.max_prompt_tokens = 0
@@ -122,24 +118,17 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
             if prompt is not None:
                 tokens = len(run.tokenizer.encode_chat(templated(prompt, template)))
             if tokens > most:
-                raise ValueError(
-                    f"--prompt has {tokens} tokens, but only {most} fit before a response of "
-                    f"--max_tokens={r.max_response_tokens or 1}"
-                )
+                response = f"a response of --max_tokens={r.max_response_tokens or 1}"
+                raise ValueError(f"--prompt has {tokens} tokens; {most} fit before {response}")
             auto_sizes.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
         auto_sizes.fit_cache(config, n)
 
     how = {"reads": "", "fit": fit, "step": given.step, "may_differ": ("tokenizer.chat",)}
     run = open_run(config, workdir, "policy", **how)
-    if given.chat:
-        asks = "its chat template"
-    elif template == "none" and not given.template:
-        asks = _unknown(config)
-    else:
-        asks = f"template {template!r}"
     where = f"{workdir} after {run.step} steps" if workdir else given.model
+    asks = "its chat template" if given.chat else f"--template={template!r}"
     print(f"{where}, {asks}", file=sys.stderr)
-    run.params = run.sampler_weights(run.params)
+    run.params = run.take_policy()
     return run, template
 
 
@@ -151,13 +140,6 @@ def trained_with(config: ConfigDict) -> str:
     if train.task in ("", "math") and train.kind != "arithmetic":
         return TEMPLATES_OF[train.rules or config.verifier.rules][0]
     return "dapo" if train.task in ("", "arithmetic") else "none"
-
-
-def _unknown(config: ConfigDict) -> str:
-    """Says that questions go in as they are, why, and how to give them training's form."""
-    task = config.data.train.task
-    why = f" ({task} makes its prompts itself)" if task else ""
-    return f"questions as they are{why}; --template=dapo, or a text with {{problem}}, wraps them"
 
 
 def main(_):

@@ -56,20 +56,19 @@ def check(config: ConfigDict) -> Conditions:
     yield from _of_algorithm(config)
     yield from _of_lora(config.learner)
     for name, settings in eval_settings(config).items():
-        message = f"eval.sets.{name}.weight is set, but is for training sets; see max_prompts"
+        message = f"eval.sets.{name}.weight is set, but is for training sets"
         yield config.eval.sets[name].weight is None, message
         yield (
             settings["temperature"] > 0 or settings["k"] == 1,
-            f"eval.sets.{name} is decoded greedily (temperature = 0): its {settings['k']} "
-            "responses to a problem would all be the same; set k to 1",
+            f"eval.sets.{name} is decoded greedily (temperature = 0): set k to 1, as its "
+            f"{settings['k']} responses to a problem would all be the same",
         )
     training = mixture_settings(config)
-    message = "data.train.weight = 0, and no set of data.mixture has a weight: nothing to train on"
-    yield bool(training), message
+    yield bool(training), "data.train.weight = 0, and no set of data.mixture has a weight"
     yield (
         len(training) == 1 or config.algo.retire_pass_rate == 0,
-        f"algo.retire_pass_rate = {config.algo.retire_pass_rate}, but there are {len(training)} "
-        "training sets (data.mixture): prompts are retired by the epochs of one; set it to 0",
+        f"algo.retire_pass_rate = {config.algo.retire_pass_rate}, but must be 0 with "
+        f"{len(training)} training sets (data.mixture)",
     )
     for key, settings in training.items():
         for name in ("k", "temperature", "top_p"):
@@ -90,14 +89,13 @@ def _of_algorithm(config: ConfigDict) -> Conditions:
     yield (
         not config.updates_per_step or r.num_prompts % config.updates_per_step == 0,
         f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "
-        f"{config.updates_per_step}; each update takes the same number of groups",
+        f"{config.updates_per_step}",
     )
     capacity = r.generation_prompts * r.max_generation_batches
     yield (
         not (a.dynamic_sampling and capacity) or capacity >= r.num_prompts,
-        f"rollout.generation_prompts * max_generation_batches = {r.generation_prompts} * "
-        f"{r.max_generation_batches} = {capacity} prompts can never give rollout.num_prompts = "
-        f"{r.num_prompts} informative groups; raise one of the first two",
+        f"rollout.generation_prompts * max_generation_batches = {capacity} prompts can never give "
+        f"rollout.num_prompts = {r.num_prompts} informative groups",
     )
     yield (
         not r.max_response_tokens or a.overlong_cache_tokens <= r.max_response_tokens,
@@ -106,8 +104,7 @@ def _of_algorithm(config: ConfigDict) -> Conditions:
     )
 
 
-def _of_loss(algo: ConfigDict, partial_rollout_steps: int) -> Conditions:
-    a = algo
+def _of_loss(a: ConfigDict, partial_rollout_steps: int) -> Conditions:
     yield (
         a.eps_low < 1 or (a.eps_low == 1 and a.policy_loss == "cispo"),
         f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0 (algo.policy_loss = "
@@ -115,26 +112,22 @@ def _of_loss(algo: ConfigDict, partial_rollout_steps: int) -> Conditions:
     )
     yield (
         a.tis_cap == 0 or partial_rollout_steps > 0,
-        f"algo.tis_cap = {a.tis_cap} is for tokens of partial groups, which there are none of "
-        "with rollout.partial_rollout_steps = 0; set that to 1 or more, or algo.tis_cap to 0",
+        f"algo.tis_cap = {a.tis_cap} is for partial rollouts, but "
+        "rollout.partial_rollout_steps = 0; set that to 1 or more, or algo.tis_cap to 0",
     )
     yield (
         a.tis_cap == 0 or a.ratio == "token",
-        f"algo.tis_cap = {a.tis_cap} is for single tokens, but algo.ratio = {a.ratio!r} is one of "
-        "whole responses; set one of them to its default",
+        f"algo.tis_cap = {a.tis_cap} is for single tokens, but algo.ratio = {a.ratio!r} is not",
     )
 
 
 def _of_lora(learner: ConfigDict) -> Conditions:
-    matrices = ", ".join(MATRICES)
-    for target in learner.lora_targets:
+    matrices, targets = ", ".join(MATRICES), learner.lora_targets
+    for target in targets:
         message = f"learner.lora_targets has {target!r}, which is unknown; there are {matrices}"
         yield target in MATRICES, message
-    yield (
-        learner.lora_rank == 0 or len(learner.lora_targets) > 0,
-        f"learner.lora_rank = {learner.lora_rank}, but learner.lora_targets is empty; name some of "
-        f"{matrices}",
-    )
+    message = f"learner.lora_rank = {learner.lora_rank}, but learner.lora_targets is empty"
+    yield learner.lora_rank == 0 or len(targets) > 0, f"{message}; name some of {matrices}"
 
 
 @_refusing
@@ -143,31 +136,27 @@ def check_model(
 ) -> Conditions:
     """Refuses a model directory that the family, preset or lengths do not fit (ValueError).
 
-    family: that of model.family. sizes: those of the directory model.path.
-    positions: how many it was made for, where it says.
+    sizes: the directory's. positions: how many it was made for, where it says.
     """
     path, preset = config.model.path, config.model.preset
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     yield (
         positions is None or longest <= positions,
-        f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the "
-        f"{positions} positions of {path} (max_position_embeddings in its config.json; "
-        "rope_scaling there with rope_type 'yarn' makes them more)",
+        f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the {positions} "
+        f"positions of {path} (max_position_embeddings in its config.json; yarn makes them more)",
     )
     same_family = type(sizes) is family.config
     yield (
         same_family,
         f"model.family = {config.model.family!r} computes model_type {family.config.model_type!r}, "
-        f"but {path} has {sizes.model_type!r} (in its config.json); set model.family to the family "
-        "of the directory",
+        f"but {path} has {sizes.model_type!r}; set model.family to that",
     )
     if preset and same_family:
         ours, theirs = (dataclasses.asdict(c) for c in (family.presets[preset], sizes))
         differing = [f"{k} is {theirs[k]}, not {v}" for k, v in ours.items() if theirs[k] != v]
         yield (
             not differing,
-            f"{path} is no model of the sizes model.preset = {preset!r}: {'; '.join(differing)}; "
-            'give another path, or set model.preset to ""',
+            f"{path} is no model of the sizes model.preset = {preset!r}: {'; '.join(differing)}",
         )
 
 
@@ -207,8 +196,7 @@ def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: floa
     _require(
         prompts >= int(share * taken),
         f"{key} has {prompts} usable prompts, fewer than {part}one generation batch of "
-        f"rollout.{size} = {taken}; add data or lower that key"
-        + (f" or {key}.weight" if part else ""),
+        f"rollout.{size} = {taken}",
     )
 
 
@@ -230,8 +218,8 @@ def check_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
         differing.append(f"num_steps is {config.num_steps}, but was {steps} (learner.decay)")
     _require(
         not differing,
-        f"{workdir} holds a run of another config: {'; '.join(differing)}. Give the old "
-        "values to resume it, or another --workdir to start a new run",
+        f"{workdir} holds a run of another config: {'; '.join(differing)}. Give the old values "
+        "to resume it, or another --workdir",
     )
 
 
@@ -240,7 +228,7 @@ def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None
     _require(
         finished_steps <= config.num_steps,
         f"num_steps = {config.num_steps}, but the run in {directory} has finished "
-        f"{finished_steps} steps; give num_steps = {finished_steps} or more",
+        f"{finished_steps} steps",
     )
 
 

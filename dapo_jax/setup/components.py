@@ -198,11 +198,20 @@ class Data:
     stream: PromptStream | None
     eval_sets: dict[str, EvalSet]
 
+    @property
+    def sets(self) -> dict[str, Dataset]:
+        """All data sets: training's by their keys, then those that are evaluated by their names."""
+        train = self.train.sets if self.train else {}
+        return train | {name: chosen.dataset for name, chosen in self.eval_sets.items()}
+
+    def longest_prompt(self) -> int:
+        """Counts the tokens of the longest prompt."""
+        prompts = (prompt for of in self.sets.values() for prompt in of.prompts)
+        return max((len(prompt.token_ids) for prompt in prompts), default=1)
+
     def report_lines(self) -> list[str]:
         """Accounts for each row of each data set."""
-        train = self.train.sets.values() if self.train else []
-        sets = [*train, *(chosen.dataset for chosen in self.eval_sets.values())]
-        lines = [line for dataset in sets for line in dataset.report.lines()]
+        lines = [line for of in self.sets.values() for line in of.report.lines()]
         if self.train and len(self.train.sets) > 1:
             shares = [f"{share:.1%} {key}" for key, share in self.train.shares.items()]
             lines.append(f"training prompts: {', '.join(shares)}")
@@ -275,8 +284,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     """
     sizes = model_sizes(config)
     checks.check_vocabulary(vocab_size, sizes)
-    m = config.mesh
-    mesh = make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
+    mesh = mesh_of(config, devices)
     how = learning(config, vocab_size, kernels_for(config.model.kernels, platform_of(mesh)))
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
@@ -288,6 +296,9 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
 
     of_engine = jax.eval_shape(sampler_weights, state.params, weights)
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
+    engine_params = rules.abstract(of_engine, engine_shardings)
+    cache_bytes = config.rollout.cache_mib * 2**20
+    cache = cache_plan(config, sizes, mesh, how.kernels, cache_bytes=cache_bytes)
     # A forward pass rounds alone as inside an update only where both round as they are written.
     options = OPTIONS.get(platform_of(mesh), {})
     as_written = options | ({"xla_allow_excess_precision": False} if takes_old_logp(how) else {})
@@ -296,9 +307,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
         config=config,
         sizes=sizes,
         mesh=mesh,
-        engine=_engine(
-            config, sizes, mesh, how.kernels, rules.abstract(of_engine, engine_shardings)
-        ),
+        engine=Engine(sizes, mesh, cache, params=engine_params, kernels=how.kernels),
         learning=how,
         reshard=jax.jit(sampler_weights, out_shardings=engine_shardings, compiler_options=options),
         update=jax.jit(
@@ -318,12 +327,23 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     )
 
 
+def mesh_of(config: ConfigDict, devices=None) -> jax.sharding.Mesh:
+    """Makes the config's mesh. devices: as of `programs`."""
+    m = config.mesh
+    return make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
+
+
+def lora_of(config: ConfigDict) -> Lora | None:
+    """Returns the config's LoRA; None where all weights are trained."""
+    c = config.learner
+    if not c.lora_rank:
+        return None
+    return Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
+
+
 def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
     """Returns the constants of the config's updates."""
     c, r = config.learner, config.rollout
-    lora = None
-    if c.lora_rank:
-        lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
     return learner.Learning(
         **{**c, **config.algo, "lora_targets": tuple(c.lora_targets)},  # a list where it is JSON's
         compute_dtype=config.model.compute_dtype,
@@ -331,7 +351,7 @@ def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.L
         max_response_tokens=r.max_response_tokens,
         update_responses=r.num_prompts // config.updates_per_step * r.group_size,
         vocab_size=vocab_size,
-        lora=lora,
+        lora=lora_of(config),
         kernels=kernels,
     )
 
@@ -343,12 +363,6 @@ def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):
         shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     state = jax.eval_shape(functools.partial(learner.init_state, learning=how), params)
     return state, learner.shardings_like_params(state, shardings, rules.replicated(mesh))
-
-
-def _engine(config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, params) -> Engine:
-    """The rollout engine with the slots that rollout.cache_mib holds."""
-    cache = cache_plan(config, sizes, mesh, kernels, cache_bytes=config.rollout.cache_mib * 2**20)
-    return Engine(sizes, mesh, cache, params=params, kernels=kernels)
 
 
 def cache_plan(

@@ -3,6 +3,7 @@
 Nothing is loaded to the devices, locked, or written but to the hub's cache. Preflight compiles.
 """
 
+import functools
 import math
 import pathlib
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dapo_jax import learner
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.printable import printable
 from dapo_jax.setup import checks, components
-from dapo_jax.setup.start import Parent, Run, open_run
+from dapo_jax.setup.start import Parent, Run, open_run, parents_checkpoints
 from dapo_jax.tasks.tokenizer import Tokenizer
 from sharding import hosts
 
@@ -29,22 +30,24 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     """
     say = print if hosts.is_main_host() else lambda line: None
     run = open_run(config, workdir, "programs", parent=parent)
-    say("\n".join([*run.data.report_lines(), *example_lines(run.data, run.tokenizer)]))
+    say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))
     ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
-    if run.step is not None:
-        directory = run.checkpoints.directory
-        checks.check_steps_left(config, run.step, directory)
-        if theirs := hosts.on_main(lambda: run.checkpoints.fingerprint_of(run.step)):
-            where = f"checkpoint {run.step} in {directory}"
-            fingerprint.require_same(theirs, ours, report=say, where=where)
-    say("\n".join([*run.chosen, *memory_lines(run.programs), *_next_lines(run)]))
+    there, step, require = run.checkpoints, run.step, fingerprint.require_parent
+    if step is not None:
+        checks.check_steps_left(config, step, there.directory)
+        require = functools.partial(fingerprint.require_same, report=say)
+    elif run.parent:
+        there, step = parents_checkpoints(config, run.parent), run.parent.step
+    if step is not None and (theirs := hosts.on_main(lambda: there.fingerprint_of(step))):
+        require(theirs, ours=ours, where=f"checkpoint {step} in {there.directory}")
+    say("\n".join([*memory_lines(run.programs), _next_line(run)]))
+    say("Nothing was written, loaded to devices or compiled.")
 
 
 def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
     """Shows the first prompt of each set as the policy reads it, and its answer."""
-    sets = data.train.sets | {name: of.dataset for name, of in data.eval_sets.items()}
     lines = []
-    for key, dataset in sets.items():
+    for key, dataset in data.sets.items():
         prompt = dataset.prompts[0]
         text = tokenizer.decode(prompt.token_ids.tolist())
         if len(text) > SHOWN_CHARS:
@@ -86,29 +89,20 @@ def memory(programs: components.Programs) -> dict[str, dict[str, int]]:
 
 def memory_lines(programs: components.Programs) -> Iterator[str]:
     """Says what a device holds in each phase, and what it has where that is known."""
-    device, mesh = jax.local_devices()[0], programs.mesh
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    yield f"devices: {mesh.size} x {device.device_kind}, mesh {axes}"
     yield "memory of a device, MiB, without the programs' temporaries:"
     for phase, parts in memory(programs).items():
         held = "  ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items() if size)
         yield f"  {phase:8} {sum(parts.values()) / MIB:10,.1f}  =  {held}"
-    has = (device.memory_stats() or {}).get("bytes_limit")
+    has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     yield f"  the device has {has / MIB:,.0f}" if has else "  what the device has is not known here"
 
 
-def _next_lines(run: Run) -> Iterator[str]:
-    r, workdir, steps = run.config.rollout, run.workdir, run.config.num_steps
-    yield (
-        f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
-        f"{r.max_response_tokens} tokens, {run.config.updates_per_step} updates"
-    )
-    if run.step is None:
-        where = "has no checkpoint" if workdir.exists() else "is not there yet"
-        first = f"the first, of {steps}" if not run.parent else f"the first, from {run.parent}"
-        yield f"dry run: {workdir} {where}; step {run.begin_step} would be {first}"
-    elif run.step == steps:
-        yield f"dry run: the run in {workdir} has finished all {steps} steps; none would come"
-    else:
-        yield f"dry run: step {run.step} of {steps} would come next in {workdir}"
-    yield "Nothing was written, loaded to devices or compiled."
+def _next_line(run: Run) -> str:
+    workdir, steps = run.workdir, run.config.num_steps
+    if run.step == steps:
+        return f"dry run: the run in {workdir} has finished all {steps} steps; none would come"
+    if run.step is not None:
+        return f"dry run: step {run.step} of {steps} would come next in {workdir}"
+    where = "has no checkpoint" if workdir.exists() else "is not there yet"
+    first = f"the first, from {run.parent}" if run.parent else f"the first, of {steps}"
+    return f"dry run: {workdir} {where}; step {run.begin_step} would be {first}"

@@ -8,11 +8,7 @@ from ml_collections import ConfigDict
 from configs.base import OF_POLICY
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli.config_flags import (
-    complete,
-    current,
-    recipe_differences,
-)
+from dapo_jax.cli.config_flags import complete, current, recipe_differences
 from dapo_jax.logs.files import read_json
 from dapo_jax.setup import components
 from models import families
@@ -22,8 +18,7 @@ from sharding import hosts
 def run_config(workdir: pathlib.Path, *, trust_code: bool) -> ConfigDict:
     """Returns the config of the run in a directory, for these devices and not those that trained.
 
-    trust_code: whether a module that it names as the model's family may be imported. Raises
-    FileNotFoundError where there is no run, ValueError for a module that is not trusted.
+    trust_code: whether a module that it names as the model's family may be imported.
     """
     file = workdir / "config.json"
     if not file.is_file():
@@ -32,8 +27,7 @@ def run_config(workdir: pathlib.Path, *, trust_code: bool) -> ConfigDict:
     family = config.model.family
     if family and family not in families.BUILT_IN and not trust_code:
         raise ValueError(
-            f"{file}: model.family = {family!r} is a module that is no part of this project; if "
-            "you trust the run, --trust_code imports it"
+            f"{file}: model.family = {family!r} is a custom module; --trust_code imports it"
         )
     complete(config)
     config.mesh.slices, config.mesh.data, config.mesh.model = 1, -1, 1
@@ -59,11 +53,15 @@ def restored(
     step = newest if step is None else step
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is no policy in it")
-    params = checkpoints.restore(step, programs.state)[0].params if step else None
+
+    def same(theirs: dict, where: str) -> None:
+        require_same(config, theirs["recipe"], where, may_differ=may_differ)
+
+    params = checkpoints.restore(step, programs.state, require=same)[0].params if step else None
     known = step or newest  # a checkpoint that says what the run began with
     if theirs := checkpoints.fingerprint_of(known) if known is not None else None:
         where = f"checkpoint {known} in {checkpoints.directory}"
-        require_same(config, theirs["recipe"], where, may_differ=may_differ)
+        same(theirs, where)
         begins = lora is not None or not step
         fingerprint.require_start_model(config, theirs, where, weights=begins)
     # The KL term, which needs start weights too, is training's.
@@ -76,14 +74,12 @@ def require_same(
 ) -> None:
     """Refuses a config that makes another policy than a run's does (ValueError).
 
-    That is the model, its tokenizer and LoRA's shape, and the seed where it makes the weights. A
-    path may be written in another way.
+    The seed counts where it makes the weights.
     """
     ours = json.loads(config.to_json_best_effort())
     compared = OF_POLICY + (() if config.model.path else ("seed",))
     differing = recipe_differences(theirs, ours, among=compared, but=may_differ)
     if differing:
         raise ValueError(
-            f"{where} is of another policy: {'; '.join(differing)}. Give the run's config and "
-            "values (its config.json), or its own --workdir"
+            f"{where} is of another policy: {'; '.join(differing)}. Give the run's own config"
         )

@@ -8,6 +8,7 @@ differ. The parent is read and never written to.
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.cli import compile_cache, failures
+from dapo_jax.cli.config_flags import recipe_differences
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
 from dapo_jax.logs.alarms import Alarms, require_finite
@@ -52,10 +54,7 @@ class Parent:
         kind, _, place = text.partition(":")
         folder, _, step = place.rpartition("@")
         if kind != "run" or not folder or not step.isdecimal():
-            raise ValueError(
-                f"--start is {text!r}, but must be run:DIR@STEP: the workdir of a run, and the "
-                "finished steps of one of its checkpoints"
-            )
+            raise ValueError(f"--start is {text!r}, but must be run:DIR@STEP, a run's checkpoint")
         return cls(pathlib.Path(folder).resolve(), int(step))
 
     def __str__(self) -> str:
@@ -64,11 +63,10 @@ class Parent:
 
 @dataclasses.dataclass
 class Run:
-    """A run as far as it is open, by the stages of `open_run`; later fields are None before.
+    """A run as far as `open_run` opens it: what belongs to later stages is None.
 
-    programs: from "programs" on. chosen: the keys that the config left open, with their values.
-    step: finished steps, the first to do; params, start_weights: from "policy" on. The rest is of
-    "training": state, progress; update, old_logprobs: compiled; streams: of every session,
+    chosen: a line with the keys that the config left open. step: finished steps, the first to do.
+    start_weights: those that LoRA adapts, or that the KL term has. streams: of every session,
     training's first, then those of `sets`, which are evaluated now and then.
     """
 
@@ -103,6 +101,12 @@ class Run:
         """Returns weights as the sampler shards them."""
         return self.programs.reshard(params, self.start_weights)
 
+    def take_policy(self) -> dict:
+        """Returns the policy's weights for the sampler, and lets go of what they are made of."""
+        weights = self.sampler_weights(self.params)
+        self.params = self.start_weights = None
+        return weights
+
     def remaining(self, progress: Progress) -> RemainingStream:
         """Returns the training prompts in the order of sampling, without those that are retired."""
         at_least = checks.generation_batch(self.config)[1]
@@ -117,21 +121,29 @@ class Run:
         prompts, (key, batch) = len(self.data.stream), checks.generation_batch(self.config)
         if len(progress.retired) <= prompts - batch < len(retired):
             self.record.display.line(
-                f"{len(retired):,} of {prompts:,} prompts are retired (algo.retire_pass_rate = "
-                f"{least}): fewer than rollout.{key} = {batch:,} remain, so later epochs have all "
-                "again"
+                f"{len(retired):,} of {prompts:,} prompts are retired (algo.retire_pass_rate): "
+                f"fewer than rollout.{key} = {batch:,} remain, so later epochs have all again"
             )
         return retired
+
+    def lines(self) -> list[str]:
+        """Says what devices, data and sizes a step has."""
+        r, mesh = self.config.rollout, self.programs.mesh
+        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        return [
+            f"devices: {mesh.size} x {jax.devices()[0].device_kind}, mesh {axes}",
+            *self.data.report_lines(),
+            f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
+            f"{r.max_response_tokens} tokens, {self.config.updates_per_step} updates",
+            *self.chosen,
+        ]
 
     def evaluates_in(self, step: int) -> bool:
         """Returns whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0
 
     def may_resume_at(self, step: int) -> bool:
-        """Returns whether a stopped run may go on from there; with partial rollouts, not always.
-
-        There no keys and values of the steps before are used.
-        """
+        """Returns whether no keys and values of earlier steps are used from that step on."""
         partial = self.config.rollout.partial_rollout_steps > 0
         return not partial or step % self.config.checkpoint.every_steps == 0
 
@@ -159,15 +171,15 @@ def open_run(
     "training": all that a step needs.
     workdir: the run's; None: there is only the config's model. reads: the data sets: "training",
     with those that are evaluated; "evaluation" alone; "" none. fit: fills in what the config leaves
-    open, once the data is read; None: as training does. parent: that of --start. step: the finished
-    steps of the policy's checkpoint; None: the newest. stack: closes what training opens.
-    devices: of a compile-only topology; None: this program's. may_differ: keys of the policy that
-    may differ from the run's.
+    open, once the data is read; None: as training does. parent: that of --start. step: of the
+    policy's checkpoint; None: the newest. stack: closes what training opens. devices: of a
+    compile-only topology. may_differ: keys of the policy that may differ from the run's.
 
     Raises ValueError and OSError, with the setting to change, on all processes alike.
     """
     watch, run, trains = Stopwatch(), Run(config, workdir), reads == "training"
     check(config, training=trains)
+    _require_one_config(config)
     unread = {"training": (), "evaluation": ("data.",), "": ("data.", "eval.")}[reads]
     hub.fetch(hub.paths(config, *unread), parent and parent.workdir, workdir)
     if until != "programs":
@@ -205,6 +217,15 @@ def open_run(
     return run
 
 
+def _require_one_config(config: ConfigDict) -> None:
+    """Refuses processes with different settings (ValueError), of which one would wait for ever."""
+    first, *others = hosts.gather(json.loads(config.to_json_best_effort()))
+    for process, theirs in enumerate(others, start=1):
+        if found := recipe_differences(first, theirs, before="{} on process 0"):
+            listed = fingerprint.listed(found)
+            raise ValueError(f"process {process} differs from process 0: {listed}")
+
+
 def check(config: ConfigDict, *, training: bool = True) -> None:
     """Refuses a config that no run can have (ValueError), before anything is written."""
     looks = [lambda: checks.check(config)]
@@ -216,9 +237,9 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
 
 
 def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
-    """Makes the folders this run's until the stack is closed, before anything is written to them.
+    """Makes the folders this run's until the stack is closed; ValueError where they are another's.
 
-    ValueError on all processes where a live run has them.
+    Before anything is written to them.
     """
 
     def lock():
@@ -235,23 +256,19 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
 
     Without a stack they are only read, where there are any.
     """
-    config, latest = run.config, None
+    config, latest, c = run.config, None, run.config.checkpoint
     directory = checkpoint_directory(config, run.workdir)
     if stack:
-        c = config.checkpoint
-        run.checkpoints = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
-        stack.enter_context(
-            failures.telling_saved_steps(run.checkpoints.latest_step, run.checkpoints.directory)
-        )
-        run.snapshots = stack.enter_context(
-            Snapshots(run.checkpoints, every_steps=c.every_steps, say=print)
-        )
-    elif directory.is_dir():
+        there = run.checkpoints = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
+        stack.enter_context(failures.telling_saved_steps(there.latest_step, there.directory))
+        snapshots = Snapshots(there, every_steps=c.every_steps, say=print)
+        run.snapshots = stack.enter_context(snapshots)
+    elif hosts.on_main(directory.is_dir):
         run.checkpoints = Checkpoints(directory, keep=None)
     if run.checkpoints:
         latest = run.step = hosts.on_main(run.checkpoints.latest_step)
     if run.parent and latest is None:  # a fork with checkpoints of its own needs it no more
-        hosts.on_main(lambda: _check_parent(config, run.parent))
+        parents_checkpoints(config, run.parent).close()
 
 
 def checkpoint_directory(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
@@ -279,11 +296,9 @@ def _load_policy(run: Run, step: int | None, may_differ: tuple[str, ...]) -> Non
         run.step, run.params = 0, programs.load_weights(dtype=config.model.compute_dtype)
     else:
         where = checkpoint_directory(config, run.workdir)
-        saved = Checkpoints(where, keep=None)
-        run.step, run.params, run.start_weights = policy.restored(
-            programs, saved, step, may_differ=may_differ
-        )
-        saved.close()
+        with contextlib.closing(Checkpoints(where, keep=None)) as saved:
+            found = policy.restored(programs, saved, step, may_differ=may_differ)
+        run.step, run.params, run.start_weights = found
     _require_finite(run, run.params, where)
 
 
@@ -316,17 +331,14 @@ def _restore(run: Run) -> None:
 
 def _fork(run: Run, ours: dict) -> tuple[epath.Path, dict]:
     """Reads the parent's checkpoint, with which a fork begins: (where, its progress)."""
-    directory, config = hosts.on_main(lambda: _parents_checkpoints(run.parent))
-    checkpoints = Checkpoints(directory, keep=None)
-    same = functools.partial(fingerprint.require_parent, ours=ours)
     run.step = run.parent.step
-    try:
-        run.state, progress = checkpoints.restore(run.step, run.programs.state, require=same)
-    except (FileNotFoundError, DamagedError) as error:
-        raise type(error)(f"--start={run.parent}: {error}. {_kept(config)}") from error
-    finally:
-        checkpoints.close()
-    return directory, progress
+    same = functools.partial(fingerprint.require_parent, ours=ours)
+    with contextlib.closing(parents_checkpoints(run.config, run.parent)) as theirs:
+        try:
+            run.state, progress = theirs.restore(run.step, run.programs.state, require=same)
+        except DamagedError as error:
+            raise DamagedError(f"--start={run.parent}: {error}") from error
+        return theirs.directory, progress
 
 
 def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
@@ -360,25 +372,20 @@ def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
 
 def banner(run: Run) -> list[str]:
     """Says what is about to run: parameters, mesh, data, where it goes, and where it began."""
-    config, device, r = run.config, jax.devices()[0], run.config.rollout
     resuming = "" if run.step == run.begin_step else f", resuming after {run.step} steps"
     lines = [
         parameter_overview.get_parameter_overview(run.state.params, include_stats=False),
-        f"devices: {jax.device_count()} x {device.device_kind}, mesh "
-        + ", ".join(f"{axis} {size}" for axis, size in run.programs.mesh.shape.items()),
-        *run.data.report_lines(),
-        f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
-        f"{r.max_response_tokens} tokens, {config.updates_per_step} updates",
+        *run.lines(),
         f"workdir: {run.workdir}{resuming}",
     ]
     if run.parent:
         lines.append(f"a fork of checkpoint {run.parent.step} in {run.parent.workdir}")
-    if r.top_p < 1 or r.top_k > 0:
+    if run.config.rollout.top_p < 1 or run.config.rollout.top_k > 0:
         lines.append(
             "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
             "their ratio is below 1 from the start"
         )
-    return lines + run.chosen
+    return lines
 
 
 def is_finished(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> bool:
@@ -407,60 +414,46 @@ def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
     starts = read_starts(workdir / STARTS)
     begun = starts[-1].get("origin") if starts else None
     if given and str(given) != begun:
+        began = f"with {begun}" if begun else "without a --start"
         raise ValueError(
-            f"--start={given}, but {workdir} holds a run that began "
-            f"{f'with {begun}' if begun else 'without a --start'}; leave --start out to resume "
-            "it, or give another --workdir"
+            f"--start={given}, but {workdir} holds a run that began {began}; leave --start out to "
+            "resume it, or give another --workdir"
         )
     return Parent.parse(begun) if begun else None
 
 
-def _check_parent(config: ConfigDict, parent: Parent) -> None:
-    """Refuses, before anything is loaded, a fork of a checkpoint that is not there."""
-    directory, theirs = _parents_checkpoints(parent)
-    steps = sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-    if parent.step not in steps:
-        raise FileNotFoundError(
-            f"--start={parent}: {directory} has no checkpoint {parent.step}, only {steps}. "
-            f"{_kept(theirs)}"
-        )
-    if config.num_steps <= parent.step:
-        raise ValueError(
-            f"num_steps = {config.num_steps}, but --start={parent} begins after {parent.step} "
-            "steps: there is none to do; num_steps counts those too"
-        )
+def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:
+    """Opens the checkpoints of a fork's parent; refuses, before it is read, one that is not there.
 
+    config: the fork's. Raises FileNotFoundError and ValueError, on all processes alike.
+    """
 
-def _parents_checkpoints(parent: Parent) -> tuple[epath.Path, dict]:
-    """Finds the directory of a run's checkpoints: (directory, the run's config)."""
-    file = parent.workdir / "config.json"
-    config = read_json(file) if file.is_file() else {}
-    if "checkpoint" not in config:  # a model's directory has a config.json too
-        raise FileNotFoundError(
-            f"--start={parent}: {file} is missing, or no run's config; give the --workdir of a "
-            "training run"
-        )
-    directory = epath.Path(config["checkpoint"]["directory"] or parent.workdir / "checkpoints")
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"--start={parent}: {directory}, where its run had its checkpoints, is not there"
-        )
-    return directory, config
+    def find():
+        file = parent.workdir / "config.json"
+        theirs = read_json(file) if file.is_file() else {}
+        if "checkpoint" not in theirs:  # a model's directory has a config.json too
+            raise FileNotFoundError(f"--start={parent}: {file} is missing, or no run's config")
+        directory = epath.Path(theirs["checkpoint"]["directory"] or parent.workdir / "checkpoints")
+        steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
+        if parent.step not in steps:
+            raise FileNotFoundError(
+                f"--start={parent}: {directory} has no checkpoint {parent.step}, only {steps}"
+            )
+        if config.num_steps <= parent.step:
+            raise ValueError(
+                f"num_steps = {config.num_steps}, but --start={parent} begins after {parent.step} "
+                "steps, which count too"
+            )
+        return directory
 
-
-def _kept(config: dict) -> str:
-    keep = config["checkpoint"]["keep"]
-    return (
-        f"Its run keeps its newest {keep} (checkpoint.keep = {keep}): resume it with a larger "
-        "checkpoint.keep to have those to come, or fork another step"
-    )
+    return Checkpoints(hosts.on_main(find), keep=None)
 
 
 def _require_finite(run: Run, loaded, directory) -> None:
     """Refuses a start model or a checkpoint with numbers that are not finite (ValueError)."""
-    path, how = run.config.model.path, {"advice": "give another model.path"}
-    how["sizes"] = run.programs.sizes
-    model = f"model.path = {path!r}" if path else f"random weights of seed {run.config.seed}"
+    path, seed = run.config.model.path, run.config.seed
+    model = f"model.path = {path!r}" if path else f"random weights of seed {seed}"
+    how = {"advice": "give another model.path", "sizes": run.programs.sizes}
     if run.step:
         advice = "move it away to go on with the one before, or give another --workdir"
         require_finite(loaded, f"checkpoint {run.step} in {directory}", advice=advice)
