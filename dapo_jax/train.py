@@ -8,9 +8,8 @@ and length is punished softly before it is cut (Eq. 13). `rl_step` is one step i
 
 The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
 the run in DIR, under another config (a fork). On several hosts the command is given on each of
-them, with --distributed. Exit status: 0: done. 75: stopped by a signal; the last step that
-it can resume at is saved. Run the same command again to resume. Anything else is an error, 1 also
-that no step of the run had an update with a gradient.
+them, with --distributed. Exit status: 0: done. 75: stopped by a signal, or by storage that fails
+for a while: run the same command again. 1: an error, or no step had an update with a gradient.
 """
 
 import contextlib
@@ -20,11 +19,9 @@ import pathlib
 import jax
 from absl import flags
 
-from dapo_jax import algorithm, learner, losses, rollout
+from dapo_jax import algorithm, evaluate, learner, losses, rollout
 from dapo_jax.checkpoints import digests
-from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.cli import command, config_flags
-from dapo_jax.evaluate import Evaluation, settings_of
 from dapo_jax.logs import alarms, metrics
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import dry_run, start
@@ -40,7 +37,7 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
         return conclude(workdir, was_finished=True)
     with contextlib.ExitStack() as stack:
         run = start.open_run(config, workdir, "training", parent=parent, stack=stack)
-        if profile not in (None, *range(run.step, config.num_steps)):
+        if profile is not None and not run.step <= profile < config.num_steps:
             steps = f"{run.step} to {config.num_steps - 1}"
             raise ValueError(f"--profile={profile}: give one of the steps to come, {steps}")
         state, progress = run.state, run.progress
@@ -56,36 +53,29 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
     return conclude(workdir)
 
 
-def rl_step(
-    run: start.Run, step: int, state: learner.TrainState, progress: Progress
-) -> tuple[learner.TrainState, Progress, str | None]:
+def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: start.Progress):
     """Takes one RL step: (state, progress, the message to stop with or None)."""
-    config, watch = run.config, metrics.Stopwatch()
+    watch = metrics.Stopwatch()
 
-    # Sample and grade groups until enough are informative (dynamic sampling, Eq. 11).
+    # Groups are sampled and graded until enough are informative (dynamic sampling, Eq. 11).
     rollouts, scores, session = sample(run, step, state, progress, watch)
     if stopped := at_generation_cap(run, step, rollouts):
         return state, dataclasses.replace(progress, session=None), stopped
 
-    # Reward correctness (Eq. 7) and length (Eq. 13), and compare inside each group (Eq. 9).
-    reward_PG = algorithm.shaped_reward(
-        rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **overlong(config)
-    )
-    advantage_PG = losses.advantages(
-        reward_PG, rollouts.kept, rollouts.length_PG, scale=config.algo.advantage_scale
-    )
+    reward_PG = reward(run.config, rollouts)  # correctness (Eq. 7) and length (Eq. 13)
+    advantage_PG = advantage(run.config, rollouts, reward_PG)  # inside each group (Eq. 9)
     run.record.rollouts(step, rollouts, reward_PG)  # written behind the updates
 
-    # Update on one mini-batch of the kept groups after the other (Eq. 8, 10 and 12).
-    rate = learner.scheduled_rate(step, run.programs.learning, num_steps=config.num_steps)
+    # One mini-batch of the kept groups after the other (Eq. 8, 10 and 12).
+    rate = learner.scheduled_rate(step, run.programs.learning, num_steps=run.config.num_steps)
     with watch("update"):
         state, updates = update(run, state, rollouts, advantage_PG, rate)
 
-    done = metrics.Step(config, step, rollouts, reward_PG, updates, rate, scores)
+    done = metrics.Step(run.config, step, rollouts, reward_PG, updates, rate, scores)
     return finish(run, done, state, progress, session, watch)
 
 
-def sample(run: start.Run, step: int, state, progress: Progress, watch):
+def sample(run: start.Run, step: int, state, progress: start.Progress, watch: metrics.Stopwatch):
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
     Returns (the rollouts, the scores as keys of a metrics row, the session of partial rollouts).
@@ -109,7 +99,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, watch):
         max_tokens=r.max_response_tokens,
     )
     sets = run.sets if run.evaluates_in(step) else {}
-    with Evaluation(session, sets, first_stream=1) as evaluation:
+    with evaluate.Evaluation(session, sets, first_stream=1) as evaluation:
         with watch("rollout"):
             rollouts = rollout.collect(
                 session,
@@ -141,14 +131,25 @@ def at_generation_cap(run: start.Run, step: int, rollouts) -> str | None:
         return None
     message = (
         f"step {step}: {r.max_generation_batches} generation batches of {r.generation_prompts} "
-        f"prompts gave {kept} informative groups of the {r.num_prompts} wanted, at an accuracy of "
-        f"{rollouts.correct_PG.mean():.1%} (rollout.on_generation_cap = {r.on_generation_cap!r}). "
-        f"{alarms.cap_advice(run.config, rollouts)}"
+        f"prompts gave {kept} informative groups of {r.num_prompts}, at an accuracy of "
+        f"{rollouts.correct_PG.mean():.1%}. {alarms.cap_advice(run.config, rollouts)}"
     )
     if r.on_generation_cap == "stop":
         return message
     run.record.display.line(f"{message}. The step trains on {kept} groups")
     return None
+
+
+def reward(config, rollouts):
+    """Rewards each response [P, G]: its correctness or score, less the overlong punishment."""
+    correct_PG, length_PG = rollouts.correct_PG, rollouts.length_PG
+    return algorithm.shaped_reward(correct_PG, rollouts.score_PG, length_PG, **overlong(config))
+
+
+def advantage(config, rollouts, reward_PG):
+    """Compares the rewards inside each group [P, G], by the row of losses.ADVANTAGES."""
+    scale = config.algo.advantage_scale
+    return losses.advantages(reward_PG, rollouts.kept, rollouts.length_PG, scale=scale)
 
 
 def overlong(config) -> dict[str, float]:
@@ -190,29 +191,26 @@ def finish(
     run: start.Run,
     done: metrics.Step,
     state: learner.TrainState,
-    progress: Progress,
+    progress: start.Progress,
     session: Session | None,
     watch: metrics.Stopwatch,
-) -> tuple[learner.TrainState, Progress, str | None]:
+):
     """Keeps the books of a step whose updates are taken: (state, progress, why to stop or None).
 
     The order, by which rows and checkpoints agree after a kill at any instant:
 
-    1. A state that is not finite ends the run. The state's arrays are digested, and the responses'
-       file is waited for.
-    2. The row of metrics is made, once, with the digests, and the alarms look at it.
-    3. Where a run may resume, the session of partial rollouts is closed: checkpoints have no keys
-       and values.
-    4. A policy that no later step samples is evaluated.
-    5. A snapshot of state and progress is taken there, this row in it, and saved if it is due; the
+    1. A state that is not finite ends the run. The row of metrics is made, once, with the digests
+       of the state and of the responses' file, and the alarms look at it.
+    2. Where a run may resume, the session of partial rollouts is closed: checkpoints have no keys
+       and values. A policy that no later step samples is evaluated.
+    3. A snapshot of state and progress is taken there, this row in it, and saved if it is due; the
        last one is waited for, so that a run with its last row has its last checkpoint.
-    6. The row is written and shown. After a kill before this, the checkpoint's row is written.
+    4. The row is written and shown. After a kill before this, the checkpoint's row is written.
     """
     config, step, rollouts = run.config, done.step, done.rollouts
     alarms.require_finite_state(state, step)
-    sums = digests.sums_on_devices(state)
     with watch("save"):
-        arrays = digests.described(state, sums)
+        arrays = digests.described(state)
         digested = run.record.digests(arrays)
 
     retired = run.retire_solved(rollouts, progress)
@@ -235,7 +233,15 @@ def finish(
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         evaluate_alone(run, state, step + 1)
 
-    progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, retired, session)
+    progress = dataclasses.replace(
+        progress,
+        cursor=rollouts.cursor,
+        sampled_tokens_total=tokens,
+        row=row,
+        partial=rollouts.partial,
+        retired=retired,
+        session=session,
+    )
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
@@ -246,17 +252,17 @@ def finish(
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int) -> None:
     """Evaluates all sets in a session of their own."""
     session = Session(run.programs.engine, run.sampler_weights(state.params), *run.streams)
-    with Evaluation(session, run.sets, first_stream=1) as evaluation:
+    with evaluate.Evaluation(session, run.sets, first_stream=1) as evaluation:
         scores_of(run, evaluation, finished_steps)
 
 
-def scores_of(run: start.Run, evaluation: Evaluation, finished_steps: int) -> dict[str, float]:
+def scores_of(run: start.Run, evaluation, finished_steps: int) -> dict[str, float]:
     """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
     results = evaluation.finish(
         report=run.record.display.phase,
         keep=lambda name, groups: run.record.responses(finished_steps, name, groups),
     )
-    return run.record.results(finished_steps, results, settings_of(run.config))
+    return run.record.results(finished_steps, results, evaluate.settings_of(run.config))
 
 
 def conclude(workdir: pathlib.Path, *, was_finished: bool = False) -> None:
@@ -266,8 +272,7 @@ def conclude(workdir: pathlib.Path, *, was_finished: bool = False) -> None:
     trained = hosts.on_main(lambda: summary.conclude(workdir, was_finished=was_finished))
     if not trained:
         raise SystemExit(
-            "error: nothing was trained: no step had an update with a gradient. The alarms, in "
-            "log.txt too, name the settings to look at"
+            "error: nothing was trained: no step had an update with a gradient; the alarms say why"
         )
 
 
@@ -288,8 +293,7 @@ if __name__ == "__main__":
     flags.DEFINE_string(
         "start",
         None,
-        "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR, its workdir. "
-        "Policy, moments, place in the prompt stream and randomness go on, under this config.",
+        "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR.",
     )
     flags.DEFINE_integer(
         "profile", None, "Write a jax.profiler trace of this step, from 0, into WORKDIR/profile."
