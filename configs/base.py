@@ -353,6 +353,16 @@ def get_config() -> ConfigDict:
     return config
 
 
+def on_dapo_math(path: str, preset: str, family: str = "qwen2") -> ConfigDict:
+    """Returns the defaults for a chat model on the hub, with the paper's problems and AIME 2024."""
+    config = get_config()
+    config.model.path, config.model.preset, config.model.family = path, preset, family
+    config.tokenizer.chat = "template"
+    config.data.train.path = DAPO_MATH_17K
+    config.eval.sets.aime24 = dataset(kind="dapo_parquet", path=AIME_2024)
+    return config
+
+
 def dataset(**given) -> ConfigDict:
     """One data set: its task, where its rows are, and how an evaluation set is sampled.
 
@@ -389,18 +399,12 @@ def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value.to_dict() if isinstance(value, ConfigDict) else value
 
 
-def train_settings(config: ConfigDict) -> dict:
-    """Returns the training set's settings with those that it leaves open filled in."""
-    return _filled(config, config.data.train, max_prompts=0, weight=1.0)
-
-
 def mixture_settings(config: ConfigDict) -> dict[str, dict]:
     """Returns the settings of each training set that is not left out, by its config key."""
-    sets = {"data.train": train_settings(config)} | {
-        f"data.mixture.{name}": _filled(
-            config, config.data.mixture[name], max_prompts=0, weight=1.0
-        )
-        for name in sorted(config.data.mixture)
+    mixture = {f"data.mixture.{name}": it for name, it in sorted(config.data.mixture.items())}
+    sets = {
+        key: _filled(config, settings, max_prompts=0, weight=1.0)
+        for key, settings in ({"data.train": config.data.train} | mixture).items()
     }
     return {key: settings for key, settings in sets.items() if settings["weight"] != 0}
 
@@ -434,8 +438,7 @@ def apply_preset(config: ConfigDict, preset: str) -> ConfigDict:
     """Makes a DAPO config one of PRESETS; "" changes nothing.
 
     A row of Table 1 takes away what it does not have yet. Soft overlong punishment replaces
-    overlong filtering, as in the best published run. One of LOSS_PRESETS changes the loss, and
-    leaves data, lengths and dynamic sampling as they are. Raises ValueError for an unknown name.
+    overlong filtering, as in the best published run.
     """
     if preset == "":
         return config

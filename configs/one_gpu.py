@@ -19,13 +19,7 @@ from configs import base
 
 
 def get_config(preset: str = ""):
-    config = base.get_config()
-    config.model.path = "Qwen/Qwen2.5-1.5B"
-    config.model.preset = "1.5b"
-    config.tokenizer.chat = "template"
-    config.data.train.path = base.DAPO_MATH_17K
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
-    config.num_steps = 300
+    config = base.on_dapo_math("Qwen/Qwen2.5-1.5B", "1.5b")
     config.updates_per_step = 4
     config.rollout.num_prompts = 64
     config.rollout.generation_prompts = 128

@@ -11,12 +11,7 @@ from configs import base
 
 
 def get_config(preset: str = ""):
-    config = base.get_config()
-    config.model.path = "Qwen/Qwen2.5-14B"
-    config.model.preset = "14b"
-    config.tokenizer.chat = "template"
-    config.data.train.path = base.DAPO_MATH_17K
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
+    config = base.on_dapo_math("Qwen/Qwen2.5-14B", "14b")
     config.num_steps = 330
     config.rollout.cache_mib = 16_384
     config.learner.micro_batch_rows = 8

@@ -15,12 +15,7 @@ from configs import base
 
 
 def get_config(preset: str = ""):
-    config = base.get_config()
-    config.model.path = "Qwen/Qwen2.5-32B"
-    config.model.preset = "32b"
-    config.tokenizer.chat = "template"
-    config.data.train.path = base.DAPO_MATH_17K
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
+    config = base.on_dapo_math("Qwen/Qwen2.5-32B", "32b")
     config.num_steps = 330
     config.rollout.cache_mib = 61_440  # of 95 GiB a v5p chip
     # A slot for every response of a step, or nearly: the longest ones begin at once, and nothing is

@@ -7,25 +7,11 @@ Hardware: 32 TPU v5e chips (v5e-32). Minutes: 4 to 9 a step, estimated for 1,815
 (experiments/preflight, commit 5956fc1). Result: not run; the TPU's compiler says that it fits.
 """
 
-from configs import base
+from configs import base, qwen2_5_1_5b
 
 
 def get_config(preset: str = ""):
-    config = base.get_config()
-    config.model.path = "Qwen/Qwen2.5-3B"
-    config.model.preset = "3b"
-    config.tokenizer.chat = "template"
-    config.data.train.path = base.DAPO_MATH_17K
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
-    config.num_steps = 300
-    config.updates_per_step = 8
-    config.rollout.num_prompts = 256
-    config.rollout.generation_prompts = 768
-    config.rollout.max_response_tokens = 8_192
-    config.rollout.slot_tokens = 2_048
-    config.rollout.cache_mib = 7_168
-    config.algo.overlong_cache_tokens = 2_048
-    config.learner.row_tokens = 10_240
-    config.learner.micro_batch_rows = 16
+    config = qwen2_5_1_5b.get_config()
+    config.model.path, config.model.preset = "Qwen/Qwen2.5-3B", "3b"
     config.mesh.model = 2  # the 2 key/value heads
     return base.apply_preset(config, preset)

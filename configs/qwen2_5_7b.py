@@ -13,12 +13,7 @@ from configs import base
 
 
 def get_config(preset: str = ""):
-    config = base.get_config()
-    config.model.path = "Qwen/Qwen2.5-7B"
-    config.model.preset = "7b"
-    config.tokenizer.chat = "template"
-    config.data.train.path = base.DAPO_MATH_17K
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
+    config = base.on_dapo_math("Qwen/Qwen2.5-7B", "7b")
     config.num_steps = 330
     config.rollout.cache_mib = 6_656
     config.learner.micro_batch_rows = 16

@@ -13,13 +13,7 @@ from configs import base
 
 
 def get_config(preset: str = ""):
-    config = base.get_config()
-    config.model.family = "qwen3"
-    config.model.path = "Qwen/Qwen3-8B-Base"
-    config.model.preset = "8b"
-    config.tokenizer.chat = "template"
-    config.data.train.path = base.DAPO_MATH_17K
-    config.eval.sets.aime24 = base.dataset(kind="dapo_parquet", path=base.AIME_2024)
+    config = base.on_dapo_math("Qwen/Qwen3-8B-Base", "8b", "qwen3")
     config.num_steps = 330
     config.rollout.cache_mib = 7_168
     config.learner.micro_batch_rows = 8

@@ -144,10 +144,9 @@ def num_micro(learning: Learning) -> int:
 def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Learning) -> Batch:
     """Packs one mini-batch of groups into host arrays [M, B, T], each token's weight included.
 
-    The weights (Eq. 12) are those of the whole mini-batch, before any split. Overlong filtering
-    gives those of responses that were cut off weight 0. Rows have the one of `row_lengths` that
-    wastes the least. The probabilities by which KL-Cov holds tokens back are those at which they
-    were sampled; its Eq. 10 has the current policy's, the same in a step's first update.
+    The weights (Eq. 12) are those of the whole mini-batch, before any split; overlong filtering
+    gives responses that were cut off weight 0. KL-Cov holds tokens back by the probabilities at
+    which they were sampled; its Eq. 10 has the current policy's, the same in a step's first update.
     """
     s = learning
     length_R = np.concatenate([group.length_G for group in groups])
@@ -196,8 +195,7 @@ def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
 def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
     """Runs the model on a micro-batch: (x_BTD of the last layer, head_DV), which make the logits.
 
-    adapters: LoRA's, by layer, or None. They are added layer by layer: the adapted weights of all
-    layers never exist at once.
+    adapters: LoRA's or None, added layer by layer: the adapted weights never exist all at once.
     """
     # Each device pairs its queries with its own keys and values.
     rules.require_whole_heads(weights["layers"]["k_DKH"].shape[-2], mesh.shape["model"])
@@ -245,10 +243,7 @@ def micro_batch(batch: Batch, i) -> Batch:
 
 
 def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
-    """Computes a micro-batch's share of the mini-batch's loss, and the sums of its metrics.
-
-    Returns (loss, {name: sum over the response tokens}).
-    """
+    """Computes a micro-batch's share of the loss: (loss, {metric: sum over response tokens})."""
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
     x_BTD, head_DV = run(*weights_and_adapters(params, start_weights, learning))
@@ -304,10 +299,9 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
     update of which the loss or the gradient is not finite changes nothing: metrics["taken"] is
-    False, and metrics["bad"] is the place in `checked_names` of what is first not finite (-1:
-    nothing). metrics["empty"]: no token has any weight.
-    `start_weights`, the start policy's in the compute dtype, are what LoRA adapts and what the KL
-    term is measured against; without either pass None.
+    False, and metrics["bad"] is the place in `checked_names` of what is first not finite.
+    metrics["empty"]: no token has any weight. start_weights: what LoRA adapts and what the KL term
+    is measured against, in the compute dtype; else None.
     """
 
     how = {"graph": graph, "mesh": mesh, "learning": learning}
@@ -325,13 +319,7 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
         (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
     grad_norm = optax.tree.norm(grads)
 
-    finite_N = jnp.stack(
-        [
-            jnp.isfinite(loss) & all_finite(sums),
-            *map(all_finite, jax.tree.leaves(grads)),
-            jnp.isfinite(grad_norm),
-        ]
-    )
+    finite_N = jnp.stack([*map(all_finite, ((loss, sums), *jax.tree.leaves(grads), grad_norm))])
     finite = jnp.all(finite_N)
     steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)

@@ -106,8 +106,7 @@ def plan_update(
 ) -> tuple[list[list[Piece]], int]:
     """Plans rows of the length whose micro-batches have the fewest entries: (rows, row_tokens).
 
-    Padding counts: of an update with a few rows more than some micro-batches hold, the last one is
-    nearly empty, and slightly longer rows save it. Raises as `plan_rows` does.
+    Slightly longer rows may save a last micro-batch that is nearly empty.
     """
 
     def plan(row_tokens: int) -> tuple[list[list[Piece]], int]:
@@ -169,9 +168,8 @@ def keys_seen(batch: Batch) -> np.ndarray:
 def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
     """Splits the rows of a [B, T] batch into `num_micro` micro-batches: [M, rows, T].
 
-    Rows of padding fill up; the result's `num_micro` counts the micro-batches in use. Rows are
-    sorted by attention's work, the most first, so that the rows of a micro-batch, which devices
-    compute side by side, have about as much to do. Raises ValueError for too many rows.
+    Rows are sorted by attention's work, the most first, so that those of a micro-batch, which
+    devices compute side by side, have about as much to do. Raises ValueError for too many rows.
     """
     used, row_tokens = batch.tokens_BT.shape
     if used > num_micro * rows:

@@ -11,7 +11,6 @@ from dapo_jax.grading import Graded, Grading
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import (
     TRAINING,
-    BlockRecord,
     Group,
     PartialGroup,
     Prompt,
@@ -44,19 +43,15 @@ def collect(
     """Samples a stream of groups until `num_prompts` are informative (dynamic sampling, Eq. 11).
 
     A group is informative if some but not all of it is a success: bool [G], by default raw
-    correctness. The policy is frozen meanwhile. Groups are graded in the background while decoding
-    goes on. `InOrder` says which prompts are issued and which groups are kept; with
-    `partial_rollout_steps`, the most steps for which a group goes on, `AnyOrder`. After
-    `max_prompts` there may be fewer groups than wanted, or none: the caller decides what to do
-    then. Without dynamic sampling all groups count.
+    correctness; without dynamic sampling all groups count. The policy is frozen meanwhile. Groups
+    are graded in the background. `InOrder` says which prompts are issued and which groups are kept;
+    with `partial_rollout_steps`, the most steps for which a group goes on, `AnyOrder`. After
+    `max_prompts` there may be fewer groups than wanted, or none. Groups of other streams, submitted
+    before, are sampled in order, and stay unfinished when training has its groups.
 
-    The session may have groups of other streams, submitted before: they are sampled in order, and
-    those that are unfinished when training has its groups stay so.
-
-    prompt_at(cursor): the stream's prompts. grade(group): the group with texts and verdicts; every
-    process grades its share of the groups, and all get all verdicts. partial: the groups of the
-    step before that go on. expected_rate: the share of informative groups before there are any.
-    on_other_groups: called with the groups of other streams that finish.
+    prompt_at(cursor): the stream's prompts. grade(group): the group with texts and verdicts.
+    partial: the groups of the step before that go on. expected_rate: the share of informative
+    groups before there are any. on_other_groups: takes other streams' finished groups.
     """
     keeps = partial_rollout_steps > 0
     if keeps and not dynamic_sampling:
@@ -108,10 +103,9 @@ def collect(
 class InOrder:
     """Keeps the first informative groups in prompt order, whatever their lengths.
 
-    These are the groups that sampling batch after batch, waiting for each, would keep: neither
-    length nor speed of a response decides. Prompts are issued as slots fall idle, as many as the
-    share of informative groups so far lets expect to be needed. Which groups are kept does not
-    depend on groups of other streams; how many prompts are issued does.
+    Sampling batch after batch, waiting for each, would keep the same. Prompts are issued as slots
+    fall idle, as many as the share of informative groups so far lets expect to be needed: that
+    depends on groups of other streams, and which groups are kept does not.
     """
 
     session: Session
@@ -165,15 +159,12 @@ class AnyOrder(InOrder):
     2509.18521). A response may have tokens of several policies, each with the log-probability at
     which it was sampled, so that every ratio (Eq. 8) is to the policy that sampled the token.
 
-    Of the groups that are complete the first in prompt order are kept; others that are informative
-    go on too, complete as they are. A step does not end before the groups that are `due`, as old
-    as a group may be, are complete; of these the last that it has no use for are discarded. So that
-    there are few, no more prompts are issued than give `most_groups`, by the share `rate` of groups
-    that is expected to be informative. A step that finds nothing partial waits for the first groups
-    in prompt order, as `InOrder` does: those that are complete first are the short ones.
-
-    Which groups a step trains on depends on lengths, on the slots, on evaluations beside and on
-    checkpoint.every_steps: with the same of these a run is repeated and resumed bitwise.
+    The complete groups that come first in prompt order are kept; other informative ones go on,
+    complete as they are. A step ends once the groups that are `due`, as old as a group may be, are
+    complete; those of them that it has no use for are discarded. So that there are few, no more
+    prompts are issued than give `most_groups` by the share `rate` that is expected to be
+    informative. A step that finds nothing partial waits for the first groups in prompt order, as
+    `InOrder` does: those that are complete first are the short ones.
     """
 
     due: set[int] = frozenset()
@@ -229,10 +220,7 @@ def continued(
     group_size: int,
     max_tokens: int,
 ) -> tuple[int, Sequence[PartialGroup]]:
-    """Returns (next cursor, partial groups) of a step; a fork's config may not take the parent's.
-
-    Their prompts are then sampled anew.
-    """
+    """Returns (next cursor, partial groups): none where a fork's config cannot go on with them."""
     fit = all(
         len(it.responses) == group_size
         and len(response.tokens_T) <= max_tokens
@@ -248,8 +236,7 @@ def continued(
 def success_by(filter_groups: str, **overlong) -> Callable[[Group], np.ndarray]:
     """Returns what the filter of dynamic sampling looks at: a group -> bool [G].
 
-    "correctness": the raw one (Eq. 11). "reward": whether the shaped reward is above the lowest of
-    the group. overlong: as of `soft_overlong_penalty`.
+    "correctness": Eq. 11's. "reward": a shaped reward above the lowest of the group.
     """
 
     def by_reward(group: Group) -> np.ndarray:
@@ -264,21 +251,16 @@ def rollout_stats(
 ) -> RolloutStats:
     """Adds up the session's blocks: the tokens of training, the work of all streams."""
     blocks = session.blocks
-    waiting = [block for block in blocks if block.waiting]
-
-    def slot_steps(of: Sequence[BlockRecord]) -> int:
-        return sum(block.steps * len(block.useful_B) for block in of)
-
-    def busy(of: Sequence[BlockRecord]) -> int:
-        return sum(int(block.useful_B.sum()) for block in of)
-
+    steps_N = np.array([block.steps * len(block.useful_B) for block in blocks], int)
+    busy_N = np.array([block.useful_B.sum() for block in blocks], int)
+    waiting_N = np.array([block.waiting for block in blocks], bool)
     return RolloutStats(
         sampled_tokens=sum(int(b.useful_B[b.stream_B == TRAINING].sum()) for b in blocks),
         decode_steps=sum(block.steps for block in blocks),
-        slot_steps=slot_steps(blocks),
-        busy_slot_steps=busy(blocks),
-        waiting_slot_steps=slot_steps(waiting),
-        busy_waiting_slot_steps=busy(waiting),
+        slot_steps=int(steps_N.sum()),
+        busy_slot_steps=int(busy_N.sum()),
+        waiting_slot_steps=int(steps_N[waiting_N].sum()),
+        busy_waiting_slot_steps=int(busy_N[waiting_N].sum()),
         requests=requests,
         prefilled_prompts=session.prefilled_prompts,
         cache_use=max((block.cache_use for block in blocks), default=0.0),

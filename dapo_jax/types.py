@@ -23,7 +23,7 @@ class Example:
     """One problem of a task and its ground truth.
 
     source: name of the file, or of the generator. row: line of a jsonl file counted from 1, else
-    row counted from 0. extra: what else the task needs to grade a response; nobody else reads it.
+    row counted from 0. extra: what else the task needs to grade a response.
     """
 
     prompt: tuple[Message, ...]
@@ -73,8 +73,7 @@ class Response:
 
     tokens_T int32, behavior_logp_T float32 (nats, under the sampling distribution). stopped: False
     where it was cut off at the length limit. text and verdict are None until it is graded. ends:
-    its tokens at the ends of earlier steps, since its group began (partial rollouts): those are an
-    earlier policy's.
+    how many tokens it had at the ends of earlier steps (partial rollouts).
     """
 
     tokens_T: np.ndarray
@@ -196,11 +195,7 @@ class BlockRecord:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStats:
-    """The work that sampling a step's groups took, what was discarded included.
-
-    Slots, prompts and cache are those of other streams too, until training has its groups; blocks
-    go on to the session's end.
-    """
+    """The work that sampling a step's groups took, other streams' beside it included."""
 
     sampled_tokens: int  # for training
     decode_steps: int
@@ -220,11 +215,9 @@ class RolloutStats:
 class Rollouts:
     """The groups that one step sampled, in prompt order, and those of them that it trains on.
 
-    sampled: P graded groups, the last one kept being the last; at the cap, as many as it allows.
-    kept: indices into `sampled`, ascending. cursor: of the next unseen prompt. issued: groups asked
-    for; the next step samples the prompts of those after `sampled`, which were not needed, again.
-    With partial rollouts: partial: the groups that go on, instead; sampled: all others that are
-    complete. continued_tokens: that were there before.
+    sampled: P graded groups. kept: indices into it, ascending. cursor: of the next unseen prompt.
+    issued: groups asked for. partial: the groups that go on (partial rollouts). continued_tokens:
+    of them before this step.
     """
 
     sampled: list[Group]
@@ -270,16 +263,14 @@ Bools = Annotated[Any, np.dtype(np.bool_)]
 class Batch:
     """Packed rows of tokens: [M, B, T] for a mini-batch, [B, T] for one of its micro-batches.
 
-    The one list of the fields of a trained token, with dtypes; a loss gets a micro-batch, or a
-    chunk [C] of it. Entry t belongs to target t, the token that comes next. segment numbers a row's
-    pieces from 1; 0 is padding. branch numbers a row's responses from 1; 0 is a prompt, which all
-    responses of its piece follow. position counts from 0 along a prompt and each of its responses.
-    weight is that of the token's loss in the whole mini-batch (Eq. 12). behavior_logp is the
-    sampler's; old_logp is the same unless the learner has recomputed it (learner.old_logprobs).
-    is_on_policy: tokens sampled by the newest policy behind its own keys and values: those of
-    groups that began in this step. is_high_cov: the tokens that KL-Cov holds back. reference_logp:
-    the start policy's log-probabilities, which the learner computes for a KL term; None without
-    one. Of the micro-batches the first `num_micro` are in use.
+    The one list of the fields of a trained token; a loss gets a micro-batch, or a chunk [C] of it.
+    Entry t belongs to target t, the token that comes next. segment numbers a row's pieces from 1; 0
+    is padding. branch numbers a row's responses from 1; 0 is a prompt, which all responses of its
+    piece follow. position counts from 0 along a prompt and each of its responses. weight: of the
+    token's loss in the whole mini-batch (Eq. 12). old_logp: the sampler's, behavior_logp, unless
+    the learner has recomputed it. is_on_policy: tokens of groups that began in this step.
+    is_high_cov: the tokens that KL-Cov holds back. reference_logp: the start policy's, for a KL
+    term. Of the micro-batches the first `num_micro` are in use.
     """
 
     tokens_BT: Ints

@@ -118,9 +118,9 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
         stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
     )
     sampling = components.sampling(config, ids)
-    evaluating = components.eval_samplings(config, ids).values() if config.eval.every_steps else ()
+    streams = components.eval_streams(config, ids) if config.eval.every_steps else ()
     with jax.set_mesh(built.mesh):
-        sampler = built.engine.lower(sampling, *evaluating)
+        sampler = built.engine.lower(sampling, *(stream.sampling for stream in streams))
         programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
     decodes = {key[2]: low for key, low in sampler.items() if key[0] == "decode"}
     for rows, lowered in decodes.items():

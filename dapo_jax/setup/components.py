@@ -41,8 +41,8 @@ INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM = range(3)
 class Programs:
     """The model on the mesh: the programs of a step, how arrays are sharded, and their shapes.
 
-    Nothing is allocated or compiled yet. state and start_weights (None where the config needs none
-    beside what is trained) are ShapeDtypeStructs with shardings; a checkpoint is read into `state`.
+    Nothing is allocated or compiled yet. state and start_weights (None where none are needed beside
+    what is trained) are ShapeDtypeStructs with shardings.
     """
 
     config: ConfigDict
@@ -80,10 +80,12 @@ class Programs:
 
     def _for_all_rows(self, lower: Callable[[int], jax.stages.Lowered]) -> Callable:
         """Compiles a program of batches for each length of their rows; the result takes any."""
-        lowered = {n: lower(n) for n in learner.row_lengths(self.learning)}
+        lengths = learner.row_lengths(self.learning)
+        lowered = [lower(length) for length in lengths]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            jobs = {n: pool.submit(low.compile) for n, low in lowered.items()}
-        programs = {n: job.result() for n, job in jobs.items()}
+            programs = dict(
+                zip(lengths, pool.map(jax.stages.Lowered.compile, lowered), strict=True)
+            )
 
         def run(*arguments):
             batch = next(it for it in arguments if isinstance(it, Batch))
@@ -135,10 +137,7 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
     """The model's sizes, from its directory or the named preset; both must agree where both are."""
     path, preset = hub.local(config.model.path), config.model.preset
     if not path and not preset:
-        raise ValueError(
-            "model.path and model.preset are empty: set the first to a Hugging Face directory, or "
-            "the second for random weights"
-        )
+        raise ValueError("model.path and model.preset are empty: set one of them")
     family = families.load(config.model.family)
     if preset and preset not in family.presets:
         known = ", ".join(family.presets) or "none"
@@ -162,16 +161,10 @@ def positions_of(path: str, sizes: ModelConfig) -> int | None:
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
-    """The tokenizer of tokenizer.path, or of model.path where that is empty.
-
-    It fills in tokenizer.chat where the config leaves that open.
-    """
+    """The tokenizer of tokenizer.path or model.path; fills in tokenizer.chat where it is open."""
     path = hub.local(config.tokenizer.path or config.model.path)
     if not path:
-        raise ValueError(
-            "model.path and tokenizer.path are empty: set the first to a Hugging Face directory, "
-            "or the second and model.preset for random weights"
-        )
+        raise ValueError("model.path and tokenizer.path are empty: set one of them")
     if not epath.Path(path).exists():
         name = "tokenizer.path" if config.tokenizer.path else "model.path"
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
@@ -257,22 +250,15 @@ def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
     )
 
 
-def eval_samplings(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Sampling]:
-    """Makes each set's sampling settings: its own temperature and top-p, no top-k."""
-    return {
-        name: sampling(
-            config, tokenizer, temperature=settings["temperature"], top_p=settings["top_p"], top_k=0
-        )
-        for name, settings in eval_settings(config).items()
-    }
-
-
 def eval_streams(config: ConfigDict, tokenizer: Tokenizer) -> list[Stream]:
-    """Returns the streams of the evaluation sets, each with its own randomness."""
+    """Returns the evaluation sets' streams: each has its own randomness, temperature and top-p."""
     stream = key(config, EVAL_STREAM)
     return [
-        Stream(jax.random.fold_in(stream, zlib.crc32(name.encode())), how)
-        for name, how in eval_samplings(config, tokenizer).items()
+        Stream(
+            jax.random.fold_in(stream, zlib.crc32(name.encode())),
+            sampling(config, tokenizer, temperature=of["temperature"], top_p=of["top_p"], top_k=0),
+        )
+        for name, of in eval_settings(config).items()
     ]
 
 
