@@ -46,8 +46,8 @@ class OtherRunError(ValueError):
 def of_run(config: ConfigDict, data) -> dict:
     """Returns this run's fingerprint, JSON-able; ValueError where the processes' differ.
 
-    data: a `components.Data`. All processes call it. Weight files, which are large, are divided among
-    the processes, each of which compares their sizes alone with the others'.
+    data: a `components.Data`. All processes call it. Weight files, which are large, are divided
+    among the processes, each of which compares their sizes alone with the others'.
     """
     own = {
         "recipe": json.loads(config.to_json_best_effort()),
