@@ -531,7 +531,7 @@ from types import SimpleNamespace
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.types import Example, Prompt
-from experiments.faults.config import get_config
+from small_config import get_config
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 hosts.start(several=True, cpu_devices=2)

@@ -18,7 +18,7 @@ from absl import flags
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
 from ml_collections.config_flags import DEFINE_config_file
-from processes import ran
+from processes import ran, small_files
 
 from configs import tiny
 from dapo_jax import evaluate
@@ -30,7 +30,6 @@ from dapo_jax.logs.files import Rows, append_line, gzip_lines, read_rows, remove
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
-from experiments.faults.disks import small_files
 from models.hf import load_params
 from models.hf_config import load_config
 

@@ -10,6 +10,7 @@ from importlib.machinery import SourceFileLoader
 
 import numpy as np
 import pytest
+from small_config import get_config
 
 from configs import base
 from dapo_jax import losses
@@ -18,7 +19,6 @@ from dapo_jax.logs.metrics import Metric
 from dapo_jax.setup import checks
 from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Example, Prompt
-from experiments.faults.config import get_config
 
 
 def prompts(count: int, **answers: str) -> list[Prompt]:

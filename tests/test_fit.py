@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
+from small_config import get_config as small_config
 
 from configs import any_model, base, one_gpu, qwen2_5_0_5b, tiny
 from dapo_jax import train
 from dapo_jax.setup import auto_sizes, checks, components, start
-from experiments.faults.config import get_config as small_config
 from experiments.smollm2 import sums
 
 OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")
