@@ -83,6 +83,7 @@ def started(
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+            stack.callback(process.wait)
             stack.callback(process.kill)
             group.append(process)
         yield group

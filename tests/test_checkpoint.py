@@ -327,7 +327,7 @@ def flip(file: pathlib.Path, place: int, bit: int = 0) -> None:
 def test_another_digit_in_the_progress_is_seen(folder):
     """A digit is a digit: the run went on from another prompt in silence.
 
-    Flipped bits of any file, the arrays' too, are in experiments/faults/flips.py.
+    Flipped bits of any file, the arrays' too, are in test_faults_flips.py.
     """
     progress = folder / "3" / "progress" / "metadata"
     progress.write_text(progress.read_text().replace("144", "145"))

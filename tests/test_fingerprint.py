@@ -1,6 +1,6 @@
 """Whose run a checkpoint is: what differs is refused by its key, or said.
 
-The whole start of a run with each kind of changed input is in experiments/faults/inputs.py.
+The whole start of a run with each kind of changed input is in test_faults_inputs.py.
 """
 
 import json
