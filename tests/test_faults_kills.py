@@ -21,7 +21,7 @@ from dapo_jax.logs.metrics import untimed
 
 pytestmark = pytest.mark.faults
 STEPS = 12
-KILLS = 10 if FULL else 3  # of a test of real runs
+KILLS = 10 if FULL else 2  # of a test of real runs
 TRAIN = (
     *("-m", "dapo_jax.train", "--config=tests/small_config.py"),
     *(f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"),
