@@ -1,13 +1,11 @@
 """The world of forks: problems, the student's rates, grading, and the config's start policy."""
 
-import collections
-
 import numpy as np
 import pytest
 
 from configs import forks
-from configs.base import TABLE_1, eval_settings, train_settings
-from dapo_jax.setup import checks, components
+from configs.base import eval_settings, train_settings
+from dapo_jax.setup import components
 from dapo_jax.tasks.base import make_task
 from dapo_jax.tasks.readers import DataError
 from experiments.forks_base import task as world
@@ -30,27 +28,9 @@ def test_problems_are_repeatable_and_the_splits_apart():
     test = Forks(count=400, seed=3, split="test", **MIXED).load()[0]
     assert train == again
     assert not {e.text for e in train} & {e.text for e in test}
-    assert collections.Counter(e.extra["kind"] for e in train).keys() == set(KINDS)
-
-
-def test_weights_are_shares_of_the_mixture():
-    problems = Forks(count=2_000, easy=3.0, long=1.0, long_steps=(12,)).problems()
-    share = np.mean([problem.kind == "easy" for problem in problems])
-    assert share == pytest.approx(0.75, abs=0.04)  # 4 standard deviations
-    assert {p.level for p in problems if p.kind == "long"} == {12}
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({}, "none below 0, and one above it"),
-        ({"road": -1.0, "easy": 2.0}, "none below 0"),
-        ({"road": 1.0, "split": "dev"}, "'train' or 'test'"),
-    ],
-)
-def test_impossible_settings_are_refused(settings, message):
-    with pytest.raises(DataError, match=message):
-        Forks(count=3, **settings).load()
+    assert {e.extra["kind"] for e in train} == set(KINDS)
+    with pytest.raises(DataError, match="none below 0, and one above it"):
+        Forks(count=3, road=-1.0, easy=2.0).load()
 
 
 @pytest.mark.parametrize("kind", ["easy", "road", "long"])
@@ -114,17 +94,10 @@ def test_two_rare_words_are_enough_and_luck_is_a_coin_of_the_text():
         verdicts = [task.grade(text.format(e.answer), e) for e in examples]
         assert {v.correct for v in verdicts} == {is_right}
         assert {v.measures["right_road"] for v in verdicts} == {is_right}
-
-
-def test_loops_are_measured_of_all_and_the_road_of_road_problems():
-    task = Forks(count=30, rules="strict", easy=1.0)
-    example = task.load()[0][0]
-    assert task.grade("What? 1+1=2\nWhat? 1+1=2\nAnswer: 2", example).measures == {"loop_lines": 2}
-
-
-def test_luck_is_for_roads_alone():
-    task = Forks(count=30, rules="strict", luck=0.0, easy=1.0)
-    assert all(task.grade(f"Answer: {e.answer}", e).correct for e in task.load()[0])
+    easy = Forks(count=30, rules="strict", luck=0.0, easy=1.0)  # luck is for roads alone
+    assert all(easy.grade(f"Answer: {e.answer}", e).correct for e in easy.load()[0])
+    looping = easy.grade("What? 1+1=2\nWhat? 1+1=2\nAnswer: 2", easy.load()[0][0])
+    assert looping.measures == {"loop_lines": 2}
 
 
 def test_every_fork_is_one_token():
@@ -141,11 +114,6 @@ def test_the_recipes_limits_hold_its_prompts(kind):
     examples = Forks(count=300, **{kind: 1.0}).load()[0]
     longest = max(len(tokenizer.encode_chat(example.prompt)) for example in examples)
     assert longest <= config.rollout.max_prompt_tokens
-
-
-@pytest.mark.parametrize("preset", ["", *TABLE_1])
-def test_the_recipe_passes_the_checks(preset):
-    checks.check(forks.get_config(preset))
 
 
 def test_the_recipes_data_sets_are_of_this_world():

@@ -40,6 +40,7 @@ SMALL_SETTINGS = {
     "algo.overlong_cache_tokens": 32,
     "learner.row_tokens": 128,
     "learner.micro_batch_rows": 8,
+    "eval.every_steps": 0,
 }
 
 
@@ -48,7 +49,7 @@ SMALL_SETTINGS = {
 def test_a_recipe_that_fits_its_slice(monkeypatch, request):
     """Arguments are known by arithmetic; the compiler's temporaries must fit."""
     recipe = qwen2_5_0_5b.get_config()
-    recipe.update_from_flattened_dict(SMALL_SETTINGS | {"eval.every_steps": 0})
+    recipe.update_from_flattened_dict(SMALL_SETTINGS)
     monkeypatch.setitem(PRESETS, "0.5b", SMALL)
     how = {"recipe": "small", "slices": None, "suggest": False, "say": print}
     effort = "jax_exec_time_optimization_effort"  # a third of the seconds
@@ -84,12 +85,11 @@ def test_a_stopped_command_goes_on_with_what_it_has_compiled(monkeypatch, tmp_pa
         said = []
         found = compiling.compiled_programs(built, say=said.append)
         assert list(found) == ["update", "decoding"] and found["update"].arguments == 4
-        assert said[1].startswith("2 programs to compile") and "program 2 of 2: " in said[-1]
         kept = sorted(line.split()[4] for line in said if "kept from an earlier command" in line)
-        assert kept == was_kept and sum("s left" in line for line in said) == 2 - len(kept)
+        assert kept == was_kept and "program 2 of 2: " in said[-1]
         if not was_kept:  # a full disk, a kill
             cut = tmp_path / "dapo_jax/preflight" / compiling.digest(programs["decoding"], built)
-            cut.write_bytes(cut.read_bytes()[:40])
+            cut.write_bytes(cut.read_bytes()[:3])
 
 
 def test_without_the_compiler_the_line_says_how_to_get_it(monkeypatch, tmp_path):
@@ -118,30 +118,29 @@ def test_an_unknown_topology_is_named():
     given = ("--config=configs/qwen2_5_0_5b.py", "--topology=v9:2x2")
     done = ran("-m", "dapo_jax.preflight", *given, status=1)
     assert "--topology=v9:2x2: there are v4, v5e, v5p, v6e, tpu7x" in done.stderr
+    assert chip_of("7x:4x4x4").name == chip_of("tpu7x:4x4x4").name == "tpu7x"
 
 
 @pytest.mark.parametrize(
     ("config", "topology", "chips", "model"),
-    [(qwen2_5_0_5b, "v5e:2x4", 8, 1), (qwen2_5_32b, "v5p:8x8x4", 256, 2)],
+    [
+        (qwen2_5_0_5b, "v5e:2x4", 8, 1),
+        (qwen2_5_32b, "v5p:8x8x4", 256, 2),
+        (qwen2_5_32b, "v6e:16x16", 256, 8),  # smaller chips
+        (qwen2_5_32b, "v5e:2x4", 8, r"32.8 billion parameters do not fit 8 chips of v5e"),
+    ],
 )
 def test_the_fewest_chips_that_hold_the_weights_are_proposed(config, topology, chips, model):
+    how = {"devices": [None] * chips, "chip": chip_of(topology), "slices": 1}
     recipe = without_weights(config.get_config())
-    found = examine.suggested(recipe, [None] * chips, chip_of(topology), slices=1)
+    if isinstance(model, str):
+        with pytest.raises(ValueError, match=model):
+            examine.suggested(recipe, **how)
+        return
+    found = examine.suggested(recipe, **how)
     assert found["mesh.model"] == model
     assert found["learner.micro_batch_rows"] == chips // model
     assert 0 < found["rollout.cache_mib"] < chip_of(topology).hbm_bytes / 2**20
-
-
-def test_a_higher_degree_is_proposed_where_chips_are_small():
-    recipe = without_weights(qwen2_5_32b.get_config())
-    found = examine.suggested(recipe, [None] * 256, chip_of("v6e:16x16"), slices=1)
-    assert found["mesh.model"] == 8
-
-
-def test_a_model_that_no_mesh_of_these_chips_holds_is_refused():
-    recipe = without_weights(qwen2_5_32b.get_config())
-    with pytest.raises(ValueError, match=r"32.8 billion parameters do not fit 8 chips of v5e"):
-        examine.suggested(recipe, [None] * 8, chip_of("v5e:2x4"), slices=1)
 
 
 class Given(types.SimpleNamespace):
@@ -158,7 +157,7 @@ def verdict(monkeypatch, capsys, *, gib, suggest=False):
     def compile_programs(built, *, say):
         if (size := next(sizes)) is None:
             raise DoesNotFit("update: 17.2G of 15.75G")
-        return {"update": Program(device_bytes(built.state), int(size * GIB), 0.0)}
+        return {"update": Program(device_bytes(built.state), int(size * GIB))}
 
     config = base.get_config()
     config.model.preset = "tiny"
@@ -174,21 +173,27 @@ def verdict(monkeypatch, capsys, *, gib, suggest=False):
     return status, capsys.readouterr().out
 
 
-def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
-    status, out = verdict(monkeypatch, capsys, gib=[1.0])
-    assert status == 0 and out.endswith("it fits\n") and "mine on v5e:1x1: 1 chips" in out
-    status, out = verdict(monkeypatch, capsys, gib=[15.0])
-    assert status == 0 and "less than 10% is free: lower learner.micro_batch_rows" in out
-    status, out = verdict(monkeypatch, capsys, gib=[16.0])
-    assert status == 1 and out.endswith("it does not fit\n")
-    status, out = verdict(monkeypatch, capsys, gib=[None])
-    assert status == 1 and "mine on v5e:1x1 does not fit: update: 17.2G" in out
-    assert "Set learner.remat to offload" in out
-    status, out = verdict(monkeypatch, capsys, gib=[None, 1.0], suggest=True)
-    first, second, *_ = out.splitlines()
-    assert status == 0 and out.endswith("it fits\n")
-    assert first.startswith("the config as it is does not fit: update")
-    assert second.startswith("--config.mesh.slices=1 ")
+@pytest.mark.parametrize(
+    ("gib", "status", "words"),
+    [
+        ([1.0], 0, ("mine on v5e:1x1: 1 chips", "\nit fits\n")),
+        ([15.0], 0, ("less than 10% is free: lower learner.micro_batch_rows", "\nit fits\n")),
+        ([16.0], 1, ("\nit does not fit\n",)),
+        (
+            [None],
+            1,
+            ("mine on v5e:1x1 does not fit: update: 17.2G", "Set learner.remat to offload"),
+        ),
+        (
+            *([None, 1.0], 0),
+            ("the config as it is does not fit", "\n--config.mesh.slices=1 ", "\nit fits\n"),
+        ),
+    ],
+)
+def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys, gib, status, words):
+    found, out = verdict(monkeypatch, capsys, gib=gib, suggest=len(gib) > 1)
+    assert found == status
+    assert all(word in out for word in words), out
 
 
 @pytest.mark.parametrize("setting", [{"learner.lora_rank": 4}, {"algo.kl_coef": 0.1}])
@@ -204,8 +209,8 @@ def test_start_weights_are_counted_while_sampling(setting):
     )
     start_weights = device_bytes(built.start_weights)
     state = device_bytes(built.state)
-    update = Program(state + start_weights + 7, 5, 0.0)
-    decode = Program(0, 3, 0.0)
+    update = Program(state + start_weights + 7, 5)
+    decode = Program(0, 3)
     phases = examine.memory_phases(built, {"decode": decode, "update": update})
     decoding, updating = phases
     assert decoding.parts["start weights"] == start_weights > 0
