@@ -13,11 +13,11 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from typing import ClassVar
 
 import pytest
 import yaml
+from processes import wait_for
 
 LAUNCH = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
@@ -239,13 +239,8 @@ def test_babysit_recreates_after_a_preemption_and_deletes_at_the_end(tmp_path, c
           *) echo "$*" >>calls ;;
         esac""",
     )
-    path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    result = launch(
-        "tpu_vm.sh",
-        "babysit",
-        tmp_path=tmp_path,
-        environment={"PATH": path, "POLL_SECONDS": "0.01"},
-    )
+    how = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "POLL_SECONDS": "0.01"}
+    result = launch("tpu_vm.sh", "babysit", tmp_path=tmp_path, environment=how)
     assert result.returncode == code, result.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     resources = [c.split()[3] for c in calls if c.startswith("compute")]
@@ -302,19 +297,8 @@ class Loop:
         file = self.tmp_path / name
         return file.read_text().splitlines() if file.exists() else []
 
-    def wait_for(self, name, count=1):
-        deadline = time.monotonic() + 10
-        while len(self.lines(name)) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_loop_ends_with_0_and_passes_the_flags(tmp_path):
-    loop = Loop(tmp_path, "echo hello")
-    code, output = loop.run("--config=a", "--note=two words")
-    assert code == 0 and "hello" in output
-    assert loop.lines("starts") == ["start --config=a --note=two words"]
-    assert not loop.lines("calls")  # no RUN_URL: nothing is mirrored
+    def wait_for(self, name):
+        wait_for(lambda: self.lines(name), seconds=10)
 
 
 # The number of this start, counted by the fake itself.
@@ -323,8 +307,10 @@ NTH = "n=$(wc -l <starts)\n"
 
 def test_loop_starts_again_on_75_and_keeps_a_log_an_attempt(tmp_path):
     loop = Loop(tmp_path, NTH + "echo attempt $n; ((n >= 3)) || exit 75")
-    assert loop.run()[0] == 0
-    assert len(loop.lines("starts")) == 3
+    code, output = loop.run("--config=a", "--note=two words")
+    assert code == 0 and "attempt 3" in output
+    assert loop.lines("starts") == ["start --config=a --note=two words"] * 3
+    assert not loop.lines("calls")  # no RUN_URL: nothing is mirrored
     logs = sorted((tmp_path / "work.logs").glob("attempt-*.log"))
     assert [log.name for log in logs] == [f"attempt-000{n}.log" for n in (1, 2, 3)]
     assert "attempt 2" in logs[1].read_text()
@@ -389,20 +375,6 @@ def test_a_stop_reaches_the_training_and_ends_the_loop(tmp_path, number):
     assert loop.lines("saves") == ["saved"] and len(loop.lines("starts")) == 1
     assert "exited 75" in output  # the fake gcloud shows what it writes
     assert loop.lines("calls")[-1] == "storage cp - gs://bucket/run/state"
-
-
-def test_the_last_words_are_logged_where_nobody_reads_the_loop_any_more(tmp_path):
-    """With the reader of its output gone, the first `echo` ended the loop with status 1.
-
-    A signal that came before `tee` ignored it ended `tee`, and so the training with 141, seldom.
-    """
-    loop = Loop(tmp_path, SAVES.replace("exit 75' TERM", "echo last words; exit 75' TERM HUP"))
-    process = loop.start()
-    loop.wait_for("readies")
-    process.stdout.close()
-    os.killpg(process.pid, signal.SIGHUP)
-    assert process.wait(timeout=20) == 75
-    assert "last words" in (tmp_path / "work.logs" / "current").read_text()
 
 
 def test_sigterm_ends_the_back_off(tmp_path):
