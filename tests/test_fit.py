@@ -1,5 +1,7 @@
 """Sizes that a training config leaves open (0): what is chosen for them, and what is printed."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from small_config import get_config as small_config
@@ -128,16 +130,14 @@ def test_padding_is_predicted_as_packing_has_it():
     config.rollout.group_size, config.rollout.max_response_tokens = 4, 100
     config.learner.row_tokens, config.learner.micro_batch_rows = 260, 1
 
-    class Set:
-        prompts, report = [], type("Report", (), {"mean_tokens": 11.0})
-
-    class Data:
-        train = type("Train", (), {"sets": {"data.train": Set}, "shares": {"data.train": 1.0}})
-
-    programs = type(
-        "P", (), {"learning": type("L", (), {"kernels": auto_sizes.kernels_for("xla", "cpu")})}
+    of_set = SimpleNamespace(prompts=[], report=SimpleNamespace(mean_tokens=11.0))
+    data = SimpleNamespace(
+        train=SimpleNamespace(sets={"data.train": of_set}, shares={"data.train": 1.0})
     )
-    line = auto_sizes.padding_line(config, programs, Data)
+    programs = SimpleNamespace(
+        learning=SimpleNamespace(kernels=auto_sizes.kernels_for("xla", "cpu"))
+    )
+    line = auto_sizes.padding_line(config, programs, data)
     lengths = np.ceil(np.linspace(0.5, 1.5, 4) * 30)
     padding = 1 - (10 + lengths.sum()) / 260
     assert f"{padding:.0%} at 30%" in line
