@@ -3,7 +3,7 @@
     python -m dapo_jax.preflight --config=configs/qwen2_5_32b.py --topology=v5p:8x8x4
         [--slices=2] [--suggest]
 
-The config's own programs (update, prefill, decoding for training and for evaluation, reshard) are
+The largest of each kind of the config's own programs (update, prefill, decoding, reshard) are
 compiled ahead of time for the topology by the TPU's compiler. Printed are the bytes that a chip
 holds in each phase. Exit status: 0: it fits. 1: it does not; the setting to change is named.
 --suggest compiles the config with proposed settings too, and one of the two has to fit.
