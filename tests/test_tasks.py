@@ -186,7 +186,7 @@ def test_what_a_task_must_not_load_is_named(loaded, message):
 # Evaluation sets
 
 
-SMALL = "--config=experiments/faults/config.py"
+SMALL = "--config=tests/small_config.py"
 # One program for decoding; the rest is the command as it is.
 COMMAND = """
 import runpy, sys
