@@ -1,5 +1,7 @@
 """An update of full rows on one device, and the FLOP of its products; `gpu_decode` runs it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,17 +34,9 @@ def measure(preset: str, row_tokens: int, *, repeats: int) -> tuple[float, float
         )
         for cursor, (length,) in enumerate(length_PG)
     ]
-    batch = learner.make_batch(
-        groups,
-        rng.normal(size=length_PG.shape).astype(np.float32),
-        loss_aggregation="token_mean",
-        overlong_filtering=False,
-        row_lengths=(row_tokens,),
-        micro_batch_rows=ROWS,
-        num_micro=MICRO_BATCHES,
-        share_prompts=True,
-    )
-    batch = learner.place_batch(batch, policy.mesh)
+    advantage_PG = rng.normal(size=length_PG.shape).astype(np.float32)
+    learning = dataclasses.replace(policy.learning, update_responses=MICRO_BATCHES * ROWS)
+    batch = learner.minibatch(groups, advantage_PG, learning, policy.mesh)
 
     def update():
         nonlocal state

@@ -9,7 +9,6 @@ are those of the responses. A step is sampling, the peer's log-probabilities of 
 (ours come with the samples), and one update of all 64 responses. Best of --repeats.
 """
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -42,23 +41,6 @@ flags.DEFINE_integer("rows", 2, "Packed rows of a micro-batch.")
 flags.DEFINE_integer("longest", 1_024, "Tokens at which real lengths are cut.")
 flags.DEFINE_integer("repeats", 3, "Of everything; the best counts.")
 PROMPTS, GROUP, PROMPT = 8, 8, 64
-LEARNING = learner.Learning(
-    eps_low=0.2,
-    eps_high=0.28,
-    dual_clip=10.0,
-    kl_coef=0.0,
-    adam_b1=0.9,
-    adam_b2=0.999,
-    adam_eps=1e-8,
-    weight_decay=0.1,
-    max_grad_norm=1.0,
-    temperature=1.0,
-    vocab_size=0,  # the model's
-    compute_dtype="float32",
-    remat="none",
-    lora=None,
-    kernels=KERNELS["cpu"],
-)
 
 
 def ours(size: str, lengths: np.ndarray):
@@ -66,7 +48,16 @@ def ours(size: str, lengths: np.ndarray):
     config = common.SIZES[size]
     mesh = make_mesh(data=-1, model=1)
     degree = rules.row_degree(mesh)
-    learning = dataclasses.replace(LEARNING, vocab_size=config.vocab_size)
+    slots, longest = PROMPTS * GROUP, int(lengths.max())
+    learning = learner.Learning(
+        compute_dtype="float32",
+        vocab_size=config.vocab_size,
+        remat="none",
+        row_tokens=FLAGS.row_tokens,
+        micro_batch_rows=FLAGS.rows,
+        update_responses=slots,
+        kernels=KERNELS["cpu"],
+    )
     graph, abstract = abstract_params(config)
     param_shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.LEARNER)
     init = functools.partial(learner.init_state, learning=learning)
@@ -78,7 +69,6 @@ def ours(size: str, lengths: np.ndarray):
         out_shardings=(shardings, rules.replicated(mesh)),
         donate_argnums=0,
     )
-    slots, longest = PROMPTS * GROUP, int(lengths.max())
     engine, engine_params = common.make_engine(
         config,
         slots=slots,
@@ -115,17 +105,7 @@ def ours(size: str, lengths: np.ndarray):
 
     def take_update(groups):
         nonlocal state
-        batch = learner.make_batch(
-            groups,
-            advantage_PG,
-            loss_aggregation="token_mean",
-            overlong_filtering=False,
-            row_lengths=(FLAGS.row_tokens,),
-            micro_batch_rows=FLAGS.rows,
-            num_micro=slots // FLAGS.rows,
-            share_prompts=True,
-        )
-        batch = learner.place_batch(batch, mesh)
+        batch = learner.minibatch(groups, advantage_PG, learning, mesh)
         state, metrics = update(state, None, batch, 1e-6)
         return hosts.fetch(metrics)
 

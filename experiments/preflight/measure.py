@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
+from dapo_jax import learner
 from dapo_jax.cli import command
 from dapo_jax.cli.config_flags import define_config
 from dapo_jax.preflight.chips import Chip, chip_of
@@ -73,7 +74,7 @@ def measure(
     count = config.rollout.num_prompts // config.updates_per_step
     advantage_PG = np.random.default_rng(0).normal(size=(count, config.rollout.group_size))
     some = [groups[i % len(groups)] for i in range(count)]
-    batch = built.minibatch(some, advantage_PG.astype(np.float32))
+    batch = learner.minibatch(some, advantage_PG.astype(np.float32), built.learning, mesh)
 
     def one_update():
         nonlocal state
