@@ -24,7 +24,7 @@ from dapo_jax import learner
 from dapo_jax.learner import init_state, make_batch, scheduled_rate
 from dapo_jax.losses import POLICY_LOSSES
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.setup import checks, components
+from dapo_jax.setup import components
 from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import KERNELS
 from models.qwen2 import PRESETS, Qwen2Config
@@ -43,11 +43,9 @@ def small_config(**changes):
         "updates_per_step": 2,
         "rollout.num_prompts": 4,
         "rollout.group_size": 4,
-        "rollout.generation_prompts": 4,
         "rollout.max_prompt_tokens": 8,
         "rollout.max_response_tokens": 30,
         "rollout.temperature": 0.7,
-        "algo.overlong_cache_tokens": 0,
         "algo.overlong_filtering": True,
         # Adam's first step is sign(g) where eps is small: it makes a whole step of a gradient's
         # rounding near 0. With eps 1 the step is smooth in g.
@@ -55,7 +53,6 @@ def small_config(**changes):
         "learner.max_grad_norm": 10.0,  # more than the gradients have, but where one is clipped
         "learner.row_tokens": 40,
         "learner.micro_batch_rows": 2,
-        "eval.every_steps": 0,
     }
     config.update_from_flattened_dict(settings | changes)
     return config
@@ -123,7 +120,7 @@ def data(params) -> Responses:
         stopped_R=np.ones(8, bool),
     )
     log_ratio = [rng.normal(0, 0.3, n) + 3.0 * (rng.random(n) < 0.1) for n in lengths]
-    logp = unpadded(plain_logp(params, made)[0], made)
+    logp = np.split(plain_logp(params, made)[0], np.cumsum(lengths)[:-1])
     behavior = [(a - b).astype(np.float32) for a, b in zip(logp, log_ratio, strict=True)]
     return made.replace(behavior_logp=behavior)
 
@@ -182,82 +179,77 @@ def gradient(params, batch, learning=LEARNING, *, start_weights=None):
 
 
 class PlainRows(NamedTuple):
-    """Holds one response a row, as arrays; every row's response begins in column 0."""
+    """Holds one response a row, as arrays; what belongs to a token stands where it is predicted."""
 
     ids_RT: np.ndarray  # prompt and response
-    before_R: np.ndarray  # the column that predicts the first response token
-    target_RT: np.ndarray
+    is_response_RT: np.ndarray
     behavior_logp_RT: np.ndarray
     advantage_R1: np.ndarray
-    length_R1: np.ndarray
     weight_RT: np.ndarray
 
+    @property
+    def length_R1(self):
+        return self.is_response_RT.sum(axis=1, keepdims=True)
 
-def padded(arrays) -> np.ndarray:
+
+def padded(rows) -> np.ndarray:
     """Pads rows of unequal length on the right with zeros."""
-    width = max(map(len, arrays))
-    return np.stack([np.pad(array, (0, width - len(array))) for array in arrays])
+    return np.stack([np.pad(row, (0, max(map(len, rows)) - len(row))) for row in rows])
 
 
 def plain_rows(data: Responses, *, mode="token_mean") -> PlainRows:
     """Makes the rows; a token weighs one over all tokens, or over responses times its own's."""
-    length_R1 = data.length_R[:, None]
-    trained_RT = (np.arange(length_R1.max()) < length_R1) & data.stopped_R[:, None]
+
+    def predicted(values):
+        pairs = zip(data.prompts, values, strict=True)
+        return padded([np.append(np.zeros(len(prompt) - 1), value) for prompt, value in pairs])
+
+    is_response_RT = predicted([np.ones(n) for n in data.length_R]) > 0
+    trained_RT = is_response_RT & data.stopped_R[:, None]
     share = {
         "token_mean": 1 / trained_RT.sum(),
-        "sequence_mean": 1 / (data.stopped_R.sum() * length_R1),
+        "sequence_mean": 1 / (data.stopped_R.sum() * data.length_R[:, None]),
     }
     return PlainRows(
         ids_RT=padded(list(map(np.append, data.prompts, data.responses))),
-        before_R=np.array([len(prompt) - 1 for prompt in data.prompts]),
-        target_RT=padded(data.responses),
-        behavior_logp_RT=padded(data.behavior_logp),
+        is_response_RT=is_response_RT,
+        behavior_logp_RT=predicted(data.behavior_logp).astype(np.float32),
         advantage_R1=data.advantage_R[:, None],
-        length_R1=length_R1,
         weight_RT=trained_RT * share[mode],
     )
 
 
 def row_logp(params, rows: PlainRows):
-    """Computes the responses' (logp_RT, logp_RTV); behind their ends lies garbage."""
-    logits_RTV = nnx.merge(graph(), params)(rows.ids_RT)[..., :VOCAB] / LEARNING.temperature
+    """Computes (logp_RT of each next token, logp_RTV)."""
+    logits_RTV = nnx.merge(graph(), params)(rows.ids_RT)[:, :-1, :VOCAB] / LEARNING.temperature
     logp_RTV = jax.nn.log_softmax(logits_RTV, axis=-1)
-    column_RT = rows.before_R[:, None] + jnp.arange(rows.target_RT.shape[1])
-    column_RT = jnp.minimum(column_RT, rows.ids_RT.shape[1] - 1)
-    logp_RTV = jnp.take_along_axis(logp_RTV, column_RT[..., None], axis=1)
-    logp_RT = jnp.take_along_axis(logp_RTV, rows.target_RT[..., None], axis=-1)[..., 0]
-    return logp_RT, logp_RTV
+    return jnp.take_along_axis(logp_RTV, rows.ids_RT[:, 1:, None], axis=-1)[..., 0], logp_RTV
 
 
 jitted_row_logp = jit(row_logp)
 
 
 def plain_logp(params, data: Responses):
-    return jax.device_get(jitted_row_logp(params, plain_rows(data)))
-
-
-def unpadded(array_RT, data: Responses) -> list[np.ndarray]:
-    return [row[:length] for row, length in zip(array_RT, data.length_R, strict=True)]
+    """Computes the (logp_N, logp_NV) of all response tokens, one response after the other."""
+    rows = plain_rows(data)
+    outputs = jax.device_get(jitted_row_logp(params, rows))
+    return [array[rows.is_response_RT] for array in outputs]
 
 
 def plain_dapo(log_ratio_RT, rows: PlainRows):
     """Computes the negative of J of Eq. 8, with the dual clip for A < 0."""
     ratio_RT, advantage_R1 = jnp.exp(log_ratio_RT), rows.advantage_R1
-    objective_RT = jnp.minimum(
-        ratio_RT * advantage_R1, jnp.clip(ratio_RT, 0.8, 1.28) * advantage_R1
-    )
-    bounded_RT = jnp.maximum(objective_RT, 10 * advantage_R1)
-    return -jnp.where(advantage_R1 < 0, bounded_RT, objective_RT)
+    clipped_RT = jnp.clip(ratio_RT, 0.8, 1.28)
+    objective_RT = jnp.minimum(ratio_RT * advantage_R1, clipped_RT * advantage_R1)
+    return -jnp.where(advantage_R1 < 0, jnp.maximum(objective_RT, 10 * advantage_R1), objective_RT)
 
 
 def plain_gspo(log_ratio_RT, rows: PlainRows):
     """Computes GSPO's -J: s_i = (pi(y_i) / pi_behaviour(y_i))^(1 / |y_i|), clipped."""
-    is_token_RT = jnp.arange(log_ratio_RT.shape[1]) < rows.length_R1
-    total_R1 = jnp.sum(jnp.where(is_token_RT, log_ratio_RT, 0.0), axis=1, keepdims=True)
+    total_R1 = jnp.sum(log_ratio_RT * rows.is_response_RT, axis=1, keepdims=True)
     s_R1, A_R1 = jnp.exp(total_R1 / rows.length_R1), rows.advantage_R1
-    return jnp.broadcast_to(
-        -jnp.minimum(s_R1 * A_R1, jnp.clip(s_R1, 0.8, 1.28) * A_R1), log_ratio_RT.shape
-    )
+    objective_R1 = jnp.minimum(s_R1 * A_R1, jnp.clip(s_R1, 0.8, 1.28) * A_R1)
+    return jnp.broadcast_to(-objective_R1, log_ratio_RT.shape)
 
 
 @functools.partial(jit, static_argnames="token_loss")
@@ -355,12 +347,11 @@ def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected,
 
 def test_the_metrics_are_means_over_the_response_tokens(params, data):
     metrics = run_update(params, batch_of(data))[1]
-    logp_RT, logp_RTV = plain_logp(params, data)
-    logp = np.concatenate(unpadded(logp_RT, data))
+    logp, logp_NV = plain_logp(params, data)
     ratio = np.exp(logp - np.concatenate(data.behavior_logp))
     advantage = np.repeat(data.advantage_R, data.length_R)
     by_hand = {
-        "entropy": np.concatenate(unpadded(-(np.exp(logp_RTV) * logp_RTV).sum(-1), data)),
+        "entropy": -(np.exp(logp_NV) * logp_NV).sum(axis=-1),
         "mean_prob": np.exp(logp),
         "ratio_gap": np.abs(ratio - 1),
         "clip_fraction/high": (advantage > 0) & (ratio > 1.28),
@@ -376,22 +367,6 @@ def test_the_metrics_are_means_over_the_response_tokens(params, data):
 # Four devices
 
 
-def update_on_mesh(monkeypatch, config, params, data: Responses):
-    """Takes the config's update of both groups at a rate of 0.1: (batch, state, metrics)."""
-    quick = functools.partialmethod(jax.stages.Lowered.compile, compiler_options=COMPILER_OPTIONS)
-    monkeypatch.setattr(jax.stages.Lowered, "compile", quick)
-    monkeypatch.setitem(PRESETS, "small", SMALL)
-    checks.check(config)
-    programs = components.programs(config, VOCAB)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
-    state = jax.device_put(init_state(params, programs.learning), shardings)
-    groups, advantage_PG = groups_of(data, group_size=4), data.advantage_R.reshape(2, 4)
-    batch = learner.minibatch(groups, advantage_PG, programs.learning, programs.mesh)
-    state, metrics = programs.compile_update()(state, None, batch, np.float32(0.1))
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
-    return batch, state, jax.device_get(metrics)
-
-
 @pytest.mark.parametrize(
     ("mesh", "rows", "row_tokens"), [((1, 2, 2), 2, 46), ((2, 2, 1), 4, 38)], ids=str
 )
@@ -401,45 +376,32 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, ro
     Rows have the one of two lengths that wastes less: three of 38 entries would be two
     micro-batches of two rows, and two of 46 hold all.
     """
+    quick = functools.partialmethod(jax.stages.Lowered.compile, compiler_options=COMPILER_OPTIONS)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", quick)
+    monkeypatch.setitem(PRESETS, "small", SMALL)
     monkeypatch.setattr(learner, "ROW_MULTIPLE", 8)
     changes = dict(zip(("mesh.slices", "mesh.data", "mesh.model"), mesh, strict=True))
     changes |= {"learner.row_tokens": 38, "learner.row_lengths": 2}
     config = small_config(**changes | {"learner.micro_batch_rows": rows})
-    batch, state, metrics = update_on_mesh(monkeypatch, config, params, data)
+    programs = components.programs(config, VOCAB)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
+    state = jax.device_put(init_state(params, programs.learning), shardings)
+    groups, advantage_PG = groups_of(data, group_size=4), data.advantage_R.reshape(2, 4)
+    batch = learner.minibatch(groups, advantage_PG, programs.learning, programs.mesh)
     assert (int(batch.num_micro), *batch.tokens_BT.shape[1:]) == (1, rows, row_tokens)
+    state, metrics = programs.compile_update()(state, None, batch, np.float32(0.1))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
     q_DNH = state.params["layers"]["q_DNH"]
     # Split over all devices of a slice.
     assert q_DNH.addressable_shards[0].data.size * mesh[1] * mesh[2] == q_DNH.size
     one = batch_of(data, group_size=4)
     expected_state, expected_metrics = run_update(params, one, learning_rate=0.1)
-    state = jax.device_get(state)
+    state, metrics = jax.device_get((state, metrics))
     assert distance(first_moment(state), first_moment(expected_state)) < TOLERANCE
     steps = [jax.tree.map(np.subtract, s.params, params) for s in (state, expected_state)]
     assert distance(*steps) < TOLERANCE
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
-
-
-def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(monkeypatch, params, data):
-    """GSPO is added by tests/gspo.py alone and goes through the trainer's update on a mesh."""
-    assert POLICY_LOSSES["gspo"] is gspo
-    shift_R = np.where(np.isin(np.arange(8), (3, 5)), -0.8, 0.3)  # ratios beyond both bounds
-    behavior = [b - np.float32(s) for b, s in zip(data.behavior_logp, shift_R, strict=True)]
-    data = data.replace(behavior_logp=behavior)
-    changes = {"mesh.data": 2, "mesh.model": 2, "algo.ratio": "sequence"}
-    changes |= {"algo.policy_loss": "gspo", "algo.loss_aggregation": "sequence_mean"}
-    _, state, metrics = update_on_mesh(monkeypatch, small_config(**changes), params, data)
-    loss, grads = plain(params, data, mode="sequence_mean", token_loss=plain_gspo)
-    got = jax.tree.map(lambda m: np.asarray(m) / (1 - LEARNING.adam_b1), first_moment(state))
-    assert distance(got, grads) < TOLERANCE
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-    log_ratio = unpadded(plain_logp(params, data)[0] - plain_rows(data).behavior_logp_RT, data)
-    s_R, A_R = np.exp([np.mean(one) for one in log_ratio]), data.advantage_R
-    for bound, held_R in {"high": (A_R > 0) & (s_R > 1.28), "low": (A_R < 0) & (s_R < 0.8)}.items():
-        share = np.sum(held_R * data.length_R) / np.sum(data.length_R)
-        assert 0 < share < 1, bound
-        np.testing.assert_allclose(metrics[f"clip_fraction/{bound}"], share, rtol=1e-5)
-    assert "clip_fraction/dual" not in metrics
 
 
 # AdamW
@@ -577,7 +539,24 @@ def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_
     assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == 0
 
 
-# KL
+# Other losses
+
+
+def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):
+    """GSPO is added by tests/gspo.py alone and goes through the trainer's update."""
+    assert POLICY_LOSSES["gspo"] is gspo
+    shift_R = np.where(np.isin(np.arange(8), (3, 5)), -0.8, 0.3)  # ratios beyond both bounds
+    behavior = [b - np.float32(s) for b, s in zip(data.behavior_logp, shift_R, strict=True)]
+    data = data.replace(behavior_logp=behavior)
+    choices = {"ratio": "sequence", "policy_loss": "gspo", "loss_aggregation": "sequence_mean"}
+    learning, batch = dataclasses.replace(LEARNING, **choices), batch_of(data, **choices)
+    loss, grads = plain(params, data, mode="sequence_mean", token_loss=plain_gspo)
+    assert distance(gradient(params, batch, learning), grads) < TOLERANCE
+    metrics = run_update(params, batch, learning)[1]
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert metrics["clip_fraction/high"] > 0
+    assert metrics["clip_fraction/low"] > 0
+    assert "clip_fraction/dual" not in metrics
 
 
 def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_elsewhere(
@@ -597,8 +576,6 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     assert distance(away, by_hand) < TOLERANCE
     assert distance(away, expected["token_mean"][1]) > 0.01
     metrics = run_update(params, batch, learning, start_weights=reference)[1]
-    logp, reference_logp = (
-        np.concatenate(unpadded(plain_logp(p, data)[0], data)) for p in (params, reference)
-    )
+    logp, reference_logp = (plain_logp(p, data)[0] for p in (params, reference))
     kl = np.exp(reference_logp - logp) - (reference_logp - logp) - 1
     np.testing.assert_allclose(metrics["kl"], kl.mean(), rtol=1e-4)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.logprobs import CHUNK_TOKENS, chosen_logprobs, head_loss
+from dapo_jax.logprobs import CHUNK_TOKENS, chosen_logprobs, head_loss, head_loss_of_rows
 from sharding.mesh import make_mesh
 from tests.quick import jit
 
@@ -46,7 +46,7 @@ def whole_gradient(x_BTD, head_DV, target_BT, weight_BT):
 
 
 @functools.cache
-def chunked(mesh):
+def chunked(mesh, head_loss=head_loss):
     """Programs of the inputs on a mesh: (log-probabilities and entropies alone, the gradient).
 
     The loss is a part of a larger one, to whose gradient the rest adds nothing.
@@ -65,17 +65,17 @@ def chunked(mesh):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "T"),
+    ("mesh", "T", "head_loss"),
     [
-        *((ONE, T) for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
-        *((mesh, T) for mesh in ((1, 2, 2), (2, 2, 1)) for T in (1, 2 * CHUNK + 3)),
+        *((ONE, T, head_loss) for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
+        *((mesh, T, head_loss) for mesh in ((1, 2, 2), (2, 2, 1)) for T in (1, 2 * CHUNK + 3)),
+        ((1, 2, 2), 2 * CHUNK + 3, head_loss_of_rows),
     ],
-    ids=str,
 )
-def test_values_loss_and_gradients_equal_those_of_the_whole_softmax(mesh, T):
+def test_values_loss_and_gradients_equal_those_of_the_whole_softmax(mesh, T, head_loss):
     """On one device around chunk boundaries, and with rows and vocabulary over several."""
     given = inputs(T)
-    alone, program = chunked(mesh)
+    alone, program = chunked(mesh, head_loss)
     (_, (loss, *chosen)), gradient = program(*given)
     (_, (expected_loss, *expected)), expected_gradient = whole_gradient(*given)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-5)
