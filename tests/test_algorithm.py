@@ -98,18 +98,22 @@ def test_soft_overlong_penalty_by_hand(max_tokens, cache_tokens, factor, penalti
     np.testing.assert_array_equal(actual, [*penalties.values()])
 
 
-def test_advantages_by_hand():
-    one_of_16 = np.full((1, 16), -1.0, np.float32)
+@PRECISIONS
+def test_advantages_by_hand(dtype, tolerance):
+    """The deviation is unbiased and that of the own group; a group of one keeps its reward."""
+    one_of_16 = np.full((1, 16), -1.0)
     one_of_16[0, 3] = 1.0
-    expected = np.where(one_of_16 > 0, 3.75, -0.25)
-    np.testing.assert_allclose(algorithm.group_advantage(one_of_16), expected, atol=1e-5)
-    # The deviation is unbiased and that of the own group: sqrt((1.5^2 + .5^2 + .5^2 + 1.5^2) / 3)
-    # = sqrt(5/3), and ten times that.
-    two_groups = np.array([[0.0, 1.0, 2.0, 3.0], [30.0, 20.0, 10.0, 0.0]], np.float32)
-    row = np.array([-1.5, -0.5, 0.5, 1.5]) / math.sqrt(5 / 3)
-    np.testing.assert_allclose(algorithm.group_advantage(two_groups), [row, -row], atol=2e-6)
-    groups_of_one = np.array([[1.0], [-0.25]], np.float32)  # keep their reward
-    np.testing.assert_allclose(algorithm.group_advantage(groups_of_one), groups_of_one, rtol=2e-6)
+    two_groups = np.array([[0.0, 1.0, 2.0, 3.0], [30.0, 20.0, 10.0, 0.0]])
+    # sqrt((1.5^2 + .5^2 + .5^2 + 1.5^2) / 3) = sqrt(5/3), and ten times that.
+    centred, std = np.array([[-1.5, -0.5, 0.5, 1.5], [15, 5, -5, -15]]), math.sqrt(5 / 3)
+    ones = np.array([[1.0], [-0.25]])
+    for reward_PG, centred_PG, std_P1 in (
+        (one_of_16, np.where(one_of_16 > 0, 1.875, -0.125), 0.5),
+        (two_groups, centred, np.array([[std], [10 * std]])),
+        (ones, ones, 1.0),
+    ):
+        actual = algorithm.group_advantage(reward_PG.astype(dtype))
+        np.testing.assert_allclose(actual, centred_PG / (std_P1 + 1e-6), rtol=tolerance)
 
 
 def test_informative_groups_are_mixed_and_the_first_are_taken_in_prompt_order():
@@ -294,19 +298,8 @@ def test_golden_accumulation_is_the_true_mean(shared, mode, dtype, tolerance):
                 assert error > 0.15 * np.linalg.norm(true.gradient_RT), case.name
 
 
-def advantage_by_hand(reward_PG: np.ndarray) -> np.ndarray:
-    """Computes Eq. 9 in float64: the stored advantages are float32 and cannot show 1e-10."""
-    reward_PG = reward_PG.astype(np.float64)
-    group_size = reward_PG.shape[1]
-    if group_size == 1:
-        return reward_PG / (1 + 1e-6)
-    centred_PG = reward_PG - reward_PG.mean(axis=1, keepdims=True)
-    variance_P1 = (centred_PG**2).sum(axis=1, keepdims=True) / (group_size - 1)
-    return centred_PG / (np.sqrt(variance_P1) + 1e-6)
-
-
-@PRECISIONS
-def test_golden_group_advantages(shared, dtype, tolerance):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_golden_group_advantages(shared, dtype):
     for case in golden.advantage_cases(shared):
         advantage_PG = algorithm.group_advantage(case.reward_PG.astype(dtype))
         assert advantage_PG.dtype == dtype
@@ -314,9 +307,8 @@ def test_golden_group_advantages(shared, dtype, tolerance):
             # Equal rewards of -1.3: the reference's float32 mean leaves 0.1 where Eq. 9 has 0.
             assert case.advantage_PG.max() > 0.1
             assert not advantage_PG.any()
-            continue
-        assert_near(advantage_PG, case.advantage_PG, 1e-5, case.name)
-        assert_near(advantage_PG, advantage_by_hand(case.reward_PG), tolerance, case.name)
+        else:
+            assert_near(advantage_PG, case.advantage_PG, 1e-5, case.name)
 
 
 def test_golden_overlong_rewards(shared):

@@ -8,7 +8,6 @@ hand over host arrays: an array that lies on a mesh asks for a program of its ow
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,6 @@ def small_config(**changes):
 LEARNING = components.learning(small_config(), VOCAB, KERNELS["cpu"])
 KEEPING = dataclasses.replace(LEARNING, remat="none")
 ALONE = dataclasses.replace(KERNELS["cpu"], shares_prompts=False)
-MODES = pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
 # Of the largest entry of a gradient; what is left is the rounding of float32 sums.
 TOLERANCE = 1e-5
 
@@ -178,27 +176,13 @@ def gradient(params, batch, learning=LEARNING, *, start_weights=None):
     return jax.tree.map(lambda m: m / (1 - learning.adam_b1), first_moment(state))
 
 
-class PlainRows(NamedTuple):
-    """Holds one response a row, as arrays; what belongs to a token stands where it is predicted."""
-
-    ids_RT: np.ndarray  # prompt and response
-    is_response_RT: np.ndarray
-    behavior_logp_RT: np.ndarray
-    advantage_R1: np.ndarray
-    weight_RT: np.ndarray
-
-    @property
-    def length_R1(self):
-        return self.is_response_RT.sum(axis=1, keepdims=True)
-
-
 def padded(rows) -> np.ndarray:
     """Pads rows of unequal length on the right with zeros."""
     return np.stack([np.pad(row, (0, max(map(len, rows)) - len(row))) for row in rows])
 
 
-def plain_rows(data: Responses, *, mode="token_mean") -> PlainRows:
-    """Makes the rows; a token weighs one over all tokens, or over responses times its own's."""
+def plain_rows(data: Responses) -> dict[str, np.ndarray]:
+    """Makes arrays of one response a row; what belongs to a token stands where it is predicted."""
 
     def predicted(values):
         pairs = zip(data.prompts, values, strict=True)
@@ -206,24 +190,21 @@ def plain_rows(data: Responses, *, mode="token_mean") -> PlainRows:
 
     is_response_RT = predicted([np.ones(n) for n in data.length_R]) > 0
     trained_RT = is_response_RT & data.stopped_R[:, None]
-    share = {
-        "token_mean": 1 / trained_RT.sum(),
-        "sequence_mean": 1 / (data.stopped_R.sum() * data.length_R[:, None]),
+    return {
+        "ids_RT": padded(list(map(np.append, data.prompts, data.responses))),
+        "is_response_RT": is_response_RT,
+        "behavior_logp_RT": predicted(data.behavior_logp).astype(np.float32),
+        "advantage_R1": data.advantage_R[:, None],
+        "weight_RT": trained_RT / trained_RT.sum(),  # Eq. 12
     }
-    return PlainRows(
-        ids_RT=padded(list(map(np.append, data.prompts, data.responses))),
-        is_response_RT=is_response_RT,
-        behavior_logp_RT=predicted(data.behavior_logp).astype(np.float32),
-        advantage_R1=data.advantage_R[:, None],
-        weight_RT=trained_RT * share[mode],
-    )
 
 
-def row_logp(params, rows: PlainRows):
+def row_logp(params, rows):
     """Computes (logp_RT of each next token, logp_RTV)."""
-    logits_RTV = nnx.merge(graph(), params)(rows.ids_RT)[:, :-1, :VOCAB] / LEARNING.temperature
+    ids_RT = rows["ids_RT"]
+    logits_RTV = nnx.merge(graph(), params)(ids_RT)[:, :-1, :VOCAB] / LEARNING.temperature
     logp_RTV = jax.nn.log_softmax(logits_RTV, axis=-1)
-    return jnp.take_along_axis(logp_RTV, rows.ids_RT[:, 1:, None], axis=-1)[..., 0], logp_RTV
+    return jnp.take_along_axis(logp_RTV, ids_RT[:, 1:, None], axis=-1)[..., 0], logp_RTV
 
 
 jitted_row_logp = jit(row_logp)
@@ -233,21 +214,20 @@ def plain_logp(params, data: Responses):
     """Computes the (logp_N, logp_NV) of all response tokens, one response after the other."""
     rows = plain_rows(data)
     outputs = jax.device_get(jitted_row_logp(params, rows))
-    return [array[rows.is_response_RT] for array in outputs]
+    return [array[rows["is_response_RT"]] for array in outputs]
 
 
-def plain_dapo(log_ratio_RT, rows: PlainRows):
+def plain_dapo(log_ratio_RT, rows):
     """Computes the negative of J of Eq. 8, with the dual clip for A < 0."""
-    ratio_RT, advantage_R1 = jnp.exp(log_ratio_RT), rows.advantage_R1
-    clipped_RT = jnp.clip(ratio_RT, 0.8, 1.28)
-    objective_RT = jnp.minimum(ratio_RT * advantage_R1, clipped_RT * advantage_R1)
-    return -jnp.where(advantage_R1 < 0, jnp.maximum(objective_RT, 10 * advantage_R1), objective_RT)
+    ratio_RT, A_R1 = jnp.exp(log_ratio_RT), rows["advantage_R1"]
+    objective_RT = jnp.minimum(ratio_RT * A_R1, jnp.clip(ratio_RT, 0.8, 1.28) * A_R1)
+    return -jnp.where(A_R1 < 0, jnp.maximum(objective_RT, 10 * A_R1), objective_RT)
 
 
-def plain_gspo(log_ratio_RT, rows: PlainRows):
+def plain_gspo(log_ratio_RT, rows):
     """Computes GSPO's -J: s_i = (pi(y_i) / pi_behaviour(y_i))^(1 / |y_i|), clipped."""
-    total_R1 = jnp.sum(log_ratio_RT * rows.is_response_RT, axis=1, keepdims=True)
-    s_R1, A_R1 = jnp.exp(total_R1 / rows.length_R1), rows.advantage_R1
+    mean_R1 = log_ratio_RT.mean(axis=1, keepdims=True, where=rows["is_response_RT"])
+    s_R1, A_R1 = jnp.exp(mean_R1), rows["advantage_R1"]
     objective_R1 = jnp.minimum(s_R1 * A_R1, jnp.clip(s_R1, 0.8, 1.28) * A_R1)
     return jnp.broadcast_to(-objective_R1, log_ratio_RT.shape)
 
@@ -258,17 +238,17 @@ def plain_loss_and_gradient(params, rows, start_weights, kl_coef, *, token_loss)
 
     def loss(params):
         logp_RT, _ = row_logp(params, rows)
-        gap_RT = reference_RT - logp_RT
-        loss_RT = token_loss(logp_RT - rows.behavior_logp_RT, rows)
+        gap_RT, weight_RT = reference_RT - logp_RT, rows["weight_RT"]
+        loss_RT = token_loss(logp_RT - rows["behavior_logp_RT"], rows)
         loss_RT += kl_coef * (jnp.exp(gap_RT) - gap_RT - 1)
-        return jnp.sum(jnp.where(rows.weight_RT > 0, loss_RT, 0.0) * rows.weight_RT)
+        return jnp.sum(jnp.where(weight_RT > 0, loss_RT, 0.0) * weight_RT)
 
     return jax.value_and_grad(loss)(params)
 
 
-def plain(params, data, *, mode="token_mean", kl_coef=0.0, start=None, token_loss=plain_dapo):
+def plain(params, data, *, kl_coef=0.0, start=None, token_loss=plain_dapo):
     """Computes (loss, gradient); start: the weights that the KL term is measured against."""
-    arguments = (params, plain_rows(data, mode=mode), start or params, kl_coef)
+    arguments = (params, plain_rows(data), start or params, kl_coef)
     return jax.device_get(plain_loss_and_gradient(*arguments, token_loss=token_loss))
 
 
@@ -287,15 +267,14 @@ def assert_bitwise_equal(actual, expected):
 
 @pytest.fixture(scope="module")
 def expected(params, data):
-    """Computes the plain loss and gradient of each aggregation."""
-    return {mode: plain(params, data, mode=mode) for mode in ("token_mean", "sequence_mean")}
+    """Computes the plain loss and gradient."""
+    return plain(params, data)
 
 
-@MODES
-def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expected, mode):
-    batch = batch_of(data, loss_aggregation=mode, group_size=4)
+def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expected):
+    batch = batch_of(data, group_size=4)
     assert batch.num_micro == 2  # 8 responses in 3 rows: packed, and accumulated
-    loss, grads = expected[mode]
+    loss, grads = expected
     assert distance(gradient(params, batch), grads) < TOLERANCE
     _, metrics = run_update(params, batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -315,7 +294,7 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
 )
 def test_neither_layout_nor_order_matters(params, data, expected, order, layout, learning):
     batch = batch_of(data.take(order), **layout)
-    assert distance(gradient(params, batch, learning), expected["token_mean"][1]) < TOLERANCE
+    assert distance(gradient(params, batch, learning), expected[1]) < TOLERANCE
 
 
 def test_recomputing_activations_saves_memory():
@@ -332,16 +311,15 @@ def test_recomputing_activations_saves_memory():
     assert temporary_bytes(LEARNING) < 0.6 * temporary_bytes(KEEPING)
 
 
-@MODES
-def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected, mode):
+def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected):
     """Overlong filtering leaves the update as if the mini-batch had never had the responses."""
     stopped_R = np.array([True, True, True, False, True, True, False, True])
     cut = data.replace(stopped_R=stopped_R)
-    filtered = gradient(params, batch_of(cut, loss_aggregation=mode, group_size=4))
-    assert distance(filtered, plain(params, cut, mode=mode)[1]) < TOLERANCE
-    assert distance(filtered, expected[mode][1]) > 0.01
+    filtered = gradient(params, batch_of(cut, group_size=4))
+    assert distance(filtered, plain(params, cut)[1]) < TOLERANCE
+    assert distance(filtered, expected[1]) > 0.01
     left = data.take(np.flatnonzero(stopped_R))
-    assert distance(filtered, gradient(params, batch_of(left, loss_aggregation=mode))) < TOLERANCE
+    assert distance(filtered, gradient(params, batch_of(left))) < TOLERANCE
     assert_bitwise_equal(batch_of(cut, overlong_filtering=False), batch_of(data))
 
 
@@ -548,9 +526,9 @@ def test_a_loss_from_outside_can_couple_the_tokens_of_a_response(params, data):
     shift_R = np.where(np.isin(np.arange(8), (3, 5)), -0.8, 0.3)  # ratios beyond both bounds
     behavior = [b - np.float32(s) for b, s in zip(data.behavior_logp, shift_R, strict=True)]
     data = data.replace(behavior_logp=behavior)
-    choices = {"ratio": "sequence", "policy_loss": "gspo", "loss_aggregation": "sequence_mean"}
-    learning, batch = dataclasses.replace(LEARNING, **choices), batch_of(data, **choices)
-    loss, grads = plain(params, data, mode="sequence_mean", token_loss=plain_gspo)
+    learning = dataclasses.replace(LEARNING, ratio="sequence", policy_loss="gspo")
+    loss, grads = plain(params, data, token_loss=plain_gspo)
+    batch = batch_of(data)
     assert distance(gradient(params, batch, learning), grads) < TOLERANCE
     metrics = run_update(params, batch, learning)[1]
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -568,13 +546,13 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     at_start = gradient(params, batch, learning, start_weights=params)
     # Policy and reference are two computations of the same: they may differ in the last bit.
     assert 0 <= run_update(params, batch, learning, start_weights=params)[1]["kl"] < 1e-13
-    assert distance(at_start, expected["token_mean"][1]) < TOLERANCE
+    assert distance(at_start, expected[1]) < TOLERANCE
 
     reference = jax.tree.map(lambda a, b: a + 0.1 * b, params, random_params(9))
     away = gradient(params, batch, learning, start_weights=reference)
     by_hand = plain(params, data, kl_coef=0.3, start=reference)[1]
     assert distance(away, by_hand) < TOLERANCE
-    assert distance(away, expected["token_mean"][1]) > 0.01
+    assert distance(away, expected[1]) > 0.01
     metrics = run_update(params, batch, learning, start_weights=reference)[1]
     logp, reference_logp = (plain_logp(p, data)[0] for p in (params, reference))
     kl = np.exp(reference_logp - logp) - (reference_logp - logp) - 1
