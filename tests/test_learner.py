@@ -252,13 +252,15 @@ def plain(params, data, *, kl_coef=0.0, start=None, token_loss=plain_dapo):
     return jax.device_get(plain_loss_and_gradient(*arguments, token_loss=token_loss))
 
 
+def flat(tree) -> np.ndarray:
+    """Puts all entries of a tree into one float64 vector."""
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+
+
 def distance(actual, expected) -> float:
     """Measures the largest difference of two trees, in units of the second's largest entry."""
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-    differences = jax.tree.map(
-        lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), actual, expected
-    )
-    return max(jax.tree.leaves(differences)) / largest
+    actual, expected = flat(actual), flat(expected)
+    return np.abs(actual - expected).max() / np.abs(expected).max()
 
 
 def assert_bitwise_equal(actual, expected):
@@ -278,8 +280,7 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
     assert distance(gradient(params, batch), grads) < TOLERANCE
     _, metrics = run_update(params, batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-    grad_norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
-    np.testing.assert_allclose(metrics["grad_norm"], grad_norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(flat(grads)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +377,7 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, ro
     expected_state, expected_metrics = run_update(params, one, learning_rate=0.1)
     state, metrics = jax.device_get((state, metrics))
     assert distance(first_moment(state), first_moment(expected_state)) < TOLERANCE
-    steps = [jax.tree.map(np.subtract, s.params, params) for s in (state, expected_state)]
+    steps = [flat(it.params) - flat(params) for it in (state, expected_state)]
     assert distance(*steps) < TOLERANCE
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
@@ -385,22 +386,16 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, ro
 # AdamW
 
 
-def adamw_by_hand(params, gradients, learning_rates):
-    """Computes Adam with decoupled decay in float64; one gradient and rate an update."""
-    s = LEARNING
-    p, (m, v) = params, (jax.tree.map(np.zeros_like, params) for _ in range(2))
+def adamw_by_hand(p, gradients, learning_rates):
+    """Computes Adam with decoupled decay; one gradient and rate an update."""
+    s, m, v = LEARNING, 0.0, 0.0
     for t, (g, rate) in enumerate(zip(gradients, learning_rates, strict=True), start=1):
-        norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(g)))
-        g = jax.tree.map(lambda leaf, n=norm: leaf * min(1.0, s.max_grad_norm / n), g)
-        m = jax.tree.map(lambda m, g: s.adam_b1 * m + (1 - s.adam_b1) * g, m, g)
-        v = jax.tree.map(lambda v, g: s.adam_b2 * v + (1 - s.adam_b2) * g**2, v, g)
-
-        def stepped(p, m, v, t=t, rate=rate):
-            unbiased_m, unbiased_v = m / (1 - s.adam_b1**t), v / (1 - s.adam_b2**t)
-            step = unbiased_m / (np.sqrt(unbiased_v) + s.adam_eps)
-            return p - rate * (step + s.weight_decay * p)
-
-        p = jax.tree.map(stepped, p, m, v)
+        g = g * min(1.0, s.max_grad_norm / np.linalg.norm(g))
+        m = s.adam_b1 * m + (1 - s.adam_b1) * g
+        v = s.adam_b2 * v + (1 - s.adam_b2) * g**2
+        unbiased_m, unbiased_v = m / (1 - s.adam_b1**t), v / (1 - s.adam_b2**t)
+        step = unbiased_m / (np.sqrt(unbiased_v) + s.adam_eps)
+        p = p - rate * (step + s.weight_decay * p)
     return p, m, v
 
 
@@ -409,18 +404,17 @@ def test_two_updates_are_adamw_by_hand(params, data):
     bound, rates = LEARNING.max_grad_norm, [2e-3, 5e-3]
     batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (50, -1)]
     # The loss is homogeneous in the advantages: this is what is clipped to 10.
-    grads = [jax.tree.map(lambda g: 50 * g, gradient(params, batch_of(data)))]
+    grads = [50 * flat(gradient(params, batch_of(data)))]
     state, metrics = run_update(params, batches[0], learning_rate=rates[0])
     assert metrics["grad_norm"] > 2 * bound
-    grads.append(gradient(state.params, batches[1]))
+    grads.append(flat(gradient(state.params, batches[1])))
     state, metrics = next_update(state, batches[1], learning_rate=rates[1])
     assert 0.1 * bound < metrics["grad_norm"] < bound
-    double = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf, np.float64))
-    expected = adamw_by_hand(double(params), map(double, grads), rates)
+    expected = adamw_by_hand(flat(params), grads, rates)
     assert distance(first_moment(state), expected[1]) < TOLERANCE
     assert distance(state.opt_state[1][0].nu, expected[2]) < TOLERANCE
-    moved = [jax.tree.map(np.subtract, p, params) for p in (state.params, expected[0])]
-    assert distance(*moved) < 1e-4  # the difference of two float32 weights
+    # The difference of two float32 weights.
+    assert distance(flat(state.params) - flat(params), expected[0] - flat(params)) < 1e-4
 
 
 def test_an_update_without_a_weighted_token_is_said_and_decays_the_weights(params, data):
@@ -429,8 +423,7 @@ def test_an_update_without_a_weighted_token_is_said_and_decays_the_weights(param
     state, metrics = run_update(params, batch_of(cut), learning_rate=0.5)
     assert metrics["empty"]
     assert metrics["grad_norm"] == 0
-    expected = jax.tree.map(lambda p: p * (1 - 0.5 * LEARNING.weight_decay), params)
-    assert distance(state.params, expected) < 1e-6
+    assert distance(state.params, flat(params) * (1 - 0.5 * LEARNING.weight_decay)) < 1e-6
     assert not run_update(params, batch_of(data))[1]["empty"]
 
 
