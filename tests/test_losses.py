@@ -182,9 +182,10 @@ def test_each_advantage_scale_by_hand():
         assert advantage_PG.dtype == np.float32
         assert not advantage_PG[0].any()
         np.testing.assert_allclose(advantage_PG[1:], expected, rtol=1e-5, atol=1e-7, err_msg=name)
-        equal_PG = np.full_like(reward_PG, -1.3)
+        # A mean of so many of these rounds.
+        equal_PG, one_PG = np.full((3, 7), -1.3, np.float32), np.ones((3, 7), int)
         for some in (kept, kept[:0]):
-            assert not losses.advantages(equal_PG, some, length_PG, scale=name).any()
+            assert not losses.advantages(equal_PG, some, one_PG, scale=name).any()
 
 
 def test_the_largest_covariances_by_hand():
