@@ -14,6 +14,7 @@ import golden
 import numpy as np
 import pytest
 
+from dapo_jax.grading import _GRADER, Grading
 from dapo_jax.logs.record import rollout_rows
 from dapo_jax.rollout import collect
 from dapo_jax.sampler.cache import Cache
@@ -348,30 +349,28 @@ def test_the_schedule_does_not_depend_on_the_graders_speed():
     assert {call[0] for call in schedules[0][0]} == {"submit", "cancel", "step"}
 
 
-def test_grading_runs_behind_the_next_block():
-    """Each verdict here waits until the block after its group's is being decoded."""
-    scripted = script([0, 2, 4, 2, 0, 2, 2, 2], length_tokens=np.arange(3, 35, 4))
-    begun = threading.Condition()
-    behind = []
-
-    class Watched(ScriptedSession):
-        def step(self, **how):
-            with begun:
-                finished = super().step(**how)
-                begun.notify_all()
-            return finished
-
-    session = Watched(scripted, slots=2 * G, block_tokens=4)
+def test_grading_runs_in_the_background_and_what_is_pending_can_be_given_up():
+    scripted, begun, may_go_on, graded = script([2] * 4), threading.Event(), threading.Event(), []
+    session = ScriptedSession(scripted, slots=G, block_tokens=4)
+    groups = [session._group(0, cursor) for cursor in range(4)]
 
     def grade(group):
-        with begun:
-            own = next(i for i, s in enumerate(steps(session)) if group.cursor in s[1 + 2 * G :])
-            behind.append(begun.wait_for(lambda: len(steps(session)) > own + 1, timeout=10))
+        begun.set()
+        assert may_go_on.wait(10)
+        graded.append(group.cursor)
         return scripted_grade(scripted)(group)
 
-    run(scripted, num_prompts=4, session=session, grade=grade)
-    assert len(behind) > 4
-    assert all(behind[:-2])  # behind the last ones there is no block to wait for
+    with Grading(grade) as grading:
+        assert grading.exchange(groups[:1]) == []
+        may_go_on.set()
+        assert [group.cursor for group in grading.exchange([])] == [0]
+        begun.clear()
+        may_go_on.clear()
+        assert grading.exchange(groups[1:]) == []
+        assert begun.wait(10)
+        threading.Timer(0.1, may_go_on.set).start()
+    _GRADER.submit(int).result()
+    assert graded == [0, 1]  # and not those behind it
 
 
 def test_an_error_in_the_grader_surfaces_at_once():
