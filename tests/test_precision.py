@@ -25,11 +25,11 @@ from models.lora import MATRICES, Lora, init_adapters
 from models.parameters import param_axes
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import Layer, abstract_params
-from sharding import rules
+from sharding import hosts, rules
 from sharding.mesh import make_mesh
 from tests.quick import jit
 from tests.sampled_step import SAMPLING, programs
-from tests.test_learner import LEARNING
+from tests.test_learner import LEARNING, abstract_micro_batch
 
 # Without clips, where a ratio near a bound rounds to either side of it, and in float32 too.
 SMOOTH = dataclasses.replace(
@@ -66,16 +66,9 @@ def zipf_batch(sizes: Qwen2Config, *, tokens: int, rows: int, micro_batch_rows: 
         Group(i, Prompt(ids_T[:8], None), (Response(ids_T[8:], behavior, True),))
         for i, ids_T in enumerate(ids_RT)
     ]
-    return make_batch(
-        groups,
-        rng.normal(1, 0.5, (R, 1)).astype(np.float32),
-        loss_aggregation="token_mean",
-        overlong_filtering=False,
-        row_lengths=(tokens // rows,),
-        micro_batch_rows=micro_batch_rows,
-        num_micro=rows // micro_batch_rows,
-        share_prompts=True,
-    )
+    how = {"row_tokens": tokens // rows, "micro_batch_rows": micro_batch_rows}
+    learning = dataclasses.replace(LEARNING, update_responses=rows, **how)
+    return make_batch(groups, rng.normal(1, 0.5, (R, 1)).astype(np.float32), learning)
 
 
 def gradients(params, start_weights, batch: Batch, learning, *, sizes, mesh=(1, 1, 1)):
@@ -93,7 +86,8 @@ def gradients(params, start_weights, batch: Batch, learning, *, sizes, mesh=(1, 
         out_shardings=(state_shardings, rules.replicated(mesh)),
     )
     state = jax.device_put(state, state_shardings)
-    state, metrics = update(state, start_weights, learner.place_batch(batch, mesh), 1e-3)
+    batch = hosts.place(batch, learner.batch_shardings(mesh))
+    state, metrics = update(state, start_weights, batch, 1e-3)
     assert metrics["taken"]
     return jax.device_get(jax.tree.map(lambda m: m / (1 - learning.adam_b1), _moment(state)))
 
@@ -186,7 +180,7 @@ def test_a_family_that_adds_a_float32_bias_computes_in_the_compute_dtype():
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     half = dataclasses.replace(SMOOTH, compute_dtype="bfloat16")
     loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=half)
-    batch = learner.abstract_batch((2, 128), mesh)
+    batch = abstract_micro_batch(2, 128, mesh)
     gradient, _ = jax.eval_shape(jax.grad(loss, has_aux=True), params, None, batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
 
@@ -223,7 +217,7 @@ def test_what_devices_add_up_is_float32(tied):
     mesh = make_mesh(data=2, model=1, devices=jax.devices()[:2])
     half = dataclasses.replace(SMOOTH, compute_dtype="bfloat16")
     loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=half)
-    batch = learner.abstract_batch((4, 128), mesh)
+    batch = abstract_micro_batch(4, 128, mesh)
     jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, None, batch)
     shapes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -271,7 +265,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     changes |= {"rollout": {"cache_mib": 8, "partial_rollout_steps": 1}, "algo": {"kl_coef": 0.1}}
     built = programs("qwen2", "", lora_rank=4, **changes)
     sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
-    batch = learner.abstract_batch((*components.batch_shape(built.config), 48), built.mesh)
+    batch = learner.abstract_batch(built.learning, 48, built.mesh)
     built.reshard.lower(*weights)
     built.lower_update(48)
     built.old_logprobs.lower(*weights, batch)

@@ -14,7 +14,7 @@ from test_train import (
 )
 
 from configs import base
-from dapo_jax import train
+from dapo_jax import learner, train
 from dapo_jax.cli import config_flags
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import checks, components
@@ -56,7 +56,8 @@ def test_gspo_clips_nothing_in_a_first_update_in_bfloat16():
     groups = []
     while session.unfinished:
         groups += session.step()
-    batch = programs.minibatch(groups, np.tile(np.float32([1, -1] * 4), (len(groups), 1)))
+    advantage_PG = np.tile(np.float32([1, -1] * 4), (len(groups), 1))
+    batch = learner.minibatch(groups, advantage_PG, programs.learning, programs.mesh)
     old_logp = programs.compile_old_logprobs()(state.params, None, batch)
     assert np.abs(old_logp - batch.behavior_logp_BT).max() > 1e-3
     update, clipped = programs.compile_update(), {}

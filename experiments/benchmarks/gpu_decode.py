@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from dapo_jax import learner
 from dapo_jax.preflight.examine import parameter_count
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import Engine, token_bytes
@@ -166,7 +167,9 @@ def update_seconds(preset: str, row_tokens: int) -> float:
 
     prompts = common.random_prompts(built, MICRO_BATCHES, PROMPT)
     groups = [Group(i, Prompt(prompt), (response(),)) for i, prompt in enumerate(prompts)]
-    batch = built.minibatch(groups, rng.normal(size=(MICRO_BATCHES, 1)).astype(np.float32))
+    batch = learner.minibatch(
+        groups, rng.normal(size=(MICRO_BATCHES, 1)).astype(np.float32), built.learning, built.mesh
+    )
 
     def one_update():
         nonlocal state

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from dapo_jax.learner import minibatch
 from experiments.benchmarks import common
 from experiments.preflight.estimate import Device
 from sharding import hosts
@@ -62,7 +63,10 @@ def ours(size: str, length_PG: np.ndarray) -> dict[str, float]:
     def take_update(groups):
         nonlocal state
         state, metrics = update(
-            state, None, built.minibatch(groups, advantage_PG), np.float32(1e-6)
+            state,
+            None,
+            minibatch(groups, advantage_PG, built.learning, built.mesh),
+            np.float32(1e-6),
         )
         return hosts.fetch(metrics), jax.block_until_ready(state)
 

@@ -25,13 +25,14 @@ from absl import flags
 from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict
 
+from dapo_jax import learner
 from dapo_jax.cli import command
 from dapo_jax.packing import plan_update
-from dapo_jax.partial_rollouts import IDLE_SHARE
 from dapo_jax.preflight.__main__ import define_flags
 from dapo_jax.preflight.chips import Chip, chip_of
 from dapo_jax.preflight.compile import topology_devices, without_weights
 from dapo_jax.preflight.examine import parameter_count
+from dapo_jax.rollout import IDLE_SHARE
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.engine import token_bytes
 from dapo_jax.sampler.scheduler import Scheduler
@@ -188,7 +189,7 @@ def step_seconds(
         planned, row_tokens = plan_update(
             [prompt_tokens] * len(update_PG),
             update_PG.tolist(),
-            row_lengths=components.row_lengths(config),
+            row_lengths=learner.row_lengths(c),
             micro_batch_rows=rows,
             share_prompts=kernels.shares_prompts,
         )

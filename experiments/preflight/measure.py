@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
+from dapo_jax import learner
 from dapo_jax.cli import command
 from dapo_jax.cli.config_flags import define_config
 from dapo_jax.preflight.chips import Chip, chip_of
@@ -66,7 +67,8 @@ def measure(built: components.Programs, chip: Chip | None) -> dict[str, Measured
 
     count = r.num_prompts // config.updates_per_step
     advantage_PG = np.random.default_rng(0).normal(size=(count, r.group_size)).astype(np.float32)
-    batch = built.minibatch([groups[i % len(groups)] for i in range(count)], advantage_PG)
+    some = [groups[i % len(groups)] for i in range(count)]
+    batch = learner.minibatch(some, advantage_PG, built.learning, built.mesh)
 
     def one_update():
         nonlocal state
