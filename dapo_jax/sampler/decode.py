@@ -200,7 +200,8 @@ def decode_block(
 
         def attend(q_B1NH, k_B1KH, v_B1KH, *, layer):
             block = _put(block_kv[layer], k_B1KH, v_B1KH, i)
-            return attend_slots(q_B1NH, block, jnp.full(B, i + 1), layer=layer), block
+            out_BNH = attend_slots(q_B1NH[:, 0], block, jnp.full(B, i + 1), layer=layer)
+            return out_BNH[:, None], block
 
         x_B1D, new_kv = hidden_layer_by_layer(  # in the loop, or XLA would transpose before it
             params,
@@ -262,7 +263,7 @@ def _put(block, k_B1KH, v_B1KH, i):
 
 
 def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
-    """Attention by plain XLA, page by page: attend(q_B1NH, block, live_B, layer=) -> out_B1NH.
+    """Attention by plain XLA, page by page: attend(q_BNH, block, live_B, layer=) -> out_BNH.
 
     block: the keys and values (k_BKHS, v_BKSH) of this block, of which a query sees the first
     live_B.
@@ -277,15 +278,13 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
-    def attend(q_B1NH, block, live_B, *, layer):
-        q_BNH = q_B1NH[:, 0]
-        recent = page_attention(q_B1NH, *block, live_B)
+    def attend(q_BNH, block, live_B, *, layer):
+        recent = page_attention(q_BNH[:, None], *block, live_B)
         q_URNH = of_readers(q_BNH, where.reader_URB)
         q_P1NH = of_readers(q_BNH, where.reader_P1B)
         prompt = page_attention(q_URNH, *prompt_pages[layer], where.live_U)
         response = page_attention(q_P1NH, *closed[layer], where.live_P)
-        out_BNH = combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
-        return out_BNH[:, None]
+        return combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
 
     return attend
 
@@ -295,9 +294,9 @@ def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
     page_BX = page_order(table, page_tokens=pages[0][1].shape[2])
     tokens = (table.prompt_tokens_B, table.response_tokens_B)
 
-    def attend(q_B1NH, block, live_B, *, layer):
+    def attend(q_BNH, block, live_B, *, layer):
         pools = (prompt_pages[layer], pages[layer])
-        return attend_pages(q_B1NH, block, live_B, *pools, page_BX, *tokens)
+        return attend_pages(q_BNH, block, live_B, *pools, page_BX, *tokens)
 
     return attend
 
