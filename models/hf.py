@@ -68,7 +68,7 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     are missing, unexpected, mis-shaped or not floats (counted, the first few named), and for an
     lm_head that differs from the embedding though config.json ties the two.
     """
-    path, dtype = epath.Path(path), _dtype(dtype)
+    path, dtype = epath.Path(path), jnp.dtype(dtype)
     found = _headers(path)
     _check(path, found, config)
     if config.tie_embeddings and HEAD.tensor in found:
@@ -117,7 +117,7 @@ def save_hf(
     Raises FileExistsError where the directory already holds a model, and ValueError for an extra
     key that would contradict the config.
     """
-    path, dtype = epath.Path(path), _dtype(dtype)
+    path, dtype = epath.Path(path), jnp.dtype(dtype)
     content = config_json(config, dtype, extra_config or {}, path)
     old = sorted(p.name for p in [*path.glob("*.safetensors*"), *path.glob(CONFIG_FILE)])
     if old:
@@ -305,10 +305,3 @@ def _shards(config, item_bytes, max_shard_bytes):
         shards[-1].append(tensor)
         size += tensor_bytes
     return shards
-
-
-def _dtype(dtype) -> np.dtype:
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in DTYPES:
-        raise ValueError(f"dtype is {dtype.name}, but must be one of {', '.join(DTYPES)}")
-    return dtype

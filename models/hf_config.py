@@ -195,9 +195,7 @@ def _scaling(key: str, given: Mapping[str, Any]) -> RopeScaling | None:
     if kind != kinds[-1] or kind not in ("default", *SCALINGS):
         supported = ", ".join(map(repr, SCALINGS))
         _refuse(key, given, f"only rope_type 'default' (no scaling), {supported} are supported")
-    rope = {
-        name: v for name, v in rope.items() if name not in NEUTRAL_ROPE or v != NEUTRAL_ROPE[name]
-    }
+    rope = {name: v for name, v in rope.items() if v != NEUTRAL_ROPE.get(name)}
     if kind == "default":
         if rope and rope != {"factor": 1}:
             others = ", ".join(rope)

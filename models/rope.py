@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Slows the slow rotations by `factor` (Llama 3.1, arXiv 2407.21783; config.json's "llama3")."""
+    """Slows the slow rotations by `factor` (Llama 3.1, arXiv 2407.21783; "llama3")."""
 
     factor: float
     low_freq_factor: float
