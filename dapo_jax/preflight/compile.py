@@ -125,10 +125,11 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
     for rows, lowered in decodes.items():
         programs[decode_name(rows, max(decodes))] = lowered
     prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
-    mean_bucket = built.engine.cache.bucket(mean_prompt(config))
+    cache = built.engine.cache
+    mean_bucket = cache.prompt_buckets.of(cache.pages_of_prompt(mean_prompt(config)))
     for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):
         programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
-    for bucket in built.engine.cache.recompute_buckets[-1:]:
+    for bucket in cache.recompute_buckets.sizes[-1:]:
         programs[f"recompute[{bucket}]"] = sampler["recompute", None, bucket]
     if copies := [key for key in sampler if key[0] == "copy"]:
         programs["copy"] = sampler[max(copies)]
