@@ -31,7 +31,6 @@ from models.hf_config import (
 from models.hf_stream import FILE_DTYPES, PIECE_VALUES, FileTensor
 from models.parameters import EMBED, HEAD, ModelConfig, Parameter
 from models.transformer import Transformer, abstract_params
-from sharding import hosts
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -108,11 +107,11 @@ def save_hf(
 ):
     """Writes a directory that transformers loads as the family's `architecture`.
 
-    `params` is the nested dict of `split`, host or global arrays, which are fetched tensor by
-    tensor; `dtype` is what the files hold. Every process of several calls it, with global arrays,
-    and the main one writes. Beyond `max_shard_bytes` the weights are split into several files with
-    an index. `extra_config` adds keys to config.json that the model does not compute with:
-    bos_token_id and eos_token_id (null otherwise), max_position_embeddings (32768 otherwise).
+    `params` is the nested dict of `split`, of host arrays or of this process's, which are fetched
+    tensor by tensor; `dtype` is what the files hold. Beyond `max_shard_bytes` the weights are split
+    into several files with an index. `extra_config` adds keys to config.json that the model does
+    not compute with: bos_token_id and eos_token_id (null otherwise), max_position_embeddings (32768
+    otherwise).
 
     Raises FileExistsError where the directory already holds a model, and ValueError for an extra
     key that would contradict the config.
@@ -125,8 +124,7 @@ def save_hf(
             f"{path} already holds a model ({', '.join(old)}); remove it or give another directory"
         )
     shards = _shards(config, dtype.itemsize, max_shard_bytes)
-    if hosts.is_main_host():
-        path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS_FILE
@@ -137,13 +135,8 @@ def save_hf(
             _to_file(_fetched(params, parameter.name, layer), parameter, config, dtype)
             for _, _, parameter, layer in shard
         )
-        if hosts.is_main_host():
-            hf_stream.write(path / file, shapes, dtype, tensors)
-        else:
-            collections.deque(tensors, maxlen=0)  # all processes take part in fetching
+        hf_stream.write(path / file, shapes, dtype, tensors)
         weight_map |= dict.fromkeys(shapes, file)
-    if not hosts.is_main_host():
-        return
     if len(shards) > 1:
         size = sum(math.prod(shape) for _, shape, *_ in _tensors(config)) * dtype.itemsize
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
@@ -227,7 +220,7 @@ def _fetched(params, leaf, layer):
     if isinstance(array, np.ndarray):
         return array if layer is None else array[layer]
     # Not the array itself: JAX would keep what it fetched as long as the array lives.
-    return hosts.fetch(jnp.copy(array) if layer is None else array[layer])
+    return np.asarray(jnp.copy(array) if layer is None else array[layer])
 
 
 def _headers(path) -> dict[str, FileTensor]:

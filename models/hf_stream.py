@@ -5,7 +5,6 @@ at once; here they come one by one, so that a host never holds a whole file.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -81,11 +80,9 @@ def write(file: epath.Path, shapes, dtype: np.dtype, tensors: Iterator[np.ndarra
         entries[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": [start, stop]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # data begins at a multiple of 8, as the format asks
-    # Fetched first: no process may still be looking for old files when this one appears.
-    first = next(tensors)
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in itertools.chain([first], tensors):
+        for tensor in tensors:
             values = tensor.reshape(-1)
             for start in range(0, len(values), PIECE_VALUES):
                 out.write(values[start : start + PIECE_VALUES].tobytes())
