@@ -4,10 +4,10 @@ Each takes the `shared` folder (the fixture of that name) and returns typed case
 project's names for things; `arrays` gives any part of policy_loss.npz as it is stored.
 """
 
-import dataclasses
 import functools
 import json
 import pathlib
+import types
 from typing import Any
 
 import numpy as np
@@ -15,88 +15,8 @@ import numpy as np
 REFERENCE_MODES = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
 
 
-@dataclasses.dataclass(frozen=True)
-class LossAndGradient:
-    """An aggregated loss and its gradient with respect to logp_RT, float64."""
-
-    loss: float
-    gradient_RT: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class LossInputs:
-    """The inputs of one update's policy loss; arrays are float32."""
-
-    name: str
-    logp_RT: np.ndarray
-    behavior_logp_RT: np.ndarray
-    advantage_RT: np.ndarray
-    mask_RT: np.ndarray
-    eps_low: float
-    eps_high: float
-    dual_clip: float
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyLossCase(LossInputs):
-    """One policy loss, with the reference's float64 results."""
-
-    loss_RT: np.ndarray
-    aggregated: dict[str, LossAndGradient]
-    clip_fraction: float
-    dual_clip_fraction: float
-    mean_log_ratio: float
-
-
-@dataclasses.dataclass(frozen=True)
-class AccumulationCase(LossInputs):
-    """One mini-batch spread over ranks and micro-batches: the true loss and the reference's."""
-
-    rank_micro_R2: np.ndarray
-    true: dict[str, LossAndGradient]
-    legacy: dict[str, LossAndGradient]
-
-
-@dataclasses.dataclass(frozen=True)
-class AdvantageCase:
-    """Rewards of whole groups and the reference's advantages, both float32."""
-
-    name: str
-    reward_PG: np.ndarray
-    advantage_PG: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class OverlongCase:
-    """Response lengths, correctness and the reference's length penalties and rewards."""
-
-    name: str
-    max_tokens: int
-    cache_tokens: int
-    factor: float
-    length_R: np.ndarray
-    correct_R: np.ndarray
-    penalty_R: np.ndarray
-    reward_R: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class DynamicSamplingCase:
-    """Scripted generation batches (NPG: batch, prompt, response) and what the reference keeps.
-
-    `filtered_by` is the quantity whose variance the reference filters on. Where it gives up at
-    the cap on generation batches, `error` names the exception and the results are None.
-    """
-
-    name: str
-    num_prompts: int
-    max_generation_batches: int
-    filtered_by: str
-    correct_NPG: np.ndarray
-    reward_NPG: np.ndarray
-    kept_responses: list[int] | None
-    generation_batches: int | None
-    error: str | None
+class Case(types.SimpleNamespace):
+    """One stored case; the function that reads it says which fields it has."""
 
 
 def arrays(shared: pathlib.Path, prefix: str) -> dict[str, np.ndarray]:
@@ -115,14 +35,17 @@ def rows(shared: pathlib.Path, file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def policy_loss_cases(shared: pathlib.Path) -> list[PolicyLossCase]:
-    """Every `pl*` case."""
+def policy_loss_cases(shared: pathlib.Path) -> list[Case]:
+    """Every `pl*` case: the inputs of one update's policy loss and the reference's results.
+
+    Inputs are float32, results float64. aggregated: {mode: its loss and gradient_RT}.
+    """
     cases = []
     for name in _case_names(shared, "pl"):
         stored = arrays(shared, name)
         eps_low, eps_high, dual_clip = stored["in/clip"].tolist()
         cases.append(
-            PolicyLossCase(
+            Case(
                 name=name,
                 **_loss_inputs(stored),
                 eps_low=eps_low,
@@ -141,8 +64,12 @@ def policy_loss_cases(shared: pathlib.Path) -> list[PolicyLossCase]:
     return cases
 
 
-def accumulation_cases(shared: pathlib.Path) -> list[AccumulationCase]:
-    """Every `acc*` case. Their clip settings are not stored; the config's reproduce the numbers."""
+def accumulation_cases(shared: pathlib.Path) -> list[Case]:
+    """Every `acc*` case: one mini-batch spread over ranks and micro-batches.
+
+    true, legacy: the true loss and the reference's. Clip settings are not stored; the config's
+    reproduce the numbers.
+    """
     cases = []
     for name in _case_names(shared, "acc"):
         stored = arrays(shared, name)
@@ -154,7 +81,7 @@ def accumulation_cases(shared: pathlib.Path) -> list[AccumulationCase]:
             for scope in ("global", "legacy")
         )
         cases.append(
-            AccumulationCase(
+            Case(
                 name=name,
                 **_loss_inputs(stored),
                 eps_low=0.2,
@@ -168,8 +95,8 @@ def accumulation_cases(shared: pathlib.Path) -> list[AccumulationCase]:
     return cases
 
 
-def advantage_cases(shared: pathlib.Path) -> list[AdvantageCase]:
-    """Every `grpo/*` case; the stored rows of one group follow each other."""
+def advantage_cases(shared: pathlib.Path) -> list[Case]:
+    """Every `grpo/*` case: rewards of groups and advantages; rows of a group follow each other."""
     cases = []
     for name in _case_names(shared, "grpo/"):
         stored = arrays(shared, name)
@@ -178,7 +105,7 @@ def advantage_cases(shared: pathlib.Path) -> list[AdvantageCase]:
         first_token_R1 = mask_RT.argmax(axis=1, keepdims=True)
         advantage_R1 = np.take_along_axis(stored["adv"], first_token_R1, axis=1)
         cases.append(
-            AdvantageCase(
+            Case(
                 name=name,
                 reward_PG=stored["in/token_level_rewards"].sum(axis=1).reshape(num_groups, -1),
                 advantage_PG=advantage_R1.reshape(num_groups, -1),
@@ -187,14 +114,14 @@ def advantage_cases(shared: pathlib.Path) -> list[AdvantageCase]:
     return cases
 
 
-def overlong_cases(shared: pathlib.Path) -> list[OverlongCase]:
-    """Every `overlong/*` case."""
+def overlong_cases(shared: pathlib.Path) -> list[Case]:
+    """Every `overlong/*` case: lengths, correctness, and the length penalties and rewards."""
     cases = []
     for name in _case_names(shared, "overlong/"):
         stored = arrays(shared, name)
         max_tokens, cache_tokens, factor = stored["in/cfg"].tolist()
         cases.append(
-            OverlongCase(
+            Case(
                 name=name,
                 max_tokens=int(max_tokens),
                 cache_tokens=int(cache_tokens),
@@ -208,10 +135,14 @@ def overlong_cases(shared: pathlib.Path) -> list[OverlongCase]:
     return cases
 
 
-def dynamic_sampling_cases(shared: pathlib.Path) -> list[DynamicSamplingCase]:
-    """Every row of dynamic_sampling.jsonl."""
+def dynamic_sampling_cases(shared: pathlib.Path) -> list[Case]:
+    """Every row of dynamic_sampling.jsonl: scripted generation batches and what is kept of them.
+
+    filtered_by: the quantity whose variance the reference filters on. Where it gives up at the cap
+    on generation batches, `error` names the exception and the results are None.
+    """
     return [
-        DynamicSamplingCase(
+        Case(
             name=row["id"],
             num_prompts=row["train_batch_size"],
             max_generation_batches=row["max_num_gen_batches"],
@@ -248,5 +179,5 @@ def _loss_inputs(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def _loss_and_gradient(stored: dict[str, np.ndarray], scope: str) -> LossAndGradient:
-    return LossAndGradient(float(stored[f"{scope}/loss64"]), stored[f"{scope}/grad64"])
+def _loss_and_gradient(stored: dict[str, np.ndarray], scope: str) -> Case:
+    return Case(loss=float(stored[f"{scope}/loss64"]), gradient_RT=stored[f"{scope}/grad64"])

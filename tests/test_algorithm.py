@@ -93,7 +93,7 @@ def group_advantages(rewards: list[np.ndarray]) -> list[tuple[np.ndarray, np.nda
     return list(zip(numpy, jax.device_get(jitted(rewards)), strict=True))
 
 
-def case_inputs(case: golden.LossInputs, *, x64: bool):
+def case_inputs(case: golden.Case, *, x64: bool):
     dtype = np.float64 if x64 else np.float32
     arrays = [
         array.astype(dtype) for array in (case.logp_RT, case.behavior_logp_RT, case.advantage_RT)
@@ -549,7 +549,7 @@ def test_golden_overlong_rewards(shared, x64, tolerance):
             assert_near(reward_R, case.reward_R, tolerance, case.name)
 
 
-def first_kept(case: golden.DynamicSamplingCase) -> tuple[np.ndarray, int]:
+def first_kept(case: golden.Case) -> tuple[np.ndarray, int]:
     """Finds the prompts that we keep of a script, and the generation batches that it took."""
     for num_batches in range(1, case.max_generation_batches + 1):
         correct_PG = np.concatenate(case.correct_NPG[:num_batches])

@@ -18,7 +18,7 @@ from test_train import (
 
 from configs import base
 from dapo_jax import evaluate, lifetime, train
-from dapo_jax.report.runs import load_run, summary_lines
+from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components
 
 # What depends on when slots fall idle: requests that were issued, and cancelled in the end.
@@ -119,19 +119,6 @@ def test_rows_count_what_was_drawn_for_training_alone(riding):
             _, name, score = key.split("/", 2)
             assert run.evaluations[name, score][row["step"]] == value
     assert set(run.evaluations["cool", "mean@2"]) == {0, 2, 3}
-
-
-def test_rows_that_have_the_scores_one_step_earlier_are_read_alike(riding, tmp_path):
-    """As those of runs whose evaluations followed the step: files are what readers take."""
-    run = tmp_path / "run"
-    shutil.copytree(riding, run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for key in [key for key in rows[2] if key.startswith("eval/")]:
-        rows[1][key] = rows[2].pop(key)
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    old, new = load_run(run), load_run(riding)
-    assert old.evaluations == new.evaluations
-    assert summary_lines(old) == summary_lines(new)
 
 
 class Killed(BaseException):

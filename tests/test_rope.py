@@ -98,16 +98,12 @@ def test_scalings_are_read_wherever_transformers_writes_them(raw, changes, expec
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is {'.*'llama3', 'ya"),
         ({"rope_scaling": YARN | {"mscale": 0.7}}, "rope_scaling is {.*but mscale is not comp"),
-        ({"rope_scaling": YARN | {"beta_slow": 32}}, "beta_slow must be less than beta_fast"),
         ({"rope_scaling": YARN | {"type": "llama3"}}, "rope_scaling is {.*only rope_type"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
             "rope_scaling is .*but yarn needs original_max_position_embeddings",
         ),
-        ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling is .*factor must be at least 1"),
         ({"rope_scaling": YARN | {"factor": float("nan")}}, "factor must be a positive number"),
-        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta is 1.0, but must be more than 1"),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor must be less than"),
         (
             {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
             "rope_scaling is .*must say the same as rope_parameters",
