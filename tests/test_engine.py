@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,8 +41,6 @@ SAMPLING = Sampling(
     pad_id=3,
     vocab_size=61,
 )
-# No stop token: responses are as long as was asked for.
-GREEDY = dataclasses.replace(SAMPLING, temperature=1e-5, stop_ids=(), pad_id=0)
 ROOMY = Cache(
     slots=7,
     pages=22,
@@ -254,16 +251,6 @@ def test_the_stop_token_counts_and_ends_the_response(sampled):
     assert 0 < np.mean([response.stopped for response in responses]) < 1
 
 
-def test_low_temperature_is_greedy_and_no_stop_id_runs_to_the_limit(small, roomy):
-    responses, _ = sample_prompts(*roomy, GREEDY)
-    logits = teacher_forced(small, responses)
-    for request, response in responses.items():
-        assert np.array_equal(response.tokens_T, logits[request].argmax(axis=-1))
-        assert np.abs(response.behavior_logp_T).max() <= 1e-5
-        assert len(response.tokens_T) == GREEDY.max_response_tokens
-        assert not response.stopped
-
-
 def test_truncated_sampling_records_the_truncated_distribution(small, roomy):
     """Temperature, then top-k, then top-p; log-probs are renormalised over what is left."""
     sampling = dataclasses.replace(SAMPLING, temperature=1.5, top_p=0.8, top_k=20)
@@ -308,54 +295,6 @@ def test_in_bfloat16_the_sampler_is_as_near_the_learner_as_the_learner_to_float3
     assert 1e-3 < np.abs(learner - exact).mean() < 5e-3
     assert np.abs(behavior - learner).mean() <= 1.2 * np.abs(learner - exact).mean()
     assert np.abs(behavior - learner).max() <= 1.5 * np.abs(learner - exact).max()
-
-
-def scripted(is_stop_RT):
-    """Samples from a model that can say one thing only: row r's tokens, in order.
-
-    The model is a real one without attention: every (row, position) is a token of its own, whose
-    embedding is a unit vector that the head maps to the next position's token. The tokens of the
-    positions in `is_stop_RT` are the stop tokens. Prompts have one token: nothing is prefilled.
-    """
-    R, T = is_stop_RT.shape
-    name_RT = np.arange(1, R * (T + 1) + 1).reshape(R, T + 1)  # column 0: the prompts
-    V = R * (T + 1) + 1
-    config = Qwen2Config(V, V, 8, 1, 2, 1, 4, False)
-    params = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), abstract_params(config)[1])
-    params["embed_VD"] = np.eye(V, dtype=np.float32)
-    params["final_norm_D"] = np.ones(V, np.float32)
-    params["head_DV"][name_RT[:, :-1].ravel(), name_RT[:, 1:].ravel()] = 1.0
-    sampling = dataclasses.replace(
-        SAMPLING,
-        max_response_tokens=T,
-        temperature=1e-3,
-        stop_ids=tuple(name_RT[:, 1:][is_stop_RT].tolist()),
-        pad_id=0,
-        vocab_size=V,
-    )
-    sizes = {"slots": 5, "pages": 5 * -(-T // 4) + 1, "prompt_pages": 1, "readers": 1}
-    sizes |= {"page_tokens": 4, "block_tokens": 2, "max_prompt_tokens": 1}
-    cache = Cache(**sizes, max_response_tokens=T)
-    engine, params = build(config, cache, params)
-    session = Session(engine, params, Stream(RUN_KEY, sampling))
-    for r in range(R):
-        session.submit(r, Prompt(name_RT[r, :1]), group_size=1)
-    responses = drain(session)
-    for (r, _), response in responses.items():
-        assert np.array_equal(response.tokens_T, name_RT[r, 1 : len(response.tokens_T) + 1])
-        assert response.stopped == is_stop_RT[r].any()
-    assert session.prefilled_prompts == 0
-    return [responses[r, 0] for r in range(R)]
-
-
-def test_responses_end_where_the_golden_masks_do(shared):
-    """The first half of the rows has one stop id, the other has two."""
-    stored = golden.arrays(shared, "respmask")
-    ids_RT = stored["in/ids"]
-    is_stop_RT = np.concatenate([ids_RT == 3, (ids_RT == 3) | (ids_RT == 5)])
-    mask_RT = np.concatenate([stored["eos3"], stored["eos[3,5]"]])
-    lengths = [len(response.tokens_T) for response in scripted(is_stop_RT)]
-    assert lengths == mask_RT.sum(axis=1).tolist()
 
 
 # A request is (seed, cursor, sample): nothing else changes a bit of what it gives.

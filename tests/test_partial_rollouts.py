@@ -326,42 +326,12 @@ def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
     assert sum(idle) == 0
 
 
-@pytest.mark.parametrize(("slots", "partial_rollout_steps"), [(16, 1), (256, 2)])
-def test_no_trained_token_is_older_than_allowed_however_many_slots_there_are(
-    slots, partial_rollout_steps
-):
-    """With slots for 16 times as many groups as a step trains on, tokens were 13 steps old."""
-    script = long_tailed_script(1, prompts=2000)
-    discarded = 0
-    for _, _, rollouts in steps_of(
-        script, steps=20, slots=slots, partial_rollout_steps=partial_rollout_steps
-    ):
-        trained = [rollouts.sampled[p] for p in rollouts.kept]
-        assert len(trained) == 4
-        assert (
-            max(len(r.ends) for group in trained for r in group.responses) <= partial_rollout_steps
-        )
-        informative = sum(group.cursor in script.informative for group in rollouts.sampled)
-        discarded += informative - len(trained)
-    assert discarded <= 20 * 2  # groups that were sampled for nothing: half of what is trained on
-
-
 def test_a_first_step_trains_on_the_first_groups_in_prompt_order_as_without_partial_rollouts():
     """It trained on those that were complete first: the short ones."""
     script = long_tailed_script(2, prompts=600)
     (_, _, first), *_, (_, _, last) = steps_of(script, steps=9, slots=32, partial_rollout_steps=3)
     assert [first.sampled[p].cursor for p in first.kept] == script.informative[:4]
     assert {it.age_steps for it in first.partial} == {1} and last.partial
-
-
-def test_without_dynamic_sampling_the_first_complete_groups_are_kept():
-    script = long_tailed_script(0, prompts=300)
-    for _, _, rollouts in steps_of(
-        script, steps=8, slots=64, partial_rollout_steps=1, dynamic_sampling=False
-    ):
-        assert [rollouts.sampled[p].cursor for p in rollouts.kept] == [
-            group.cursor for group in rollouts.sampled[:4]
-        ]
 
 
 def test_at_the_cap_a_step_ends_with_what_there_is():

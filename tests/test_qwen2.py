@@ -1,7 +1,6 @@
-"""The model's pieces by hand; test_parity.py has its logits."""
+"""Parameters in both layouts, and pages in programs of all sizes; test_parity.py has logits."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,10 @@ from flax import nnx
 from models.kernels.cpu import DECODE_OPTIONS
 from models.kernels.xla import attention, page_attention
 from models.parameters import logical_axes, param_axes
-from models.qwen2 import PRESETS, Qwen2Config
+from models.qwen2 import Qwen2Config
 from models.transformer import (
     Transformer,
     abstract_params,
-    causal_mask,
-    rms_norm,
-    rope,
-    rotation,
-    segment_positions,
     split,
     transposed,
     unstack,
@@ -28,83 +22,6 @@ from models.transformer import (
 from tests.quick import jit
 
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
-
-
-@pytest.fixture(scope="module")
-def small():
-    """(graph, params) of a small random model."""
-    graph, abstract = abstract_params(SMALL)
-    rng = np.random.default_rng(0)
-    return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
-
-
-@jit(static_argnums=0)
-def forward(graph, params, tokens_BT, segment_BT):
-    """logits_BTV; the tests share one batch shape, and so one compilation."""
-    return nnx.merge(graph, params)(tokens_BT, segment_BT=segment_BT)
-
-
-def random_tokens(seed=0):
-    return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (2, 6))
-
-
-def test_padding_tokens_change_no_real_logits(small):
-    segment_BT = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    real = segment_BT > 0
-    a_BT = random_tokens()
-    b_BT = np.where(real, a_BT, random_tokens(seed=1))
-    assert (a_BT != b_BT).any()
-    np.testing.assert_array_equal(
-        forward(*small, a_BT, segment_BT)[real], forward(*small, b_BT, segment_BT)[real]
-    )
-
-
-def test_segment_positions_restart_at_every_segment():
-    segment_BT = jnp.array([[0, 0, 1, 1, 1], [1, 1, 2, 3, 3], [4, 4, 4, 0, 0]])
-    assert segment_positions(segment_BT).tolist() == [
-        [0, 1, 0, 1, 2],
-        [0, 1, 0, 0, 1],
-        [0, 1, 2, 0, 1],
-    ]
-
-
-def test_causal_mask_is_lower_triangular_inside_segments():
-    mask_TS = causal_mask(jnp.array([[1, 1, 2, 2]]))[0]
-    assert mask_TS.astype(int).tolist() == [
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [0, 0, 1, 0],
-        [0, 0, 1, 1],
-    ]
-
-
-@jit(static_argnames="theta")
-def rotated(x_BTNH, position, *, theta):
-    config = dataclasses.replace(SMALL, head_dim=x_BTNH.shape[-1], rope_theta=theta)
-    return rope(x_BTNH, rotation(jnp.array([[position]]), config))
-
-
-def test_rope_rotates_halves_by_hand():
-    # H = 4, theta = 100: the pairs (x0, x2) and (x1, x3) turn by position and position / 10.
-    x_BTNH = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    a, b = 2.0, 0.2
-    expected = [
-        1 * math.cos(a) - 3 * math.sin(a),
-        2 * math.cos(b) - 4 * math.sin(b),
-        3 * math.cos(a) + 1 * math.sin(a),
-        4 * math.cos(b) + 2 * math.sin(b),
-    ]
-    out = rotated(x_BTNH, 2, theta=100.0)
-    np.testing.assert_allclose(out.ravel(), expected, rtol=1e-6)
-    np.testing.assert_array_equal(rotated(x_BTNH, 0, theta=100.0), x_BTNH)
-
-
-def test_rms_norm_by_hand():
-    x_BTD = jnp.array([[[3.0, 4.0]]])  # mean square 12.5
-    out = rms_norm(x_BTD, jnp.array([2.0, 0.5]), eps=0.0)
-    np.testing.assert_allclose(out.ravel(), [6 / 12.5**0.5, 2 / 12.5**0.5], rtol=1e-6)
-    damped = rms_norm(x_BTD, jnp.ones(2), eps=12.5)
-    np.testing.assert_allclose(damped.ravel(), [3 / 5, 4 / 5], rtol=1e-6)
 
 
 def test_a_query_with_nothing_to_attend_to_stays_finite():
@@ -170,17 +87,6 @@ def test_the_samplers_parameters_have_the_axes_that_their_names_say():
     assert param_axes(samplers)["layers"][1]["q_NHD"] == ("heads", "head_dim", "width")
 
 
-@pytest.mark.parametrize("preset", ["tiny", "7b"])
-def test_every_parameter_has_one_logical_axis_a_dimension(preset):
-    _, params = abstract_params(PRESETS[preset])
-    axes = param_axes(params)
-    is_names = lambda node: isinstance(node, tuple)  # noqa: E731
-    ranks = jax.tree.map(len, axes, is_leaf=is_names)
-    assert ranks == jax.tree.map(lambda leaf: len(leaf.shape), params)
-    assert all(names[0] == "layer" for names in axes["layers"].values())
-    assert axes["embed_VD"] == ("vocab", "width")
-
-
 def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
     params = jit(lambda key: split(Transformer(SMALL, key=key))[1])(jax.random.key(1))
     _, abstract = abstract_params(SMALL)
@@ -193,17 +99,20 @@ def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
     assert (params["layers"]["k_bias_KH"] == 0).all()
 
 
-def test_bfloat16_parameters_give_bfloat16_activations_and_float32_logits(small):
-    graph, params = small
+def test_bfloat16_parameters_give_bfloat16_activations_and_float32_logits():
+    graph, abstract = abstract_params(SMALL)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
     low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
-    tokens_BT = random_tokens()
-    segment_BT = np.ones_like(tokens_BT)
+    tokens_BT = rng.integers(0, SMALL.vocab_size, (2, 6))
     hidden = jax.eval_shape(
-        lambda params: nnx.merge(graph, params).hidden(tokens_BT, segment_BT, lambda q, k, v: q),
+        lambda params: nnx.merge(graph, params).hidden(
+            tokens_BT, np.ones_like(tokens_BT), lambda q, k, v: q
+        ),
         low,
     )
     assert hidden.dtype == jnp.bfloat16
-    logits_BTV = forward(graph, low, tokens_BT, segment_BT)
+    run = jit(lambda params: nnx.merge(graph, params)(tokens_BT))
+    full_BTV, logits_BTV = run(params), run(low)
     assert logits_BTV.dtype == jnp.float32
-    full_BTV = forward(graph, params, tokens_BT, segment_BT)
     assert 0 < np.abs(logits_BTV - full_BTV).max() < 0.05 * np.abs(full_BTV).max()
