@@ -444,7 +444,7 @@ def test_neighbours_full_slots_and_restarts_change_no_bit(runs):
 @pytest.mark.slow
 def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
     """Every other group ends soon, so shards run out of work and take samples of others."""
-    monkeypatch.setattr(plan, "LEVEL_SLACK", -1.0)
+    monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)
     how = {"parts": cache_module.PARTS, "decode_options": KERNELS["cpu"].decode_options}
     cache = dataclasses.replace(TIGHT, slots=6, pages=40)
     engine, params = build(WIDE, cache, random_params(WIDE)[1], shards=4, **how)

@@ -281,7 +281,7 @@ def test_a_sample_stays_where_the_other_shard_has_too_few_pages(prompt_pages, mo
 
 @pytest.mark.parametrize("seed", range(2))
 def test_copies_are_into_pages_that_no_other_copy_reads_or_fills(seed, monkeypatch):
-    monkeypatch.setattr(plan_module, "LEVEL_SLACK", -1.0)
+    monkeypatch.setattr(plan_module, "BALANCE_SLACK", -1.0)
     rng = np.random.default_rng(seed)
     script = Script(dataclasses.replace(CACHE, pages=40, prompt_pages=60), shards=3)
     for group in range(9):

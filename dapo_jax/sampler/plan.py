@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_jax.sampler.cache import NULL_PAGE, Buckets, Cache
 
-LEVEL_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of rebalancing
+BALANCE_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of rebalancing
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,13 +119,13 @@ class Plan:
     cache_use: float
 
 
-def level(count_D: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs (from, to) of shards between which one sample each has to move to make them level.
+def rebalance(count_D: np.ndarray) -> list[tuple[int, int]]:
+    """Pairs (from, to) of shards between which one sample each has to move so that all have as many.
 
     None while the fullest shard is near the mean: all shards wait for it, but copies take time.
     """
     count_D, pairs = count_D.copy(), []
-    if count_D.max() <= 1 + (1 + LEVEL_SLACK) * count_D.mean():
+    if count_D.max() <= 1 + (1 + BALANCE_SLACK) * count_D.mean():
         return pairs
     while count_D.max() - count_D.min() > 1:
         pairs.append((int(count_D.argmax()), int(count_D.argmin())))

@@ -30,9 +30,9 @@ from dapo_jax.sampler.plan import (
     Prefix,
     block_table,
     copies,
-    level,
     prefill_calls,
     ranks,
+    rebalance,
 )
 
 
@@ -124,7 +124,7 @@ class Scheduler:
         """
         prefills = self._assign()
         preempted = self._grow()
-        moves = self._level(wait=more or bool(self._queue))
+        moves = self._rebalance(wait=more or bool(self._queue))
         recomputes = self._admit()
         shard_N, slot_N = np.nonzero(self._active_DB)
         rows_DB = self._rows_DB
@@ -303,7 +303,7 @@ class Scheduler:
             taken_D[d].append((prefix.group, sample, pages))
         return prefill_calls(taken, self.cache.recompute_buckets)
 
-    def _level(self, *, wait: bool) -> Moves:
+    def _rebalance(self, *, wait: bool) -> Moves:
         """Moves samples from full shards to others, unless to wait for prompts without a shard.
 
         First those that wait for a slot, then those with the fewest pages. Each takes a copy of its
@@ -311,7 +311,7 @@ class Scheduler:
         """
         moves = Moves([], [], [])
         count_D = self._active_DB.sum(axis=1) + self._ready_D()
-        for d, e in [] if wait else level(count_D):
+        for d, e in [] if wait else rebalance(count_D):
             if self._ready[d]:
                 prefix, sample = self._ready[d][-1]
                 if self._has_room(e, len(prefix.pages), pages=0):
