@@ -120,7 +120,7 @@ class Plan:
 
 
 def rebalance(count_D: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs (from, to) of shards between which one sample each has to move so that all have as many.
+    """Pairs (from, to) of shards between which one sample each has to move to even them out.
 
     None while the fullest shard is near the mean: all shards wait for it, but copies take time.
     """
