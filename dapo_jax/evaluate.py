@@ -18,10 +18,8 @@ import math
 import pathlib
 import re
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
@@ -29,7 +27,8 @@ from scipy.special import stdtrit
 
 from configs.base import eval_settings
 from dapo_jax import hub
-from dapo_jax.cli import command, compile_cache, config_flags
+from dapo_jax.cli import command, config_flags
+from dapo_jax.grading import Grading
 from dapo_jax.logs.display import evaluation_line
 from dapo_jax.logs.files import read_json
 from dapo_jax.logs.metrics import TASK, mean_measures
@@ -39,10 +38,9 @@ from dapo_jax.logs.record import (
     write_own_results,
     write_responses,
 )
-from dapo_jax.rollout import Grading
-from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.setup import auto_sizes, checks, components
-from dapo_jax.setup import policy as policies
+from dapo_jax.sampler.session import Session
+from dapo_jax.setup import auto_sizes, components, policy
+from dapo_jax.setup.start import Run, open_run
 from dapo_jax.tasks.base import BUILT_IN
 from dapo_jax.tasks.readers import KINDS
 from dapo_jax.types import Group, Verdict
@@ -51,7 +49,7 @@ from sharding import hosts
 # The config of a model that comes without one, and this command's flags of it: (key, help).
 ANY_MODEL = str(config_flags.ROOT / "configs" / "any_model.py")
 SHORT = {
-    "model": ("model.path", "A Hugging Face directory, or ORG/NAME; no recipe and no run needed."),
+    "model": ("model.path", "A Hugging Face directory, or ORG/NAME; no config and no run needed."),
     "k": ("eval.samples_per_prompt", "Responses a problem."),
     "temperature": ("eval.temperature", "0: greedy decoding."),
     "top_p": ("eval.top_p", "The share of the probability that is sampled from."),
@@ -193,33 +191,6 @@ class Evaluation:
         return results
 
 
-def streams(config: ConfigDict, sets: Mapping[str, components.EvalSet]) -> list[Stream]:
-    """Returns the streams of the sets, each with its own randomness, the same each time."""
-    stream = components.key(config, components.EVAL_STREAM)
-    return [
-        Stream(jax.random.fold_in(stream, zlib.crc32(name.encode())), chosen.sampling)
-        for name, chosen in sets.items()
-    ]
-
-
-def evaluate(
-    config: ConfigDict,
-    programs: components.Programs,
-    params,
-    sets: Mapping[str, components.EvalSet],
-    *,
-    report: Callable[[str], None],
-    keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
-) -> dict[str, dict[str, float]]:
-    """Evaluates the sets alone, with programs for them. `params` are the sampler's.
-
-    keep: is given each set's name and groups of responses.
-    """
-    session = Session(programs.engine, params, *streams(config, sets))
-    with Evaluation(session, sets, first_stream=0) as evaluation:
-        return evaluation.finish(report=report, keep=keep)
-
-
 def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, dict]:
     """Returns all that an evaluation's numbers depend on beside the policy, by set; JSON-able.
 
@@ -237,9 +208,9 @@ def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, d
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
 
-def chosen_recipe() -> ConfigDict:
+def chosen_config() -> ConfigDict:
     """Returns the config of --config, or that of any model, with the command's own flags in it."""
-    given, config = flags.FLAGS, CONFIG.value
+    given, config = flags.FLAGS, flags.FLAGS.config
     if not given.model and given["config"].config_filename == ANY_MODEL:
         raise ValueError("give --config=FILE, the config of the run in --workdir, or --model=DIR")
     for name, (key, _) in SHORT.items():
@@ -277,30 +248,46 @@ def named_set(text: str) -> tuple[str, dict[str, str]]:
 
 
 def main(_):
-    config, workdir = chosen_recipe(), pathlib.Path(WORKDIR.value)
-    hosts.start(several=DISTRIBUTED.value, cpu_devices=config.mesh.cpu_devices)
-    compile_cache.enable(several=DISTRIBUTED.value)
+    config, workdir, given = chosen_config(), pathlib.Path(flags.FLAGS.workdir), flags.FLAGS
+    hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
     say = print if hosts.is_main_host() else lambda message: None
     if not eval_settings(config):
         raise ValueError(
             "eval.sets has no set with k > 0: there is nothing to evaluate; add one "
             "(--set=NAME:TASK:PATH)"
         )
-    is_model = bool(flags.FLAGS.model)
-    of = model_and_data if is_model else run_and_data
-    step, policy, data = of(config, workdir, say)
-    settings = settings_of(config, policies.named(config) if is_model else None)
-    file = {name: f"{step}.{name}.{settings_label(settings[name])}" for name in data.eval_sets}
+    if given.model:
+        if (workdir / "config.json").exists():
+            raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
+        hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
+        run = open_run(config, None, "policy", reads="evaluation", fit=fit_model)
+        say(
+            f"{config.model.path}: {config.model.family} in {config.model.compute_dtype}, "
+            f"responses of at most {config.rollout.max_response_tokens:,} tokens (--max_tokens), "
+            f"{config.rollout.cache_mib:,} MiB of cache"
+        )
+    else:
+        if (workdir / "config.json").is_file():
+            config_flags.fill_open(config, read_json(workdir / "config.json"))
+        hosts.on_main(lambda: require_policy_of_run(config, workdir))
+        how = {"reads": "evaluation", "fit": lambda run: auto_sizes.fit_training(config)}
+        run = open_run(config, workdir, "policy", step=given.step, **how)
+    say("\n".join(run.data.report_lines()))
+    settings = settings_of(config, named(config) if given.model else None)
+    sets = run.data.eval_sets
+    file = {name: f"{run.step}.{name}.{settings_label(settings[name])}" for name in sets}
 
     def keep(name, groups):
         if hosts.is_main_host():
             write_responses(workdir, file[name], groups)
 
-    results = evaluate(
-        config, policy.programs, policy.weights, data.eval_sets, report=say, keep=keep
-    )
-    paths = write_own_results(workdir, step, results, settings)
-    say(evaluation_line(step, result_row(results)))
+    weights = run.sampler_weights(run.params)
+    run.params = None
+    session = Session(run.programs.engine, weights, *components.streams(config, sets))
+    with Evaluation(session, sets, first_stream=0) as evaluation:
+        results = evaluation.finish(report=say, keep=keep)
+    paths = write_own_results(workdir, run.step, results, settings)
+    say(evaluation_line(run.step, result_row(results)))
     for name, scores in results.items():
         say(interval_line(name, scores, settings[name]))
         if scores["no_answer_fraction"] > 0.8:
@@ -308,43 +295,29 @@ def main(_):
     say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
 
 
-def run_and_data(config: ConfigDict, workdir: pathlib.Path, say):
-    """(finished steps, policy, data) of the run in a directory."""
-    if (workdir / "config.json").is_file():
-        config_flags.fill_open(config, read_json(workdir / "config.json"))
-    checks.check(config)
-    hosts.on_main(lambda: require_directory(workdir))
-    hosts.on_main(lambda: policies.check_same(config, workdir))
-    hub.fetch(hub.paths(config, "data."), workdir)
-    auto_sizes.fit_training(config)  # as the run did, where its config leaves sizes open
-    data = components.load_data(config, components.tokenizer(config), training=False)
-    say("\n".join(data.report_lines()))
-    return *policies.of_run(config, workdir, STEP.value), data
-
-
-def model_and_data(config: ConfigDict, workdir: pathlib.Path, say):
-    """(0, policy, data) of model.path as it is; the results' directory must not be a run's."""
-    if (workdir / "config.json").exists():
-        raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
-    hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
-    hub.fetch(hub.paths(config, "data."))
-    auto_sizes.fit_model(config)
-    tokenizer = components.tokenizer(config)
-    data = components.load_data(config, tokenizer, training=False)
-    sets = data.eval_sets.values()
+def fit_model(run: Run) -> None:
+    """Fills in lengths and cache for the evaluation sets of a model alone."""
+    sets = run.data.eval_sets.values()
     prompts = [prompt for of_set in sets for prompt in of_set.dataset.prompts]
-    auto_sizes.fit_lengths(config, max(len(prompt.token_ids) for prompt in prompts))
-    auto_sizes.fit_cache(config, sum(len(of_set.dataset.prompts) * of_set.k for of_set in sets))
-    checks.check(config)
-    r = config.rollout
-    say("\n".join(data.report_lines()))
-    say(
-        f"{config.model.path}: {config.model.family} in {config.model.compute_dtype}, responses of "
-        f"at most {r.max_response_tokens:,} tokens (--max_tokens), {r.cache_mib:,} MiB of cache"
-    )
-    # The samplings have the lengths that were open when the data was read.
-    data = components.with_samplings(config, tokenizer, data)
-    return 0, policies.of_model(config, tokenizer), data
+    auto_sizes.fit_lengths(run.config, max(len(prompt.token_ids) for prompt in prompts))
+    auto_sizes.fit_cache(run.config, sum(len(it.dataset.prompts) * it.k for it in sets))
+
+
+def named(config: ConfigDict) -> dict:
+    """Returns the names of a model and its tokenizer, JSON-able."""
+    tokenizer = json.loads(config.tokenizer.to_json())
+    return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
+
+
+def require_policy_of_run(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses a directory that is not there, or a run of another policy.
+
+    Without a config.json there, the checkpoint's fingerprint has the run's.
+    """
+    if not workdir.is_dir():
+        raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
+    if (file := workdir / "config.json").is_file():
+        policy.require_same(config, read_json(file), f"the run in {workdir}")
 
 
 def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> str:
@@ -370,12 +343,6 @@ def no_answer_line(name: str, settings: dict, fraction: float) -> str:
     )
 
 
-def require_directory(workdir: pathlib.Path) -> None:
-    """Raises FileNotFoundError where there is no such directory."""
-    if not workdir.is_dir():
-        raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
-
-
 if __name__ == "__main__":
     for flag, (key_, help_) in SHORT.items():
         define = flags.DEFINE_string if flag == "model" else flags.DEFINE_float
@@ -384,10 +351,10 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
     if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
         sys.argv.insert(1, f"--config={ANY_MODEL}")
-    CONFIG = config_flags.define_config(sets=given_sets)
-    WORKDIR = command.define_workdir()
-    STEP = flags.DEFINE_integer(
+    config_flags.define_config(sets=given_sets)
+    command.define_workdir()
+    flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
     )
-    DISTRIBUTED = command.define_distributed()
+    command.define_distributed()
     command.run(main)

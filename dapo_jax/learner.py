@@ -1,8 +1,8 @@
 """Updates the policy: gradients summed over micro-batches, clipped, and one AdamW step.
 
-From `update` to Eq. 8: `micro_batch_loss` runs the model, `weighted_loss` is computed where the
-logits are, in it losses.policy_loss, which calls algorithm.token_policy_loss. Axis letters: M
-micro-batches, B packed rows (dapo_jax.packing), T tokens.
+From `update` to Eq. 8: `micro_batch_loss` runs the model; `losses.token_loss`, called where the
+logits are, takes a row of POLICY_LOSSES, of which `clip` is algorithm.token_policy_loss. Axis
+letters: M micro-batches, B packed rows (dapo_jax.packing), T tokens.
 """
 
 import dataclasses
@@ -16,9 +16,10 @@ import numpy as np
 import optax
 from flax import nnx, struct
 
-from dapo_jax.algorithm import importance_ratio, kl_k3
+from configs.base import KEYS
+from dapo_jax.algorithm import importance_ratio
 from dapo_jax.logprobs import chosen_logprobs, head_loss, head_loss_of_rows
-from dapo_jax.losses import high_covariance, loss_weights, policy_loss
+from dapo_jax.losses import high_covariance, loss_weights, token_loss
 from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
@@ -27,6 +28,7 @@ from models.parameters import param_axes
 from models.precision import Weights, products_in
 from sharding import hosts, rules
 
+ROW_MULTIPLE, LONG_ROW = 64, 1_024  # what is chosen of a row's length is in multiples of one
 jax.tree_util.register_dataclass(Batch)
 
 
@@ -38,32 +40,27 @@ class TrainState:
     opt_state: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Learning:
-    """The constants of an update, by their names in configs/base.py: of algo, learner and model.
+_KEYS = [
+    (name.rpartition(".")[2], type(key.default), key.default)
+    for name, key in KEYS.items()
+    if name.startswith(("algo.", "learner."))
+]
 
-    temperature: the sampler's. vocab_size: the tokenizer's.
+
+@dataclasses.dataclass(frozen=True)
+class Learning(dataclasses.make_dataclass("LossAndLearnerKeys", _KEYS, frozen=True)):
+    """The constants of an update: all keys of algo and learner (configs/base.py), and some more.
+
+    temperature: the sampler's. vocab_size: the tokenizer's. update_responses: of a mini-batch.
     """
 
-    eps_low: float
-    eps_high: float
-    dual_clip: float
-    kl_coef: float
-    adam_b1: float
-    adam_b2: float
-    adam_eps: float
-    weight_decay: float
-    max_grad_norm: float
-    temperature: float
-    vocab_size: int
-    compute_dtype: str
-    remat: str
-    lora: Lora | None
-    kernels: Kernels
-    ratio: str = "token"
-    policy_loss: str = "clip"
-    kl_cov_coef: float = 1.0
-    tis_cap: float = 0.0
+    compute_dtype: str = "bfloat16"
+    temperature: float = 1.0
+    vocab_size: int = 0
+    max_response_tokens: int = 0
+    update_responses: int = 0
+    lora: Lora | None = None
+    kernels: Kernels | None = None
 
 
 def optimizer(learning: Learning) -> optax.GradientTransformation:
@@ -82,16 +79,15 @@ DECAYS = {  # of the learning rate, from 1 to 0: the number of steps -> optax's 
 }
 
 
-def scheduled_rate(
-    step: int, *, learning_rate: float, warmup_steps: int, decay: str, num_steps: int
-) -> float:
+def scheduled_rate(step: int, learning: Learning, *, num_steps: int) -> float:
     """Warms up linearly over rollout steps, then decays; the last step is the last above 0.
 
     Step 0 trains at learning_rate / warmup_steps.
     """
-    rate = learning_rate * min(1.0, (step + 1) / max(warmup_steps, 1))
-    decayed = DECAYS[decay](max(1, num_steps - warmup_steps))
-    return rate * float(decayed(max(0, step - warmup_steps)))
+    s = learning
+    rate = s.learning_rate * min(1.0, (step + 1) / max(s.warmup_steps, 1))
+    decayed = DECAYS[s.decay](max(1, num_steps - s.warmup_steps))
+    return rate * float(decayed(max(0, step - s.warmup_steps)))
 
 
 def init_state(params, learning: Learning) -> TrainState:
@@ -125,50 +121,57 @@ def policy_weights(params, start_weights, learning: Learning):
     return start_weights | {"layers": cast(layers, learning.compute_dtype)}
 
 
-def make_batch(
-    groups: Sequence[Group],
-    advantage_PG: np.ndarray,
-    *,
-    loss_aggregation: str,
-    overlong_filtering: bool,
-    row_lengths: Sequence[int],
-    micro_batch_rows: int,
-    num_micro: int,
-    share_prompts: bool,
-    max_response_tokens: int | None = None,
-    kl_cov_share: float = 0.0,
-) -> Batch:
+def row_lengths(learning: Learning) -> tuple[int, ...]:
+    """Returns the lengths that an update's rows may have: row_tokens, then an eighth more each.
+
+    The eighth is rounded up to a whole `row_multiple`, as the TPU's attention has whole blocks.
+    """
+    row_tokens, multiple = learning.row_tokens, row_multiple(learning.row_tokens)
+    more = -(-row_tokens // (8 * multiple)) * multiple
+    return tuple(row_tokens + i * more for i in range(learning.row_lengths))
+
+
+def row_multiple(tokens: int) -> int:
+    """Returns the number of which a chosen length, or difference of lengths, is a multiple."""
+    return ROW_MULTIPLE if tokens < LONG_ROW else LONG_ROW
+
+
+def num_micro(learning: Learning) -> int:
+    """Returns as many micro-batches as the responses of an update can ever need."""
+    return -(-learning.update_responses // learning.micro_batch_rows)
+
+
+def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Learning) -> Batch:
     """Packs one mini-batch of groups into host arrays [M, B, T], each token's weight included.
 
     The weights (Eq. 12) are those of the whole mini-batch, before any split. Overlong filtering
     gives those of responses that were cut off weight 0. Rows have the one of `row_lengths` that
-    wastes the least. `num_micro` fixes the shape: responses / micro_batch_rows rounded up holds
-    any. max_response_tokens: for the average "constant". kl_cov_share: of the tokens that KL-Cov
-    holds back, by the probabilities at which they were sampled; its Eq. 10 has the current
-    policy's, the same in a step's first update.
+    wastes the least. The probabilities by which KL-Cov holds tokens back are those at which they
+    were sampled; its Eq. 10 has the current policy's, the same in a step's first update.
     """
+    s = learning
     length_R = np.concatenate([group.length_G for group in groups])
     mask_RT = np.arange(length_R.max()) < length_R[:, None]
-    if overlong_filtering:
+    if s.overlong_filtering:
         mask_RT &= np.concatenate([group.stopped_G for group in groups])[:, None]
     mask_PGT = mask_RT.reshape(*advantage_PG.shape, -1)
-    weight_PGT = loss_weights(mask_PGT, mode=loss_aggregation, max_tokens=max_response_tokens)
+    weight_PGT = loss_weights(mask_PGT, mode=s.loss_aggregation, max_tokens=s.max_response_tokens)
     packed = pack(
         groups,
         advantage_PG,
         weight_PGT.astype(np.float32),
-        row_lengths=row_lengths,
-        micro_batch_rows=micro_batch_rows,
-        share_prompts=share_prompts,
+        row_lengths=row_lengths(s),
+        micro_batch_rows=s.micro_batch_rows,
+        share_prompts=s.kernels.shares_prompts,
     )
-    if kl_cov_share > 0:
+    if s.policy_loss == "kl_cov":
         packed.is_high_cov_BT[:] = high_covariance(
             packed.behavior_logp_BT,
             packed.advantage_BT,
             packed.weight_BT > 0,
-            share=kl_cov_share,
+            share=s.kl_cov_share,
         )
-    return into_micro_batches(packed, num_micro=num_micro, rows=micro_batch_rows)
+    return into_micro_batches(packed, num_micro=num_micro(s), rows=s.micro_batch_rows)
 
 
 def batch_shardings(mesh) -> Batch:
@@ -177,37 +180,17 @@ def batch_shardings(mesh) -> Batch:
     return Batch(**rows, num_micro=rules.replicated(mesh))
 
 
-def place_batch(batch: Batch, mesh) -> Batch:
-    """Puts a batch of host arrays on the mesh."""
-    return hosts.place(batch, batch_shardings(mesh))
+def minibatch(groups, advantage_PG, learning: Learning, mesh) -> Batch:
+    """Makes one update's batch on the mesh."""
+    return hosts.place(make_batch(groups, advantage_PG, learning), batch_shardings(mesh))
 
 
-def abstract_batch(shape: tuple[int, int, int], mesh) -> Batch:
-    """Stands for a placed batch of shape [M, B, T] where an update is lowered."""
+def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
+    """Stands for a batch on the mesh, with rows of one length, where an update is lowered."""
+    shape = (num_micro(learning), learning.micro_batch_rows, row_tokens)
     rows = {name: jax.ShapeDtypeStruct(shape, d) for name, d in Batch.row_fields().items()}
-    num_micro = jax.ShapeDtypeStruct((), jnp.int32)
-    return rules.abstract(Batch(**rows, num_micro=num_micro), batch_shardings(mesh))
-
-
-def weighted_loss(logp, token: Batch, learning: Learning):
-    """Computes each token's share of the mini-batch's loss: the policy loss, and GRPO's KL term.
-
-    The weights were normalised over the whole mini-batch, so the sums of all micro-batches and
-    devices add up to the true loss (Eq. 12).
-    """
-    # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
-    logp = jnp.where(token.is_response_BT, logp, 0.0)
-    loss, _ = policy_loss(logp, token, learning)
-    if learning.kl_coef > 0:
-        loss += learning.kl_coef * kl_of(logp, token)
-    return loss * token.weight_BT
-
-
-def kl_of(logp, token: Batch):
-    """Estimates each response token's KL term against the start policy; without one it is zero."""
-    if token.reference_logp_BT is None:
-        return jnp.zeros_like(logp)
-    return kl_k3(logp, jnp.where(token.is_response_BT, token.reference_logp_BT, 0.0))
+    used = jax.ShapeDtypeStruct((), jnp.int32)
+    return rules.abstract(Batch(**rows, num_micro=used), batch_shardings(mesh))
 
 
 def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
@@ -274,7 +257,10 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
         reference_logp_BT, _ = chosen_logprobs(*run(start_weights, None), micro.target_BT, **head)
     micro = dataclasses.replace(micro, num_micro=None, reference_logp_BT=reference_logp_BT)
     evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
-    loss_of = functools.partial(weighted_loss, learning=learning)
+
+    def loss_of(logp, token):
+        return token_loss(logp, token, learning)[0]
+
     loss, logp_BT, entropy_BT = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
     return loss, metric_sums(logp_BT, entropy_BT, micro, learning)
 
@@ -301,7 +287,7 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
 
 def metric_sums(logp_BT, entropy_BT, token: Batch, learning: Learning):
     """Sums each metric over the response tokens, those of the loss included."""
-    _, indicators = policy_loss(logp_BT, token, learning)
+    _, indicators = token_loss(logp_BT, token, learning)
     gap_BT = jnp.abs(importance_ratio(logp_BT, token.behavior_logp_BT) - 1.0)
     per_token = indicators | {
         "tokens": jnp.ones_like(logp_BT),
@@ -309,7 +295,6 @@ def metric_sums(logp_BT, entropy_BT, token: Batch, learning: Learning):
         "entropy": entropy_BT,
         "mean_prob": jnp.exp(logp_BT),
         "ratio_gap": jnp.where(token.is_on_policy_BT, gap_BT, 0.0),
-        "kl": kl_of(logp_BT, token),
     }
     return jax.tree.map(lambda v: jnp.sum(jnp.where(token.is_response_BT, v, 0.0)), per_token)
 

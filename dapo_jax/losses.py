@@ -25,6 +25,7 @@ from dapo_jax.algorithm import (
     clip_indicators,
     group_advantage,
     importance_ratio,
+    kl_k3,
     token_policy_loss,
     token_weights,
 )
@@ -175,6 +176,13 @@ ADVANTAGES = {
 }
 
 
+def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str) -> np.ndarray:
+    """Computes the kept groups' advantages by a name of ADVANTAGES; other groups' are 0."""
+    advantage_PG = np.zeros_like(reward_PG)
+    advantage_PG[kept] = ADVANTAGES[scale](reward_PG[kept], length_PG[kept])
+    return advantage_PG
+
+
 def loss_weights(mask_PGT, *, mode: str, max_tokens: int | None = None) -> np.ndarray:
     """Weighs each token's loss in one update, by a name of AGGREGATIONS.
 
@@ -196,13 +204,17 @@ def loss_weights(mask_PGT, *, mode: str, max_tokens: int | None = None) -> np.nd
     return token_weights(mask_PGT.reshape(P * G, T), mode=mode).reshape(P, G, T)
 
 
-def policy_loss(logp, token: Batch, learning):
-    """Computes each token's loss by the config's ratio and policy loss: (loss, indicators).
+def token_loss(logp, token: Batch, learning):
+    """Computes each token's share of the mini-batch's loss, by the config's choices.
 
-    indicators: name -> a value for each token, such as whether a clip holds it, of which the
-    metrics have the mean over the response tokens. With learning.tis_cap the tokens that are not
-    on-policy are `truncated` instead.
+    Returns (loss, indicators): name -> a value for each token, such as whether a clip holds it, of
+    which the metrics have the mean over the response tokens. With learning.tis_cap the tokens that
+    are not on-policy are `truncated` instead; with learning.kl_coef GRPO's KL term is added. The
+    weights were normalised over the whole mini-batch, so the sums of all micro-batches and devices
+    add up to the true loss (Eq. 12).
     """
+    # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
+    logp = jnp.where(token.is_response_BT, logp, 0.0)
     compared = RATIOS[learning.ratio](logp, token)
     loss, held = POLICY_LOSSES[learning.policy_loss](compared, logp, token, learning)
     if learning.tis_cap > 0:
@@ -211,7 +223,11 @@ def policy_loss(logp, token: Batch, learning):
         loss = jnp.where(stale, stale_loss, loss)
         held = {name: value & ~stale for name, value in held.items()}
         held["clip_fraction/tis"] = capped & stale
-    return loss, held
+    kl = jnp.zeros_like(logp)
+    if token.reference_logp_BT is not None:
+        kl = kl_k3(logp, jnp.where(token.is_response_BT, token.reference_logp_BT, 0.0))
+        loss += learning.kl_coef * kl
+    return loss * token.weight_BT, held | {"kl": kl}
 
 
 def takes_old_logp(learning) -> bool:

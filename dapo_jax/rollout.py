@@ -1,22 +1,27 @@
 """Collects one step's rollouts: samples and grades a stream until enough is informative."""
 
-import bisect
-import concurrent.futures
-import math
+import dataclasses
 import operator
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from dapo_jax.algorithm import above_lowest, first_informative, informative_groups, shaped_reward
+from dapo_jax.algorithm import above_lowest, first_informative, shaped_reward
+from dapo_jax.grading import Graded, Grading
 from dapo_jax.sampler.session import Session
-from dapo_jax.types import BlockRecord, Group, Prompt, Rollouts, RolloutStats
-from sharding import hosts
+from dapo_jax.types import (
+    TRAINING,
+    BlockRecord,
+    Group,
+    PartialGroup,
+    Prompt,
+    Rollouts,
+    RolloutStats,
+)
 
-TRAINING = 0  # of a session's streams the one that is trained on
-# One thread for all: no task is asked by two at once.
-_GRADER = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grader")
+# Of the slots are idle when partial rollouts issue prompts: a prefill of one costs as
+# much as one of many.
+IDLE_SHARE = 1 / 32
 
 
 def collect(
@@ -24,6 +29,7 @@ def collect(
     prompt_at: Callable[[int], Prompt],
     grade: Callable[[Group], Group],
     cursor: int,
+    partial: Sequence[PartialGroup] = (),
     *,
     group_size: int,
     num_prompts: int,
@@ -31,62 +37,212 @@ def collect(
     expected_rate: float,
     dynamic_sampling: bool,
     report: Callable[[str], None],
+    partial_rollout_steps: int = 0,
     success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G"),
     on_other_groups: Callable[[Sequence[Group]], None] = lambda finished: None,
 ) -> Rollouts:
     """Samples a stream of groups until `num_prompts` are informative (dynamic sampling, Eq. 11).
 
     A group is informative if some but not all of it is a success: bool [G], by default raw
-    correctness. The policy is frozen meanwhile.
-    The first informative groups in prompt order are kept, as if prompts had been sampled batch
-    after batch and waited for: neither length nor speed of a response decides. Groups are
-    graded in the background while decoding goes on. Prompts are issued as slots fall idle, as
-    many as the share of informative groups so far lets expect to be needed (`expected_rate`
-    before there are any). After `max_prompts` there may be fewer groups than wanted, or none: the
-    caller decides what to do then. Without dynamic sampling the first `num_prompts` are all kept.
+    correctness. The policy is frozen meanwhile. Groups are graded in the background while decoding
+    goes on. `InOrder` says which prompts are issued and which groups are kept; with
+    `partial_rollout_steps`, the most steps for which a group goes on, `AnyOrder`. After
+    `max_prompts` there may be fewer groups than wanted, or none: the caller decides what to do
+    then. Without dynamic sampling all groups count.
 
     The session may have groups of other streams, submitted before: they are sampled in order, and
-    those that are unfinished when training has its groups stay so. Which groups are kept does not
-    depend on them; how many prompts are issued does, as slots fall idle at other times.
+    those that are unfinished when training has its groups stay so.
 
     prompt_at(cursor): the stream's prompts. grade(group): the group with texts and verdicts; every
-    process grades its share of the groups, and all get all verdicts. on_other_groups: called
-    with the groups of other streams that finish.
+    process grades its share of the groups, and all get all verdicts. partial: the groups of the
+    step before that go on. expected_rate: the share of informative groups before there are any.
+    on_other_groups: called with the groups of other streams that finish.
     """
-    limit = cursor + (max_prompts if dynamic_sampling else num_prompts)
-    known = Known(cursor, success, prior_rate=expected_rate, prior_groups=num_prompts / 4)
-    issued = 0
+    keeps = partial_rollout_steps > 0
+    if keeps and not dynamic_sampling:
+        expected_rate, success = 1.0, lambda group: np.array([True, False])
+    graded = Graded(cursor, success, prior_rate=expected_rate, prior_groups=num_prompts / 4)
+    most = max_prompts if dynamic_sampling or keeps else num_prompts
+    step = InOrder(session, graded, cursor, num_prompts, most, dynamic_sampling)
+    if keeps:
+        due = {it.cursor for it in partial if it.age_steps >= partial_rollout_steps}
+        most_groups = num_prompts * (1 + partial_rollout_steps)
+        step = AnyOrder(*vars(step).values(), due, len(partial), most_groups, expected_rate)
+    ended, under_way = [], set(session.unfinished)
+    for it in partial:
+        if not any(it.unfinished_G):
+            ended.append(Group(it.cursor, prompt_at(it.cursor), it.responses))
+        elif (TRAINING, it.cursor) not in under_way:
+            prompt = prompt_at(it.cursor)
+            session.submit(it.cursor, prompt, group_size=group_size, partial=it, keeps=True)
     with Grading(grade) as grading:
-        while True:
-            # No group behind enough informative ones can be among the first.
-            enough = dynamic_sampling and len(known.informative) >= num_prompts
-            end = known.informative[num_prompts - 1] + 1 if enough else limit
-            for stream, place in session.unfinished:
-                if stream == TRAINING and place >= end:
-                    session.cancel(place)
-            if known.end >= end:
-                break
-            more = False
-            while cursor + issued < end:
-                expected = known.expected_informative(issued)
-                if dynamic_sampling and (session.idle_slots == 0 or expected >= num_prompts):
-                    more = expected < num_prompts
-                    break
-                place = cursor + issued
-                session.submit(place, prompt_at(place), group_size=group_size)
-                issued += 1
-            found = f"{len(known.informative)} informative of " if dynamic_sampling else ""
-            report(f"rollout: {found}{len(known.groups)} groups, {num_prompts} wanted")
-            finished = session.step(more=more) if session.unfinished else []
-            on_other_groups([group for group in finished if group.stream != TRAINING])
-            known.add(grading.exchange([g for g in finished if g.stream == TRAINING]))
-    sampled = [known.groups[place] for place in range(cursor, end)]
-    kept = np.arange(num_prompts)
+        graded.add([*grading.exchange(ended), *grading.exchange([])])
+        while not step.has_enough():
+            for place in step.prompts():
+                session.submit(place, prompt_at(place), group_size=group_size, keeps=keeps)
+            found = f"{len(graded.informative)} informative of {len(graded.groups)} groups"
+            report(f"rollout: {found}, {num_prompts} wanted")
+            done = session.step(more=step.wants_more()) if session.unfinished else []
+            on_other_groups([group for group in done if group.stream != TRAINING])
+            graded.add(grading.exchange([group for group in done if group.stream == TRAINING]))
+        if keeps:
+            graded.add(grading.exchange([]))
+    sampled, end, go_on = step.result()
+    kept = np.arange(min(num_prompts, len(sampled)))
     if dynamic_sampling:
         success_PG = np.stack([success(group) for group in sampled])
         kept = first_informative(success_PG, num_prompts=num_prompts)
-    stats = rollout_stats(session, requests=issued * group_size, grading_seconds=grading.seconds)
-    return Rollouts(sampled, kept, end, issued, stats)
+    requests = step.issued * group_size
+    return Rollouts(
+        sampled=sampled,
+        kept=kept,
+        cursor=end,
+        issued=len(sampled) if keeps else step.issued,
+        stats=rollout_stats(session, requests=requests, grading_seconds=grading.seconds),
+        partial=go_on,
+        continued_tokens=sum(it.tokens for it in partial),
+    )
+
+
+@dataclasses.dataclass
+class InOrder:
+    """Keeps the first informative groups in prompt order, whatever their lengths.
+
+    These are the groups that sampling batch after batch, waiting for each, would keep: neither
+    length nor speed of a response decides. Prompts are issued as slots fall idle, as many as the
+    share of informative groups so far lets expect to be needed. Which groups are kept does not
+    depend on groups of other streams; how many prompts are issued does.
+    """
+
+    session: Session
+    graded: Graded
+    cursor: int
+    num_prompts: int
+    max_prompts: int
+    dynamic_sampling: bool
+    issued: int = 0
+
+    @property
+    def end(self) -> int:
+        """The cursor behind all groups that can be kept."""
+        # No group behind enough informative ones can be among the first.
+        informative = self.graded.informative
+        if self.dynamic_sampling and len(informative) >= self.num_prompts:
+            return informative[self.num_prompts - 1] + 1
+        return self.cursor + self.max_prompts
+
+    def has_enough(self) -> bool:
+        """Returns whether all groups up to the last kept one are graded; cancels those behind."""
+        for stream, place in self.session.unfinished:
+            if stream == TRAINING and place >= self.end:
+                self.session.cancel(place)
+        return self.graded.end >= self.end
+
+    def prompts(self) -> Iterator[int]:
+        """Yields the cursors of the prompts to issue before the next block."""
+        while self.cursor + self.issued < self.end:
+            if self.dynamic_sampling and not (self.session.idle_slots and self.wants_more()):
+                return
+            self.issued += 1
+            yield self.cursor + self.issued - 1
+
+    def wants_more(self) -> bool:
+        """Returns whether prompts would be issued if there were idle slots."""
+        expected = self.graded.expected_informative(self.issued)
+        open_ = self.dynamic_sampling and self.cursor + self.issued < self.end
+        return open_ and expected < self.num_prompts
+
+    def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
+        """Returns (the groups up to the last one kept, the next cursor, none that goes on)."""
+        return [self.graded.groups[i] for i in range(self.cursor, self.end)], self.end, []
+
+
+@dataclasses.dataclass
+class AnyOrder(InOrder):
+    """Takes the groups that are complete first, and lets the others go on (partial rollouts).
+
+    No slot waits for the longest response (Kimi k1.5, arXiv 2501.12599, section 2.6.2; APRIL, arXiv
+    2509.18521). A response may have tokens of several policies, each with the log-probability at
+    which it was sampled, so that every ratio (Eq. 8) is to the policy that sampled the token.
+
+    Of the groups that are complete the first in prompt order are kept; others that are informative
+    go on too, complete as they are. A step does not end before the groups that are `due`, as old
+    as a group may be, are complete; of these the last that it has no use for are discarded. So that
+    there are few, no more prompts are issued than give `most_groups`, by the share `rate` of groups
+    that is expected to be informative. A step that finds nothing partial waits for the first groups
+    in prompt order, as `InOrder` does: those that are complete first are the short ones.
+
+    Which groups a step trains on depends on lengths, on the slots, on evaluations beside and on
+    checkpoint.every_steps: with the same of these a run is repeated and resumed bitwise.
+    """
+
+    due: set[int] = frozenset()
+    num_partial: int = 0
+    most_groups: int = 0
+    rate: float = 1.0
+
+    def has_enough(self) -> bool:
+        """Returns whether enough groups are complete, and none that is waited for is not."""
+        waiting, informative = self.session.unfinished, self.graded.informative
+        if len(informative) < self.num_prompts:
+            return self.issued == self.max_prompts and not waiting
+        last = informative[self.num_prompts - 1]
+        return not any(
+            stream != TRAINING or place in self.due or (not self.num_partial and place < last)
+            for stream, place in waiting
+        )
+
+    def prompts(self) -> Iterator[int]:
+        """Yields the cursors of the prompts to issue before the next block."""
+        if self.session.idle_slots >= IDLE_SHARE * self.session.slots:
+            while self.session.idle_slots and self.wants_more():
+                self.issued += 1
+                yield self.cursor + self.issued - 1
+
+    def wants_more(self) -> bool:
+        """Returns whether prompts would be issued if there were idle slots."""
+        unknown = self.num_partial + self.issued - len(self.graded.groups)
+        expected = len(self.graded.informative) + self.rate * unknown
+        return self.issued < self.max_prompts and expected < self.most_groups
+
+    def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
+        """Returns (the complete groups to train on or discard, the next cursor, those to go on)."""
+        groups = self.graded.groups
+        extra = {p for p in self.graded.informative[self.num_prompts :] if p not in self.due}
+        sampled = [groups[place] for place in sorted(groups.keys() - extra)]
+        go_on = [*self.session.pause(TRAINING), *(_complete(groups[place]) for place in extra)]
+        next_cursor = self.cursor + self.issued
+        return sampled, next_cursor, sorted(go_on, key=operator.attrgetter("cursor"))
+
+
+def _complete(group: Group) -> PartialGroup:
+    """Carries a group of which all responses have ended."""
+    responses = tuple(response.continued() for response in group.responses)
+    return PartialGroup(group.cursor, responses, (False,) * len(responses))
+
+
+def continued(
+    cursor: int,
+    partial: Sequence[PartialGroup],
+    *,
+    go_on: bool,
+    group_size: int,
+    max_tokens: int,
+) -> tuple[int, Sequence[PartialGroup]]:
+    """Returns (next cursor, partial groups) of a step; a fork's config may not take the parent's.
+
+    Their prompts are then sampled anew.
+    """
+    fit = all(
+        len(it.responses) == group_size
+        and len(response.tokens_T) <= max_tokens
+        and (response.stopped or unfinished or len(response.tokens_T) == max_tokens)
+        for it in partial
+        for response, unfinished in zip(it.responses, it.unfinished_G, strict=True)
+    )
+    if go_on and fit:
+        return cursor, partial
+    return min([cursor, *(it.cursor for it in partial)]), ()
 
 
 def success_by(filter_groups: str, **overlong) -> Callable[[Group], np.ndarray]:
@@ -101,85 +257,6 @@ def success_by(filter_groups: str, **overlong) -> Callable[[Group], np.ndarray]:
         return above_lowest(reward_G[None])[0]
 
     return {"correctness": operator.attrgetter("correct_G"), "reward": by_reward}[filter_groups]
-
-
-class Known:
-    """Keeps the graded groups of a step, which finish in any order.
-
-    groups: by cursor. informative: the cursors of those that are, ascending. end: the cursor of
-    the first group that is not graded yet.
-    """
-
-    def __init__(self, cursor: int, success, *, prior_rate: float = 1.0, prior_groups: float = 1.0):
-        self.groups: dict[int, Group] = {}
-        self.informative: list[int] = []
-        self.end = self._start = cursor
-        self.success = success
-        self._prior_rate, self._prior_groups = prior_rate, prior_groups
-
-    def add(self, groups: Sequence[Group]) -> None:
-        """Adds graded groups."""
-        for group in groups:
-            self.groups[group.cursor] = group
-            if informative_groups(self.success(group)[None])[0]:
-                bisect.insort(self.informative, group.cursor)
-        while self.end in self.groups:
-            self.end += 1
-
-    def expected_informative(self, issued: int) -> float:
-        """Estimates the informative groups among all issued ones, less one standard deviation.
-
-        The share of informative ones is that of the groups in order: those that finished early
-        may be of another kind. The prior counts like a quarter of the step.
-        """
-        in_order = self.end - self._start
-        informative = bisect.bisect_left(self.informative, self.end)
-        rate = informative + self._prior_rate * self._prior_groups
-        rate /= in_order + self._prior_groups
-        under_way = issued - len(self.groups)
-        spread = math.sqrt(under_way * rate * (1 - rate))
-        return len(self.informative) + under_way * rate - spread
-
-
-class Grading:
-    """Grades finished groups behind the decoding of the next block, a share on each process.
-
-    Verdicts are used one block after the group finished, waiting if need be, so that what is
-    issued when does not depend on the grader's speed. Leaving the context gives up what is pending.
-    seconds: of grading, and of waiting for it.
-    """
-
-    def __init__(self, grade: Callable[[Group], Group]):
-        self.seconds = {"verify": 0.0, "verify_wait": 0.0}
-        self._grade = grade
-        self._pending: list[tuple[Group, concurrent.futures.Future | None]] = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        jobs = [job for _, job in self._pending if job is not None]
-        concurrent.futures.wait([job for job in jobs if not job.cancel()])
-
-    def exchange(self, finished: Sequence[Group]) -> list[Group]:
-        """Begins to grade groups; returns those of the call before, graded, in their order."""
-        pending, self._pending = self._pending, []
-        for group in finished:
-            mine = hosts.is_mine(group.cursor)
-            self._pending.append((group, _GRADER.submit(self._timed, group) if mine else None))
-        if not pending:
-            return []
-        start = time.perf_counter()
-        mine = {i: job.result().grades for i, (_, job) in enumerate(pending) if job is not None}
-        grades = {i: it for share in hosts.gather(mine) for i, it in share.items()}
-        self.seconds["verify_wait"] += time.perf_counter() - start
-        return [group.graded(*grades[i]) for i, (group, _) in enumerate(pending)]
-
-    def _timed(self, group: Group) -> Group:
-        start = time.perf_counter()
-        group = self._grade(group)
-        self.seconds["verify"] += time.perf_counter() - start
-        return group
 
 
 def rollout_stats(

@@ -20,14 +20,12 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import any_model
-from dapo_jax import hub
-from dapo_jax.cli import command, compile_cache
+from dapo_jax.cli import command
 from dapo_jax.printable import printable_lines
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.setup import auto_sizes, checks, components
-from dapo_jax.setup import policy as policies
-from dapo_jax.setup.policy import Policy
+from dapo_jax.setup import auto_sizes, components, policy
+from dapo_jax.setup.start import Run, open_run
 from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Example, Message, Prompt, Response
@@ -38,7 +36,7 @@ BLOCK_TOKENS, PAGE_TOKENS = 4, 128  # decode steps between two looks at what the
 
 
 def answers(
-    policy: Policy,
+    run: Run,
     sampling: Sampling,
     messages: Sequence[Message],
     *,
@@ -52,12 +50,12 @@ def answers(
     ValueError for a prompt that is empty, or longer than the cache was planned for.
     """
     prompt = Prompt(
-        np.asarray(policy.tokenizer.encode_chat(messages), np.int32),
+        np.asarray(run.tokenizer.encode_chat(messages), np.int32),
         Example(tuple(messages), "", "typed", cursor),
         "typed",
     )
-    key = jax.random.fold_in(components.key(policy.config, components.EVAL_STREAM), seed)
-    session = Session(policy.programs.engine, policy.weights, Stream(key, sampling))
+    key = jax.random.fold_in(components.key(run.config, components.EVAL_STREAM), seed)
+    session = Session(run.programs.engine, run.params, Stream(key, sampling))
     session.submit(cursor, prompt, group_size=n)
     while session.unfinished:
         if finished := session.step():
@@ -74,16 +72,16 @@ def shown(text: str, response: Response, tokenizer) -> str:
     return whole[len(text) :] if whole.startswith(text) else ""
 
 
-def answer(policy: Policy, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> None:
+def answer(run: Run, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> None:
     """Prints the responses, the first one as it is sampled."""
     start, text, responses = time.perf_counter(), "", []
-    for responses in answers(policy, sampling, messages, n=n, cursor=cursor, seed=seed):
-        added = shown(text, responses[0], policy.tokenizer)
+    for responses in answers(run, sampling, messages, n=n, cursor=cursor, seed=seed):
+        added = shown(text, responses[0], run.tokenizer)
         text += added
         print(printable_lines(added), end="", flush=True)
     print(flush=True)
     for i, response in enumerate(responses[1:], start=2):
-        whole = policy.tokenizer.decode(response.tokens_T.tolist())
+        whole = run.tokenizer.decode(response.tokens_T.tolist())
         print(f"--- {i} of {n}\n{printable_lines(whole)}", flush=True)
     seconds, tokens = time.perf_counter() - start, sum(len(r.tokens_T) for r in responses)
     cut = sum(not response.stopped for response in responses)
@@ -91,7 +89,7 @@ def answer(policy: Policy, sampling: Sampling, messages, *, n: int, cursor: int,
     print(f"[{tokens} tokens in {seconds:.1f} s{note}]", file=sys.stderr, flush=True)
 
 
-def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
+def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
     """(the policy that the flags name, the template around a question).
 
     Raises FileNotFoundError and ValueError where there is none, or the prompt is too long.
@@ -101,13 +99,11 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
         raise ValueError("give --workdir=DIR, a run's, or --model=DIR, a model's: one of the two")
     workdir = pathlib.Path(given.workdir) if given.workdir else None
     if workdir:
-        config = policies.run_recipe(workdir, trust_code=given.trust_code)
+        config = policy.run_config(workdir, trust_code=given.trust_code)
     else:
         config = any_model.get_config()
-    r = config.rollout
-    if given.model:
         config.model.path = given.model
-    hub.fetch(hub.paths(config, "data.", "eval."), workdir)
+    r = config.rollout
     template = given.template or (trained_with(config) if workdir else "none")
     if given.chat or config.tokenizer.chat == "auto":
         config.tokenizer.chat = "template" if given.chat else "none"
@@ -116,39 +112,35 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     r.partial_rollout_steps, r.cache_mib = 0, 0
     config.algo.overlong_cache_tokens = config.learner.row_tokens = 0
     if config.model.path:
-        _fit_lengths(config, prompt, template)
-    auto_sizes.fit_cache(config, n)
-    checks.check(config)
-    if workdir:
-        step, policy = policies.of_run(config, workdir, given.step, but=("tokenizer.chat",))
-        where = f"{workdir} after {step} steps"
-    else:
-        policy, where = policies.of_model(config, components.tokenizer(config)), given.model
+        r.max_prompt_tokens = 0
+
+    def fit(run: Run) -> None:
+        """Makes room for the prompt, or a typed one, and for responses behind it."""
+        if config.model.path:
+            most = r.max_prompt_tokens
+            tokens = min(TALK_TOKENS, most if r.max_response_tokens else most // 2)
+            if prompt is not None:
+                tokens = len(run.tokenizer.encode_chat(templated(prompt, template)))
+            if tokens > most:
+                raise ValueError(
+                    f"--prompt has {tokens} tokens, but only {most} fit before a response of "
+                    f"--max_tokens={r.max_response_tokens or 1}"
+                )
+            auto_sizes.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
+        auto_sizes.fit_cache(config, n)
+
+    how = {"reads": "", "fit": fit, "step": given.step, "may_differ": ("tokenizer.chat",)}
+    run = open_run(config, workdir, "policy", **how)
     if given.chat:
         asks = "its chat template"
     elif template == "none" and not given.template:
         asks = _unknown(config)
     else:
         asks = f"template {template!r}"
+    where = f"{workdir} after {run.step} steps" if workdir else given.model
     print(f"{where}, {asks}", file=sys.stderr)
-    return policy, template
-
-
-def _fit_lengths(config: ConfigDict, prompt: str | None, template: str) -> None:
-    """Makes room for the prompt, or a typed one, and for a response behind it."""
-    r, wanted = config.rollout, config.rollout.max_response_tokens
-    r.max_prompt_tokens = 0
-    auto_sizes.fit_model(config)
-    if prompt is None:
-        tokens = min(TALK_TOKENS, r.max_prompt_tokens if wanted else r.max_prompt_tokens // 2)
-    else:
-        tokens = len(components.tokenizer(config).encode_chat(templated(prompt, template)))
-    if tokens > r.max_prompt_tokens:
-        raise ValueError(
-            f"--prompt has {tokens} tokens, but only {r.max_prompt_tokens} fit before a response "
-            f"of --max_tokens={wanted or 1}"
-        )
-    auto_sizes.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
+    run.params = run.sampler_weights(run.params)
+    return run, template
 
 
 def trained_with(config: ConfigDict) -> str:
@@ -170,32 +162,31 @@ def _unknown(config: ConfigDict) -> str:
 
 def main(_):
     hosts.start(several=False, cpu_devices=0)
-    compile_cache.enable(several=False)
     given = flags.FLAGS
     sys.stdout.reconfigure(errors="backslashreplace")  # a response may hold any character
     if sys.stdin:
         sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()
-    policy, template = load(given.prompt, n=given.n)
+    run, template = load(given.prompt, n=given.n)
     how = {"temperature": given.temperature, "top_p": given.top_p}
     sampling = components.sampling(
-        policy.config,
-        policy.tokenizer,
+        run.config,
+        run.tokenizer,
         **{name: value for name, value in how.items() if value is not None},
     )
-    policy.programs.engine.compile(sampling)
+    run.programs.engine.compile(sampling)
     print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     if given.prompt is not None:
         turn = templated(given.prompt, template)
-        answer(policy, sampling, turn, n=given.n, cursor=0, seed=given.seed)
+        answer(run, sampling, turn, n=given.n, cursor=0, seed=given.seed)
         return
-    most = policy.config.rollout.max_prompt_tokens
+    most = run.config.rollout.max_prompt_tokens
     for cursor, line in enumerate(typed()):
         turn = templated(line, template)
-        if (tokens := len(policy.tokenizer.encode_chat(turn))) > most:
+        if (tokens := len(run.tokenizer.encode_chat(turn))) > most:
             print(f"[{tokens:,} tokens, of {most:,} at most: not answered]", file=sys.stderr)
         else:
-            answer(policy, sampling, turn, n=given.n, cursor=cursor, seed=given.seed)
+            answer(run, sampling, turn, n=given.n, cursor=cursor, seed=given.seed)
 
 
 def typed() -> Iterator[str]:

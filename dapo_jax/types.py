@@ -95,6 +95,9 @@ class Response:
         return dataclasses.replace(self, ends=ends, text=None, verdict=None)
 
 
+TRAINING = 0  # of a session's streams the one that is trained on
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """One prompt and its G responses, by sample index; `cursor` is its place in the stream.

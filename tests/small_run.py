@@ -15,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from dapo_jax import train
 from dapo_jax.cli import command
 from dapo_jax.sampler import cache
-from dapo_jax.setup.start import Origin
+from dapo_jax.setup.start import Parent
 from experiments.faults.config import get_config
 from sharding import hosts
 
@@ -32,8 +32,8 @@ def main(workdir: str, devices: str, steps: str, start: str = "", checkpoints: s
     hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=int(devices))
     try:
         with hosts.ending_when_a_peer_is_lost():
-            origin = Origin.parse(start) if start else None
-            train.train(config, pathlib.Path(workdir), origin)
+            parent = Parent.parse(start) if start else None
+            train.train(config, pathlib.Path(workdir), parent)
     except Exception as error:
         command.end_all(repr(error))
         raise

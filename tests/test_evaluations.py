@@ -12,7 +12,8 @@ from processes import ran
 from configs import any_model, base, tiny
 from dapo_jax import evaluate, sample
 from dapo_jax.logs import record
-from dapo_jax.setup import auto_sizes, checks, components, policy
+from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.setup.start import open_run
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Response
 from tests import quick
@@ -27,7 +28,7 @@ def chosen(*given):
         "from dapo_jax.cli import command\n"
         "def run(main):\n"
         "    command.parse_flags(sys.argv)\n"
-        "    print(main.__globals__['chosen_recipe']().to_json_best_effort())\n"
+        "    print(main.__globals__['chosen_config']().to_json_best_effort())\n"
         "command.run = run\n"
         "runpy.run_module('dapo_jax.evaluate', run_name='__main__', alter_sys=True)\n"
     )
@@ -158,7 +159,7 @@ def test_another_model_or_tokenizer_has_files_of_its_own():
     config, labels = tiny.get_config(), set()
     for changes in ({}, {"model.path": "another"}, {"tokenizer.chat": "template"}):
         config.update_from_flattened_dict(changes)
-        (settings,) = evaluate.settings_of(config, policy.named(config)).values()
+        (settings,) = evaluate.settings_of(config, evaluate.named(config)).values()
         assert settings["model"] == config.model.path
         labels.add(record.settings_label(settings))
     assert len(labels) == 3
@@ -219,7 +220,8 @@ def test_an_answer_grows_token_by_token(monkeypatch):
     monkeypatch.setattr("jax.jit", quick.jit)
     config = fitted(96, 2, **{"rollout.max_response_tokens": 48})
     config.rollout.block_tokens, config.rollout.page_tokens = 4, 32
-    it = policy.of_model(config, components.tokenizer(config))
+    it = open_run(config, None, "policy", reads="")
+    it.params = it.sampler_weights(it.params)
     sampling = components.sampling(config, it.tokenizer)
     messages = templated("7+5*2-3", "dapo")
     looks = list(sample.answers(it, sampling, messages, n=2, cursor=0))

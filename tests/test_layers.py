@@ -13,7 +13,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 FLOORS = (
     ("experiments",),
     ("dapo_jax.train", "dapo_jax.sweep"),
-    ("dapo_jax.lifetime",),
     ("dapo_jax.evaluate", "dapo_jax.sample", "dapo_jax.convert", "dapo_jax.preflight"),
     ("dapo_jax.report",),
     ("dapo_jax.setup",),
@@ -21,9 +20,8 @@ FLOORS = (
     ("dapo_jax.hub",),
     ("dapo_jax.logs",),
     ("dapo_jax.cli",),
-    ("dapo_jax.partial_rollouts",),
     ("dapo_jax.rollout",),
-    ("dapo_jax.sampler", "dapo_jax.learner"),
+    ("dapo_jax.sampler", "dapo_jax.learner", "dapo_jax.grading"),
     ("dapo_jax.logprobs", "dapo_jax.losses"),
     ("models", "dapo_jax.tasks", "dapo_jax.packing"),
     ("dapo_jax.verifier",),
@@ -234,5 +232,5 @@ def test_a_start_of_training_loads_no_report():
     """Each process of a pod loaded matplotlib and jinja2 before its first step."""
     program = "import dapo_jax.train, sys; print([*sys.modules])"
     names = {name.split("'")[1] for name in ran("-c", program).stdout.split(",")}
-    assert "dapo_jax.lifetime" in names
+    assert "dapo_jax.setup.start" in names
     assert not names & {"dapo_jax.report", "matplotlib", "jinja2"}

@@ -22,7 +22,7 @@ from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, tokens_before, totals
 from dapo_jax.rollout import success_by
 from dapo_jax.setup import checks
-from dapo_jax.setup.start import Origin, origin_of
+from dapo_jax.setup.start import Parent, open_run, parent_of
 from dapo_jax.types import Group, Response, Rollouts, Verdict
 
 
@@ -46,7 +46,7 @@ def parent(tmp_path_factory) -> pathlib.Path:
 def fork(parent) -> pathlib.Path:
     """A fork of its parent's own config, stopped after a step and resumed without --start."""
     workdir, before = parent.with_name("fork"), content_of(parent)
-    train.train(recipe(num_steps=2), workdir, Origin.parse(f"run:{parent}@1"))
+    train.train(recipe(num_steps=2), workdir, Parent.parse(f"run:{parent}@1"))
     train.train(recipe(), workdir)
     assert content_of(parent) == before
     return workdir
@@ -83,7 +83,7 @@ def test_a_fork_of_the_same_recipe_continues_as_its_parent_did_bitwise(parent, f
     ] * 2
     assert not list(fork.glob("metrics.cut*"))
     with pytest.raises(ValueError, match=r"@3, but .* holds a run that began with run:.*@1"):
-        start(recipe(), fork, Origin.parse(f"run:{parent}@3"))
+        start(recipe(), fork, Parent.parse(f"run:{parent}@3"))
 
 
 def test_a_fork_is_evaluated_before_its_first_step(parent, fork):
@@ -94,11 +94,11 @@ def test_a_fork_is_evaluated_before_its_first_step(parent, fork):
     assert last == theirs
 
 
-def start(config, workdir: pathlib.Path, origin: Origin | None):
+def start(config, workdir: pathlib.Path, origin: Parent | None):
     """Starts a run up to its first step, and returns what it would go on with."""
     with contextlib.ExitStack() as stack:
-        run, _, progress = train.begin(config, workdir, stack, origin)
-        return run, progress
+        run = open_run(config, workdir, "training", parent=origin, stack=stack)
+        return run, run.progress
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def start(config, workdir: pathlib.Path, origin: Origin | None):
 def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings, step, message):
     before = content_of(parent)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        start(recipe(**settings), tmp_path / "new", Origin.parse(f"run:{parent}@{step}"))
+        start(recipe(**settings), tmp_path / "new", Parent.parse(f"run:{parent}@{step}"))
     assert content_of(parent) == before
     assert not (tmp_path / "new" / "config.json").exists()
 
@@ -124,23 +124,23 @@ def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings,
 def test_a_refused_fork_leaves_its_folder_to_any_run(parent, tmp_path):
     """The start of the refused one is on record, and would have been what the next begins with."""
     with pytest.raises(FileNotFoundError, match="no checkpoint 4"):
-        start(recipe(), tmp_path, Origin.parse(f"run:{parent}@4"))
+        start(recipe(), tmp_path, Parent.parse(f"run:{parent}@4"))
     run, progress = start(recipe(), tmp_path, None)
-    assert (run.first_step, run.begin_step, progress.cursor) == (0, 0, 0)
+    assert (run.step, run.begin_step, progress.cursor) == (0, 0, 0)
     with pytest.raises(ValueError, match="holds a run that began without a --start"):
-        start(recipe(), tmp_path, Origin.parse(f"run:{parent}@2"))
+        start(recipe(), tmp_path, Parent.parse(f"run:{parent}@2"))
 
 
 def test_a_fork_without_a_checkpoint_of_its_own_begins_with_the_parent_again(parent, tmp_path):
     """Killed in its first steps, it is begun again, with --start or without."""
-    origin = Origin.parse(f"run:{parent}@2")
+    origin = Parent.parse(f"run:{parent}@2")
     config = recipe(**{"checkpoint.every_steps": 50})
     start(config, tmp_path, origin)
     rows = (parent / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_bytes(rows[2])
     for given in (None, origin):
         run, progress = start(config, tmp_path, given)
-        assert (run.first_step, run.begin_step) == (2, 2)
+        assert (run.step, run.begin_step) == (2, 2)
         assert progress.row["step"] == 1
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     assert (tmp_path / "metrics.cut-1.jsonl").read_bytes() == rows[2]
@@ -156,26 +156,26 @@ def test_a_damaged_parent_is_named_and_left_as_it_is(parent, tmp_path):
     with pytest.raises(
         DamagedError, match=r"--start=run:.*@2: checkpoint 2 cannot be read .*\[1, 3\]"
     ):
-        start(recipe(), tmp_path / "new", Origin.parse(f"run:{theirs}@2"))
+        start(recipe(), tmp_path / "new", Parent.parse(f"run:{theirs}@2"))
     assert content_of(theirs) == before
 
 
 @pytest.mark.slow
 def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_path):
     """On a pod the workdir goes with the machine, and the parent's too."""
-    gone, origin = parent.with_name("gone"), Origin.parse(f"run:{parent}@1")
+    gone, origin = parent.with_name("gone"), Parent.parse(f"run:{parent}@1")
     config = recipe(**{"checkpoint.directory": str(fork / "checkpoints"), "eval.every_steps": 0})
     parent.rename(gone)
     try:
         for name, given in (("a", origin), ("b", None)):
             run, _ = start(config, tmp_path / name, given)
-            assert (run.first_step, run.begin_step) == (3, 1)
+            assert (run.step, run.begin_step) == (3, 1)
             assert [row["step"] for row in rows_without_timings(tmp_path / name)] == [2]
     finally:
         gone.rename(parent)
     message = r"--start is 'run:.*@2', but it began from run:.*@1"
     with pytest.raises(fingerprint.OtherRunError, match=message):
-        start(config, tmp_path / "c", Origin.parse(f"run:{parent}@2"))
+        start(config, tmp_path / "c", Parent.parse(f"run:{parent}@2"))
     # A config that names its directory gives it to a fork as well.
     config.checkpoint.directory = str(parent / "checkpoints")
     with pytest.raises(fingerprint.OtherRunError, match="but it began without one"):
@@ -187,16 +187,16 @@ def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_
 )
 def test_any_other_form_of_start_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match=r"^--start is '.*', but must be run:DIR@STEP: .*$"):
-        Origin.parse(text)
+        Parent.parse(text)
 
 
 def test_start_reads_a_folder_of_any_name_as_an_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    origin = Origin.parse("run:lr@1e-5:b@20")
-    assert origin == Origin(tmp_path.resolve() / "lr@1e-5:b", 20)
-    assert Origin.parse(str(origin)) == origin
+    origin = Parent.parse("run:lr@1e-5:b@20")
+    assert origin == Parent(tmp_path.resolve() / "lr@1e-5:b", 20)
+    assert Parent.parse(str(origin)) == origin
     with pytest.raises(ValueError, match="is the run in --workdir itself"):
-        origin_of(pathlib.Path("lr@1e-5:b"), origin)
+        parent_of(pathlib.Path("lr@1e-5:b"), origin)
 
 
 def test_a_fork_needs_a_run(tmp_path):
@@ -204,11 +204,11 @@ def test_a_fork_needs_a_run(tmp_path):
     file.touch()
     for folder in (tmp_path / "absent", tmp_path, file, recipe().model.path):
         with pytest.raises(FileNotFoundError, match=r"config.json is missing, or no run's config"):
-            start(recipe(), tmp_path / "new", Origin.parse(f"run:{folder}@2"))
+            start(recipe(), tmp_path / "new", Parent.parse(f"run:{folder}@2"))
         assert not (tmp_path / "absent").exists()
     (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": "", "keep": 2}}))
     with pytest.raises(FileNotFoundError, match=r"/checkpoints, where its run had its checkpoints"):
-        start(recipe(), tmp_path / "new", Origin.parse(f"run:{tmp_path}@2"))
+        start(recipe(), tmp_path / "new", Parent.parse(f"run:{tmp_path}@2"))
 
 
 def test_a_path_may_be_written_in_another_way(tmp_path, monkeypatch):
@@ -383,7 +383,7 @@ def test_the_last_step_of_a_decaying_rate_stays(tmp_path):
     config = small_config()
     config.learner.decay = "linear"
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    checks.check_same_recipe(config, tmp_path)
+    checks.check_same_config(config, tmp_path)
     config.num_steps += 1
     with pytest.raises(ValueError, match=r"num_steps is \d+, but was \d+ \(learner\.decay\)"):
-        checks.check_same_recipe(config, tmp_path)
+        checks.check_same_config(config, tmp_path)

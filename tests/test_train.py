@@ -13,13 +13,15 @@ import pytest
 
 from configs import tiny
 from dapo_jax import evaluate, train
-from dapo_jax.convert import convert, load_orbax
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.convert import convert
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import CLOCKED, METRICS
 from dapo_jax.rollout import minibatches
 from dapo_jax.sampler import cache
+from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run
-from dapo_jax.setup.start import Origin
+from dapo_jax.setup.start import Parent, is_finished
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Response, Verdict
 from models.hf import load_params
@@ -50,10 +52,9 @@ def programs_compiled_once():
     """
     make, compile_anew = components.programs, components.Programs.compile_update
 
-    def programs(config, vocab_size):
-        new = make(config, vocab_size)
-        shapes = (new.sizes, new.learning, new.engine.cache, components.batch_shape(config))
-        shapes += components.row_lengths(config)
+    def programs(config, vocab_size, devices=None):
+        new = make(config, vocab_size, devices=devices)
+        shapes = (new.sizes, new.learning, new.engine.cache)
         return dataclasses.replace(MADE.setdefault(shapes, new), config=config)
 
     def compile_update(self):
@@ -72,7 +73,7 @@ def small_config(preset: str = ""):
     """Makes configs/tiny.py small: a handful of prompts, the shipped base, so some answers right.
 
     All runs here have its shapes, so that its programs are compiled once. The cache has slots for
-    a part of the step only, so that slots are recomputeed.
+    a part of the step only, so that slots are filled again.
     """
     config = tiny.get_config(preset)
     config.num_steps = STEPS
@@ -176,28 +177,27 @@ def test_a_finished_run_that_lost_its_metrics_says_so(finished, tmp_path, capsys
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [2]
 
 
-def test_a_finished_run_that_lost_its_recipe_is_not_of_any_recipe(finished, tmp_path):
-    """Without config.json any recipe was called finished."""
+@pytest.mark.parametrize("lost", [(), ("config.json",)], ids=["whole", "config lost"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 1}, "seed is 1, but was 0"),
+        ({"algo.eps_high": 0.24}, r"algo.eps_high is 0.24, but was 0.28"),
+        ({"rollout.cache_mib": -5}, r"rollout.cache_mib = -5"),
+    ],
+    ids=["seed", "key", "invalid"],
+)
+def test_another_config_in_the_same_directory_is_refused(
+    finished, tmp_path, settings, message, lost
+):
+    """Without config.json any config was called finished: the checkpoint has it too."""
     run = shutil.copytree(finished, tmp_path / "run")
-    (run / "config.json").unlink()
+    for name in lost:
+        (run / name).unlink()
     config = small_config()
-    config.seed += 1
-    with pytest.raises(ValueError, match="seed is"):
+    config.update_from_flattened_dict(settings)
+    with pytest.raises(ValueError, match=message):
         train.train(config, run)
-
-
-def test_invalid_settings_of_a_finished_run_are_refused(finished):
-    config = small_config()
-    config.rollout.cache_mib = -5
-    with pytest.raises(ValueError, match=r"rollout.cache_mib = -5"):
-        train.train(config, finished)
-
-
-def test_another_recipe_in_the_same_directory_is_refused(finished):
-    config = small_config()
-    config.algo.eps_high = 0.24
-    with pytest.raises(ValueError, match=r"algo.eps_high is 0.24, but was 0.28"):
-        train.train(config, finished)
 
 
 def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
@@ -212,12 +212,12 @@ def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, tmp_path):
+def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, tmp_path, capsys):
     def lines(workdir, **settings):
-        config, said = small_config(), []
+        config = small_config()
         config.update_from_flattened_dict(settings)
-        dry_run.run(config, workdir, None, said.append)
-        return "\n".join(said)
+        dry_run.dry_run(config, workdir, None)
+        return capsys.readouterr().out
 
     new = lines(tmp_path / "new")
     assert "200 rows" in new
@@ -240,7 +240,7 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
 def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, capsys, monkeypatch):
     """The model was loaded and everything compiled, to do nothing."""
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    monkeypatch.setattr(train, "begin", None)  # nothing of a start is called
+    monkeypatch.setattr(train.start, "open_run", None)  # nothing is opened
     train.train(small_config(), finished)
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"finished: 3 of 3 steps in {finished}; raise num_steps to go on")
@@ -252,10 +252,10 @@ def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, ca
     assert (killed / "curves.png").is_file()
     more = small_config()
     more.num_steps = 4
-    assert train.finished_lines(more, finished, None) == []
-    assert train.finished_lines(more, tmp_path, None) == []
+    assert not is_finished(more, finished, None)
+    assert not is_finished(more, tmp_path, None)
     with pytest.raises(ValueError, match=r"--start=run:.*@1, but .* began without a --start"):
-        train.train(small_config(), finished, Origin(tmp_path, 1))
+        train.train(small_config(), finished, Parent(tmp_path, 1))
 
 
 def test_a_dry_run_counts_what_a_device_holds():
@@ -333,7 +333,7 @@ def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path,
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["updates_skipped_in_a_row"] for row in rows] == [2, 4]
     programs = components.programs(config, components.tokenizer(config).vocab_size)
-    state, _ = components.checkpoints(config, tmp_path, keep=3).restore(2, programs.state)
+    state, _ = Checkpoints(tmp_path / "checkpoints", keep=3).restore(2, programs.state)
     same = jax.tree.map(np.array_equal, state.params, programs.start_params())
     assert all(jax.tree.leaves(same))
 
@@ -343,7 +343,7 @@ def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
 
     Only the state itself tells. Such a run went on without learning, and was saved.
     """
-    take = train.take_updates
+    take = train.update
 
     def overflowing(*args):
         state, updates = take(*args)
@@ -351,12 +351,12 @@ def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
         adam = adam._replace(nu=jax.tree.map(lambda nu: nu + np.inf, adam.nu))
         return state.replace(opt_state=(clip, (adam, *rest))), updates
 
-    monkeypatch.setattr(train, "take_updates", overflowing)
+    monkeypatch.setattr(train, "update", overflowing)
     config = small_config()
     config.eval.every_steps = 0
     with pytest.raises(ValueError, match=r"step 0: the new state: opt_state\.1\.0\.nu\.embed_VD"):
         train.train(config, tmp_path)
-    assert components.checkpoints(config, tmp_path, keep=3).latest_step() is None
+    assert Checkpoints(tmp_path / "checkpoints", keep=3).latest_step() is None
 
 
 @pytest.mark.slow
@@ -392,11 +392,14 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     programs = components.programs(config, tokenizer.vocab_size)
     sets = components.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
-    results = evaluate.evaluate(config, programs, params, sets, report=print)
+    session = Session(programs.engine, params, *components.streams(config, sets))
+    with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
+        results = evaluation.finish(report=print)
     assert results == json.loads((finished / "eval" / "3.json").read_text())["sets"]
-    convert(f"run:{finished}", f"orbax:{tmp_path / 'low'}", dtype="bfloat16")
-    low = jax.tree.leaves(load_orbax(tmp_path / "low", dtype="float32")[0])
-    assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in zip(low, after, strict=True))
+    convert(f"run:{finished}", f"hf:{tmp_path / 'low'}", dtype="bfloat16")
+    low = load_params(tmp_path / "low", load_config(tmp_path / "low"), dtype="bfloat16")
+    pairs = zip(jax.tree.leaves(low), after, strict=True)
+    assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in pairs)
     with pytest.raises(FileNotFoundError, match="no checkpoint 7"):
         convert(f"run:{finished}", f"hf:{tmp_path / 'other'}", dtype="float32", step=7)
 

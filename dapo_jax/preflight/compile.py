@@ -22,6 +22,7 @@ import jax
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
+from dapo_jax import learner
 from dapo_jax.cli import compile_cache
 from dapo_jax.logs import files
 from dapo_jax.preflight.chips import chip_of
@@ -133,7 +134,7 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
         programs[f"recompute[{bucket}]"] = sampler["recompute", None, bucket]
     if copies := [key for key in sampler if key[0] == "copy"]:
         programs["copy"] = sampler[max(copies)]
-    for row_tokens in components.row_lengths(config):
+    for row_tokens in learner.row_lengths(built.learning):
         programs[update_name(row_tokens, config)] = built.lower_update(row_tokens)
     return programs
 

@@ -16,8 +16,9 @@ from dapo_jax.preflight.compile import (
     topology_devices,
     without_weights,
 )
-from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.setup import auto_sizes, components
 from dapo_jax.setup.dry_run import memory
+from dapo_jax.setup.start import open_run
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
@@ -126,13 +127,13 @@ def examine(
     DoesNotFit for a program that does not.
     """
     start = time.perf_counter()
-    checks.check(config)
-    for line in auto_sizes.fit_training(
-        config, devices=devices, device_bytes=chip_of(where).hbm_bytes
-    ):
-        say(line)
-    built = components.programs(config, components.model_sizes(config).vocab_size, devices=devices)
-    checks.check_divides(config, built.mesh)
+
+    def fit(run):
+        how = {"devices": devices, "device_bytes": chip_of(where).hbm_bytes}
+        for line in auto_sizes.fit_training(config, **how):
+            say(line)
+
+    built = open_run(config, None, "programs", reads="", fit=fit, devices=devices).programs
     if built.engine.cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")
     programs = compiled_programs(built, say=say)

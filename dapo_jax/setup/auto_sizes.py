@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import base
-from dapo_jax import hub
+from dapo_jax import hub, learner
 from dapo_jax.packing import plan_update
 from dapo_jax.setup import components
 from models import families
@@ -144,7 +144,7 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
     expected = r.num_prompts / config.updates_per_step * of_group / degree
     tokens = min(most, int(expected / 2))
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
-    multiple = components.row_multiple(longest)
+    multiple = learner.row_multiple(longest)
     if not c.row_tokens:
         # Two rows where there is enough: attention costs by the row's length.
         row = tokens if tokens < most else most // 2
@@ -168,7 +168,7 @@ def padding_line(config: ConfigDict, programs: components.Programs, data: compon
     """
     r, of_sets = config.rollout, data.train.sets
     prompt = round(sum(s * of_sets[key].report.mean_tokens for key, s in data.train.shares.items()))
-    rows, row_lengths = config.learner.micro_batch_rows, components.row_lengths(config)
+    rows, row_lengths = config.learner.micro_batch_rows, learner.row_lengths(programs.learning)
     groups = r.num_prompts // config.updates_per_step
     shares = {}
     for part in (0.1, MEAN_SHARE, 0.6):

@@ -212,7 +212,7 @@ def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: floa
     )
 
 
-def check_same_recipe(config: ConfigDict, workdir: pathlib.Path) -> None:
+def check_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Refuses a directory whose config.json is another config's, or cut short (ValueError)."""
     file = workdir / "config.json"
     if not file.exists():

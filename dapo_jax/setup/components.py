@@ -3,8 +3,8 @@
 import concurrent.futures
 import dataclasses
 import functools
-import pathlib
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
 from dapo_jax import hub, learner
-from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.losses import takes_old_logp
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
+from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import checks
 from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
-from dapo_jax.types import Batch, Group
+from dapo_jax.types import Batch
 from models import families
 from models.hf import check_files, load_params
 from models.hf_config import load_config, read_config
@@ -35,7 +35,6 @@ from sharding.mesh import make_mesh
 
 # Folded into the seed's key, so that no stream of randomness is used for two things.
 INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM = range(3)
-ROW_MULTIPLE, LONG_ROW = 64, 1_024  # what is chosen of a row's length is in multiples of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +59,13 @@ class Programs:
 
     def lower_update(self, row_tokens: int) -> jax.stages.Lowered:
         """The update for batches with rows of one of the config's lengths, ready to compile."""
-        batch = learner.abstract_batch((*batch_shape(self.config), row_tokens), self.mesh)
+        batch = learner.abstract_batch(self.learning, row_tokens, self.mesh)
         rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(self.mesh))
         return self.update.lower(self.state, self.start_weights, batch, rate)
 
     def compile_update(self) -> Callable:
         """The update, compiled: what does not fit shows before anything is sampled."""
-        return for_all_rows(self.lower_update, self.config)
+        return self._for_all_rows(self.lower_update)
 
     def compile_old_logprobs(self) -> Callable | None:
         """The learner's own old log-probabilities, compiled; None where the loss takes none."""
@@ -74,28 +73,23 @@ class Programs:
             return None
 
         def lower(row_tokens: int) -> jax.stages.Lowered:
-            batch = learner.abstract_batch((*batch_shape(self.config), row_tokens), self.mesh)
+            batch = learner.abstract_batch(self.learning, row_tokens, self.mesh)
             return self.old_logprobs.lower(self.state.params, self.start_weights, batch)
 
-        return for_all_rows(lower, self.config)
+        return self._for_all_rows(lower)
 
-    def minibatch(self, groups: Sequence[Group], advantage_PG) -> Batch:
-        """One update's batch on the mesh: the groups' responses, packed into rows."""
-        num_micro, rows = batch_shape(self.config)
-        a = self.config.algo
-        batch = learner.make_batch(
-            groups,
-            advantage_PG,
-            loss_aggregation=a.loss_aggregation,
-            overlong_filtering=a.overlong_filtering,
-            max_response_tokens=self.config.rollout.max_response_tokens,
-            kl_cov_share=a.kl_cov_share if a.policy_loss == "kl_cov" else 0.0,
-            row_lengths=row_lengths(self.config),
-            micro_batch_rows=rows,
-            num_micro=num_micro,
-            share_prompts=self.learning.kernels.shares_prompts,
-        )
-        return learner.place_batch(batch, self.mesh)
+    def _for_all_rows(self, lower: Callable[[int], jax.stages.Lowered]) -> Callable:
+        """Compiles a program of batches for each length of their rows; the result takes any."""
+        lowered = {n: lower(n) for n in learner.row_lengths(self.learning)}
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            jobs = {n: pool.submit(low.compile) for n, low in lowered.items()}
+        programs = {n: job.result() for n, job in jobs.items()}
+
+        def run(*arguments):
+            batch = next(it for it in arguments if isinstance(it, Batch))
+            return programs[batch.tokens_BT.shape[-1]](*arguments)
+
+        return run
 
     def load_weights(self, *, dtype: str) -> dict:
         """All weights of the start policy on the mesh: loaded, or random from the seed."""
@@ -135,13 +129,6 @@ class Programs:
 def key(config: ConfigDict, stream: int):
     """The root key of one stream of randomness."""
     return jax.random.fold_in(jax.random.key(config.seed), stream)
-
-
-def checkpoints(config: ConfigDict, workdir: pathlib.Path, *, keep: int | None) -> Checkpoints:
-    """The run's checkpoints; `keep` of them, or all."""
-    c = config.checkpoint
-    directory = c.directory or workdir / "checkpoints"
-    return Checkpoints(directory, keep=keep, keep_period=c.get("keep_period", 0))
 
 
 def model_sizes(config: ConfigDict) -> ModelConfig:
@@ -283,6 +270,15 @@ def eval_samplings(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Sampli
     }
 
 
+def streams(config: ConfigDict, sets: Mapping[str, EvalSet]) -> list[Stream]:
+    """Returns the streams of evaluation sets, each with its own randomness, the same each time."""
+    stream = key(config, EVAL_STREAM)
+    return [
+        Stream(jax.random.fold_in(stream, zlib.crc32(name.encode())), chosen.sampling)
+        for name, chosen in sets.items()
+    ]
+
+
 def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     """Makes the mesh and the config's programs on it. ValueError where the model does not fit.
 
@@ -335,16 +331,21 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
 
 
 def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
-    """The constants of the config's updates."""
-    c = config.learner
+    """Returns the constants of the config's updates."""
+    c, r = config.learner, config.rollout
     lora = None
     if c.lora_rank:
         lora = Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
-    names = [field.name for field in dataclasses.fields(learner.Learning)]
-    keys = {**c, **config.algo, "compute_dtype": config.model.compute_dtype}
-    keys |= {"temperature": config.rollout.temperature, "vocab_size": vocab_size}
-    keys |= {"lora": lora, "kernels": kernels}
-    return learner.Learning(**{name: keys[name] for name in names})
+    return learner.Learning(
+        **{**c, **config.algo, "lora_targets": tuple(c.lora_targets)},  # a list where it is JSON's
+        compute_dtype=config.model.compute_dtype,
+        temperature=r.temperature,
+        max_response_tokens=r.max_response_tokens,
+        update_responses=r.num_prompts // config.updates_per_step * r.group_size,
+        vocab_size=vocab_size,
+        lora=lora,
+        kernels=kernels,
+    )
 
 
 def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):
@@ -384,46 +385,3 @@ def cache_plan(
         partial_rollouts=r.partial_rollout_steps > 0,
         copies=kernels.attend_pages is None,
     )
-
-
-def batch_shape(config: ConfigDict) -> tuple[int, int]:
-    """[M, B] of an update's batch [M, B, T]: as many micro-batches as responses can ever need.
-
-    T is one of `row_lengths`.
-    """
-    rows = config.learner.micro_batch_rows
-    responses = config.rollout.num_prompts // config.updates_per_step * config.rollout.group_size
-    return -(-responses // rows), rows
-
-
-def row_lengths(config: ConfigDict) -> tuple[int, ...]:
-    """The lengths that an update's rows may have: learner.row_tokens, then an eighth more each.
-
-    The eighth is rounded up to a whole `row_multiple`, as the TPU's attention has whole blocks.
-    """
-    c = config.learner
-    multiple = row_multiple(c.row_tokens)
-    more = -(-c.row_tokens // (8 * multiple)) * multiple
-    return tuple(c.row_tokens + i * more for i in range(c.row_lengths))
-
-
-def row_multiple(tokens: int) -> int:
-    """The number of which a chosen length, or difference of lengths, of such rows is a multiple."""
-    return ROW_MULTIPLE if tokens < LONG_ROW else LONG_ROW
-
-
-def for_all_rows(lower: Callable[[int], jax.stages.Lowered], config: ConfigDict) -> Callable:
-    """Compiles a program of batches for all of the config's row lengths.
-
-    The result takes a batch of any of them.
-    """
-    lowered = {row_tokens: lower(row_tokens) for row_tokens in row_lengths(config)}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = {n: pool.submit(low.compile) for n, low in lowered.items()}
-    programs = {n: job.result() for n, job in jobs.items()}
-
-    def run(*arguments):
-        batch = next(it for it in arguments if isinstance(it, Batch))
-        return programs[batch.tokens_BT.shape[-1]](*arguments)
-
-    return run

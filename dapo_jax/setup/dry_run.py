@@ -5,16 +5,16 @@ Nothing is loaded to the devices, locked, or written but to the hub's cache. Pre
 
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax import hub, learner
+from dapo_jax import learner
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.printable import printable
-from dapo_jax.setup import auto_sizes, checks, components, start
+from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.setup.start import Parent, Run, open_run
 from dapo_jax.tasks.tokenizer import Tokenizer
 from sharding import hosts
 
@@ -22,37 +22,23 @@ MIB = 2**20
 SHOWN_CHARS = 1_000  # of a prompt
 
 
-def run(
-    config: ConfigDict,
-    workdir: pathlib.Path,
-    origin: start.Origin | None,
-    say: Callable[[str], None],
-) -> None:
+def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> None:
     """Refuses what a start in `workdir` would refuse before its weights, and reports the rest.
 
-    origin: that of --start. Raises ValueError or OSError, as the start does.
+    parent: that of --start. Raises ValueError or OSError, as the start does.
     """
-    start.check(config)
-    hub.fetch(hub.paths(config), origin and origin.workdir, workdir)
-    origin = hosts.on_main(lambda: start.origin_of(workdir, origin))
-    directory = components.epath.Path(config.checkpoint.directory or workdir / "checkpoints")
-    there = Checkpoints(directory, keep=None) if directory.is_dir() else None
-    step = hosts.on_main(there.latest_step) if there else None
-    start.check_parent(config, step, origin)
-    tokenizer, programs, data, chosen = start.prepare(config, workdir)
-    say("\n".join([*data.report_lines(), *example_lines(data, tokenizer)]))
-    ours = fingerprint.of_run(config, data) | {"origin": origin and str(origin)}
-    if step is not None:
-        checks.check_steps_left(config, step, directory)
-        if theirs := hosts.on_main(lambda: there.fingerprint_of(step)):
-            where = f"checkpoint {step} in {directory}"
+    say = print if hosts.is_main_host() else lambda line: None
+    run = open_run(config, workdir, "programs", parent=parent)
+    say("\n".join([*run.data.report_lines(), *example_lines(run.data, run.tokenizer)]))
+    ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
+    if run.step is not None:
+        directory = run.checkpoints.directory
+        checks.check_steps_left(config, run.step, directory)
+        if theirs := hosts.on_main(lambda: run.checkpoints.fingerprint_of(run.step)):
+            where = f"checkpoint {run.step} in {directory}"
             fingerprint.require_same(theirs, ours, report=say, where=where)
-    say(
-        "\n".join(
-            [*chosen, auto_sizes.padding_line(config, programs, data), *memory_lines(programs)]
-        )
-    )
-    say("\n".join(_next_lines(config, workdir, step, origin)))
+    padding = auto_sizes.padding_line(config, run.programs, run.data)
+    say("\n".join([*run.chosen, padding, *memory_lines(run.programs), *_next_lines(run)]))
 
 
 def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
@@ -83,9 +69,8 @@ def memory(programs: components.Programs) -> dict[str, dict[str, int]]:
     As shapes and shardings say it: the rounded copies and activations inside the compiled programs
     are the compiler's.
     """
-    longest = components.row_lengths(programs.config)[-1]
-    shape = (*components.batch_shape(programs.config), longest)
-    batch = learner.abstract_batch(shape, programs.mesh)
+    longest = learner.row_lengths(programs.learning)[-1]
+    batch = learner.abstract_batch(programs.learning, longest, programs.mesh)
     state = {
         "state": device_bytes(programs.state),
         "start weights": device_bytes(programs.start_weights),
@@ -113,19 +98,18 @@ def memory_lines(programs: components.Programs) -> Iterator[str]:
     yield f"  the device has {has / MIB:,.0f}" if has else "  what the device has is not known here"
 
 
-def _next_lines(config: ConfigDict, workdir, step: int | None, origin) -> Iterator[str]:
-    r = config.rollout
+def _next_lines(run: Run) -> Iterator[str]:
+    r, workdir, steps = run.config.rollout, run.workdir, run.config.num_steps
     yield (
         f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
-        f"{r.max_response_tokens} tokens, {config.updates_per_step} updates"
+        f"{r.max_response_tokens} tokens, {run.config.updates_per_step} updates"
     )
-    if step is None:
-        first = f"step {origin.step} would be the first, from {origin}" if origin else "step 0"
-        first = first if origin else f"{first} would be the first, of {config.num_steps}"
+    if run.step is None:
         where = "has no checkpoint" if workdir.exists() else "is not there yet"
-        yield f"dry run: {workdir} {where}; {first}"
-    elif step == config.num_steps:
-        yield f"dry run: the run in {workdir} has finished all {step} steps; none would come"
+        first = f"the first, of {steps}" if not run.parent else f"the first, from {run.parent}"
+        yield f"dry run: {workdir} {where}; step {run.begin_step} would be {first}"
+    elif run.step == steps:
+        yield f"dry run: the run in {workdir} has finished all {steps} steps; none would come"
     else:
-        yield f"dry run: step {step} of {config.num_steps} would come next in {workdir}"
+        yield f"dry run: step {run.step} of {steps} would come next in {workdir}"
     yield "Nothing was written, loaded to devices or compiled."

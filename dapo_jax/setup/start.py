@@ -1,4 +1,4 @@
-"""The start of a run: from its newest checkpoint, from another run's (a fork), or from the model.
+"""The one start of every command: `open_run`.
 
 A fork continues its parent's policy, optimizer moments, place in the prompt stream and randomness,
 under another config: forks of one checkpoint share prompts and sampling noise until their weights
@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 from absl import logging
@@ -18,27 +18,36 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import leaves
+from dapo_jax import hub
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
+from dapo_jax.cli import compile_cache, failures
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
-from dapo_jax.logs.files import locked, read_json, read_starts, remove_leftovers
+from dapo_jax.logs.alarms import Alarms, require_finite
+from dapo_jax.logs.files import locked, read_json, read_rows, read_starts, remove_leftovers
+from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.provenance import NAME as STARTS
-from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.logs.record import Record
+from dapo_jax.sampler.session import Stream
+from dapo_jax.setup import auto_sizes, checks, components, policy
+from dapo_jax.tasks.datasets import RemainingStream
 from dapo_jax.tasks.tokenizer import Tokenizer
+from dapo_jax.types import Rollouts
 from sharding import hosts
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class Parent:
     """The checkpoint that a fork begins from: a run's workdir, and its finished steps."""
 
     workdir: pathlib.Path
     step: int
 
     @classmethod
-    def parse(cls, text: str) -> "Origin":
+    def parse(cls, text: str) -> "Parent":
         """Reads run:DIR@STEP; ValueError for anything else."""
         kind, _, place = text.partition(":")
         folder, _, step = place.rpartition("@")
@@ -53,56 +62,356 @@ class Origin:
         return f"run:{self.workdir}@{self.step}"
 
 
-class Start(NamedTuple):
-    """The beginning of a process's work.
+@dataclasses.dataclass
+class Run:
+    """A run as far as it is open, by the stages of `open_run`; later fields are None before.
 
-    step: finished steps, those before a fork included; the first to do. directory: the checkpoints
-    that state and progress were read from; None for the start policy. origin: of a fork.
+    programs: from "programs" on. chosen: the keys that the config left open, with their values.
+    step: finished steps, the first to do; params, start_weights: from "policy" on. The rest is of
+    "training": state, progress; update, old_logprobs: compiled; streams: of every session,
+    training's first, then those of `sets`, which are evaluated now and then.
     """
 
-    step: int
-    state: TrainState
-    progress: Progress
-    directory: epath.Path | None
-    origin: Origin | None
+    config: ConfigDict
+    workdir: pathlib.Path | None = None
+    tokenizer: Tokenizer | None = None
+    data: components.Data | None = None
+    programs: components.Programs | None = None
+    chosen: list[str] = dataclasses.field(default_factory=list)
+    parent: Parent | None = None
+    step: int | None = None
+    params: dict | None = None
+    start_weights: dict | None = None
+    state: TrainState | None = None
+    progress: Progress | None = None
+    checkpoints: Checkpoints | None = None
+    record: Record | None = None
+    snapshots: Snapshots | None = None
+    alarms: Alarms | None = None
+    update: Callable | None = None
+    old_logprobs: Callable | None = None
+    sets: dict[str, components.EvalSet] = dataclasses.field(default_factory=dict)
+    streams: tuple[Stream, ...] = ()
+    seconds: dict[str, float] | None = None  # of loading and compiling
 
     @property
     def begin_step(self) -> int:
-        """The run's own first step."""
-        return self.origin.step if self.origin else 0
+        """The run's own first step, which is not 0 in a fork."""
+        return self.parent.step if self.parent else 0
 
-    @property
-    def is_new(self) -> bool:
-        """Returns whether the run has no finished step of its own."""
-        return self.step == self.begin_step
+    def sampler_weights(self, params: dict) -> dict:
+        """Returns weights as the sampler shards them."""
+        return self.programs.reshard(params, self.start_weights)
+
+    def remaining(self, progress: Progress) -> RemainingStream:
+        """Returns the training prompts in the order of sampling, without those that are retired."""
+        at_least = checks.generation_batch(self.config)[1]
+        return RemainingStream(self.data.stream, progress.retired, at_least=at_least)
+
+    def retire_solved(self, rollouts: Rollouts, progress: Progress) -> dict[int, int]:
+        """Returns the retired prompts after a step, in which some may have been solved."""
+        least, found = self.config.algo.retire_pass_rate, []
+        if least > 0:
+            found = [it.cursor for it in rollouts.sampled if it.correct_G.mean() >= least]
+        retired = self.remaining(progress).retire(found, next_cursor=rollouts.cursor)
+        prompts, (key, batch) = len(self.data.stream), checks.generation_batch(self.config)
+        if len(progress.retired) <= prompts - batch < len(retired):
+            self.record.display.line(
+                f"{len(retired):,} of {prompts:,} prompts are retired (algo.retire_pass_rate = "
+                f"{least}): fewer than rollout.{key} = {batch:,} remain, so later epochs have all "
+                "again"
+            )
+        return retired
+
+    def evaluates_in(self, step: int) -> bool:
+        """Returns whether the policy that a step samples is evaluated in the same session."""
+        return bool(self.sets) and step % self.config.eval.every_steps == 0
+
+    def may_resume_at(self, step: int) -> bool:
+        """Returns whether a stopped run may go on from there; with partial rollouts, not always.
+
+        There no keys and values of the steps before are used.
+        """
+        partial = self.config.rollout.partial_rollout_steps > 0
+        return not partial or step % self.config.checkpoint.every_steps == 0
 
 
-def claim(
-    config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack, origin: Origin | None
-) -> Origin | None:
+def open_run(
+    config: ConfigDict,
+    workdir: pathlib.Path | None,
+    until: str,
+    *,
+    reads: str = "training",
+    fit: Callable[[Run], None] | None = None,
+    parent: Parent | None = None,
+    step: int | None = None,
+    stack: contextlib.ExitStack | None = None,
+    devices=None,
+    may_differ: tuple[str, ...] = (),
+) -> Run:
+    """Opens a run, or a model's policy, in the one order that all commands have.
+
+        refuse settings -> fetch names on the hub -> lock the folder -> read tokenizer and data
+        -> fill in open sizes -> plan mesh and programs -> restore weights -> record and compile
+
+    until: "programs": nothing is locked, written, loaded to devices or compiled (a dry run,
+    preflight). "policy": with the weights of a policy to sample (evaluate, sample, convert).
+    "training": all that a step needs.
+    workdir: the run's; None: there is only the config's model. reads: the data sets: "training",
+    with those that are evaluated; "evaluation" alone; "" none. fit: fills in what the config leaves
+    open, once the data is read; None: as training does. parent: that of --start. step: the finished
+    steps of the policy's checkpoint; None: the newest. stack: closes what training opens.
+    devices: of a compile-only topology; None: this program's. may_differ: keys of the policy that
+    may differ from the run's.
+
+    Raises ValueError and OSError, with the setting to change, on all processes alike.
+    """
+    watch, run, trains = Stopwatch(), Run(config, workdir), reads == "training"
+    check(config, training=trains)
+    unread = {"training": (), "evaluation": ("data.",), "": ("data.", "eval.")}[reads]
+    hub.fetch(hub.paths(config, *unread), parent and parent.workdir, workdir)
+    if until != "programs":
+        compile_cache.enable(several=hosts.count() > 1)
+    if until == "training":
+        _lock(config, workdir, stack)
+    if trains:
+        run.parent = hosts.on_main(lambda: parent_of(workdir, parent))
+        _open_checkpoints(run, stack)
+
+    given = dict(leaves(config))
+    auto_sizes.fit_model(config, training=trains)
+    if devices is None:
+        _read(run, reads)
+    if fit:
+        fit(run)
+    elif trains:
+        auto_sizes.fit_data(config, run.data, given=given)
+        auto_sizes.fit_training(config)
+    if run.data:  # its samplings have the lengths that were open when it was read
+        run.data = components.with_samplings(config, run.tokenizer, run.data)
+    checks.check(config)
+    if found := [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]:
+        run.chosen = [f"chosen by the model, the data and the devices: {', '.join(found)}"]
+
+    ids = run.tokenizer.vocab_size if run.tokenizer else components.model_sizes(config).vocab_size
+    run.programs = components.programs(config, ids, devices=devices)
+    if trains or devices is not None:
+        checks.check_divides(config, run.programs.mesh)
+    if trains:
+        hosts.on_main(lambda: checks.check_same_config(config, workdir))
+    if until == "policy":
+        _load_policy(run, step, may_differ)
+    if until == "training":
+        _restore(run)
+        _begin(run, stack, watch)
+    return run
+
+
+def check(config: ConfigDict, *, training: bool = True) -> None:
+    """Refuses a config that no run can have (ValueError), before anything is written."""
+    looks = [lambda: checks.check(config)]
+    if training:
+        looks.append(lambda: writers.check(config.log.writers))
+    if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
+        looks.append(lambda: components.model_sizes(config))
+    checks.together(*looks)
+
+
+def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
     """Makes the folders this run's until the stack is closed, before anything is written to them.
 
-    They are locked, and half-written files of dead processes are removed. origin: that of --start.
-    Returns the run's own origin where there is a run, else that. Raises ValueError on all processes
-    where a live run has the folders, or the two contradict each other.
+    Half-written files of dead processes are removed. ValueError on all processes where a live run
+    has the folders.
     """
 
-    def take():
-        stack.enter_context(locked(workdir))
+    def lock():
         elsewhere = config.checkpoint.directory
-        if (
-            elsewhere
-            and "://" not in elsewhere
-            and pathlib.Path(elsewhere).resolve() != workdir.resolve()
-        ):
-            stack.enter_context(locked(elsewhere))
+        places = {workdir.resolve(), pathlib.Path(elsewhere or workdir).resolve()}
+        for place in places if "://" not in elsewhere else {workdir}:
+            stack.enter_context(locked(place))
         remove_leftovers(workdir)
-        return origin_of(workdir, origin)
 
-    return hosts.on_main(take)
+    hosts.on_main(lock)
 
 
-def origin_of(workdir: pathlib.Path, given: Origin | None) -> Origin | None:
+def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
+    """Opens the run's checkpoints, from here on saved at a stop; refuses a parent without its own.
+
+    Without a stack they are only read, where there are any.
+    """
+    config, latest = run.config, None
+    directory = checkpoint_directory(config, run.workdir)
+    if stack:
+        c = config.checkpoint
+        run.checkpoints = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
+        stack.enter_context(
+            failures.telling_saved_steps(run.checkpoints.latest_step, run.checkpoints.directory)
+        )
+        run.snapshots = stack.enter_context(
+            Snapshots(
+                run.checkpoints,
+                every_steps=c.every_steps,
+                say=print,
+                on_failed_save=c.on_failed_save,
+            )
+        )
+    elif directory.is_dir():
+        run.checkpoints = Checkpoints(directory, keep=None)
+    if run.checkpoints:
+        latest = run.step = hosts.on_main(run.checkpoints.latest_step)
+    if run.parent and latest is None:  # a fork with checkpoints of its own needs it no more
+        hosts.on_main(lambda: _check_parent(config, run.parent))
+
+
+def checkpoint_directory(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
+    """Returns the directory of a run's checkpoints."""
+    return epath.Path(config.checkpoint.directory or workdir / "checkpoints")
+
+
+def _read(run: Run, reads: str) -> None:
+    """Reads the tokenizer, and the data sets where the command has some."""
+    config = run.config
+
+    def read():
+        run.tokenizer = components.tokenizer(config)
+        if reads:
+            training = reads == "training"
+            run.data = components.load_data(config, run.tokenizer, training=training)
+
+    checks.together(lambda: components.model_sizes(config), read)
+
+
+def _load_policy(run: Run, step: int | None, may_differ: tuple[str, ...]) -> None:
+    """Loads the weights of the run's checkpoint, or of the model where there is no run."""
+    config, programs, where = run.config, run.programs, None
+    if run.workdir is None:
+        run.step, run.params = 0, programs.load_weights(dtype=config.model.compute_dtype)
+    else:
+        where = checkpoint_directory(config, run.workdir)
+        saved = Checkpoints(where, keep=None)
+        run.step, run.params, run.start_weights = policy.restored(
+            programs, saved, step, may_differ=may_differ
+        )
+        saved.close()
+    _require_finite(run, run.params, where)
+
+
+def _restore(run: Run) -> None:
+    """Reads the checkpoint that the run continues, and gives `checkpoints` its fingerprint.
+
+    Raises ValueError or OSError as `Checkpoints.restore_latest` does, and for a parent with another
+    policy, seed or training data.
+    """
+    config, programs, there = run.config, run.programs, run.checkpoints
+    ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
+    there.fingerprint, where = ours, there.directory
+    if restored := there.restore_latest(programs.state, report=logging.warning):
+        run.step, run.state, progress = restored
+        # A new --workdir does not know it: its checkpoint.directory does.
+        theirs = ours["origin"] = (there.fingerprint_of(run.step) or {}).get("origin")
+        run.parent = theirs and Parent.parse(theirs)
+        checks.check_steps_left(config, run.step, where)
+    elif run.parent:
+        where, progress = _fork(run, ours)
+    else:
+        run.step, run.state, progress = 0, programs.start_state(), {}
+    if not restored:
+        begins = {"begin_step": run.begin_step}
+        hosts.on_main(
+            lambda: fingerprint.check_checkpoint_is_there(
+                config, run.workdir, there.directory, **begins
+            )
+        )
+    run.progress = Progress.from_json(progress)
+    run.start_weights = programs.load_start_weights()
+    _require_finite(run, run.state, where)
+
+
+def _fork(run: Run, ours: dict) -> tuple[epath.Path, dict]:
+    """Reads the parent's checkpoint, with which a fork begins: (where, its progress)."""
+    directory, config = hosts.on_main(lambda: _parents_checkpoints(run.parent))
+    checkpoints = Checkpoints(directory, keep=None)
+    same = functools.partial(fingerprint.require_parent, ours=ours)
+    run.step = run.parent.step
+    try:
+        run.state, progress = checkpoints.restore(
+            run.step, run.programs.state, require=same, report=logging.warning
+        )
+    except (FileNotFoundError, DamagedError) as error:
+        raise type(error)(f"--start={run.parent}: {error}. {_kept(config)}") from error
+    finally:
+        checkpoints.close()
+    return directory, progress
+
+
+def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
+    """Opens the record in the run's folder, and compiles all that a step needs."""
+    config, programs = run.config, run.programs
+    run.record = stack.enter_context(
+        Record(
+            config,
+            run.workdir,
+            first_step=run.step,
+            begin_step=run.begin_step,
+            last_row=run.progress.row,
+            about={"origin": run.parent and str(run.parent), **hub.record()},
+        )
+    )
+    say, run.snapshots.say = run.record.display, run.record.display.last_line
+    say.line("\n".join(banner(run)))
+    run.alarms = Alarms(config, programs.state, vocab_size=run.tokenizer.vocab_size, say=say.line)
+    run.sets = run.data.eval_sets if config.eval.every_steps > 0 else {}
+    key = components.key(config, components.ROLLOUT_STREAM)
+    training = Stream(key, components.sampling(config, run.tokenizer))
+    run.streams = (training, *components.streams(config, run.sets))
+    with watch("compile"):
+        say.phase("compiling the update")
+        run.update, run.old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
+        say.phase("compiling the sampler")
+        programs.engine.compile(*(stream.sampling for stream in run.streams))
+    spent = watch.seconds()
+    run.seconds = spent | {"load": spent["total"] - spent["compile"]}
+
+
+def banner(run: Run) -> list[str]:
+    """Says what is about to run: parameters, mesh, data, where it goes, and where it began."""
+    config, device, r = run.config, jax.devices()[0], run.config.rollout
+    resuming = "" if run.step == run.begin_step else f", resuming after {run.step} steps"
+    lines = [
+        parameter_overview.get_parameter_overview(run.state.params, include_stats=False),
+        f"devices: {jax.device_count()} x {device.device_kind}, mesh "
+        + ", ".join(f"{axis} {size}" for axis, size in run.programs.mesh.shape.items()),
+        *run.data.report_lines(),
+        f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
+        f"{r.max_response_tokens} tokens, {config.updates_per_step} updates",
+        auto_sizes.padding_line(config, run.programs, run.data),
+        f"workdir: {run.workdir}{resuming}",
+    ]
+    if run.parent:
+        lines.append(f"a fork of checkpoint {run.parent.step} in {run.parent.workdir}")
+    if r.top_p < 1 or r.top_k > 0:
+        lines.append(
+            "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
+            "their ratio is below 1 from the start"
+        )
+    return lines + run.chosen
+
+
+def is_finished(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> bool:
+    """Returns whether the run in `workdir` has done all steps of this config, which is its own."""
+    if not all((workdir / name).is_file() for name in ("metrics.jsonl", "config.json")):
+        return False
+    check(config)
+    rows = read_rows(workdir / "metrics.jsonl")
+    if not rows or rows[-1]["step"] + 1 != config.num_steps:
+        return False
+    checks.check_same_config(config, workdir)
+    parent_of(workdir, parent)
+    # Killed on its way to more steps there may be no checkpoint of this one.
+    return read_json(workdir / "config.json").get("num_steps") == config.num_steps
+
+
+def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
     """Returns what the run in `workdir` began from; `given` where there is none yet.
 
     Raises ValueError where --start (`given`) is another one.
@@ -119,176 +428,59 @@ def origin_of(workdir: pathlib.Path, given: Origin | None) -> Origin | None:
             f"{f'with {begun}' if begun else 'without a --start'}; leave --start out to resume "
             "it, or give another --workdir"
         )
-    return Origin.parse(begun) if begun else None
+    return Parent.parse(begun) if begun else None
 
 
-def check(config: ConfigDict) -> None:
-    """Refuses a config that no run can have (ValueError), before anything is written."""
-    looks = [lambda: checks.check(config), lambda: writers.check(config.log.writers)]
-    if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
-        looks.append(lambda: components.model_sizes(config))
-    checks.together(*looks)
-
-
-class Parts(NamedTuple):
-    """The parts of a run that are made before its weights are loaded.
-
-    chosen: lines that name what the config left open.
-    """
-
-    tokenizer: Tokenizer
-    programs: components.Programs
-    data: components.Data
-    chosen: list[str]
-
-
-def prepare(config: ConfigDict, workdir: pathlib.Path) -> Parts:
-    """Makes a run's parts, and refuses what does not fit (ValueError, OSError).
-
-    Nothing is written, loaded to the devices or compiled.
-    """
-    given = dict(leaves(config))
-    auto_sizes.fit_model(config, training=True)
-
-    def read():
-        tokenizer = components.tokenizer(config)
-        return tokenizer, components.load_data(config, tokenizer, training=True)
-
-    _, (tokenizer, data) = checks.together(lambda: components.model_sizes(config), read)
-    auto_sizes.fit_data(config, data, given=given)
-    data = components.with_samplings(config, tokenizer, data)
-    auto_sizes.fit_training(config)
-    checks.check(config)
-    programs = components.programs(config, tokenizer.vocab_size)
-    checks.check_divides(config, programs.mesh)
-    hosts.on_main(lambda: checks.check_same_recipe(config, workdir))
-    found = [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]
-    chosen = [f"chosen by the model, the data and the devices: {', '.join(found)}"] if found else []
-    return Parts(tokenizer, programs, data, chosen)
-
-
-def check_parent(config: ConfigDict, latest_step: int | None, origin: Origin | None) -> None:
-    """Refuses, before anything is loaded, a fork of a checkpoint that is not there.
-
-    latest_step: of the fork's own checkpoints; None without any.
-
-    Where the fork has checkpoints of its own its parent is not needed any more, and may be gone.
-    """
-
-    def check():
-        if origin and latest_step is None:
-            directory, recipe = _parent(origin)
-            steps = sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-            if origin.step not in steps:
-                raise FileNotFoundError(
-                    f"--start={origin}: {directory} has no checkpoint {origin.step}, only {steps}. "
-                    f"{_kept(recipe)}"
-                )
-            if config.num_steps <= origin.step:
-                raise ValueError(
-                    f"num_steps = {config.num_steps}, but --start={origin} begins after "
-                    f"{origin.step} steps: there is none to do; num_steps counts those too"
-                )
-
-    hosts.on_main(check)
-
-
-def restore(
-    config: ConfigDict,
-    workdir: pathlib.Path,
-    parts: Parts,
-    checkpoints: Checkpoints,
-    origin: Origin | None,
-) -> Start:
-    """Reads the checkpoint that the run continues, and gives `checkpoints` its fingerprint.
-
-    Raises ValueError or OSError as `Checkpoints.restore_latest` does, and for a parent with another
-    policy, seed or training data.
-    """
-    programs = parts.programs
-    ours = fingerprint.of_run(config, parts.data) | {"origin": origin and str(origin)}
-    checkpoints.fingerprint = ours
-    directory = checkpoints.directory
-    if restored := checkpoints.restore_latest(programs.state, report=logging.warning):
-        # A new --workdir does not know it: its checkpoint.directory does.
-        theirs = (checkpoints.fingerprint_of(restored[0]) or {}).get("origin")
-        ours["origin"] = theirs
-        origin = theirs and Origin.parse(theirs)
-        checks.check_steps_left(config, restored[0], directory)
-        step, state, progress = restored
-        return Start(step, state, Progress.from_json(progress), directory, origin)
-    begin_step = origin.step if origin else 0
-    hosts.on_main(
-        lambda: fingerprint.check_checkpoint_is_there(
-            config, workdir, directory, begin_step=begin_step
-        )
-    )
-    if origin:
-        return forked(programs, ours, origin)
-    return Start(0, programs.start_state(), Progress(), None, None)
-
-
-def forked(programs: components.Programs, ours: dict, origin: Origin) -> Start:
-    """Reads the parent's checkpoint, with which a fork begins."""
-    directory, recipe = hosts.on_main(lambda: _parent(origin))
-    parent = Checkpoints(directory, keep=None)
-    same = functools.partial(fingerprint.require_parent, ours=ours)
-    try:
-        state, progress = parent.restore(
-            origin.step, programs.state, require=same, report=logging.warning
-        )
-    except (FileNotFoundError, DamagedError) as error:
-        raise type(error)(f"--start={origin}: {error}. {_kept(recipe)}") from error
-    finally:
-        parent.close()
-    progress = Progress.from_json(progress)
-    return Start(origin.step, state, progress, epath.Path(directory), origin)
-
-
-def _parent(origin: Origin) -> tuple[epath.Path, dict]:
-    """Finds the directory of a run's checkpoints: (directory, the run's config)."""
-    file = origin.workdir / "config.json"
-    recipe = read_json(file) if file.is_file() else {}
-    if "checkpoint" not in recipe:  # a model's directory has a config.json too
+def _check_parent(config: ConfigDict, parent: Parent) -> None:
+    """Refuses, before anything is loaded, a fork of a checkpoint that is not there."""
+    directory, theirs = _parents_checkpoints(parent)
+    steps = sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+    if parent.step not in steps:
         raise FileNotFoundError(
-            f"--start={origin}: {file} is missing, or no run's config; give the --workdir of a "
+            f"--start={parent}: {directory} has no checkpoint {parent.step}, only {steps}. "
+            f"{_kept(theirs)}"
+        )
+    if config.num_steps <= parent.step:
+        raise ValueError(
+            f"num_steps = {config.num_steps}, but --start={parent} begins after {parent.step} "
+            "steps: there is none to do; num_steps counts those too"
+        )
+
+
+def _parents_checkpoints(parent: Parent) -> tuple[epath.Path, dict]:
+    """Finds the directory of a run's checkpoints: (directory, the run's config)."""
+    file = parent.workdir / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    if "checkpoint" not in config:  # a model's directory has a config.json too
+        raise FileNotFoundError(
+            f"--start={parent}: {file} is missing, or no run's config; give the --workdir of a "
             "training run"
         )
-    directory = epath.Path(recipe["checkpoint"]["directory"] or origin.workdir / "checkpoints")
+    directory = epath.Path(config["checkpoint"]["directory"] or parent.workdir / "checkpoints")
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"--start={origin}: {directory}, where its run had its checkpoints, is not there"
+            f"--start={parent}: {directory}, where its run had its checkpoints, is not there"
         )
-    return directory, recipe
+    return directory, config
 
 
-def _kept(recipe: dict) -> str:
-    keep = recipe["checkpoint"]["keep"]
+def _kept(config: dict) -> str:
+    keep = config["checkpoint"]["keep"]
     return (
         f"Its run keeps its newest {keep} (checkpoint.keep = {keep}): resume it with a larger "
         "checkpoint.keep to have those to come, or fork another step"
     )
 
 
-def banner(config: ConfigDict, parts: Parts, where: pathlib.Path, first: Start) -> str:
-    """Says what is about to run: parameters, mesh, data, where it goes, and where it began."""
-    device, r = jax.devices()[0], config.rollout
-    resuming = "" if first.is_new else f", resuming after {first.step} steps"
-    lines = [
-        parameter_overview.get_parameter_overview(first.state.params, include_stats=False),
-        f"devices: {jax.device_count()} x {device.device_kind}, mesh "
-        + ", ".join(f"{axis} {size}" for axis, size in parts.programs.mesh.shape.items()),
-        *parts.data.report_lines(),
-        f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
-        f"{r.max_response_tokens} tokens, {config.updates_per_step} updates",
-        auto_sizes.padding_line(config, parts.programs, parts.data),
-        f"workdir: {where}{resuming}",
-    ]
-    if first.origin:
-        lines.append(f"a fork of checkpoint {first.origin.step} in {first.origin.workdir}")
-    if r.top_p < 1 or r.top_k > 0:
-        lines.append(
-            "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
-            "their ratio is below 1 from the start"
-        )
-    return "\n".join(lines)
+def _require_finite(run: Run, loaded, directory) -> None:
+    """Refuses a start model or a checkpoint with numbers that are not finite (ValueError)."""
+    path, how = run.config.model.path, {"advice": "give another model.path"}
+    how["sizes"] = run.programs.sizes
+    model = f"model.path = {path!r}" if path else f"random weights of seed {run.config.seed}"
+    if run.step:
+        advice = "move it away to go on with the one before, or give another --workdir"
+        require_finite(loaded, f"checkpoint {run.step} in {directory}", advice=advice)
+    else:
+        require_finite(loaded.params if isinstance(loaded, TrainState) else loaded, model, **how)
+    if run.start_weights is not None:
+        require_finite(run.start_weights, model, **how)
