@@ -9,6 +9,7 @@ import pytest
 
 from configs import tiny
 from dapo_jax import train
+from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import CLOCKED
 from dapo_jax.setup import components
@@ -154,7 +155,7 @@ def test_an_accelerators_kernels_train_as_plain_xla_does(tmp_path, monkeypatch, 
         train.train(config, workdir)
         assert traced == (used if kernels == interpreted else set())
         programs = components.programs(config, vocab_size=384)
-        checkpoints = components.checkpoints(config, workdir, keep=None)
+        checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
         params = [checkpoints.restore(step, programs.state)[0].params for step in (1, 2)]
         checkpoints.close()
         change = jax.tree.map(lambda before, after: np.asarray(after) - before, *params)

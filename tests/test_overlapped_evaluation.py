@@ -17,7 +17,9 @@ from test_train import (
 )
 
 from configs import base
-from dapo_jax import evaluate, lifetime, train
+from dapo_jax import evaluate, train
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.logs.record import write_responses
 from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components
 
@@ -64,15 +66,15 @@ def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, ste
     sets = components.load_data(config, components.tokenizer(config), training=False).eval_sets
     params = programs.start_params()
     if step:
-        found = components.checkpoints(config, riding, keep=9).restore(step, programs.state)
-        params = found[0].params
+        params = Checkpoints(riding / "checkpoints", keep=9).restore(step, programs.state)[0].params
 
     def keep(name, groups):
-        evaluate.write_responses(tmp_path, f"{step}.{name}", groups)
+        write_responses(tmp_path, f"{step}.{name}", groups)
 
-    results = evaluate.evaluate(
-        config, programs, programs.reshard(params, None), sets, report=print, keep=keep
-    )
+    weights, streams = programs.reshard(params, None), components.streams(config, sets)
+    session = train.Session(programs.engine, weights, *streams)
+    with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
+        results = evaluation.finish(report=print, keep=keep)
     theirs = json.loads((riding / "eval" / f"{step}.json").read_text())
     assert theirs["sets"] == results
     assert results["arithmetic"] != results["cool"]
@@ -145,7 +147,7 @@ def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
         if where == "before its end":
             patch.setattr(evaluate, "summarize", killed)
         else:
-            patch.setattr(train, "take_updates", killed)
+            patch.setattr(train, "update", killed)
         with pytest.raises(Killed):
             train.train(two_sets(), run)
     assert (run / "eval" / "2.json").exists() == (where == "after its file")
@@ -201,14 +203,13 @@ def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
             super().__init__(*args)
             sessions.append(weakref.ref(self))
 
-    def take_updates(*args):
+    def counted(*args):
         alive.append(sum(session() is not None for session in sessions))
-        return updates(*args)
+        return update(*args)
 
-    updates = train.take_updates
-    for module in (train, lifetime):
-        monkeypatch.setattr(module, "Session", Kept)
-    monkeypatch.setattr(train, "take_updates", take_updates)
+    update = train.update
+    monkeypatch.setattr(train, "Session", Kept)
+    monkeypatch.setattr(train, "update", counted)
     gc.collect()
     gc.disable()
     try:

@@ -21,11 +21,11 @@ from test_train import (
 
 from dapo_jax import train
 from dapo_jax.packing import pack
-from dapo_jax.partial_rollouts import collect_partial, fits
+from dapo_jax.rollout import collect, continued
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.setup.start import Origin
+from dapo_jax.setup.start import Parent
 from dapo_jax.types import Group, PartialGroup, Prompt, Response
 from models.kernels import KERNELS, paged_tpu
 
@@ -202,10 +202,11 @@ def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
         response(n, stopped=stopped) for n, stopped in ((9, False), (4, True), (6, False))
     )
     partial = [PartialGroup(3, (cut, ended, begun), (False, False, True))]
-    assert fits(partial, group_size=3, max_tokens=9)
-    assert fits([], group_size=8, max_tokens=1)
-    for group_size, max_tokens in ((2, 9), (4, 9), (3, 8), (3, 10)):
-        assert not fits(partial, group_size=group_size, max_tokens=max_tokens)
+    how = {"go_on": True, "group_size": 3, "max_tokens": 9}
+    assert continued(7, partial, **how) == (7, partial)
+    others = [{"group_size": 2}, {"group_size": 4}, {"max_tokens": 8}, {"max_tokens": 10}]
+    for other in (*others, {"go_on": False}):
+        assert continued(7, partial, **how | other) == (3, ())
 
 
 class PartialSession(ScriptedSession):
@@ -284,7 +285,7 @@ def steps_of(
             "report": lambda text: None,
         }
         grade = scripted_grade(script)
-        rollouts = collect_partial(session, prompt_at, grade, cursor, partial, **given | settings)
+        rollouts = collect(session, prompt_at, grade, cursor, partial, **given | settings)
         found.append((session.calls, partial, rollouts))
         cursor, partial = rollouts.cursor, rollouts.partial
     return found
@@ -421,12 +422,12 @@ def test_a_killed_run_resumes_bitwise(uninterrupted, tmp_path, monkeypatch):
     def killed(*args):
         if rows_without_timings(run)[2:]:
             raise Killed
-        return take_updates(*args)
+        return update(*args)
 
-    take_updates = train.take_updates
+    update = train.update
     run.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(train, "take_updates", killed)
+        patch.setattr(train, "update", killed)
         with pytest.raises(Killed):
             train.train(partial_config(), run)
     assert len(rows_without_timings(run)) == 3
@@ -468,14 +469,14 @@ def test_a_step_that_decodes_nothing_ends_like_any_other(uninterrupted, tmp_path
     config.log.samples_every_steps = 1
 
     def without_blocks(*given, **settings):
-        rollouts = collect_partial(*given, **settings)
+        rollouts = collect(*given, **settings)
         nothing = dict.fromkeys(
             ("decode_steps", "slot_steps", "busy_slot_steps", "waiting_slot_steps"), 0
         )
         stats = dataclasses.replace(rollouts.stats, blocks=[], sampled_tokens=0, **nothing)
         return dataclasses.replace(rollouts, stats=stats)
 
-    monkeypatch.setattr(train.partial_rollouts, "collect_partial", without_blocks)
+    monkeypatch.setattr(train.rollout, "collect", without_blocks)
     train.train(config, run)
     assert rows_without_timings(run)[-1]["engine/decode_steps"] == 0
 
@@ -484,9 +485,9 @@ def test_a_step_that_decodes_nothing_ends_like_any_other(uninterrupted, tmp_path
 def test_a_fork_without_partial_rollouts_samples_what_was_under_way_anew(uninterrupted, tmp_path):
     config = partial_config()
     config.rollout.partial_rollout_steps = 0
-    origin = Origin(uninterrupted.resolve(), 2)
+    parent = Parent(uninterrupted.resolve(), 2)
     progress = json.loads((uninterrupted / "checkpoints/2/progress/metadata").read_text())
     (tmp_path / "fork").mkdir()
-    train.train(config, tmp_path / "fork", origin)
+    train.train(config, tmp_path / "fork", parent)
     first = json.loads(rollout_lines(tmp_path / "fork", 2).splitlines()[0])
     assert first["cursor"] == min(it["cursor"] for it in progress["partial"])
