@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.sampler.cache import Cache, decode_sizes
+from dapo_jax.sampler.cache import Buckets, Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, copy_pages, decode_block, prefill, recompute
 from models.kernels import OPTIONS, Kernels, platform_of
 from models.parameters import ModelConfig
@@ -67,11 +67,18 @@ class Engine:
 
         samplings: of the session's streams, in order.
         """
-        lowered = {}
-        for bucket in self.cache.prompt_buckets.sizes:
-            lowered["prefill", None, bucket] = self._lower_prefill(bucket)
-        for bucket in self.cache.recompute_buckets.sizes:
-            lowered["recompute", None, bucket] = self._lower_recompute(bucket)
+        lowered, cache = {}, self.cache
+        how = {"config": self.config, "axis": self._axis}
+        run = functools.partial(prefill, **how)
+        for bucket in cache.prompt_buckets.sizes:
+            program = self._lower_rows(run, self.pages[0], cache.prompt_buckets, bucket)
+            lowered["prefill", None, bucket] = program
+        run = functools.partial(recompute, kernels=self._kernels, **how)
+        for bucket in cache.recompute_buckets.sizes:
+            program = self._lower_rows(
+                run, self.pages[1], cache.recompute_buckets, bucket, numbers=2
+            )
+            lowered["recompute", None, bucket] = program
         for pool in self.pages if self.shards > 1 else ():
             lowered["copy", None, len(pool[0][0]) // self.shards] = self._lower_copy(pool)
         for size in self.sizes:
@@ -145,23 +152,13 @@ class Engine:
         run = functools.partial(copy_pages, kernels=self._kernels)
         return self._lower(run, (pool, copy_M4), self._specs(pool), donate=0)
 
-    def _lower_prefill(self, bucket: int) -> jax.stages.Lowered:
-        rows = self.shards * self.cache.prompt_buckets.rows(bucket)
+    def _lower_rows(self, run, pool, buckets: Buckets, bucket: int, *, numbers: int = 0):
+        """Lowers a program of rows of tokens and pages, and so many numbers of each row between."""
+        rows = self.shards * buckets.rows(bucket)
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
-        arguments = (self.params, self.pages[0], tokens_RT, self._host_array(rows, bucket))
-        run = functools.partial(prefill, config=self.config, axis=self._axis)
-        out = self._specs(self.pages[0])
-        return self._lower(run, arguments, out, donate=1, tokens=tokens_RT.size)
-
-    def _lower_recompute(self, bucket: int) -> jax.stages.Lowered:
-        rows = self.shards * self.cache.recompute_buckets.rows(bucket)
-        tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
-        of_row, page_RI = self._host_array(rows), self._host_array(rows, bucket)
-        how = {"config": self.config, "kernels": self._kernels, "axis": self._axis}
-        arguments = (self.params, self.pages[1], tokens_RT, of_row, of_row, page_RI)
-        run = functools.partial(recompute, **how)
-        out = self._specs(self.pages[1])
-        return self._lower(run, arguments, out, donate=1, tokens=tokens_RT.size)
+        of_rows = (tokens_RT, *[self._host_array(rows)] * numbers, self._host_array(rows, bucket))
+        out = self._specs(pool)
+        return self._lower(run, (self.params, pool, *of_rows), out, donate=1, tokens=tokens_RT.size)
 
     def _lower_decode(
         self, samplings: tuple[Sampling, ...], rows: int, pages: int
