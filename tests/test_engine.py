@@ -300,18 +300,6 @@ def test_in_bfloat16_the_sampler_is_as_near_the_learner_as_the_learner_to_float3
 # A request is (seed, cursor, sample): nothing else changes a bit of what it gives.
 
 
-class Used(dict):
-    """Compiled programs that remember which of them were asked for."""
-
-    def __init__(self, programs):
-        super().__init__(programs)
-        self.used = set()
-
-    def __getitem__(self, name):
-        self.used.add(name)
-        return super().__getitem__(name)
-
-
 @contextlib.contextmanager
 def compilations():
     """Lists how long each compilation by XLA took, in seconds."""
@@ -341,7 +329,6 @@ class Runs:
     together: dict
     session: Session
     compiled: tuple[int, int]
-    used: set
 
 
 def submit(session, group, **stream):
@@ -370,14 +357,12 @@ def runs():
     )
     with compilations() as first:
         engine.compile(TO_THE_LIMIT)
-    engine._programs = Used(engine._programs)
     alone = {}
     with compilations() as later:
         for group in GROUPS:
             alone |= sample_groups(engine, params, [group])[0]
         together, session = sample_groups(engine, params, GROUPS)
-    compiled = (len(first), len(later))
-    return Runs(engine, params, alone, together, session, compiled, engine._programs.used)
+    return Runs(engine, params, alone, together, session, (len(first), len(later)))
 
 
 def preempts(session, responses):
@@ -465,9 +450,7 @@ def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
 
 def test_all_programs_are_compiled_at_first_and_none_later(runs):
     names = runs.engine.program_names
-    assert len(names) == len(set(names)) == len(runs.engine._programs)
     assert {name.split("[")[0] for name in names} == {"prefill", "decode"}
-    assert {name for name, *_ in runs.used} == {"prefill", "decode"}
     assert runs.compiled == (len(names) + 1, 0)  # and one that makes the pages
 
 
@@ -514,18 +497,6 @@ def test_streams_side_by_side_have_the_bits_of_each_alone(monkeypatch):
 
 
 # Host and device.
-
-
-def test_a_prompt_is_prefilled_once_for_those_who_may_share_it(roomy, sampled):
-    """At most ROOMY.readers samples share; the prompt of one token has nothing to prefill."""
-    _, session = sampled
-    assert session.prefilled_prompts == (len(PROMPTS) - 1) * GROUP_SIZE // ROOMY.readers
-    few = Session(*roomy, Stream(RUN_KEY, SAMPLING))
-    for cursor, prompt in PROMPTS.items():
-        few.submit(cursor, Prompt(prompt), group_size=3)
-    responses = drain(few)
-    assert few.prefilled_prompts == len(PROMPTS) - 1
-    same_bits(responses, sampled[0])
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -169,26 +169,3 @@ def test_blocks_that_see_nothing_of_each_other_are_not_computed(monkeypatch):
         assert counts(segment_BT, np.zeros_like(segment_BT)).tolist() == [1] * (length // 8)
     one_BT = np.ones((1, 64), int)
     assert counts(one_BT, one_BT).tolist() == list(range(1, 9))
-
-
-def test_memory_is_linear_in_the_row(monkeypatch):
-    """Temporaries of forward and backward over a row of four times the tokens.
-
-    But for the table of blocks: 64 x 64 tokens an entry.
-    """
-    monkeypatch.setattr(packed, "BLOCK_TOKENS", 64)
-    monkeypatch.setattr(packed, "BLOCKS", 16)
-
-    def temporary_bytes(tokens):
-        abstract = [jax.ShapeDtypeStruct((1, tokens, heads, H), jnp.float32) for heads in (N, K, K)]
-        numbers = [jax.ShapeDtypeStruct((1, tokens), jnp.int32)] * 2
-
-        def scalar(*arguments):
-            return jnp.sum(packed_attention(*arguments))
-
-        gradient = jit(jax.grad(scalar, argnums=(0, 1, 2)))
-        compiled = gradient.lower(*abstract, *numbers).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    short, long = temporary_bytes(4_096), temporary_bytes(16_384)
-    assert long < 4.2 * short

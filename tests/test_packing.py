@@ -123,6 +123,16 @@ def test_every_token_is_packed_once_and_stays_aligned(row_tokens, share_prompts)
         assert used[0] == 1
 
 
+def test_only_groups_that_began_in_this_step_are_on_policy():
+    """The newest policy sampled some tokens of others, but behind earlier keys and values."""
+    fresh = group([1, 2, 3], [4] * 3, [5] * 3)
+    later = dataclasses.replace(fresh.responses[1], ends=(2,))
+    fresh = dataclasses.replace(fresh, responses=(fresh.responses[0], later))
+    batch = packed([fresh], row_tokens=8, share_prompts=True)
+    on_policy = [batch.is_on_policy_BT[batch.branch_BT == n].tolist() for n in range(3)]
+    assert on_policy == [[False] * 2, [True] * 3, [False] * 3]
+
+
 @pytest.mark.parametrize(("responses", "row_tokens"), [(8, 10), (9, 12)])
 def test_rows_are_longer_where_that_saves_a_micro_batch(responses, row_tokens):
     """Two responses of 4 tokens fill a row of 10, three one of 12; a micro-batch has 4 rows.

@@ -20,13 +20,12 @@ from test_train import (
 )
 
 from dapo_jax import train
-from dapo_jax.packing import pack
 from dapo_jax.rollout import collect, continued
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup.start import Parent
-from dapo_jax.types import Group, PartialGroup, Prompt, Response
+from dapo_jax.types import PartialGroup, Prompt, Response
 from models.kernels import KERNELS, paged_tpu
 
 ROOMY = dataclasses.replace(test_engine.ROOMY, slots=9, pages=60, partial_rollouts=True)
@@ -343,33 +342,6 @@ def test_at_the_cap_a_step_ends_with_what_there_is():
         script, steps=1, slots=16, partial_rollout_steps=2, max_prompts=10
     )
     assert (len(rollouts.sampled), len(rollouts.kept), rollouts.partial) == (10, 0, [])
-
-
-def test_trained_tokens_know_which_of_them_the_newest_policy_sampled_alone():
-    """`is_on_policy` is False for groups that began in an earlier step, and for prompts.
-
-    The newest policy sampled some of their tokens, but behind earlier ones' keys and values.
-    """
-    prompt = Prompt(np.array([1, 2, 3], np.int32))
-    logp_T = np.zeros(4, np.float32)
-    responses = tuple(
-        Response(np.arange(4, dtype=np.int32), logp_T, True, ends=ends)
-        for ends in ((), (2,), (1, 4))
-    )
-    batch = pack(
-        [Group(0, prompt, responses)],
-        np.ones((1, 3)),
-        np.ones((1, 3, 4)),
-        row_lengths=(16,),
-        micro_batch_rows=1,
-        share_prompts=True,
-    )
-    fresh = [
-        batch.is_on_policy_BT[batch.branch_BT == branch].astype(int).tolist()
-        for branch in (1, 2, 3)
-    ]
-    assert fresh == [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
-    assert not batch.is_on_policy_BT[batch.branch_BT == 0].any()
 
 
 def partial_config():

@@ -254,7 +254,7 @@ def test_what_devices_add_up_is_float32(tied):
 def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     """Read from all programs of a step: a GPU rounded float32 to TF32, a TPU to bfloat16.
 
-    The ratio gap of a float32 recipe was 1.7e-3 on a GPU, and two equal runs differed there.
+    The ratio gap of a float32 config was 1.7e-3 on a GPU, and two equal runs differed there.
     """
 
     def jit(jit, function, *, compiler_options=None, **how):

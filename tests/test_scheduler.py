@@ -222,7 +222,7 @@ def first_in(scheduler):
     return found
 
 
-def test_the_youngest_is_preempted_and_recomputed_first():
+def test_the_youngest_is_preempted_and_starts_again_first():
     """With six pages for three responses of three pages each, the third starts again."""
     script = Script(dataclasses.replace(CACHE, slots=3, pages=7))
     script.submit(0, [20, 20, 20])

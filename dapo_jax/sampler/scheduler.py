@@ -118,7 +118,7 @@ class Scheduler:
         return max(0, int(self._wanted_D().sum()) - queued)
 
     def next_block(self, *, more: bool = False) -> Plan:
-        """Assigns prompts to shards, gives pages to growing responses and recomputes the slots.
+        """Assigns prompts to shards, gives pages to growing responses and fills the slots.
 
         more: whether groups will be submitted as slots fall idle; those fill the emptier shards.
         """
