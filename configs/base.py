@@ -25,7 +25,8 @@ class Key:
     choices: the values that it may have, or the table of the code that lists them, "module:NAME".
     at_least, above, at_most: bounds of a number, which has to be finite in float32 too.
     kind: the type of a value whose default is None. open: the value that leaves it to the model
-    and the data (dapo_jax/setup/auto_sizes.py).
+    and the data (dapo_jax/setup/auto_sizes.py). may_change: on resume; any other key would make it
+    another run. of_policy: it makes the policy, beside the weights, and stays in a fork.
     """
 
     default: Any
@@ -36,6 +37,8 @@ class Key:
     at_most: float = MAX32
     kind: type | None = None
     open: Any = None
+    may_change: bool = False
+    of_policy: bool = False
 
     def allowed(self) -> tuple:
         """Returns the values that the key may have; () where any value is."""
@@ -151,22 +154,27 @@ AIME_2024 = "hf://datasets/BytedTsinghua-SIA/AIME-2024/data/aime-2024.parquet"
 KEYS = {
     "seed": Key(0, "of the prompts' order, of all sampling and of random weights",
                 at_least=0, at_most=2**32 - 1),
-    "num_steps": Key(300, "rollout steps", at_least=1),
+    "num_steps": Key(300, "rollout steps", at_least=1, may_change=True),
     "updates_per_step": Key(16, "mini-batches, each one optimizer update, one pass", at_least=1),
 
     "model.path": Key("", "the start policy: a Hugging Face directory, or ORG/NAME on its hub; "
-                      "\"\": random weights"),
+                      "\"\": random weights", of_policy=True),
     "model.family": Key("qwen2", "or qwen3, llama, a custom module \"my_models.x\"; \"\": by the "
-                        "directory", open=""),
-    "model.preset": Key("", "the family's name for sizes: what path has, or for random weights"),
+                        "directory", open="", of_policy=True),
+    "model.preset": Key("", "the family's name for sizes: what path has, or for random weights",
+                        of_policy=True),
     "model.compute_dtype": Key("bfloat16", "or float32; weights and moments stay float32; \"\": as "
-                               "the device has it", choices=("float32", "bfloat16", ""), open=""),
-    "model.kernels": Key("auto", "or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret"),
+                               "the device has it", choices=("float32", "bfloat16", ""), open="",
+                               of_policy=True),
+    "model.kernels": Key("auto", "or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret",
+                         may_change=True),
 
-    "tokenizer.path": Key("", "directory, or ORG/NAME; \"\": model.path"),
-    "tokenizer.stop_tokens": Key((), "token texts; (): those that the model's files name"),
+    "tokenizer.path": Key("", "directory, or ORG/NAME; \"\": model.path", of_policy=True),
+    "tokenizer.stop_tokens": Key((), "token texts; (): those that the model's files name",
+                                 of_policy=True),
     "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template; \"auto\": where "
-                          "there is one", choices=("none", "template", "auto"), open="auto"),
+                          "there is one", choices=("none", "template", "auto"), open="auto",
+                          of_policy=True),
 
     "data.on_bad_row": Key("error", "or \"skip\": count it and go on", choices=("error", "skip")),
     "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, math_verify",
@@ -184,14 +192,14 @@ KEYS = {
     "rollout.generation_prompts": Key(1_536, "the first guess of how many prompts a step needs; 0: "
                                       "twice num_prompts, as far as there are", at_least=0, open=0),
     "rollout.max_generation_batches": Key(10, "times as many prompts at most in a step (Eq. 11)",
-                                          at_least=1),
+                                          at_least=1, may_change=True),
     "rollout.on_generation_cap": Key("train", "on what there is; or \"stop\" the run cleanly",
-                                     choices=("train", "stop")),
+                                     choices=("train", "stop"), may_change=True),
     "rollout.cache_mib": Key(16_384, "keys and values of prompts and responses, on each device; 0: "
                              "for the first generation batch, as memory and a CPU's cores allow",
-                             at_least=0),
+                             at_least=0, may_change=True),
     "rollout.slot_tokens": Key(4_608, "response tokens of cache a slot; longer ones take more; 0: "
-                               "half of the limit", at_least=0),
+                               "half of the limit", at_least=0, may_change=True),
     "rollout.page_tokens": Key(128, "the cache is handed out in pages of so many tokens, or more "
                                "where the kernels need it", at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
@@ -239,58 +247,65 @@ KEYS = {
     "learner.weight_decay": Key(0.1, "decoupled, of AdamW", at_least=0),
     "learner.max_grad_norm": Key(1.0, "global norm to which gradients are clipped", above=0),
     "learner.max_skipped_updates": Key(3, "in a row, not being finite: then the run stops",
-                                       at_least=1),
+                                       at_least=1, may_change=True),
     "learner.row_tokens": Key(22_528, "a packed row; holds the longest prompt and response; 0: "
-                              "chosen by the lengths", at_least=0),
+                              "chosen by the lengths", at_least=0, may_change=True),
     "learner.row_lengths": Key(1, "row lengths of which an update takes that with the least "
                                "padding: row_tokens, an eighth more (in whole 1,024s, or 64s where "
                                "row_tokens is less than 1,024), and so on",
-                               at_least=1, at_most=9),
+                               at_least=1, at_most=9, may_change=True),
     "learner.micro_batch_rows": Key(32, "rows of one gradient-accumulation step, all devices; 0: "
-                                    "chosen by the devices", at_least=0),
+                                    "chosen by the devices", at_least=0, may_change=True),
     "learner.remat": Key("full", "what the backward pass recomputes. full: each layer from its "
                          "input; none: nothing; keep_products, keep_attention; offload",
-                         choices="models.transformer:REMAT"),
+                         choices="models.transformer:REMAT", may_change=True),
     "learner.lora_rank": Key(0, "train low-rank factors instead of all weights; 0: off",
-                             at_least=0),
-    "learner.lora_alpha": Key(32.0, "the factors' product counts alpha / rank", above=0),
+                             at_least=0, of_policy=True),
+    "learner.lora_alpha": Key(32.0, "the factors' product counts alpha / rank", above=0,
+                              of_policy=True),
     "learner.lora_targets": Key(("q", "k", "v", "o", "gate", "up", "down"),
-                                "the adapted matrices"),
+                                "the adapted matrices", of_policy=True),
 
     "mesh.slices": Key(1, "TPU slices side by side; the data centre's network is between them",
-                       at_least=1),
-    "mesh.data": Key(-1, "of a slice; -1: all devices that mesh.model leaves"),
-    "mesh.model": Key(1, "must divide the model's key/value heads"),
+                       at_least=1, may_change=True),
+    "mesh.data": Key(-1, "of a slice; -1: all devices that mesh.model leaves", may_change=True),
+    "mesh.model": Key(1, "must divide the model's key/value heads", may_change=True),
     "mesh.cpu_devices": Key(0, "on CPU: devices that the host counts as; 0: one, as JAX has it",
-                            at_least=0),
+                            at_least=0, may_change=True),
 
     "eval.every_steps": Key(5, "beside the next step's rollout, and after training alone; 0: never",
-                            at_least=0),
+                            at_least=0, may_change=True),
     "eval.samples_per_prompt": Key(32, "k of mean@k, pass@k, maj@k; for sets that say none",
-                                   at_least=1),
-    "eval.max_prompts": Key(0, "the first so many of each set; 0: all", at_least=0),
-    "eval.temperature": Key(1.0, "of an evaluation's responses; 0: greedy", at_least=0),
-    "eval.top_p": Key(0.7, "of an evaluation's responses", above=0, at_most=1),
+                                   at_least=1, may_change=True),
+    "eval.max_prompts": Key(0, "the first so many of each set; 0: all", at_least=0,
+                            may_change=True),
+    "eval.temperature": Key(1.0, "of an evaluation's responses; 0: greedy", at_least=0,
+                            may_change=True),
+    "eval.top_p": Key(0.7, "of an evaluation's responses", above=0, at_most=1, may_change=True),
 
-    "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints"),
-    "checkpoint.every_steps": Key(5, "rollout steps from save to save", at_least=1),
-    "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1),
+    "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints",
+                                may_change=True),
+    "checkpoint.every_steps": Key(5, "rollout steps from save to save", at_least=1,
+                                  may_change=True),
+    "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1, may_change=True),
     "checkpoint.keep_period": Key(0, "multiples of so many steps are kept too; 0: off",
-                                  at_least=0),
+                                  at_least=0, may_change=True),
     "checkpoint.on_failed_save": Key(
         "stop", "a failed save ends the run; or \"continue\": a run of one process goes on, one of "
-        "several, which wait for each other in a save, ends", choices=("stop", "continue")),
+        "several, which wait for each other in a save, ends", choices=("stop", "continue"),
+        may_change=True),
 
     "alarms.min_entropy": Key(1e-3, "nats; python -m dapo_jax.logs.alarms lists the alarms",
-                              at_least=0),
-    "alarms.max_ratio_gap": Key(0.0, "0: by the compute dtype", at_least=0),
+                              at_least=0, may_change=True),
+    "alarms.max_ratio_gap": Key(0.0, "0: by the compute dtype", at_least=0, may_change=True),
 
     "log.samples_every_steps": Key(10, "four responses, printed and given to the writers as a "
-                                   "table; 0: never", at_least=0),
-    "log.rollouts_every_steps": Key(1, "rollouts/<step>.jsonl.gz; 0: never", at_least=0),
-    "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz"),
+                                   "table; 0: never", at_least=0, may_change=True),
+    "log.rollouts_every_steps": Key(1, "rollouts/<step>.jsonl.gz; 0: never", at_least=0,
+                                    may_change=True),
+    "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz", may_change=True),
     "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "
-                       "a custom \"module:Class\""),
+                       "a custom \"module:Class\"", may_change=True),
 }
 # The keys of a data set: data.train, data.mixture.NAME (more training sets, mixed by weight) and
 # eval.sets.NAME.
@@ -320,6 +335,9 @@ DATASET = {
     "top_p": Key(None, "of an evaluation set; None: eval.top_p", above=0, at_most=1, kind=float),
 }
 # fmt: on
+# Beginnings of keys by their roles; an evaluation set is free, as the keys of eval are.
+MAY_CHANGE = (*(name for name, key in KEYS.items() if key.may_change), "eval.sets.")
+OF_POLICY = tuple(name for name, key in KEYS.items() if key.of_policy)
 
 
 def get_config() -> ConfigDict:

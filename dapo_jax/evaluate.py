@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
-from scipy.special import stdtrit
 
 from configs.base import eval_settings
 from dapo_jax import hub
@@ -83,6 +82,8 @@ def share_interval(share_P, *, samples: int) -> tuple[float, float]:
     these are fewer), and one more problem is taken to be all right or all wrong. Without it 1 or 2
     solved problems of 30 leave too small a spread by chance.
     """
+    from scipy.special import stdtrit  # half a second, which no start needs
+
     share_P = np.asarray(share_P, np.float64)
     P, p = len(share_P), float(share_P.mean())
     if P < 2:
@@ -283,7 +284,8 @@ def main(_):
 
     weights = run.sampler_weights(run.params)
     run.params = None
-    session = Session(run.programs.engine, weights, *components.streams(config, sets))
+    streams = components.eval_streams(config, run.tokenizer)
+    session = Session(run.programs.engine, weights, *streams)
     with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=say, keep=keep)
     paths = write_own_results(workdir, run.step, results, settings)

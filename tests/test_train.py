@@ -392,7 +392,8 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     programs = components.programs(config, tokenizer.vocab_size)
     sets = components.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
-    session = Session(programs.engine, params, *components.streams(config, sets))
+    streams = components.eval_streams(config, tokenizer)
+    session = Session(programs.engine, params, *streams)
     with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=print)
     assert results == json.loads((finished / "eval" / "3.json").read_text())["sets"]

@@ -21,9 +21,9 @@ from typing import Any
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings, mixture_settings
+from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from dapo_jax import hub, losses
-from dapo_jax.cli.config_flags import FREE_KEYS, MAY_CHANGE, POLICY_KEYS, recipe_differences
+from dapo_jax.cli.config_flags import recipe_differences
 from dapo_jax.logs.files import read_json, read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.tasks import tokenizer
@@ -271,8 +271,7 @@ def require_parent(theirs: dict, ours: dict, where: str) -> None:
     of the checkpoint that the fork goes on with. Of the data the digests count, not how it is named
     or graded.
     """
-    keys = (*POLICY_KEYS, "seed")
-    if found := list(differences(theirs, ours, among=keys, but=FREE_KEYS)):
+    if found := list(differences(theirs, ours, among=(*OF_POLICY, "seed"))):
         raise OtherRunError(
             f"{where} cannot be forked: {_listed(found)}. A fork goes on with the run's model, "
             "tokenizer, LoRA shape, seed and training data; all else may be another"

@@ -28,30 +28,6 @@ KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
 SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
-# A resumed run may change these; anything else would make it another run. Where it runs on other
-# devices, the work has to be divided in another way.
-MAY_CHANGE = (
-    "num_steps",
-    "rollout.max_generation_batches",
-    "rollout.on_generation_cap",
-    "rollout.cache_mib",
-    "rollout.slot_tokens",
-    "learner.micro_batch_rows",
-    "learner.row_tokens",
-    "learner.row_lengths",
-    "learner.remat",
-    "learner.max_skipped_updates",
-    "alarms.",
-    "eval.",
-    "checkpoint.",
-    "log.",
-    "mesh.",
-    "model.kernels",
-)
-# What makes a policy, beside its weights: the model, its tokenizer and LoRA's shape. Where and how
-# it is computed may differ.
-POLICY_KEYS = ("model.", "tokenizer.", "learner.lora_")
-FREE_KEYS = ("model.kernels",)
 # Paths: a command that is given in another folder finds configs/tiny.py, and what that names.
 
 

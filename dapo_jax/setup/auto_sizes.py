@@ -12,12 +12,10 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
 from configs import base
 from dapo_jax import hub, learner
-from dapo_jax.packing import plan_update
 from dapo_jax.setup import components
 from models import families
 from models.hf_config import load_config, read_config
@@ -158,38 +156,6 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
         fit_cache(config, requests, training=True, **how)
     values = ", ".join(f"{key} = {value}" for key, value in base.leaves(config) if key in chosen)
     return [f"chosen by the lengths and the devices: {values}"]
-
-
-def padding_line(config: ConfigDict, programs: components.Programs, data: components.Data) -> str:
-    """Predicts the padding of an update's rows for three mean lengths of the responses.
-
-    Prompts have their mean length. Responses are spread evenly over half to one and a half of
-    theirs.
-    """
-    r, of_sets = config.rollout, data.train.sets
-    prompt = round(sum(s * of_sets[key].report.mean_tokens for key, s in data.train.shares.items()))
-    rows, row_lengths = config.learner.micro_batch_rows, learner.row_lengths(programs.learning)
-    groups = r.num_prompts // config.updates_per_step
-    shares = {}
-    for part in (0.1, MEAN_SHARE, 0.6):
-        spread_G = np.linspace(0.5, 1.5, r.group_size) * part * r.max_response_tokens
-        lengths = np.clip(np.ceil(spread_G), 1, r.max_response_tokens).astype(int).tolist()
-        planned, row_tokens = plan_update(
-            [prompt] * groups,
-            [lengths] * groups,
-            row_lengths=row_lengths,
-            micro_batch_rows=rows,
-            share_prompts=programs.learning.kernels.shares_prompts,
-        )
-        used = sum(len(piece.samples) and prompt - 1 for row in planned for piece in row)
-        used += groups * sum(lengths)
-        shares[part] = 1 - used / (-(-len(planned) // rows) * rows * row_tokens)
-    tokens = " or ".join(map(str, row_lengths))
-    named = ", ".join(f"{share:.0%} at {part:.0%}" for part, share in shares.items())
-    return (
-        f"padding of an update's rows ({rows} x {tokens} tokens a micro-batch), by the "
-        f"responses' mean length as a share of rollout.max_response_tokens: {named}"
-    )
 
 
 def _mesh(config: ConfigDict, devices=None):

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import jax
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings, key_of, leaves, mixture_settings
+from configs.base import MAY_CHANGE, eval_settings, key_of, leaves, mixture_settings
 from dapo_jax.cli import failures
-from dapo_jax.cli.config_flags import MAY_CHANGE, fill_open, numbered, recipe_differences
+from dapo_jax.cli.config_flags import fill_open, numbered, recipe_differences
 from dapo_jax.logs.files import read_json
 from models.families import Family
 from models.lora import MATRICES

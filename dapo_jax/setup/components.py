@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -184,11 +184,10 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSet:
-    """An evaluation set, and how k responses to each of its prompts are sampled."""
+    """An evaluation set, of which each prompt gets k responses."""
 
     dataset: Dataset
     k: int
-    sampling: Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,9 +216,8 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Da
     def load(key, settings):
         return load_dataset(key, settings | {"path": hub.local(settings["path"])}, **of_run)
 
-    samplings = eval_samplings(config, tokenizer)
     eval_sets = {
-        name: EvalSet(load(f"eval.sets.{name}", settings), settings["k"], samplings[name])
+        name: EvalSet(load(f"eval.sets.{name}", settings), settings["k"])
         for name, settings in eval_settings(config).items()
     }
     if not training:
@@ -230,16 +228,6 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Da
     for key, share in train.shares.items():
         checks.check_enough_prompts(config, key, len(sets[key].prompts), share)
     return Data(train, train.stream(config.seed), eval_sets)
-
-
-def with_samplings(config: ConfigDict, tokenizer: Tokenizer, data: Data) -> Data:
-    """The data with its evaluation sets sampled as the config says by now."""
-    samplings = eval_samplings(config, tokenizer)
-    sets = {
-        name: dataclasses.replace(chosen, sampling=samplings[name])
-        for name, chosen in data.eval_sets.items()
-    }
-    return dataclasses.replace(data, eval_sets=sets)
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
@@ -270,12 +258,12 @@ def eval_samplings(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Sampli
     }
 
 
-def streams(config: ConfigDict, sets: Mapping[str, EvalSet]) -> list[Stream]:
-    """Returns the streams of evaluation sets, each with its own randomness, the same each time."""
+def eval_streams(config: ConfigDict, tokenizer: Tokenizer) -> list[Stream]:
+    """Returns the streams of the evaluation sets, each with its own randomness."""
     stream = key(config, EVAL_STREAM)
     return [
-        Stream(jax.random.fold_in(stream, zlib.crc32(name.encode())), chosen.sampling)
-        for name, chosen in sets.items()
+        Stream(jax.random.fold_in(stream, zlib.crc32(name.encode())), how)
+        for name, how in eval_samplings(config, tokenizer).items()
     ]
 
 

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from dapo_jax import learner
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.printable import printable
-from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.setup import checks, components
 from dapo_jax.setup.start import Parent, Run, open_run
 from dapo_jax.tasks.tokenizer import Tokenizer
 from sharding import hosts
@@ -37,8 +37,7 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
         if theirs := hosts.on_main(lambda: run.checkpoints.fingerprint_of(run.step)):
             where = f"checkpoint {run.step} in {directory}"
             fingerprint.require_same(theirs, ours, report=say, where=where)
-    padding = auto_sizes.padding_line(config, run.programs, run.data)
-    say("\n".join([*run.chosen, padding, *memory_lines(run.programs), *_next_lines(run)]))
+    say("\n".join([*run.chosen, *memory_lines(run.programs), *_next_lines(run)]))
 
 
 def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:

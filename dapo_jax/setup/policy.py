@@ -5,11 +5,10 @@ import pathlib
 
 from ml_collections import ConfigDict
 
+from configs.base import OF_POLICY
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli.config_flags import (
-    FREE_KEYS,
-    POLICY_KEYS,
     complete,
     current,
     recipe_differences,
@@ -81,8 +80,8 @@ def require_same(
     path may be written in another way.
     """
     ours = json.loads(config.to_json_best_effort())
-    compared = POLICY_KEYS + (() if config.model.path else ("seed",))
-    differing = recipe_differences(theirs, ours, among=compared, but=FREE_KEYS + may_differ)
+    compared = OF_POLICY + (() if config.model.path else ("seed",))
+    differing = recipe_differences(theirs, ours, among=compared, but=may_differ)
     if differing:
         raise ValueError(
             f"{where} is of another policy: {'; '.join(differing)}. Give the run's config and "

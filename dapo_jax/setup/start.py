@@ -187,8 +187,6 @@ def open_run(
     elif trains:
         auto_sizes.fit_data(config, run.data, given=given)
         auto_sizes.fit_training(config)
-    if run.data:  # its samplings have the lengths that were open when it was read
-        run.data = components.with_samplings(config, run.tokenizer, run.data)
     checks.check(config)
     if found := [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]:
         run.chosen = [f"chosen by the model, the data and the devices: {', '.join(found)}"]
@@ -311,17 +309,13 @@ def _restore(run: Run) -> None:
         theirs = ours["origin"] = (there.fingerprint_of(run.step) or {}).get("origin")
         run.parent = theirs and Parent.parse(theirs)
         checks.check_steps_left(config, run.step, where)
-    elif run.parent:
-        where, progress = _fork(run, ours)
     else:
-        run.step, run.state, progress = 0, programs.start_state(), {}
-    if not restored:
-        begins = {"begin_step": run.begin_step}
-        hosts.on_main(
-            lambda: fingerprint.check_checkpoint_is_there(
-                config, run.workdir, there.directory, **begins
-            )
-        )
+        at = (config, run.workdir, where)
+        hosts.on_main(lambda: fingerprint.check_checkpoint_is_there(*at, begin_step=run.begin_step))
+        if run.parent:
+            where, progress = _fork(run, ours)
+        else:
+            run.step, run.state, progress = 0, programs.start_state(), {}
     run.progress = Progress.from_json(progress)
     run.start_weights = programs.load_start_weights()
     _require_finite(run, run.state, where)
@@ -363,7 +357,7 @@ def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
     run.sets = run.data.eval_sets if config.eval.every_steps > 0 else {}
     key = components.key(config, components.ROLLOUT_STREAM)
     training = Stream(key, components.sampling(config, run.tokenizer))
-    run.streams = (training, *components.streams(config, run.sets))
+    run.streams = (training, *components.eval_streams(config, run.tokenizer))
     with watch("compile"):
         say.phase("compiling the update")
         run.update, run.old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
@@ -384,7 +378,6 @@ def banner(run: Run) -> list[str]:
         *run.data.report_lines(),
         f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
         f"{r.max_response_tokens} tokens, {config.updates_per_step} updates",
-        auto_sizes.padding_line(config, run.programs, run.data),
         f"workdir: {run.workdir}{resuming}",
     ]
     if run.parent:

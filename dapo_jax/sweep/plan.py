@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
-from configs.base import KEYS
-from dapo_jax.cli.config_flags import KEY_FLAG, MAY_CHANGE, read_recipe, recipe_differences
+from configs.base import KEYS, MAY_CHANGE
+from dapo_jax.cli.config_flags import KEY_FLAG, read_recipe, recipe_differences
 from dapo_jax.logs.files import atomic_file, read_json
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.setup import checks
@@ -239,7 +239,7 @@ def check_same(plan: Plan, folder: pathlib.Path) -> None:
     if not (old := _read(folder)):
         return
     new = _common_recipe(plan)
-    may_change = tuple(key for key in MAY_CHANGE if key != "eval.")
+    may_change = tuple(key for key in MAY_CHANGE if not key.startswith("eval."))
     found = recipe_differences(old["recipe"], new, but=may_change)
     for arm, settings in plan.arms.items():
         if (was := old["arms"].get(arm, settings)) != settings:
