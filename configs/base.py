@@ -290,10 +290,6 @@ KEYS = {
     "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1, may_change=True),
     "checkpoint.keep_period": Key(0, "multiples of so many steps are kept too; 0: off",
                                   at_least=0, may_change=True),
-    "checkpoint.on_failed_save": Key(
-        "stop", "a failed save ends the run; or \"continue\": a run of one process goes on, one of "
-        "several, which wait for each other in a save, ends", choices=("stop", "continue"),
-        may_change=True),
 
     "alarms.min_entropy": Key(1e-3, "nats; python -m dapo_jax.logs.alarms lists the alarms",
                               at_least=0, may_change=True),

@@ -24,17 +24,12 @@ _REPO = r"(?P<repo>[a-zA-Z0-9][\w.-]*/[a-zA-Z0-9][\w.-]*)"
 MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?(?P<file>)", re.ASCII)
 FILE = re.compile(rf"hf://datasets/{_REPO}(?:@(?P<revision>refs/\w+/[^/]+|[^/]+))?/(?P<file>.+)")
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-# What a person reads for an error of huggingface_hub: the first that fits. The last may pass.
-REASONS = {
-    "GatedRepoError": "{url} is gated: ask for access there, and set HF_TOKEN to your token",
-    "RepositoryNotFoundError": "there is no such path here, and no {url} (HF_ENDPOINT); mend the "
-    "name or, if it is private, set HF_TOKEN to a token that may read it",
-    "RevisionNotFoundError": "{url} has no revision {revision!r}; give another one behind @",
-    "OfflineModeIsEnabled": "there is no such path here, and the cache (HF_HOME) lacks files of "
-    "{url}; unset HF_HUB_OFFLINE once to download them",
-    "Exception": "there is no such path here, and {url} (HF_ENDPOINT, HF_TOKEN) failed: {error!r}. "
-    "Give the command again, or the path of what `hf download` wrote (a model's may be gs://...)",
-}
+SHOWN_CHARS = 200  # of an error of huggingface_hub
+ADVICE = (
+    "mend the name or the revision, set HF_TOKEN to a token that may read what is private or "
+    "gated, unset HF_HUB_OFFLINE to download, or give the path of what `hf download` wrote (a "
+    "model's may be gs://...)"
+)
 
 _fetched: dict[str, tuple[str, str]] = {}  # of the last fetch: name -> where it is, its commit
 
@@ -110,11 +105,12 @@ def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> t
     except Exception as error:
         if getattr(error, "errno", None) is not None:  # the disk's
             raise
-        cause = error.__cause__ or error
-        kinds = {kind.__name__ for link in (error, cause) for kind in type(link).__mro__}
-        kind = next(kind for kind in REASONS if kind in kinds)
-        reason = REASONS[kind].format(url=url, error=cause, revision=revision)
-        raise OSError(f"{what}: {reason}") from (error if kind == "Exception" else None)
+        local = isinstance(error, library.errors.LocalEntryNotFoundError)  # why not from the hub?
+        cause = (local and error.__cause__) or error
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:SHOWN_CHARS]}"
+        told = f"there is no such path here, and {url} (HF_ENDPOINT) failed: {reason}; {ADVICE}"
+        offline = library.constants.HF_HUB_OFFLINE  # else it may be a hub that is down for a while
+        raise OSError(f"{what}: {told}") from (None if offline else error)
     if needed and not any(place.glob(needed)):
         raise FileNotFoundError(f"{what}: {url}, or offline the cache, has no {file or needed}")
     return str(place / file), place.name

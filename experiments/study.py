@@ -5,8 +5,7 @@
 
 The first makes the runs, of all seeds or of these, goes on where it stopped, and puts their rows
 into experiments/NAME, beside those of other seeds. Both write result.md and figure.png there from
-rows.jsonl.gz. experiments/NAME/study.py has the Study. The exit status is the sweep's; rows that
-are there already are replaced only where no run failed.
+rows.jsonl.gz. experiments/NAME/study.py has the Study. The exit status is the sweep's.
 """
 
 import dataclasses
@@ -20,28 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from absl import app, flags
-from ml_collections import ConfigDict
 from scipy import stats
 
 from configs.base import KEYS
 from dapo_jax.logs.files import atomic_file
-from dapo_jax.logs.metrics import METRICS, TASK, score_metric
-from dapo_jax.report import plots, statistics
-from dapo_jax.report.compare import (
-    WORK,
-    Quantity,
-    by_arm,
-    interval_text,
-    mean,
-    numbers,
-    paired,
-    signed,
-    spread_text,
-    table,
-    values,
-)
+from dapo_jax.logs.metrics import METRICS, TASK, Metric, score_metric
+from dapo_jax.report import compare, plots, statistics
+from dapo_jax.report.compare import Quantity, numbers, values
 from dapo_jax.report.rows import read_rows_file, write_rows
-from dapo_jax.report.runs import Run, commit_text, flatten, sweep_label
+from dapo_jax.report.runs import Run, by_arm, commit_text, flatten, sweep_label
 from dapo_jax.report.statistics import Interval
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import sweep
@@ -51,7 +37,7 @@ ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
 SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
 DEFAULTS = json.loads(json.dumps({name: key.default for name, key in KEYS.items()}))
 CLIPPED = tuple(
-    mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
+    compare.mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
     for bound in ("high", "low")
 )
 ALPHA = 1 - statistics.CONFIDENCE
@@ -79,9 +65,8 @@ class Claim:
     @property
     def text(self) -> str:
         """The prediction in words."""
-        return (
-            f"{self.quantity.name}: {self.arm} {'above' if self.sign > 0 else 'below'} {self.than}"
-        )
+        where = "above" if self.sign > 0 else "below"
+        return f"{self.quantity.name}: {self.arm} {where} {self.than}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,55 +122,37 @@ class Study:
     def finished(self, runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
         """(the study's runs in the order of its arms, why each of the others is missing).
 
-        A run counts if its config has the values that the study asks for, if it differs from the
-        first one in no other key but the seed and where it is computed, and if all its steps are
-        there. A key that is newer than a run has its default; one that only one of them has is
-        gone since, or new with the task.
+        A run counts if all its steps are there and its config has what the study asks for: the
+        settings, and the keys in which the arms differ. A key that is newer than a run has its
+        default.
         """
-        recipes = {arm: recipevalues(recipe) for arm, recipe in self.plan().recipes.items()}
-        one, *rest = recipes.values()
-        varied = {
-            key for other in rest for key in {**one, **other} if one.get(key) != other.get(key)
+        recipes = {
+            arm: flatten(json.loads(recipe.to_json_best_effort()))
+            for arm, recipe in self.plan().recipes.items()
         }
+        one, *rest = recipes.values()
+        varied = {key for of in rest for key in {**one, **of} if one.get(key) != of.get(key)}
 
         def is_asked(key: str) -> bool:
             return key in varied or any(f"{key}.".startswith(f"{set_}.") for set_ in self.settings)
 
-        label_of = {(run.arm, run.seed): label for label, run in runs.items()}
         kept, missing = {}, []
         for arm, seed in itertools.product(self.arms, self.seeds):
-            label = label_of.get((arm, seed), sweep_label(arm, seed))
-            run = runs.get(label)
-            if run is None:
+            label, wanted = sweep_label(arm, seed), recipes[arm]
+            if label not in runs:
                 missing.append(f"{label} has not been run")
                 continue
-            usual = DEFAULTS | next(iter(kept.values()), run).config
-            wanted = {
-                key: recipes[arm].get(key) if is_asked(key) else usual.get(key)
-                for key in {**recipes[arm], **usual, **run.config}
-            }
-            wanted["seed"] = seed
-            here = DEFAULTS | run.config
-            other = [
-                key
-                for key, value in wanted.items()
-                if here.get(key) != value
-                and (is_asked(key) or (key in here and key in usual))
-                and not key.startswith("mesh.")
-            ]
-            steps, num_steps = [row["step"] for row in run.rows], recipes[arm]["num_steps"]
+            run, here = runs[label], DEFAULTS | runs[label].config
+            keys = filter(is_asked, {**wanted, **here})
+            other = [key for key in keys if here.get(key) != wanted.get(key)]
+            steps = [row["step"] for row in run.rows]
             if other:
                 missing.append(f"{label} is of another config ({', '.join(other)})")
-            elif steps != list(range(num_steps)):
-                missing.append(f"{label} has {len(steps)} of {num_steps} steps")
+            elif steps != list(range(wanted["num_steps"])):
+                missing.append(f"{label} has {len(steps)} of {wanted['num_steps']} steps")
             else:
                 kept[label] = run
         return kept, missing
-
-
-def recipevalues(recipe: ConfigDict) -> dict[str, object]:
-    """The values of a config, dotted key -> value, as a run's config.json has them."""
-    return flatten(json.loads(recipe.to_json_best_effort()))
 
 
 def load(name: str) -> Study:
@@ -196,11 +163,16 @@ def load(name: str) -> Study:
     return importlib.import_module(f"experiments.{name}.study").STUDY
 
 
-def verdict(claim: Claim, paired: statistics.Interval, p: float) -> str:
-    """Says if the runs confirm a claim or refute it; p: corrected, of the pooled difference."""
+def verdict(claim: Claim, paired: Interval, p: float, words=("confirmed", "refuted")) -> str:
+    """Says if the runs bear a claim out or speak against it; incomplete while a seed is missing.
+
+    p: corrected, of the pooled difference. words: of a claim that both tests agree on.
+    """
+    if math.isnan(p):
+        return "incomplete"
     if not (p < ALPHA and paired.excludes_zero):
         return "not significant"
-    return "confirmed" if paired.difference * claim.sign > 0 else "refuted"
+    return words[0] if paired.difference * claim.sign > 0 else words[1]
 
 
 def result(study: Study, runs: Mapping[str, Run]) -> str:
@@ -211,11 +183,13 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
     if missing:
         lines += [f"Missing: {'; '.join(missing)}.", ""]
     lines += ["Mean ± standard deviation over the seeds.", ""]
-    columns = columns_of(study, kept)
-    lines += table(
+    names = {quantity.name for quantity in study.quantities}
+    given = [quantity for quantity in compare.WORK if quantity.name not in names]
+    columns = [*study.quantities, *compare.known(given, kept)]
+    lines += compare.table(
         ["arm", "seeds", *(quantity.name for quantity in columns)],
         [
-            [arm, str(len(found)), *(spread_text(q, values(q, found)) for q in columns)]
+            [arm, str(len(found)), *(compare.spread_text(q, values(q, found)) for q in columns)]
             for arm, found in arms.items()
         ],
     )
@@ -225,14 +199,17 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
     n = len(study.claims)
     of_all = statistics.holm([*(interval.p for interval in pooled), *trend_p])
     held = [*statistics.holm([interval.p for interval in pooled[:n]]), *of_all[n:]]
+    words = [("confirmed", "refuted")] * n + [("significant", "significant, reversed")] * len(
+        claims
+    )
     rows = [
-        _judged(claim, arms, interval, p, is_post_hoc=i >= n)
+        _judged(claim, arms, interval, p, words[i])
         for i, (claim, interval, p) in enumerate(zip(claims, pooled, held, strict=False))
     ]
     for head, part in (("prediction", rows[:n]), (POST_HOC, rows[n:])):
         if part:
             heads = [head, "pairs", "difference", "paired by seed", "pooled", "p, Holm", "verdict"]
-            lines += ["", *table(heads, part)]
+            lines += ["", *compare.table(heads, part)]
     if study.trends:
         heads = [f"trend, {POST_HOC}", "from", "to", "p, Page", "p, Holm"]
         held = of_all[len(claims) :]
@@ -240,22 +217,10 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
             [trend.quantity.name, trend.arms[0], trend.arms[-1], p_text(p), p_text(by_holm)]
             for trend, p, by_holm in zip(study.trends, trend_p, held, strict=True)
         ]
-        lines += ["", *table(heads, rows)]
+        lines += ["", *compare.table(heads, rows)]
     if claims:
         lines += ["", NOTE.format(predictions=n, rows=len(of_all))]
     return "\n".join([*lines, "", _origin(kept), ""])
-
-
-def columns_of(study: Study, runs: Mapping[str, Run]) -> list[Quantity]:
-    """The study's quantities, and what each run was given where the rows have it."""
-    names = {quantity.name for quantity in study.quantities}
-    more = [
-        quantity
-        for quantity in WORK
-        if quantity.name not in names
-        and any(not math.isnan(quantity.value(run)) for run in runs.values())
-    ]
-    return [*study.quantities, *more]
 
 
 def p_text(p: float) -> str:
@@ -268,33 +233,25 @@ def _pooled(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> 
     found = {arm: numbers(values(claim.quantity, of_arm)) for arm, of_arm in arms.items()}
     whole = [arm for arm, numbers_S in found.items() if len(numbers_S) == seeds]
     if not {claim.arm, claim.than} <= set(whole):
-        return Interval(math.nan, math.nan, math.nan)
+        return Interval(math.nan)
     value_AS = np.stack([found[arm] for arm in whole])
     return statistics.pooled_interval(value_AS, whole.index(claim.arm), whole.index(claim.than))
 
 
 def _judged(
-    claim: Claim,
-    arms: Mapping[str, Mapping[int, Run]],
-    pooled: Interval,
-    p: float,
-    *,
-    is_post_hoc: bool,
+    claim: Claim, arms: Mapping[str, Mapping[int, Run]], pooled: Interval, p: float, words
 ) -> list[str]:
-    """The cells of a claim; it has no verdict while a seed is missing."""
+    """The cells of a claim."""
     ours, theirs = (values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
-    pairs, found = paired(ours, theirs)
-    said = "incomplete" if math.isnan(p) else verdict(claim, found, p)
-    if is_post_hoc:
-        said = {"confirmed": "significant", "refuted": "significant, reversed"}.get(said, said)
+    pairs, found = compare.paired(ours, theirs)
     return [
         claim.text,
         str(pairs),
-        signed(claim.quantity, found.difference),
-        interval_text(claim.quantity, found),
-        interval_text(claim.quantity, pooled),
+        compare.signed(claim.quantity, found.difference),
+        compare.interval_text(claim.quantity, found),
+        compare.interval_text(claim.quantity, pooled),
         p_text(p),
-        said,
+        verdict(claim, found, p, words),
     ]
 
 
@@ -309,69 +266,33 @@ def _origin(runs: Mapping[str, Run]) -> str:
 
 
 def panels(drawn: Mapping[str, str]) -> list[plots.Panel]:
-    """A panel for each metric or eval/<set>/<score>: key -> title; ValueError for another key."""
+    """A panel for each metric or eval/<set>/<score>: key -> title; KeyError for another key."""
     metrics, found = {metric.key: metric for metric in METRICS}, []
     for key, title in drawn.items():
         if key.startswith("eval/"):
-            _, name, score = key.split("/", 2)
-            found.append(
-                plots.Panel(
-                    title, score_metric(key).unit, False, [plots.evaluation_curve(name, score)]
-                )
-            )
+            metric, curve = score_metric(key), plots.evaluation_curve(*key.split("/", 2)[1:])
         else:
-            if key not in metrics and not key.startswith(TASK):
-                raise ValueError(f"a study draws {key!r}, which is no metric")
-            unit, log = (metrics[key].unit, metrics[key].log) if key in metrics else ("", False)
-            found.append(plots.Panel(title, unit, log, [plots.metric_curve(key, title)]))
+            metric = Metric(key, "", "") if key.startswith(TASK) else metrics[key]
+            curve = plots.metric_curve(key, title)
+        found.append(plots.Panel(title, metric.unit, metric.log, [curve]))
     return found
 
 
 def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
-    """The study's curves, and a column an arm for each quantity."""
+    """The study's curves."""
     kept, _ = study.finished(runs)
     seeds = len({run.seed for run in kept.values()})
     over = f"\nmeans over {seeds} seeds, bands from the lowest to the highest" if seeds > 1 else ""
-    return plots.chosen(
-        kept,
-        panels(study.drawn),
-        study.quantities,
-        title=study.title + over,
-        over_tokens=study.over_tokens,
-    )
+    title = study.title + over
+    return plots.chosen(kept, panels(study.drawn), title=title, over_tokens=study.over_tokens)
 
 
-def make(study: Study, workdir: pathlib.Path, jobs: int) -> int:
-    """Makes the runs in `workdir`; returns the sweep's status, 1 where some runs failed."""
-    try:
-        sweep(study.plan(), workdir, jobs=jobs, retries=1, baseline="")
-    except SystemExit as stopped:
-        if stopped.code != 1:
-            raise
-        return 1
-    return 0
-
-
-def part_of(study: Study, seeds: Sequence[str]) -> Study:
-    """The study with some of its seeds; ValueError for another one."""
-    for seed in seeds:
-        if not seed.isdecimal() or int(seed) not in study.seeds:
-            raise ValueError(
-                f"--seeds has {seed}; the study's are {', '.join(map(str, study.seeds))}"
-            )
-    return dataclasses.replace(study, seeds=[*map(int, seeds)] or study.seeds)
-
-
-def keep_rows(
-    study: Study, part: Study, workdir: pathlib.Path, folder: pathlib.Path, status: int
-) -> None:
-    """Puts the rows of a part's seeds into the study's folder; not over others if a run failed."""
-    there = read_rows_file(folder / ROWS) if (folder / ROWS).exists() else {}
-    if status == 0 or not there:
-        made = read_rows_file(workdir / ROWS).items()
-        runs = there | {label: run for label, run in made if run.seed in part.seeds}
-        labels = itertools.starmap(sweep_label, itertools.product(study.arms, study.seeds))
-        write_rows(folder / ROWS, {label: runs[label] for label in labels if label in runs})
+def add_rows(study: Study, made: pathlib.Path, folder: pathlib.Path) -> None:
+    """Adds the finished runs of a sweep's file of rows to the study's own, in its order."""
+    runs = read_rows_file(folder / ROWS) if (folder / ROWS).exists() else {}
+    runs |= study.finished(read_rows_file(made))[0]
+    labels = itertools.starmap(sweep_label, itertools.product(study.arms, study.seeds))
+    write_rows(folder / ROWS, {label: runs[label] for label in labels if label in runs})
 
 
 def look_into(
@@ -390,30 +311,23 @@ def look_into(
 def main(argv: Sequence[str]) -> None:
     if len(argv) != 2:
         sys.exit(f"experiments.study: give the name of one study, not {argv[1:]}")
-    status = 0
     try:
         study, folder = load(argv[1]), HERE / argv[1]
+        seeds = [int(seed) for seed in flags.FLAGS.seeds] or study.seeds
+        if not set(seeds) <= set(study.seeds):
+            raise ValueError(f"--seeds={seeds}: the study's are {[*study.seeds]}")
         if flags.FLAGS.workdir:
             workdir = pathlib.Path(flags.FLAGS.workdir)
-            part = part_of(study, flags.FLAGS.seeds)
-            status = make(part, workdir, flags.FLAGS.jobs)
-            keep_rows(study, part, workdir, folder, status)
-        elif flags.FLAGS.seeds:
-            raise ValueError("--seeds says of which seeds runs are made, in --workdir=DIR")
-        if not (folder / ROWS).exists():
-            raise ValueError(f"{argv[1]} has no {ROWS} yet: --workdir=DIR makes the runs")
+            sweep(dataclasses.replace(study, seeds=seeds).plan(), workdir, jobs=flags.FLAGS.jobs)
+            add_rows(study, workdir / ROWS, folder)
         runs = read_rows_file(folder / ROWS)
-        kept, missing = study.finished(runs)
-        if not kept:
-            raise ValueError(f"no run in {folder / ROWS} is finished: {'; '.join(missing)}")
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         sys.exit(f"experiments.study: {error}")
     text = result(study, runs)
     with atomic_file(folder / RESULT) as file:
         file.write(text.encode())
     plots.save(figure(study, runs), folder / FIGURE)
     print(text)
-    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ point. What only one of them can know goes through `gather` or `on_main`. Thread
 processes, which must not wait for devices, use the key-value store: `kv_put` and `kv_get`.
 
 All end together: the first one that ends says with which line and status (`end`), and the others
-follow. One that dies or falls silent cannot say it: the others notice, and leave with RETRYABLE.
+follow. One that dies or falls silent cannot say it: the others notice, and leave with RETRYABLE, or
+JAX's client aborts them (SIGABRT, status 134). The same command goes on after both.
 """
 
 import atexit
@@ -27,7 +28,6 @@ from jax._src import distributed  # its key-value store has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding import aborts
 from sharding.mesh import split_cpu
 
 COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PROCESS"
@@ -36,9 +36,8 @@ COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PR
 HEARTBEAT_SECONDS = 12
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 END, GONE = "end", "gone"  # keys: how all processes end, and how many have read it
-PARTING_SECONDS = (
-    3.0  # the longest that the main process, whose end ends the store, waits for others
-)
+PARTING_SECONDS = 3.0  # the longest that the main process, whose end ends the store, waits
+PARTED_SECONDS = 0.1  # after the last one's word: JAX aborts who still runs without the store
 STORE_SECONDS = 1.0  # the longest that a process that ends waits for the store, which may be gone
 SHOWN_ERROR = 200
 # How a collective, the key-value store or a TPU says that another process is not there any more. A
@@ -67,10 +66,9 @@ def start(*, several: bool, cpu_devices: int) -> None:
         # Signals are handled by what saves; JAX would only record it.
         jax.config.update("jax_enable_preemption_service", False)
         try:
-            with aborts.replaced_by(_lost_by_silence):
-                jax.distributed.initialize(
-                    **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-                )
+            jax.distributed.initialize(
+                **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+            )
         except RuntimeError as error:
             if not (isinstance(error, jax.errors.JaxRuntimeError) or AWAY.match(str(error))):
                 raise
@@ -82,23 +80,20 @@ def start(*, several: bool, cpu_devices: int) -> None:
         )
     split_cpu(cpu_devices // processes)
     if several:
-        atexit.register(_Watch().stop)  # before JAX leaves the others, which it registered earlier
+        done = threading.Event()
+        watch = threading.Thread(target=_watch, args=[done], name="watch", daemon=True)
+        watch.start()
+        # Before JAX leaves the others, which it registered earlier.
+        atexit.register(lambda: (done.set(), watch.join()))
 
 
 def _cluster_of_environment() -> dict[str, Any]:
-    given = {
-        name: os.environ[name] for name in (COORDINATOR, PROCESSES, PROCESS) if name in os.environ
-    }
-    if not given:
-        return {}
-    if len(given) < 3:
-        missing = sorted({COORDINATOR, PROCESSES, PROCESS} - given.keys())
+    names = {COORDINATOR: "coordinator_address", PROCESSES: "num_processes", PROCESS: "process_id"}
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if given and len(given) < len(names):
+        missing = sorted(names.keys() - given.keys())
         raise ValueError(f"{', '.join(given)} is set, but not {', '.join(missing)}: set all three")
-    return {
-        "coordinator_address": given[COORDINATOR],
-        "num_processes": int(given[PROCESSES]),
-        "process_id": int(given[PROCESS]),
-    }
+    return {names[name]: text if name == COORDINATOR else int(text) for name, text in given.items()}
 
 
 def started() -> bool:
@@ -161,15 +156,7 @@ def _replicate(mesh):
 
 def gather(value) -> list:
     """Returns every process's picklable value, in their order; all call it at the same point."""
-    if count() == 1:
-        return [value]
-    data = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    # A power of two: each length would be another program.
-    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
-    padded[: len(data)] = data
-    rows = multihost_utils.process_allgather(padded)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [value] if count() == 1 else _exchanged(value, multihost_utils.process_allgather)
 
 
 def on_main(decide: Callable[[], Any]):
@@ -185,23 +172,22 @@ def on_main(decide: Callable[[], Any]):
             result = decide()
         except (ValueError, OSError) as raised:
             error = raised
-    result, error = _of_main((result, error))
+    # A device holds that one alone, where `gather` would need as much for every process.
+    ((result, error),) = _exchanged((result, error), multihost_utils.broadcast_one_to_all)
     if error is not None:
         raise error
     return result
 
 
-def _of_main(value):
-    """Returns the main host's picklable value on all processes.
-
-    A device holds that one alone, where `gather` would need as much for every process.
-    """
+def _exchanged(value, exchange: Callable) -> list:
+    """Returns the values that an exchange of arrays brings: every process's, or the main one's."""
     data = np.frombuffer(pickle.dumps(value), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    padded = np.zeros(1 << (size - 1).bit_length(), np.uint8)
-    if is_main_host():
-        padded[:size] = data
-    return pickle.loads(multihost_utils.broadcast_one_to_all(padded)[:size].tobytes())
+    sizes = np.atleast_1d(exchange(np.int32(len(data))))
+    # A power of two: each length would be another program.
+    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
+    padded[: len(data)] = data[: len(padded)]
+    rows = np.atleast_2d(exchange(padded))
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def kv_put(name: str, text: str) -> None:
@@ -246,13 +232,7 @@ def end(line: str, status: int, *, say: Callable[[str], None] | None = None) -> 
     _follow(theirs)
 
 
-def leave(
-    line: str,
-    status: int,
-    *,
-    say: Callable[[str], None] | None = None,
-    parting_seconds: float = PARTING_SECONDS,
-) -> None:
+def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
     """Ends this process, which says the line. The main one lets the others read the store first."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # another thread is at it
@@ -261,13 +241,13 @@ def leave(
         sys.stdout.flush()
     if started():
         main = distributed.global_state.process_id == 0
-        _quickly(_part, parting_seconds if main else STORE_SECONDS)
+        _quickly(_part, PARTING_SECONDS if main else STORE_SECONDS)
     os._exit(status)
 
 
 @contextlib.contextmanager
 def ending_when_a_peer_is_lost() -> Iterator[None]:
-    """Ends all processes, to be started again, where what fails inside says that one is gone."""
+    """Ends all processes with RETRYABLE where an error inside means that one of them is gone."""
     try:
         yield
     except Exception as error:
@@ -289,12 +269,6 @@ def is_lost(error: BaseException) -> bool:
         return True
     before = error.__cause__ or error.__context__
     return before is not None and is_lost(before)
-
-
-def _lost_by_silence() -> None:
-    line = f"another process has ended, or has been silent for {HEARTBEAT_SECONDS} s"
-    # The others have been told as well; the lost one will read nothing, and 15 s are soon over.
-    leave(f"{line}; give the command again", RETRYABLE, parting_seconds=STORE_SECONDS)
 
 
 def _first_end(text: str) -> str | None:
@@ -320,6 +294,7 @@ def _part() -> None:
         return
     while client.key_value_increment(f"dapo/{GONE}", 0) < others:
         time.sleep(0.02)
+    time.sleep(PARTED_SECONDS)
 
 
 def _quickly(call: Callable[[], Any], seconds: float) -> Any:
@@ -344,20 +319,9 @@ def _brief(error: BaseException) -> str:
     return " ".join(str(error).split())[:SHOWN_ERROR]
 
 
-class _Watch:
+def _watch(done: threading.Event) -> None:
     """Ends this process when another one has said that all end, or cannot be reached."""
-
-    def __init__(self):
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with ending_when_a_peer_is_lost():
-            while not self._done.is_set():
-                if (text := kv_get(END, wait_seconds=1.0)) is not None:
-                    _follow(text)
+    with ending_when_a_peer_is_lost():
+        while not done.is_set():
+            if (text := kv_get(END, wait_seconds=1.0)) is not None:
+                _follow(text)

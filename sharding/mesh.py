@@ -44,23 +44,20 @@ def make_mesh(
             f"mesh.slices = {slices}, mesh.data = {data} and mesh.model = {model}: sizes are at "
             "least 1 (data may be -1)"
         )
-    check_slices(devices, slices)
+    _check_slices(devices, slices)
     chips = count // slices
     if data == -1 and chips % model:
         divisors = [n for n in range(1, chips + 1) if chips % n == 0]
         raise ValueError(
-            f"mesh.model = {model} does not divide the {chips} devices"
-            + (" of a slice" if slices > 1 else "")
-            + f"; the nearest that does is {nearest(model, divisors)}, of {divisors}"
+            f"mesh.model = {model} does not divide the {chips} devices of a slice; the nearest "
+            f"that does is {nearest(model, divisors)}, of {divisors}"
         )
     data = chips // model if data == -1 else data
     if slices * data * model != count:
-        product = f"mesh.data * mesh.model = {data} * {model}"
-        if slices > 1:
-            product = f"mesh.slices * mesh.data * mesh.model = {slices} * {data} * {model}"
         raise ValueError(
-            f"{product} = {slices * data * model}, but there are {count} devices; set mesh.data "
-            "to -1 to take all of them"
+            f"mesh.slices * mesh.data * mesh.model = {slices} * {data} * {model} = "
+            f"{slices * data * model}, but there are {count} devices; set mesh.data to -1 to take "
+            "all of them"
         )
     types = (AxisType.Auto,) * len(AXES)
     if slices == 1:
@@ -70,7 +67,7 @@ def make_mesh(
             grid = mesh_utils.create_device_mesh(
                 (1, data, model), devices, allow_split_physical_axes=True
             )
-    elif slice_indices(devices) == {0}:  # CPUs stand for slices: the first for the first slice
+    elif _slices_of(devices) == {0}:  # CPUs stand for slices: the first for the first slice
         grid = np.array(devices).reshape(slices, data, model)
     else:
         grid = mesh_utils.create_hybrid_device_mesh(
@@ -79,9 +76,9 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=types)
 
 
-def check_slices(devices: Sequence[jax.Device], slices: int) -> None:
+def _check_slices(devices: Sequence[jax.Device], slices: int) -> None:
     """Raises ValueError where mesh.slices is not the devices' number; CPUs stand for any."""
-    there = len(slice_indices(devices))
+    there = len(_slices_of(devices))
     if there > 1 and slices != there:
         raise ValueError(f"mesh.slices = {slices}, but the devices are {there} slices; set it so")
     if there == 1 and slices > 1 and hasattr(devices[0], "slice_index"):
@@ -90,7 +87,7 @@ def check_slices(devices: Sequence[jax.Device], slices: int) -> None:
         raise ValueError(f"mesh.slices = {slices} does not divide the {len(devices)} devices")
 
 
-def slice_indices(devices: Sequence[jax.Device]) -> set[int]:
+def _slices_of(devices: Sequence[jax.Device]) -> set[int]:
     """Returns the numbers of the slices that the devices are of; {0} for what is no TPU."""
     return {getattr(device, "slice_index", 0) or 0 for device in devices}
 

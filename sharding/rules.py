@@ -33,17 +33,17 @@ BATCH = PartitionSpec(ROW_AXES)
 HEAD = PartitionSpec(LEARNER["width"], LEARNER["vocab"])
 EVERYWHERE = PartitionSpec()
 
-# Axes that are replicated where the mesh does not divide them; the others must divide.
-MAY_REPLICATE = ("kv_heads",)
-
 
 def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
-    """Shards one array with logical `axes`. Raises ValueError where a size does not divide."""
+    """Shards one array with logical `axes`. Raises ValueError where a size does not divide.
+
+    Key/value heads that do not are replicated.
+    """
     spec = []
     for axis, size in zip(axes, shape, strict=True):
         mesh_axis = rules[axis]
         degree = 1 if mesh_axis is None else mesh.shape[mesh_axis]
-        if size % degree and axis not in MAY_REPLICATE:
+        if size % degree and axis != "kv_heads":
             raise ValueError(
                 f"the model's {axis} axis of {size} does not divide by mesh.{mesh_axis} = "
                 f"{degree}; choose a mesh.{mesh_axis} that divides {size}, as "

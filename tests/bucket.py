@@ -4,7 +4,6 @@ fake-gcs-server has the objects in memory. It knows no permissions and never fai
 goes through the proxy, which answers in its place where a fault says so. Both listen on 127.0.0.1.
 """
 
-import collections
 import contextlib
 import dataclasses
 import http.client
@@ -37,8 +36,8 @@ class Fault:
 
     every: it meets one in so many of them. times: and then no more than so many. status, words: of
     the answer in the server's place. lost: "request" closes the connection before the server has
-    it, "answer" in the middle of the answer, when the server has done it. late_s: the seconds that
-    an answer takes. act: is called before the request is passed on. met: those that it met so far.
+    it, "answer" in the middle of the answer, when the server has done it. act: is called before the
+    request is passed on. met: those that it met so far.
     """
 
     pattern: str
@@ -47,7 +46,6 @@ class Fault:
     status: int = 0
     words: str = ""
     lost: str = ""
-    late_s: float = 0.0
     act: Callable[[], None] | None = None
     matched: int = 0
     met: int = 0
@@ -63,17 +61,12 @@ class Fault:
 
 
 class Bucket:
-    """A bucket and what its clients need: `url`, and `env` for their processes.
-
-    seen: "METHOD path?query" of every request, in order.
-    """
+    """A bucket and what its clients need: `url`, and `env` for their processes."""
 
     def __init__(self, port: int, name: str):
         self.name, self.url = name, f"gs://{name}"
         self.faults: list[Fault] = []
-        self.seen: collections.deque[str] = collections.deque(maxlen=100_000)
         self._server_port, self._mutex = port, threading.Lock()
-        self._uploaded: dict[str, tuple] = {}
         self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._proxy.daemon_threads = True
         self.api = f"http://127.0.0.1:{self._proxy.server_address[1]}"
@@ -113,17 +106,13 @@ class Bucket:
     def fault_for(self, request: str) -> Fault | None:
         """Counts a request; returns the fault that it meets."""
         with self._mutex:
-            self.seen.append(request)
             return next((fault for fault in self.faults if fault.meets(request)), None)
 
     def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """Asks the server itself, beside all faults."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._server_port)
-        connection.request(method, path, body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        content = answer.read()
-        connection.close()
-        assert answer.status < 300, (method, path, answer.status, content)
+        headers = {"Content-Type": "application/json"}
+        status, _, content = self.forward(method, path, headers, body)
+        assert status < 300, (method, path, status, content)
         return content
 
     def names(self, prefix: str = "") -> list[str]:
@@ -146,7 +135,7 @@ class Bucket:
     def _object(self, name: str) -> str:
         return f"/storage/v1/b/{self.name}/o/{urllib.parse.quote(name, safe='')}"
 
-    def forward(self, method: str, path: str, headers: dict, body: bytes):
+    def forward(self, method: str, path: str, headers: dict, body: bytes | None):
         """Passes a request on to the server; returns (status, headers, body)."""
         connection = http.client.HTTPConnection("127.0.0.1", self._server_port, timeout=60)
         with contextlib.closing(connection):
@@ -159,16 +148,7 @@ class Bucket:
                 for name, value in answer.getheaders()
                 if name.lower() not in HOP
             ]
-            return self._told_again(path, answer.status, kept, answer.read())
-
-    def _told_again(self, path: str, status: int, headers: list, content: bytes):
-        """Answers who asks for a finished upload again: the server forgets it, the API does not."""
-        upload = re.search("upload_id=([^&]+)", path)
-        if upload and status == 200:
-            self._uploaded[upload[1]] = status, headers, content
-        elif upload and status == 404:
-            return self._uploaded.get(upload[1], (status, headers, content))
-        return status, headers, content
+            return answer.status, kept, answer.read()
 
 
 def _handler(bucket: Bucket):
@@ -185,10 +165,8 @@ def _handler(bucket: Bucket):
             fault = bucket.fault_for(f"{self.command} {urllib.parse.unquote(self.path)}")
             if fault and fault.lost == "request":
                 return self._cut()
-            if fault:
-                time.sleep(fault.late_s)
-                if fault.act:
-                    fault.act()
+            if fault and fault.act:
+                fault.act()
             if fault and fault.status:
                 status, headers = fault.status, [("Content-Type", "application/json")]
                 words = fault.words or http.client.responses[status]

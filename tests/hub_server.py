@@ -1,7 +1,7 @@
 """A server that answers as the Hugging Face hub does, for models and data sets of one's own.
 
 It has what huggingface_hub asks for: a repository's information and tree at a revision, and files
-with their ETag and commit, whole or from a byte on. Errors are the hub's: its X-Error-Code headers.
+with their ETag and commit. Errors are the hub's: its X-Error-Code headers.
 """
 
 import contextlib
@@ -25,8 +25,6 @@ class Repo:
     commits: dict[str, dict[str, bytes]] = dataclasses.field(default_factory=dict)
     branches: dict[str, str] = dataclasses.field(default_factory=dict)
     token: str = ""  # that files are given for
-    private: bool = False  # without it the repository does not even seem to be there
-    moved_to: str = ""
 
     def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
         """Puts files, by path, onto a branch; returns the commit's hash."""
@@ -36,12 +34,11 @@ class Repo:
 
 
 class Hub:
-    """The repositories by (kind, name), what was asked for, and how many connections to cut."""
+    """The repositories by (kind, name), and what was asked for."""
 
     def __init__(self):
         self.repos: dict[tuple[str, str], Repo] = {}
         self.asked: list[tuple[str, str]] = []
-        self.cuts = 0
         self.status = 0  # of every answer: the hub is down
         self.url = ""
 
@@ -62,43 +59,40 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Says nothing."""
 
     def do_HEAD(self):
-        self._answer(with_body=False)
+        self._answer()
 
     def do_GET(self):
-        self._answer(with_body=True)
+        self._answer()
 
-    def _answer(self, *, with_body: bool) -> None:
+    def _answer(self) -> None:
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         self.hub.asked.append((self.command, path))
         if self.hub.status:
-            return self._send(self.hub.status, {}, b"down", with_body)
-        of_api = API.fullmatch(path)
-        if of_api:
+            return self._send(self.hub.status, {}, b"down")
+        if of_api := API.fullmatch(path):
             kind, name, what, revision = of_api.groups()
-            file = None
-        elif match := FILE.fullmatch(path):
-            kind, name, revision, file = match.groups()
+        elif of_file := FILE.fullmatch(path):
+            kind, name, revision, file = of_file.groups()
         else:
-            return self._send(404, {}, b"", with_body)
+            return self._send(404, {}, b"")
         repo = self.hub.repos.get((kind or "model", name))
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if repo is None or (repo.private and token != repo.token):
-            return self._refuse(401 if not token else 404, "RepoNotFound", with_body)
-        if repo.moved_to:
-            return self._send(307, {"Location": path.replace(name, repo.moved_to)}, b"", with_body)
+        if repo is None:
+            return self._refuse(404 if token else 401, "RepoNotFound")
         sha = repo.branches.get(revision or "main", revision)
         if sha not in repo.commits:
-            return self._refuse(404, "RevisionNotFound", with_body)
+            return self._refuse(404, "RevisionNotFound")
         files = repo.commits[sha]
         if of_api:
-            return self._tell(name, sha, files, what, with_body)
+            return self._tell(name, sha, files, what)
         if repo.token and token != repo.token:
-            return self._refuse(401 if not token else 403, "GatedRepo", with_body)
+            return self._refuse(403 if token else 401, "GatedRepo")
         if file not in files:
-            return self._refuse(404, "EntryNotFound", with_body, sha)
-        return self._give(files[file], sha, with_body)
+            return self._refuse(404, "EntryNotFound", sha)
+        headers = {"ETag": f'"{_digest(files[file])}"', "X-Repo-Commit": sha}
+        return self._send(200, headers, files[file])
 
-    def _tell(self, name, sha, files, what, with_body) -> None:
+    def _tell(self, name, sha, files, what) -> None:
         """The repository's information, or its tree."""
         answer = {"id": name, "modelId": name, "sha": sha, "private": False, "tags": []}
         answer |= {"downloads": 0, "likes": 0, "siblings": [{"rfilename": path} for path in files]}
@@ -107,40 +101,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 {"type": "file", "path": path, "size": len(content), "oid": _digest(content)}
                 for path, content in files.items()
             ]
-        headers = {"Content-Type": "application/json"}
-        self._send(200, headers, json.dumps(answer).encode(), with_body)
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
-    def _give(self, content: bytes, sha: str, with_body) -> None:
-        """A file, or what is asked for of it; the connection may be cut in its middle."""
-        headers = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
-        status, size, first = 200, len(content), 0
-        if asked := re.match(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            status, first = 206, int(asked[1])
-            headers["Content-Range"] = f"bytes {first}-{size - 1}/{size}"
-        body = content[first:]
-        if with_body and self.hub.cuts and len(body) > 10_000:
-            self.hub.cuts -= 1
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            self.wfile.write(body[: len(body) // 2])
-            self.wfile.flush()
-            self.connection.close()
-            self.close_connection = True
-            return
-        self._send(status, headers, body, with_body)
-
-    def _refuse(self, status: int, code: str, with_body, sha: str = "") -> None:
+    def _refuse(self, status: int, code: str, sha: str = "") -> None:
         headers = {"X-Error-Code": code, "X-Error-Message": code}
-        self._send(status, headers | ({"X-Repo-Commit": sha} if sha else {}), b"", with_body)
+        self._send(status, headers | ({"X-Repo-Commit": sha} if sha else {}), b"")
 
-    def _send(self, status: int, headers: dict, body: bytes, with_body: bool) -> None:
+    def _send(self, status: int, headers: dict, body: bytes) -> None:
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
         self.end_headers()
-        if with_body:
+        if self.command == "GET":
             self.wfile.write(body)
 
 

@@ -12,16 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
 from dapo_jax.logs import alarms
-from dapo_jax.logs.alarms import (
-    ALARMS,
-    REPEAT_STEPS,
-    Facts,
-    alarm_keys,
-    alarm_lines,
-    cap_advice,
-    reason_to_stop,
-    require_finite,
-)
+from dapo_jax.logs.alarms import ALARMS, REPEAT_STEPS, Facts, cap_advice, look, require_finite
 from dapo_jax.types import Group, Prompt, Response, Rollouts, Verdict
 from models.qwen2 import Qwen2Config
 from sharding import rules
@@ -52,15 +43,16 @@ def facts(**settings):
 
 
 def run_of(rows, given=None, updates=None):
-    """The rows of a run with the alarms' keys, and the lines; each row is read from JSON again."""
-    before, written, lines = {}, [], []
+    """(rows with the alarms' keys, lines, reasons to stop); each row is read from JSON again."""
+    before, written, lines, reasons = {}, [], [], []
     for step, row in enumerate(rows):
         row = HEALTHY | row | {"step": step}
-        row |= alarm_keys(row, before, updates[step] if updates else (), given or facts())
-        lines += alarm_lines(row, before, given or facts())
-        before = json.loads(json.dumps(row))
-        written.append(row)
-    return written, lines
+        added, said, reason = look(row, before, updates[step] if updates else (), given or facts())
+        before = json.loads(json.dumps(row | added))
+        written.append(row | added)
+        lines += said
+        reasons.append(reason)
+    return written, lines, reasons
 
 
 # Numbers that are not finite.
@@ -123,7 +115,7 @@ def test_the_check_of_weights_takes_little_memory():
 )
 def test_every_alarm_has_a_row_that_sets_it_off_alone(name, row, key):
     """And the key to change is in its line. 0.14 is the gap of another training set on one host."""
-    rows, lines = run_of([HEALTHY, HEALTHY, row, row, HEALTHY])
+    rows, lines, _ = run_of([HEALTHY, HEALTHY, row, row, HEALTHY])
     assert [set(r) - set(HEALTHY) - {"step"} for r in rows[:2]] == [
         {"updates_skipped_in_a_row", "entropy_first", "alarms"}
     ] * 2
@@ -142,15 +134,13 @@ def test_every_alarm_has_a_row_that_sets_it_off_alone(name, row, key):
 
 def test_a_step_without_an_update_has_no_entropy_and_sets_off_nothing_of_it():
     row = {k: v for k, v in HEALTHY.items() if k not in ("entropy", "ratio_gap")} | {"updates": 0}
-    assert alarm_keys(row | {"step": 0}, {}, (), facts()) == {
-        "updates_skipped_in_a_row": 0,
-        "alarms": 0,
-    }
+    added, lines, reason = look(row | {"step": 0}, {}, (), facts())
+    assert added == {"updates_skipped_in_a_row": 0, "alarms": 0} and not lines and not reason
 
 
 def test_entropy_is_compared_with_the_runs_first_step():
     """The main job goes from 0.136 to 0.014 nats, and a longer one of naive GRPO to 0.0045."""
-    rows, _ = run_of(
+    rows, *_ = run_of(
         [{}, {"entropy": 0.0045}, {"entropy": 0.00135}, {"entropy": 1.3}, {"entropy": 1.4}]
     )
     assert [row["alarms"] for row in rows] == [0, 0, 1, 0, 1]
@@ -167,12 +157,12 @@ def test_the_ratios_bound_is_the_dtypes_and_none_where_sampling_is_cut():
         ({"rollout.top_p": 0.7, "alarms.max_ratio_gap": 0.2}, 0.3, 1),
         ({"alarms.max_ratio_gap": 0.2}, 0.14, 0),
     ):
-        rows, _ = run_of([{"ratio_gap": gap}], facts(**settings))
+        rows, *_ = run_of([{"ratio_gap": gap}], facts(**settings))
         assert rows[0]["alarms"] == on, (settings, gap)
 
 
 def test_an_alarm_is_said_when_it_begins_and_then_now_and_then():
-    _, lines = run_of([{"updates_empty": 1}] * (2 * REPEAT_STEPS + 1) + [{}])
+    _, lines, _ = run_of([{"updates_empty": 1}] * (2 * REPEAT_STEPS + 1) + [{}])
     assert [line.split(":")[0] for line in lines] == [
         "alarm at step 0",
         f"alarm at step {REPEAT_STEPS} ({REPEAT_STEPS + 1} steps in a row)",
@@ -184,10 +174,10 @@ def test_an_alarm_is_said_when_it_begins_and_then_now_and_then():
 def test_no_answers_from_the_start_is_the_template_and_later_the_policy():
     """The only advice was to raise the cap on generation, which has nothing to do with it."""
     row = {"accuracy/mean": 0.0, "no_answer_fraction": 1.0, "groups/informative": 0}
-    _, (line,) = run_of([row, row])
+    _, (line,), _ = run_of([row, row])
     assert "data.train.template = ''" in line
     assert "generation" not in line
-    _, (line,) = run_of([{}, {}, {}, row, row])
+    _, (line,), _ = run_of([{}, {}, {}, row, row])
     assert "the policy has broken. Lower learner.learning_rate = 5e-05" in line
     assert "a checkpoint before step 3" in line
 
@@ -211,25 +201,19 @@ def test_the_advice_at_the_cap_depends_on_whether_there_are_answers(prediction, 
 def test_a_run_stops_after_so_many_updates_left_out_in_a_row_over_steps_and_in_one():
     """It went on to its last step with status 0, at an accuracy of 0."""
     steps = [[TAKEN, LEFT_OUT], [LEFT_OUT, LEFT_OUT], [TAKEN, TAKEN], [*[LEFT_OUT] * 3, TAKEN]]
-    rows, _ = run_of([{}] * 4, updates=steps)
+    rows, _, why = run_of([{}] * 4, updates=steps)
     assert [row["updates_skipped_in_a_row"] for row in rows] == [1, 3, 0, 0]
-    why = [
-        reason_to_stop(row, before, updates, facts())
-        for row, before, updates in zip(rows, [{}, *rows], steps, strict=False)
-    ]
     assert [bool(reason) for reason in why] == [False, True, False, True]
     for text in ("step 1: 3 updates in a row", "the gradient of embed_VD was not finite", "5e-05"):
         assert text in why[1]
-    assert not reason_to_stop(
-        rows[1], rows[0], steps[1], facts(**{"learner.max_skipped_updates": 4})
-    )
+    _, _, why = run_of([{}] * 4, facts(**{"learner.max_skipped_updates": 4}), steps)
+    assert not any(why)
 
 
 def test_a_run_stops_where_the_sampler_gives_no_finite_numbers():
     """Then nothing is informative, and no update is there to be left out."""
-    row = HEALTHY | {"step": 5, "updates": 0, "responses_not_finite": 48 * 8}
-    assert "100% of the responses" in reason_to_stop(row, {}, [], facts())
-    assert not reason_to_stop(row | {"responses_not_finite": 9}, {}, [], facts())
+    _, _, why = run_of([{"updates": 0, "responses_not_finite": n} for n in (9, 48 * 8)])
+    assert not why[0] and "100% of the responses" in why[1]
 
 
 def test_a_command_prints_every_alarm(capsys):

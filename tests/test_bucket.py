@@ -1,12 +1,11 @@
 """Runs, models and data in a bucket (gs://), against an emulator of its API with injected faults.
 
 What the emulator has not: permissions (the proxy answers in its place), gRPC (by which gcsfs asks
-what kind of bucket it is; it warns, and takes it for a flat one, so hierarchical ones are untried),
-batches of deletions (gcsfs sends them one by one) and a memory of finished uploads (the proxy's).
-The libraries' own retries wait for a second or more, for which these tests take their time.
+what kind of bucket it is; it warns, and takes it for a flat one, so hierarchical ones are untried)
+and batches of deletions (gcsfs sends them one by one). The libraries' own retries wait for a second
+or more, for which these tests take their time.
 """
 
-import contextlib
 import json
 import re
 import signal
@@ -130,18 +129,17 @@ def complete_steps(bucket, place):
 
 
 def test_the_newest_checkpoints_come_back_bitwise_on_other_devices(bucket, place):
-    saved_from = make_mesh(data=4, model=1)
-    checkpoints = Checkpoints(f"{bucket.url}/{place}", keep=2)
+    url, spec = f"{bucket.url}/{place}", PartitionSpec("data", "model")
+    checkpoints = Checkpoints(url, keep=2)
     for step in (1, 2, 3):
-        state = state_at(step, spec=PartitionSpec("data", "model"), mesh=saved_from)
+        state = state_at(step, spec=spec, mesh=make_mesh(data=4, model=1))
         checkpoints.save(step, state, {"cursor": step})
-    for devices in (1, 2, 4):
+    for devices in (1, 2):
         mesh = make_mesh(data=1, model=devices, devices=jax.devices()[:devices])
-        wanted = abstract(state_at(0, spec=PartitionSpec("data", "model"), mesh=mesh))
-        url = f"{bucket.url}/{place}"
+        wanted = abstract(state_at(0, spec=spec, mesh=mesh))
         found = Checkpoints(url, keep=2).restore_latest(wanted, report=fail)
         assert_restored(found, 3)
-        assert found[1].params["embed_VD"].sharding == wanted.params["embed_VD"].sharding
+        assert found[1]["params"]["embed_VD"].sharding == wanted["params"]["embed_VD"].sharding
     assert folders(bucket, place) == {"2", "3"}
 
 
@@ -153,9 +151,7 @@ def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, plac
         Fault("POST /upload.*manifest/metadata", times=1, status=503),
         Fault("POST /upload.*ocdbt", times=1, status=429),
         Fault("POST /upload.*/state/d/", times=1, lost="request"),
-        Fault("POST /upload.*upload_id", every=4, times=1, lost="answer"),
         Fault("DELETE .*/1/", every=3, times=1, lost="request"),
-        Fault("GET .*alt=media", every=3, times=1, late_s=3),
     )
     with bucket.failing(*faults):
         assert checkpoints.save(3, state_at(3), {"cursor": 3})
@@ -170,23 +166,6 @@ def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, plac
     with bucket.failing(*faults):
         assert_restored(restored(url), 3)
     assert [fault.met for fault in faults] == [1] * len(faults)
-
-
-KINDS = [{"status": 503}, {"lost": "request"}, {"lost": "answer"}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=["503", "request", "answer"])
-def test_any_request_of_a_save_or_a_restore_may_fail(bucket, place, kind):
-    """One in 29 of them, other ones for each kind."""
-    url = f"{bucket.url}/{place}"
-    checkpoints, offset = saved(url, 1, 2), KINDS.index(kind)
-    fault = Fault("", every=29, matched=9 * offset, **kind)
-    with bucket.failing(fault):
-        assert checkpoints.save(3, state_at(3), {"cursor": 3})
-        assert complete_steps(bucket, place) == [2, 3]
-        assert_restored(restored(url), 3)
-    assert fault.met > 6
 
 
 def test_a_damaged_object_costs_one_checkpoint_and_is_kept(bucket, place):
@@ -223,12 +202,11 @@ def test_a_denied_reading_damages_nothing(bucket, place):
 
 def test_a_missing_bucket_is_one_line(bucket, tmp_path):
     """It was a traceback; and no bucket is made: a name with a typing error may be anybody's."""
-    seen = len(bucket.seen)
     missing = "--config.checkpoint.directory=gs://no-bucket/run"
     done = ran("-m", *TRAIN, missing, f"--workdir={tmp_path}", status=1)
     assert "Traceback" not in done.stderr
     assert "error: gs://no-bucket: there is no such bucket" in done.stderr
-    assert not [request for request in list(bucket.seen)[seen:] if request.startswith("POST")]
+    assert b"no-bucket" not in bucket.call("GET", "/storage/v1/b?project=p")
 
 
 DENIED = {
@@ -257,46 +235,38 @@ def test_a_missing_right_is_one_line_with_the_path(bucket, which):
 # kill -9
 
 
-@contextlib.contextmanager
-def killing(bucket, pattern="", *, every=1):
-    """Kills the process in the list that it yields at the first request that matches."""
+def killed(bucket, arguments, pattern="", *, every=1):
+    """Starts a process that is killed at the first request that matches; returns what it said."""
     group = []
-    with bucket.failing(Fault(pattern, every=every, times=1, act=lambda: group[0].kill())):
-        yield group
+    fault = Fault(pattern, every=every, times=1, act=lambda: group[0].kill())
+    with bucket.failing(fault), started(arguments) as processes:
+        group += processes
+        said = group[0].communicate(timeout=240)[0]
+    assert group[0].returncode == -signal.SIGKILL, said
+    return said
 
 
-def first_step(log):
+def first_step(said):
     """Returns the step after which PROGRAM went on; all that it read was whole."""
-    text = log.read_text()
-    assert "cannot be read" not in text, text
-    return int(re.search(r"begins after (\d+)\n", text)[1])
+    assert "cannot be read" not in said, said
+    return int(re.search(r"begins after (\d+)\n", said)[1])
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(
-    bucket, place, tmp_path, kills
-):
+def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(bucket, place):
     """Each kill is at another request, after a restore and a save or two of some 150 requests."""
-    url, log, steps, newest = f"{bucket.url}/{place}", tmp_path / "log", 3 * kills + 3, 0
-    arguments = ["-c", PROGRAM, url, str(steps)]
-    for i in range(kills):
-        with (
-            log.open("w") as output,
-            killing(bucket, every=300 + 67 * i % 160) as group,
-            started(arguments, outputs=[output]) as processes,
-        ):
-            group += processes
-            assert group[0].wait(timeout=120) == -signal.SIGKILL
-        assert first_step(log) == newest
+    url, steps, newest = f"{bucket.url}/{place}", 9, 0
+    for i in range(2):
+        said = killed(bucket, ["-c", PROGRAM, url, str(steps)], every=300 + 67 * i)
+        assert first_step(said) == newest
         newest = max(complete_steps(bucket, place))
         assert newest > i
-    with log.open("w") as output, started(arguments, outputs=[output]) as (process,):
-        assert process.wait(timeout=120) == 0
-    assert first_step(log) == newest
+    with started(["-c", PROGRAM, url, str(steps)]) as (process,):
+        said = process.communicate(timeout=120)[0]
+    assert first_step(said) == newest
     state = [12345, 3]
     for step in range(steps):
         state = [(number * 1664525 + step) % 2**32 for number in state]
-    assert log.read_text().splitlines()[-1] == "ends with {} {}".format(*state)
+    assert said.splitlines()[-1] == "ends with {} {}".format(*state)
     # What the killed ones left has gone.
     assert folders(bucket, place) == {str(steps - 1), str(steps)}
 
@@ -304,39 +274,30 @@ def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(
 # Models, data and programs
 
 
-@pytest.fixture(scope="module")
-def model(bucket):
-    """The tiny recipe's start model, in the bucket."""
+def test_a_model_and_a_tokenizer_are_read_from_a_bucket(bucket, place):
     for file in MODEL.iterdir():
-        bucket.write(f"model/{file.name}", file.read_bytes())
-    return f"{bucket.url}/model"
-
-
-def test_a_model_and_a_tokenizer_are_read_from_a_bucket(bucket, place, model):
+        bucket.write(f"{place}/{file.name}", file.read_bytes())
+    model, params = f"{bucket.url}/{place}", random_params(UNTIED)
     assert_same(split(load_hf(model))[1], split(load_hf(MODEL))[1])
-    params = random_params(UNTIED)
-    save_hf(params, UNTIED, f"{bucket.url}/{place}", max_shard_bytes=10_000)
-    assert len([name for name in bucket.names(f"{place}/") if "safetensors" in name]) > 3
-    assert_same(split(load_hf(f"{bucket.url}/{place}"))[1], params)
     theirs, ours = (load_tokenizer(path, stop_tokens=None, chat="none") for path in (model, MODEL))
     assert theirs.encode("What is 7 * 8?") == ours.encode("What is 7 * 8?")
+    save_hf(params, UNTIED, f"{model}/saved", max_shard_bytes=10_000)
+    assert len([name for name in bucket.names(f"{place}/saved/") if "safetensors" in name]) > 3
+    assert_same(split(load_hf(f"{model}/saved"))[1], params)
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
-def test_data_is_read_from_a_bucket(bucket, place, tmp_path, ending):
+def test_data_is_read_from_a_bucket(bucket, place, tmp_path):
     """Every file of data in a bucket was said to be missing."""
     rows = [{"question": f"{i} + 1?", "solution": str(i + 1)} for i in range(3_000)]
-    file = tmp_path / f"rows.{ending}"
-    if ending == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), file)
-    else:
-        file.write_text("\n".join(map(json.dumps, rows)))
-    bucket.write(f"{place}/{file.name}", file.read_bytes())
     fields = {"prompt_field": "question", "answer_field": "solution"}
-    examples, _ = read(f"{bucket.url}/{place}/{file.name}", **fields)
-    assert examples == read(str(file), **fields)[0] and len(examples) == 3_000
-    with pytest.raises(FileNotFoundError, match=f"No data file at 'gs://.*/no.{ending}'"):
-        read(f"{bucket.url}/{place}/no.{ending}", **fields)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for file in tmp_path.iterdir():
+        bucket.write(f"{place}/{file.name}", file.read_bytes())
+        examples, _ = read(f"{bucket.url}/{place}/{file.name}", **fields)
+        assert examples == read(str(file), **fields)[0] and len(examples) == 3_000
+    with pytest.raises(FileNotFoundError, match=r"No data file at 'gs://.*/no.jsonl'"):
+        read(f"{bucket.url}/{place}/no.jsonl", **fields)
 
 
 def test_jax_keeps_programs_in_a_bucket(bucket, place):
@@ -356,9 +317,9 @@ def whole(bucket, tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), devices=2)
 
 
-def command(*arguments, **env):
+def command(*arguments):
     """Runs a command; returns what it printed."""
-    with started(["-m", *arguments], more=env) as (process,):
+    with started(["-m", *arguments]) as (process,):
         said = process.communicate(timeout=240)[0]
     assert process.returncode == 0, said[-3_000:]
     return said
@@ -369,13 +330,7 @@ def test_a_run_is_killed_resumed_exported_sampled_and_forked(bucket, place, tmp_
     """As one on this machine's disk, bitwise."""
     there, url = tmp_path / "there", f"{bucket.url}/{place}"
     arguments = ["tests/small_run.py", str(there), "2", "3", "", url]
-    with (
-        killing(bucket, f"POST /upload.*{place}/2/.*ocdbt") as group,
-        started(arguments) as processes,
-    ):
-        group += processes
-        group[0].communicate(timeout=240)
-        assert group[0].returncode == -signal.SIGKILL
+    killed(bucket, arguments, f"POST /upload.*{place}/2/.*ocdbt")
     assert complete_steps(bucket, place) == [1]
     assert_same_run(run(there, devices=2, checkpoints=url), whole, bitwise=True)
     assert complete_steps(bucket, place) == [1, 2, 3]
@@ -390,16 +345,8 @@ def test_a_run_is_killed_resumed_exported_sampled_and_forked(bucket, place, tmp_
     command("dapo_jax.convert", f"--from=run:{there}", f"--to=hf:{url}-hf")
     exported = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
     assert exported == {name: bucket.read(f"{place}-hf/{name}") for name in exported}
-    command("dapo_jax.convert", f"--from=hf:{url}-hf", f"--to=orbax:{url}-orbax")
-    command("dapo_jax.convert", f"--from=orbax:{url}-orbax", f"--to=hf:{url}-again")
-    weights = "model.safetensors"
-    assert bucket.read(f"{place}-again/{weights}") == exported[weights]
     ask = ("--prompt=7*8=", "--max_tokens=8", "--temperature=0", "--template=dapo")
-    of_run, of_model = (
-        command("dapo_jax.sample", source, *ask)
-        for source in (f"--workdir={there}", f"--model={url}-hf")
-    )
-    assert "ready after" in of_run and "ready after" in of_model
+    assert "ready after" in command("dapo_jax.sample", f"--model={url}-hf", *ask)
 
 
 @pytest.mark.slow
@@ -409,6 +356,6 @@ def test_two_processes_save_resume_and_set_damage_aside(bucket, place, tmp_path,
     two = run(tmp_path / "two", processes=2, devices=2, steps=2, checkpoints=url)
     flip(bucket, f"{place}/2/state/ocdbt.process_1/d/")
     run(two, processes=2, devices=2, checkpoints=url)
-    assert "leave this one as damaged.2.0" in (two / "logs" / "2_1.txt").read_text()
+    assert "leave it as damaged.2" in (two / "logs" / "2_1.txt").read_text()
     assert folders(bucket, place) == {"1", "2", "3", "damaged.2.0"}
     assert_same_run(two, whole, bitwise=True)

@@ -1,7 +1,6 @@
 """A run's files under damage: what is said, what is kept, who may write, where it came from."""
 
 import errno
-import gzip
 import json
 import os
 import pathlib
@@ -14,25 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
-from ml_collections.config_flags import DEFINE_config_file
 from processes import ran
 
 from configs import tiny
 from dapo_jax import evaluate
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli import config_flags, failures
+from dapo_jax.cli import failures
 from dapo_jax.convert import convert
-from dapo_jax.logs import files, provenance, record
-from dapo_jax.logs.files import Rows, append_line, gzip_lines, read_rows, remove_leftovers
+from dapo_jax.logs import provenance, record
+from dapo_jax.logs.files import Rows, append_line, read_rows
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
-from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 from experiments.faults.disks import small_files
-from models.hf import load_params
-from models.hf_config import load_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TENSORSTORE = (
@@ -64,24 +58,22 @@ def answered(status: int) -> Exception:
         (OSError(errno.ENOSPC, "No space left on device", "/r/a"), r"/r/a: No space.*\(ENOSPC", 1),
         (ValueError(TENSORSTORE), r"/r/checkpoints/3: No space left.*\(ENOSPC", 1),
         (OSError(errno.EIO, os.strerror(errno.EIO), "/r/a"), r"/r/a: Input/output error", 75),
-        (TimeoutError(errno.ETIMEDOUT, "reading took 30 s"), r"reading took 30 s; give the", 75),
+        (TimeoutError(errno.ETIMEDOUT, "reading took 30 s"), r"reading took 30 s .* give the", 75),
         (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
         (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
-        (ValueError("ABORTED: gs://b/c [http_response_code='503']"), r"gs://b/c: .* answer", 75),
         (ValueError(REFUSED), r"gs://b/r/2/: .*IED, storage\.objects\.create\); give the right", 1),
         (OSError("Forbidden: b/b/o/r%2F2\nNo right."), r"gs://b/r/2: this user may .*right", 1),
         (FileNotFoundError("Bucket does not exist: b"), r"gs://b: there is no such bucket", 1),
         (DefaultCredentialsError("Your default credentials were not found."), r"may not do", 1),
         (Forbidden(CLOSED), r"gs://b: .*\(HTTP 403, storage\.buckets\.get\); give the right", 1),
-        (answered(401), r"\(HTTP 401\)", 1),
         (answered(429), r"\(HTTP 429\)", 75),
         (answered(404), r"the bucket said no", 1),
         (MemoryError("out of memory"), r"out of memory", 1),
     ],
 )
 def test_a_failed_write_is_one_line_with_path_and_cause(error, line, status):
-    """Six of six kinds ended in tracebacks, 279 lines for a full disk, and all with status 1."""
+    """Status 75 (the same command can go on) is of what may pass by itself, and of nothing else."""
     text, code = failures.explain(error)
     assert re.search(line, text) and "\n" not in text and len(text) < 500
     assert code == status
@@ -127,103 +119,28 @@ def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
     assert f"1 finished steps are saved in {tmp_path / 'checkpoints'}; mend that" in line
     assert status == 1
     checkpoints.close()
-    assert list((tmp_path / "checkpoints").glob("*-tmp*"))
-    again = Checkpoints(tmp_path / "checkpoints", keep=2)
-    again.save(2, state, {"cursor": 1})
-    assert not list((tmp_path / "checkpoints").glob("*-tmp*"))
 
 
-COMMAND = """
-import errno, os, threading
+def test_a_command_on_a_full_disk_ends_with_one_line_its_threads_too():
+    program = """
+import threading
 from dapo_jax.cli import command
 def main(_):
-    def fail():
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/quota/file")
-    thread = threading.Thread(target=fail, name="writer")
+    def fill():
+        with open("/dev/full", "wb") as file:
+            file.write(b"x" * 100_000)
+    thread = threading.Thread(target=fill, name="writer")
     thread.start()
     thread.join()
-    with open("/dev/full", "wb") as file:
-        file.write(b"x" * 100_000)
+    fill()
 command.run(main)
 """
-
-
-def test_arrays_that_fail_side_by_side_print_no_traceback():
-    """On a full disk two arrays failed at once: one error was said, the other was a traceback."""
-    program = """
-import asyncio, gc, logging
-from absl import logging as absl_logging
-from dapo_jax.cli import failures
-absl_logging.use_absl_handler()
-failures.quiet_threads()
-
-async def fails():
-    raise ValueError("no space left on device")
-
-async def both():
-    tasks = [asyncio.create_task(fails()) for _ in range(2)]
-    await asyncio.gather(tasks[0], return_exceptions=True)
-    await asyncio.sleep(0)
-
-asyncio.run(both())
-gc.collect()
-"""
-    assert ran("-c", program).stderr == ""
-
-
-def test_a_command_ends_with_one_line_also_where_threads_fail():
-    assert ran("-c", COMMAND, status=1).stderr.splitlines() == [
-        "writer: /quota/file: Disk quota exceeded (EDQUOT); mend that and give the same command "
-        "again",
-        "error: the storage: No space left on device (ENOSPC); mend that and give the same command "
-        "again",
-        "(--debug shows where)",
-    ]
-
-
-KNOWN_FLAGS = {"workdir": None, "config": None, "debug": None}
-
-
-@pytest.mark.parametrize(
-    ("argument", "meant"),
-    [
-        ("num_steps=3", "--config.num_steps=3"),
-        ("-algo.eps_high=0.3", "--config.algo.eps_high=0.3"),
-        ("config.eps_high=0.3", "--config.algo.eps_high=0.3"),
-        ("wrkdir=runs/a", "--workdir=runs/a"),
-    ],
-)
-def test_an_argument_without_dashes_is_refused(argument, meant):
-    """A sweep with `config.num_steps=3` ran the config as it was, in silence."""
-    message = config_flags.leftover([argument], KNOWN_FLAGS, tiny.get_config())
-    assert message.endswith(f"did you mean {meant}?")
-
-
-@pytest.mark.parametrize(
-    ("flag", "meant"),
-    [
-        ("--config.eps_high=0.3", "--config.algo.eps_high"),
-        ("--config.learning_rat=1", "--config.learner.learning_rate"),
-        ("--noconfig.dynamic_samplng", "--config.algo.dynamic_sampling"),
-        ("--config.eval.sets.arithmetic.top_q=1", "--config.eval.sets.arithmetic.top_p"),
-    ],
-)
-def test_the_nearest_key_is_of_any_section(flag, meant, monkeypatch):
-    """Only keys of the section that was named were compared, so most hints were missing."""
-    values = flags.FlagValues()
-    DEFINE_config_file("config", flag_values=values)
-    values["config"].parser = config_flags.RecipeParser("config")
-    command = ["command", "--config=configs/tiny.py", flag]
-    monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(flags.Error, match=rf"Did you mean {re.escape(meant)}\?"):
-        values(command)
-
-
-def test_a_bucket_is_no_workdir():
-    """Everything went to a folder `gs:` beside the code, which a preempted machine loses."""
-    done = ran("-m", "dapo_jax.evaluate", "--workdir=gs://b/r", status=1)
-    assert re.search(r"workdir=gs://b/r.*checkpoint\.directory may be", done.stderr)
+    line = (
+        "the storage: No space left on device (ENOSPC); mend that and give the same command again"
+    )
+    done = ran("-c", program, status=1)
+    said = [f"writer: {line}", f"error: {line}", "(--debug shows where)"]
+    assert done.stderr.splitlines() == said
 
 
 def test_rows_out_of_order_are_cut_without_a_loss(tmp_path):
@@ -234,19 +151,6 @@ def test_rows_out_of_order_are_cut_without_a_loss(tmp_path):
     files = (tmp_path / name for name in ("metrics.jsonl", "metrics.cut-1.jsonl"))
     kept, cut = ([row["x"] for row in read_rows(file)] for file in files)
     assert (kept, cut) == ([0, 1, 3, 4], [2, 5, 6])
-
-
-def test_only_temporary_files_of_dead_processes_are_removed(tmp_path):
-    """A person's own file of that ending went, too, when it was an hour old."""
-    dead = tmp_path / f"config.json.{os.uname().nodename}.{2**22 + 1}.tmp"
-    elsewhere = tmp_path / "config.json.another-host.7.tmp"
-    live = tmp_path / f"config.json.{os.uname().nodename}.{os.getppid()}.tmp"
-    own = tmp_path / "notes.tmp"
-    for file in (dead, elsewhere, live, own):
-        file.touch()
-        os.utime(file, (0, 0))
-    assert set(remove_leftovers(tmp_path)) == {dead, elsewhere}
-    assert live.exists() and own.exists()
 
 
 def test_rows_do_not_begin_anew_where_somebody_moved_them(tmp_path):
@@ -260,18 +164,14 @@ def test_rows_do_not_begin_anew_where_somebody_moved_them(tmp_path):
 
 
 def test_every_start_is_recorded(tmp_path):
-    """Nothing in the directory said which code had made it, or how often it was started."""
     config = tiny.get_config()
-    with (tmp_path / provenance.NAME).open("w") as file:
-        file.write('{"time": "20')  # killed in the middle of the line before
-    for step in range(2):
+    (tmp_path / provenance.NAME).write_text('{"time": "20')  # killed in the middle of the line
+    for step, seed in enumerate((0, 0, 1)):
+        config.seed = seed
         provenance.add_start(tmp_path, config, {"first_step": step, "origin": None})
-    config.seed = 1
-    provenance.add_start(tmp_path, config, {"first_step": 2, "origin": None})
-    writer = Rows(tmp_path, resume_step=None)
-    writer.write({"step": 0})
+    Rows(tmp_path, resume_step=None).write({"step": 0})
     run = load_run(tmp_path)
-    digests = [start["config_sha256"] for start in run.starts]
+    digests = [start["config_digest"] for start in run.starts]
     assert len(digests) == 3 and digests[0] == digests[1] != digests[2]
     start = run.starts[0]
     assert start["versions"]["jax"] == jax.__version__ and start["versions"]["python"][0] == "3"
@@ -296,85 +196,45 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path):
     assert provenance.code_version(tmp_path) == {"commit": found["commit"], "changed": True}
 
 
-def _evaluated(tmp_path, **changes):
-    config = tiny.get_config()
-    config.eval.update(changes)
-    scores = {"arithmetic": {"mean@8": 0.5}}
-    settings = evaluate.settings_of(config)
-    return record.write_own_results(tmp_path, 60, scores, settings)
-
-
 def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
     """`evaluate` wrote eval/60.json, which was training's, whatever it was told to sample."""
-    settings = evaluate.settings_of(tiny.get_config())
-    record.write_results(tmp_path, 60, {"arithmetic": {"mean@8": 0.25}}, settings)
-    (one,) = _evaluated(tmp_path, temperature=0.6, top_p=0.95)
-    (other,) = _evaluated(tmp_path, temperature=0.6, top_p=0.95, max_prompts=16)
-    assert _evaluated(tmp_path, temperature=0.6, top_p=0.95) == [one]  # the same one again
+
+    def evaluated(**changes):
+        config = tiny.get_config()
+        config.eval.update(temperature=0.6, top_p=0.95, **changes)
+        scores = {"arithmetic": {"mean@8": 0.5}}
+        return record.write_own_results(tmp_path, 60, scores, evaluate.settings_of(config))
+
+    Rows(tmp_path, resume_step=None).write({"step": 0})
+    trainings = {"step": 60, "sets": {"arithmetic": {"mean@8": 0.25}}}
+    record.write_json(tmp_path / "eval" / "60.json", trainings)
+    (one,), (other,) = evaluated(), evaluated(max_prompts=16)
+    assert evaluated() == [one]  # the same one again
     assert one.name.startswith("60.arithmetic.t0.6_p0.95_k8_dapo_s0.")
     assert other.name.startswith("60.arithmetic.t0.6_p0.95_k8_n16_dapo_s0.")
     assert json.loads(one.read_text())["settings"]["arithmetic"]["top_p"] == 0.95
-    writer = Rows(tmp_path, resume_step=None)
-    writer.write({"step": 0})
+    (tmp_path / "eval" / "notes.json").write_text("[]")  # somebody's own
     labels = {path.name.split(".", 2)[2].removesuffix(".json") for path in (one, other)}
     names = {"arithmetic", *(f"arithmetic {label}" for label in labels)}
     assert {name for name, _ in load_run(tmp_path).evaluations} == names
 
 
-def test_responses_of_an_evaluation_are_saved(tmp_path):
-    example = Example(({"role": "user", "content": "1+1?"},), "2", "set", 7)
-    response = Response(np.array([1, 2]), np.zeros(2), True, "Answer: 2", Verdict(True, "2", "ok"))
-    group = Group(0, Prompt(np.array([1]), example), (response,) * 3)
-    record.write_responses(tmp_path, "60.set", [group])
-    with gzip.open(tmp_path / "eval" / "60.set.jsonl.gz", "rt") as lines:
-        rows = [json.loads(line) for line in lines]
-    assert [(row["sample"], row["response"]) for row in rows] == [
-        (n, "Answer: 2") for n in range(3)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [
-        ({"model.preset": "0.5b"}, "model.preset is '0.5b', but was ''"),
-        ({"tokenizer.chat": "template"}, "tokenizer.chat is 'template', but was 'none'"),
-        ({"model.path": str(ROOT / tiny.get_config().model.path)}, None),
-        ({"mesh.data": 1, "rollout.cache_mib": 8, "eval.top_p": 0.5, "seed": 3}, None),
-        ({"verifier.rules": "strict", "model.kernels": "cpu", "num_steps": 1}, None),
-    ],
-)
-def test_evaluate_compares_the_policy_with_the_runs(tmp_path, monkeypatch, changes, refused):
+def test_evaluate_compares_the_policy_with_the_runs(tmp_path, monkeypatch):
     """It loaded a run's weights into whatever model the command line described."""
     monkeypatch.chdir(ROOT)
     config = tiny.get_config()
     policy.check_same(config, tmp_path)  # no run: nothing to compare
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    config.update_from_flattened_dict(changes)
-    if refused is None:
+    others = {"mesh.data": 1, "rollout.cache_mib": 8, "eval.top_p": 0.5, "seed": 3}
+    others |= {"verifier.rules": "strict", "model.kernels": "cpu", "num_steps": 1}
+    config.update_from_flattened_dict(others | {"model.path": str(ROOT / config.model.path)})
+    policy.check_same(config, tmp_path)
+    config.tokenizer.chat = "template"
+    with pytest.raises(ValueError, match=r"tokenizer.chat is 'template', but was 'none'"):
         policy.check_same(config, tmp_path)
-    else:
-        with pytest.raises(ValueError, match=re.escape(refused)):
-            policy.check_same(config, tmp_path)
     (tmp_path / "config.json").write_text("")
-    with pytest.raises(ValueError, match=r"config\.json is empty"):
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         policy.check_same(config, tmp_path)
-
-
-def test_a_run_of_several_slices_converts_on_one_device(tmp_path):
-    """The config's slices were made into a mesh on the machine that converts: it has one."""
-    config = tiny.get_config()
-    config.mesh.slices, config.mesh.cpu_devices = 2, 4
-    programs = components.programs(config, vocab_size=384)
-    assert programs.mesh.shape["slice"] == 2
-    state = programs.start_state()
-    expected = jax.tree.leaves(jax.device_get(state.params))
-    checkpoints = components.checkpoints(config, tmp_path / "run", keep=2)
-    checkpoints.save(1, state, {"cursor": 0, "sampled_tokens_total": 0, "row": None})
-    checkpoints.close()
-    (tmp_path / "run" / "config.json").write_text(config.to_json_best_effort())
-    convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
-    found = load_params(tmp_path / "hf", load_config(tmp_path / "hf"), dtype="float32")
-    assert all(map(np.array_equal, jax.tree.leaves(found), expected))
 
 
 def test_a_broken_file_of_json_lines_gets_no_half_line(tmp_path):
@@ -393,12 +253,14 @@ def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
     config.json named it as the model's family, and the working directory is on Python's path.
     """
     (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('run').touch()")
-    (tmp_path / "config.json").write_text(tiny.get_config().to_json_best_effort())
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    policy.run_recipe(tmp_path, trust_code=False)
-
     config = tiny.get_config()
+    config.mesh.slices = 2
+    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    mesh = policy.run_recipe(tmp_path, trust_code=False).mesh
+    assert (mesh.slices, mesh.data, mesh.model) == (1, -1, 1)  # of this machine
+
     config.model.family = "payload"
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
     message = (
@@ -440,25 +302,3 @@ def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
         config.tokenizer.chat = "template"
         policy.check_recipe(config, theirs, "checkpoint 1")
     policy.check_recipe(config, theirs, "checkpoint 1", but=("tokenizer.chat",))
-
-
-def test_a_line_that_is_too_long_is_not_read(tmp_path, monkeypatch):
-    """A few bytes of a stranger's gzip file stood for more than the memory had."""
-    path = tmp_path / "3.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"a": 1}\n' + b" " * 2_000))
-    assert [len(line) for line in gzip_lines(path)] == [9, 2_000]
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1_000)
-    lines = gzip_lines(path)
-    assert next(lines) == b'{"a": 1}\n'
-    with pytest.raises(ValueError, match=r"3\.jsonl\.gz has a line of more than 1,000 bytes"):
-        next(lines)
-
-
-def test_somebodys_own_file_beside_evaluations_does_not_end_a_run(tmp_path):
-    """A foreign JSON file in eval/ ended `train` with status 1, all its steps being done."""
-    writer = Rows(tmp_path, resume_step=None)
-    writer.write({"step": 0})
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "notes.json").write_text("[]")
-    (tmp_path / "eval" / "1.json").write_text('{"step": 1, "sets": {"a": {"mean@2": 0.5}}}')
-    assert load_run(tmp_path).evaluations == {("a", "mean@2"): {1: 0.5}}

@@ -14,8 +14,6 @@ import pytest
 from configs import base
 from dapo_jax import losses
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.logs.metrics import Metric
-from dapo_jax.setup import checks
 from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Example, Prompt
 from experiments.faults.config import get_config
@@ -23,44 +21,31 @@ from experiments.faults.config import get_config
 
 def prompts(count: int, **answers: str) -> list[Prompt]:
     """Makes prompts; answers: of the rows that have another one, r17="8"."""
-    return [
-        Prompt(
-            np.zeros(1, np.int32),
-            Example(
-                ({"role": "user", "content": f"{row}?"},), answers.get(f"r{row}", "7"), "f", row
-            ),
-        )
-        for row in range(count)
-    ]
 
+    def example(row):
+        question = {"role": "user", "content": f"{row}?"}
+        return Example((question,), answers.get(f"r{row}", "7"), "f", row)
 
-def data(sets, held_out) -> types.SimpleNamespace:
-    """Makes the part of a run's data that its fingerprint sees. sets: key -> (prompts, weight)."""
-
-    def dataset(prompts):
-        return types.SimpleNamespace(prompts=prompts)
-
-    chosen = types.SimpleNamespace(dataset=dataset(held_out))
-    train = Mixture(
-        {key: dataset(prompts) for key, (prompts, _) in sets.items()},
-        {key: weight for key, (_, weight) in sets.items()},
-    )
-    return types.SimpleNamespace(train=train, eval_sets={"arithmetic": chosen})
+    return [Prompt(np.zeros(1, np.int32), example(row)) for row in range(count)]
 
 
 def fingerprint_of(train=None, held_out=None, mixture=(), weights=(1.0,), **settings) -> dict:
     """mixture: the prompts of further training sets. weights: of all of them, data.train's last."""
+
+    def dataset(some):
+        return types.SimpleNamespace(prompts=some)
+
     config = get_config()
     config.update_from_flattened_dict(settings)
-    sets = {f"data.mixture.set{i}": prompts for i, prompts in enumerate(mixture)}
     with config.unlocked():
-        for i in range(len(sets)):
-            config.data.mixture[f"set{i}"] = base.dataset(weight=weights[i])
-    sets["data.train"] = train or prompts(20)
-    sets = dict(zip(sets, zip(sets.values(), weights, strict=True), strict=True))
-    whole = data(sets, held_out or prompts(5))
-    saved = json.dumps(fingerprint.of_run(config, whole))
-    return json.loads(saved)
+        for i, weight in enumerate(weights[:-1]):
+            config.data.mixture[f"set{i}"] = base.dataset(weight=weight)
+    names = [*(f"data.mixture.set{i}" for i in range(len(mixture))), "data.train"]
+    sets = map(dataset, [*mixture, train or prompts(20)])
+    of_all = Mixture(*(dict(zip(names, it, strict=True)) for it in (sets, weights)))
+    chosen = types.SimpleNamespace(dataset=dataset(held_out or prompts(5)))
+    data = types.SimpleNamespace(train=of_all, eval_sets={"arithmetic": chosen})
+    return json.loads(json.dumps(fingerprint.of_run(config, data)))
 
 
 def said_of(new: dict, old: dict | None = None) -> list[str]:
@@ -100,16 +85,16 @@ def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
     fingerprint.require_parent(old, fingerprint_of(**TWO | {"weights": (2.0, 4.0)}), "checkpoint 5")
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json"])
-def test_the_tokenizers_files_belong_to_a_run(tmp_path, name):
+def test_the_tokenizers_files_belong_to_a_run(tmp_path):
     """Other tokens ended the responses of a resumed run, those of generation_config.json."""
+    name = "generation_config.json"
 
-    def identity_with(content: str):
+    def with_file(content: str):
         (tmp_path / name).write_text(content)
         return fingerprint_of(**{"tokenizer.path": str(tmp_path)})
 
     with pytest.raises(fingerprint.OtherRunError, match=f"tokenizer.path: {name} differs"):
-        said_of(identity_with("7"), identity_with("8"))
+        said_of(with_file("7"), with_file("8"))
 
 
 @pytest.mark.parametrize(
@@ -118,22 +103,14 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path, name):
         ({"data.train.task": "mine.task:Task"}, "mine/task.py", "data.train.task: mine/task.py"),
         ({"data.train.task": "mine.task:Task"}, "helper.py", "data.train.task: helper.py"),
         ({"data.train.task": "mine.task:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
+        ({"data.train.task": "mine:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
         ({"data.train.task": "mine.task:Task"}, "unrelated.py", ""),
         ({"model.family": "helper"}, "helper.py", "model.family: helper.py"),
         ({"algo.policy_loss": "extra"}, "gates.py", "algo.policy_loss: gates.py"),
-        (
-            {"algo.policy_loss": "of_recipe"},
-            "recipe.py",
-            "algo.policy_loss: the functions of recipe.py",
-        ),
-        (
-            {"data.train.task": "loose.task:Task"},
-            "loose/inner.py",
-            "data.train.task: loose/inner.py",
-        ),
+        ({"algo.policy_loss": "of_config"}, "config.py", "policy_loss: the functions of config.py"),
+        ({"data.train.task": "loose.task:Task"}, "loose/inner.py", "train.task: loose/inner.py"),
         ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper.py"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
-        ({}, "gates.py", "said: the metric mine: gates.py"),
     ],
 )
 def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, refusal):
@@ -145,44 +122,40 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
     (tmp_path / "mine").mkdir()
     (tmp_path / "loose").mkdir()
     files = {
-        "mine/__init__.py": "",
+        "mine/__init__.py": "from .units import ONE\n",
         "mine/task.py": "import numpy\nfrom .units import ONE\ndef f():\n    import helper\n    1",
         **dict.fromkeys(["mine/units.py", "unrelated.py"], "ONE = 1\n"),
         "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
         "loose/task.py": "from loose import inner\nfrom loose.inner import ONE\n",
         "loose/inner.py": "ONE = 1\n",
         "gates.py": "def extra():\n    return 1\n",
-        "recipe.py": "import jax\nLAYERS = 2\n\ndef one():\n    return 1\n\n"
-        "@jax.jit\ndef of_recipe():\n    return one()\n",
+        "config.py": "import jax\nLAYERS = 2\n\ndef one():\n    return 1\n\n"
+        "@jax.jit\ndef of_config():\n    return one()\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def identity_now():
+    def fingerprint_now():
         gates = SourceFileLoader("gates", str(tmp_path / "gates.py")).load_module()
-        of_file = SourceFileLoader("config_config", str(tmp_path / "recipe.py")).load_module()
+        of_file = SourceFileLoader("config_config", str(tmp_path / "config.py")).load_module()
         linecache.checkcache()
         monkeypatch.setitem(losses.POLICY_LOSSES, "extra", gates.extra)
-        monkeypatch.setitem(losses.POLICY_LOSSES, "of_recipe", of_file.of_recipe)
-        mine = Metric("mine", "", "Mine.", gates.extra)
-        monkeypatch.setattr(
-            fingerprint, "METRICS", [] if "algo.policy_loss" in settings else [mine]
-        )
+        monkeypatch.setitem(losses.POLICY_LOSSES, "of_config", of_file.of_config)
         return fingerprint_of(**settings)
 
-    old = identity_now()
-    (tmp_path / "recipe.py").write_text(files["recipe.py"].replace("2", "3"))
-    assert said_of(identity_now(), old) == []
+    old = fingerprint_now()
+    (tmp_path / "config.py").write_text(files["config.py"].replace("2", "3"))
+    assert said_of(fingerprint_now(), old) == []
     (tmp_path / edited).write_text(files[edited].replace("1", "4"))
     if refusal.startswith("said: ") or not refusal:
-        assert "".join(said_of(identity_now(), old)).startswith(refusal.removeprefix("said: "))
+        assert "".join(said_of(fingerprint_now(), old)).startswith(refusal.removeprefix("said: "))
         return
     with pytest.raises(
         fingerprint.OtherRunError, match=rf"{refusal}\S* differs.*a fork, which goes on"
     ):
-        said_of(identity_now(), old)
-    fingerprint.require_parent(old, identity_now(), "checkpoint 5")
+        said_of(fingerprint_now(), old)
+    fingerprint.require_parent(old, fingerprint_now(), "checkpoint 5")
 
 
 def test_another_evaluation_set_is_said():
@@ -199,8 +172,6 @@ def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
 
     assert digest(object()) == digest(object())
     assert digest(np.arange(3)) != digest(np.arange(4))
-    # A key that JSON does not have, or two that do not sort, ended the start with a TypeError.
-    assert digest({(0, 1): 2, "a": [{3: 4}]}) != digest({(0, 1): 2, "a": [{3: 5}]})
 
 
 @pytest.mark.parametrize(("finished", "refused"), [(2, False), (3, True), (40, True)])
@@ -220,28 +191,10 @@ def test_rows_without_a_checkpoint_are_no_new_run(tmp_path, finished, refused):
         fingerprint.check_checkpoint_is_there(config, tmp_path, "DIR")
 
 
-def test_how_often_a_run_has_saved_is_what_its_recipe_said(tmp_path):
-    """Killed before its first save, and told to save more often: it was refused as one that lacks
-    its checkpoints."""
-    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(40))
-    (tmp_path / "metrics.jsonl").write_text(rows)
-    config = get_config()
-    config.checkpoint.every_steps = 50
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    config.checkpoint.every_steps = 1
-    fingerprint.check_checkpoint_is_there(config, tmp_path, "DIR")
-
-
-def test_a_section_that_a_run_may_change_may_be_new_to_it():
-    """Its keys may change, but a config without any of them was another config."""
-    old = fingerprint_of()
-    del old["recipe"]["alarms"]
-    assert said_of(fingerprint_of(), old) == []
-
-
 def test_a_run_of_an_older_version_goes_on():
     """It was refused for a key that is gone, and for one that is newer and has its default."""
     old = fingerprint_of()
+    del old["recipe"]["alarms"], old["code"]  # these may change, or were not saved
     old["recipe"]["rollout"]["gone"] = 0
     del old["recipe"]["learner"]["decay"]
     assert said_of(fingerprint_of(), old) == []
@@ -251,31 +204,15 @@ def test_a_run_of_an_older_version_goes_on():
         said_of(fingerprint_of(**{"learner.decay": "linear"}), old)
 
 
-def test_fewer_steps_than_are_done_are_refused():
-    config = base.get_config()
-    config.num_steps = 4
-    checks.check_steps_left(config, 4, "DIR")
-    with pytest.raises(ValueError, match=r"num_steps = 4, but the run in DIR has finished 5"):
-        checks.check_steps_left(config, 5, "DIR")
-
-
 def test_sets_in_another_order_are_another_stream():
     """A fork with the same sets under other names went on, in a stream of another order.
 
     The sets were compared in the order of their keys, but data.train's prompts come first.
     """
     one, two = prompts(20), prompts(30)
-    train, first = (types.SimpleNamespace(prompts=some) for some in (one, two))
-    config = get_config()
-    with config.unlocked():
-        config.data.mixture.a = config.data.mixture.b = base.dataset()
-
-    def of(**sets) -> dict:
-        named = {key.replace("_", "."): it for key, it in sets.items()}
-        train = Mixture(named, dict.fromkeys(named, 1.0))
-        return fingerprint.of_run(config, types.SimpleNamespace(train=train, eval_sets={}))
-
-    old = of(data_train=train, data_mixture_a=first)
-    fingerprint.require_parent(old, of(data_mixture_a=train, data_mixture_b=first), "checkpoint 5")
-    with pytest.raises(fingerprint.OtherRunError, match=r"data\.mixture\.a has 30 prompts, not 20"):
-        fingerprint.require_parent(old, of(data_mixture_a=first, data_mixture_b=train), "here")
+    old, same = (fingerprint_of(train=one, mixture=[two], weights=(1.0, 1.0)) for _ in range(2))
+    same["data"] = {f"data.mixture.{i}": it for i, it in enumerate(same["data"].values())}
+    fingerprint.require_parent(old, same, "checkpoint 5")
+    other = same | {"data": dict(reversed(same["data"].items()))}
+    with pytest.raises(fingerprint.OtherRunError, match=r"data\.mixture\.1 has 20 prompts, not 30"):
+        fingerprint.require_parent(old, other, "here")

@@ -28,7 +28,6 @@ from sharding import hosts
 STEPS = 3
 # These depend on the number of devices: who is sampled beside whom, and what is discarded.
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
-TIMINGS = CLOCKED
 SECONDS = 480  # a run that takes so long hangs
 
 
@@ -60,7 +59,7 @@ def continued(source, workdir, *, finished_steps, **how):
 
 def rows(workdir):
     return [
-        {key: value for key, value in row.items() if not key.startswith(TIMINGS)}
+        {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
         for row in read_rows(workdir / "metrics.jsonl")
     ]
 
@@ -133,16 +132,16 @@ def test_four_processes_go_on_with_the_checkpoint_of_one_device(runs, four_devic
     assert_same_run(four_processes, four_devices)
 
 
-def loops(workdir, *, processes):
-    """Starts the restart loop of each worker, as experiments/launch does; returns them."""
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {hosts.COORDINATOR: f"localhost:{free_port()}", hosts.PROCESSES: str(processes)}
-    env |= {
+def loops(workdir):
+    """Starts the restart loop of each of two workers, as experiments/launch does; returns them."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        hosts.COORDINATOR: f"localhost:{free_port()}",
+        hosts.PROCESSES: "2",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "BACKOFF_SECONDS": "1",
         "PYTHONPATH": str(ROOT),
+        "TRAIN": f"{sys.executable} tests/small_run.py {workdir} 2 {STEPS}",
     }
-    env |= {"TRAIN": f"{sys.executable} tests/small_run.py {workdir} {processes} {STEPS}"}
     return [
         subprocess.Popen(
             [ROOT / "experiments" / "launch" / "run_worker.sh"],
@@ -151,7 +150,7 @@ def loops(workdir, *, processes):
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        for i in range(processes)
+        for i in range(2)
     ]
 
 
@@ -168,26 +167,21 @@ def training_of(loop) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "victim"), [("SIGTERM", 0), ("SIGKILL", 1), ("SIGSTOP", 1)])
 def test_two_restart_loops_go_on_after_one_worker_is_lost(runs, two_processes, name, victim):
-    """Bitwise as if nothing had been.
-
-    After each of these the other worker left with status 1, "an error in the settings": its loop
-    ended, and `babysit` deleted the slice. SIGTERM did that in 11 of 11: process 0's collective
-    failed while it waited for the process that had gone.
-    """
+    """Bitwise as if nothing had been; the other worker notices in time, and its loop goes on."""
     workdir = runs / f"loops_{name}"
-    group = loops(workdir, processes=2)
+    group = loops(workdir)
     try:
         until = time.monotonic() + SECONDS
         while not (workdir / "metrics.jsonl").exists() or not rows(workdir):
             assert time.monotonic() < until
             time.sleep(0.05)
-        lost = training_of(group[victim])
+        lost, other = training_of(group[victim]), training_of(group[1 - victim])
+        until = time.monotonic() + hosts.HEARTBEAT_SECONDS + 8  # JAX counts in steps of seconds
         os.kill(lost, getattr(signal, name))
+        while pathlib.Path(f"/proc/{other}").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
         if name == "SIGSTOP":
-            other = training_of(group[1 - victim])
-            while pathlib.Path(f"/proc/{other}").exists():
-                assert time.monotonic() < until
-                time.sleep(0.05)
             os.kill(lost, signal.SIGCONT)
         assert [loop.wait(timeout=SECONDS) for loop in group] == [0, 0]
     finally:
@@ -199,38 +193,16 @@ def test_two_restart_loops_go_on_after_one_worker_is_lost(runs, two_processes, n
     assert_same_run(workdir, two_processes, bitwise=True)
 
 
-BUSY = """
-import ctypes, os, sys, time
-from sharding import hosts
-hosts.start(several=True, cpu_devices=2)
-hosts.gather("started")
-if int(os.environ[hosts.PROCESS]) == int(sys.argv[1]):
-    ctypes.PyDLL(None).sleep(hosts.HEARTBEAT_SECONDS + 8)  # holds the interpreter's lock
-print(hosts.gather("done"))
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_holds_the_interpreters_lock_for_long_is_not_taken_for_dead():
-    """Heartbeats from a thread in Python would stop while a library loads a large file."""
-    pairs = (started(["-c", BUSY, busy], processes=2) for busy in "01")
-    with next(pairs) as first, next(pairs) as second:  # in either process, side by side
-        outputs = [process.communicate(timeout=120)[0] for process in (*first, *second)]
-    assert [process.returncode for process in (*first, *second)] == [0] * 4, outputs
-
-
 @pytest.mark.parametrize(
     ("text", "lost"),
     [
         ("UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [::1]", True),
         ("UNAVAILABLE: failed to connect to all addresses", True),
         ("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:global_topology", True),
-        ("INTERNAL: Barrier failed because a task has died", True),
         ("INTERNAL: Shutdown barrier has failed", True),
         ("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes", False),
         ('RESOURCE_EXHAUSTED: Used 97G of 95G hbm\n op_name="f/optimization_barrier"', False),
         ("INTERNAL: Mosaic failed to compile: tpu.barrier\nget_barrier_semaphore", False),
-        ("INVALID_ARGUMENT: Executable expected shape (4,) but got (5,)", False),
         ("checkpoint.keep = 0, but must be at least 1", False),
     ],
 )
@@ -305,7 +277,6 @@ def test_a_first_process_that_is_not_there_yet_is_no_error_in_the_settings(monke
         raise RuntimeError(text)
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.setattr(hosts.aborts, "replaced_by", lambda ended: contextlib.nullcontext())
     statuses = []
 
     def leave(line, status):

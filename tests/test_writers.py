@@ -2,13 +2,10 @@
 
 import contextlib
 import importlib.machinery
-import importlib.util
-import json
 import sys
 import types
 
 import pytest
-from processes import ran
 
 from configs import tiny
 from dapo_jax import train
@@ -16,32 +13,30 @@ from dapo_jax.logs import writers
 
 
 class Kept:
-    """A writer that keeps what it was given; `fails` names the method that raises."""
+    """A writer that keeps what it was given."""
 
     made: list = []  # noqa: RUF012 - what tests look at
-    fails = ""
+    fails = ""  # the method that raises
 
     def __init__(self, config, workdir, resume_step):
-        self.given = [("begin", config["num_steps"], workdir.name, resume_step)]
+        self.given = []
         self.made.append(self)
-        self._maybe_fail("begin")
+        self._take("begin", config["num_steps"], workdir.name, resume_step)
 
     def step(self, row):
-        self.given.append(("step", dict(row)))
-        self._maybe_fail("step")
+        self._take("step", dict(row))
 
     def evaluation(self, finished_steps, scores):
-        self.given.append(("evaluation", finished_steps, dict(scores)))
-        self._maybe_fail("evaluation")
-
-    def close(self):
-        self.given.append(("close",))
-        self._maybe_fail("close")
+        self._take("evaluation", finished_steps, dict(scores))
 
     def samples(self, step, rows):
-        self.given.append(("samples", step, rows))
+        self._take("samples", step, rows)
 
-    def _maybe_fail(self, name):
+    def close(self):
+        self._take("close")
+
+    def _take(self, name, *given):
+        self.given.append((name, *given))
         if name == self.fails:
             raise OSError(f"no network at {name}")
 
@@ -53,23 +48,19 @@ class Broken(Kept):
 KEPT, BROKEN = f"{__name__}:Kept", f"{__name__}:Broken"
 
 
-def give(tmp_path, names, monkeypatch, fails=""):
-    """Gives a small run to the writers; returns (what each of them was given, what was said)."""
+@pytest.mark.parametrize("fails", ["", "begin", "step", "evaluation", "close"])
+def test_one_that_fails_is_said_once_and_the_others_get_all(tmp_path, monkeypatch, fails):
     monkeypatch.setattr(Kept, "made", [])
     monkeypatch.setattr(Broken, "fails", fails)
     said = []
-    of_run = writers.Writers(names, {"num_steps": 2}, tmp_path, 4, said.append)
+    of_run = writers.Writers([BROKEN, KEPT], {"num_steps": 2}, tmp_path, 4, said.append)
     of_run("evaluation", 0, {"eval/a/mean@8": 0.5})
     for step in range(2):
         of_run("step", {"step": step, "entropy": 0.25})
     of_run("samples", 1, [{"response": "4|2"}])
     of_run("close")
-    return [one.given for one in Kept.made], said
-
-
-def test_a_writer_gets_the_recipe_rows_evaluations_and_the_end(tmp_path, monkeypatch):
-    (given,), said = give(tmp_path, [KEPT], monkeypatch)
-    assert given == [
+    broken, kept = (one.given for one in Kept.made)
+    assert kept == [
         ("begin", 2, tmp_path.name, 4),
         ("evaluation", 0, {"eval/a/mean@8": 0.5}),
         ("step", {"step": 0, "entropy": 0.25}),
@@ -77,13 +68,9 @@ def test_a_writer_gets_the_recipe_rows_evaluations_and_the_end(tmp_path, monkeyp
         ("samples", 1, [{"response": "4|2"}]),
         ("close",),
     ]
-    assert said == []
-
-
-@pytest.mark.parametrize("fails", ["begin", "step", "evaluation", "close"])
-def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch, fails):
-    (broken, kept), said = give(tmp_path, [BROKEN, KEPT], monkeypatch, fails)
-    assert len(kept) == 6
+    if not fails:
+        assert broken == kept and said == []
+        return
     assert broken[-1][0] == fails  # it is given nothing more
     (line,) = said
     assert line.startswith(f"note: the writer '{BROKEN}' of log.writers failed and is left out")
@@ -113,21 +100,22 @@ def test_a_name_that_is_no_writers_is_refused_at_the_start(name, message, tmp_pa
 
 
 class FakeWandB(types.ModuleType):
-    """Weights & Biases as far as it is used: steps that go back are dropped, as it does."""
+    """Weights & Biases as far as it is used."""
 
     def __init__(self):
         super().__init__("wandb")
         self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-        self.rows, self.settings, self.step = {}, [], -1
+        self.rows, self.settings = [], []
 
     def init(self, **settings):
         self.settings.append(settings)
         return self
 
-    def log(self, values, step):
-        if step >= self.step:
-            self.step = step
-            self.rows[step] = self.rows.get(step, {}) | values
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, values):
+        self.rows.append(values)
 
     def Table(self, columns, data):
         return columns, data
@@ -137,54 +125,31 @@ class FakeWandB(types.ModuleType):
 
 
 def test_wandb_gets_all_of_a_run_and_a_resumed_one_goes_on_in_it(tmp_path, monkeypatch):
-    """The last evaluation comes before the row of the last step, whose number is below."""
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for resume_step, steps in ((None, (0, 1)), (1, (2, 3))):
-        of_run = writers.Writers(["wandb"], {"num_steps": 4}, tmp_path, resume_step, pytest.fail)
-        of_run("evaluation", steps[0], {"eval/a/mean@8": steps[0] / 10})
-        of_run("step", {"step": steps[0], "entropy": 1.0})
-        of_run("evaluation", steps[1] + 1, {"eval/a/mean@8": 0.9})
-        of_run("step", {"step": steps[1], "entropy": 2.0})
-        of_run("samples", steps[1], [{"response": "4", "reward": 1.0}])
+    for resume_step, step in ((None, 0), (0, 1)):
+        of_run = writers.Writers(["wandb"], {"num_steps": 2}, tmp_path, resume_step, pytest.fail)
+        of_run("evaluation", step + 1, {"eval/a/mean@8": 0.9})
+        of_run("step", {"step": step, "entropy": 2.0})
+        of_run("samples", step, [{"response": "4", "reward": 1.0}])
         of_run("close")
     ids = [settings["id"] for settings in fake.settings if settings != "finished"]
     assert ids == [(tmp_path / "wandb_id.txt").read_text()] * 2
-    assert len(ids[0]) == 8
     assert fake.settings.count("finished") == 2
     table = (["response", "reward"], [["4", 1.0]])
-    assert fake.rows == {
-        0: {"step": 0, "entropy": 1.0, "eval/a/mean@8": 0.0},
-        1: {"step": 1, "entropy": 2.0, "samples": table},
-        2: {"step": 2, "entropy": 1.0, "eval/a/mean@8": 0.2},
-        3: {"step": 3, "entropy": 2.0, "samples": table},
-        4: {"eval/a/mean@8": 0.9},
-    }
+    assert fake.rows[3:] == [
+        {"step": 2, "eval/a/mean@8": 0.9},
+        {"step": 1, "entropy": 2.0},
+        {"step": 1, "samples": table},
+    ]
 
 
 def test_tensorboard_shows_responses_as_they_are(tmp_path, monkeypatch):
-    """In a Markdown table, whose cells a response could end, or fill with markup."""
+    """As code: as text a response could be markup."""
     board, texts = writers.TensorBoard({}, tmp_path, None), []
     monkeypatch.setattr(board._writer, "add_text", lambda *given: texts.append(given))
-    board.samples(3, [{"response": "a|*b*\n<i>", "reward": 1.0}])
-    cell = "a&#124;&#42;b&#42;<br>&#60;i&#62;"
-    table = f"| response | reward |\n| --- | --- |\n| {cell} | 1&#46;0 |"
-    assert texts == [("samples", table, 3)]
-
-
-def test_wandb_itself_without_a_network(tmp_path):
-    """Runs where it is installed, in its offline mode."""
-    if importlib.util.find_spec("wandb") is None:
-        pytest.skip(f'needs pip install "{writers.WANDB}"')
-    code = (
-        "import pathlib, sys; from dapo_jax.logs.writers import Writers; said = []\n"
-        "w = Writers(['wandb'], {'num_steps': 2}, pathlib.Path(sys.argv[1]), None, said.append)\n"
-        "w('step', {'step': 0, 'entropy': 1.0}); w('evaluation', 1, {'eval/a/mean@8': 0.5})\n"
-        "w('samples', 0, [{'response': '4', 'prediction': None, 'reward': 1.0}])\n"
-        "w('close'); import json; print(json.dumps(said))"
-    )
-    done = ran("-c", code, tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
-    assert json.loads(done.stdout.splitlines()[-1]) == []
-    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert folder.name.endswith((tmp_path / "wandb_id.txt").read_text())
-    assert list(folder.glob("*.wandb"))
+    board.samples(3, [{"response": "a|*b*\n<i> 你", "reward": 1.0}])
+    ((name, text, step),) = texts
+    assert (name, step) == ("samples", 3)
+    assert all(line.startswith("    ") for line in text.splitlines())
+    assert '"response": "a|*b*\\n<i> 你"' in text

@@ -16,83 +16,49 @@ import numpy as np
 from sharding import hosts
 
 MODULUS = 2**64
-FACTORS = 2**20  # of the last axes are multiplied out, up to so many
+# Where a shard begins in its array, and its part of the array's digest.
+Part = tuple[tuple[int, ...], jax.Array | int]
 
 
-def of_block(block: np.ndarray, starts: tuple[int, ...]) -> int:
-    """Returns the part of an array's digest that a block of it has, which begins at `starts`."""
-    block = np.ascontiguousarray(block).reshape(block.shape)  # it makes a scalar an array of one
-    spans = enumerate(zip(starts, block.shape, strict=True))
-    factors = [
-        _factors(axis, np.arange(start, start + size, dtype=np.uint64))
-        for axis, (start, size) in spans
-    ]
-    split = block.ndim
-    last = np.ones(1, np.uint64)
-    while split and last.size * block.shape[split - 1] <= max(FACTORS, block.shape[-1]):
-        split -= 1
-        last = np.multiply.outer(factors[split], last).ravel()
-    first = np.ones(1, np.uint64)
-    for axis in range(split):
-        first = np.multiply.outer(first, factors[axis]).ravel()
-    bits = block.view(f"u{block.dtype.itemsize}").reshape(first.size, last.size)
-    rows = np.einsum("rc,c->r", bits, last, dtype=np.uint64, casting="unsafe")
-    return int(np.einsum("r,r->", rows, first))
-
-
-def of_whole(array: np.ndarray) -> tuple[tuple[int, ...], int]:
-    """Returns a host array's digest as its only part."""
-    starts = (0,) * array.ndim
-    return starts, of_block(array, starts)
-
-
-def of_shards(array: jax.Array, *, replicas: bool) -> list[tuple[tuple[int, ...], int]]:
-    """Lists (where it begins, its part of the digest) of this process's shards.
-
-    replicas: also of those that other devices have too.
-    """
-    return [
-        (starts, of_block(np.asarray(shard.data), starts))
-        for shard in array.addressable_shards
-        if replicas or shard.replica_id == 0
-        for starts in [starts_of(shard)]
-    ]
-
-
-def text(total: int) -> str:
-    """Writes a sum of parts as a digest."""
-    return f"{total % MODULUS:016x}"
-
-
-def described(state, sums: Mapping[str, Sequence[jax.Array]] | None = None) -> dict:
+def described(state, sums: Mapping[str, Sequence[Part]] | None = None) -> dict:
     """Lists (dtype and shape, digest) of every array, by name; all processes call it.
 
     sums: `sums_on_devices` of the state; None: computed now.
     """
-    sums = sums_on_devices(state) if sums is None else sums
-    mine = {name: sum(map(int, parts)) for name, parts in jax.device_get(sums).items()}
-    everyone = hosts.gather(mine)
-    totals = {name: sum(theirs[name] for theirs in everyone) for name in mine}
+    mine = on_host(sums_on_devices(state) if sums is None else sums)
+    everyone = hosts.gather({name: sum(it for _, it in parts) for name, parts in mine.items()})
     leaves = named(state)
-    return {name: (shape_text(it), text(totals[name])) for name, it in leaves.items()}
+    return {
+        name: (shape_text(leaf), text(sum(theirs[name] for theirs in everyone)))
+        for name, leaf in leaves.items()
+    }
 
 
-def sums_on_devices(tree) -> dict[str, list[jax.Array]]:
+def sums_on_devices(tree, *, replicas: bool = False) -> dict[str, list[Part]]:
     """Begins to compute this process's parts of every array's digest where they are.
 
-    The same numbers as of `of_shards`, uint64 each, in one pass over each device's memory. Every
+    replicas: also of shards that other devices have too. Each device's memory is read once. Every
     device works for itself: with an exchange in them, so many programs at once would wait for each
     other's threads on a CPU.
     """
     with jax.enable_x64(True):
         return {
             name: [
-                _sum(shard.data, [np.uint64(start) for start in starts_of(shard)])
+                (starts, _sum(shard.data, [np.uint64(start) for start in starts]))
                 for shard in leaf.addressable_shards
-                if shard.replica_id == 0
+                if replicas or shard.replica_id == 0
+                for starts in [tuple(cut.start or 0 for cut in shard.index)]
             ]
             for name, leaf in named(tree).items()
         }
+
+
+def on_host(sums: Mapping[str, Sequence[Part]]) -> dict[str, list[Part]]:
+    """Waits for the parts, and returns them as numbers."""
+    return {
+        name: [(starts, int(part)) for starts, part in parts]
+        for name, parts in jax.device_get(sums).items()
+    }
 
 
 @jax.jit  # a program a shape: weights and both moments share it
@@ -107,9 +73,17 @@ def _sum(block, starts):
     return bits.sum()
 
 
-def starts_of(shard) -> tuple[int, ...]:
-    """Returns where a shard begins in its array."""
-    return tuple(cut.start or 0 for cut in shard.index)
+def _factors(axis: int, positions):
+    """Returns odd factors for positions of an axis, uint64 each (splitmix64)."""
+    z = (positions + np.uint64((axis << 48) + 1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+def text(total: int) -> str:
+    """Writes a sum of parts as a digest."""
+    return f"{total % MODULUS:016x}"
 
 
 def named(tree) -> dict[str, Any]:
@@ -121,11 +95,3 @@ def named(tree) -> dict[str, Any]:
 def shape_text(array) -> str:
     """Writes an array's dtype and shape."""
     return f"{np.dtype(array.dtype).name}{list(array.shape)}"
-
-
-def _factors(axis: int, positions):
-    """Returns odd factors for positions of an axis, uint64 each (splitmix64)."""
-    z = (positions + np.uint64((axis << 48) + 1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)

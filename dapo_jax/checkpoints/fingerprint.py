@@ -15,7 +15,6 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.machinery import PathFinder
 from typing import Any
 
 from etils import epath
@@ -24,19 +23,17 @@ from ml_collections import ConfigDict
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from dapo_jax import hub, losses
 from dapo_jax.cli.config_flags import recipe_differences
-from dapo_jax.logs.files import read_json, read_rows
-from dapo_jax.logs.metrics import METRICS
+from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
 from models import families
 from sharding import hosts
 
 SHOWN_DIFFERENCES = 5
-READ_BYTES = 2**24
 WEIGHTS = ".safetensors"
 OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
-RECIPE_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
-METRIC = "the metric "
+INSTALLED = ("site-packages", "dist-packages")
+CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
 UNSAVED = 3
@@ -49,8 +46,8 @@ class OtherRunError(ValueError):
 def of_run(config: ConfigDict, data) -> dict:
     """Returns this run's fingerprint, JSON-able; ValueError where the processes' differ.
 
-    data: a `build.Data`. All processes call it. Weight files, which are large, are divided among
-    the processes, each of which compares their sizes alone with the others'.
+    data: a `components.Data`. All processes call it. Weight files, which are large, are divided
+    among the processes, each of which compares their sizes alone with the others'.
     """
     own = {
         "recipe": json.loads(config.to_json_best_effort()),
@@ -66,13 +63,13 @@ def of_run(config: ConfigDict, data) -> dict:
     if weights := _weight_files(config):
         own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}
     everyone = hosts.gather((own, _of_mine(weights)))
+    first = everyone[0][0]
     for process, (theirs, of_weights) in enumerate(everyone):
-        first = everyone[0][0]
         found = list(differences(first, theirs, before="{} on process 0"))
         found += _data_differences(first["eval"], theirs["eval"])
-        found += _code_differences(first, theirs)
+        found += _file_differences(first["code"], theirs["code"])
         if found:
-            raise ValueError(f"process {process} differs from process 0: {_listed(found)}")
+            raise ValueError(f"process {process} differs from process 0: {listed(found)}")
         if weights:
             own["files"]["model.path"] |= of_weights
     return own
@@ -85,38 +82,37 @@ def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
     is imported of installed packages and of this project is left out, or by a computed name.
     """
     found: dict[str, dict[str, str]] = {}
-    for key, module, it in _custom(config):
+    for key, module, function in _custom(config):
         files = found.setdefault(key, {})
-        if module not in RECIPE_MODULES:
+        if module not in CONFIG_MODULES:
             _add_module(module, files)
             continue
-        it = inspect.unwrap(it)
-        file = pathlib.Path(inspect.getfile(it if hasattr(it, "__code__") else type(it)))
-        text = file.read_text(encoding="utf-8")
+        function = inspect.unwrap(function)
+        file = inspect.getfile(function if hasattr(function, "__code__") else type(function))
         kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-        nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
-        nodes = [node for node in nodes if getattr(node, "name", "") != "get_config"]
-        _add(f"the functions of {file.name}", text, nodes, "", files)
+        _add(f"the functions of {pathlib.Path(file).name}", file, "", files, kinds)
     return found
 
 
 def _add_module(name: str, files: dict[str, str]) -> None:
-    spec, places = None, None
-    for i in range(1, 2 + name.count(".")):  # nothing is imported for it
-        if i > 1 and not places:
-            return  # a name in a module
-        spec = PathFinder.find_spec(".".join(name.split(".")[:i]), places)
-        places = spec and spec.submodule_search_locations
-    file = pathlib.Path((spec and spec.origin) or "")
-    if file.suffix == ".py" and {"site-packages", "dist-packages"}.isdisjoint(file.parts):
-        text = file.read_text(encoding="utf-8")
-        _add(f"{name.replace('.', '/')}.py", text, ast.parse(text).body, spec.parent, files)
+    """Adds what a module's name finds on the path; nothing is imported for it."""
+    package, path = name.rpartition(".")[0], name.replace(".", "/")
+    if path.split("/")[0] in (*OURS, *sys.stdlib_module_names):
+        return
+    ends = ("/__init__.py", ".py")
+    places = {pathlib.Path(place, path + end): end for place in sys.path for end in ends}
+    file = next((place for place in places if place.is_file()), None)
+    if file and set(INSTALLED).isdisjoint(file.parts):
+        _add(f"{path}.py", file, package if places[file] == ".py" else name, files)
 
 
-def _add(label: str, text: str, nodes: Sequence[ast.stmt], package: str, files: dict) -> None:
-    """Adds the digest of a file's statements, and of the modules that they import."""
+def _add(label: str, file, package: str, files: dict[str, str], kinds=ast.stmt) -> None:
+    """Adds the digest of a file's statements of some kinds, and of the modules they import."""
     if label in files:
         return
+    text = pathlib.Path(file).read_text(encoding="utf-8")
+    nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+    nodes = [node for node in nodes if getattr(node, "name", "") != "get_config"]
     source = "\n".join(ast.get_source_segment(text, node) for node in nodes)
     files[label] = hashlib.sha256(source.encode()).hexdigest()[:32]
     for node in itertools.chain.from_iterable(map(ast.walk, nodes)):
@@ -124,11 +120,8 @@ def _add(label: str, text: str, nodes: Sequence[ast.stmt], package: str, files: 
         if isinstance(node, ast.ImportFrom):
             of = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             names = [of, *(f"{of}.{name}" for name in names)]
-        elif not isinstance(node, ast.Import):
-            continue
         for name in names:
-            if name.partition(".")[0] not in (*OURS, *sys.stdlib_module_names):
-                _add_module(name, files)
+            _add_module(name, files)
 
 
 def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
@@ -139,18 +132,17 @@ def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
     yield from ((key, name.partition(":")[0], None) for key, name in named if ":" in name)
     if config.model.family not in families.BUILT_IN:
         yield "model.family", config.model.family, None
-    a = config.algo
-    functions = {f"{METRIC}{metric.key}": metric.value for metric in METRICS if metric.value}
-    functions |= {
-        "algo.policy_loss": losses.POLICY_LOSSES[a.policy_loss],
-        "algo.ratio": losses.RATIOS[a.ratio],
+    tables = {
+        "policy_loss": losses.POLICY_LOSSES,
+        "ratio": losses.RATIOS,
+        "advantage_scale": losses.ADVANTAGES,
     }
-    functions["algo.advantage_scale"] = losses.ADVANTAGES[a.advantage_scale]
-    for key, function in functions.items():
+    for name, table in tables.items():
+        function = table[config.algo[name]]
         function = getattr(function, "func", function)  # of a partial
         module = getattr(function, "__module__", None) or ""
         if not module.startswith(("dapo_jax.", "models.")):
-            yield key, module, function
+            yield f"algo.{name}", module, function
 
 
 def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
@@ -162,14 +154,12 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
     ours = _of_small_files(config)
     for of_process in hosts.gather(_of_mine(_weight_files(config) if weights else [])):
         ours.get("model.path", {}).update(of_process)
-    was = {
-        key: {name: it for name, it in of.items() if weights or not name.endswith(WEIGHTS)}
-        for key, of in theirs["files"].items()
-    }
-    found = [text for key in was for text in _file_differences(key, was[key], ours.get(key, {}))]
+    found = [
+        text for text in _file_differences(theirs["files"], ours) if weights or WEIGHTS not in text
+    ]
     if found:
         raise OtherRunError(
-            f"{where} began with another model: {_listed(found)}. Put back the files that the run "
+            f"{where} began with another model: {listed(found)}. Put back the files that the run "
             "was started with"
         )
 
@@ -177,9 +167,8 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
 def _of_small_files(config: ConfigDict) -> dict[str, dict[str, str]]:
     """Digests the tokenizer's files and the model's config.json, by key and name."""
     folder = epath.Path(hub.local(config.tokenizer.path or config.model.path))
-    names = [name for name in tokenizer.FILES if name not in tokenizer.IN_TOKENIZER_JSON]
-    if not (folder / "tokenizer.json").exists():
-        names = tokenizer.FILES
+    merged = tokenizer.IN_TOKENIZER_JSON if (folder / "tokenizer.json").exists() else ()
+    names = [name for name in tokenizer.FILES if name not in merged]
     files = [folder / name for name in names] if folder.is_dir() else [folder]
     digests = {file.name: of_file(file) for file in files if file.is_file()}
     found = {"tokenizer.path" if config.tokenizer.path else "model.path": digests}
@@ -201,16 +190,11 @@ def _of_mine(files: Sequence[epath.Path]) -> dict[str, str]:
 
 def _of_training(config: ConfigDict, train) -> dict:
     """Digests each training set, with its share where there are several."""
-    settings = mixture_settings(config)
-    digests = {
-        _key(key, settings[key]): of_prompts(dataset.prompts) for key, dataset in train.sets.items()
-    }
-    if len(digests) == 1:
-        return digests
-    shares = train.shares.values()
+    settings, several = mixture_settings(config), len(train.sets) > 1
     return {
-        key: it | {"share": round(share, 6)}
-        for (key, it), share in zip(digests.items(), shares, strict=True)
+        _key(key, settings[key]): of_prompts(dataset.prompts)
+        | ({"share": round(train.shares[key], 6)} if several else {})
+        for key, dataset in train.sets.items()
     }
 
 
@@ -223,32 +207,29 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict:
     for prompt in prompts:
         example = prompt.example
         messages = [dict(message) for message in example.prompt]
-        content = [messages, example.answer, _with_text_keys(example.extra)]
+        content = [messages, example.answer, example.extra]
         digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
     return {"prompts": len(prompts), "digest": digest.hexdigest()[:32]}
 
 
 def of_file(file: epath.Path) -> str:
     """Returns the digest of a file's bytes."""
-    digest = hashlib.sha256()
     with file.open("rb") as opened:
-        while content := opened.read(READ_BYTES):
-            digest.update(content)
-    return digest.hexdigest()[:32]
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
 
 
 def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], None]) -> None:
     """Refuses to go on with a checkpoint of another run (OtherRunError), by the keys that differ.
 
     theirs: the checkpoint's fingerprint. Evaluation sets may change, and the code of keys that may
-    (`MAY_CHANGE`) or of a metric: that is reported.
+    (`MAY_CHANGE`): that is reported.
     """
     found = list(differences(theirs, ours, but=MAY_CHANGE))
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
-    code = list(_code_differences(theirs, ours))
-    edited = [text for text in code if not text.startswith((*MAY_CHANGE, METRIC))]
+    code = list(_file_differences(theirs.get("code", {}), ours["code"]))  # older ones have none
+    edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
         here = ours.get("hub", {})
         for name, commit in theirs.get("hub", {}).items():
@@ -256,12 +237,12 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
                 where += f" ({name} was at commit {commit}, which @ can name)"
         fork = "; with --start=run:WORKDIR@STEP that is a fork, which goes on with the edited code"
         raise OtherRunError(
-            f"{where} is of another run: {_listed(found + edited)}. Give what it had to resume it, "
+            f"{where} is of another run: {listed(found + edited)}. Give what it had to resume it, "
             "or another --workdir (and checkpoint.directory) to start a new run"
             + (fork if edited else "")
         )
     if changed := [*_data_differences(theirs["eval"], ours["eval"]), *code]:
-        report(f"{_listed(changed)}: numbers from here on are not comparable with those before")
+        report(f"{listed(changed)}: numbers from here on are not comparable with those before")
 
 
 def require_parent(theirs: dict, ours: dict, where: str) -> None:
@@ -273,13 +254,13 @@ def require_parent(theirs: dict, ours: dict, where: str) -> None:
     """
     if found := list(differences(theirs, ours, among=(*OF_POLICY, "seed"))):
         raise OtherRunError(
-            f"{where} cannot be forked: {_listed(found)}. A fork goes on with the run's model, "
+            f"{where} cannot be forked: {listed(found)}. A fork goes on with the run's model, "
             "tokenizer, LoRA shape, seed and training data; all else may be another"
         )
 
 
 def differences(old: dict, new: dict, **keys) -> Iterator[str]:
-    """Says, key by key, in what two identities differ, evaluation sets and origins aside.
+    """Says, key by key, in what two fingerprints differ; evaluation sets and code are left out.
 
     keys: as of `recipe_differences`, which the configs' part is.
     """
@@ -290,10 +271,7 @@ def differences(old: dict, new: dict, **keys) -> Iterator[str]:
     else:  # in the stream's order: a set may have been generated, and be read from a file now
         for (_, theirs), (key, ours) in zip(before, now, strict=True):
             yield from _data_differences({key: theirs}, {key: ours})
-            if theirs.get("share") != ours.get("share"):
-                yield f"{key}: its share of the prompts is {ours['share']}, not {theirs['share']}"
-    for key in old["files"].keys() & new["files"].keys():
-        yield from _file_differences(key, old["files"][key], new["files"][key])
+    yield from _file_differences(old["files"], new["files"])
 
 
 def check_checkpoint_is_there(
@@ -301,33 +279,21 @@ def check_checkpoint_is_there(
 ) -> None:
     """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError).
 
-    How often it saves is what its config.json says: the command may say something else now.
     begin_step: the run's first; a fork's is not 0.
     """
-    file, recipe = workdir / "metrics.jsonl", workdir / "config.json"
+    file = workdir / "metrics.jsonl"
     finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
     every = config.checkpoint.every_steps
-    if recipe.exists():
-        every = read_json(recipe)["checkpoint"]["every_steps"]
     if finished - begin_step >= UNSAVED * every:
         raise ValueError(
             f"{file} has {finished} finished steps, but {directory} has no checkpoint, though "
-            f"checkpoint.every_steps was {every}; give the run's checkpoint.directory, or another "
+            f"checkpoint.every_steps is {every}; give the run's checkpoint.directory, or another "
             "--workdir to start a new run"
         )
 
 
 def _key(name: str, settings: Mapping) -> str:
     return f"{name}.path" if settings["path"] else name
-
-
-def _with_text_keys(value) -> object:
-    """Makes all keys text: JSON has few others, and does not sort those of several types."""
-    if isinstance(value, Mapping):
-        return {str(key): _with_text_keys(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_text_keys(item) for item in value]
-    return value
 
 
 def _plain(value) -> object:
@@ -342,21 +308,18 @@ def _data_differences(old: dict, new: dict) -> Iterator[str]:
             yield f"{key} has {b['prompts']} prompts, not {a['prompts']}"
         elif a["digest"] != b["digest"]:
             yield f"{key}: its prompts differ"
+        if a.get("share") != b.get("share"):
+            yield f"{key}: its share of the prompts is {b['share']}, not {a['share']}"
 
 
-def _code_differences(old: dict, new: dict) -> Iterator[str]:
-    old, new = old.get("code", {}), new["code"]  # older checkpoints have none
+def _file_differences(old: dict, new: dict) -> Iterator[str]:
     for key in sorted(old.keys() & new.keys()):
-        yield from _file_differences(key, old[key], new[key])
+        for name in sorted(old[key].keys() | new[key].keys()):
+            if old[key].get(name) != new[key].get(name):
+                yield f"{key}: {name} differs"
 
 
-def _file_differences(key: str, old: dict, new: dict) -> Iterator[str]:
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            what = "is gone" if name not in new else "differs" if name in old else "is new"
-            yield f"{key}: {name} {what}"
-
-
-def _listed(found: Sequence[str]) -> str:
+def listed(found: Sequence[str]) -> str:
+    """Lists the first differences, and says how many more there are."""
     more = len(found) - SHOWN_DIFFERENCES
     return "; ".join(found[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")

@@ -33,7 +33,7 @@ class Progress:
             "cursor": self.cursor,
             "sampled_tokens_total": self.sampled_tokens_total,
             "row": self.row,
-            "partial": _groups_json(self.partial),
+            "partial": [_group_json(group) for group in self.partial],
             "retired": sorted(self.retired.items()),
         }
 
@@ -42,48 +42,37 @@ class Progress:
         """Undoes `to_json`."""
         found = dict(described)
         groups = found.pop("carried", found.get("partial", ()))  # an older name
-        retired = dict(found.get("retired", ()))
-        return cls(**found | {"partial": _groups_from(groups), "retired": retired})
+        found |= {"partial": [_group(it) for it in groups]}
+        return cls(**found | {"retired": dict(found.get("retired", ()))})
 
 
-def _groups_json(partial: Sequence[PartialGroup]) -> list[dict]:
-    """Describes partial groups for a checkpoint, bit by bit."""
-    return [
+def _group_json(group: PartialGroup) -> dict:
+    responses = [
         {
-            "cursor": it.cursor,
-            "responses": [
-                {
-                    "tokens": _text(response.tokens_T, "<i4"),
-                    "behavior_logp": _text(response.behavior_logp_T, "<f4"),
-                    "stopped": bool(response.stopped),
-                    "unfinished": bool(unfinished),
-                    "ends": list(response.ends),
-                }
-                for response, unfinished in zip(it.responses, it.unfinished_G, strict=True)
-            ],
+            "tokens": _text(response.tokens_T, "<i4"),
+            "behavior_logp": _text(response.behavior_logp_T, "<f4"),
+            "stopped": bool(response.stopped),
+            "unfinished": bool(unfinished),
+            "ends": list(response.ends),
         }
-        for it in partial
+        for response, unfinished in zip(group.responses, group.unfinished_G, strict=True)
     ]
+    return {"cursor": group.cursor, "responses": responses}
 
 
-def _groups_from(described: Sequence[dict]) -> list[PartialGroup]:
-    """Undoes `_groups_json`."""
-    return [
-        PartialGroup(
-            it["cursor"],
-            tuple(
-                Response(
-                    _array(response["tokens"], "<i4"),
-                    _array(response["behavior_logp"], "<f4"),
-                    stopped=response["stopped"],
-                    ends=tuple(response["ends"]),
-                )
-                for response in it["responses"]
-            ),
-            tuple(response["unfinished"] for response in it["responses"]),
+def _group(described: Mapping) -> PartialGroup:
+    """Undoes `_group_json`."""
+    responses = [
+        Response(
+            _array(it["tokens"], "<i4"),
+            _array(it["behavior_logp"], "<f4"),
+            stopped=it["stopped"],
+            ends=tuple(it["ends"]),
         )
-        for it in described
+        for it in described["responses"]
     ]
+    unfinished_G = tuple(it["unfinished"] for it in described["responses"])
+    return PartialGroup(described["cursor"], tuple(responses), unfinished_G)
 
 
 def _text(array: np.ndarray, dtype: str) -> str:

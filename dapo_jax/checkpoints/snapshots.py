@@ -59,21 +59,12 @@ class Snapshots:
     """Saves snapshots to `checkpoints`: every so many steps, forced ones, the newest on a stop.
 
     Use it as a context manager: leaving it waits for pending checkpoints. say: is called with the
-    message before a stop ends the process. A failed save is raised by the next `take`, or leaving;
-    with on_failed_save "continue" it is said instead, and the run goes on with the next one due.
+    message before a stop ends the process. A failed save is raised by the next `take`, or leaving.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        *,
-        every_steps: int,
-        say: Callable[[str], None],
-        on_failed_save: str = "stop",
-    ):
+    def __init__(self, checkpoints: Checkpoints, *, every_steps: int, say: Callable[[str], None]):
         self.say = say
         self._checkpoints, self._every_steps = checkpoints, every_steps
-        self._goes_on = on_failed_save == "continue"
         self._pending: collections.deque[Snapshot] = collections.deque()
         self._newest: collections.deque[Snapshot] = collections.deque(maxlen=2)
         self._changed = threading.Condition()
@@ -81,7 +72,6 @@ class Snapshots:
         self._stop_name = ""  # the signal that stops the run
         self._stopped_at: float | None = None  # when it came
         self._error: BaseException | None = None
-        self._unsaved: BaseException | None = None  # of the last save, where the run went on
         self._orders = 0
 
     def __enter__(self) -> "Snapshots":
@@ -92,8 +82,6 @@ class Snapshots:
         return self
 
     def __exit__(self, kind, error, _) -> None:
-        if signals.is_of_dead_streams(error):
-            self._stop("SIGHUP")  # the terminal is gone, whether that was signalled or not
         self._stops.settle()
         with self._changed:
             self._closing = True
@@ -105,7 +93,7 @@ class Snapshots:
             self._saver.join()
         self._stops.__exit__()
         if kind is None:
-            self._raise_error(ends=True)
+            self._raise_error()
 
     def take(
         self, step: int, state: Any, progress: Progress, arrays: Mapping, *, force: bool = False
@@ -124,7 +112,7 @@ class Snapshots:
             self._changed.notify_all()
             if force:
                 self._changed.wait_for(lambda: snapshot not in self._pending or self._error)
-                self._raise_error(ends=True)
+                self._raise_error()
 
     def _save_newest(self) -> None:
         """Asks for the newest snapshot, due or not: of all processes, the main one decides."""
@@ -137,9 +125,9 @@ class Snapshots:
             self._changed.notify_all()
         return None
 
-    def _raise_error(self, *, ends: bool = False) -> None:
-        if error := self._error or (ends and self._unsaved):  # at the end there is no next one due
-            raise error
+    def _raise_error(self) -> None:
+        if self._error:
+            raise self._error
 
     def _stop(self, name: str) -> None:
         with self._changed:
@@ -166,11 +154,10 @@ class Snapshots:
     def _save(self, snapshot: Snapshot) -> None:
         try:
             self._write(snapshot)
-            self._unsaved = None
         except Exception as error:
             if hosts.count() > 1:
                 raise
-            self._take_note(f"checkpoint {snapshot.step} could not be saved", error)
+            self._error = error  # raised in the run, whose end tries again with the newest one
         with self._changed:
             if snapshot in self._pending:
                 self._pending.remove(snapshot)
@@ -181,15 +168,6 @@ class Snapshots:
         with failures.telling_saved_steps(there.latest_step, there.directory):
             progress = snapshot.progress.to_json()
             return there.save(snapshot.step, snapshot.state, progress, snapshot.arrays)
-
-    def _take_note(self, what: str, error: Exception) -> None:
-        """Has the run end with the error, or says it; a stop tries again with the newest one."""
-        if self._goes_on:
-            self._unsaved = error
-            how = 'with the next one due (checkpoint.on_failed_save = "continue")'
-            self.say(f"{what}: {failures.explain(error)[0]}. The run goes on {how}")
-        else:
-            self._error = error
 
     def _fail(self, error: Exception) -> None:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""
@@ -207,14 +185,13 @@ class Snapshots:
     def _end(self, name: str, step: str = "") -> None:
         with self._changed:
             self._stop_name, self._stopped_at = name, self._stopped_at or time.monotonic()
-        if not step:
-            self._exit("no step to resume at is finished since the start: there is nothing to save")
-        snapshot = self._snapshot(int(step))
-        saved = self._write(snapshot)
-        when = f"after {time.monotonic() - self._stopped_at:.1f} s" if saved else "they were before"
-        self._exit(f"{step} finished steps are saved ({when}); give the command again")
-
-    def _exit(self, message: str) -> None:
+        message = "no step to resume at is finished since the start: there is nothing to save"
+        if step:
+            snapshot = self._snapshot(int(step))
+            saved = self._write(snapshot)
+            seconds = time.monotonic() - self._stopped_at
+            when = f"after {seconds:.1f} s" if saved else "they were before"
+            message = f"{step} finished steps are saved ({when}); give the command again"
         # Only the main process has a display: the others say it as well, for their own logs.
         say = self.say if hosts.is_main_host() else None
         hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)

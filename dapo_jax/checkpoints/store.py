@@ -1,8 +1,9 @@
-"""The only module that knows Orbax: a run's checkpoints, and parameters alone.
+"""The only module that knows Orbax: a run's checkpoints.
 
 A checkpoint has a manifest: the digest of each array and of the progress, which every restore
-compares, and the run's `fingerprint`. A damaged checkpoint is set aside, never deleted. Transient
-storage errors are retried, and damage nothing.
+compares, and the run's `fingerprint`. A damaged checkpoint is set aside, never deleted. Storage
+that fails for a while is retried by gcsfs and TensorStore; where they give up, the command ends
+with status 75, and nothing is taken for damage.
 """
 
 import errno
@@ -11,11 +12,9 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -24,11 +23,9 @@ from dapo_jax.cli.failures import brief, is_damage, is_transient
 from dapo_jax.logs.files import json_digest
 from sharding import hosts
 
-SHOWN_DIFFERENCES = 3
-DAMAGED = "damaged"
+READ, REFUSED, TRANSIENT, DAMAGED = "read", "refused", "transient", "damaged"
+ONE_FOLDER = "checkpoint.directory must be one that all processes see"
 LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
-RETRY_SECONDS = (1, 2, 4, 8, 15)  # between readings of a storage that fails for a while
-PARAMS_MANIFEST = "manifest.json"  # of parameters alone, in their folder
 
 
 class WrongStateError(ValueError):
@@ -53,7 +50,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
-        directory = absolute(directory)
+        directory = epath.Path(directory)
+        if "://" not in str(directory):
+            directory = directory.absolute()  # as Orbax wants it
         self.fingerprint: dict | None = None
         self._keep = keep
         if hosts.is_main_host():
@@ -95,7 +94,6 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return False
         newest = self._manager.latest_step()
-        gone = self._is_gone(newest)
         manifest = {
             "arrays": digests.described(state) if arrays is None else arrays,
             "progress": json_digest(progress),
@@ -107,15 +105,11 @@ class Checkpoints:
             manifest=ocp.args.JsonSave({**manifest, "digest": json_digest(manifest)}),
         )
         saved = self._manager.save(step, args=content, force=True)
-        if gone or (self._keep != 1 and self._is_gone(newest)):
-            place = str(self.directory / str(newest))
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+        place = self.directory / str(newest)
+        kept = newest is not None and self._keep != 1
+        if kept and hosts.is_main_host() and not place.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
         return saved
-
-    def _is_gone(self, step: int | None) -> bool:
-        """Returns whether a step's checkpoint has gone, as the main process sees it."""
-        there = step is None or not hosts.is_main_host() or (self.directory / str(step)).exists()
-        return not there
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
         """Reads (step, state, progress) of the newest undamaged checkpoint; None without any.
@@ -126,30 +120,26 @@ class Checkpoints:
         (they stay), since starting anew would overwrite the run, or if the newest undamaged one is
         another run's; OSError if they cannot be read for now.
         """
-        steps, ours = self._agreed_steps(), self.fingerprint
-        same = (
-            functools.partial(fingerprint.require_same, ours=ours, report=report) if ours else None
-        )
-        damaged, errors = {}, []
+        steps, same, errors = self._agreed_steps(), None, {}
+        if self.fingerprint:
+            same = functools.partial(fingerprint.require_same, ours=self.fingerprint, report=report)
         for step in steps:
             try:
-                state, progress = self._read(step, abstract_state, same, report)
+                state, progress = self._read(step, abstract_state, same)
             except DamagedError as error:
-                damaged[step] = self._place_for_damaged(step)
-                kept = damaged[step].name
-                report(f"{error}; trying the one before, which would leave this one as {kept}")
-                errors.append(error)
+                report(f"{error}; trying the one before, which would leave it as {DAMAGED}.{step}")
+                errors[step] = error
             else:
-                self._set_aside(damaged)
+                self._set_aside({*errors})
                 return step, state, progress
         if steps:
             raise ValueError(
                 f"none of the checkpoints {steps} in {self.directory} can be read; give another "
                 "--workdir to start anew"
-            ) from errors[0]
+            ) from errors[steps[0]]
         return None
 
-    def restore(self, step: int, abstract_state: Any, *, require=None, report=lambda message: None):
+    def restore(self, step: int, abstract_state: Any, *, require: Callable | None = None):
         """Reads (state, progress) of one checkpoint; nothing is moved, whatever it is found to be.
 
         require(fingerprint, where=...): raises where it is not a run's that may be read. Raises
@@ -160,7 +150,7 @@ class Checkpoints:
         if step not in steps:
             raise FileNotFoundError(f"there is no checkpoint {step}, only {sorted(steps)}")
         try:
-            return self._read(step, abstract_state, require, report)
+            return self._read(step, abstract_state, require)
         except DamagedError as error:
             raise DamagedError(f"{error}; there are others: {sorted({*steps} - {step})}") from error
 
@@ -186,68 +176,52 @@ class Checkpoints:
         self._manager.reload()
         return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))
 
-    def _read(self, step: int, abstract_state: Any, require: Callable | None, report):
-        """Reads (state, progress) and compares digests; all processes return, or raise, alike.
-
-        What is damaged is read twice: it may have been the reading. What fails for a while, or is
-        not there for all yet, is read again after some seconds, by all.
-        """
-        where, doubted = f"checkpoint {step} in {self.directory}", False
-        for seconds in (*RETRY_SECONDS, None):
+    def _read(self, step: int, abstract_state: Any, require: Callable | None):
+        """Reads (state, progress) and compares digests; all processes return, or raise, alike."""
+        content, outcome, why = self._read_once(step, abstract_state, require)
+        if outcome == DAMAGED:  # it may have been the reading
             content, outcome, why = self._read_once(step, abstract_state, require)
-            if outcome == DAMAGED and not doubted:
-                doubted = True
-                content, outcome, why = self._read_once(step, abstract_state, require)
-            if outcome == "read":
-                return content
-            if outcome == DAMAGED:
-                raise DamagedError(f"checkpoint {step} cannot be read ({why})")
-            if outcome == "refused":
-                raise content or ValueError(f"{where}: {why}")
-            if seconds is not None:
-                report(f"{where} cannot be read for now ({why}); trying again in {seconds} s")
-                time.sleep(seconds)
-        if outcome == "absent":
-            raise FileNotFoundError(
-                f"{where} is not the same for all processes ({why}); checkpoint.directory must be "
-                "one that all of them see"
-            )
-        raise OSError(errno.ETIMEDOUT, why, str(self.directory / str(step)))
+        if outcome == DAMAGED:
+            raise DamagedError(f"checkpoint {step} cannot be read ({why})")
+        if outcome == TRANSIENT:
+            raise OSError(errno.ETIMEDOUT, why, str(self.directory / str(step)))
+        if outcome == REFUSED:
+            raise content or ValueError(f"checkpoint {step} in {self.directory}: {why}")
+        return content
 
     def _read_once(self, step: int, abstract_state: Any, require: Callable | None):
         """Returns (content, outcome, why): on every process the worst that one of them met.
 
         content: (state, progress), or this process's own error where it was refused.
         """
-        content, outcome, why, parts, digest = None, "read", "", {}, None
+        folder = self.directory / str(step)
+        content, outcome, why, parts, manifest = None, READ, "", {}, {}
         try:
-            folder = self.directory / str(step)
             manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
-            digest, described = manifest["digest"], manifest["arrays"]
             self._require_same(step, abstract_state, manifest, require)
             content = _reading(lambda: self._restored(folder, abstract_state))
-            parts = {
-                name: digests.of_shards(leaf, replicas=True)
-                for name, leaf in digests.named(content[0]).items()
-            }
+            parts = digests.on_host(digests.sums_on_devices(content[0], replicas=True))
             if json_digest(content[1]) != manifest["progress"]:
                 outcome, why = DAMAGED, "its progress is not what was saved"
         except DamagedError as error:
-            outcome, why = (DAMAGED if folder.is_dir() else "absent"), str(error)
+            outcome, why = DAMAGED, str(error)
+            if not folder.is_dir():
+                outcome, why = TRANSIENT, f"it is not there for all; {ONE_FOLDER}"
         except Exception as error:
-            content, outcome = error, "transient" if is_transient(error) else "refused"
+            content, outcome = error, TRANSIENT if is_transient(error) else REFUSED
             why = brief(error)
-        everyone = hosts.gather((outcome, why, digest, parts))
-        for worst in ("refused", "absent", "transient", DAMAGED):
+        everyone = hosts.gather((outcome, why, manifest.get("digest"), parts))
+        for worst in (REFUSED, TRANSIENT, DAMAGED):
             those = [i for i, (theirs, *_) in enumerate(everyone) if theirs == worst]
             if those:
                 who = f"process {those[0]}: " if len(everyone) > 1 else ""
-                own = content if outcome == worst == "refused" else None
+                own = content if outcome == worst == REFUSED else None
                 return own, worst, who + everyone[those[0]][1]
         if len({theirs for *_, theirs, _ in everyone}) > 1:
-            return None, "absent", "the processes read different ones"
-        wrong = _differing(described, [theirs for *_, theirs in everyone])
-        return (None, DAMAGED, wrong) if wrong else (content, "read", "")
+            return None, TRANSIENT, f"the processes read different ones; {ONE_FOLDER}"
+        if wrong := list(_differing(manifest["arrays"], [theirs for *_, theirs in everyone])):
+            return None, DAMAGED, f"not what was saved: {fingerprint.listed(wrong)}"
+        return content, READ, ""
 
     def _restored(self, folder: epath.Path, abstract_state: Any):
         progress = json.loads((folder / "progress" / "metadata").read_text())
@@ -260,94 +234,39 @@ class Checkpoints:
         if require is not None and theirs is not None:
             require(theirs, where=f"checkpoint {step} in {self.directory}")
         there = {name: shape for name, (shape, _) in manifest["arrays"].items()}
-        here = {
-            name: digests.shape_text(leaf) for name, leaf in digests.named(abstract_state).items()
-        }
+        leaves = digests.named(abstract_state)
+        here = {name: digests.shape_text(leaf) for name, leaf in leaves.items()}
         differing = [
             f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
-            for name in sorted(there.keys() | here.keys(), key=lambda name: (name.count("."), name))
+            for name in sorted(there.keys() | here.keys())
             if there.get(name) != here.get(name)
         ]
         if differing:
-            more = len(differing) - SHOWN_DIFFERENCES
             raise WrongStateError(
                 f"checkpoint {step} in {self.directory} is of another model: "
-                + "; ".join(differing[:SHOWN_DIFFERENCES])
-                + (f"; and {more} more" if more > 0 else "")
-                + ". Give the model that it was trained from, or another --workdir"
+                f"{fingerprint.listed(differing)}. Give the model that it was trained from, or "
+                "another --workdir"
             )
 
-    def _place_for_damaged(self, step: int) -> epath.Path:
-        """Finds a name that no damaged checkpoint has yet."""
-
-        def free():
-            # Beside the others: a bucket has no empty folders to move it into.
-            places = (self.directory / f"{DAMAGED}.{step}.{n}" for n in itertools.count())
-            return str(next(place for place in places if not place.exists()))
-
-        return epath.Path(hosts.on_main(free))
-
-    def _set_aside(self, damaged: dict[int, epath.Path]) -> None:
+    def _set_aside(self, steps: set[int]) -> None:
         """Moves damaged checkpoints away: Orbax saves no step at or below the newest there is."""
 
         def move():
-            for step, place in damaged.items():
-                (self.directory / str(step)).rename(place)
+            for step in steps:
+                # Beside the others: a bucket has no empty folders to move it into.
+                places = (self.directory / f"{DAMAGED}.{step}.{n}" for n in itertools.count())
+                free = next(place for place in places if not place.exists())
+                (self.directory / str(step)).rename(free)
 
-        if not damaged:
+        if not steps:
             return
         hosts.on_main(move)
         until = time.monotonic() + LISTED_SECONDS
-        while self._manager.reload() or damaged.keys() & set(self._manager.all_steps()):
+        while self._manager.reload() or steps & set(self._manager.all_steps()):
             # With it in its list, this process would not save that step, and the others wait.
             if time.monotonic() > until:
                 raise OSError(errno.ETIMEDOUT, "moved steps are still listed", str(self.directory))
             time.sleep(1)
-
-
-def absolute(path) -> epath.Path:
-    """Makes a path absolute, as Orbax wants it; one with a scheme (gs://) is so already."""
-    path = epath.Path(path)
-    return path if "://" in str(path) else path.absolute()
-
-
-def save_params(path, params) -> None:
-    """Writes parameters alone, as an Orbax checkpoint without steps."""
-    path = absolute(path)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, params)
-    described = {
-        name: (digests.shape_text(leaf), digests.text(digests.of_whole(np.asarray(leaf))[1]))
-        for name, leaf in digests.named(params).items()
-    }
-    manifest = {"arrays": described}
-    manifest["digest"] = json_digest(manifest)
-    (path / PARAMS_MANIFEST).write_text(json.dumps(manifest) + "\n")
-
-
-def restore_params(path, abstract_params, *, dtype: str, check: Callable[[Any], None]):
-    """Reads what `save_params` wrote, as NumPy arrays; `check` sees the stored shapes before.
-
-    Raises DamagedError where something else is there than what was written.
-    """
-    path = absolute(path)
-    as_stored = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), abstract_params)
-    restore = ocp.args.PyTreeRestore(item=abstract_params, restore_args=as_stored)
-
-    def read(function):
-        try:
-            return _reading(function)
-        except DamagedError as error:
-            raise DamagedError(f"{path} cannot be read: {error}") from error
-
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        manifest = read(lambda: _read_manifest(path / PARAMS_MANIFEST))
-        check(read(lambda: checkpointer.metadata(path).item_metadata.tree))
-        params = read(lambda: checkpointer.restore(path, args=restore))
-    parts = {name: [digests.of_whole(leaf)] for name, leaf in digests.named(params).items()}
-    if wrong := _differing(manifest["arrays"], [parts]):
-        raise DamagedError(f"{path} cannot be read: {wrong}")
-    return jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), params)
 
 
 def _reading(read: Callable[[], Any]) -> Any:
@@ -370,16 +289,11 @@ def _read_manifest(file: epath.Path) -> dict:
     return manifest | {"digest": digest}
 
 
-def _differing(described: dict, processes: Sequence[dict]) -> str:
-    """Names the arrays whose digest, summed over all shards, is not the described one."""
-    wrong = []
+def _differing(described: dict, processes: Sequence[dict]) -> Iterator[str]:
+    """Yields the arrays whose digest, summed over all shards, is not the described one."""
     for name, (_, digest) in described.items():
         shards: dict[tuple[int, ...], int] = {}
         parts = [part for theirs in processes for part in theirs.get(name, ())]
         same = all(shards.setdefault(starts, part) == part for starts, part in parts)
         if not same or digests.text(sum(shards.values())) != digest:
-            wrong.append(name)
-    if not wrong:
-        return ""
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{wrong[0]}{more} is not what was saved"
+            yield name

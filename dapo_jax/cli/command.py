@@ -6,7 +6,6 @@ the same. `--debug` shows the traceback.
 
 import contextlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +23,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     def guarded(argv):
         logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
         failures.quiet_threads()
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding may be ASCII
         try:
             with signals.Signals(signals.end_command), hosts.ending_when_a_peer_is_lost():
                 main(argv)
@@ -62,7 +62,7 @@ def end_all(message: str, *, code: int = 1) -> None:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags for absl; a bad flag, key, value, preset or recipe file ends with one line.
+    """Parses flags for absl; a bad flag, key, value, preset or config file ends with one line.
 
     Arguments that no flag takes are refused: absl would leave them to the command.
     """
@@ -71,21 +71,13 @@ def parse_flags(argv: list[str]) -> list[str]:
         if "config" in known and not set(config_flags.HELP).isdisjoint(argv):
             print(config_flags.help_text(argv[1:], known, sys.modules["__main__"].__doc__))
             sys.exit(0)
-        left = known(argv, known_only=True)
+        left = known(argv)
+        if left[1:]:
+            raise ValueError(f"{left[1]!r} is no flag: flags begin with --; --help lists all")
     except (flags.Error, AttributeError, KeyError, OSError, ValueError) as error:
         if "--debug" in argv:
             raise
-        message = config_flags.error_line(error)
-        # One of these may be the flag that is missing.
-        named = {text: re.match(r"(-*)([a-z_]+)[=.]", text) for text in argv[1:]}
-        if unknown := [t for t, it in named.items() if it and not (it[1] and it[2] in known)]:
-            message += f" ({config_flags.leftover(unknown, known, None)})"
-        elif re.match(r"flag --config\.[^:]*,", message):
-            message += ". (Several values: python -m dapo_jax.sweep --set KEY=V1,V2)"
-        sys.exit(f"error: {message}")
-    if left[1:]:
-        config = known["config"].value if "config" in known else None
-        sys.exit(f"error: {config_flags.leftover(left[1:], known, config)}")
+        sys.exit(f"error: {config_flags.error_line(error)}")
     return left
 
 

@@ -1,20 +1,15 @@
 """Recipes on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
 
-A key has one spelling, --config.KEY=VALUE. A key that the config lacks is refused with the nearest
-name, and so is an argument that no flag takes: absl would leave it to the command.
+A key that the config lacks is refused with the nearest name, and one of a former name with its new
+one.
 """
 
 import difflib
-import functools
 import inspect
 import json
-import operator
 import pathlib
 import re
-import shutil
 import sys
-import textwrap
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from absl import flags
@@ -28,7 +23,10 @@ KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
 SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
-# Paths: a command that is given in another folder finds configs/tiny.py, and what that names.
+# A name on the hub, of which the revision does not count: a fingerprint has its files' digests.
+HUB_NAME = re.compile(
+    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
+)
 
 
 def found(path: str, root: pathlib.Path = ROOT) -> str:
@@ -53,23 +51,7 @@ def complete(config: ConfigDict) -> None:
 
 def current(recipe: Mapping) -> ConfigDict:
     """Returns a run's config as it is now: without keys that are gone, newer ones by default."""
-    config = ConfigDict(recipe, type_safe=False)
-    for name, value in list(base.leaves(config)):
-        if new := base.RENAMED.get(name):
-            section, _, last = new.partition(".")
-            config[section][last] = value
-    for name, _ in list(base.leaves(config)):
-        section, _, last = name.rpartition(".")
-        if base.key_of(name) is None:
-            del functools.reduce(operator.getitem, filter(None, section.split(".")), config)[last]
-    for name, key in base.KEYS.items():
-        section, _, last = name.rpartition(".")
-        if section and section not in config:
-            config[section] = ConfigDict(type_safe=False)
-        of = config[section] if section else config
-        if last not in of:
-            of[last] = key.default
-    return config
+    return _on_defaults(ConfigDict(recipe, type_safe=False), renamed=base.RENAMED)[0]
 
 
 def fill_open(config: ConfigDict, chosen: Mapping) -> None:
@@ -78,15 +60,6 @@ def fill_open(config: ConfigDict, chosen: Mapping) -> None:
         if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
             section, _, last = name.partition(".")
             config[section][last] = chosen[section][last]
-
-
-# Differences
-
-
-# A name on the hub without its revision; an fingerprint has the digests of its files.
-_HUB_NAME = re.compile(
-    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
-)
 
 
 def recipe_differences(
@@ -117,17 +90,13 @@ def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, o
 
 def _same_place(key: str, one, other) -> bool:
     """True if two values of a path mean one folder, or one repository on the hub."""
-    if not key.endswith(".path") or not one or not other:
-        return False
-    a, b = _HUB_NAME.fullmatch(one), _HUB_NAME.fullmatch(other)
-    if a and b and a.groups() == b.groups():
-        return True
-    if "://" in f"{one}{other}":
-        return False
-    return pathlib.Path(found(one)).resolve() == pathlib.Path(found(other)).resolve()
 
+    def places(path: str) -> set:
+        name = HUB_NAME.fullmatch(path)
+        folder = path if "://" in path else pathlib.Path(found(path)).resolve()
+        return {name.groups() if name else path, folder}
 
-# Flags
+    return bool(key.endswith(".path") and one and other and places(one) & places(other))
 
 
 def define_config(
@@ -191,10 +160,12 @@ class RecipeParser(ConfigFileFlagParser):
         """Returns the config's config, locked."""
         path = found(path)
         file = path.partition(":")[0]
+        if not pathlib.Path(file).is_file():
+            raise ValueError(f"there is no config {file!r}")
         try:
             config = super().parse(path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(_at_line(error, file)) from None
+            raise ValueError(f"{file}: {error_line(error)}") from None
         config = checked(config, file)
         for name, settings in self.sets():
             if name in config.eval.sets:
@@ -226,12 +197,20 @@ def checked(recipe: ConfigDict, file: str) -> ConfigDict:
     """
     if recipe is None:
         raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
+    config, wrong = _on_defaults(recipe, renamed={})
+    if wrong:
+        raise ValueError(f"{file}: {numbered(wrong)}")
+    return config
+
+
+def _on_defaults(recipe: ConfigDict, renamed: Mapping):
+    """Sets the values of a config on the defaults: (config, refusals of keys and of types)."""
     config, wrong = base.get_config(), []
-    for name in keys(recipe):
-        if of_set := SET_KEY.match(name):
-            config.update_from_flattened_dict({of_set[1]: base.dataset()})
+    for of_set in filter(None, map(SET_KEY.match, keys(recipe))):
+        config.update_from_flattened_dict({of_set[1]: base.dataset()})
     known = list(keys(config))
     for name, value in base.leaves(recipe):
+        name = renamed.get(name, name)
         key = base.key_of(name)
         try:
             if name not in known:
@@ -242,9 +221,7 @@ def checked(recipe: ConfigDict, file: str) -> ConfigDict:
                 config.update_from_flattened_dict({name: key.cast(value)})
         except TypeError as error:
             wrong.append(f"{name} = {error}")
-    if wrong:
-        raise ValueError(f"{file}: {numbered(wrong)}")
-    return config
+    return config, wrong
 
 
 def numbered(refusals: Sequence[str]) -> str:
@@ -260,15 +237,6 @@ def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
         return f" (its name is {prefix}{new} now)"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f" (Did you mean {prefix}{near[0]}?)" if near else ""
-
-
-def _at_line(error: Exception, file: str) -> str:
-    """Says at which line of a config's file a library or Python raised an error."""
-    if isinstance(error, TypeError | ValueError):  # ml_collections' own, whose text is a traceback
-        error = error.__context__ or error
-    frames = traceback.extract_tb(error.__traceback__)
-    line = next((f", line {it.lineno}" for it in reversed(frames) if it.filename == file), "")
-    return f"{file}{line}: {error_line(error)}"
 
 
 def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
@@ -296,36 +264,14 @@ def unknown_keys(config: ConfigDict, arguments: Sequence[str]) -> list[str]:
     return refusals
 
 
-def leftover(arguments: Sequence[str], known_flags: Mapping, config: ConfigDict | None) -> str:
-    """Returns a refusal of arguments that no flag takes, with the spelling that may be meant."""
-    known = {key: f"--config.{key}" for key in keys(config or {})}
-    known |= {flag: f"--{flag}" for flag in known_flags}
-    refusals = []
-    for argument in arguments:
-        name, equals, value = argument.lstrip("-+~").partition("=")
-        near = difflib.get_close_matches(name.removeprefix("config."), known, n=1, cutoff=0.7)
-        value = value if equals else "VALUE"
-        meant = f"did you mean {known[near[0]]}={value}?" if near else "--help lists all"
-        refusals.append(f"{argument!r} is no flag and would be ignored; {meant}")
-    return numbered(refusals)
-
-
 def error_line(error: Exception) -> str:
     """Returns an exception of the flag libraries in one line."""
-    if isinstance(error, AttributeError | KeyError):  # "'key'\nDid you mean ...", maybe nested
-        while isinstance(error.args[0], Exception):
-            error = error.args[0]
-        return f"the config has no key {'; '.join(str(error.args[0]).splitlines())}"
-    if missing := re.fullmatch(r"flag --(\w+)=None: .* other than None\.", str(error)):
-        example = {"config": "configs/tiny.py", "workdir": "runs/mine"}.get(missing[1], "VALUE")
-        return f"--{missing[1]} is missing: --{missing[1]}={example}"
-    missing_file = r"Failed loading config file.*No such file.*: '(.+\.py)'$"
-    if file := re.search(missing_file, str(error), re.DOTALL):
-        return f"--config: there is no recipe {file[1]!r}"
-    return " ".join(re.sub(r"^flag --config=\S+: ", "", str(error)).split())
-
-
-# Help
+    while error.args and isinstance(error.args[0], Exception):
+        error = error.args[0]
+    text = str(error.args[0] if isinstance(error, KeyError) else error).strip()
+    if "Traceback" in text:  # ml_collections puts one into its message
+        text = text.splitlines()[-1]
+    return " ".join(re.sub(r"^flag --config=\S+: ", "", text).split())
 
 
 def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: str | None) -> str:
@@ -338,44 +284,17 @@ def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: st
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
     given = given if files else [f"--config={base.__file__}", *given]
     recipe = read_recipe(given, known_flags["config"].parser.sets)
-    lines = [inspect.cleandoc(about or "").rstrip(), "", "Flags:"]
-    for name, flag in sorted(known_flags._flags().items()):
-        if flag.help and not name.startswith("config.") and flag in _own(known_flags):
-            is_bool = isinstance(flag, flags.BooleanFlag)
-            value = f"={flag.default}" if flag.default not in (None, "", []) else "=..."
-            value = "=FILE[:PRESET]" if name == "config" else "" if is_bool else value
-            lines += _row(f"  --{name}{value}", flag.help, 26)
-    where = files[-1] if files else "configs/base.py"
-    lines += [
+    own = (sys.argv[0], "dapo_jax.", "experiments.")
+    modules = [name for name in known_flags.flags_by_module_dict() if name.startswith(own)]
+    lines = [
+        *(inspect.cleandoc(about or ""), *map(known_flags.module_help, modules)),
+        f"Keys of the config, with their values in {files[-1] if files else 'configs/base.py'};",
+        "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
         "",
-        f"Keys of the config, with their values in {where}; --config.KEY=VALUE sets one.",
-        "*: not the default, which then follows in parentheses.",
     ]
-    section = None
     for name, value in base.leaves(recipe):
-        if (its := name.rpartition(".")[0]) != section:
-            section = its
-            lines.append("")
         key = base.key_of(name)
         changed = value != key.default
         meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning
-        lines += _row(f"{'*' if changed else ' '} {name} = {value!r}", meaning, 46)
+        lines.append(f"{'*' if changed else ' '} {name} = {value!r}".ljust(46) + f"  {meaning}")
     return "\n".join(lines)
-
-
-def _own(known_flags: flags.FlagValues) -> list[flags.Flag]:
-    """Lists the flags that are no library's."""
-    own = (sys.argv[0], "dapo_jax.", "experiments.")
-    by_module = known_flags.flags_by_module_dict().items()
-    return [flag for at, defined in by_module if at.startswith(own) for flag in defined]
-
-
-def _row(left: str, right: str, width: int) -> Iterator[str]:
-    """Yields two columns; the right one begins on a new line where the left one is too long."""
-    columns = min(120, shutil.get_terminal_size((100, 24)).columns)
-    lines = textwrap.wrap(right, max(30, columns - width)) or [""]
-    if len(left) > width - 2:
-        yield left
-    else:
-        yield f"{left:<{width}}{lines.pop(0)}".rstrip()
-    yield from (f"{'':{width}}{line}" for line in lines)

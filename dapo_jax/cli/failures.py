@@ -1,34 +1,48 @@
-"""Classifies failed reads and writes: one line for a person, the exit status, and what to do.
+"""Classifies failed reads and writes: one line for a person, and the exit status.
 
 Host only. Libraries hide the system's error in their own: tensorstore's is a ValueError with the
-system's words in its text, a bucket's a status of HTTP. Both are looked for in the whole chain of
+system's number in its text, a bucket's a status of HTTP. Both are looked for in the whole chain of
 causes.
 """
 
 import contextlib
-import dataclasses
 import errno
 import logging
 import os
 import pathlib
 import re
-import shutil
 import sys
 import threading
 import traceback
 import urllib.parse
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 300  # characters of a library's message; tensorstore's are pages long
 AGAIN = "give the same command again"
+TRANSIENT = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN),
+    *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.EBUSY),
+    *(errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOTCONN),
+)
+# The errors of a path that leads nowhere: a flipped bit may be in the name of a file.
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # Orbax's have no errno
+OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
+# Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
+NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
+PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
+RIGHT = re.compile(r"storage\.(?!googleapis)\w+\.\w+")  # that a bucket's answer says is missing
+# The forms in which a bucket's API, and gcsfs, name it and an object in it.
+IN_BUCKET = re.compile(r"(?:/v1/b/|: b/|^Bucket .*: )([^/?\s]+)(?:/o(?:/|\?name=)([^\s&?]+))?")
+MEMORY_TEXT = re.compile("too many open files|cannot allocate|out of memory", re.IGNORECASE)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cause:
-    """The reason why a read or write failed: in words, what a person does, whether it may pass."""
+class Cause(NamedTuple):
+    """The reason of a failed read or write: in words, what a person does, whether it may pass."""
 
     words: str
     advice: str = f"mend that and {AGAIN}"
@@ -41,45 +55,17 @@ NO_BUCKET = Cause(
     "there is no such bucket, or this user may not see it",
     "make it, give the right storage.buckets.get, or another path",
 )
-TRANSIENT = (
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN),
-    *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.EBUSY),
-    *(errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOTCONN),
-)
-# The errors of a path that leads nowhere: a flipped bit may be in the name of a file.
-MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # Orbax's have no errno
-# tensorstore's words, where they are not the system's. ABORTED: it has tried for minutes.
-TRANSIENT_TEXT = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED)\b|[Tt]imed out")
-REFUSED_TEXT = re.compile(r"Too many open files|Cannot allocate|[Oo]ut of memory")
-# What libraries write of the same: the system's own words, and what buckets answer.
-SYSTEM_TEXTS = {
-    os.strerror(number): number
-    for number in (
-        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE),
-        *(errno.EACCES, errno.ENOENT, errno.ENETDOWN, errno.ECONNRESET, errno.ECONNREFUSED),
-    )
-}
-BUCKET_TEXTS = {
-    r"too many requests|service unavailable|bad gateway|gateway time-?out|internal server error"
-    r"|(rateLimitExceeded|backendError)|max retries exceeded|temporary failure in name resolution"
-    r"|http[ _](status|response|error)?([ _]code)?[:=]?[ ']?(429|50[0234])"
-    r"|retry attempts failed|curl error": LATER,  # tensorstore's, of a bucket
-    r"http[ _]response[ _]code[:=][ ']?40[13]|permission_denied|unauthenticated|^forbidden"
+HTTP = r"HTTP[ _](status|response|error)?([ _]code)?[:=]?[ ']?"
+# What libraries write, a status of HTTP and tensorstore's own codes among it, and its cause.
+TEXTS = {
+    r"bucket does not exist": NO_BUCKET,
+    rf"{HTTP}40[13]|PERMISSION_DENIED|UNAUTHENTICATED|^forbidden"
     r"|default credentials were not found": DENIED,
-    r"^bucket does not exist": NO_BUCKET,
+    rf"{HTTP}(408|429|50[0234])|\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED):"
+    r"|too many requests|service unavailable|bad gateway|gateway time-?out|internal server error"
+    r"|rateLimitExceeded|backendError|max retries exceeded|temporary failure in name resolution"
+    r"|curl error": LATER,
 }
-OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
-# Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
-NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
-STATUSES = {  # of HTTP
-    **{status: (LATER, f"HTTP {status}") for status in (408, 429, 500, 502, 503, 504)},
-    **{status: (DENIED, f"HTTP {status}") for status in (401, 403)},
-}
-PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
-RIGHT = re.compile(r"storage\.(?!googleapis)\w+\.\w+")  # that a bucket's answer says is missing
-# The forms in which a bucket's API, and gcsfs, name it and an object in it.
-IN_BUCKET = re.compile(r"(?:/v1/b/|: b/|^Bucket .*: )([^/?\s]+)(?:/o(?:/|\?name=)([^\s&?]+))?")
 
 
 def explain(error: BaseException) -> tuple[str, int]:
@@ -89,17 +75,14 @@ def explain(error: BaseException) -> tuple[str, int]:
     what to do. Status 75: the same command can go on as it is. Any other error is its own text.
     """
     found = cause_of(error)
-    path, cause, name = found or (None, None, None)
-    status = hosts.RETRYABLE if found and cause.transient else 1
+    status = hosts.RETRYABLE if found and found[1].transient else 1
     if found is None or is_refusal(error):
-        return _brief(error), status
-    if _own_text(error):
-        place = f"{path}: " if path and path not in _own_text(error) else ""
-        return f"{place}{_own_text(error)}; {cause.advice}", status
-    saved = next((e.saved_steps for e in _chain(error) if hasattr(e, "saved_steps")), None)
-    parts = [f"{path or 'the storage'}: {cause.words} ({name}{_free(path, name)})", saved]
-    line = f"{'. '.join(part for part in parts if part)}; {cause.advice}"
-    return line, status
+        text = " ".join(str(error).split()) or type(error).__name__
+        short = len(text) <= LIMIT or raised_by_us(error)
+        return text if short else f"{text[:LIMIT]} ...", status
+    path, cause, name = found
+    saved = next((f". {e.saved_steps}" for e in _chain(error) if hasattr(e, "saved_steps")), "")
+    return f"{path or 'the storage'}: {cause.words} ({name}){saved}; {cause.advice}", status
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -113,52 +96,10 @@ def is_explained(error: BaseException) -> bool:
     return is_refusal(error) or cause_of(error) is not None
 
 
-def of_errno(number: int) -> Cause:
-    """Makes a cause of the system's error number, in the system's words."""
-    if number in (errno.EACCES, errno.EPERM):
-        return DENIED
-    advice = AGAIN if number in TRANSIENT else f"mend that and {AGAIN}"
-    return Cause(os.strerror(number), advice, number in TRANSIENT)
-
-
-def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
-    """Returns (path, cause, its short name) of a failed read or write; None for other errors."""
-    for link in _chain(error):
-        number, path = getattr(link, "errno", None), None
-        if isinstance(link, OSError) and number is not None:
-            path = link.filename2 or link.filename
-        if isinstance(link, OSError) and number in errno.errorcode:
-            return _text(path), of_errno(number), errno.errorcode[number]
-        text, status = str(link), _http_status(link)
-        if told := STATUSES.get(status) or (not raised_by_us(link) and _told(text)):
-            cause, name = told
-            right = RIGHT.search(text) if cause is DENIED else None
-            return _text(path) or _place(text), cause, f"{name}, {right[0]}" if right else name
-        lost = status is None and f"{type(link).__module__}.".startswith(NETWORK)
-        if lost or isinstance(link, TimeoutError | ConnectionError):
-            return _text(path), LATER, type(link).__name__
-    return None
-
-
-def _told(text: str) -> tuple[Cause, str] | None:
-    """Returns the cause, and its short name, that a library's message has in its text."""
-    match = OS_ERROR.search(text)
-    numbers = [int(match[1] or match[2])] if match else []
-    numbers += [number for words, number in SYSTEM_TEXTS.items() if words.lower() in text.lower()]
-    for number in numbers:
-        if number in errno.errorcode:
-            return of_errno(number), errno.errorcode[number]
-    for pattern, cause in BUCKET_TEXTS.items():
-        if match := re.search(pattern, text, re.IGNORECASE):
-            return cause, "HTTP 404" if cause is NO_BUCKET else match[0]
-    return None
-
-
 def is_transient(error: BaseException) -> bool:
     """Returns whether reading again, some time later, may well succeed."""
-    if found := cause_of(error):
-        return found[1].transient
-    return bool(TRANSIENT_TEXT.search(str(error))) and not REFUSED_TEXT.search(str(error))
+    found = cause_of(error)
+    return found is not None and found[1].transient
 
 
 def is_damage(error: BaseException) -> bool:
@@ -173,21 +114,43 @@ def is_damage(error: BaseException) -> bool:
         return found[2] in [errno.errorcode[number] for number in MISSING]
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "JaxRuntimeError":
         return False
-    return not (TRANSIENT_TEXT.search(str(error)) or REFUSED_TEXT.search(str(error)))
+    return not MEMORY_TEXT.search(str(error))
+
+
+def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
+    """Returns (path, cause, its short name) of a failed read or write; None for other errors."""
+    for link in _chain(error):
+        number = getattr(link, "errno", None)
+        if isinstance(link, OSError) and number in errno.errorcode:
+            cause = of_errno(number)._replace(words=str(link.strerror))
+            return _text(link.filename2 or link.filename), cause, errno.errorcode[number]
+        path, status = _place(str(link)), _http_status(link)
+        text = f"HTTP {status}: {link}" if status else str(link)
+        theirs = not raised_by_us(link) and type(link).__name__ != "JaxRuntimeError"
+        if theirs and (match := OS_ERROR.search(text)):
+            number = int(match[1] or match[2])
+            return path, of_errno(number), errno.errorcode.get(number, str(number))
+        for pattern, cause in TEXTS.items() if theirs or status else ():
+            if match := re.search(pattern, text, re.IGNORECASE):
+                right = RIGHT.search(text) if cause is DENIED else None
+                return path, cause, f"{match[0]}, {right[0]}" if right else match[0]
+        lost = not status and f"{type(link).__module__}.".startswith(NETWORK)
+        if lost or isinstance(link, TimeoutError | ConnectionError):
+            return path, LATER, type(link).__name__
+    return None
+
+
+def of_errno(number: int) -> Cause:
+    """Makes a cause of the system's error number, in the system's words."""
+    if number in (errno.EACCES, errno.EPERM):
+        return DENIED
+    transient = number in TRANSIENT
+    return Cause(os.strerror(number), AGAIN if transient else f"mend that and {AGAIN}", transient)
 
 
 def brief(error: BaseException) -> str:
     """Shortens an error to its kind and the beginning of its message, which may be pages long."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _place(text: str) -> str | None:
-    """The path that a library's message names, if any."""
-    if named := PATH.search(text):
-        return _text(named[1] or named[2])
-    if named := IN_BUCKET.search(text):
-        return _text("/".join(["gs:/", *map(urllib.parse.unquote, filter(None, named.groups()))]))
-    return None
 
 
 def raised_by_us(error: BaseException) -> bool:
@@ -222,10 +185,10 @@ def quiet_threads() -> None:
 
     When a save fails, Orbax logs it in two threads before it raises it, asyncio that the errors of
     the other arrays were never looked at, and tensorstore's threads find Orbax's event loop closed.
-    A thread of ours that fails to read or write says so in a line.
+    A thread that fails to read or write, as TensorBoard's on a full disk, says so in a line.
     """
 
-    def new(record: logging.LogRecord) -> bool:
+    def is_new(record: logging.LogRecord) -> bool:
         told = record.name == "asyncio" or "orbax" in record.pathname
         return not (record.exc_info and told)
 
@@ -241,55 +204,36 @@ def quiet_threads() -> None:
             threading.__excepthook__(args)
 
     for handler in logging.getLogger("absl").handlers + logging.getLogger().handlers:
-        handler.addFilter(new)
+        handler.addFilter(is_new)
     sys.unraisablehook, threading.excepthook = unraisable, of_thread
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then what caused it, each once; what was handled before it is no cause."""
-    seen, waiting = set(), [error]
-    while waiting:
-        link = waiting.pop(0)
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        yield link
-        waiting += [*getattr(link, "exceptions", ()), link.__cause__]
+    """The error, then what caused it; what was handled before it is no cause."""
+    yield error
+    for cause in (*getattr(error, "exceptions", ()), error.__cause__):
+        if cause is not None:
+            yield from _chain(cause)
 
 
-def _http_status(error: BaseException) -> int | None:
+def _http_status(error: BaseException) -> str:
     """The status of a bucket's answer: gcsfs, aiohttp, requests and google.api_core name it."""
     response = getattr(error, "response", None)
     for holder, name in ((response, "status_code"), (error, "status"), (error, "code")):
-        status = getattr(holder, name, None)
-        if isinstance(status, str) and status.isdigit():
-            status = int(status)
-        if isinstance(status, int) and not isinstance(error, SystemExit):
+        if re.fullmatch(r"[45]\d\d", status := str(getattr(holder, name, ""))):
             return status
-    return None
-
-
-def _own_text(error: BaseException) -> str | None:
-    """Returns the words that replace the system's in an error of the system."""
-    text = error.strerror if isinstance(error, OSError) and error.errno is not None else None
-    return text if text and text != os.strerror(error.errno) else None
-
-
-def _free(path: str | None, name: str) -> str:
-    """Returns the free space in words, where the disk is full."""
-    if path is None or name != "ENOSPC" or "://" in path:
-        return ""
-    with contextlib.suppress(OSError):
-        there = next(p for p in (pathlib.Path(path), *pathlib.Path(path).parents) if p.exists())
-        return f", {shutil.disk_usage(there).free / 2**20:.1f} MiB free"
     return ""
+
+
+def _place(text: str) -> str | None:
+    """The path that a library's message names, if any."""
+    if named := PATH.search(text):
+        return _text(named[1] or named[2])
+    if named := IN_BUCKET.search(text):
+        return _text("/".join(["gs:/", *map(urllib.parse.unquote, filter(None, named.groups()))]))
+    return None
 
 
 def _text(path) -> str | None:
     """A path as text, without what Orbax adds to a checkpoint's until it is complete."""
     return None if path is None else os.fsdecode(path).partition(".orbax-checkpoint-tmp")[0]
-
-
-def _brief(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= LIMIT or raised_by_us(error) else f"{text[:LIMIT]} ..."

@@ -6,7 +6,6 @@ a shell's background job) stays ignored.
 """
 
 import os
-import select
 import signal
 import threading
 import time
@@ -68,7 +67,6 @@ class Signals:
         now = time.monotonic()
         if self._first_at is None and number in SIGNALS:
             self._first_at = now
-            leave_dead_streams()
             self._stop(signal.Signals(number).name)
         elif number == SETTLE:
             self._settled.set()
@@ -80,33 +78,3 @@ class Signals:
 def end_command(name: str) -> None:
     """Ends a command that has nothing to save, and the processes it runs with, in one line."""
     hosts.end(f"{name}: stopped, with nothing to save; give the command again", hosts.RETRYABLE)
-
-
-def leave_dead_streams() -> bool:
-    """Has output that nobody can read any more go nowhere: writing it would be an error.
-
-    Returns whether there is such: a terminal that was closed, or a pipe whose reader is gone.
-    """
-    found = False
-    for stream in (1, 2):
-        poll = select.poll()
-        poll.register(stream, select.POLLOUT)
-        events = poll.poll(0)
-        if events and events[0][1] & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream)
-            os.close(nowhere)
-            found = True
-    return found
-
-
-def is_of_dead_streams(error: BaseException | None) -> bool:
-    """Returns whether an error came from printing to a stream that nobody reads any more.
-
-    rich makes a SystemExit of a broken pipe.
-    """
-    if isinstance(error, SystemExit):
-        error = error.__context__
-    return isinstance(error, BrokenPipeError) or (
-        isinstance(error, OSError) and leave_dead_streams()
-    )

@@ -237,52 +237,41 @@ ALARMS: tuple[Alarm, ...] = (
 # fmt: on
 
 
-def skipped_in_a_row(updates: Sequence[Mapping], before: int) -> tuple[int, int]:
-    """Counts the updates in a row that were left out: (at the end, at most in this step).
+def look(
+    row: Mapping, before: Mapping, updates: Sequence[Mapping], facts: Facts
+) -> tuple[dict, list[str], str]:
+    """Looks at a step's row: (the keys that the alarms add to it, lines for a person, why to stop).
 
-    before: those with which the step before ended.
+    before: the row of the step before; {} at the run's first. The reason to stop is "" where the
+    run continues. The lines say the alarms that begin, those that stay, now and then, and the ends.
     """
-    row, most = before, 0
+    in_a_row, most = before.get("updates_skipped_in_a_row", 0), 0
     for update in updates:
-        row = 0 if update["taken"] else row + 1
-        most = max(most, row)
-    return row, most
-
-
-def alarm_keys(row: Mapping, before: Mapping, updates: Sequence[Mapping], facts: Facts) -> dict:
-    """Computes what the alarms add to a step's row from it and from the row before ({}: none)."""
-    skipped, _ = skipped_in_a_row(updates, before.get("updates_skipped_in_a_row", 0))
-    added = {
-        "updates_skipped_in_a_row": skipped,
-        "entropy_first": before.get("entropy_first", row.get("entropy")),
-    }
+        in_a_row = 0 if update["taken"] else in_a_row + 1
+        most = max(most, in_a_row)
+    first, lines = before.get("entropy_first", row.get("entropy")), []
+    added = {"updates_skipped_in_a_row": in_a_row, "entropy_first": first, "alarms": 0}
     added = {key: value for key, value in added.items() if value is not None}
-    seen = {**row, **added}
-    counts = {alarm: before.get(alarm.key, 0) + 1 for alarm in ALARMS if alarm.holds(seen, facts)}
-    on = sum(count >= alarm.steps for alarm, count in counts.items())
-    return added | {"alarms": on} | {alarm.key: count for alarm, count in counts.items()}
-
-
-def alarm_lines(row: Mapping, before: Mapping, facts: Facts) -> list[str]:
-    """Says the alarms that begin with a step, those that stay, now and then, and their ends."""
-    lines = []
     for alarm in ALARMS:
-        count, was = row.get(alarm.key, 0), before.get(alarm.key, 0)
-        if count >= alarm.steps and (count - alarm.steps) % REPEAT_STEPS == 0:
-            since = f" ({count} steps in a row)" if count > 1 else ""
-            lines.append(f"alarm at step {row['step']}{since}: {alarm.text(row, facts)}")
+        count, was = 0, before.get(alarm.key, 0)
+        if alarm.holds(row | added, facts):
+            count = added[alarm.key] = was + 1
+        if count >= alarm.steps:
+            added["alarms"] += 1
+            if (count - alarm.steps) % REPEAT_STEPS == 0:
+                since = f" ({count} steps in a row)" if count > 1 else ""
+                text = alarm.text(row | added, facts)
+                lines.append(f"alarm at step {row['step']}{since}: {text}")
         if count == 0 and was > alarm.steps:
             lines.append(f"step {row['step']}: no more {alarm.name.replace('_', ' ')} after {was}")
-    return lines
+    return added, lines, _reason_to_stop(row, most, facts)
 
 
-def reason_to_stop(row: Mapping, before: Mapping, updates: Sequence[Mapping], facts: Facts) -> str:
-    """Says why a run must not go on after this step; "" where it may."""
+def _reason_to_stop(row: Mapping, skipped: int, facts: Facts) -> str:
     step, limit = row["step"], facts.config.learner.max_skipped_updates
-    _, most = skipped_in_a_row(updates, before.get("updates_skipped_in_a_row", 0))
     share = row["responses_not_finite"] / (row["groups/sampled"] * facts.config.rollout.group_size)
-    if most >= limit:
-        what = f"{most} updates in a row were left out: {facts.bad} was not finite"
+    if skipped >= limit:
+        what = f"{skipped} updates in a row were left out: {facts.bad} was not finite"
     elif share >= BROKEN:
         what = f"{share:.0%} of the responses have log-probabilities that are not finite"
     else:
@@ -334,10 +323,11 @@ class Alarms:
         if not np.isfinite(done.reward_PG).all():
             bad = "a reward"
         facts = dataclasses.replace(self._facts, bad=bad)
-        row |= alarm_keys(row, before, done.updates, facts)
-        for line in alarm_lines(row, before, facts):
+        added, lines, reason = look(row, before, done.updates, facts)
+        row |= added
+        for line in lines:
             self._say(line)
-        return reason_to_stop(row, before, done.updates, facts)
+        return reason
 
 
 if __name__ == "__main__":

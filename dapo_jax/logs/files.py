@@ -12,8 +12,6 @@ import json
 import math
 import os
 import pathlib
-import socket
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,8 +20,6 @@ import filelock
 from dapo_jax.logs.metrics import DIGESTS
 
 LOG, LOCK = "log.txt", "run.lock"
-MAX_LINE_BYTES = 2**28  # of a gzip file; the rows of a long run have some MB
-FOREIGN_SECONDS = 3_600.0  # a temporary file of another machine that is older is a dead one's
 
 
 @contextlib.contextmanager
@@ -56,13 +52,12 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
 def atomic_file(path: str | os.PathLike) -> Iterator:
     """Opens a binary file that appears under `path` complete or not at all.
 
-    The bytes go to a temporary neighbour, which is synced and renamed when the block ends, and
-    removed when the block raises; one that a killed process left is `remove_leftovers`'. Its folder
-    is made, the one around it is not: a run whose folder was moved shall not begin another there.
-    The system's errors name `path`.
+    The bytes go to PATH.tmp, which is synced and renamed when the block ends, and removed when the
+    block raises; the next writer of `path` replaces one that a killed process left. Its folder is
+    made, the one around it is not: a run whose folder was moved shall not begin another there.
     """
     path = pathlib.Path(path)
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     with _naming(path):
         path.parent.mkdir(exist_ok=True)
         try:
@@ -86,40 +81,6 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
         if error.errno is not None:
             error.filename, error.filename2 = str(path), None
         raise
-
-
-def remove_leftovers(folder: str | os.PathLike) -> list[pathlib.Path]:
-    """Removes the temporary files that dead processes left in a run's folder; returns them.
-
-    Those of another machine's process, which cannot be asked for, when they are an hour old. Files
-    that no `atomic_file` has named are somebody's own.
-    """
-    removed = []
-    for path in (
-        p for part in ("", "eval", "rollouts") for p in pathlib.Path(folder, part).glob("*.tmp")
-    ):
-        with contextlib.suppress(OSError):  # another process may remove it, or finish it
-            if _is_left_over(path):
-                path.unlink()
-                removed.append(path)
-    return removed
-
-
-def _is_left_over(path: pathlib.Path) -> bool:
-    place, _, pid = path.name.removesuffix(".tmp").rpartition(".")
-    if not pid.isdigit():
-        return False
-    if not place.endswith(f".{socket.gethostname()}"):
-        return time.time() - path.stat().st_mtime > FOREIGN_SECONDS
-    if int(pid) == os.getpid():  # this process writes nothing yet: an earlier one had its number
-        return True
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        pass
-    return False
 
 
 def append_line(path: str | os.PathLike, row: Mapping) -> None:
@@ -168,17 +129,14 @@ def read_starts(path: str | os.PathLike) -> list[dict]:
 def read_json(path: str | os.PathLike) -> dict:
     """Reads a JSON object; ValueError, in one line with its path, where the file is cut or none."""
     path = path if hasattr(path, "read_bytes") else pathlib.Path(path)
-    data = path.read_bytes()
-    if not data.strip():
-        raise ValueError(f"{path} is empty: put back a copy of it")
     try:
-        value = json.loads(data)
+        value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(
-            f"{path} is not JSON, it may be cut short ({error}): put back a copy of it"
-        ) from None
+        value = error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object: put back a copy of it")
+        raise ValueError(
+            f"{path} is not JSON of an object, it may be cut short: put back a copy of it"
+        )
     return value
 
 
@@ -227,15 +185,9 @@ def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
 
 
 def gzip_lines(path: str | os.PathLike) -> Iterator[bytes]:
-    """Yields the lines of a gzip file, which may be a stranger's.
-
-    Raises ValueError for a line of more than MAX_LINE_BYTES, which a few bytes can stand for.
-    """
-    with gzip.open(path) as file:
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise ValueError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
-            yield line
+    """Yields the lines of a gzip file."""
+    with gzip.open(path) as lines:
+        yield from lines
 
 
 def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:
@@ -245,12 +197,12 @@ def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:
         whole = line.endswith(b"\n")
         try:
             row = json.loads(line)
-        except ValueError as error:
+            if type(row["step"]) is not int:
+                raise TypeError("its step is no integer")
+        except (KeyError, TypeError, ValueError) as error:
             if not whole:  # only the last line can lack its end: a kill in the middle of a write
                 break
-            raise ValueError(f"{path}, line {number}: not JSON ({error}): {line[:80]!r}") from None
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise ValueError(f"{path}, line {number}: no row with an integer step: {line[:80]!r}")
+            raise ValueError(f"{path}, line {number}: no row ({error}): {line[:80]!r}") from None
         pairs.append((line if whole else line + b"\n", row))
     return pairs
 
@@ -283,16 +235,18 @@ class Rows:
         self.path = workdir / "metrics.jsonl"
         self.notes: list[str] = []
         first_step = 0 if resume_step is None else resume_step + 1
-        old_bytes = self.path.read_bytes() if self.path.exists() else b""
-        pairs = _read_lines(self.path) if old_bytes else []
+        pairs = _read_lines(self.path) if self.path.exists() else []
         kept = [(line, row) for line, row in pairs if row["step"] < first_step]
         cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
-        kept_bytes = b"".join(line for line, _ in kept)
         if cut:
-            self._keep_cut_rows(cut[0][1]["step"], [line for line, _ in cut])
-        if kept_bytes != old_bytes or not self.path.exists():
-            with atomic_file(self.path) as file:
-                file.write(kept_bytes)
+            names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
+            copy = next(name for name in names if not name.exists())
+            _write_lines(copy, cut)
+            self.notes.append(
+                f"{len(cut)} rows from step {cut[0][1]['step']} on are of work that is done again; "
+                f"kept in {copy}"
+            )
+        _write_lines(self.path, kept)
         self._steps = {row["step"] for _, row in kept}
         # The row of resume_step itself comes back from the checkpoint.
         if lost := len(set(range(begin_step, first_step - 1)) - self._steps):
@@ -301,15 +255,6 @@ class Rows:
                 f"{first_step}: it was deleted or cut short; the run itself goes on from its "
                 "checkpoint"
             )
-
-    def _keep_cut_rows(self, first: int, lines: list[bytes]) -> None:
-        names = (self.path.with_name(f"metrics.cut-{n}.jsonl") for n in itertools.count(1))
-        path = next(name for name in names if not name.exists())
-        with atomic_file(path) as file:
-            file.write(b"".join(lines))
-        self.notes.append(
-            f"{len(lines)} rows from step {first} on are of work that is done again; kept in {path}"
-        )
 
     def has(self, step: int) -> bool:
         """Returns whether the file holds the row of this step."""
@@ -328,9 +273,13 @@ class Rows:
         if self._steps and step <= max(self._steps):
             raise ValueError(f"step {step} is not after the last step {max(self._steps)}")
         for key, value in row.items():
-            if isinstance(value, str) and key in DIGESTS:
-                continue
-            if value is not None and not isinstance(value, (bool, int, float)):
+            kinds = str if key in DIGESTS else bool | int | float | None
+            if not isinstance(value, kinds):
                 raise TypeError(f"metric {key!r} of step {step} is not a number: {value!r}")
         append_line(self.path, row)
         self._steps.add(step)
+
+
+def _write_lines(path: pathlib.Path, pairs: list[tuple[bytes, dict]]) -> None:
+    with atomic_file(path) as file:
+        file.write(b"".join(line for line, _ in pairs))

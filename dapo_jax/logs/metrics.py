@@ -156,6 +156,7 @@ class Metric:
 NOT_AVERAGED = ("taken", "bad", "empty", "on_policy")  # of what an update returns
 TASK = "task/"  # begins the keys of what a task measures of its own
 SECONDS = "seconds a step"  # the panel of the parts of seconds/total
+CLIPPED = "clipped tokens"  # the panel of the clip fractions
 
 # fmt: off
 METRICS: list[Metric] = [
@@ -211,18 +212,15 @@ METRICS: list[Metric] = [
            lambda s: s.stats.busy_slot_steps / max(s.stats.slot_steps, 1)),
     Metric("engine/occupancy_while_waiting", "share", "The same, while requests waited for slots.",
            lambda s: s.stats.busy_waiting_slot_steps / max(s.stats.waiting_slot_steps, 1)),
-    Metric("engine/decode_steps", "steps",
-           "Decode steps of the rollout.",
+    Metric("engine/decode_steps", "steps", "Decode steps of the rollout.",
            lambda s: s.stats.decode_steps),
     Metric("engine/requests", "responses", "Requested responses, cancelled ones included.",
            lambda s: s.stats.requests),
-    Metric("engine/prefilled_prompts", "prompts",
-           "Prefilled prompts, evaluation included.",
+    Metric("engine/prefilled_prompts", "prompts", "Prefilled prompts, evaluation included.",
            lambda s: s.stats.prefilled_prompts),
     Metric("engine/cache_use", "share", "Greatest share of the cache's pages in use.",
            lambda s: s.stats.cache_use),
-    Metric("engine/drawn_tokens", "tokens",
-           "Tokens sampled for training, discarded ones included.",
+    Metric("engine/drawn_tokens", "tokens", "Tokens sampled for training, discarded ones included.",
            lambda s: s.stats.sampled_tokens),
     Metric("engine/unused_tokens_fraction", "share",
            "Tokens that no update trains on; those that the next step continues do not count.",
@@ -232,8 +230,8 @@ METRICS: list[Metric] = [
     Metric("partial_rollouts/tokens", "tokens", "Tokens of these groups so far.",
            lambda s: s.partial_tokens if s.partial_rollouts else None),
     Metric("staleness/tokens_fraction", "share", "Trained tokens that an earlier policy sampled.",
-           lambda s: s.mean_age(lambda r: r.stale_tokens),
-           form="{:6.1%}", panel="staleness", summary="stale tokens"),
+           lambda s: s.mean_age(lambda r: r.stale_tokens), form="{:6.1%}", panel="staleness",
+           summary="stale tokens"),
     Metric("staleness/mean_steps", "steps", "Mean age of the trained tokens.",
            lambda s: s.mean_age(lambda r: sum(r.ends))),
     Metric("staleness/max_steps", "steps", "Age of the oldest trained token.",
@@ -257,14 +255,11 @@ METRICS: list[Metric] = [
            panel="mean token probability", summary="mean token probability"),
     Metric("kl", "nats", "KL divergence from the start policy; 0 if its coefficient is 0."),
     Metric("clip_fraction/high", "share", "Tokens clipped at the upper bound of the ratio.",
-           panel="clipped tokens"),
-    Metric("clip_fraction/low", "share", "Tokens clipped at the lower bound.",
-           panel="clipped tokens"),
-    Metric("clip_fraction/dual", "share", "Tokens held by the dual clip.",
-           panel="clipped tokens"),
+           panel=CLIPPED),
+    Metric("clip_fraction/low", "share", "Tokens clipped at the lower bound.", panel=CLIPPED),
+    Metric("clip_fraction/dual", "share", "Tokens held by the dual clip.", panel=CLIPPED),
     Metric("clip_fraction/tis", "share",
-           "Tokens of partial groups whose weight `algo.tis_cap` holds.",
-           panel="clipped tokens"),
+           "Tokens of partial groups whose weight `algo.tis_cap` holds.", panel=CLIPPED),
     Metric("grad_norm", "norm", "Global gradient norm before clipping.", form="{:.3g}",
            panel="gradient norm before clipping", summary="gradient norm"),
     Metric("ratio_gap", "ratio",
@@ -278,10 +273,9 @@ METRICS: list[Metric] = [
     Metric("seconds/rollout", "s", "Sampling and grading.", panel=SECONDS),
     Metric("seconds/update", "s", "Packing and updates.", panel=SECONDS),
     Metric("seconds/evaluate", "s",
-           "The rest of an overlapped evaluation, after the rollout.",
-           panel=SECONDS),
+           "The rest of an overlapped evaluation, after the rollout.", panel=SECONDS),
     Metric("seconds/save", "s", "Digests, and the wait for the responses' file.", panel=SECONDS),
-    Metric("seconds/total", "s", "The whole step."),
+    Metric("seconds/total", "s", "The whole step.", form="{:7.1f}", line="seconds"),
     Metric("seconds_in_rollout/prefill", "s", "Prompts, on the devices."),
     Metric("seconds_in_rollout/decode", "s", "Blocks of decode steps, on the devices."),
     Metric("seconds_in_rollout/host", "s", "Scheduling, on the host."),
@@ -347,13 +341,6 @@ def untimed(row: Mapping) -> dict:
     return {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
 
 
-def described() -> list[str]:
-    """Lists the keys of a row with unit and meaning, one a line, for a terminal."""
-    rows = [(metric.key, metric.unit, metric.meaning) for metric in METRICS]
-    rows += [(key, "SHA-256", meaning) for key, meaning in DIGESTS.items()]
-    return [f"{key:36}{unit:13}{meaning}" for key, unit, meaning in rows]
-
-
 class Stopwatch:
     """Collects the wall seconds of one step's phases: `with watch("rollout"): ...`.
 
@@ -380,4 +367,7 @@ class Stopwatch:
 
 
 if __name__ == "__main__":
-    print("\n".join(described()))
+    for metric in METRICS:
+        print(f"{metric.key:36}{metric.unit:13}{metric.meaning}")
+    for key, meaning in DIGESTS.items():
+        print(f"{key:36}{'SHA-256':13}{meaning}")

@@ -1,4 +1,4 @@
-"""The outputs of a run: config, rows, responses, evaluations, samples, the live display."""
+"""The outputs of a run: config, rows, responses, evaluations, samples, printed lines."""
 
 import concurrent.futures
 import dataclasses
@@ -50,49 +50,39 @@ class Record:
         last_row: Mapping | None,
         about: Mapping[str, Any],
     ):
-        self.workdir = workdir
-        log = {"log": functools.partial(append_log, workdir)} if hosts.is_main_host() else {}
-        quiet = not hosts.is_main_host()
-        self.display = Display(config.num_steps, first_step, quiet=quiet, **log)
-        self._config = config
-        self._first_step, self._begin_step = first_step, begin_step
-        self._last_row, self._about = last_row, about
-        self._rows: Rows | None = None
-        self._writers: Writers | None = None
+        is_main = hosts.is_main_host()
+        log = {"log": functools.partial(append_log, workdir)} if is_main else {}
+        self.workdir, self._config = workdir, config
+        self.display = Display(config.num_steps, first_step, quiet=not is_main, **log)
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._files: concurrent.futures.Future | None = None
+        if not is_main:
+            return
+        add_start(workdir, config, {"first_step": first_step, **about})
+        resume_step = first_step - 1 if first_step else None
+        self._rows = Rows(workdir, resume_step=resume_step, begin_step=begin_step)
+        resumed = first_step > begin_step
+        if resumed and not self._rows.has(resume_step):
+            self._rows.write(last_row)
+        # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
+        recipe = json.loads(config.to_json_best_effort())
+        write_json(workdir / "config.json", recipe)
+        begin = (recipe, workdir, resume_step if resumed else None)
+        self._writers = Writers(config.log.writers, *begin, self.display.line)
+        for note in self._rows.notes:
+            self.display.line(note)
 
     def __enter__(self) -> "Record":
-        if hosts.is_main_host():
-            add_start(self.workdir, self._config, {"first_step": self._first_step, **self._about})
-            resume_step = self._first_step - 1 if self._first_step else None
-            self._rows = Rows(self.workdir, resume_step=resume_step, begin_step=self._begin_step)
-            resumed = self._first_step > self._begin_step
-            if resumed and not self._rows.has(resume_step):
-                self._rows.write(self._last_row)
-            # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
-            config = json.loads(self._config.to_json_best_effort())
-            write_json(self.workdir / "config.json", config)
-            self._writers = Writers(
-                self._config.log.writers,
-                config,
-                self.workdir,
-                resume_step if resumed else None,
-                self.display.line,
-            )
-        self.display.__enter__()
-        for note in self._rows.notes if self._rows else ():
-            self.display.line(note)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.display.__exit__(kind, error, traceback)
-        if error is not None and hosts.is_main_host():
-            append_log(self.workdir, f"ended by {kind.__name__}: {error}")
+        self.display.close()
         self._background.shutdown()
         if self._files is not None and (lost := self._files.exception()):
             print(f"the step's responses were not written: {lost}", file=sys.stderr)
-        if self._writers is not None:
+        if hosts.is_main_host():
+            if error is not None:
+                append_log(self.workdir, f"ended by {kind.__name__}: {error}")
             self._writers("close")
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
@@ -125,10 +115,14 @@ class Record:
     def results(
         self, finished_steps: int, results: dict, settings: Mapping[str, dict]
     ) -> dict[str, float]:
-        """Writes and shows an evaluation's scores; returns them as keys of a metrics row."""
+        """Writes and shows an evaluation's scores; returns them as keys of a metrics row.
+
+        settings: how each set was sampled and graded.
+        """
         scores = result_row(results)
         if hosts.is_main_host():
-            write_results(self.workdir, finished_steps, results, settings)
+            document = {"step": finished_steps, "sets": results, "settings": settings}
+            write_json(self.workdir / "eval" / f"{finished_steps}.json", document)
             self._writers("evaluation", finished_steps, scores)
         self.display.line(evaluation_line(finished_steps, scores))
         return scores
@@ -138,26 +132,12 @@ class Record:
         if hosts.is_main_host():
             self._rows.write(row)
             self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
-        if self.shows_samples(row["step"]) and (shown := samples(rollouts, reward_PG)):
+        is_due = _every(self._config.log.samples_every_steps, row["step"])
+        if is_due and (shown := samples(rollouts, reward_PG)):
             self.display.samples(row["step"], shown)
             if hosts.is_main_host():
                 self._writers("samples", row["step"], [*map(dataclasses.asdict, shown)])
         self.display.step(row)
-
-    def shows_samples(self, step: int) -> bool:
-        """Returns whether samples of a step are due."""
-        return _every(self._config.log.samples_every_steps, step)
-
-
-def write_results(
-    workdir: pathlib.Path, finished_steps: int, results: dict, settings: Mapping[str, dict]
-) -> None:
-    """Writes training's scores of every evaluation set to eval/<finished rollout steps>.json.
-
-    settings: how each set was sampled and graded.
-    """
-    document = {"step": finished_steps, "sets": results, "settings": settings}
-    write_json(workdir / "eval" / f"{finished_steps}.json", document)
 
 
 def write_own_results(
@@ -188,9 +168,7 @@ def settings_label(settings: Mapping) -> str:
 
 def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
     """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line."""
-    rows = (
-        response_row(group, sample) for group in groups for sample in range(len(group.responses))
-    )
+    rows = (response_row(group, g) for group in groups for g in range(len(group.responses)))
     write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
 
 
@@ -257,23 +235,20 @@ def _line(value) -> bytes:
 
 def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
     """The first response of the step's first groups, for a person to read."""
-    shown = []
-    for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
-        example, response = group.prompt.example, group.responses[0]
-        shown.append(
-            Sample(
-                prompt=problem_of(example.text),
-                response=response.text,
-                truth=example.answer,
-                prediction=response.verdict.prediction,
-                correct=response.verdict.correct,
-                status=response.verdict.status,
-                reward=float(reward_PG[p, 0]),
-                response_tokens=len(response.tokens_T),
-                truncated=not response.stopped,
-            )
+    return [
+        Sample(
+            prompt=problem_of(group.prompt.example.text),
+            response=(response := group.responses[0]).text,
+            truth=group.prompt.example.answer,
+            prediction=response.verdict.prediction,
+            correct=response.verdict.correct,
+            status=response.verdict.status,
+            reward=float(reward_PG[p, 0]),
+            response_tokens=len(response.tokens_T),
+            truncated=not response.stopped,
         )
-    return shown
+        for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES])
+    ]
 
 
 def _every(steps: int, step: int) -> bool:

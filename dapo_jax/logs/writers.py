@@ -9,14 +9,13 @@ import importlib
 import importlib.util
 import json
 import pathlib
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from dapo_jax.cli.failures import brief
 from dapo_jax.logs.files import atomic_file
 
-SHOWN_ERROR = 200
 WANDB = "wandb>=0.19,<1"  # its init has resume="allow" by a run's own id, offline too
 
 
@@ -61,8 +60,7 @@ class TensorBoard:
 
         purge = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
-        recipe = json.dumps(config, indent=1).replace("\n", "\n    ")
-        self._writer.add_text("recipe", f"    {recipe}", purge or 0)
+        self._add_text("recipe", config, purge or 0)
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._add({k: v for k, v in row.items() if not k.startswith("eval/")}, row["step"])
@@ -71,15 +69,18 @@ class TensorBoard:
         self._add(scores, finished_steps)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        cells = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-        lines = (f"| {' | '.join(map(literal, line))} |" for line in cells)
-        self._writer.add_text("samples", "\n".join(lines), step)
+        self._add_text("samples", rows, step)
 
     def _add(self, values: Mapping[str, Any], step: int) -> None:
         for key, value in values.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()
+
+    def _add_text(self, name: str, content: Any, step: int) -> None:
+        """Shows JSON as Markdown's code: no text of a model is taken for markup."""
+        text = json.dumps(content, indent=1, ensure_ascii=False).replace("\n", "\n    ")
+        self._writer.add_text(name, f"    {text}", step)
 
     def close(self) -> None:
         self._writer.close()
@@ -101,29 +102,20 @@ class WandB:
         settings = {"id": file.read_text().strip(), "resume": "allow", "allow_val_change": True}
         self._table = wandb.Table
         self._run = wandb.init(config=config, dir=str(workdir), name=workdir.name, **settings)
-        self._scores: dict[int, Mapping] = {}  # its steps may not go back, as an evaluation's do
+        self._run.define_metric("*", step_metric="step")  # its own may not go back, as ours do
 
     def step(self, row: Mapping[str, Any]) -> None:
-        scores = self._scores.pop(row["step"], {})
-        self._run.log({**scores, **row}, step=row["step"])
+        self._run.log(dict(row))
 
     def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
-        self._scores[finished_steps] = scores
+        self._run.log({**scores, "step": finished_steps})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         data = [list(row.values()) for row in rows]
-        self._run.log({"samples": self._table(columns=list(rows[0]), data=data)}, step=step)
+        self._run.log({"samples": self._table(columns=list(rows[0]), data=data), "step": step})
 
     def close(self) -> None:
-        for finished_steps, scores in sorted(self._scores.items()):
-            self._run.log(dict(scores), step=finished_steps)
         self._run.finish()
-
-
-def literal(cell: Any) -> str:
-    """Returns a cell of a Markdown table that shows a text as it is, whatever the text holds."""
-    text = re.sub(r"[^\w\s-]|_", lambda sign: f"&#{ord(sign[0])};", str(cell))
-    return text.replace("\n", "<br>")
 
 
 BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB}
@@ -171,24 +163,23 @@ class Writers:
     ):
         self._say, self._writers = say, {}
         for name in names:
-            self._call(name, lambda name=name: self._begin(name, config, workdir, resume_step))
+            self._call(name, self._begin, name, config, workdir, resume_step)
 
     def __call__(self, method: str, *arguments) -> None:
         """Calls a method of all of them that have it: step, evaluation, samples or close."""
         for name, writer in list(self._writers.items()):
             if hasattr(writer, method):
-                self._call(name, lambda writer=writer: getattr(writer, method)(*arguments))
+                self._call(name, getattr(writer, method), *arguments)
 
     def _begin(self, name: str, *of_run) -> None:
         self._writers[name] = find(name)(*of_run)
 
-    def _call(self, name: str, call: Callable[[], None]) -> None:
+    def _call(self, name: str, call: Callable[..., None], *arguments) -> None:
         try:
-            call()
+            call(*arguments)
         except Exception as error:
             self._writers.pop(name, None)
-            brief = " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN_ERROR]
             self._say(
                 f"note: the writer {name!r} of log.writers failed and is left out, the run goes on "
-                f"({brief})"
+                f"({brief(error)})"
             )

@@ -1,13 +1,12 @@
 """Arms compared over seeds: one number a run, means and spreads, differences from one arm."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.logs.metrics import TASK, untimed
+from dapo_jax.logs.metrics import TASK
 from dapo_jax.report import statistics
 from dapo_jax.report.runs import Run, by_arm, column, complete
 
@@ -16,8 +15,6 @@ Means over a run's last {statistics.LAST_ROWS} steps, or its last third where th
 "clipped high" over all steps; evaluations after the last step. Differences are of runs of one seed,
 d; their interval is Student's, 95 %: mean(d) ± t(n-1) · sd(d) / √n. * marks those that exclude
 zero, as one in twenty does without any effect."""
-
-CLIPS = {"algo.eps_high": "high", "algo.eps_low": "low", "algo.dual_clip": "dual"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +34,6 @@ def last(name: str, key: str, *, scale: float = 1.0, form: str = "{:.1f}") -> Qu
 def mean(name: str, key: str, *, scale: float = 1.0, form: str = "{:.1f}") -> Quantity:
     """The mean of a metric over all steps."""
     return Quantity(name, lambda run: scale * statistics.nan_mean(column(run.rows, key)), form)
-
-
-def total(name: str, key: str) -> Quantity:
-    """The sum of a metric over all steps; NaN where a step has none."""
-    return Quantity(name, lambda run: float(np.sum(column(run.rows, key))), "{:.0f}")
 
 
 def accuracy_over(budget_tokens: int) -> Quantity:
@@ -71,7 +63,7 @@ def final_score(name: str, score: str) -> Quantity:
     return Quantity(f"{name} {score}, %", value)
 
 
-def tokens_of(run: Run) -> float:
+def sampled_tokens(run: Run) -> float:
     """Thousands of tokens that the run sampled for training."""
     return float(column(run.rows, "sampled_tokens_total")[-1]) / 1e3
 
@@ -81,11 +73,15 @@ def nonzero_updates(run: Run) -> float:
     return float(np.sum(column(run.rows, "updates") - column(run.rows, "updates_zero_gradient")))
 
 
-TOKENS = Quantity("sampled tokens, thousands", tokens_of, "{:.0f}")
+def informative_groups(run: Run) -> float:
+    """The groups with right and wrong responses in all steps; NaN where a step has no number."""
+    return float(np.sum(column(run.rows, "groups/informative")))
+
+
 WORK = (  # arms of equally many steps may differ in each
-    TOKENS,
+    Quantity("sampled tokens, thousands", sampled_tokens, "{:.0f}"),
     Quantity("non-zero updates", nonzero_updates, "{:.0f}"),
-    total("informative groups", "groups/informative"),
+    Quantity("informative groups", informative_groups, "{:.0f}"),
 )
 TRAINING = (
     last("train accuracy, %", "accuracy/mean", scale=100),
@@ -106,14 +102,18 @@ def quantities(runs: Mapping[str, Run]) -> list[Quantity]:
         for key in run.evaluations
         if key[1].startswith("mean@") and " " not in key[0]  # no settings: not of `evaluate`
     )
-    measures = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
+    keys = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
     of_task = [
         last(f"{key.removeprefix(TASK).replace('_', ' ')}, the task's own", key, form="{:.4g}")
-        for key in measures
+        for key in keys
         if key.startswith(TASK)
     ]
-    found = [*(final_score(*key) for key in scores), *TRAINING, *of_task]
-    return [q for q in found if any(not math.isnan(q.value(run)) for run in runs.values())]
+    return known([*(final_score(*key) for key in scores), *TRAINING, *of_task], runs)
+
+
+def known(quantities: Sequence[Quantity], runs: Mapping[str, Run]) -> list[Quantity]:
+    """The quantities of which some run has a value."""
+    return [q for q in quantities if any(not math.isnan(q.value(run)) for run in runs.values())]
 
 
 def values(quantity: Quantity, of_seed: Mapping[int, Run]) -> dict[int, float]:
@@ -132,8 +132,9 @@ def spread_text(quantity: Quantity, by_seed: Mapping[int, float]) -> str:
     found = numbers(by_seed)
     if not len(found):
         return "-"
-    text, sd = quantity.form.format(found.mean()), statistics.spread(found)
-    text = text if math.isnan(sd) else f"{text} ± {quantity.form.format(sd)}"
+    text = quantity.form.format(found.mean())
+    if len(found) > 1:
+        text += f" ± {quantity.form.format(found.std(ddof=1))}"
     return text if len(found) == len(by_seed) else f"{text} (of {len(found)})"
 
 
@@ -164,12 +165,19 @@ def paired(
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, rows
 
 
-def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
-    """Returns the arms' means and, of several arms, the differences from the baseline ("": first).
+def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table], list[str]]:
+    """(tables of the complete runs, why each other run is left out).
 
-    A difference in which all seeds are equal is called so: nothing is measured there.
+    The tables are the arms' means and, of several arms, the differences from the baseline ("": the
+    first arm). A difference in which all seeds are equal is called so: nothing is measured there.
+    Raises ValueError for a baseline that is none of the arms.
     """
-    arms, compared = by_arm(runs), quantities(runs)
+    known_arms, (kept, short) = list(by_arm(runs)), complete(runs)
+    if (baseline := baseline or known_arms[0]) not in known_arms:
+        raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(known_arms)}")
+    if not kept:
+        return [], short
+    arms, compared = by_arm(kept), quantities(kept)
     means = [
         [
             arm,
@@ -181,7 +189,6 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
     ]
     heads = ["arm", "steps", "seeds", *(quantity.name for quantity in compared)]
     found: list[Table] = [("Mean ± standard deviation over seeds", heads, means)]
-    baseline = baseline or next(iter(arms))
     differences = []
     for quantity in compared:
         of_arm = {arm: values(quantity, of_seed) for arm, of_seed in arms.items()}
@@ -197,45 +204,16 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> list[Table]:
     if differences:
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %"]
         found.append((f"Differences from {baseline} on the same seed", heads, differences))
-    return found
-
-
-def equal_lines(runs: Mapping[str, Run]) -> list[str]:
-    """Says which arms have the rows of an earlier arm bit by bit, on which seeds, and why."""
-    lines = {}
-    for (first, theirs), (arm, ours) in itertools.combinations(by_arm(runs).items(), 2):
-        seeds = [s for s in ours if s in theirs and _untimed(ours[s]) == _untimed(theirs[s])]
-        if arm in lines or not seeds:
-            continue
-        a, b = ours[seeds[0]].config, theirs[seeds[0]].config
-        keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
-        sides = [CLIPS[key] for key in keys if key in CLIPS]
-        bound = any(column(ours[s].rows, f"clip_fraction/{x}").any() for s in seeds for x in sides)
-        why = f": nothing was clipped {' or '.join(sides)}" if sides and not bound else ""
-        text = f"{arm} has the bits of {first} in every row of seed {', '.join(map(str, seeds))}"
-        lines[arm] = f"{text}: {', '.join(keys)} changed nothing there{why}."
-    return list(lines.values())
-
-
-def _untimed(run: Run) -> list[dict]:
-    return [untimed(row) for row in run.rows]
+    return found, short
 
 
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
-    """Returns the tables of the complete runs, against the baseline arm; "": the first arm.
-
-    Raises ValueError for a baseline that is none of the arms.
-    """
-    (kept, short), known = complete(runs), by_arm(runs)
-    if baseline and baseline not in known:
-        raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(known)}")
+    """Returns `tables` as Markdown."""
+    found, short = tables(runs, baseline=baseline)
     lines = [f"# {title}", ""]
     if short:
         lines += [f"Left out, not finished: {'; '.join(short)}.", ""]
-    if not kept:
-        return "\n".join([*lines, "No run has finished.", ""])
-    lines += [line for equal in equal_lines(kept) for line in (equal, "")]
-    for head, heads, rows in tables(kept, baseline=baseline or next(iter(known))):
+    for head, heads, rows in found:
         lines += [f"## {head}", "", *table(heads, rows), ""]
     return "\n".join([*lines, METHOD, ""])
 

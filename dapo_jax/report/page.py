@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import jinja2
 
-from dapo_jax.logs.files import atomic_file, read_rollouts
+from dapo_jax.logs.files import read_rollouts
 from dapo_jax.report import compare
-from dapo_jax.report.runs import Run, by_arm, complete, flatten, shortened, summary_lines
+from dapo_jax.report.runs import Run, by_arm, flatten, shortened, summary_lines
 from dapo_jax.tasks.readers import problem_of
 
 SAMPLES = 8  # of a step, each to another problem
@@ -21,38 +21,24 @@ CODE = ("commit", "changed", "versions", "devices")  # of a start's line
 SAMPLE_HEADS = ("run", "step", "problem", "response", "verdict", "tokens", "reward")
 
 
-def write(path: pathlib.Path, text: str) -> None:
-    """Writes a page, complete or not at all."""
-    with atomic_file(path) as file:
-        file.write(text.encode(errors="backslashreplace"))  # responses may hold any characters
-
-
 def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline: str = "") -> str:
     """Renders the page of runs by label; all text in it is escaped.
 
     pictures: PNG files. baseline: the arm that the others are compared with; "": the first.
     """
-    arms, (finished, short) = by_arm(runs), complete(runs)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    several = len(runs) > 1
-    return environment.get_template("page.html.j2").render(
+    arms, (tables, short) = list(by_arm(runs)), compare.tables(runs, baseline=baseline)
+    several, text = len(runs) > 1, pathlib.Path(__file__).with_name("page.html.j2").read_text()
+    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return template.render(
         title=f"{len(runs)} runs of {len(arms)} arms" if several else next(iter(runs)),
         short=short,
-        compared=compare.tables(finished, baseline=baseline or next(iter(arms)))
-        if several and finished
-        else [],
+        compared=tables if several else [],
         method=compare.METHOD,
         summaries={label: summary_lines(run) for label, run in runs.items()},
         pictures=[base64.b64encode(picture).decode() for picture in pictures],
         sample_heads=SAMPLE_HEADS,
         samples=samples(runs),
-        arms=list(arms),
+        arms=arms,
         differences=[(key, *texts) for key, texts in differences(runs).items()],
     )
 
@@ -60,19 +46,19 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
 def differences(runs: Mapping[str, Run]) -> dict[str, list[str]]:
     """Settings, code and devices in which the arms differ -> each arm's, '-' where absent."""
     facts = [[_facts(run) for run in of_seed.values()] for of_seed in by_arm(runs).values()]
-    keys = dict.fromkeys(key for of_arm in facts for of_run in of_arm for key in of_run)
-
-    def text(key: str, of_arm: Sequence[Mapping]) -> str:
-        values = (json.dumps(of_run[key]) if key in of_run else "-" for of_run in of_arm)
-        return ", ".join(dict.fromkeys(values))
-
-    table = {key: [text(key, of_arm) for of_arm in facts] for key in keys}
+    table = {
+        key: [
+            ", ".join(dict.fromkeys(of_run.get(key, "-") for of_run in of_arm)) for of_arm in facts
+        ]
+        for key in dict.fromkeys(key for of_arm in facts for of_run in of_arm for key in of_run)
+    }
     return {key: texts for key, texts in table.items() if len(set(texts)) > 1}
 
 
-def _facts(run: Run) -> dict[str, object]:
+def _facts(run: Run) -> dict[str, str]:
     start = run.starts[-1] if run.starts else {}
-    return run.config | flatten({key: start[key] for key in CODE if key in start})
+    facts = run.config | flatten({key: start[key] for key in CODE if key in start})
+    return {key: json.dumps(value) for key, value in facts.items()}
 
 
 def samples(runs: Mapping[str, Run]) -> list[list[str]]:
@@ -80,16 +66,15 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
 
     They are of its first and its last rollouts/<step>.jsonl.gz: one to each of the first problems.
     """
-    found: dict[str, list[list[str]]] = {}
+    found, arms = [], set()
     for label, run in runs.items():
-        if run.workdir and not found.get(run.arm or label):
-            files = (run.workdir / "rollouts").glob("*.jsonl.gz")
-            steps = {name: file for file in files if (name := file.name.split(".")[0]).isdigit()}
-            ends = dict.fromkeys(f(steps, key=int) for f in (min, max)) if steps else ()
-            found[run.arm or label] = [
-                [label, step, *cells] for step in ends for cells in _responses(steps[step])
-            ]
-    return list(itertools.chain.from_iterable(found.values()))
+        files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz") if run.workdir else ()
+        steps = {int(file.name.split(".")[0]): file for file in files}
+        if steps and (arm := run.arm or label) not in arms:
+            arms.add(arm)
+            for step in dict.fromkeys((min(steps), max(steps))):
+                found += [[label, str(step), *cells] for cells in _responses(steps[step])]
+    return found
 
 
 def _responses(path: pathlib.Path) -> list[list[str]]:
@@ -101,14 +86,10 @@ def _responses(path: pathlib.Path) -> list[list[str]]:
         [
             shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARACTERS),
             shortened(row["response"], limit=SHOWN_CHARACTERS),
-            f"{verdict(row)}: {row['prediction']}, answer {row['ground_truth']}",
+            f"{'right' if row['correct'] else 'truncated' if row['truncated'] else 'wrong'}: "
+            f"{row['prediction']}, answer {row['ground_truth']}",
             f"{row['tokens']:,}",
             f"{row['reward']:.3g}",
         ]
         for row in rows
     ]
-
-
-def verdict(row: Mapping) -> str:
-    """Names the end of a response; "truncated" is one that is cut off and not right."""
-    return "right" if row["correct"] else "truncated" if row["truncated"] else "wrong"

@@ -4,10 +4,8 @@ Row s of metrics.jsonl describes responses of the policy after s finished steps,
 the policy after n: both share the axis "finished rollout steps".
 """
 
-import collections
 import dataclasses
 import datetime
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -51,18 +49,11 @@ class Run:
 def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     """Reads metrics.jsonl, eval/*.json, config.json and starts.jsonl; only the first is required.
 
-    Raises FileNotFoundError for a folder without metrics.jsonl, ValueError for one without rows
-    and for a broken file, with its name.
+    Raises FileNotFoundError without metrics.jsonl, ValueError without a row and for a broken file.
     """
     workdir = pathlib.Path(workdir)
     path, config_path = workdir / "metrics.jsonl", workdir / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: --workdir={workdir} holds no training run")
-    rows = [
-        {key: value for key, value in row.items() if not isinstance(value, str)}  # no digests
-        for row in read_rows(path)
-    ]
-    if not rows:
+    if not (rows := read_rows(path)):
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
@@ -72,14 +63,10 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
 def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
     """Reads the runs of a sweep's folder (dapo_jax.sweep): label -> run, arm by arm, seed by seed.
 
-    Leaves out runs without a finished step. Raises FileNotFoundError for a folder without
-    sweep.json, ValueError for a broken file, with its name.
+    Leaves out runs without a finished step. Raises ValueError for a broken file.
     """
-    folder = pathlib.Path(folder)
-    path = folder / "sweep.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: {folder} holds no sweep")
-    plan, runs = read_json(path), {}
+    folder, runs = pathlib.Path(folder), {}
+    plan = read_json(folder / "sweep.json")
     for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
         path = folder / label / "metrics.jsonl"
         if path.is_file() and read_rows(path):
@@ -94,11 +81,7 @@ def sweep_label(arm: str, seed: int | None) -> str:
 
 def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
     curves: dict[tuple[str, str], dict[int, float]] = {}
-    results = {path: read_json(path) for path in folder.glob("[0-9]*.json")}
-    for path, result in results.items():
-        if type(result.get("step")) is not int or not isinstance(result.get("sets"), dict):
-            raise ValueError(f"{path} is no evaluation: it needs an integer 'step' and 'sets'")
-    for result in sorted(results.values(), key=lambda result: result["step"]):
+    for result in sorted(map(read_json, folder.glob("[0-9]*.json")), key=lambda it: it["step"]):
         label = result.get("label")  # only results of `evaluate` have one
         for name, metrics in result["sets"].items():
             name = f"{name} {label}" if label else name
@@ -119,37 +102,11 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def labelled(paths: Sequence[str | pathlib.Path], *, parts: int = 1) -> dict[str, pathlib.Path]:
-    """Distinct paths by their last `parts`; by the whole path where two share these."""
-    found = list(dict.fromkeys(pathlib.Path(path).resolve() for path in paths))
-    names = ["/".join(path.parts[-parts:]) for path in found]
-    return {
-        name if names.count(name) == 1 else str(path): path
-        for name, path in zip(names, found, strict=True)
-    }
-
-
-def merged(parts: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
-    """Joins the runs of several folders and files (part -> label -> run) under distinct labels.
-
-    Labels and arms that two parts share get the name of their part. A run without an arm is an arm
-    of its own, named by its label.
-    """
-    arms = collections.Counter(
-        arm for part in parts.values() for arm in {run.arm or label for label, run in part.items()}
-    )
-    result = {}
-    for name, part in parts.items():
-        for label, run in part.items():
-            if arms[run.arm or label] > 1:
-                arm = f"{name}: {run.arm}" if run.arm else ""
-                label, run = f"{name}: {label}", dataclasses.replace(run, arm=arm)
-            result[label] = run
-    return result
-
-
 def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int | None, Run]]:
-    """Groups runs by label: arm -> seed -> run, both in order of first appearance."""
+    """Groups runs by label: arm -> seed -> run, both in order of first appearance.
+
+    A run without an arm is an arm of its own, named by its label.
+    """
     arms: dict[str, dict[int | None, Run]] = {}
     for label, run in runs.items():
         arms.setdefault(run.arm or label, {})[run.seed] = run
@@ -173,8 +130,7 @@ def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
 
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
     """The rows' values of a key, [rows] float64, NaN where missing."""
-    values = [row.get(key) for row in rows]
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    return np.array([row.get(key) for row in rows], dtype=np.float64)  # of None makes NaN
 
 
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
@@ -241,7 +197,6 @@ def totals(run: Run) -> dict[str, str]:
     known = tokens_before(run.rows).values()
     tokens = max(known) - min(known)  # a fork's own
     skipped, idle = np.nansum(column(run.rows, "updates_skipped")), idle_steps(run)
-    commit = run.starts and run.starts[-1].get("commit")
     found = {
         "rollout steps": str(len(run.rows)),
         "wall time": seconds > 0 and str(datetime.timedelta(seconds=round(wall))),
@@ -250,7 +205,7 @@ def totals(run: Run) -> dict[str, str]:
         "steps without an update": idle > 0 and str(idle),
         "updates skipped": skipped > 0 and f"{skipped:.0f}",
         "starts": len(run.starts) > 1 and str(len(run.starts)),
-        "commit": commit and commit_text(run.starts[-1]),
+        "commit": run.starts and run.starts[-1].get("commit") and commit_text(run.starts[-1]),
     }
     return {name: text for name, text in found.items() if text}
 

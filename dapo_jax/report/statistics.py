@@ -1,8 +1,8 @@
 """Statistics of a few seeds: spreads, intervals with p-values, Holm's correction.
 
-Pure functions on arrays. Two arms that share a seed share prompts and sampling noise until their
-policies differ, so that the difference on one seed spreads less than either arm. The quantiles are
-SciPy's; its tests return NaN where all seeds are equal.
+Two arms that share a seed share prompts and sampling noise until their policies differ, so that the
+difference on one seed spreads less than either arm. SciPy's own tests return NaN where all seeds
+are equal.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from scipy.special import stdtr, stdtrit
 
 CONFIDENCE = 0.95
 LAST_ROWS = 10
-ROUNDING = 1e-9  # of the values: a smaller difference is rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +23,9 @@ class Interval:
     """
 
     difference: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
     p: float = math.nan
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval's width."""
-        return (self.high - self.low) / 2
 
     @property
     def excludes_zero(self) -> bool:
@@ -44,7 +38,6 @@ def last_mean(values) -> float:
 
     values: [rows], NaN where missing. NaN where none of them is there.
     """
-    values = np.asarray(values, np.float64)
     return nan_mean(values[-max(1, min(LAST_ROWS, len(values) // 3)) :])
 
 
@@ -53,12 +46,6 @@ def nan_mean(values) -> float:
     values = np.asarray(values, np.float64)
     values = values[~np.isnan(values)]
     return float(values.mean()) if len(values) else math.nan
-
-
-def spread(values) -> float:
-    """Returns the standard deviation of a sample (n - 1); NaN for fewer than two values."""
-    values = np.asarray(values, np.float64)
-    return float(values.std(ddof=1)) if len(values) > 1 else math.nan
 
 
 def paired_share_interval(a_P, b_P) -> Interval:
@@ -71,10 +58,10 @@ def paired_share_interval(a_P, b_P) -> Interval:
     d_P = np.asarray(a_P, np.float64) - np.asarray(b_P, np.float64)
     P, m = len(d_P), np.count_nonzero(d_P)
     if P < 2:
-        return Interval(nan_mean(d_P), math.nan, math.nan)
+        return Interval(nan_mean(d_P))
     one_more = max(np.abs(d_P).mean(), 2 / P) - d_P.mean() ** 2
-    v = (m * spread(d_P) ** 2 + one_more) / (m + 1)
-    return _around(d_P.mean(), math.sqrt(v / P), P - 1)
+    v = (m * d_P.var(ddof=1) + one_more) / (m + 1)
+    return _student(d_P.mean(), math.sqrt(v / P), P - 1)
 
 
 def paired_interval(a_S, b_S) -> Interval:
@@ -82,13 +69,10 @@ def paired_interval(a_S, b_S) -> Interval:
 
     d = mean(a - b), d -+ t(n - 1) sd(a - b) / sqrt(n). a_S, b_S: [seeds], in the same order.
     """
-    a_S, b_S = np.asarray(a_S, np.float64), np.asarray(b_S, np.float64)
-    d_S, n = a_S - b_S, len(a_S)
-    if n < 2:
-        return Interval(nan_mean(d_S), math.nan, math.nan)
-    sd = spread(d_S)
-    sd = 0.0 if sd < ROUNDING * max(np.abs(a_S).max(), np.abs(b_S).max()) else sd
-    return _around(d_S.mean(), sd / math.sqrt(n), n - 1)
+    d_S = np.asarray(a_S, np.float64) - np.asarray(b_S, np.float64)
+    if len(d_S) < 2:
+        return Interval(nan_mean(d_S))
+    return _student(d_S.mean(), d_S.std(ddof=1) / math.sqrt(len(d_S)), len(d_S) - 1)
 
 
 def pooled_interval(value_AS, a: int, b: int) -> Interval:
@@ -102,11 +86,10 @@ def pooled_interval(value_AS, a: int, b: int) -> Interval:
     A, S = value_AS.shape
     mean_A, freedom = value_AS.mean(axis=1), (A - 1) * (S - 1)
     if freedom < 1:
-        return Interval(float(mean_A[a] - mean_A[b]), math.nan, math.nan)
+        return Interval(float(mean_A[a] - mean_A[b]))
     e_AS = value_AS - mean_A[:, None] - value_AS.mean(axis=0) + value_AS.mean()
-    sd = math.sqrt((e_AS**2).sum() / freedom)
-    sd = 0.0 if sd < ROUNDING * np.abs(value_AS).max() else sd
-    return _around(mean_A[a] - mean_A[b], sd * math.sqrt(2 / S), freedom)
+    error = math.sqrt((e_AS**2).sum() / freedom * 2 / S)
+    return _student(mean_A[a] - mean_A[b], error, freedom)
 
 
 def holm(p_N) -> np.ndarray:
@@ -122,12 +105,9 @@ def holm(p_N) -> np.ndarray:
     return np.minimum(held_N, 1.0)
 
 
-def quantile(freedom: float) -> float:
-    """Returns Student's t with a mass of 1 - CONFIDENCE beyond it on both sides together."""
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
-
-
-def _around(difference: float, error: float, freedom: float) -> Interval:
-    difference, half_width = float(difference), quantile(freedom) * error
+def _student(difference: float, error: float, freedom: float) -> Interval:
+    """Student's interval of a difference with this standard error, and its p-value."""
+    difference, error = float(difference), float(error)
+    half_width = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
     p = 2 * float(stdtr(freedom, -abs(difference) / error)) if error else float(not difference)
     return Interval(difference, difference - half_width, difference + half_width, p)

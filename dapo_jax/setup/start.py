@@ -27,7 +27,7 @@ from dapo_jax.cli import compile_cache, failures
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
 from dapo_jax.logs.alarms import Alarms, require_finite
-from dapo_jax.logs.files import locked, read_json, read_rows, read_starts, remove_leftovers
+from dapo_jax.logs.files import locked, read_json, read_rows, read_starts
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.logs.record import Record
@@ -218,8 +218,7 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
 def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
     """Makes the folders this run's until the stack is closed, before anything is written to them.
 
-    Half-written files of dead processes are removed. ValueError on all processes where a live run
-    has the folders.
+    ValueError on all processes where a live run has them.
     """
 
     def lock():
@@ -227,7 +226,6 @@ def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         places = {workdir.resolve(), pathlib.Path(elsewhere or workdir).resolve()}
         for place in places if "://" not in elsewhere else {workdir}:
             stack.enter_context(locked(place))
-        remove_leftovers(workdir)
 
     hosts.on_main(lock)
 
@@ -246,12 +244,7 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
             failures.telling_saved_steps(run.checkpoints.latest_step, run.checkpoints.directory)
         )
         run.snapshots = stack.enter_context(
-            Snapshots(
-                run.checkpoints,
-                every_steps=c.every_steps,
-                say=print,
-                on_failed_save=c.on_failed_save,
-            )
+            Snapshots(run.checkpoints, every_steps=c.every_steps, say=print)
         )
     elif directory.is_dir():
         run.checkpoints = Checkpoints(directory, keep=None)
@@ -328,9 +321,7 @@ def _fork(run: Run, ours: dict) -> tuple[epath.Path, dict]:
     same = functools.partial(fingerprint.require_parent, ours=ours)
     run.step = run.parent.step
     try:
-        run.state, progress = checkpoints.restore(
-            run.step, run.programs.state, require=same, report=logging.warning
-        )
+        run.state, progress = checkpoints.restore(run.step, run.programs.state, require=same)
     except (FileNotFoundError, DamagedError) as error:
         raise type(error)(f"--start={run.parent}: {error}. {_kept(config)}") from error
     finally:
@@ -351,7 +342,7 @@ def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
             about={"origin": run.parent and str(run.parent), **hub.record()},
         )
     )
-    say, run.snapshots.say = run.record.display, run.record.display.last_line
+    say, run.snapshots.say = run.record.display, run.record.display.line
     say.line("\n".join(banner(run)))
     run.alarms = Alarms(config, programs.state, vocab_size=run.tokenizer.vocab_size, say=say.line)
     run.sets = run.data.eval_sets if config.eval.every_steps > 0 else {}

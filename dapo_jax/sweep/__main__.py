@@ -7,7 +7,6 @@ The same command resumes. Exit status: 0: all runs are done. 75: stopped by a si
 command again. 1: some runs failed, which are listed.
 """
 
-import functools
 import pathlib
 import re
 import shlex
@@ -30,73 +29,53 @@ from dapo_jax.sweep.runner import LOG, TRAIN, Runner
 from sharding import hosts
 
 
-def sweep(
-    plan: Plan,
-    folder: pathlib.Path,
-    *,
-    jobs: int,
-    retries: int,
-    baseline: str,
-    program: Sequence[str] = TRAIN,
-) -> None:
+def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, program: Sequence[str] = TRAIN) -> None:
     """Runs the plan's points in the folder; SystemExit with 75 when stopped, 1 for failures.
 
     program: a command, which gets each point's arguments.
     """
-    say = functools.partial(print, flush=True)  # also where the output is a file
     with locked(folder):
-        plans.check_same(plan, folder)
-        plans.write(plan, folder)
+        plans.record(plan, folder)
         points = plan.points(folder, single_device=jobs > 1)
-        runner = Runner(points, jobs=jobs, retries=retries, program=program, say=say)
-        done = f"; {runner.done} of {len(points)} runs are done" if runner.done else ""
-        say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {jobs} at once{done}")
+        runner = Runner(points, jobs=jobs, program=program)
+        text = f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {jobs} at once; "
+        print(text + f"{runner.done} of {len(points)} runs are done", flush=True)
         with Signals(runner.stop):
             runner.run()
         if runner.stopped:
             print(f"stopped; the same command goes on with {folder}", file=sys.stderr)
             raise SystemExit(hosts.RETRYABLE)
-        say(write_tables(folder, plan, baseline))
-    for point, error in runner.failed.items():
-        print(f"failed: {point.workdir / LOG}: {error[-1]}", file=sys.stderr)
+        print(write_tables(folder, plan))
+    for point in runner.failed:
+        print(f"failed: {point.workdir / LOG}", file=sys.stderr)
     if runner.failed:
         raise SystemExit(1)
 
 
-def write_tables(folder: pathlib.Path, plan: Plan, baseline: str) -> str:
+def write_tables(folder: pathlib.Path, plan: Plan) -> str:
     """Writes rows.jsonl.gz, summary.md and the page of all runs; returns the summary, and where."""
     runs, rows = load_sweep(folder), folder / "rows.jsonl.gz"
+    if not runs:
+        return "no run has finished a step"
     write_rows(rows, runs)
-    text = markdown(read_rows_file(rows), baseline=baseline, title=f"Sweep of {plan.config}")
+    text = markdown(read_rows_file(rows), title=f"Sweep of {plan.config}")
     with atomic_file(folder / "summary.md") as file:
         file.write(text.encode())
-    places = [f"rows: {rows}", f"tables: {folder / 'summary.md'}"]
-    if runs:
-        places.append(f"page: {write_report(folder, runs, baseline=baseline)}")
-    return "\n".join([text, "   ".join(places)])
+    page = write_report(folder, runs)
+    return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}   page: {page}"
 
 
 def launch_lines(template: str, points: Sequence[Point]) -> list[str]:
     """Fills {command}, {config}, {flags}, {workdir}, {arm}, {seed} and {name} in for each point.
 
     config: FILE[:PRESET]. flags: the others but --workdir. name: of lower-case letters, digits and
-    dashes. Values are quoted for a shell where they need it. Raises ValueError for another name in
-    braces, and for two points of one {name}, which a pod would take for one run.
+    dashes. Values are quoted for a shell where they need it. Raises ValueError for two points of
+    one {name}, which a pod would take for one run.
     """
-    lines, arm_of = [], {}
-    for point in points:
-        values = _values(point)
-        for name in re.findall(r"\{(\w+)\}", template):
-            if name not in values:
-                raise ValueError(f"--launch has {{{name}}}; there are {{{'}, {'.join(values)}}}")
-        other = arm_of.setdefault(values["name"], point.arm)
-        if other != point.arm and "{name}" in template:
-            raise ValueError(
-                f"--launch: arms {other!r} and {point.arm!r} both have {{name}} "
-                f"{values['name']!r}: give one another name by --arm"
-            )
-        lines.append(re.sub(r"\{(\w+)\}", lambda match, v=values: v[match[1]], template))
-    return lines
+    values = [_values(point) for point in points]
+    if "{name}" in template and len({of["name"] for of in values}) < len(values):
+        raise ValueError("--launch: two runs have one {name}: give other names by --arm")
+    return [template.format_map(of) for of in values]
 
 
 def _values(point: Point) -> dict[str, str]:
@@ -124,13 +103,10 @@ def main(_: list[str]) -> None:
         start=values.start,
     )
     folder = pathlib.Path(values.workdir)
-    if values.baseline and values.baseline not in plan.arms:
-        raise ValueError(f"--baseline={values.baseline} is no arm: {', '.join(plan.arms)}")
     if values.launch:
-        plans.check_same(plan, folder)
         print("\n".join(launch_lines(values.launch, plan.points(folder))))
     else:
-        sweep(plan, folder, jobs=values.jobs, retries=values.retries, baseline=values.baseline)
+        sweep(plan, folder, jobs=values.jobs)
 
 
 if __name__ == "__main__":
@@ -142,8 +118,6 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("arm", [], '"NAME: KEY=V KEY=V": settings that go together; repeat.')
     flags.DEFINE_string("seeds", "5", "How many (from 0), or a list: 0,3,7.")
     flags.DEFINE_integer("jobs", 1, "Runs at once, each on its share of the cores.", lower_bound=1)
-    flags.DEFINE_integer("retries", 1, "How often a failed run is run again.", lower_bound=0)
-    flags.DEFINE_string("baseline", "", "The arm that others are compared with; '': the first.")
     flags.DEFINE_string("start", "", "run:PATH@STEP, passed on; {seed} in it is each run's.")
     flags.DEFINE_string("launch", "", "Print a command a run, from this template, and run none.")
     command.run(main)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from dapo_jax.cli import failures
-from dapo_jax.logs.files import LOCK, Rows, atomic_file, locked, read_rows, remove_leftovers
+from dapo_jax.logs.files import LOCK, Rows, atomic_file, locked, read_rows
 from dapo_jax.logs.metrics import untimed
 from dapo_jax.setup import checks
 from experiments.faults.config import get_config
@@ -156,10 +156,10 @@ def holder(folder: pathlib.Path) -> Iterator[subprocess.Popen]:
 
 
 def tried(folder: pathlib.Path) -> str:
-    """Takes the lock, and what its taker then removes; the refusal, "" where there was none."""
+    """Takes the lock, and writes a file; the refusal, "" where there was none."""
     try:
-        with locked(folder):
-            remove_leftovers(folder)
+        with locked(folder), atomic_file(folder / "eval" / "3.json") as file:
+            file.write(b"{}")
     except ValueError as error:
         return str(error)
     return ""
@@ -179,14 +179,14 @@ def locked_by_a_live_run(folder: pathlib.Path, chance: random.Random) -> Outcome
 
 
 def locked_by_a_dead_run(folder: pathlib.Path, chance: random.Random) -> Outcome:
-    """The lock of a killed one is taken over at once; what it had half-written goes."""
+    """The lock of a killed one is taken over at once, and its half-written file replaced."""
     with holder(folder) as process:
         process.kill()
         process.wait()
         before = list(folder.glob("eval/*.tmp"))
         message = tried(folder)
-    left = list(folder.glob("eval/*"))
-    free = len(before) == 1 and not message and not left
+    left = [path.name for path in folder.glob("eval/*")]
+    free = len(before) == 1 and not message and left == ["3.json"]
     return Outcome("kill -9 with the lock", free, None, "" if free else f"{message}{left}")
 
 

@@ -6,7 +6,8 @@ python -m experiments.tiny_dapo.compare --workdir=runs/dapo_0 --workdir=runs/grp
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.report.runs import Run, labelled, load_run, tokens_before
+from dapo_jax.report.__main__ import load
+from dapo_jax.report.runs import Run, tokens_before
 
 METRIC = ("arithmetic", "mean@8")
 
@@ -37,8 +38,7 @@ def table(runs: dict[str, Run]) -> list[str]:
 
 
 def main(_):
-    runs = {label: load_run(folder) for label, folder in labelled(WORKDIRS.value).items()}
-    print("\n".join(table(runs)))
+    print("\n".join(table(load(WORKDIRS.value))))
 
 
 if __name__ == "__main__":
