@@ -62,8 +62,9 @@ def digests(workdir, step):
 def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, step):
     """Scores and responses bit for bit, from programs that know the sets' samplings only."""
     config = two_sets()
-    programs = components.programs(config, components.tokenizer(config).vocab_size)
-    sets = components.load_data(config, components.tokenizer(config), training=False).eval_sets
+    tokenizer = components.tokenizer(config)
+    programs = components.programs(config, tokenizer.vocab_size)
+    sets = components.load_data(config, tokenizer, training=False).eval_sets
     params = programs.start_params()
     if step:
         params = Checkpoints(riding / "checkpoints", keep=9).restore(step, programs.state)[0].params
@@ -71,7 +72,7 @@ def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, ste
     def keep(name, groups):
         write_responses(tmp_path, f"{step}.{name}", groups)
 
-    weights, streams = programs.reshard(params, None), components.streams(config, sets)
+    weights, streams = programs.reshard(params, None), components.eval_streams(config, tokenizer)
     session = train.Session(programs.engine, weights, *streams)
     with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=print, keep=keep)
