@@ -116,11 +116,11 @@ class ScriptedSession:
 
     def step(self, *, more: bool = False) -> list[Group]:
         plan = self._scheduler.next_block(more=more)
-        self.prefilled_prompts += sum(np.sum(call.cursor_R >= 0) for call in plan.prefills)
+        self.prefilled_prompts += sum(np.sum(call.group_R >= 0) for call in plan.prefills)
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
         useful_B, stream_B = np.zeros((2, self._scheduler.cache.slots), int)
         useful_B[plan.slot_N] = used_N
-        stream_B[plan.slot_N] = [self._names[number][0] for number in plan.cursor_N]
+        stream_B[plan.slot_N] = [self._names[number][0] for number in plan.group_N]
         before = set(self.unfinished)
         self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
         finished = sorted(before - set(self.unfinished))

@@ -92,8 +92,7 @@ def main(_):
     print(common.table(["", "useful tokens/s", "engine's real lengths over it"], rows))
     print(
         f"occupancy until the queue was empty {occupancy:.1%}; cache used at most "
-        f"{max(b.cache_use for b in session.blocks):.0%}; sampled twice for lack of pages "
-        f"{session.discarded_tokens} tokens; seconds "
+        f"{max(b.cache_use for b in session.blocks):.0%}; seconds "
         + ", ".join(f"{name} {spent:.2f}" for name, spent in session.seconds.items())
     )
 
