@@ -11,7 +11,6 @@ import pytest
 from conftest import FULL
 
 from dapo_jax.verifier import verify_many
-from dapo_jax.verifier.isolated import PATIENCE
 
 pytestmark = pytest.mark.faults
 COUNT, BATCH = 25_000 if FULL else 100, 500  # a batch is as many answers as a small step has
@@ -93,8 +92,7 @@ def test_hostile_answers_are_graded_right(rules, record_property):
         responses, truths, right = zip(*answers[first : first + BATCH], strict=True)
         began = time.monotonic()
         verdicts = verify_many(responses, truths, rules=rules)
-        # All might be bombs: the first ones take a second each, the others a tenth.
-        assert time.monotonic() - began < 2 * (PATIENCE + 0.2 * len(verdicts))
+        assert time.monotonic() - began < 2 * len(verdicts)  # a bomb takes a second
         for response, truth, correct, verdict in zip(
             responses, truths, right, verdicts, strict=True
         ):

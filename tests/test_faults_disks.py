@@ -20,7 +20,7 @@ from processes import small_files, started, wait_for
 from small_config import get_config
 
 from dapo_jax.cli import failures
-from dapo_jax.logs.files import LOCK, Rows, atomic_file, locked, read_rows, remove_leftovers
+from dapo_jax.logs.files import LOCK, Rows, atomic_file, locked, read_rows
 from dapo_jax.logs.metrics import untimed
 from dapo_jax.setup import checks
 
@@ -133,15 +133,15 @@ def test_a_second_run_is_refused_and_touches_nothing(stopped, tmp_path):
         assert files == set(tmp_path.rglob("*"))
 
 
-def test_the_lock_of_a_killed_run_is_free_and_its_half_files_go(tmp_path):
+def test_the_lock_of_a_killed_run_is_free_and_its_half_files_are_replaced(tmp_path):
     with holding(tmp_path) as (process,):
         assert process.stdout.readline() == "held\n"
         process.kill()
         process.wait()
     assert len([*tmp_path.glob("eval/*.tmp")]) == 1
-    with locked(tmp_path):
-        remove_leftovers(tmp_path)
-    assert not [*tmp_path.glob("eval/*")]
+    with locked(tmp_path), atomic_file(tmp_path / "eval" / "3.json") as file:
+        file.write(b"{}")
+    assert [path.name for path in tmp_path.glob("eval/*")] == ["3.json"]
 
 
 @pytest.mark.parametrize("count", [3] if not FULL else [2, 3, 4])

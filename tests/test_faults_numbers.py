@@ -17,6 +17,7 @@ from small_config import get_config
 
 from configs import base
 from dapo_jax import learner, train
+from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import failures
 from dapo_jax.logs.files import read_rows
 from dapo_jax.sampler import cache
@@ -117,7 +118,7 @@ def test_a_number_in_a_checkpoint_is_refused_by_its_name(seed, config, tmp_path)
     placed = hosts.place(arrays, [leaf.sharding for leaf in leaves])
     row = {"step": 0, "groups/informative": 4, "groups/sampled": 8}
     progress = {"cursor": 8, "sampled_tokens_total": 1, "row": row}
-    checkpoints = components.checkpoints(config, tmp_path, keep=None)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
     checkpoints.save(1, jax.tree.unflatten(structure, placed), progress)
     checkpoints.close()
     assert_refused(config, tmp_path, names[i], saved=["1"])
@@ -144,7 +145,7 @@ def assert_not_wrong_in_silence(config, workdir: pathlib.Path, printed) -> None:
         row = read_rows(workdir / "metrics.jsonl")[-1]
         is_healthy = row["accuracy/mean"] > 0 and not row.get("alarms")
         assert is_healthy or "alarm at step" in printed()
-    checkpoints = components.checkpoints(config, workdir, keep=None)
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
     for step in range(1, (checkpoints.latest_step() or 0) + 1):
         state, _ = checkpoints.restore(step, programs(config).state)
         assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))

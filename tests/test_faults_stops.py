@@ -2,9 +2,9 @@
 
 A stop by a signal (SIGTERM, Ctrl-C, a closed terminal) leaves the newest snapshot saved and all
 processes with status 75. After `kill -9`, or where a process is frozen, the others leave with 75
-within 15 seconds, one line each; the frozen one does when it runs again. An error in the settings
-of one process is status 1 for all. The same command then goes on to the end that an undisturbed
-run has.
+within 15 seconds, or JAX aborts them; so does the frozen one when it runs again. An error in the
+settings of one process is status 1 for all. The same command then goes on to the end that an
+undisturbed run has.
 """
 
 import contextlib
@@ -44,22 +44,28 @@ class Case:
 
     def has_to_say(self, process: int) -> str | None:
         """Returns the pattern of the one line that a process says of the fault."""
-        if self.what == "terminal closed" or (self.what, self.victim) == ("SIGKILL", process):
-            return None  # to whom?
-        gone = "another process (is gone|has ended)"
+        if self.what == "terminal closed" or (self.loses_one and process != self.victim):
+            return None  # to whom? JAX may have aborted it
         return {
-            "SIGKILL": gone,
-            "SIGSTOP": gone,
-            "SIGINT twice": rf"SIGINT again: ended at once|{gone}",
+            "SIGKILL": None,
+            "SIGSTOP": None,
+            "SIGINT twice": "SIGINT again: ended at once",
             "error": r"error: data\.train\.path = 'nowhere' has no prompts",
         }.get(self.what, rf"{self.what}: (\d+ finished steps are saved|stopped, with nothing to)")
 
     @property
-    def statuses(self) -> list[int]:
-        """The statuses with which the processes have to end."""
-        all_of_them = [1 if self.what == "error" else hosts.RETRYABLE] * self.processes
+    def loses_one(self) -> bool:
+        """Returns whether the other processes lose one in silence."""
+        return self.what in ("SIGKILL", "SIGSTOP", "SIGINT twice")
+
+    @property
+    def statuses(self) -> list[set[int]]:
+        """The statuses with which the processes may end."""
+        others = {hosts.RETRYABLE, -signal.SIGABRT} if self.loses_one else {hosts.RETRYABLE}
+        all_of_them = [{1} if self.what == "error" else others] * self.processes
         own = {"SIGKILL": -signal.SIGKILL, "SIGINT twice": 128 + signal.SIGINT}
-        all_of_them[self.victim] = own.get(self.what, all_of_them[self.victim])
+        if self.what in own:
+            all_of_them[self.victim] = {own[self.what]}
         return all_of_them
 
 
@@ -151,7 +157,8 @@ def test_processes_end_alike_and_the_same_command_goes_on(case, tmp_path):
             wait_for(is_ready, seconds=START_SECONDS)
         before = saved_at(tmp_path)
         injected(case, group, terminal)
-        assert [process.returncode for process in group] == case.statuses
+        ends = [process.returncode for process in group]
+        assert all(end in may for end, may in zip(ends, case.statuses, strict=True)), ends
     for i, log in enumerate(logs):
         if line := case.has_to_say(i):
             output = log.read_text()
