@@ -5,12 +5,13 @@ import os
 
 import jax
 import pytest
+from small_config import get_config as small_config
 
 from configs import any_model, base, one_gpu, qwen2_5_0_5b, tiny
 from dapo_jax import learner, train
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.setup.start import open_run
-from experiments.faults.config import get_config as small_config
+from experiments.smollm2 import sums
 
 OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")
 OPEN += ("rollout.cache_mib",)
@@ -160,6 +161,14 @@ def test_a_runs_directory_is_no_models(tmp_path):
     config.model.path = str(tmp_path)
     with pytest.raises(ValueError, match=r"is a run's directory, which --workdir takes"):
         auto_sizes.fit_model(config)
+
+
+def test_the_last_whole_number_of_a_response_is_its_answer():
+    (example, *_), _ = sums.Sums(count=3).load()
+    answers = {"17 + 8 is 25.": "25", "The sum is 1,234": "1234"}
+    answers |= dict.fromkeys(["2.5", "5,6", "none"])
+    for response, prediction in answers.items():
+        assert sums.Sums().grade(response, example).prediction == prediction
 
 
 @pytest.mark.slow
