@@ -1,4 +1,4 @@
-"""Forks: a run that begins with another's checkpoint; and which groups the filter keeps."""
+"""The start of a command, forks first; and which groups the filter keeps."""
 
 import contextlib
 import json
@@ -9,19 +9,17 @@ import types
 import numpy as np
 import processes
 import pytest
-from test_rollout import Script, kept_cursors
-from test_rollout import run as scripted
 from test_train import programs_compiled_once, rows_without_timings, small_config  # noqa: F401
 
 from dapo_jax import algorithm, train
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.store import DamagedError
+from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.logs.files import read_starts
 from dapo_jax.logs.metrics import Step
-from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, tokens_before, totals
 from dapo_jax.rollout import success_by
-from dapo_jax.setup import checks
+from dapo_jax.setup import checks, components, dry_run, policy
+from dapo_jax.setup import start as starts
 from dapo_jax.setup.start import Parent, open_run, parent_of
 from dapo_jax.types import Group, Response, Rollouts, Verdict
 
@@ -73,25 +71,19 @@ def same_rollouts(one: pathlib.Path, other: pathlib.Path, step: int) -> bool:
     return a.read_bytes() == b.read_bytes()
 
 
-def test_a_fork_of_the_same_recipe_continues_as_its_parent_did_bitwise(parent, fork):
+def test_a_fork_of_the_same_config_continues_as_its_parent_did_bitwise(parent, fork):
     """Weights, moments, cursor, counters and noise go on; so do they where the fork is resumed."""
     assert training_rows(fork) == training_rows(parent)[1:]
     assert arrays(fork, 3) == arrays(parent, 3)
     assert all(same_rollouts(parent, fork, step) for step in (1, 2))
-    assert [start["origin"] for start in read_starts(fork / "starts.jsonl")] == [
-        f"run:{parent}@1"
-    ] * 2
+    assert {start["origin"] for start in read_starts(fork / "starts.jsonl")} == {f"run:{parent}@1"}
     assert not list(fork.glob("metrics.cut*"))
-    with pytest.raises(ValueError, match=r"@3, but .* holds a run that began with run:.*@1"):
-        start(recipe(), fork, Parent.parse(f"run:{parent}@3"))
-
-
-def test_a_fork_is_evaluated_before_its_first_step(parent, fork):
-    """All forks of a checkpoint have that point in common, as runs have that of step 0."""
-    assert not (fork / "eval" / "0.json").exists()
+    # It is evaluated before its first step: all forks of a checkpoint have that point in common.
     assert set(load_run(fork).evaluations["arithmetic", "mean@4"]) == {1, 2, 3}
     last, theirs = (json.loads((d / "eval" / "3.json").read_text()) for d in (fork, parent))
     assert last == theirs
+    with pytest.raises(ValueError, match=r"@3, but .* holds a run that began with run:.*@1"):
+        start(recipe(), fork, Parent.parse(f"run:{parent}@3"))
 
 
 def start(config, workdir: pathlib.Path, origin: Parent | None):
@@ -109,16 +101,43 @@ def start(config, workdir: pathlib.Path, origin: Parent | None):
         ({"learner.lora_rank": 4}, 2, r"cannot be forked: learner.lora_rank is 4, but was 0"),
         ({"model.compute_dtype": "bfloat16"}, 2, r"forked: model.compute_dtype is 'bfloat16'"),
         ({"num_steps": 2}, 2, r"num_steps = 2, but --start=run:.*@2 begins after 2 steps"),
-        ({}, 4, r"has no checkpoint 4, only \[1, 2, 3\].*checkpoint.keep = 9"),
+        ({}, 4, r"has no checkpoint 4, only \[1, 2, 3\]"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings, step, message):
-    before = content_of(parent)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        start(recipe(**settings), tmp_path / "new", Parent.parse(f"run:{parent}@{step}"))
+    before, origin = content_of(parent), Parent.parse(f"run:{parent}@{step}")
+    for begin in (start, dry_run.dry_run):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            begin(recipe(**settings), tmp_path / "new", origin)
     assert content_of(parent) == before
     assert not (tmp_path / "new" / "config.json").exists()
+
+
+def test_a_policy_is_refused_before_its_arrays_are_read(parent, monkeypatch):
+    """A run without config.json: the checkpoint's fingerprint names the key, not the arrays."""
+    monkeypatch.setattr(Checkpoints, "_restored", None)
+    saved = Checkpoints(parent / "checkpoints", keep=None)
+    programs = components.programs(recipe(**{"learner.lora_rank": 4}), 384)
+    with pytest.raises(ValueError, match=r"policy: learner\.lora_rank is 4, but was 0"):
+        policy.restored(programs, saved, 2)
+
+
+def test_a_policy_for_the_sampler_is_held_once(parent):
+    """LoRA's start weights lay beside the sampler's for a whole evaluation."""
+    run = open_run(recipe(), parent, "policy", reads="", fit=lambda run: None, step=2)
+    run.start_weights = {}
+    assert run.take_policy()
+    assert run.params is run.start_weights is None
+
+
+def test_processes_with_different_settings_are_refused_by_key(monkeypatch):
+    """One whose sizes are set did not wait where another chose them; evaluations did for ever."""
+    other = json.loads(recipe(**{"rollout.cache_mib": 64}).to_json_best_effort())
+    monkeypatch.setattr(starts.hosts, "gather", lambda config: [config, other])
+    message = "process 1 differs from process 0: rollout.cache_mib is 64, but 3 on process 0"
+    with pytest.raises(ValueError, match=message):
+        open_run(recipe(), None, "policy", reads="evaluation")
 
 
 def test_a_refused_fork_leaves_its_folder_to_any_run(parent, tmp_path):
@@ -186,7 +205,9 @@ def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_
     "text", ["", "runs/a@2", "hf:model@2", "run:a", "run:@2", "run:a@", "run:a@-1", "run:a@newest"]
 )
 def test_any_other_form_of_start_is_refused_in_one_line(text):
-    with pytest.raises(ValueError, match=r"^--start is '.*', but must be run:DIR@STEP: .*$"):
+    with pytest.raises(
+        ValueError, match=r"^--start is '.*', but must be run:DIR@STEP, a run's checkpoint$"
+    ):
         Parent.parse(text)
 
 
@@ -206,61 +227,37 @@ def test_a_fork_needs_a_run(tmp_path):
         with pytest.raises(FileNotFoundError, match=r"config.json is missing, or no run's config"):
             start(recipe(), tmp_path / "new", Parent.parse(f"run:{folder}@2"))
         assert not (tmp_path / "absent").exists()
-    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": "", "keep": 2}}))
-    with pytest.raises(FileNotFoundError, match=r"/checkpoints, where its run had its checkpoints"):
-        start(recipe(), tmp_path / "new", Parent.parse(f"run:{tmp_path}@2"))
-
-
-def test_a_path_may_be_written_in_another_way(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    old, new = {"model": {"path": "a/b"}}, {"model": {"path": str(tmp_path / "a" / "b")}}
-    assert checks.recipe_differences(old, new) == []
-    assert checks.recipe_differences(old, {"model": {"path": "b"}}) == [
-        "model.path is 'b', but was 'a/b'"
-    ]
 
 
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
-        ("someone/tiny", "hf://someone/tiny@1a2b", True),
+        ("a/b", f"{pathlib.Path.cwd() / 'a' / 'b'}", True),
+        ("a/b", "b", False),
+        ("someone/tiny", "hf://someone/tiny@1a2b", True),  # the digests decide on its content
         ("someone/tiny@refs/pr/1", "someone/tiny", True),
         ("hf://datasets/someone/sums/a.jsonl", "hf://datasets/someone/sums@v1/a.jsonl", True),
         ("hf://datasets/someone/sums/a.jsonl", "hf://datasets/someone/sums/b.jsonl", False),
-        ("someone/tiny", "another/tiny", False),
         ("gs://a/tiny", "gs://b/tiny", False),
         ("runs@1/tiny", "runs@2/tiny", False),
     ],
 )
-def test_a_name_on_the_hub_may_have_its_revision_beside_it(one, other, same):
-    """A run whose workdir was lost, and `main` had moved, could not be given its old commit.
-
-    The digests decide whether the content is the same.
-    """
+def test_a_path_may_be_written_in_another_way(one, other, same):
     old, new = {"model": {"path": one}}, {"model": {"path": other}}
-    assert (checks.recipe_differences(old, new) == []) is same
+    found = [] if same else [f"model.path is {other!r}, but was {one!r}"]
+    assert checks.recipe_differences(old, new) == found
 
 
 def test_the_report_of_a_fork_counts_its_own_tokens(tmp_path):
     """Its first row is step 20, and its parent has sampled 1,000 tokens before."""
+    of_rows = {"accuracy/mean": 0.5, "seconds/total": 10.0}
     rows = [
-        {"step": 20, "sampled_tokens_total": 1100, "engine/drawn_tokens": 100, "entropy": 0.5},
-        {"step": 21, "sampled_tokens_total": 1300, "engine/drawn_tokens": 200, "entropy": 0.4},
+        {"step": 20, "sampled_tokens_total": 1100, "engine/drawn_tokens": 100} | of_rows,
+        {"step": 21, "sampled_tokens_total": 1300, "engine/drawn_tokens": 200} | of_rows,
     ]
-    rows = [{**row, "accuracy/mean": 0.5, "seconds/total": 10.0} for row in rows]
     assert tokens_before(rows) == {20: 1000.0, 21: 1100.0, 22: 1300.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "eval").mkdir()
-    for step in (20, 22):
-        result = {"step": step, "sets": {"a": {"mean@8": 0.5}}}
-        (tmp_path / "eval" / f"{step}.json").write_text(json.dumps(result))
-    run = load_run(tmp_path)
-    assert totals(run)["sampled tokens"] == "300"
-    assert totals(run)["sampled tokens per second"] == "15"
-    (axes,) = (ax for ax in plots.curves({"fork": run}).axes if "entropy" in ax.get_title("left"))
-    assert axes.lines[0].get_xdata().tolist() == [20, 21]
-    *_, scores = plots.accuracy_vs_tokens({"fork": run}).axes
-    assert scores.lines[0].get_xdata().tolist() == [1000.0, 1300.0]
+    assert totals(load_run(tmp_path))["sampled tokens"] == "300"
 
 
 # algo.filter_groups
@@ -291,34 +288,17 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("rule", algorithm.FILTERS)
-def test_the_filter_keeps_what_its_rule_says(rule):
-    for example, *kept in GROUPS:
-        marked = success_by(rule, **OVERLONG)(example)
-        assert algorithm.informative_groups(marked[None])[0] == kept[rule == "reward"]
-
-
-@pytest.mark.parametrize(("rule", "informative"), [("correctness", 2), ("reward", 5)])
-def test_the_metric_counts_what_the_filter_calls_informative(rule, informative):
+def test_the_filter_keeps_what_its_rule_says_and_the_metric_counts_that(rule):
+    expected = [kept[rule == "reward"] for _, *kept in GROUPS]
     groups = [example for example, *_ in GROUPS]
+    marked_PG = np.stack([success_by(rule, **OVERLONG)(example) for example in groups])
+    assert algorithm.informative_groups(marked_PG).tolist() == expected
     rollouts = Rollouts(groups, np.arange(0), 0, 0, None)
-    reward_PG = algorithm.shaped_reward(
-        rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG, **OVERLONG
-    )
     config = types.SimpleNamespace(algo=types.SimpleNamespace(filter_groups=rule))
-    step = Step(config, 0, rollouts, reward_PG, [], 0.0, 0, {})
-    assert step.varied.sum() == informative
-
-
-@pytest.mark.parametrize(("rule", "kept"), [("correctness", [1, 4]), ("reward", [0, 1])])
-def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
-    """The first group is all wrong, of unequal lengths."""
-    correct_PG = np.array([[0, 0], [1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], bool)
-    length_PG = np.array([[3, 8], [2, 2], [3, 3], [4, 4], [3, 3], [1, 1]])
-    found = scripted(
-        Script(correct_PG, length_PG), num_prompts=2, success=success_by(rule, **OVERLONG)
+    reward_PG = train.reward(
+        recipe(**{"rollout.max_response_tokens": 10, "algo.overlong_cache_tokens": 4}), rollouts
     )
-    assert kept_cursors(found) == kept
-    assert found.cursor == kept[-1] + 1
+    assert Step(config, 0, rollouts, reward_PG, [], 0.0, {}).varied.tolist() == expected
 
 
 # Real processes
@@ -379,7 +359,6 @@ def test_two_processes_fork_as_one_does_bitwise(tmp_path):
 
 
 def test_the_last_step_of_a_decaying_rate_stays(tmp_path):
-    """A run of two steps was given a third, behind a rate that had ended at zero."""
     config = small_config()
     config.learner.decay = "linear"
     (tmp_path / "config.json").write_text(config.to_json_best_effort())

@@ -39,17 +39,12 @@ OPTIONAL = (
 )
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
 STEPS = 3
-TIMINGS = CLOCKED
 MADE, UPDATES = {}, {}  # programs, of this module and of others that use the fixture
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_compiled_once():
-    """Runs of one config share their programs; decoding has one, for all slots.
-
-    test_engine.py compares the programs for fewer slots; in test_processes.py another process
-    resumes, with programs of its own.
-    """
+    """Runs of one config share their programs; decoding has one, for all slots."""
     make, compile_anew = components.programs, components.Programs.compile_update
 
     def programs(config, vocab_size, devices=None):
@@ -70,11 +65,7 @@ def programs_compiled_once():
 
 
 def small_config(preset: str = ""):
-    """Makes configs/tiny.py small: a handful of prompts, the shipped base, so some answers right.
-
-    All runs here have its shapes, so that its programs are compiled once. The cache has slots for
-    a part of the step only, so that slots are filled again.
-    """
+    """Makes configs/tiny.py small; the cache has slots for a part of the step only."""
     config = tiny.get_config(preset)
     config.num_steps = STEPS
     config.data.train.count = 200
@@ -95,7 +86,7 @@ def small_config(preset: str = ""):
 
 def rows_without_timings(workdir: pathlib.Path):
     return [
-        {k: v for k, v in row.items() if not k.startswith(TIMINGS)}
+        {k: v for k, v in row.items() if not k.startswith(CLOCKED)}
         for row in read_rows(workdir / "metrics.jsonl")
     ]
 
@@ -117,10 +108,8 @@ def test_a_run_writes_what_it_promises(finished):
     for row in rows:
         assert set(row) >= EXPECTED_KEYS
         assert set(row) & FIRST == (FIRST if row["step"] == 0 else set())
-        assert row["ratio_gap"] < 1e-4
-        assert row["updates"] == 2
-        assert row["grad_norm"] > 0
-        assert row["updates_skipped"] == 0
+        assert (row["updates"], row["updates_skipped"]) == (2, 0)
+        assert row["ratio_gap"] < 1e-4 and row["grad_norm"] > 0
         assert row["engine/requests"] == 8 * (row["groups/sampled"] + row["groups/cancelled"])
         assert row["groups/informative"] == 4  # a step ends with the last one that it needs
         assert 0 < row["engine/occupancy"] <= 1
@@ -134,8 +123,7 @@ def test_a_run_writes_what_it_promises(finished):
     scores = json.loads((finished / "eval" / "2.json").read_text())["sets"]["arithmetic"]
     assert rows[2]["eval/arithmetic/mean@4"] == scores["mean@4"]
     assert len([*(finished / "profile").rglob("*.xplane.pb")]) == 1
-    for name in ("config.json", "curves.png", "eval/0.json", "eval/2.json", "eval/3.json"):
-        assert (finished / name).stat().st_size > 0
+    assert all((finished / name).stat().st_size for name in ("curves.png", "eval/3.json"))
     with gzip.open(finished / "rollouts" / "2.jsonl.gz", "rt") as file:
         responses = [json.loads(line) for line in file]
     assert len(responses) == 8 * rows[2]["groups/sampled"]
@@ -166,14 +154,8 @@ def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
     (run / "metrics.jsonl").write_text(first + "\n")
     train.train(small_config(), run)
     assert rows_without_timings(run) == rows_without_timings(finished)
-
-
-def test_a_finished_run_that_lost_its_metrics_says_so(finished, tmp_path, capsys):
-    """It was an error, though a run that has not finished goes on."""
-    run = shutil.copytree(finished, tmp_path / "run")
-    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").unlink()  # of the finished run: the checkpoint has the last row
     train.train(small_config(), run)
-    assert "metrics.jsonl" in capsys.readouterr().out
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [2]
 
 
@@ -190,7 +172,7 @@ def test_a_finished_run_that_lost_its_metrics_says_so(finished, tmp_path, capsys
 def test_another_config_in_the_same_directory_is_refused(
     finished, tmp_path, settings, message, lost
 ):
-    """Without config.json any config was called finished: the checkpoint has it too."""
+    """Without config.json the checkpoint has it."""
     run = shutil.copytree(finished, tmp_path / "run")
     for name in lost:
         (run / name).unlink()
@@ -238,7 +220,6 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
 
 
 def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, capsys, monkeypatch):
-    """The model was loaded and everything compiled, to do nothing."""
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     monkeypatch.setattr(train.start, "open_run", None)  # nothing is opened
     train.train(small_config(), finished)
@@ -296,10 +277,7 @@ def test_generation_cap_stops_cleanly_or_trains_on(tmp_path):
 
 @pytest.mark.slow
 def test_an_alarm_is_said_once_and_a_resumed_run_counts_on(tmp_path, capsys):
-    """Rules that find no answer: accuracy 0 to the end, and the advice was to sample more.
-
-    The line comes with the second such step, which a resumed run takes, and names the rules.
-    """
+    """Rules that find no answer: the line comes with the second step, which a resumed run takes."""
     for steps in (1, 2):
         config = small_config()
         config.num_steps = steps
@@ -311,16 +289,14 @@ def test_an_alarm_is_said_once_and_a_resumed_run_counts_on(tmp_path, capsys):
         lines = [s for s in capsys.readouterr().out.splitlines() if s.startswith("alarm")]
         assert len(lines) == steps - 1
     rows = read_rows(tmp_path / "metrics.jsonl")
-    assert [row["alarm/no_answers"] for row in rows] == [1, 2]
-    assert [row["alarms"] for row in rows] == [0, 1]
-    assert [row["updates"] for row in rows] == [0, 0]
+    found = [(row["alarm/no_answers"], row["alarms"], row["updates"]) for row in rows]
+    assert found == [(1, 0, 0), (2, 1, 0)]
     assert lines[0].startswith("alarm at step 1 (2 steps in a row): 100% of the responses have no")
-    assert "rules = 'strict_box'" in lines[0]
-    assert "generation" not in lines[0]
+    assert "rules = 'strict_box'" in lines[0] and "generation" not in lines[0]
 
 
 def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path, monkeypatch):
-    """Every gradient NaN: the run went on to its end at status 0 and with the start's weights."""
+    """Every gradient is NaN."""
     nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
     monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
     config = small_config()
@@ -339,10 +315,7 @@ def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path,
 
 
 def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
-    """An infinite second moment divides all steps by infinity: loss and gradient stay finite.
-
-    Only the state itself tells. Such a run went on without learning, and was saved.
-    """
+    """An infinite second moment divides all steps by infinity: loss and gradient stay finite."""
     take = train.update
 
     def overflowing(*args):
@@ -416,19 +389,11 @@ def test_scores_by_hand():
     assert scores["no_answer_fraction"] == pytest.approx(2 / 8)
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
-    assert evaluate.pass_at_k(5, 2, 1) == pytest.approx(0.4)
-    assert evaluate.pass_at_k(5, 2, 3) == pytest.approx(1 - 1 / 10)
-    assert evaluate.pass_at_k(5, 0, 5) == 0.0
-    assert evaluate.pass_at_k(5, 5, 1) == 1.0
-
-
 def test_nobody_votes_for_no_answer():
-    assert not evaluate.majority_is_correct([Verdict(False, None, "")] * 3)
     for empty in (None, "", " "):
-        assert evaluate.majority_is_correct(
-            [Verdict(False, empty, "")] * 3 + [Verdict(True, "7", "")]
-        )
+        silent = [Verdict(False, empty, "")] * 3
+        assert evaluate.majority_is_correct([*silent, Verdict(True, "7", "")])
+        assert not evaluate.majority_is_correct(silent)
 
 
 def test_minibatches_cover_the_kept_groups_once():
