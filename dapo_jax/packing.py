@@ -160,11 +160,6 @@ def fill(
     return batch
 
 
-def keys_seen(batch: Batch) -> np.ndarray:
-    """Counts the entries that those of each row attend to: a measure of attention's work."""
-    return np.sum((batch.position_BT + 1.0) * (batch.segment_BT > 0), axis=1)
-
-
 def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
     """Splits the rows of a [B, T] batch into `num_micro` micro-batches: [M, rows, T].
 
@@ -174,7 +169,8 @@ def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
     used, row_tokens = batch.tokens_BT.shape
     if used > num_micro * rows:
         raise ValueError(f"{used} packed rows do not fit {num_micro} micro-batches of {rows}")
-    by_work = np.argsort(-keys_seen(batch), kind="stable")
+    keys_seen_B = np.sum((batch.position_BT + 1.0) * (batch.segment_BT > 0), axis=1)
+    by_work = np.argsort(-keys_seen_B, kind="stable")
 
     def spread(array):
         full = np.zeros((num_micro * rows, row_tokens), array.dtype)

@@ -233,15 +233,7 @@ def finish(
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         evaluate_alone(run, state, step + 1)
 
-    progress = dataclasses.replace(
-        progress,
-        cursor=rollouts.cursor,
-        sampled_tokens_total=tokens,
-        row=row,
-        partial=rollouts.partial,
-        retired=retired,
-        session=session,
-    )
+    progress = start.Progress(rollouts.cursor, tokens, row, rollouts.partial, retired, session)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 

@@ -73,20 +73,15 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     assert values(config) == chosen
 
 
-def test_slot_tokens_that_are_set_stay():
-    """They were halved where the cache alone was left open."""
-    config = left_open(tiny.get_config(), "rollout.cache_mib")
-    config.rollout.slot_tokens = config.rollout.max_response_tokens
-    (line,) = auto_sizes.fit_training(config)
-    assert config.rollout.slot_tokens == config.rollout.max_response_tokens
-    assert "slot_tokens" not in line
-
-
 def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
     config = left_open(tiny.get_config(), "rollout.cache_mib", "rollout.slot_tokens")
     auto_sizes.fit_training(config)
-    wanted = config.rollout.generation_prompts * config.rollout.group_size / 4
+    r = config.rollout
+    wanted = r.generation_prompts * r.group_size / 4
     assert wanted <= slots(config) < 1.5 * wanted
+    r.slot_tokens, r.cache_mib = r.max_response_tokens, 0
+    (line,) = auto_sizes.fit_training(config)
+    assert (r.slot_tokens, "slot_tokens" in line) == (r.max_response_tokens, False)
 
 
 def test_a_cpu_gets_as_many_slots_as_keep_its_products_busy():

@@ -143,7 +143,8 @@ def check_model(
     yield (
         positions is None or longest <= positions,
         f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the {positions} "
-        f"positions of {path} (max_position_embeddings in its config.json; yarn makes them more)",
+        f"positions of {path} (max_position_embeddings in its config.json; rope_scaling of type "
+        "'yarn' makes them more)",
     )
     same_family = type(sizes) is family.config
     yield (

@@ -291,7 +291,7 @@ def _read(run: Run, reads: str) -> None:
 
 def _load_policy(run: Run, step: int | None, may_differ: tuple[str, ...]) -> None:
     """Loads the weights of the run's checkpoint, or of the model where there is no run."""
-    config, programs, where = run.config, run.programs, None
+    config, programs = run.config, run.programs
     if run.workdir is None:
         run.step, run.params = 0, programs.load_weights(dtype=config.model.compute_dtype)
     else:
@@ -299,7 +299,7 @@ def _load_policy(run: Run, step: int | None, may_differ: tuple[str, ...]) -> Non
         with contextlib.closing(Checkpoints(where, keep=None)) as saved:
             found = policy.restored(programs, saved, step, may_differ=may_differ)
         run.step, run.params, run.start_weights = found
-    _require_finite(run, run.params, where)
+    _require_finite_model(run, run.params)
 
 
 def _restore(run: Run) -> None:
@@ -321,24 +321,23 @@ def _restore(run: Run) -> None:
         at = (config, run.workdir, where)
         hosts.on_main(lambda: fingerprint.check_checkpoint_is_there(*at, begin_step=run.begin_step))
         if run.parent:
-            where, progress = _fork(run, ours)
+            run.state, progress = _fork(run, ours)
         else:
             run.step, run.state, progress = 0, programs.start_state(), {}
     run.progress = Progress.from_json(progress)
     run.start_weights = programs.load_start_weights()
-    _require_finite(run, run.state, where)
+    _require_finite_model(run, run.state.params)
 
 
-def _fork(run: Run, ours: dict) -> tuple[epath.Path, dict]:
-    """Reads the parent's checkpoint, with which a fork begins: (where, its progress)."""
+def _fork(run: Run, ours: dict) -> tuple[TrainState, dict]:
+    """Reads the parent's checkpoint, with which a fork begins: (state, progress)."""
     run.step = run.parent.step
     same = functools.partial(fingerprint.require_parent, ours=ours)
     with contextlib.closing(parents_checkpoints(run.config, run.parent)) as theirs:
         try:
-            run.state, progress = theirs.restore(run.step, run.programs.state, require=same)
+            return theirs.restore(run.step, run.programs.state, require=same)
         except DamagedError as error:
             raise DamagedError(f"--start={run.parent}: {error}") from error
-        return theirs.directory, progress
 
 
 def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
@@ -449,15 +448,13 @@ def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:
     return Checkpoints(hosts.on_main(find), keep=None)
 
 
-def _require_finite(run: Run, loaded, directory) -> None:
-    """Refuses a start model or a checkpoint with numbers that are not finite (ValueError)."""
-    path, seed = run.config.model.path, run.config.seed
-    model = f"model.path = {path!r}" if path else f"random weights of seed {seed}"
-    how = {"advice": "give another model.path", "sizes": run.programs.sizes}
-    if run.step:
-        advice = "move it away to go on with the one before, or give another --workdir"
-        require_finite(loaded, f"checkpoint {run.step} in {directory}", advice=advice)
-    else:
-        require_finite(loaded.params if isinstance(loaded, TrainState) else loaded, model, **how)
-    if run.start_weights is not None:
-        require_finite(run.start_weights, model, **how)
+def _require_finite_model(run: Run, params) -> None:
+    """Refuses a start model whose numbers are not finite (ValueError); checkpoints' always are."""
+    config, weights = run.config, run.start_weights
+    if weights is None and not run.step:
+        weights = params
+    if weights is not None:
+        path = config.model.path
+        model = f"model.path = {path!r}" if path else f"random weights of seed {config.seed}"
+        how = {"advice": "give another model.path", "sizes": run.programs.sizes}
+        require_finite(weights, model, **how)
