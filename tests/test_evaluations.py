@@ -45,6 +45,13 @@ def test_the_commands_own_flags_are_keys_of_its_config():
     assert (config.eval.sets.g.task, config.eval.sets.g.max_prompts) == ("arithmetic", 3)
 
 
+def test_flags_that_do_not_fit_are_refused():
+    with pytest.raises(AssertionError, match="a second set 'a'"):
+        chosen("--model=DIR", "--set=a:csv:b.csv", "--set=a:json:c.json")
+    with pytest.raises(AssertionError, match=r"give --config=FILE, the config of the run"):
+        chosen("--set=a:csv:b.csv")
+
+
 @pytest.mark.parametrize(
     ("text", "settings"),
     [

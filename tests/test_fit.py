@@ -1,5 +1,6 @@
 """Sizes that a config leaves open (0): what is chosen for them, and what is printed."""
 
+import functools
 import json
 import os
 
@@ -148,6 +149,18 @@ def test_a_model_alone_gets_its_lengths_and_cache(monkeypatch):
         ValueError, match=r"of 20,480 \(.*--max_tokens\) does not fit .*mesh\.model"
     ):
         fitted(100, 1)
+
+
+def test_preflight_plans_what_training_would_though_it_reads_no_data():
+    """It planned a response of 0 tokens behind a prompt of all positions, and refused that."""
+    config, devices = any_model.get_config(), jax.devices()
+    config.model.path = MODEL
+    how = {"devices": devices, "device_bytes": 2**34}
+    fit = functools.partial(auto_sizes.fit_training, config, **how)
+    run = open_run(config, None, "programs", reads="", fit=lambda run: fit(), devices=devices)
+    r = config.rollout
+    assert (r.max_prompt_tokens, r.max_response_tokens, r.generation_prompts) == (2048, 4096, 128)
+    assert run.programs.engine.cache.slots > 0
 
 
 def test_a_runs_directory_is_no_models(tmp_path):

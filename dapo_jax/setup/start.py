@@ -190,14 +190,15 @@ def open_run(
         run.parent = hosts.on_main(lambda: parent_of(workdir, parent))
         _open_checkpoints(run, stack)
 
-    given = dict(leaves(config))
-    auto_sizes.fit_model(config, training=trains)
+    given, plans_training = dict(leaves(config)), trains or devices is not None
+    auto_sizes.fit_model(config, training=plans_training)
     if devices is None:
         _read(run, reads)
+    if plans_training:
+        auto_sizes.fit_data(config, run.data, given=given)
     if fit:
         fit(run)
     elif trains:
-        auto_sizes.fit_data(config, run.data, given=given)
         auto_sizes.fit_training(config)
     checks.check(config)
     if found := [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]:
@@ -205,7 +206,7 @@ def open_run(
 
     ids = run.tokenizer.vocab_size if run.tokenizer else components.model_sizes(config).vocab_size
     run.programs = components.programs(config, ids, devices=devices)
-    if trains or devices is not None:
+    if plans_training:
         checks.check_divides(config, run.programs.mesh)
     if trains:
         hosts.on_main(lambda: checks.check_same_config(config, workdir))
