@@ -9,6 +9,8 @@ import types
 import numpy as np
 import processes
 import pytest
+from test_rollout import Script, kept_cursors
+from test_rollout import run as scripted
 from test_train import programs_compiled_once, rows_without_timings, small_config  # noqa: F401
 
 from dapo_jax import algorithm, train
@@ -299,6 +301,16 @@ def test_the_filter_keeps_what_its_rule_says_and_the_metric_counts_that(rule):
         recipe(**{"rollout.max_response_tokens": 10, "algo.overlong_cache_tokens": 4}), rollouts
     )
     assert Step(config, 0, rollouts, reward_PG, [], 0.0, {}).varied.tolist() == expected
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("correctness", [1, 4]), ("reward", [0, 1])])
+def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
+    """The first group is all wrong, of unequal lengths."""
+    correct_PG = np.array([[0, 0], [1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], bool)
+    length_PG = np.array([[3, 8], [2, 2], [3, 3], [4, 4], [3, 3], [1, 1]])
+    success = success_by(rule, **OVERLONG)
+    found = scripted(Script(correct_PG, length_PG), num_prompts=2, success=success)
+    assert (kept_cursors(found), found.cursor) == (kept, kept[-1] + 1)
 
 
 # Real processes
