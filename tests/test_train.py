@@ -204,11 +204,10 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     new = lines(tmp_path / "new")
     assert "200 rows" in new
     assert re.search(r"first prompt of data\.train, whose answer is '-?\d+':\n  \| Solve the", new)
-    assert f"dry run: {tmp_path / 'new'} is not there yet; step 0 would be the first, of 3" in new
+    assert f"dry run: 0 of 3 steps are done in {tmp_path / 'new'}. Nothing was written" in new
     assert not (tmp_path / "new").exists()
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    assert "has finished all 3 steps; none would come" in lines(finished)
-    assert "step 3 of 7 would come next" in lines(finished, num_steps=7)
+    assert "dry run: 3 of 7 steps are done" in lines(finished, num_steps=7)
     for settings, message in (
         ({"algo.eps_high": 0.5}, "algo.eps_high is 0.5, but was 0.28"),
         ({"num_steps": 2}, "num_steps = 2, but the run in .* has finished 3 steps"),

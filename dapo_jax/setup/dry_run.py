@@ -15,7 +15,7 @@ from dapo_jax import learner
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.printable import printable
 from dapo_jax.setup import checks, components
-from dapo_jax.setup.start import Parent, Run, open_run, parents_checkpoints
+from dapo_jax.setup.start import Parent, open_run, parents_checkpoints
 from dapo_jax.tasks.tokenizer import Tokenizer
 from sharding import hosts
 
@@ -40,8 +40,9 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
         there, step = parents_checkpoints(config, run.parent), run.parent.step
     if step is not None and (theirs := hosts.on_main(lambda: there.fingerprint_of(step))):
         require(theirs, ours=ours, where=f"checkpoint {step} in {there.directory}")
-    say("\n".join([*memory_lines(run.programs), _next_line(run)]))
-    say("Nothing was written, loaded to devices or compiled.")
+    done, steps = run.begin_step if run.step is None else run.step, config.num_steps
+    say("\n".join(memory_lines(run.programs)))
+    say(f"dry run: {done} of {steps} steps are done in {workdir}. Nothing was written or compiled")
 
 
 def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
@@ -95,14 +96,3 @@ def memory_lines(programs: components.Programs) -> Iterator[str]:
         yield f"  {phase:8} {sum(parts.values()) / MIB:10,.1f}  =  {held}"
     has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     yield f"  the device has {has / MIB:,.0f}" if has else "  what the device has is not known here"
-
-
-def _next_line(run: Run) -> str:
-    workdir, steps = run.workdir, run.config.num_steps
-    if run.step == steps:
-        return f"dry run: the run in {workdir} has finished all {steps} steps; none would come"
-    if run.step is not None:
-        return f"dry run: step {run.step} of {steps} would come next in {workdir}"
-    where = "has no checkpoint" if workdir.exists() else "is not there yet"
-    first = f"the first, from {run.parent}" if run.parent else f"the first, of {steps}"
-    return f"dry run: {workdir} {where}; step {run.begin_step} would be {first}"

@@ -238,10 +238,7 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
 
 
 def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
-    """Makes the folders this run's until the stack is closed; ValueError where they are another's.
-
-    Before anything is written to them.
-    """
+    """Makes the folders this run's until the stack is closed; ValueError where they are another's."""
 
     def lock():
         elsewhere = config.checkpoint.directory
@@ -304,11 +301,7 @@ def _load_policy(run: Run, step: int | None, may_differ: tuple[str, ...]) -> Non
 
 
 def _restore(run: Run) -> None:
-    """Reads the checkpoint that the run continues, and gives `checkpoints` its fingerprint.
-
-    Raises ValueError or OSError as `Checkpoints.restore_latest` does, and for a parent with another
-    policy, seed or training data.
-    """
+    """Reads the checkpoint that the run continues, and gives `checkpoints` its fingerprint."""
     config, programs, there = run.config, run.programs, run.checkpoints
     ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
     there.fingerprint, where = ours, there.directory
