@@ -238,7 +238,7 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
 
 
 def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
-    """Makes the folders this run's until the stack is closed; ValueError where they are another's."""
+    """Makes the folders this run's until the stack is closed; ValueError where they are taken."""
 
     def lock():
         elsewhere = config.checkpoint.directory
