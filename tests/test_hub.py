@@ -185,10 +185,9 @@ def test_a_model_is_converted_by_name(served, tmp_path):
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_a_dry_run_reads_all_by_name_and_the_identity_has_the_commits(served, tmp_path):
-    said = []
-    dry_run.run(recipe(), tmp_path / "run", None, said.append)
-    text = "\n".join(said)
+def test_a_dry_run_reads_all_by_name_and_the_identity_has_the_commits(served, tmp_path, capsys):
+    dry_run.dry_run(recipe(), tmp_path / "run", None)
+    text = capsys.readouterr().out
     assert "train.jsonl: 200 rows" in text and "test.jsonl: 200 rows" in text
     config = recipe()
     tokenizer = components.tokenizer(config)

@@ -67,8 +67,8 @@ def check(config: ConfigDict) -> Conditions:
     yield bool(training), "data.train.weight = 0, and no set of data.mixture has a weight"
     yield (
         len(training) == 1 or config.algo.retire_pass_rate == 0,
-        f"algo.retire_pass_rate = {config.algo.retire_pass_rate}, but must be 0 with "
-        f"{len(training)} training sets (data.mixture)",
+        f"algo.retire_pass_rate = {config.algo.retire_pass_rate}, but there are {len(training)} "
+        "training sets (data.mixture); set it to 0",
     )
     for key, settings in training.items():
         for name in ("k", "temperature", "top_p"):
@@ -197,7 +197,7 @@ def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: floa
     _require(
         prompts >= int(share * taken),
         f"{key} has {prompts} usable prompts, fewer than {part}one generation batch of "
-        f"rollout.{size} = {taken}",
+        f"rollout.{size} = {taken}; lower that" + (f" or {key}.weight" if part else ""),
     )
 
 
