@@ -26,6 +26,7 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax import learner
+from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logprobs import chosen_logprobs
 from dapo_jax.logs.files import read_json, read_rollouts
 from dapo_jax.report.compare import Quantity, interval_text, paired, signed, spread_text, table
@@ -115,7 +116,7 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
     runs = [p for p in points if is_done(p)]
     if not runs:
         raise ValueError(f"--workdir={workdir} has no finished run of the study")
-    config = policy.run_recipe(runs[0].workdir, trust_code=True)
+    config = policy.run_config(runs[0].workdir, trust_code=True)
     auto_sizes.fit_training(config)
     tokenizer = components.tokenizer(config)
     of = components.programs(config, tokenizer.vocab_size)
@@ -143,7 +144,8 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
         batches = fixed_batches(of, data, tokenizer, texts)
         new = [row(START, seed, of.start_params(), batches, texts)]
         for point in of_seed:
-            _, params, _ = policy.restored(of, point.workdir, steps)
+            saved = Checkpoints(point.workdir / "checkpoints", keep=None)
+            _, params, _ = policy.restored(of, saved, steps)
             responses = responses_of(point.workdir, steps)
             new.append(row(point.arm, seed, params, batches, responses))
         for one in new:
