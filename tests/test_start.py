@@ -214,8 +214,8 @@ def test_a_fork_needs_a_run(tmp_path):
 def test_a_path_may_be_written_in_another_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     old, new = {"model": {"path": "a/b"}}, {"model": {"path": str(tmp_path / "a" / "b")}}
-    assert checks.recipe_differences(old, new) == []
-    assert checks.recipe_differences(old, {"model": {"path": "b"}}) == [
+    assert checks.config_differences(old, new) == []
+    assert checks.config_differences(old, {"model": {"path": "b"}}) == [
         "model.path is 'b', but was 'a/b'"
     ]
 
@@ -238,7 +238,7 @@ def test_a_name_on_the_hub_may_have_its_revision_beside_it(one, other, same):
     The digests decide whether the content is the same.
     """
     old, new = {"model": {"path": one}}, {"model": {"path": other}}
-    assert (checks.recipe_differences(old, new) == []) is same
+    assert (checks.config_differences(old, new) == []) is same
 
 
 def test_the_report_of_a_fork_counts_its_own_tokens(tmp_path):

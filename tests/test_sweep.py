@@ -113,7 +113,7 @@ def test_a_grid_spans_arms_and_seeds_come_in_turn():
     names += [name.replace("0.2", "0.28") for name in names]
     assert list(plan.arms) == names
     assert plan.arms[names[1]] == {"algo.eps_high": "0.2", "preset": "token_level"}
-    recipe = plan.recipes["eps_high=0.28+token_level"]
+    recipe = plan.configs["eps_high=0.28+token_level"]
     assert (recipe.algo.eps_high, recipe.algo.dynamic_sampling) == (0.28, False)
     points = plan.points(pathlib.Path("D"), single_device=True)
     assert [(p.seed, p.arm) for p in points[:5]] == [*((0, name) for name in names), (3, names[0])]
@@ -139,13 +139,13 @@ def test_arms_are_named_and_span_the_grid():
     assert (point.arm, point.seed, point.num_steps) == (next(iter(plan.arms)), 1, 7)
     assert "--start=run:base/1@60" in point.arguments
     assert sum("cpu_devices" in flag for flag in point.flags) == 1, "the flags' own counts"
-    assert plan.recipes["as_is+max_response_tokens=80"].algo.dynamic_sampling
+    assert plan.configs["as_is+max_response_tokens=80"].algo.dynamic_sampling
     names = [list(_plan(config=f"configs/tiny.py{preset}").arms) for preset in ("", ":dapo")]
     assert names == [["tiny"], ["dapo"]]
     # A value with commas is quoted for --arm; one with a path names a folder nevertheless.
     plan = _plan(named=["""qk: "learner.lora_targets=('q','k')" """], grid=["data.train.path=a/b"])
     assert list(plan.arms) == ["qk+path=a_b"]
-    assert plan.recipes["qk+path=a_b"].learner.lora_targets == ("q", "k")
+    assert plan.configs["qk+path=a_b"].learner.lora_targets == ("q", "k")
 
 
 @pytest.mark.parametrize(

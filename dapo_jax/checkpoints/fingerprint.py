@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from dapo_jax import hub, losses
-from dapo_jax.cli.config_flags import recipe_differences
+from dapo_jax.cli.config_flags import config_differences
 from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
@@ -262,9 +262,9 @@ def require_parent(theirs: dict, ours: dict, where: str) -> None:
 def differences(old: dict, new: dict, **keys) -> Iterator[str]:
     """Says, key by key, in what two fingerprints differ; evaluation sets and code are left out.
 
-    keys: as of `recipe_differences`, which the configs' part is.
+    keys: as of `config_differences`, which the configs' part is.
     """
-    yield from recipe_differences(old["recipe"], new["recipe"], **keys)
+    yield from config_differences(old["recipe"], new["recipe"], **keys)
     before, now = list(old["data"].items()), list(new["data"].items())
     if len(before) != len(now):
         yield f"there are {len(now)} training sets (data.train, data.mixture), not {len(before)}"

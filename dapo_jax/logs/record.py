@@ -65,9 +65,9 @@ class Record:
         if resumed and not self._rows.has(resume_step):
             self._rows.write(last_row)
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
-        recipe = json.loads(config.to_json_best_effort())
-        write_json(workdir / "config.json", recipe)
-        begin = (recipe, workdir, resume_step if resumed else None)
+        as_json = json.loads(config.to_json_best_effort())
+        write_json(workdir / "config.json", as_json)
+        begin = (as_json, workdir, resume_step if resumed else None)
         self._writers = Writers(config.log.writers, *begin, self.display.line)
         for note in self._rows.notes:
             self.display.line(note)

@@ -60,7 +60,7 @@ class TensorBoard:
 
         purge = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
-        self._add_text("recipe", config, purge or 0)
+        self._add_text("config", config, purge or 0)
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._add({k: v for k, v in row.items() if not k.startswith("eval/")}, row["step"])
