@@ -8,6 +8,7 @@ turns the cache off. Without either it is $XDG_CACHE_HOME/dapo_jax/programs, or
 import hashlib
 import os
 import pathlib
+import platform
 import re
 import sys
 
@@ -16,10 +17,6 @@ import jax
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 SHORTEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 MAX_BYTES = 2 * 2**30  # of the default folder; JAX drops the programs used longest ago
-# The parts of /proc/cpuinfo that a program for a CPU depends on; JAX's key lacks them.
-CPU_FIELDS = re.compile(
-    r"^(vendor_id|cpu family|model|model name|flags|Features|CPU (?:implementer|variant|part))\s*:"
-)
 
 
 def enable(*, several: bool) -> None:
@@ -49,17 +46,16 @@ def default_folder() -> pathlib.Path:
 
 
 def machine() -> str:
-    """Names the properties of this CPU that decide which compiled programs it can run.
+    """Names what of this CPU decides which compiled programs it can run; JAX's key lacks it.
 
     XLA loads another CPU's program with no more than a message, and splits loops by the cores.
     """
     try:
-        first, *_ = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")
-    except OSError:
-        first = ""
-    # Where it cannot be read (macOS), hosts do not share programs.
-    cpu = [line for line in first.splitlines() if CPU_FIELDS.match(line)] or os.uname().nodename
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+        cpu = sorted({*re.findall(r"^(?:model name|flags|Features)\b.*", text, re.MULTILINE)})
+    except OSError:  # macOS: hosts do not share programs
+        cpu = platform.node()
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count()
     digest = hashlib.sha256(str(cpu).encode()).hexdigest()[:8]
-    return f"{os.uname().machine}-{digest}-{cores}"
+    return f"{platform.machine()}-{digest}-{cores}"

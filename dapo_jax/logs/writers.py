@@ -42,7 +42,7 @@ class Writer(Protocol):
         """
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Takes a few responses of a step, as `display.Sample` has them; a class may lack this."""
+        """Takes a few responses of a step, as rollouts/ has them; a class may lack this."""
 
     def close(self) -> None:
         """Ends, where the run is done or failed; a signal ends the run without this."""
@@ -111,8 +111,9 @@ class WandB:
         self._run.log({**scores, "step": finished_steps})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        data = [list(row.values()) for row in rows]
-        self._run.log({"samples": self._table(columns=list(rows[0]), data=data), "step": step})
+        columns = list(rows[0])
+        data = [[row.get(column) for column in columns] for row in rows]
+        self._run.log({"samples": self._table(columns=columns, data=data), "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import itertools
-import json
 import pathlib
 import zlib
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,13 @@ from collections.abc import Mapping, Sequence
 import jinja2
 
 from dapo_jax.logs.files import read_rollouts
+from dapo_jax.printable import shortened
 from dapo_jax.report import compare
-from dapo_jax.report.runs import Run, by_arm, flatten, shortened, summary_lines
+from dapo_jax.report.runs import Run, by_arm, summary_lines
 from dapo_jax.tasks.readers import problem_of
 
 SAMPLES = 8  # of a step, each to another problem
 SHOWN_CHARACTERS = 1_500  # of a problem and of a response
-CODE = ("commit", "changed", "versions", "devices")  # of a start's line
 SAMPLE_HEADS = ("run", "step", "problem", "response", "verdict", "tokens", "reward")
 
 
@@ -26,11 +25,11 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
 
     pictures: PNG files. baseline: the arm that the others are compared with; "": the first.
     """
-    arms, (tables, short) = list(by_arm(runs)), compare.tables(runs, baseline=baseline)
+    tables, short = compare.tables(runs, baseline=baseline)
     several, text = len(runs) > 1, pathlib.Path(__file__).with_name("page.html.j2").read_text()
     template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return template.render(
-        title=f"{len(runs)} runs of {len(arms)} arms" if several else next(iter(runs)),
+        title=f"{len(runs)} runs of {len(by_arm(runs))} arms" if several else next(iter(runs)),
         short=short,
         compared=tables if several else [],
         method=compare.METHOD,
@@ -38,27 +37,7 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
         pictures=[base64.b64encode(picture).decode() for picture in pictures],
         sample_heads=SAMPLE_HEADS,
         samples=samples(runs),
-        arms=arms,
-        differences=[(key, *texts) for key, texts in differences(runs).items()],
     )
-
-
-def differences(runs: Mapping[str, Run]) -> dict[str, list[str]]:
-    """Settings, code and devices in which the arms differ -> each arm's, '-' where absent."""
-    facts = [[_facts(run) for run in of_seed.values()] for of_seed in by_arm(runs).values()]
-    table = {
-        key: [
-            ", ".join(dict.fromkeys(of_run.get(key, "-") for of_run in of_arm)) for of_arm in facts
-        ]
-        for key in dict.fromkeys(key for of_arm in facts for of_run in of_arm for key in of_run)
-    }
-    return {key: texts for key, texts in table.items() if len(set(texts)) > 1}
-
-
-def _facts(run: Run) -> dict[str, str]:
-    start = run.starts[-1] if run.starts else {}
-    facts = run.config | flatten({key: start[key] for key in CODE if key in start})
-    return {key: json.dumps(value) for key, value in facts.items()}
 
 
 def samples(runs: Mapping[str, Run]) -> list[list[str]]:

@@ -146,12 +146,6 @@ def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
     return {first: before, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
 
 
-def shortened(text: str, *, limit: int) -> str:
-    """The text without its middle where it has more than `limit` characters."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
-
-
 def summary_lines(run: Run) -> list[str]:
     """The end of a run in a few aligned lines: first -> last (best), then the totals."""
     found = changes(run) | {name: f"{text:>8}" for name, text in totals(run).items()}

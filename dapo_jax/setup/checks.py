@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, eval_settings, key_of, leaves, mixture_settings
 from dapo_jax.cli import failures
-from dapo_jax.cli.config_flags import fill_open, numbered, config_differences
+from dapo_jax.cli.config_flags import config_differences, fill_open, numbered
 from dapo_jax.logs.files import read_json
 from models.families import Family
 from models.lora import MATRICES

@@ -10,8 +10,8 @@ from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli.config_flags import (
     complete,
-    current,
     config_differences,
+    current,
 )
 from dapo_jax.logs.files import read_json
 from dapo_jax.setup import components

@@ -23,7 +23,7 @@ from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
-from dapo_jax.cli import compile_cache, failures
+from dapo_jax.cli import compile_cache
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
 from dapo_jax.logs.alarms import Alarms, require_finite
@@ -240,9 +240,6 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
     if stack:
         c = config.checkpoint
         run.checkpoints = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
-        stack.enter_context(
-            failures.telling_saved_steps(run.checkpoints.latest_step, run.checkpoints.directory)
-        )
         run.snapshots = stack.enter_context(
             Snapshots(run.checkpoints, every_steps=c.every_steps, say=print)
         )
@@ -459,7 +456,6 @@ def _kept(config: dict) -> str:
 def _require_finite(run: Run, loaded, directory) -> None:
     """Refuses a start model or a checkpoint with numbers that are not finite (ValueError)."""
     path, how = run.config.model.path, {"advice": "give another model.path"}
-    how["sizes"] = run.programs.sizes
     model = f"model.path = {path!r}" if path else f"random weights of seed {run.config.seed}"
     if run.step:
         advice = "move it away to go on with the one before, or give another --workdir"

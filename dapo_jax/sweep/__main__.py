@@ -66,29 +66,21 @@ def write_tables(folder: pathlib.Path, plan: Plan) -> str:
 
 
 def launch_lines(template: str, points: Sequence[Point]) -> list[str]:
-    """Fills {command}, {config}, {flags}, {workdir}, {arm}, {seed} and {name} in for each point.
+    """Fills {config}, {flags} and {name} in for each point.
 
-    config: FILE[:PRESET]. flags: the others but --workdir. name: of lower-case letters, digits and
-    dashes. Values are quoted for a shell where they need it. Raises ValueError for two points of
-    one {name}, which a pod would take for one run.
+    config: FILE[:PRESET]. flags: the others but --workdir, quoted for a shell. name: of lower-case
+    letters, digits and dashes. Raises ValueError for two points of one name, which a pod would take
+    for one run.
     """
-    values = [_values(point) for point in points]
-    if "{name}" in template and len({of["name"] for of in values}) < len(values):
-        raise ValueError("--launch: two runs have one {name}: give other names by --arm")
-    return [template.format_map(of) for of in values]
-
-
-def _values(point: Point) -> dict[str, str]:
-    config, *others = point.flags
-    return {
-        "command": shlex.join(["python", "-m", "dapo_jax.train", *point.arguments]),
-        "config": shlex.quote(config.removeprefix("--config=")),
-        "flags": shlex.join(others),
-        "workdir": shlex.quote(str(point.workdir)),
-        "arm": shlex.quote(point.arm),
-        "seed": str(point.seed),
-        "name": re.sub("[^a-z0-9]+", "-", f"{point.arm}-s{point.seed}".lower()).strip("-"),
-    }
+    lines = {}
+    for point in points:
+        name = re.sub("[^a-z0-9]+", "-", f"{point.arm}-s{point.seed}".lower()).strip("-")
+        if name in lines:
+            raise ValueError(f"--launch: two runs have the name {name}: give other ones by --arm")
+        config, *others = point.flags
+        config = shlex.quote(config.removeprefix("--config="))
+        lines[name] = template.format(config=config, flags=shlex.join(others), name=name)
+    return [*lines.values()]
 
 
 def main(_: list[str]) -> None:

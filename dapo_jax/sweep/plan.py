@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE
-from dapo_jax.cli.config_flags import KEY_FLAG, read_config, config_differences
+from dapo_jax.cli.config_flags import KEY_FLAG, config_differences, read_config
 from dapo_jax.logs.files import atomic_file, read_json
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.setup import checks
