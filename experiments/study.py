@@ -274,7 +274,7 @@ def panels(drawn: Mapping[str, str]) -> list[plots.Panel]:
         else:
             metric = Metric(key, "", "") if key.startswith(TASK) else metrics[key]
             curve = plots.metric_curve(key, title)
-        found.append(plots.Panel(title, metric.unit, metric.log, [curve]))
+        found.append(plots.Panel(title, metric.unit, [curve]))
     return found
 
 

@@ -10,7 +10,6 @@ import os
 import pathlib
 import platform
 import re
-import sys
 
 import jax
 
@@ -25,24 +24,13 @@ def enable(*, several: bool) -> None:
     several: whether the program runs on several hosts. They have no default: JAX writes only what
     process 0 compiles, so with a folder of its own it would wait for the others, which compile.
     """
-    if several or DIRECTORY in os.environ or not jax.config.jax_enable_compilation_cache:
-        return
-    try:
-        folder = default_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:
-        print(f"compiled programs are not kept for the next start: {error}", file=sys.stderr)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
-    if SHORTEST not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def default_folder() -> pathlib.Path:
-    """Returns this user's folder for programs compiled for this machine."""
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "dapo_jax" / "programs" / machine()
+    if not several and DIRECTORY not in os.environ:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = cache / "dapo_jax" / "programs" / machine()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+        if SHORTEST not in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def machine() -> str:

@@ -166,7 +166,11 @@ class ConfigParser(ConfigFileFlagParser):
             config = super().parse(path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file}: {error_line(error)}") from None
-        config = checked(config, file)
+        if config is None:
+            raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
+        config, wrong = _on_defaults(config, renamed={})
+        if wrong:
+            raise ValueError(f"{file}: {numbered(wrong)}")
         for name, settings in self.sets():
             if name in config.eval.sets:
                 raise ValueError(f"--set={name}:...: a second set {name!r}; each has its own name")
@@ -190,21 +194,11 @@ class ConfigParser(ConfigFileFlagParser):
         return config.lock()
 
 
-def checked(given: ConfigDict, file: str) -> ConfigDict:
-    """Copies a file's config key by key; ValueError names all that are unknown or of another type.
+def _on_defaults(given: ConfigDict, renamed: Mapping):
+    """Sets the values of a config on the defaults: (config, refusals of keys and of types).
 
     A data set may leave keys out.
     """
-    if given is None:
-        raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
-    config, wrong = _on_defaults(given, renamed={})
-    if wrong:
-        raise ValueError(f"{file}: {numbered(wrong)}")
-    return config
-
-
-def _on_defaults(given: ConfigDict, renamed: Mapping):
-    """Sets the values of a config on the defaults: (config, refusals of keys and of types)."""
     config, wrong = base.get_config(), []
     for of_set in filter(None, map(SET_KEY.match, keys(given))):
         config.update_from_flattened_dict({of_set[1]: base.dataset()})

@@ -3,7 +3,7 @@
     python -m dapo_jax.report --workdir PATH [PATH2 ...] [--baseline ARM]
     python -m dapo_jax.report --evaluation FILE FILE2 [...]
 
-The first prints the summary of a run, or the tables of several, and writes report.html, curves.png
+The first prints the summary of a run, or the tables of several, and writes report.md, curves.png
 and accuracy_vs_tokens.png into the folder, or beside the file of rows; what is of several goes into
 the folder compared/ there. A PATH is a run's folder, a sweep's, or a rows.jsonl.gz of a study. The
 second compares evaluations of one set, eval/*.json, problem by problem.
@@ -47,15 +47,13 @@ def load(paths: Sequence[str | pathlib.Path]) -> dict[str, Run]:
 def write_report(
     folder: pathlib.Path, loaded: Mapping[str, Run], *, baseline: str = ""
 ) -> pathlib.Path:
-    """Writes curves.png, accuracy_vs_tokens.png and report.html; returns the path of the page."""
-    pictures = [folder / "curves.png", folder / "accuracy_vs_tokens.png"]
-    plots.save(plots.curves(loaded), pictures[0])
-    plots.save(plots.accuracy_vs_tokens(loaded), pictures[1])
-    data = [path.read_bytes() for path in pictures]
-    with atomic_file(folder / "report.html") as file:
-        text = page.render(loaded, pictures=data, baseline=baseline)
-        file.write(text.encode(errors="backslashreplace"))  # responses may hold any characters
-    return folder / "report.html"
+    """Writes curves.png, accuracy_vs_tokens.png and report.md; returns the path of the page."""
+    pictures = ("curves.png", "accuracy_vs_tokens.png")
+    for name, draw in zip(pictures, (plots.curves, plots.accuracy_vs_tokens), strict=True):
+        plots.save(draw(loaded), folder / name)
+    with atomic_file(folder / "report.md") as file:
+        file.write(page.render(loaded, pictures=pictures, baseline=baseline).encode())
+    return folder / "report.md"
 
 
 def main() -> None:

@@ -45,11 +45,10 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """A title, the unit of the curves below it, and a logarithmic axis or not."""
+    """A title, and the unit of the curves below it: a "ratio" has a logarithmic axis."""
 
     title: str
     unit: str
-    log: bool
     curves: list[Curve]
 
 
@@ -78,24 +77,24 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
     """
     rows = [row for run in runs.values() for row in run.rows]
     known = {key for row in rows for key, value in row.items() if value is not None}
-    drawn: list[tuple[str, str, bool, Curve]] = []
+    drawn: list[tuple[str, str, Curve]] = []
     for metric in METRICS:
         if metric.panel and metric.key in known:
             of_metric = [metric_curve(metric.key, metric.name)]
             if metric.key == ACCURACY:
                 of_metric = [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
-            drawn += [(metric.panel, metric.unit, metric.log, curve) for curve in of_metric]
+            drawn += [(metric.panel, metric.unit, curve) for curve in of_metric]
     for key in sorted(key for key in known if key.startswith(TASK)):
         name = key.removeprefix(TASK).replace("_", " ")
-        drawn.append((f"{name}, the task's own", "", False, metric_curve(key, name)))
+        drawn.append((f"{name}, the task's own", "", metric_curve(key, name)))
     in_table = collections.Counter(metric.panel for metric in METRICS)
     here = collections.Counter(title for title, *_ in drawn)
     found: dict[str, Panel] = {}
-    for title, unit, log, curve in drawn:
+    for title, unit, curve in drawn:
         alone = here[title] == 1 or len(by_arm(runs)) > 1
         if alone and max(here[title], in_table[title]) > 1:
             title = f"{title}: {curve.name}"
-        found.setdefault(title, Panel(title, unit, log, [])).curves.append(curve)
+        found.setdefault(title, Panel(title, unit, [])).curves.append(curve)
     return list(found.values())
 
 
@@ -111,7 +110,7 @@ def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
     fairly. Over several seeds both are means.
     """
     scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
-    shown = [Panel(curve.name, "share", False, [curve]) for curve in scores]
+    shown = [Panel(curve.name, "share", [curve]) for curve in scores]
     title = f"accuracy at equal sampling budgets: {_title(runs)}"
     return chosen(runs, shown, title=title, over_tokens=True)
 
@@ -177,7 +176,7 @@ def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens
         ax.legend()
     if panel.unit == "share":
         ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-    if panel.log and any(y > 0 for drawn in ax.lines for y in drawn.get_ydata()):
+    if panel.unit == "ratio" and any(y > 0 for drawn in ax.lines for y in drawn.get_ydata()):
         ax.set_yscale("log", nonpositive="mask")
     if over_tokens:
         ax.xaxis.set_major_formatter(EngFormatter(sep=" "))

@@ -8,8 +8,6 @@ command again. 1: some runs failed, which are listed.
 """
 
 import pathlib
-import re
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -24,7 +22,7 @@ from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import load_sweep
 from dapo_jax.sweep import plan as plans
-from dapo_jax.sweep.plan import Plan, Point
+from dapo_jax.sweep.plan import Plan
 from dapo_jax.sweep.runner import LOG, TRAIN, Runner
 from sharding import hosts
 
@@ -65,24 +63,6 @@ def write_tables(folder: pathlib.Path, plan: Plan) -> str:
     return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}   page: {page}"
 
 
-def launch_lines(template: str, points: Sequence[Point]) -> list[str]:
-    """Fills {config}, {flags} and {name} in for each point.
-
-    config: FILE[:PRESET]. flags: the others but --workdir, quoted for a shell. name: of lower-case
-    letters, digits and dashes. Raises ValueError for two points of one name, which a pod would take
-    for one run.
-    """
-    lines = {}
-    for point in points:
-        name = re.sub("[^a-z0-9]+", "-", f"{point.arm}-s{point.seed}".lower()).strip("-")
-        if name in lines:
-            raise ValueError(f"--launch: two runs have the name {name}: give other ones by --arm")
-        config, *others = point.flags
-        config = shlex.quote(config.removeprefix("--config="))
-        lines[name] = template.format(config=config, flags=shlex.join(others), name=name)
-    return [*lines.values()]
-
-
 def main(_: list[str]) -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # a log's lines may have any character
     values = flags.FLAGS
@@ -94,11 +74,7 @@ def main(_: list[str]) -> None:
         seeds=values.seeds,
         start=values.start,
     )
-    folder = pathlib.Path(values.workdir)
-    if values.launch:
-        print("\n".join(launch_lines(values.launch, plan.points(folder))))
-    else:
-        sweep(plan, folder, jobs=values.jobs)
+    sweep(plan, pathlib.Path(values.workdir), jobs=values.jobs)
 
 
 if __name__ == "__main__":
@@ -111,5 +87,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("seeds", "5", "How many (from 0), or a list: 0,3,7.")
     flags.DEFINE_integer("jobs", 1, "Runs at once, each on its share of the cores.", lower_bound=1)
     flags.DEFINE_string("start", "", "run:PATH@STEP, passed on; {seed} in it is each run's.")
-    flags.DEFINE_string("launch", "", "Print a command a run, from this template, and run none.")
     command.run(main)
