@@ -2,10 +2,8 @@
 
 import dataclasses
 import gzip
-import html
 import json
 import math
-import re
 import struct
 
 import numpy as np
@@ -74,6 +72,7 @@ def _response(text="1+1=2", *, correct=True, truncated=False, **other):
         "ground_truth": "2",
         "prediction": "2" if correct else None,
         "correct": correct,
+        "status": "" if correct else "no answer",
         "reward": 1.0 if correct else -1.0,
         "tokens": 5,
         "truncated": truncated,
@@ -85,11 +84,6 @@ def _with_rollouts(run, workdir, rows, *, steps=(0,)):
     for step in steps:
         write_rollouts(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
     return dataclasses.replace(run, workdir=workdir)
-
-
-def _tags_and_words(text):
-    """The tags of a page, and its text without them."""
-    return re.findall(r"<(\w+)", text), html.unescape(re.sub("<[^>]*>", "", text))
 
 
 # Runs from files.
@@ -189,14 +183,6 @@ def _entropy_of(*columns, arm="a"):
     return _lines(plots.curves(runs), "policy entropy, nats")
 
 
-def test_rolling_mean_is_centred_and_leaves_out_missing_values():
-    values = np.array([1.0, 3.0, math.nan, 5.0, 7.0])
-    np.testing.assert_allclose(
-        plots.rolling_mean(values, window=3), [2.0, 2.0, math.nan, 6.0, 6.0], equal_nan=True
-    )
-    np.testing.assert_array_equal(plots.rolling_mean(values, window=1), values)
-
-
 def test_a_line_is_the_mean_of_the_seeds():
     """Where some seeds have no value it is dashed, over the others; infinities are none."""
     dashed, thick = _entropy_of([1, 2, 3], [3.0, None, math.inf])
@@ -210,26 +196,15 @@ def test_a_line_is_the_mean_of_the_seeds():
     ]
 
 
-def test_seeds_are_smoothed_before_their_mean():
-    one, other = np.full(60, 0.5), np.full(60, 0.5)
-    one[30], other[20] = 5.0, math.nan
-    smooth = [plots.rolling_mean(y, window=5) for y in (one, other)]
-    dashed, _ = _entropy_of(one, other)
-    np.testing.assert_allclose(dashed.get_ydata(), np.nanmean(smooth, axis=0))
-    raw, thick = _entropy_of(one)
-    np.testing.assert_allclose((raw.get_ydata(), thick.get_ydata()), (one, smooth[0]))
-
-
 def test_figures_show_the_data():
-    """Every value is where it belongs: over steps, over tokens, smoothed where it is noisy."""
+    """Every value is where it belongs: over steps and over tokens."""
     runs = {f"_run ${n}$": _run(steps=40, gain=n) for n in (0.01, 0.02)}
     figure, over_tokens = plots.curves(runs), plots.accuracy_vs_tokens(runs)
     for number, run in enumerate(runs.values()):
-        accuracy = plots.rolling_mean(column(run.rows, "accuracy/mean"), window=3)
-        drawn = [line for line in _lines(figure, "accuracy: training") if line.get_linewidth() > 1]
+        accuracy = column(run.rows, "accuracy/mean")
+        drawn = _lines(figure, "accuracy: training")
         np.testing.assert_allclose(drawn[number].get_data(), (range(40), accuracy))
         drawn = _lines(over_tokens, "training samples")
-        drawn = [line for line in drawn if line.get_linewidth() > 1]
         np.testing.assert_allclose(drawn[number].get_data(), (20_000 * np.arange(40), accuracy))
         scores = _lines(over_tokens, "held_out mean@8")[number].get_data()
         np.testing.assert_allclose(scores[0], [0, 800_000])
@@ -278,31 +253,21 @@ def test_a_configs_unused_parts_have_no_panel():
 # The page.
 
 
-def test_hostile_text_stays_text(tmp_path):
-    response = _response(HOSTILE, prompt=HOSTILE, prediction=HOSTILE, ground_truth="\udc00 \ufffd")
-    run = _with_rollouts(_run(arm=HOSTILE, note=HOSTILE), tmp_path, [response])
-    run.evaluations[HOSTILE, "mean@8"] = {4: 0.5}
-    run.starts[0]["commit"] = HOSTILE
-    path = write_report(tmp_path, {HOSTILE: run, "b/seed_0": _run(arm="b", note=1)})
-    text = path.read_text()
-    tags, words = _tags_and_words(text)
-    assert not {"script", "base", "iframe", "a", "link"} & set(tags)
-    assert (
-        re.findall(r"<img src=\"(data:image/png;base64,|)", text) == ["data:image/png;base64,"] * 2
-    )
-    assert "<!--" not in text and "http" not in text
-    assert words.count(HOSTILE) >= 8
+def test_hostile_text_stays_code(tmp_path):
+    """Also where it is no text."""
+    response = _response(f"```\n{HOSTILE}\x1b[2J", ground_truth="\udc00")
+    run = _with_rollouts(_run(arm="a"), tmp_path, [response])
+    text = write_report(tmp_path, {"a/seed_0": run, "b/seed_0": _run(arm="b")}).read_text()
+    lines = [line for line in text.splitlines() if "alert(1)" in line]
+    assert len(lines) == 1 and lines[0].startswith("      response  ```⏎</script>")
+    assert "\x1b" not in text and "truth \\udc00" in text
 
 
 def test_the_page_has_the_numbers_of_its_runs(tmp_path):
-    first, second = (
-        _written(tmp_path / name, steps=40, gain=gain, **{"algo.eps_high": eps_high})
-        for name, gain, eps_high in (("a", 0.01, 0.28), ("b", 0.02, 0.2))
-    )
-    _, words = _tags_and_words(write_report(tmp_path, load([first, second])).read_text())
-    for found in ("50.0%", "90.0%", "800,000", "algo.eps_high", "0.28", "0.485"):
-        assert found in words
-    assert "algo.eps_low" not in words, "it does not differ"
+    paths = [_written(tmp_path / name, steps=40, gain=g) for name, g in (("a", 0.01), ("b", 0.02))]
+    text = write_report(tmp_path, load(paths)).read_text()
+    for found in ("50.0%", "90.0%", "800,000", "0.485", "![curves.png](curves.png)"):
+        assert found in text
 
 
 def test_arms_are_compared_on_the_seeds_they_share():
@@ -351,18 +316,17 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     ]
     one = _with_rollouts(_run(arm="a"), tmp_path, rows, steps=range(3, 30))
     runs = {"a/0": _run(arm="a"), "a/1": one, "a/2": one}
-    found = page.samples(runs)
-    assert [row[:2] for row in found[:: page.SAMPLES]] == [["a/1", "3"], ["a/1", "29"]]
-    assert len(found) == 2 * page.SAMPLES
-    assert found[0][2:] == [
-        *("What is 1+1?", f"{'no' * 375} ... {'no' * 375}", "wrong: None, answer 2", "5", "-1")
-    ]
-    assert found[1][4] == "truncated: None, answer 2"
+    (one_step, found), (other, _) = page.samples(runs)
+    assert (one_step, other) == ("a/1: samples of step 3", "a/1: samples of step 29")
+    assert len(found) == page.SAMPLES
+    assert found[0].startswith("wrong: no answer, truth 2, prediction (none), reward -1.00")
+    assert found[0].endswith(f"{'no' * 100} ... {'no' * 100}")
+    assert "5 tokens, truncated" in found[1]
     # A file that is cut costs its end only, a broken one all of it.
     write_rollouts(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
     path.write_bytes(path.read_bytes()[:-20])
     (tmp_path / "rollouts" / "29.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": '))
-    assert [row[1] for row in page.samples({"run": one})] == ["3"] * page.SAMPLES
+    assert [len(rows) for _, rows in page.samples({"run": one})] == [page.SAMPLES, 0]
 
 
 def test_the_command_prints_what_it_draws_and_leaves_each_runs_page_alone(tmp_path):
@@ -370,13 +334,13 @@ def test_the_command_prints_what_it_draws_and_leaves_each_runs_page_alone(tmp_pa
     first, second = (_written(tmp_path / name, steps=3) for name in ("a", "b"))
     report = ("-m", "dapo_jax.report")
     out = ran(*report, "--workdir", first, f"--workdir={second}", "--baseline=b").stdout
-    path = first / "compared" / "report.html"
+    path = first / "compared" / "report.md"
     assert out.splitlines()[-1] == f"page: {path}"
     assert "## Differences from b on the same seed" in out
-    names = {"report.html", "curves.png", "accuracy_vs_tokens.png"}
+    names = {"report.md", "curves.png", "accuracy_vs_tokens.png"}
     assert {file.name for file in path.parent.iterdir()} == names
     *summary, last = ran(*report, f"--workdir={first}").stdout.splitlines()
     assert summary == summary_lines(load_run(first))
-    assert last == f"page: {first / 'report.html'}"
+    assert last == f"page: {first / 'report.md'}"
     error = ran(*report, f"--workdir={tmp_path}", status=1).stderr
     assert "metrics.jsonl" in error and "Traceback" not in error

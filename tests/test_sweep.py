@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pathlib
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run
 from dapo_jax.sweep import plan as plans
-from dapo_jax.sweep.__main__ import launch_lines, sweep
+from dapo_jax.sweep.__main__ import sweep
 from dapo_jax.sweep.runner import Runner, share
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -113,8 +112,8 @@ def test_a_grid_spans_arms_and_seeds_come_in_turn():
     names += [name.replace("0.2", "0.28") for name in names]
     assert list(plan.arms) == names
     assert plan.arms[names[1]] == {"algo.eps_high": "0.2", "preset": "token_level"}
-    recipe = plan.configs["eps_high=0.28+token_level"]
-    assert (recipe.algo.eps_high, recipe.algo.dynamic_sampling) == (0.28, False)
+    config = plan.configs["eps_high=0.28+token_level"]
+    assert (config.algo.eps_high, config.algo.dynamic_sampling) == (0.28, False)
     points = plan.points(pathlib.Path("D"), single_device=True)
     assert [(p.seed, p.arm) for p in points[:5]] == [*((0, name) for name in names), (3, names[0])]
     assert points[-1].seed == 7 and len(points) == 12
@@ -190,27 +189,6 @@ def test_a_folder_takes_more_of_the_same_sweep_and_no_other(tmp_path):
         with pytest.raises(ValueError, match=message):
             plans.record(_plan(**changes), tmp_path)
     assert json.loads((tmp_path / "sweep.json").read_text()) == found
-
-
-def test_launch_prints_what_a_point_needs():
-    """Arms `x=-1` and `x=1` were both called x-1: a pod took the second run for the first."""
-    points = _plan(grid=["preset=dapo"], common=["--config.data.train.path=my file"]).points(
-        pathlib.Path("D")
-    )
-    template = "RUN={name} CONFIG={config} {workdir} {seed} {arm} {flags}"
-    assert launch_lines(template, points)[1] == (
-        "RUN=dapo-s1 CONFIG=configs/tiny.py:dapo D/dapo/seed_1 1 dapo "
-        "'--config.data.train.path=my file' --config.seed=1"
-    )
-    assert shlex.split(launch_lines("{command}", points)[1])[2:4] == [
-        "dapo_jax.train",
-        "--config=configs/tiny.py:dapo",
-    ]
-    plan = _plan(named=["x=-1: algo.eps_high=0.3", "x=1: algo.eps_high=0.4"])
-    points = plan.points(pathlib.Path("D"))
-    with pytest.raises(ValueError, match=r"two runs have one \{name\}"):
-        launch_lines("RUN={name} {command}", points)
-    assert len(set(launch_lines("{command}", points))) == len(points)
 
 
 # In place of dapo_jax.train: it does what the sweep's folder says of a point, attempt by attempt.
