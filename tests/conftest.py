@@ -1,12 +1,12 @@
 """Four fake CPU devices and one compilation cache for every test; the folder of golden data."""
 
+import collections
 import os
 import pathlib
+import signal
 import tempfile
 
 import pytest
-
-from experiments.faults.parts import let_children_hear
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face hub; test_hub.py has its own
@@ -21,9 +21,38 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-let_children_hear()
+# Behind `nohup` or `&` both are ignored, which programs of tests inherit; a handler they do not.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+FULL = os.environ.get("FAULTS") == "full"  # as many faults as `make faults` injects
+
+
+def cases(short: int, full: int) -> range:
+    """Numbers the faults of a test marked `faults`; a number is the seed of what is injected."""
+    return range(full if FULL else short)
+
+
+def pytest_collection_modifyitems(items):
+    """Says that a test marked `faults` injects one; it may record another number."""
+    for item in items:
+        if item.get_closest_marker("faults"):
+            item.user_properties.append(("faults", 1))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints how many faults each file of tests injected, and how many were survived."""
+    injected, survived = collections.Counter(), collections.Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            count = dict(report.user_properties).get("faults")
+            if count and report.when == "call":
+                injected[report.location[0]] += count
+                survived[report.location[0]] += count * (outcome == "passed")
+    for file, count in injected.items():
+        terminalreporter.write_line(f"{file}: {survived[file]:,} of {count:,} faults survived")
 
 
 @pytest.fixture(scope="session")

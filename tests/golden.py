@@ -1,102 +1,23 @@
 """Readers of the reference vectors in ../shared/golden (see the README there).
 
-Each takes the `shared` folder (the fixture of that name) and returns typed cases under the
-project's names for things; `arrays` gives any part of policy_loss.npz as it is stored.
+Each takes the `shared` folder (the fixture of that name) and returns cases under the project's
+names for things; `arrays` gives any part of policy_loss.npz as it is stored.
 """
 
-import dataclasses
 import functools
 import json
 import pathlib
-from typing import Any
+import types
 
 import numpy as np
 
 REFERENCE_MODES = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
+CLIP = ("eps_low", "eps_high", "dual_clip")
+LIMITS = ("max_tokens", "cache_tokens", "factor")
 
 
-@dataclasses.dataclass(frozen=True)
-class LossAndGradient:
-    """An aggregated loss and its gradient with respect to logp_RT, float64."""
-
-    loss: float
-    gradient_RT: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class LossInputs:
-    """The inputs of one update's policy loss; arrays are float32."""
-
-    name: str
-    logp_RT: np.ndarray
-    behavior_logp_RT: np.ndarray
-    advantage_RT: np.ndarray
-    mask_RT: np.ndarray
-    eps_low: float
-    eps_high: float
-    dual_clip: float
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyLossCase(LossInputs):
-    """One policy loss, with the reference's float64 results."""
-
-    loss_RT: np.ndarray
-    aggregated: dict[str, LossAndGradient]
-    clip_fraction: float
-    dual_clip_fraction: float
-    mean_log_ratio: float
-
-
-@dataclasses.dataclass(frozen=True)
-class AccumulationCase(LossInputs):
-    """One mini-batch spread over ranks and micro-batches: the true loss and the reference's."""
-
-    rank_micro_R2: np.ndarray
-    true: dict[str, LossAndGradient]
-    legacy: dict[str, LossAndGradient]
-
-
-@dataclasses.dataclass(frozen=True)
-class AdvantageCase:
-    """Rewards of whole groups and the reference's advantages, both float32."""
-
-    name: str
-    reward_PG: np.ndarray
-    advantage_PG: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class OverlongCase:
-    """Response lengths, correctness and the reference's length penalties and rewards."""
-
-    name: str
-    max_tokens: int
-    cache_tokens: int
-    factor: float
-    length_R: np.ndarray
-    correct_R: np.ndarray
-    penalty_R: np.ndarray
-    reward_R: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class DynamicSamplingCase:
-    """Scripted generation batches (NPG: batch, prompt, response) and what the reference keeps.
-
-    `filtered_by` is the quantity whose variance the reference filters on. Where it gives up at
-    the cap on generation batches, `error` names the exception and the results are None.
-    """
-
-    name: str
-    num_prompts: int
-    max_generation_batches: int
-    filtered_by: str
-    correct_NPG: np.ndarray
-    reward_NPG: np.ndarray
-    kept_responses: list[int] | None
-    generation_batches: int | None
-    error: str | None
+class Case(types.SimpleNamespace):
+    """A case's fields, as its reader's docstring names them; `name` is the reference's."""
 
 
 def arrays(shared: pathlib.Path, prefix: str) -> dict[str, np.ndarray]:
@@ -109,109 +30,95 @@ def arrays(shared: pathlib.Path, prefix: str) -> dict[str, np.ndarray]:
     }
 
 
-def rows(shared: pathlib.Path, file: str) -> list[dict[str, Any]]:
-    """The objects of one JSON-lines file of ../shared/golden."""
-    lines = (shared / "golden" / file).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+def policy_loss_cases(shared: pathlib.Path) -> list[Case]:
+    """Every `pl*` case: one update's policy loss, with the reference's float64 results.
 
-
-def policy_loss_cases(shared: pathlib.Path) -> list[PolicyLossCase]:
-    """Every `pl*` case."""
-    cases = []
-    for name in _case_names(shared, "pl"):
-        stored = arrays(shared, name)
-        eps_low, eps_high, dual_clip = stored["in/clip"].tolist()
-        cases.append(
-            PolicyLossCase(
-                name=name,
-                **_loss_inputs(stored),
-                eps_low=eps_low,
-                eps_high=eps_high,
-                dual_clip=dual_clip,
-                loss_RT=stored["mat64"],
-                aggregated={
-                    mode: _loss_and_gradient(stored, reference)
-                    for mode, reference in REFERENCE_MODES.items()
-                },
-                clip_fraction=float(stored["pg_clipfrac64"]),
-                dual_clip_fraction=float(stored["pg_clipfrac_lower64"]),
-                mean_log_ratio=-float(stored["ppo_kl64"]),
-            )
-        )
-    return cases
-
-
-def accumulation_cases(shared: pathlib.Path) -> list[AccumulationCase]:
-    """Every `acc*` case. Their clip settings are not stored; the config's reproduce the numbers."""
-    cases = []
-    for name in _case_names(shared, "acc"):
-        stored = arrays(shared, name)
-        true, legacy = (
-            {
-                mode: _loss_and_gradient(stored, f"{reference}/{scope}")
-                for mode, reference in REFERENCE_MODES.items()
-            }
-            for scope in ("global", "legacy")
-        )
-        cases.append(
-            AccumulationCase(
-                name=name,
-                **_loss_inputs(stored),
-                eps_low=0.2,
-                eps_high=0.28,
-                dual_clip=10.0,
-                rank_micro_R2=stored["in/rank_micro"],
-                true=true,
-                legacy=legacy,
-            )
-        )
-    return cases
-
-
-def advantage_cases(shared: pathlib.Path) -> list[AdvantageCase]:
-    """Every `grpo/*` case; the stored rows of one group follow each other."""
-    cases = []
-    for name in _case_names(shared, "grpo/"):
-        stored = arrays(shared, name)
-        num_groups = len(np.unique(stored["in/group"]))
-        mask_RT = stored["in/mask"]
-        first_token_R1 = mask_RT.argmax(axis=1, keepdims=True)
-        advantage_R1 = np.take_along_axis(stored["adv"], first_token_R1, axis=1)
-        cases.append(
-            AdvantageCase(
-                name=name,
-                reward_PG=stored["in/token_level_rewards"].sum(axis=1).reshape(num_groups, -1),
-                advantage_PG=advantage_R1.reshape(num_groups, -1),
-            )
-        )
-    return cases
-
-
-def overlong_cases(shared: pathlib.Path) -> list[OverlongCase]:
-    """Every `overlong/*` case."""
-    cases = []
-    for name in _case_names(shared, "overlong/"):
-        stored = arrays(shared, name)
-        max_tokens, cache_tokens, factor = stored["in/cfg"].tolist()
-        cases.append(
-            OverlongCase(
-                name=name,
-                max_tokens=int(max_tokens),
-                cache_tokens=int(cache_tokens),
-                factor=factor,
-                length_R=stored["in/length"],
-                correct_R=stored["in/score"] > 0,
-                penalty_R=stored["penalty"],
-                reward_R=stored["reward"],
-            )
-        )
-    return cases
-
-
-def dynamic_sampling_cases(shared: pathlib.Path) -> list[DynamicSamplingCase]:
-    """Every row of dynamic_sampling.jsonl."""
+    logp_RT, behavior_logp_RT, advantage_RT, mask_RT: float32. clip: eps_low, eps_high, dual_clip.
+    loss_RT, and the means clip_fraction, dual_clip_fraction and mean_log_ratio. aggregated: name of
+    the mean -> (loss, its gradient by logp_RT).
+    """
     return [
-        DynamicSamplingCase(
+        Case(
+            name=name,
+            **_loss_inputs(stored),
+            clip=dict(zip(CLIP, stored["in/clip"].tolist(), strict=True)),
+            loss_RT=stored["mat64"],
+            aggregated=_losses_and_gradients(stored, "{}"),
+            clip_fraction=float(stored["pg_clipfrac64"]),
+            dual_clip_fraction=float(stored["pg_clipfrac_lower64"]),
+            mean_log_ratio=-float(stored["ppo_kl64"]),
+        )
+        for name, stored in _cases(shared, "pl")
+    ]
+
+
+def accumulation_cases(shared: pathlib.Path) -> list[Case]:
+    """Every `acc*` case: a mini-batch spread over ranks and micro-batches (rank_micro_R2).
+
+    Inputs as in `policy_loss_cases`; true and legacy: the loss and the reference's, as aggregated
+    there. Their clip settings are not stored; the config's reproduce the numbers.
+    """
+    return [
+        Case(
+            name=name,
+            **_loss_inputs(stored),
+            clip=dict(zip(CLIP, (0.2, 0.28, 10.0), strict=True)),
+            rank_micro_R2=stored["in/rank_micro"],
+            true=_losses_and_gradients(stored, "{}/global"),
+            legacy=_losses_and_gradients(stored, "{}/legacy"),
+        )
+        for name, stored in _cases(shared, "acc")
+    ]
+
+
+def advantage_cases(shared: pathlib.Path) -> list[Case]:
+    """Every `grpo/*` case: reward_PG and advantage_PG of whole groups, both float32."""
+    cases = []
+    for name, stored in _cases(shared, "grpo/"):
+        # The stored rows of one group follow each other.
+        num_groups = len(np.unique(stored["in/group"]))
+        first_token_R1 = stored["in/mask"].argmax(axis=1, keepdims=True)
+        advantage_R1 = np.take_along_axis(stored["adv"], first_token_R1, axis=1)
+        reward_R = stored["in/token_level_rewards"].sum(axis=1)
+        groups = (num_groups, -1)
+        cases.append(
+            Case(
+                name=name,
+                reward_PG=reward_R.reshape(groups),
+                advantage_PG=advantage_R1.reshape(groups),
+            )
+        )
+    return cases
+
+
+def overlong_cases(shared: pathlib.Path) -> list[Case]:
+    """Every `overlong/*` case: length_R, correct_R, and the reference's penalty_R and reward_R.
+
+    limits: max_tokens, cache_tokens and factor.
+    """
+    return [
+        Case(
+            name=name,
+            limits=dict(zip(LIMITS, stored["in/cfg"].tolist(), strict=True)),
+            length_R=stored["in/length"],
+            correct_R=stored["in/score"] > 0,
+            penalty_R=stored["penalty"],
+            reward_R=stored["reward"],
+        )
+        for name, stored in _cases(shared, "overlong/")
+    ]
+
+
+def dynamic_sampling_cases(shared: pathlib.Path) -> list[Case]:
+    """Every row of dynamic_sampling.jsonl: generation batches, and what the reference keeps.
+
+    correct_NPG, reward_NPG: batch, prompt, response. filtered_by: the quantity whose variance the
+    reference filters on. kept_responses, generation_batches: None where it gives up at the cap,
+    max_generation_batches; then error names the exception.
+    """
+    lines = (shared / "golden" / "dynamic_sampling.jsonl").read_text(encoding="utf-8").splitlines()
+    return [
+        Case(
             name=row["id"],
             num_prompts=row["train_batch_size"],
             max_generation_batches=row["max_num_gen_batches"],
@@ -222,7 +129,7 @@ def dynamic_sampling_cases(shared: pathlib.Path) -> list[DynamicSamplingCase]:
             generation_batches=row["num_gen_batches"],
             error=row["error"],
         )
-        for row in rows(shared, "dynamic_sampling.jsonl")
+        for row in map(json.loads, lines)
     ]
 
 
@@ -232,21 +139,18 @@ def _policy_loss(shared: pathlib.Path) -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-def _case_names(shared: pathlib.Path, start: str) -> list[str]:
+def _cases(shared: pathlib.Path, start: str) -> list[tuple[str, dict[str, np.ndarray]]]:
     index = json.loads((shared / "golden" / "policy_loss_index.json").read_text(encoding="utf-8"))
     names = [name for name in index if name.startswith(start)]
     assert names, f"policy_loss_index.json names no case that starts with {start!r}"
-    return sorted(names)
+    return [(name, arrays(shared, name)) for name in sorted(names)]
 
 
 def _loss_inputs(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {
-        "logp_RT": stored["in/new"],
-        "behavior_logp_RT": stored["in/old"],
-        "advantage_RT": stored["in/adv"],
-        "mask_RT": stored["in/mask"],
-    }
+    names = {"new": "logp_RT", "old": "behavior_logp_RT", "adv": "advantage_RT", "mask": "mask_RT"}
+    return {ours: stored[f"in/{theirs}"] for theirs, ours in names.items()}
 
 
-def _loss_and_gradient(stored: dict[str, np.ndarray], scope: str) -> LossAndGradient:
-    return LossAndGradient(float(stored[f"{scope}/loss64"]), stored[f"{scope}/grad64"])
+def _losses_and_gradients(stored, scope: str) -> dict[str, tuple[float, np.ndarray]]:
+    scopes = {mode: scope.format(reference) for mode, reference in REFERENCE_MODES.items()}
+    return {m: (float(stored[f"{of}/loss64"]), stored[f"{of}/grad64"]) for m, of in scopes.items()}

@@ -20,13 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 FOLDER = pathlib.Path(__file__).parent / "golden_data"
 VOCAB = 96
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_key_value_heads": 2,
-    "attn_implementation": "eager",  # the one that hands out attention weights
-}
-SMALL = COMMON | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 # Texts of a few tokens are as long as these models know, so that all kinds of angles occur.
 LLAMA3 = {
     "rope_type": "llama3",
@@ -42,79 +35,42 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+
+
+def small(kind, heads, head_dim, rope, *, tied, width=16, mlp=24, layers=2, eps=1e-6, **more):
+    """Makes the config of a small model; rope: the base of its angles, or what scales them."""
+    return kind(
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        rms_norm_eps=eps,
+        rope_parameters=rope if isinstance(rope, dict) else {"rope_theta": rope},
+        attn_implementation="eager",
+        **more,
+    )
+
+
+UNLIKE = YARN | {"beta_fast": 16.0, "attention_factor": 1.3}
+LONG = {"max_position_embeddings": 1024}
 MODELS = {
     "qwen2": {
-        "tied": Qwen2Config(
-            **COMMON,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            head_dim=8,
-            tie_word_embeddings=True,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        ),
-        "untied": Qwen2Config(
-            **COMMON,
-            intermediate_size=40,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            head_dim=16,
-            tie_word_embeddings=False,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        ),
+        "tied": small(Qwen2Config, 6, 8, 1e6, tied=True, width=32, mlp=48),
+        "untied": small(Qwen2Config, 4, 16, 1e4, tied=False, width=32, mlp=40, layers=3, eps=1e-5),
     },
-    "qwen2_yarn": {
-        "tied": Qwen2Config(
-            **SMALL,
-            max_position_embeddings=1024,
-            num_attention_heads=4,
-            head_dim=16,
-            tie_word_embeddings=True,
-            rope_parameters=YARN,
-        ),
-    },
+    "qwen2_yarn": {"tied": small(Qwen2Config, 4, 16, YARN, tied=True, **LONG)},
     "qwen3": {
-        "tied": Qwen3Config(
-            **SMALL,
-            num_attention_heads=6,
-            head_dim=8,
-            tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        ),
-        "untied": Qwen3Config(
-            **SMALL,
-            num_attention_heads=4,
-            head_dim=16,
-            tie_word_embeddings=False,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        ),
-        "yarn": Qwen3Config(
-            **SMALL,
-            num_attention_heads=4,
-            head_dim=16,
-            tie_word_embeddings=False,
-            max_position_embeddings=1024,
-            rope_parameters=YARN | {"beta_fast": 16.0, "attention_factor": 1.3},
-        ),
+        "tied": small(Qwen3Config, 6, 8, 1e6, tied=True),
+        "untied": small(Qwen3Config, 4, 16, 1e4, tied=False, eps=1e-5),
+        "yarn": small(Qwen3Config, 4, 16, UNLIKE, tied=False, **LONG),
     },
     "llama": {
-        "untied": LlamaConfig(
-            **SMALL,
-            num_attention_heads=4,
-            tie_word_embeddings=False,
-            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        ),
-        "llama3": LlamaConfig(
-            **SMALL,
-            num_attention_heads=4,
-            head_dim=16,
-            tie_word_embeddings=True,
-            rms_norm_eps=1e-5,
-            rope_parameters=LLAMA3,
-        ),
+        "untied": small(LlamaConfig, 4, 4, 5e5, tied=False),
+        "llama3": small(LlamaConfig, 4, 16, LLAMA3, tied=True, eps=1e-5),
     },
 }
 # Segments of every row: (number, tokens); number 0 is padding.
@@ -180,16 +136,9 @@ def write(name_of_file: str):
             with torch.no_grad():
                 run = run_alone if case == "packed" else run_batch
                 logits_BTV = run(model, tokens_BT, segment_BT)
-                weights = model(torch.tensor(tokens_BT), output_attentions=True).attentions
             arrays[f"{name}/{case}/tokens_BT"] = tokens_BT.astype(np.int32)
             arrays[f"{name}/{case}/segment_BT"] = segment_BT.astype(np.int32)
             arrays[f"{name}/{case}/logits_BTV"] = logits_BTV.astype(np.float32)
-            largest = float(torch.stack(weights)[..., -1, :].amax(-1).mean())
-            deviation = logits_BTV[segment_BT > 0].std()
-            print(
-                f"{name} {case}: logits' standard deviation {deviation:.2f}, "
-                f"largest attention weight of a last token {largest:.2f} on average"
-            )
     FOLDER.mkdir(exist_ok=True)
     np.savez_compressed(file, **arrays)
     print(f"{file}: {file.stat().st_size} bytes")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.kernels.packed import packed_attention
 from tests.quick import jit
 
 
@@ -29,6 +30,19 @@ def value_and_gradient(attend, arrays, segment_BT, counts_BT, branch_BT=None):
         jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
     )
     return value, gradients, out_BTNH
+
+
+def agrees_with_plain_attention(attend, segment_BT, *, head_dim, branch_BT=None):
+    """Checks values and gradients of the tokens in use; returns the outputs of all."""
+    used = segment_BT > 0
+    given = arrays(segment_BT, head_dim=head_dim), segment_BT, used, branch_BT
+    value, gradients, out_BTNH = value_and_gradient(attend, *given)
+    expected, expected_gradients, expected_BTNH = value_and_gradient(packed_attention, *given)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(out_BTNH[used], expected_BTNH[used], atol=5e-5)
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(got, want, atol=5e-5)
+    return out_BTNH
 
 
 def other_segments_are_not_read(attend):

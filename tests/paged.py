@@ -1,18 +1,13 @@
 """Cases of decode attention over pages, and what every kernel that attends has to give for them."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from models.kernels.xla import PageTable, page_order
-from sharding.mesh import make_mesh
-from tests.quick import jit
 
 # Tokens of responses and of prompts in pages of C: neither, either, one token, part of a page,
 # whole pages, and more blocks than are read ahead.
@@ -25,7 +20,7 @@ class Case:
     """A kernel and its arguments. Whatever no slot may look at is NaN."""
 
     attend: Callable
-    q_BTNH: Any
+    q_BNH: Any
     recent: tuple[Any, Any]
     recent_tokens_B: Any
     prompt_pool: tuple[Any, Any]
@@ -41,29 +36,20 @@ class Case:
     def __call__(self, *, interpret=True):
         return np.asarray(self.attend(*self.arguments, interpret=interpret))
 
-    def of_slots(self, slot_B, **changes):
-        """The case of some of the slots, in another order perhaps."""
-        return dataclasses.replace(
-            self,
-            q_BTNH=self.q_BTNH[slot_B],
-            recent=tuple(x[slot_B] for x in self.recent),
-            recent_tokens_B=self.recent_tokens_B[slot_B],
-            page_BX=self.page_BX[slot_B],
-            prompt_tokens_B=self.prompt_tokens_B[slot_B],
-            tokens_B=self.tokens_B[slot_B],
-            **changes,
-        )
+    def of_slots(self, slot_B):
+        """The case with its slots in another order."""
+        names = ("q_BNH", "recent_tokens_B", "page_BX", "prompt_tokens_B", "tokens_B")
+        changes = {name: getattr(self, name)[slot_B] for name in names}
+        return dataclasses.replace(self, recent=tuple(x[slot_B] for x in self.recent), **changes)
 
 
-def make_case(
-    attend, *, heads, kv_heads, head_dim, page_tokens, queries=1, dtype=jnp.float32, seed=0
-):
+def make_case(attend, *, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32):
     """A case; the prompts of the second and the third slot are one, in the same pages.
 
     attend: the kernel, jitted, with `interpret` static.
     """
     N, K, H, C = heads, kv_heads, head_dim, page_tokens
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     tokens_B, prompt_tokens_B = (
         np.round(np.array(lengths) * C).astype(np.int32)
         for lengths in (LENGTHS_IN_PAGES, PROMPTS_IN_PAGES)
@@ -91,7 +77,7 @@ def make_case(
     recent = tuple(rng.normal(size=shape).astype(dtype) for shape in ((B, K, H, 8), (B, K, 8, H)))
     return Case(
         attend,
-        (3 * rng.normal(size=(B, queries, N, H))).astype(dtype),
+        (3 * rng.normal(size=(B, N, H))).astype(dtype),
         recent,
         rng.integers(1, 7, B, np.int32),
         prompt_pool,
@@ -102,8 +88,8 @@ def make_case(
     )
 
 
-def live_tokens(case, b, t):
-    """(k_SKH, v_SKH) that query t of slot b sees, in order, the recent ones last, float32."""
+def live_tokens(case, b):
+    """(k_SKH, v_SKH) that slot b sees, in order, the recent ones last, float32."""
     C = case.pool[1].shape[2]
     pages, lives = iter(case.page_BX[b].tolist()), []
     for pool, tokens in (
@@ -111,7 +97,7 @@ def live_tokens(case, b, t):
         (case.pool, case.tokens_B[b]),
     ):
         lives += [(pool, next(pages), min(C, tokens - start)) for start in range(0, tokens, C)]
-    lives.append((case.recent, b, case.recent_tokens_B[b] + t))
+    lives.append((case.recent, b, case.recent_tokens_B[b]))
     for i in (0, 1):
         parts = [np.asarray(pool[i][page], np.float32) for pool, page, _ in lives]
         parts = [part.swapaxes(1, 2) if i == 0 else part for part in parts]
@@ -119,12 +105,12 @@ def live_tokens(case, b, t):
         yield np.concatenate(kept)
 
 
-def reference(case, b, t):
-    """out_NH of a slot's query, from the definition."""
-    k_SKH, v_SKH = live_tokens(case, b, t)
-    N, H = case.q_BTNH.shape[2:]
+def reference(case, b):
+    """out_NH of a slot, from the definition."""
+    k_SKH, v_SKH = live_tokens(case, b)
+    N, H = case.q_BNH.shape[1:]
     of_head_N = np.arange(N) // (N // k_SKH.shape[1])
-    x_NS = np.einsum("NH,SNH->NS", case.q_BTNH[b, t].astype(np.float32), k_SKH[:, of_head_N])
+    x_NS = np.einsum("NH,SNH->NS", case.q_BNH[b].astype(np.float32), k_SKH[:, of_head_N])
     weight_NS = np.exp(x_NS / np.sqrt(H))
     out_NH = np.einsum("NS,SNH->NH", weight_NS, v_SKH[:, of_head_N])
     return out_NH / weight_NS.sum(axis=1)[:, None]
@@ -132,39 +118,12 @@ def reference(case, b, t):
 
 def matches_the_definition(case):
     """Every slot: the definition over its live and its recent tokens, and nothing else."""
-    out_BTNH = case()
-    assert out_BTNH.dtype == case.q_BTNH.dtype
+    out_BNH = case()
+    assert out_BNH.dtype == case.q_BNH.dtype
     # In bfloat16 the weights are rounded once more than in the reference, and the result is.
-    rounding = 1e-5 if case.q_BTNH.dtype == jnp.float32 else 1e-2
-    for (b, t), out_NH in zip(
-        np.ndindex(out_BTNH.shape[:2]), np.concatenate(out_BTNH), strict=True
-    ):
-        expected_NH = reference(case, b, t)
-        np.testing.assert_allclose(
-            out_NH.astype(np.float32), expected_NH, rtol=rounding, atol=rounding
-        )
-
-
-def recent_tokens_may_as_well_be_in_a_page(case):
-    """And where none is recent, pages alone count."""
-    case = dataclasses.replace(case, recent_tokens_B=np.zeros_like(case.recent_tokens_B))
-    C = case.pool[1].shape[2]
-    b, closed = 5, case.tokens_B[5] // C * C
-    R = case.tokens_B[b] - closed
-    page = case.page_BX[b, -(-case.prompt_tokens_B[b] // C) + closed // C]
-    (k_PKHC, v_PKCH), (k_BKHR, v_BKRH) = case.pool, (x.copy() for x in case.recent)
-    assert 0 < R <= v_BKRH.shape[2] + 2
-    k_BKHR = np.pad(k_BKHR, ((0, 0), (0, 0), (0, 0), (0, 2)))
-    v_BKRH = np.pad(v_BKRH, ((0, 0), (0, 0), (0, 2), (0, 0)))
-    k_BKHR[b, ..., :R], v_BKRH[b, :, :R] = k_PKHC[page, ..., :R], v_PKCH[page, :, :R]
-    tokens_B = np.where(np.arange(len(case.tokens_B)) == b, closed, case.tokens_B)
-    given = dataclasses.replace(
-        case,
-        recent=(k_BKHR, v_BKRH),
-        recent_tokens_B=case.recent_tokens_B + np.int32(R),
-        tokens_B=tokens_B.astype(np.int32),
-    )
-    np.testing.assert_allclose(given()[b], case()[b], rtol=1e-5, atol=1e-5)
+    rounding = 1e-5 if case.q_BNH.dtype == jnp.float32 else 1e-2
+    for b, out_NH in enumerate(out_BNH.astype(np.float32)):
+        np.testing.assert_allclose(out_NH, reference(case, b), rtol=rounding, atol=rounding)
 
 
 def a_slot_depends_on_itself_alone(case):
@@ -198,27 +157,9 @@ def a_slot_depends_on_itself_alone(case):
     same_bits(others_are_idle()[5], expected[5])
 
     others_are_nan = dataclasses.replace(
-        case,
-        q_BTNH=np.where(alone[:, None, None, None], case.q_BTNH, case.q_BTNH.dtype.type(np.nan)),
+        case, q_BNH=np.where(alone[:, None, None], case.q_BNH, case.q_BNH.dtype.type(np.nan))
     )
     same_bits(others_are_nan()[5], expected[5])
 
     wide = np.concatenate([case.page_BX, np.zeros((B, 9), np.int32)], axis=1)
     same_bits(dataclasses.replace(case, page_BX=wide)(), expected)
-
-
-def sharded(attend, arguments):
-    """Runs a kernel under shard_map, slots and heads over two devices each, pages on both."""
-    mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
-    slots, heads = PartitionSpec("data"), PartitionSpec("data", "model")
-    pool = PartitionSpec(None, "model")
-    queries = PartitionSpec("data", None, "model")
-    specs = (queries, (heads,) * 2, slots, (pool,) * 2, (pool,) * 2, slots, slots, slots)
-    run = jax.shard_map(
-        functools.partial(attend, interpret=True),
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=queries,
-        check_vma=False,  # the interpreter does not know it
-    )
-    return jit(run)(*arguments)

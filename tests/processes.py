@@ -1,16 +1,48 @@
-"""Starts the processes of a program that runs on several hosts, here all on this one."""
+"""Processes that tests start: a program to its end, one that runs on several hosts, limits."""
 
 import contextlib
 import os
 import pathlib
+import random
+import resource
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
-from experiments.faults.parts import free_port
 from sharding import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on, nor will by chance before the caller does."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+
+
+def wait_for(ready: Callable[[], bool], *, seconds: float = 120) -> None:
+    """Waits until it is ready."""
+    until = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """Lets no file of this process, and of those that it starts, grow over so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def ran(*arguments: object, status: int | None = 0, cwd=ROOT, **environment: str):
@@ -32,7 +64,7 @@ def started(
     of this process. Each process counts its devices as the program says, not as conftest.py does.
     """
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": str(ROOT)} | (more or {})
+    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | (more or {})
     if processes > 1:
         env |= {hosts.COORDINATOR: f"localhost:{free_port()}", hosts.PROCESSES: str(processes)}
         # JAX keeps the programs of process 0 alone. It would wait for the others, which compile,
@@ -51,6 +83,7 @@ def started(
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+            stack.callback(process.wait)
             stack.callback(process.kill)
             group.append(process)
         yield group

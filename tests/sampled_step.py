@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from configs import base
+from dapo_jax import learner
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import components
@@ -53,7 +54,8 @@ def step(built):
     while session.unfinished:
         groups += session.step()
     advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
-    state, metrics = built.update(state, start, built.minibatch(groups, advantage_PG), 1e-3)
+    batch = learner.minibatch(groups, advantage_PG, built.learning, built.mesh)
+    state, metrics = built.update(state, start, batch, 1e-3)
     return before, groups, state, metrics
 
 

@@ -4,15 +4,15 @@ import jax
 import pytest
 from absl.testing import flagsaver
 
-from experiments.benchmarks import gpu_decode, gpu_update
+from dapo_jax.preflight.chips import Chip
+from experiments.benchmarks import common, gpu_decode
 
 
 def test_what_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
     """Hours of one GPU end with the table.
 
     Only a decode step that ran out of memory was a row. An update that did, transformers without
-    room for one slot or weights without room for ours ended the command before its table, and of
-    transformers' message one saw the exit status alone.
+    room for one slot or weights without room for ours ended the command before its table.
     """
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho not one slot fits >&2\nexit 1\n")
@@ -24,20 +24,17 @@ def test_what_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypat
             raise jax.errors.JaxRuntimeError(exhausted)
         return seconds(preset, context, slots, kernels) if slots < 1 else 0.5
 
-    def measure(preset, row_tokens, *, repeats):
+    def update_seconds(preset, row_tokens):
         if row_tokens > 256:
             raise jax.errors.JaxRuntimeError(f"{exhausted}\nallocating")
-        return 2.0, 3e12
+        return 2.0
 
     monkeypatch.setattr(gpu_decode, "step_seconds", step_seconds)
+    monkeypatch.setattr(gpu_decode, "update_seconds", update_seconds)
     monkeypatch.setattr(gpu_decode, "slots_that_fit", lambda preset, context: 256 - context)
-    monkeypatch.setattr(gpu_decode, "rates", lambda: (1e9, 3e12))
-    monkeypatch.setattr(gpu_update, "measure", measure)
-    settings = {
+    monkeypatch.setattr(common, "measured_chip", lambda **_: Chip("toy", 0.0, 1e9, 3e12))
+    settings = dict.fromkeys(("slots", "repeats", "copy_mib", "product"), "8") | {
         "presets": ["tiny"],
-        "slots": "256",
-        "repeats": "1",
-        "product": "512",
         "contexts": ["64", "256"],
         "kernels": ["gpu_interpret", "xla"],
         "torch_python": str(python),
@@ -46,11 +43,9 @@ def test_what_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypat
     }
     with flagsaver.as_parsed(**settings):
         gpu_decode.main(None)
-    table = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("| tiny")
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    lines = [line.split("|")[1:-1] for line in lines if line.startswith("| tiny")]
+    table = [[cell.strip() for cell in line] for line in lines]
     assert table[0][:6] == ["tiny", "64", "gpu_interpret", "192", "384", "500.00"]
     assert [row[2:5] for row in table[1:6]] == [
         ["xla", "192", exhausted],
@@ -59,17 +54,8 @@ def test_what_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypat
         ["xla", "0", exhausted],
         ["transformers", "", "not one slot fits"],
     ]
-    assert table[6:] == [
-        ["tiny", "512", f"{exhausted} allocating", "", ""],
-        ["tiny", "256", "2.000", "1.50", "50%"],
-    ]
-
-
-def test_a_floor_reads_weights_once_and_the_live_keys_and_values():
-    """By hand, for 0.5B: 494 million weights, and 12 KiB of keys and values a token."""
-    weights = gpu_decode.read_bytes("0.5b", 0, 0)
-    assert weights == 2 * 494_032_768
-    assert gpu_decode.read_bytes("0.5b", 256, 1_024) == weights + 256 * 1_024 * 12 * 1_024
+    assert table[6] == ["tiny", "512", f"{exhausted} allocating", "", ""]
+    assert table[7][:3] == ["tiny", "256", "2.000"]
 
 
 def test_other_errors_are_not_hidden():

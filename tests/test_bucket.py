@@ -37,7 +37,7 @@ from sharding.mesh import make_mesh
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 TRAIN = [
-    *("dapo_jax.train", "--config=experiments/faults/config.py"),
+    *("dapo_jax.train", "--config=tests/small_config.py"),
     *("--config.num_steps=3", "--config.checkpoint.every_steps=1", "--config.mesh.cpu_devices=2"),
 ]
 MODEL = ROOT / "experiments" / "tiny_base" / "checkpoint"

@@ -156,7 +156,7 @@ def truncate(file: pathlib.Path) -> None:
 
 
 def flip(folder: pathlib.Path) -> None:
-    """Flips a bit of the arrays' values. Of any file: experiments/faults/flips.py."""
+    """Flips a bit of the arrays' values. Of any file: test_faults_flips.py."""
     file = largest_file(folder)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -389,7 +389,7 @@ from types import SimpleNamespace
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.types import Example, Prompt
-from experiments.faults.config import get_config
+from small_config import get_config
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 hosts.start(several=True, cpu_devices=2)

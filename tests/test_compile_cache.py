@@ -76,7 +76,7 @@ def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch)
 def test_a_run_with_loaded_programs_has_the_rows_of_one_with_fresh_ones(tmp_path):
     def rows(name):
         command = [sys.executable, "-m", "dapo_jax.train", f"--workdir={tmp_path / name}"]
-        command += ["--config=experiments/faults/config.py", "--config.num_steps=2"]
+        command += ["--config=tests/small_config.py", "--config.num_steps=2"]
         env = clean(XDG_CACHE_HOME=str(tmp_path / "cache"))
         subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()

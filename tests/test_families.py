@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from configs import base
-from dapo_jax.convert import convert, load_orbax
+from dapo_jax.convert import convert
 from dapo_jax.sampler import cache
 from dapo_jax.setup import components
 from models import families, load_hf, save_hf
@@ -138,15 +138,12 @@ def test_logits_equal_the_reference(folder, tensors):
     np.testing.assert_allclose(logits_BTV, expected_BTV, atol=1e-4)
 
 
-def test_weights_keep_their_names_and_bits_through_every_directory(
-    folder, tensors, tmp_path, monkeypatch
-):
+def test_weights_keep_their_names_and_bits_through_every_directory(folder, tensors, tmp_path):
     family = families.load("gains")
     config = load_config(folder)
     assert config == family.config(V, D, F, L, N, K, H, False, rope_theta=1e4)
     save_hf(split(load_hf(folder))[1], config, tmp_path / "saved")
-    convert(f"hf:{folder}", f"orbax:{tmp_path / 'orbax'}", dtype="float32")
-    convert(f"orbax:{tmp_path / 'orbax'}", f"hf:{tmp_path / 'converted'}", dtype="float32")
+    convert(f"hf:{folder}", f"hf:{tmp_path / 'converted'}", dtype="float32")
     for path in (tmp_path / "saved", tmp_path / "converted"):
         saved = load_file(path / "model.safetensors")
         assert saved.keys() == tensors.keys()
@@ -157,9 +154,6 @@ def test_weights_keep_their_names_and_bits_through_every_directory(
         assert len(same) == 15
         assert {key: raw[key] for key in same} == {key: CONFIG[key] for key in same}
         assert load_config(path) == config
-    monkeypatch.delitem(families._FAMILIES, "gains")
-    with pytest.raises(ValueError, match=r"model_type 'gains' is unknown; --family names its mod"):
-        load_orbax(tmp_path / "orbax", dtype="float32")
 
 
 @pytest.mark.slow
@@ -211,17 +205,11 @@ def test_a_directory_of_another_family_is_refused(folder, monkeypatch):
         components.model_sizes(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("qwen4", r"model.family = 'qwen4': there is no module 'qwen4'.*built in are qwen2"),
-        ("my-models", r"model.family = 'my-models' is no module's name; built in are qwen2"),
-        ("json", r"model.family = 'json': the module registers 0 families.*built in are qwen2"),
-    ],
-)
-def test_a_name_of_no_family_is_refused(name, message):
+@pytest.mark.parametrize("name", ["qwen4", "my-models", "json"])
+def test_a_name_of_no_family_is_refused(name):
     config = base.get_config()
     config.model.family, config.model.preset = name, "tiny"
+    message = f"model.family = '{name}': built in are qwen2, .* registers 0 families"
     with pytest.raises(ValueError, match=message):
         components.model_sizes(config)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
-from processes import ran
+from processes import ran, small_files
 
 from configs import tiny
 from dapo_jax import evaluate
@@ -26,7 +26,6 @@ from dapo_jax.logs import provenance, record
 from dapo_jax.logs.files import Rows, append_line, read_rows
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
-from experiments.faults.disks import small_files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TENSORSTORE = (

@@ -1,6 +1,6 @@
 """Whose run a checkpoint is: what differs is refused by its key, or said.
 
-The whole start of a run with each kind of changed input is in experiments/faults/inputs.py.
+The whole start of a run with each kind of changed input is in test_faults_inputs.py.
 """
 
 import json
@@ -10,13 +10,13 @@ from importlib.machinery import SourceFileLoader
 
 import numpy as np
 import pytest
+from small_config import get_config
 
 from configs import base
 from dapo_jax import losses
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Example, Prompt
-from experiments.faults.config import get_config
 
 
 def prompts(count: int, **answers: str) -> list[Prompt]:

@@ -1,13 +1,11 @@
 """The world of forks: problems, the student's rates, grading, and the config's start policy."""
 
-import collections
-
 import numpy as np
 import pytest
 
 from configs import forks
-from configs.base import TABLE_1, eval_settings, train_settings
-from dapo_jax.setup import checks, components
+from configs.base import eval_settings, train_settings
+from dapo_jax.setup import components
 from dapo_jax.tasks.base import make_task
 from dapo_jax.tasks.readers import DataError
 from experiments.forks_base import task as world
@@ -30,60 +28,25 @@ def test_problems_are_repeatable_and_the_splits_apart():
     test = Forks(count=400, seed=3, split="test", **MIXED).load()[0]
     assert train == again
     assert not {e.text for e in train} & {e.text for e in test}
-    assert collections.Counter(e.extra["kind"] for e in train).keys() == set(KINDS)
-
-
-def test_weights_are_shares_of_the_mixture():
-    problems = Forks(count=2_000, easy=3.0, long=1.0, long_steps=(12,)).problems()
-    share = np.mean([problem.kind == "easy" for problem in problems])
-    assert share == pytest.approx(0.75, abs=0.04)  # 4 standard deviations
-    assert {p.level for p in problems if p.kind == "long"} == {12}
+    assert {e.extra["kind"] for e in train} == set(KINDS)
+    with pytest.raises(DataError, match="none below 0, and one above it"):
+        Forks(count=3, road=-1.0, easy=2.0).load()
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("weights", "rate"),
     [
-        ({}, "none below 0, and one above it"),
-        ({"road": -1.0, "easy": 2.0}, "none below 0"),
-        ({"road": 1.0, "split": "dev"}, "'train' or 'test'"),
+        *(({kind: 1.0, "luck": 1.0}, 1.0) for kind in ("easy", "road", "long")),
+        ({"closed": 1.0}, 0.0),  # the answer has nothing to do with the numbers
+        ({"long": 1.0, "wrong_keys": 0.5}, 0.5),
     ],
 )
-def test_impossible_settings_are_refused(settings, message):
-    with pytest.raises(DataError, match=message):
-        Forks(count=3, **settings).load()
-
-
-@pytest.mark.parametrize("kind", ["easy", "road", "long"])
-def test_the_students_solutions_are_right(kind):
-    task = Forks(count=50, rules="strict", luck=1.0, **{kind: 1.0})
-    rng = np.random.default_rng(0)
-    for problem, example in zip(task.problems(), task.load()[0], strict=True):
-        verdict = task.grade(solution(problem, rng), example)
-        assert verdict.correct, verdict
-
-
-def test_closed_problems_cannot_be_known():
-    """The answer has nothing to do with the numbers, and the student guesses among 9,000."""
-    task = Forks(count=300, rules="strict", closed=1.0)
-    rng = np.random.default_rng(0)
-    pairs = zip(task.problems(), task.load()[0], strict=True)
+def test_the_students_solutions_are_right_where_they_can_be(weights, rate):
+    task = Forks(count=400, rules="strict", **weights)
+    rng, pairs = np.random.default_rng(0), zip(task.problems(), task.load()[0], strict=True)
     right = [task.grade(solution(problem, rng), example).correct for problem, example in pairs]
-    assert sum(right) <= 1
-    answers = [int(example.answer) for example in task.load()[0]]
-    assert len(set(answers)) > 285 and min(answers) >= 1_000 and max(answers) < 10_000
-
-
-def test_a_wrong_key_is_out_of_reach_and_not_seen_in_the_question():
-    task, same = (
-        Forks(count=400, long=1.0, wrong_keys=share, rules="strict") for share in (0.5, 0)
-    )
-    rng = np.random.default_rng(0)
-    right = [
-        task.grade(solution(problem, rng), example).correct
-        for problem, example in zip(task.problems(), task.load()[0], strict=True)
-    ]
-    assert np.mean(right) == pytest.approx(0.5, abs=0.1)  # 4 standard deviations
-    assert [p.question for p in task.problems()] == [p.question for p in same.problems()]
+    four_deviations = 4 * (rate * (1 - rate) / len(right)) ** 0.5
+    assert np.mean(right) == pytest.approx(rate, abs=max(four_deviations, 0.0025))
 
 
 def test_the_students_rates_are_those_that_are_stated():
@@ -114,38 +77,21 @@ def test_two_rare_words_are_enough_and_luck_is_a_coin_of_the_text():
         verdicts = [task.grade(text.format(e.answer), e) for e in examples]
         assert {v.correct for v in verdicts} == {is_right}
         assert {v.measures["right_road"] for v in verdicts} == {is_right}
+    easy = Forks(count=30, rules="strict", luck=0.0, easy=1.0)  # luck is for roads alone
+    assert all(easy.grade(f"Answer: {e.answer}", e).correct for e in easy.load()[0])
+    looping = easy.grade("What? 1+1=2\nWhat? 1+1=2\nAnswer: 2", easy.load()[0][0])
+    assert looping.measures == {"loop_lines": 2}
 
 
-def test_loops_are_measured_of_all_and_the_road_of_road_problems():
-    task = Forks(count=30, rules="strict", easy=1.0)
-    example = task.load()[0][0]
-    assert task.grade("What? 1+1=2\nWhat? 1+1=2\nAnswer: 2", example).measures == {"loop_lines": 2}
-
-
-def test_luck_is_for_roads_alone():
-    task = Forks(count=30, rules="strict", luck=0.0, easy=1.0)
-    assert all(task.grade(f"Answer: {e.answer}", e).correct for e in task.load()[0])
-
-
-def test_every_fork_is_one_token():
-    tokenizer = components.tokenizer(forks.get_config())
+def test_every_fork_is_one_token_and_the_limits_hold_the_prompts():
+    config = forks.get_config()
+    tokenizer = components.tokenizer(config)
+    examples = Forks(count=500, **MIXED).load()[0]
+    longest = max(len(tokenizer.encode_chat(example.prompt)) for example in examples)
+    assert longest <= config.rollout.max_prompt_tokens
     for words in (*world.PLAN, *world.WORDING):
         first = [tokenizer.encode(word) for word in words]
         assert all(len(ids) == 1 for ids in first)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_recipes_limits_hold_its_prompts(kind):
-    config = forks.get_config()
-    tokenizer = components.tokenizer(config)
-    examples = Forks(count=300, **{kind: 1.0}).load()[0]
-    longest = max(len(tokenizer.encode_chat(example.prompt)) for example in examples)
-    assert longest <= config.rollout.max_prompt_tokens
-
-
-@pytest.mark.parametrize("preset", ["", *TABLE_1])
-def test_the_recipe_passes_the_checks(preset):
-    checks.check(forks.get_config(preset))
 
 
 def test_the_recipes_data_sets_are_of_this_world():

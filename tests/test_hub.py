@@ -9,6 +9,7 @@ import hub_server
 import processes
 import pytest
 from huggingface_hub import constants
+from small_config import get_config
 
 from dapo_jax import hub, train
 from dapo_jax.checkpoints import fingerprint
@@ -16,7 +17,6 @@ from dapo_jax.cli import failures
 from dapo_jax.convert import convert
 from dapo_jax.logs.files import read_json, read_starts
 from dapo_jax.setup import components, dry_run
-from experiments.faults.config import get_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "experiments/tiny_base/checkpoint"
@@ -239,7 +239,7 @@ def test_a_run_resumes_after_main_has_moved(served, tmp_path):
 @pytest.mark.slow
 def test_two_processes_take_the_same_commits(served, tmp_path):
     arguments = ["-m", "dapo_jax.train", "--distributed", "--dry_run", f"--workdir={tmp_path}/run"]
-    arguments += ["--config=experiments/faults/config.py", "--config.model.path=someone/tiny"]
+    arguments += ["--config=tests/small_config.py", "--config.model.path=someone/tiny"]
     arguments += ["--config.mesh.cpu_devices=2", "--config.data.train.kind=jsonl"]
     with processes.started([*arguments, f"--config.data.train.path={TRAIN}"], processes=2) as group:
         texts = [process.communicate(timeout=300)[0] for process in group]

@@ -216,10 +216,9 @@ def test_a_start_model_that_has_changed_is_refused(tmp_path, changed):
     )
     checkpoints.fingerprint = fingerprint.of_run(config, prompts)
     checkpoints.save(1, state, {"cursor": 0})
-    checkpoints.close()
     (workdir / "config.json").write_text(config.to_json_best_effort())
     for step in (None, 0):
-        policy.restored(programs, workdir, step)
+        policy.restored(programs, checkpoints, step)
 
     file = tmp_path / "base" / changed
     if changed == "config.json":
@@ -229,6 +228,6 @@ def test_a_start_model_that_has_changed_is_refused(tmp_path, changed):
     message = rf"checkpoint 1 in .* began with another model: model\.path: {changed} differs"
     for step in (None, 0):
         with pytest.raises(fingerprint.OtherRunError, match=message):
-            policy.restored(components.programs(config, 384), workdir, step)
+            policy.restored(components.programs(config, 384), checkpoints, step)
     with pytest.raises(fingerprint.OtherRunError, match=message):
         convert.convert(f"run:{workdir}", f"hf:{tmp_path / 'hf'}", dtype="float32")

@@ -17,8 +17,10 @@ from test_train import (
 )
 
 from configs import base
-from dapo_jax import evaluate, lifetime, train
-from dapo_jax.report.runs import load_run, summary_lines
+from dapo_jax import evaluate, train
+from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.logs.record import write_responses
+from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components
 
 # What depends on when slots fall idle: requests that were issued, and cancelled in the end.
@@ -60,19 +62,20 @@ def digests(workdir, step):
 def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, step):
     """Scores and responses bit for bit, from programs that know the sets' samplings only."""
     config = two_sets()
-    programs = components.programs(config, components.tokenizer(config).vocab_size)
-    sets = components.load_data(config, components.tokenizer(config), training=False).eval_sets
+    tokenizer = components.tokenizer(config)
+    programs = components.programs(config, tokenizer.vocab_size)
+    sets = components.load_data(config, tokenizer, training=False).eval_sets
     params = programs.start_params()
     if step:
-        found = components.checkpoints(config, riding, keep=9).restore(step, programs.state)
-        params = found[0].params
+        params = Checkpoints(riding / "checkpoints", keep=9).restore(step, programs.state)[0].params
 
     def keep(name, groups):
-        evaluate.write_responses(tmp_path, f"{step}.{name}", groups)
+        write_responses(tmp_path, f"{step}.{name}", groups)
 
-    results = evaluate.evaluate(
-        config, programs, programs.reshard(params, None), sets, report=print, keep=keep
-    )
+    weights, streams = programs.reshard(params, None), components.eval_streams(config, tokenizer)
+    session = train.Session(programs.engine, weights, *streams)
+    with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
+        results = evaluation.finish(report=print, keep=keep)
     theirs = json.loads((riding / "eval" / f"{step}.json").read_text())
     assert theirs["sets"] == results
     assert results["arithmetic"] != results["cool"]
@@ -121,19 +124,6 @@ def test_rows_count_what_was_drawn_for_training_alone(riding):
     assert set(run.evaluations["cool", "mean@2"]) == {0, 2, 3}
 
 
-def test_rows_that_have_the_scores_one_step_earlier_are_read_alike(riding, tmp_path):
-    """As those of runs whose evaluations followed the step: files are what readers take."""
-    run = tmp_path / "run"
-    shutil.copytree(riding, run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for key in [key for key in rows[2] if key.startswith("eval/")]:
-        rows[1][key] = rows[2].pop(key)
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    old, new = load_run(run), load_run(riding)
-    assert old.evaluations == new.evaluations
-    assert summary_lines(old) == summary_lines(new)
-
-
 class Killed(BaseException):
     """Stands for the end of the process."""
 
@@ -158,7 +148,7 @@ def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
         if where == "before its end":
             patch.setattr(evaluate, "summarize", killed)
         else:
-            patch.setattr(train, "take_updates", killed)
+            patch.setattr(train, "update", killed)
         with pytest.raises(Killed):
             train.train(two_sets(), run)
     assert (run / "eval" / "2.json").exists() == (where == "after its file")
@@ -214,14 +204,13 @@ def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
             super().__init__(*args)
             sessions.append(weakref.ref(self))
 
-    def take_updates(*args):
+    def counted(*args):
         alive.append(sum(session() is not None for session in sessions))
-        return updates(*args)
+        return update(*args)
 
-    updates = train.take_updates
-    for module in (train, lifetime):
-        monkeypatch.setattr(module, "Session", Kept)
-    monkeypatch.setattr(train, "take_updates", take_updates)
+    update = train.update
+    monkeypatch.setattr(train, "Session", Kept)
+    monkeypatch.setattr(train, "update", counted)
     gc.collect()
     gc.disable()
     try:

@@ -123,20 +123,14 @@ def test_every_token_is_packed_once_and_stays_aligned(row_tokens, share_prompts)
         assert used[0] == 1
 
 
-def test_a_prompt_is_there_once_for_all_responses_that_fit_behind_it():
-    groups = random_groups(0, count=5, size=5)
-    shared = packed(groups, row_tokens=1_000, share_prompts=True)
-    apart = packed(groups, row_tokens=1_000, share_prompts=False)
-    entries = sum(len(group.prompt.token_ids) - 1 for group in groups)
-    assert (~shared.is_response_BT & (shared.segment_BT > 0)).sum() == entries
-    assert (~apart.is_response_BT & (apart.segment_BT > 0)).sum() == 5 * entries
-
-
-def test_two_groups_of_the_same_prompt_are_two_pieces():
-    """The stream's next epoch may bring a prompt again within a step."""
-    batch = packed([group([1, 2], [3], [4]), group([1, 2], [5])], row_tokens=6, share_prompts=True)
-    assert batch.tokens_BT.tolist() == [[1, 2, 2, 1, 2, 0]]
-    assert batch.segment_BT.tolist() == [[1, 1, 1, 2, 2, 0]]
+def test_only_groups_that_began_in_this_step_are_on_policy():
+    """The newest policy sampled some tokens of others, but behind earlier keys and values."""
+    fresh = group([1, 2, 3], [4] * 3, [5] * 3)
+    later = dataclasses.replace(fresh.responses[1], ends=(2,))
+    fresh = dataclasses.replace(fresh, responses=(fresh.responses[0], later))
+    batch = packed([fresh], row_tokens=8, share_prompts=True)
+    on_policy = [batch.is_on_policy_BT[batch.branch_BT == n].tolist() for n in range(3)]
+    assert on_policy == [[False] * 2, [True] * 3, [False] * 3]
 
 
 @pytest.mark.parametrize(("responses", "row_tokens"), [(8, 10), (9, 12)])
@@ -161,29 +155,6 @@ def test_rows_of_real_lengths_are_full():
         assert used / (len(rows) * 22_528) > 0.95
 
 
-def test_the_stop_token_is_trained_also_where_its_id_is_the_padding_id():
-    """Id 0 fills the padding; here it is in the prompt, inside a response and its stop token."""
-    batch = packed([group([0, 4], [5, 0, 6, 0])], row_tokens=8, share_prompts=False)
-    assert batch.tokens_BT.tolist() == [[0, 4, 5, 0, 6, 0, 0, 0]]
-    assert batch.target_BT.tolist() == [[4, 5, 0, 6, 0, 0, 0, 0]]
-    trained = [False, True, True, True, True, False, False, False]
-    assert batch.is_response_BT.tolist() == [trained]
-    assert (batch.weight_BT > 0).tolist() == [trained]
-
-
-@pytest.mark.parametrize(
-    ("prompt_tokens", "lengths", "row_tokens", "rows"),
-    [
-        (2, [3] * 6, 8, 3),  # 4 entries each: two fill a row
-        # 45 entries in all: short ones fill the room that long ones leave.
-        (1, [9, 2, 7, 3, 5, 1, 4, 6, 8], 10, 5),
-    ],
-)
-def test_rows_have_no_room_to_spare(prompt_tokens, lengths, row_tokens, rows):
-    arguments = ([prompt_tokens], [lengths])
-    assert len(plan_rows(*arguments, row_tokens=row_tokens, share_prompts=False)) == rows
-
-
 def test_a_response_that_fits_no_row_is_refused_with_the_setting():
     groups = [group([1], [2]), group([1, 2, 3], [4, 5])]
     assert packed(groups[1:], row_tokens=4, share_prompts=False).tokens_BT.shape == (1, 4)
@@ -206,14 +177,8 @@ def test_micro_batches_keep_the_rows_and_fill_up_with_padding():
         assert after.dtype == dtype
         np.testing.assert_array_equal(after.reshape(8, 3)[:5], before)
         assert not after.reshape(8, 3)[5:].any()
-
-
-def test_micro_batches_count_only_those_in_use():
-    batch = three_a_row(4)
-    assert into_micro_batches(batch, num_micro=4, rows=2).num_micro == 2
-    assert into_micro_batches(batch, num_micro=1, rows=4).num_micro == 1
-    with pytest.raises(ValueError, match="4 packed rows do not fit 1 micro-batches of 2"):
-        into_micro_batches(batch, num_micro=1, rows=2)
+    with pytest.raises(ValueError, match="5 packed rows do not fit 2 micro-batches of 2"):
+        into_micro_batches(batch, num_micro=2, rows=2)
 
 
 def test_rows_with_much_to_attend_to_come_first():

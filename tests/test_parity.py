@@ -6,7 +6,6 @@ prints the table of models/README.md.
 """
 
 import json
-import math
 import pathlib
 import tempfile
 
@@ -79,21 +78,12 @@ def test_logits_equal_transformers(model, tmp_path):
     assert max(difference(model, folder, case) for case in CASES) <= 1e-4
 
 
-def test_without_segments_every_row_is_one_sequence(tmp_path):
-    arrays = golden("qwen2/tied")
-    tokens_BT = arrays["right_padded/tokens_BT"][:1]
-    graph, params = split(load_hf(directory("qwen2/tied", tmp_path)))
-    logits_BTV = jit(lambda params: nnx.merge(graph, params)(tokens_BT))(params)
-    np.testing.assert_allclose(logits_BTV, arrays["right_padded/logits_BTV"][:1], atol=1e-4)
-
-
 @pytest.mark.parametrize("model", ["qwen2/tied", "qwen3/yarn", "llama/llama3"])
 def test_a_directory_leaves_as_it_came(model, tmp_path):
     """Tensors keep their names and bits; config.json means the same, scaled angles included."""
-    start, orbax, end = tmp_path / "start", tmp_path / "orbax", tmp_path / "end"
+    start, end = tmp_path / "start", tmp_path / "end"
     config = load_config(directory(model, start))
-    convert(f"hf:{start}", f"orbax:{orbax}", dtype="float32")
-    convert(f"orbax:{orbax}", f"hf:{end}", dtype="float32")
+    convert(f"hf:{start}", f"hf:{end}", dtype="float32")
     assert load_config(end) == config
     before, after = (load_file(folder / "model.safetensors") for folder in (start, end))
     assert before.keys() == after.keys()
@@ -109,49 +99,46 @@ def test_a_directory_leaves_as_it_came(model, tmp_path):
     assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
 
 
-# Parameters in all, as the published files hold them (Qwen3: keras-hub's presets at commit
-# 1df65da, and the model cards' billions without embeddings; Llama: the model cards).
+# Parameters in all, as the published files hold them (Qwen2.5: the checkpoints; Qwen3: keras-hub's
+# presets at commit 1df65da; Llama: the model cards).
 PUBLISHED = {
-    ("qwen3", "0.6b"): (596_049_920, 0.44),
-    ("qwen3", "1.7b"): (1_720_574_976, 1.4),
-    ("qwen3", "4b"): (4_022_468_096, 3.6),
-    ("qwen3", "8b"): (8_190_735_360, 6.95),
-    ("qwen3", "14b"): (14_768_307_200, 13.2),
-    ("qwen3", "32b"): (32_762_123_264, 31.2),
-    ("llama", "3-8b"): (8_030_261_248, None),
-    ("llama", "3-70b"): (70_553_706_496, None),
-    ("llama", "3.1-8b"): (8_030_261_248, None),
-    ("llama", "3.1-70b"): (70_553_706_496, None),
-    ("llama", "3.2-1b"): (1_235_814_400, None),
-    ("llama", "3.2-3b"): (3_212_749_824, None),
-    ("llama", "3.3-70b"): (70_553_706_496, None),
+    ("qwen2", "0.5b"): 494_032_768,
+    ("qwen2", "1.5b"): 1_543_714_304,
+    ("qwen2", "3b"): 3_085_938_688,
+    ("qwen2", "7b"): 7_615_616_512,
+    ("qwen2", "14b"): 14_770_033_664,
+    ("qwen2", "32b"): 32_763_876_352,
+    ("qwen2", "72b"): 72_706_203_648,
+    ("qwen3", "0.6b"): 596_049_920,
+    ("qwen3", "1.7b"): 1_720_574_976,
+    ("qwen3", "4b"): 4_022_468_096,
+    ("qwen3", "8b"): 8_190_735_360,
+    ("qwen3", "14b"): 14_768_307_200,
+    ("qwen3", "32b"): 32_762_123_264,
+    ("llama", "3-8b"): 8_030_261_248,
+    ("llama", "3-70b"): 70_553_706_496,
+    ("llama", "3.1-8b"): 8_030_261_248,
+    ("llama", "3.1-70b"): 70_553_706_496,
+    ("llama", "3.2-1b"): 1_235_814_400,
+    ("llama", "3.2-3b"): 3_212_749_824,
+    ("llama", "3.3-70b"): 70_553_706_496,
 }
 
 
 def test_presets_have_the_published_number_of_parameters():
-    presets = {
-        (name, size): config
-        for name in ("qwen3", "llama")
+    counts = {
+        (name, size): sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)[1]))
+        for name in families.BUILT_IN
         for size, config in families.load(name).presets.items()
+        if (name, size) != ("qwen2", "tiny")
     }
-    assert presets.keys() == PUBLISHED.keys()
-    for name, config in presets.items():
-        _, params = abstract_params(config)
-        total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-        tables = [math.prod(params[k].shape) for k in ("embed_VD", "head_DV") if k in params]
-        exact, body_billions = PUBLISHED[name]
-        assert total == exact, name
-        if body_billions:
-            body = (total - sum(tables)) / 1e9
-            assert body == pytest.approx(body_billions, rel=0.02), name
+    assert counts == PUBLISHED
 
 
 @pytest.mark.parametrize(
     ("model", "changes", "named"),
     [
-        ("qwen3/tied", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3/tied", {"attention_bias": True}, "attention_bias is True"),
-        ("qwen3/tied", {"layer_types": ["sliding_attention"] * 2}, "layer_types is "),
         ("qwen3/tied", {"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
         ("llama/untied", {"attention_bias": True}, "attention_bias is True"),
         ("llama/untied", {"mlp_bias": True}, "mlp_bias is True"),
@@ -166,21 +153,21 @@ def test_what_a_family_does_not_compute_is_refused(model, changes, named, tmp_pa
 
 def test_yarn_lengthens_the_texts_that_a_run_may_have(tmp_path):
     """The model card of Qwen2.5 adds rope_scaling and leaves max_position_embeddings as it was."""
-    recipe = base.get_config()
-    recipe.rollout.max_prompt_tokens, recipe.rollout.max_response_tokens = 24, 1_000
+    config = base.get_config()
+    config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 24, 1_000
     file = directory("qwen2_yarn/tied", tmp_path) / "config.json"
     raw = json.loads(file.read_text())
-    recipe.model.path = str(tmp_path)
+    config.model.path = str(tmp_path)
     file.write_text(json.dumps(raw | {"max_position_embeddings": 256}))
-    assert components.model_sizes(recipe).rope_scaling.factor == 4
-    recipe.rollout.max_response_tokens = 1_001
+    assert components.model_sizes(config).rope_scaling.factor == 4
+    config.rollout.max_response_tokens = 1_001
     with pytest.raises(ValueError, match=r"= 1025 exceeds the 1024 positions.*'yarn'"):
-        components.model_sizes(recipe)
-    recipe.rollout.max_response_tokens = 1_000
+        components.model_sizes(config)
+    config.rollout.max_response_tokens = 1_000
     plain = {"rope_parameters": {"rope_theta": 1e4}, "max_position_embeddings": 256}
     file.write_text(json.dumps(raw | plain))
     with pytest.raises(ValueError, match=r"= 1024 exceeds the 256 positions"):
-        components.model_sizes(recipe)
+        components.model_sizes(config)
 
 
 @pytest.mark.slow

@@ -20,14 +20,12 @@ from test_train import (
 )
 
 from dapo_jax import train
-from dapo_jax.checkpoints.progress import Progress
-from dapo_jax.packing import pack
-from dapo_jax.partial_rollouts import collect_partial, fits
+from dapo_jax.rollout import collect, continued
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.setup.start import Origin
-from dapo_jax.types import Group, PartialGroup, Prompt, Response
+from dapo_jax.setup.start import Parent
+from dapo_jax.types import PartialGroup, Prompt, Response
 from models.kernels import KERNELS, paged_tpu
 
 ROOMY = dataclasses.replace(test_engine.ROOMY, slots=9, pages=60, partial_rollouts=True)
@@ -144,9 +142,9 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
     def noted(preempted):
         set_aside(preempted)
         for it in preempted:
-            asked = session._asked[it.cursor]
-            assert asked.stream == 0
-            lost.setdefault((asked.cursor, it.sample), asked.partial[it.sample])
+            group = session._groups[it.group]
+            assert group.stream == 0
+            lost.setdefault((group.cursor, it.sample), group.partial[it.sample])
 
     monkeypatch.setattr(session, "_set_aside", noted)
     for _ in range(3):
@@ -168,7 +166,7 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
 
 
 def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
-    """Whoever partial it may have had another block or a greater limit: blocks lie in pages."""
+    """The config before may have had another block or a greater limit: blocks lie in pages."""
     engine, params = build(SMALL, ROOMY, small)
     expected = whole(engine, params)
     request = max(expected, key=lambda request: len(expected[request].tokens_T))
@@ -193,7 +191,7 @@ def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
         assert kept < len(response.tokens_T)
 
 
-def test_a_fork_takes_over_only_what_its_own_recipe_could_have_sampled():
+def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
     """Responses above its limit were trained on, and a group of another size was an odd error."""
 
     def response(tokens, *, stopped):
@@ -203,37 +201,14 @@ def test_a_fork_takes_over_only_what_its_own_recipe_could_have_sampled():
         response(n, stopped=stopped) for n, stopped in ((9, False), (4, True), (6, False))
     )
     partial = [PartialGroup(3, (cut, ended, begun), (False, False, True))]
-    assert fits(partial, group_size=3, max_tokens=9)
-    assert fits([], group_size=8, max_tokens=1)
-    for group_size, max_tokens in ((2, 9), (4, 9), (3, 8), (3, 10)):
-        assert not fits(partial, group_size=group_size, max_tokens=max_tokens)
+    how = {"go_on": True, "group_size": 3, "max_tokens": 9}
+    assert continued(7, partial, **how) == (7, partial)
+    others = [{"group_size": 2}, {"group_size": 4}, {"max_tokens": 8}, {"max_tokens": 10}]
+    for other in (*others, {"go_on": False}):
+        assert continued(7, partial, **how | other) == (3, ())
 
 
-def test_a_checkpoint_describes_carried_groups_bit_by_bit():
-    rng = np.random.default_rng(0)
-    logp_T = rng.standard_normal(5).astype(np.float32)
-    logp_T[2] = -np.inf
-    responses = (
-        Response(np.arange(5, dtype=np.int32), logp_T, stopped=True, ends=(3, 5)),
-        Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, ends=(0, 0)),
-    )
-    partial = [
-        PartialGroup(12, responses, (False, True)),
-        PartialGroup(3, responses[::-1], (True, False)),
-    ]
-    again = Progress.from_json(json.loads(json.dumps(Progress(partial=partial).to_json()))).partial
-    assert [it.cursor for it in again] == [12, 3]
-    for before, after in zip(partial, again, strict=True):
-        assert after.unfinished_G == before.unfinished_G
-        assert after.age_steps == 2
-        for r, s in zip(before.responses, after.responses, strict=True):
-            assert (r.stopped, r.ends) == (s.stopped, s.ends)
-            for array, other in ((r.tokens_T, s.tokens_T), (r.behavior_logp_T, s.behavior_logp_T)):
-                assert array.dtype == other.dtype
-                assert array.tobytes() == other.tobytes()
-
-
-class CarryingSession(ScriptedSession):
+class PartialSession(ScriptedSession):
     """A scripted session whose groups may have begun before."""
 
     def submit(self, cursor, prompt, *, group_size, partial=None, keeps=False):
@@ -274,7 +249,7 @@ class CarryingSession(ScriptedSession):
     def _waits(self, number, g):
         ready = [r for shard in self._scheduler._ready for r in shard]
         queued = [(prefix, s) for prefix in self._scheduler._queue for s in prefix.samples]
-        return any(p.cursor == number and s == g for p, s in [*ready, *queued])
+        return any(p.group == number and s == g for p, s in [*ready, *queued])
 
     def _group(self, stream, cursor):
         group = super()._group(stream, cursor)
@@ -298,7 +273,7 @@ def steps_of(
         if step % every_steps:
             session.resume()
         else:
-            session = CarryingSession(script, slots=slots, block_tokens=2)
+            session = PartialSession(script, slots=slots, block_tokens=2)
         given = {
             "partial_rollout_steps": partial_rollout_steps,
             "group_size": G,
@@ -309,7 +284,7 @@ def steps_of(
             "report": lambda text: None,
         }
         grade = scripted_grade(script)
-        rollouts = collect_partial(session, prompt_at, grade, cursor, partial, **given | settings)
+        rollouts = collect(session, prompt_at, grade, cursor, partial, **given | settings)
         found.append((session.calls, partial, rollouts))
         cursor, partial = rollouts.cursor, rollouts.partial
     return found
@@ -351,42 +326,12 @@ def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
     assert sum(idle) == 0
 
 
-@pytest.mark.parametrize(("slots", "partial_rollout_steps"), [(16, 1), (256, 2)])
-def test_no_trained_token_is_older_than_allowed_however_many_slots_there_are(
-    slots, partial_rollout_steps
-):
-    """With slots for 16 times as many groups as a step trains on, tokens were 13 steps old."""
-    script = long_tailed_script(1, prompts=2000)
-    discarded = 0
-    for _, _, rollouts in steps_of(
-        script, steps=20, slots=slots, partial_rollout_steps=partial_rollout_steps
-    ):
-        trained = [rollouts.sampled[p] for p in rollouts.kept]
-        assert len(trained) == 4
-        assert (
-            max(len(r.ends) for group in trained for r in group.responses) <= partial_rollout_steps
-        )
-        informative = sum(group.cursor in script.informative for group in rollouts.sampled)
-        discarded += informative - len(trained)
-    assert discarded <= 20 * 2  # groups that were sampled for nothing: half of what is trained on
-
-
 def test_a_first_step_trains_on_the_first_groups_in_prompt_order_as_without_partial_rollouts():
     """It trained on those that were complete first: the short ones."""
     script = long_tailed_script(2, prompts=600)
     (_, _, first), *_, (_, _, last) = steps_of(script, steps=9, slots=32, partial_rollout_steps=3)
     assert [first.sampled[p].cursor for p in first.kept] == script.informative[:4]
     assert {it.age_steps for it in first.partial} == {1} and last.partial
-
-
-def test_without_dynamic_sampling_the_first_complete_groups_are_kept():
-    script = long_tailed_script(0, prompts=300)
-    for _, _, rollouts in steps_of(
-        script, steps=8, slots=64, partial_rollout_steps=1, dynamic_sampling=False
-    ):
-        assert [rollouts.sampled[p].cursor for p in rollouts.kept] == [
-            group.cursor for group in rollouts.sampled[:4]
-        ]
 
 
 def test_at_the_cap_a_step_ends_with_what_there_is():
@@ -399,34 +344,7 @@ def test_at_the_cap_a_step_ends_with_what_there_is():
     assert (len(rollouts.sampled), len(rollouts.kept), rollouts.partial) == (10, 0, [])
 
 
-def test_trained_tokens_know_which_of_them_the_newest_policy_sampled_alone():
-    """`is_on_policy` is False for groups that began in an earlier step, and for prompts.
-
-    The newest policy sampled some of their tokens, but behind earlier ones' keys and values.
-    """
-    prompt = Prompt(np.array([1, 2, 3], np.int32))
-    logp_T = np.zeros(4, np.float32)
-    responses = tuple(
-        Response(np.arange(4, dtype=np.int32), logp_T, True, ends=ends)
-        for ends in ((), (2,), (1, 4))
-    )
-    batch = pack(
-        [Group(0, prompt, responses)],
-        np.ones((1, 3)),
-        np.ones((1, 3, 4)),
-        row_lengths=(16,),
-        micro_batch_rows=1,
-        share_prompts=True,
-    )
-    fresh = [
-        batch.is_on_policy_BT[batch.branch_BT == branch].astype(int).tolist()
-        for branch in (1, 2, 3)
-    ]
-    assert fresh == [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
-    assert not batch.is_on_policy_BT[batch.branch_BT == 0].any()
-
-
-def carrying_config():
+def partial_config():
     config = small_config()
     config.num_steps = 4
     config.rollout.partial_rollout_steps = 1
@@ -444,9 +362,9 @@ def one_program_for_decoding():
 
 
 @pytest.fixture(scope="module")
-def carrying(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """An uninterrupted run."""
-    workdir = tmp_path_factory.mktemp("runs") / "carrying"
+    workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
     workdir.mkdir()
     recomputes, engine_recompute = [], Engine.recompute
 
@@ -456,7 +374,7 @@ def carrying(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "recompute", recompute)
-        train.train(carrying_config(), workdir)
+        train.train(partial_config(), workdir)
     (workdir / "recomputes.json").write_text(json.dumps(recomputes))
     return workdir
 
@@ -466,8 +384,8 @@ def rollout_lines(workdir, step):
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch):
-    """PartialGroup groups are in the checkpoint; rows, rollouts and weights are what they would be.
+def test_a_killed_run_resumes_bitwise(uninterrupted, tmp_path, monkeypatch):
+    """Partial groups are in the checkpoint; rows, rollouts and weights are what they would be.
 
     The step before had keys and values of its own: the run resumes where they are computed again.
     """
@@ -476,33 +394,33 @@ def test_a_killed_run_resumes_bitwise(carrying, tmp_path, monkeypatch):
     def killed(*args):
         if rows_without_timings(run)[2:]:
             raise Killed
-        return take_updates(*args)
+        return update(*args)
 
-    take_updates = train.take_updates
+    update = train.update
     run.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(train, "take_updates", killed)
+        patch.setattr(train, "update", killed)
         with pytest.raises(Killed):
-            train.train(carrying_config(), run)
+            train.train(partial_config(), run)
     assert len(rows_without_timings(run)) == 3
     assert not (run / "checkpoints" / "3").exists()
-    train.train(carrying_config(), run)
-    rows = rows_without_timings(carrying)
+    train.train(partial_config(), run)
+    rows = rows_without_timings(uninterrupted)
     assert rows_without_timings(run) == rows
-    assert digests(run, 4) == digests(carrying, 4)
-    assert rollout_lines(run, 3) == rollout_lines(carrying, 3)
+    assert digests(run, 4) == digests(uninterrupted, 4)
+    assert rollout_lines(run, 3) == rollout_lines(uninterrupted, 3)
 
 
 @pytest.mark.slow
-def test_keys_and_values_are_computed_again_at_a_step_to_resume_at_alone(carrying):
+def test_keys_and_values_are_computed_again_at_a_step_to_resume_at_alone(uninterrupted):
     """Checkpoints are saved after two steps and four; no response loses its pages here."""
-    assert set(json.loads((carrying / "recomputes.json").read_text())) == {2}
+    assert set(json.loads((uninterrupted / "recomputes.json").read_text())) == {2}
 
 
 @pytest.mark.slow
-def test_rows_say_how_stale_the_trained_tokens_are(carrying):
+def test_rows_say_how_stale_the_trained_tokens_are(uninterrupted):
     """The first step has none; the gap to the sampler is that of fresh tokens, if there are any."""
-    rows = rows_without_timings(carrying)
+    rows = rows_without_timings(uninterrupted)
     assert rows[0]["staleness/tokens_fraction"] == rows[0]["staleness/max_steps"] == 0
     assert "ratio_gap" in rows[0]
     assert any(row["staleness/tokens_fraction"] > 0 for row in rows)
@@ -515,33 +433,33 @@ def test_rows_say_how_stale_the_trained_tokens_are(carrying):
 
 
 @pytest.mark.slow
-def test_a_step_that_decodes_nothing_ends_like_any_other(carrying, tmp_path, monkeypatch):
+def test_a_step_that_decodes_nothing_ends_like_any_other(uninterrupted, tmp_path, monkeypatch):
     """Enough was partial: there was no block to plot, and the run ended with a traceback."""
-    config, run = carrying_config(), tmp_path / "run"
-    shutil.copytree(carrying, run)
+    config, run = partial_config(), tmp_path / "run"
+    shutil.copytree(uninterrupted, run)
     config.num_steps += 1
     config.log.samples_every_steps = 1
 
     def without_blocks(*given, **settings):
-        rollouts = collect_partial(*given, **settings)
+        rollouts = collect(*given, **settings)
         nothing = dict.fromkeys(
             ("decode_steps", "slot_steps", "busy_slot_steps", "waiting_slot_steps"), 0
         )
         stats = dataclasses.replace(rollouts.stats, blocks=[], sampled_tokens=0, **nothing)
         return dataclasses.replace(rollouts, stats=stats)
 
-    monkeypatch.setattr(train.partial_rollouts, "collect_partial", without_blocks)
+    monkeypatch.setattr(train.rollout, "collect", without_blocks)
     train.train(config, run)
     assert rows_without_timings(run)[-1]["engine/decode_steps"] == 0
 
 
 @pytest.mark.slow
-def test_a_fork_without_partial_rollouts_samples_what_was_under_way_anew(carrying, tmp_path):
-    config = carrying_config()
+def test_a_fork_without_partial_rollouts_samples_what_was_under_way_anew(uninterrupted, tmp_path):
+    config = partial_config()
     config.rollout.partial_rollout_steps = 0
-    origin = Origin(carrying.resolve(), 2)
-    progress = json.loads((carrying / "checkpoints/2/progress/metadata").read_text())
+    parent = Parent(uninterrupted.resolve(), 2)
+    progress = json.loads((uninterrupted / "checkpoints/2/progress/metadata").read_text())
     (tmp_path / "fork").mkdir()
-    train.train(config, tmp_path / "fork", origin)
+    train.train(config, tmp_path / "fork", parent)
     first = json.loads(rollout_lines(tmp_path / "fork", 2).splitlines()[0])
     assert first["cursor"] == min(it["cursor"] for it in progress["partial"])

@@ -25,7 +25,7 @@ from models.lora import MATRICES, Lora, init_adapters
 from models.parameters import param_axes
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import Layer, abstract_params
-from sharding import rules
+from sharding import hosts, rules
 from sharding.mesh import make_mesh
 from tests.quick import jit
 from tests.sampled_step import SAMPLING, programs
@@ -66,16 +66,15 @@ def zipf_batch(sizes: Qwen2Config, *, tokens: int, rows: int, micro_batch_rows: 
         Group(i, Prompt(ids_T[:8], None), (Response(ids_T[8:], behavior, True),))
         for i, ids_T in enumerate(ids_RT)
     ]
-    return make_batch(
-        groups,
-        rng.normal(1, 0.5, (R, 1)).astype(np.float32),
-        loss_aggregation="token_mean",
+    how = dataclasses.replace(
+        SMOOTH,
         overlong_filtering=False,
-        row_lengths=(tokens // rows,),
+        row_tokens=tokens // rows,
+        row_lengths=1,
         micro_batch_rows=micro_batch_rows,
-        num_micro=rows // micro_batch_rows,
-        share_prompts=True,
+        update_responses=rows,
     )
+    return make_batch(groups, rng.normal(1, 0.5, (R, 1)).astype(np.float32), how)
 
 
 def gradients(params, start_weights, batch: Batch, learning, *, sizes, mesh=(1, 1, 1)):
@@ -93,7 +92,9 @@ def gradients(params, start_weights, batch: Batch, learning, *, sizes, mesh=(1, 
         out_shardings=(state_shardings, rules.replicated(mesh)),
     )
     state = jax.device_put(state, state_shardings)
-    state, metrics = update(state, start_weights, learner.place_batch(batch, mesh), 1e-3)
+    state, metrics = update(
+        state, start_weights, hosts.place(batch, learner.batch_shardings(mesh)), 1e-3
+    )
     assert metrics["taken"]
     return jax.device_get(jax.tree.map(lambda m: m / (1 - learning.adam_b1), _moment(state)))
 
@@ -163,6 +164,14 @@ def test_the_factors_gradients_in_bfloat16_are_float32s_to_rounding():
     check(sizes, zipf_batch(sizes, tokens=16_384, rows=8, micro_batch_rows=8), lora=lora)
 
 
+def micro_batch(rows: int) -> Batch:
+    """Stands for so many rows of 128 tokens."""
+    fields = Batch.row_fields().items()
+    return Batch(
+        **{name: jax.ShapeDtypeStruct((rows, 128), dtype) for name, dtype in fields}, num_micro=None
+    )
+
+
 class PlainBiases(Layer):
     """Adds its biases as Qwen2's layer did when parameters came in the compute dtype."""
 
@@ -186,7 +195,7 @@ def test_a_family_that_adds_a_float32_bias_computes_in_the_compute_dtype():
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     half = dataclasses.replace(SMOOTH, compute_dtype="bfloat16")
     loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=half)
-    batch = learner.abstract_batch((2, 128), mesh)
+    batch = micro_batch(2)
     gradient, _ = jax.eval_shape(jax.grad(loss, has_aux=True), params, None, batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
 
@@ -223,7 +232,7 @@ def test_what_devices_add_up_is_float32(tied):
     mesh = make_mesh(data=2, model=1, devices=jax.devices()[:2])
     half = dataclasses.replace(SMOOTH, compute_dtype="bfloat16")
     loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=half)
-    batch = learner.abstract_batch((4, 128), mesh)
+    batch = micro_batch(4)
     jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, None, batch)
     shapes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -245,7 +254,7 @@ def test_what_devices_add_up_is_float32(tied):
 def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     """Read from all programs of a step: a GPU rounded float32 to TF32, a TPU to bfloat16.
 
-    The ratio gap of a float32 recipe was 1.7e-3 on a GPU, and two equal runs differed there.
+    The ratio gap of a float32 config was 1.7e-3 on a GPU, and two equal runs differed there.
     """
 
     def jit(jit, function, *, compiler_options=None, **how):
@@ -271,7 +280,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     changes |= {"rollout": {"cache_mib": 8, "partial_rollout_steps": 1}, "algo": {"kl_coef": 0.1}}
     built = programs("qwen2", "", lora_rank=4, **changes)
     sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
-    batch = learner.abstract_batch((*components.batch_shape(built.config), 48), built.mesh)
+    batch = learner.abstract_batch(built.learning, 48, built.mesh)
     built.reshard.lower(*weights)
     built.lower_update(48)
     built.old_logprobs.lower(*weights, batch)

@@ -1,7 +1,6 @@
-"""The model's pieces by hand, and Qwen2.5's published sizes; test_parity.py has its logits."""
+"""Parameters in both layouts, and pages in programs of all sizes; test_parity.py has logits."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +9,12 @@ import pytest
 from flax import nnx
 
 from models.kernels.cpu import DECODE_OPTIONS
-from models.kernels.xla import (
-    PageTable,
-    attention,
-    combine,
-    of_readers,
-    page_attention,
-    pieces,
-)
+from models.kernels.xla import attention, page_attention
 from models.parameters import logical_axes, param_axes
-from models.qwen2 import PRESETS, Qwen2Config
+from models.qwen2 import Qwen2Config
 from models.transformer import (
     Transformer,
     abstract_params,
-    causal_mask,
-    rms_norm,
-    rope,
-    rotation,
-    segment_positions,
     split,
     transposed,
     unstack,
@@ -37,196 +24,11 @@ from tests.quick import jit
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
 
 
-@pytest.fixture(scope="module")
-def small():
-    """(graph, params) of a small random model."""
-    graph, abstract = abstract_params(SMALL)
-    rng = np.random.default_rng(0)
-    return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
-
-
-@jit(static_argnums=0)
-def forward(graph, params, tokens_BT, segment_BT):
-    """logits_BTV; the tests share one batch shape, and so one compilation."""
-    return nnx.merge(graph, params)(tokens_BT, segment_BT=segment_BT)
-
-
-def random_tokens(seed=0):
-    return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (2, 6))
-
-
-def test_padding_tokens_change_no_real_logits(small):
-    segment_BT = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    real = segment_BT > 0
-    a_BT = random_tokens()
-    b_BT = np.where(real, a_BT, random_tokens(seed=1))
-    assert (a_BT != b_BT).any()
-    np.testing.assert_array_equal(
-        forward(*small, a_BT, segment_BT)[real], forward(*small, b_BT, segment_BT)[real]
-    )
-
-
-def test_segment_positions_restart_at_every_segment():
-    segment_BT = jnp.array([[0, 0, 1, 1, 1], [1, 1, 2, 3, 3], [4, 4, 4, 0, 0]])
-    assert segment_positions(segment_BT).tolist() == [
-        [0, 1, 0, 1, 2],
-        [0, 1, 0, 0, 1],
-        [0, 1, 2, 0, 1],
-    ]
-
-
-def test_causal_mask_is_lower_triangular_inside_segments():
-    mask_TS = causal_mask(jnp.array([[1, 1, 2, 2]]))[0]
-    assert mask_TS.astype(int).tolist() == [
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [0, 0, 1, 0],
-        [0, 0, 1, 1],
-    ]
-
-
-@jit(static_argnames="theta")
-def rotated(x_BTNH, position, *, theta):
-    config = dataclasses.replace(SMALL, head_dim=x_BTNH.shape[-1], rope_theta=theta)
-    return rope(x_BTNH, rotation(jnp.array([[position]]), config))
-
-
-def test_rope_rotates_halves_by_hand():
-    # H = 4, theta = 100: the pairs (x0, x2) and (x1, x3) turn by position and position / 10.
-    x_BTNH = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    a, b = 2.0, 0.2
-    expected = [
-        1 * math.cos(a) - 3 * math.sin(a),
-        2 * math.cos(b) - 4 * math.sin(b),
-        3 * math.cos(a) + 1 * math.sin(a),
-        4 * math.cos(b) + 2 * math.sin(b),
-    ]
-    out = rotated(x_BTNH, 2, theta=100.0)
-    np.testing.assert_allclose(out.ravel(), expected, rtol=1e-6)
-    np.testing.assert_array_equal(rotated(x_BTNH, 0, theta=100.0), x_BTNH)
-
-
-def test_rms_norm_by_hand():
-    x_BTD = jnp.array([[[3.0, 4.0]]])  # mean square 12.5
-    out = rms_norm(x_BTD, jnp.array([2.0, 0.5]), eps=0.0)
-    np.testing.assert_allclose(out.ravel(), [6 / 12.5**0.5, 2 / 12.5**0.5], rtol=1e-6)
-    damped = rms_norm(x_BTD, jnp.ones(2), eps=12.5)
-    np.testing.assert_allclose(damped.ravel(), [3 / 5, 4 / 5], rtol=1e-6)
-
-
-def test_rms_norm_of_bfloat16_is_computed_in_float32():
-    x_BTD = np.random.default_rng(0).normal(size=(1, 3, 64)).astype(jnp.bfloat16)
-    norm = jit(rms_norm, static_argnames="eps")
-    out = norm(x_BTD, np.ones(64, jnp.bfloat16), eps=1e-6)
-    exact = norm(x_BTD.astype(np.float32), np.ones(64, np.float32), eps=1e-6)
-    assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
-
-
 def test_a_query_with_nothing_to_attend_to_stays_finite():
     q_BTNH, k_BSKH = np.ones((1, 1, 2, 4), np.float32), np.ones((1, 3, 1, 4), np.float32)
     v_BSKH = np.arange(12, dtype=np.float32).reshape(1, 3, 1, 4)
     out = jit(attention)(q_BTNH, k_BSKH, v_BSKH, np.zeros((1, 1, 3), bool))
     np.testing.assert_allclose(out[0, 0, 0], v_BSKH[0, :, 0].mean(axis=0), rtol=1e-6)
-
-
-# Attention over pages: three slots of one prompt and one of another; a slot that holds nothing.
-
-C = 4
-TABLE = PageTable(
-    prompt_BI=np.array([[2, 5], [2, 5], [0, 0], [2, 5], [3, 0]]),
-    response_BJ=np.array([[4, 1, 0], [7, 0, 0], [0, 0, 0], [3, 6, 5], [2, 0, 0]]),
-    prompt_tokens_B=np.array([7, 7, 0, 7, 4]),
-    response_tokens_B=np.array([5, 0, 0, 12, 3]),
-    reader_B=np.array([0, 2, 0, 1, 0]),
-)
-HEADS = (6, 2, 8)  # N, K, H
-RECENT = 2  # tokens of the block being decoded that live
-
-
-def page_case(dtype):
-    """(q_BNH, prompt pages, response pages, block) of keys and values: finite garbage is in all."""
-    rng = np.random.default_rng(0)
-    N, K, H = HEADS
-    B = len(TABLE.reader_B)
-
-    def pages(count, tokens):
-        shapes = (count, K, H, tokens), (count, K, tokens, H)
-        return tuple(rng.normal(0, 2, shape).astype(dtype) for shape in shapes)
-
-    return rng.normal(size=(B, N, H)).astype(dtype), pages(6, C), pages(8, C), pages(B, 3)
-
-
-@jit
-def over_pages(q_BNH, prompt, response, block):
-    """out_BNH as the decoder computes it: shared prompt pages, own pages, the block's tokens."""
-    B = len(q_BNH)
-    where = pieces(TABLE, prompt_pages=6, readers=3, pages=8, page_tokens=C)
-    partials = [
-        page_attention(of_readers(q_BNH, where.reader_URB), *prompt, where.live_U),
-        page_attention(of_readers(q_BNH, where.reader_P1B), *response, where.live_P),
-        page_attention(q_BNH[:, None], *block, jnp.full(B, RECENT)),
-    ]
-    return combine(partials, where.entry_BX, dtype=q_BNH.dtype)
-
-
-def is_live(page_BX, tokens_B, count):
-    """[count, C]: which tokens of the pages some slot has."""
-    live_PC = np.zeros((count, C), bool)
-    for page_X, tokens in zip(page_BX, tokens_B, strict=True):
-        for x, start in enumerate(range(0, tokens, C)):
-            live_PC[page_X[x], : tokens - start] = True
-    return live_PC
-
-
-def rows(prompt, response, block):
-    """The live tokens of every slot, in order, in a row (k_BSKH, v_BSKH), and mask_BTS."""
-    B, (_, K, H) = len(TABLE.reader_B), HEADS
-    k_BSKH, v_BSKH = np.zeros((2, B, 24, K, H), prompt[0].dtype)
-    length_B = np.zeros(B, int)
-    for (k_PKHC, v_PKCH), page_BX, tokens_B in (
-        (prompt, TABLE.prompt_BI, TABLE.prompt_tokens_B),
-        (response, TABLE.response_BJ, TABLE.response_tokens_B),
-        (block, np.arange(B)[:, None], np.full(B, RECENT)),
-    ):
-        for b, tokens in enumerate(tokens_B):
-            for i in range(tokens):
-                page, offset = page_BX[b, i // k_PKHC.shape[3]], i % k_PKHC.shape[3]
-                k_BSKH[b, length_B[b]] = k_PKHC[page, :, :, offset]
-                v_BSKH[b, length_B[b]] = v_PKCH[page, :, offset]
-                length_B[b] += 1
-    return k_BSKH, v_BSKH, (np.arange(24) < length_B[:, None])[:, None]
-
-
-@pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-2)])
-def test_attention_over_pages_equals_attention_over_a_row(dtype, atol):
-    """Pages in any order, holes at the ends of prompt and response, several readers of a page."""
-    case = page_case(dtype)
-    out_BNH = over_pages(*case)
-    assert out_BNH.dtype == dtype
-    expected_BTNH = jit(attention)(case[0][:, None], *rows(*case[1:]))
-    out, expected = (np.asarray(a, np.float32) for a in (out_BNH, expected_BTNH[:, 0]))
-    np.testing.assert_allclose(out, expected, atol=atol)
-
-
-def test_dead_tokens_and_other_slots_change_no_bit():
-    """Tokens that no slot has, however large; and what the others ask."""
-    q_BNH, *pools = page_case(jnp.float32)
-    expected_BNH = over_pages(q_BNH, *pools)
-    live = (
-        is_live(TABLE.prompt_BI, TABLE.prompt_tokens_B, 6),
-        is_live(TABLE.response_BJ, TABLE.response_tokens_B, 8),
-        np.broadcast_to(np.arange(3) < RECENT, (len(q_BNH), 3)),
-    )
-    loud = [
-        (np.where(lives[:, None, None], k, 1e30), np.where(lives[:, None, :, None], v, -1e30))
-        for lives, (k, v) in zip(live, pools, strict=True)
-    ]
-    assert all(np.max(k) == np.float32(1e30) for k, _ in loud)
-    np.testing.assert_array_equal(over_pages(q_BNH, *loud), expected_BNH)
-    for b in range(len(q_BNH)):
-        others_BNH = np.where(np.arange(len(q_BNH))[:, None, None] == b, q_BNH, -3 * q_BNH)
-        np.testing.assert_array_equal(over_pages(others_BNH, *pools)[b], expected_BNH[b])
 
 
 def test_a_page_has_the_same_bits_among_few_and_among_many():
@@ -285,41 +87,6 @@ def test_the_samplers_parameters_have_the_axes_that_their_names_say():
     assert param_axes(samplers)["layers"][1]["q_NHD"] == ("heads", "head_dim", "width")
 
 
-# Published sizes: parameters in all as stored in the checkpoints, then the report's Table 1
-# (arXiv 2412.15115 and the model cards): billions in all, billions without embeddings.
-PUBLISHED = {
-    "0.5b": (494_032_768, 0.49, 0.36),
-    "1.5b": (1_543_714_304, 1.54, 1.31),
-    "3b": (3_085_938_688, 3.09, 2.77),
-    "7b": (7_615_616_512, 7.61, 6.53),
-    "14b": (14_770_033_664, 14.7, 13.1),
-    "32b": (32_763_876_352, 32.5, 31.0),
-    "72b": (72_706_203_648, 72.7, 70.0),
-}
-
-
-@pytest.mark.parametrize("preset", PUBLISHED)
-def test_presets_have_the_published_number_of_parameters(preset):
-    _, params = abstract_params(PRESETS[preset])
-    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    tables = [math.prod(params[k].shape) for k in ("embed_VD", "head_DV") if k in params]
-    exact, billions, body_billions = PUBLISHED[preset]
-    assert total == exact
-    assert total / 1e9 == pytest.approx(billions, rel=0.01)
-    assert (total - sum(tables)) / 1e9 == pytest.approx(body_billions, rel=0.01)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_parameter_has_one_logical_axis_a_dimension(preset):
-    _, params = abstract_params(PRESETS[preset])
-    axes = param_axes(params)
-    is_names = lambda node: isinstance(node, tuple)  # noqa: E731
-    ranks = jax.tree.map(len, axes, is_leaf=is_names)
-    assert ranks == jax.tree.map(lambda leaf: len(leaf.shape), params)
-    assert all(names[0] == "layer" for names in axes["layers"].values())
-    assert axes["embed_VD"] == ("vocab", "width")
-
-
 def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
     params = jit(lambda key: split(Transformer(SMALL, key=key))[1])(jax.random.key(1))
     _, abstract = abstract_params(SMALL)
@@ -332,17 +99,20 @@ def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
     assert (params["layers"]["k_bias_KH"] == 0).all()
 
 
-def test_bfloat16_parameters_give_bfloat16_activations_and_float32_logits(small):
-    graph, params = small
+def test_bfloat16_parameters_give_bfloat16_activations_and_float32_logits():
+    graph, abstract = abstract_params(SMALL)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
     low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
-    tokens_BT = random_tokens()
-    segment_BT = np.ones_like(tokens_BT)
+    tokens_BT = rng.integers(0, SMALL.vocab_size, (2, 6))
     hidden = jax.eval_shape(
-        lambda params: nnx.merge(graph, params).hidden(tokens_BT, segment_BT, lambda q, k, v: q),
+        lambda params: nnx.merge(graph, params).hidden(
+            tokens_BT, np.ones_like(tokens_BT), lambda q, k, v: q
+        ),
         low,
     )
     assert hidden.dtype == jnp.bfloat16
-    logits_BTV = forward(graph, low, tokens_BT, segment_BT)
+    run = jit(lambda params: nnx.merge(graph, params)(tokens_BT))
+    full_BTV, logits_BTV = run(params), run(low)
     assert logits_BTV.dtype == jnp.float32
-    full_BTV = forward(graph, params, tokens_BT, segment_BT)
     assert 0 < np.abs(logits_BTV - full_BTV).max() < 0.05 * np.abs(full_BTV).max()

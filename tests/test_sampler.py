@@ -40,25 +40,7 @@ def test_request_keys_are_the_documented_folds():
     assert np.array_equal(jit_uniform_at(keys, np.array(position_R)), expected_R)
 
 
-def test_seeds_cursors_samples_and_positions_all_give_different_numbers():
-    uniforms = set()
-    for seed in (0, 1):
-        cursor_R, sample_R = np.divmod(np.arange(30), 6)
-        key_R = jit_request_keys(jax.random.key(seed), cursor_R, sample_R)
-        for position in range(4):
-            uniforms |= set(np.asarray(jit_uniform_at(key_R, np.full(30, position))).tolist())
-    assert len(uniforms) == 2 * 4 * 5 * 6
-    assert min(uniforms) >= 0
-    assert max(uniforms) < 1
-
-
 # Truncation against sorting.
-
-
-def sorted_top_k(logits_RV, k):
-    """Puts -inf below the k-th largest logit of each row."""
-    kth_R1 = np.sort(logits_RV, axis=-1)[:, -k][:, None]
-    return np.where(logits_RV >= kth_R1, logits_RV, -np.inf)
 
 
 def sorted_top_p(logits_RV, top_p):
@@ -110,12 +92,34 @@ def test_top_p_keeps_what_sorting_a_whole_vocabulary_keeps(kept, top_p):
     assert kept_RV[3].sum() < 100
 
 
-def test_top_p_keeps_ties_and_at_least_the_best_token(kept):
-    logits_RV = np.log(np.array([[4, 2, 2, 2, 1, 1], [1, 1, 1, 1, 1, 1]], np.float32))
-    assert kept(logits_RV, top_p=0.5, top_k=0).tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
-    assert kept(logits_RV, top_p=0.9, top_k=0).tolist() == [[1] * 6, [1] * 6]
-    assert kept(logits_RV, top_p=1e-9, top_k=0).tolist() == [[1, 0, 0, 0, 0, 0], [1] * 6]
-    assert kept(logits_RV, top_p=1.0, top_k=0).all()
+FOUR = [[40.0, 30.0, 20.0, 10.0]]
+TIES = [[4, 2, 2, 2, 1, 1], [1, 1, 1, 1, 1, 1]]
+# As the padding of the last chip's part of the vocabulary: no best token and no mass.
+PADDED = [[0.6, 0.4, 0, 0], [0, 0, 0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("weight_RV", "top_p", "top_k", "expected"),
+    [
+        (TIES, 0.5, 0, [[1, 1, 1, 1, 0, 0], [1] * 6]),
+        (TIES, 0.9, 0, [[1] * 6, [1] * 6]),
+        (TIES, 1e-9, 0, [[1, 0, 0, 0, 0, 0], [1] * 6]),
+        (TIES, 1.0, 0, [[1] * 6, [1] * 6]),
+        (TIES, 1.0, 2, [[1, 1, 1, 1, 0, 0], [1] * 6]),
+        (TIES, 1.0, 500, [[1] * 6, [1] * 6]),
+        (FOUR, 0.75, 0, [[1, 1, 1, 0]]),  # top-p takes its mass from what top-k left
+        (FOUR, 0.75, 3, [[1, 1, 0, 0]]),
+        (FOUR, 0.55, 2, [[1, 0, 0, 0]]),
+        (PADDED, 0.9, 0, [[1, 1, 0, 0], [0, 0, 1, 1]]),
+        (PADDED, 1.0, 3, [[1, 1, 0, 0], [0, 0, 1, 1]]),
+        (PADDED, 0.5, 1, [[1, 0, 0, 0], [0, 0, 1, 1]]),
+    ],
+)
+def test_truncation_by_hand(kept, weight_RV, top_p, top_k, expected):
+    """Ties with the last token kept stay, and at least the best token does."""
+    with np.errstate(divide="ignore"):
+        logits_RV = np.maximum(np.log(np.array(weight_RV, np.float32)), MASKED)
+    assert kept(logits_RV, top_p=top_p, top_k=top_k).tolist() == expected
 
 
 def test_top_p_keeps_the_best_token_whatever_the_scale(kept):
@@ -126,29 +130,11 @@ def test_top_p_keeps_the_best_token_whatever_the_scale(kept):
         assert np.array_equal(kept_RV, logits_RV > 0)
 
 
-def test_top_k_keeps_the_k_largest_and_ties(kept):
+def test_top_k_keeps_the_k_largest(kept):
     rng = np.random.default_rng(1)
     logits_RV = rng.permuted(np.tile(np.arange(200, dtype=np.float32), (3, 1)), axis=1)
     for k in (1, 7, 200):
         assert np.array_equal(kept(logits_RV, top_p=1.0, top_k=k), logits_RV >= 200 - k)
-    assert kept(logits_RV, top_p=1.0, top_k=0).all()
-    assert kept(logits_RV, top_p=1.0, top_k=500).all()
-    assert kept(np.array([[2.0, 1.0, 1.0, 0.0]]), top_p=1.0, top_k=2).tolist() == [[1, 1, 1, 0]]
-
-
-def test_top_p_takes_its_mass_from_what_top_k_left(kept):
-    logits_RV = np.log(np.array([[40.0, 30.0, 20.0, 10.0]], np.float32))
-    assert kept(logits_RV, top_p=0.75, top_k=0).tolist() == [[1, 1, 1, 0]]
-    assert kept(logits_RV, top_p=0.75, top_k=3).tolist() == [[1, 1, 0, 0]] * 1
-    assert kept(logits_RV, top_p=0.55, top_k=2).tolist() == [[1, 0, 0, 0]]
-
-
-def test_a_part_of_the_vocabulary_may_be_left_out_whole(kept):
-    """As the padding of the last chip's is: it has no best token and no mass."""
-    logits_RV = np.array([[1.0, 0.0, MASKED, MASKED], [MASKED, MASKED, 0.0, 0.0]], np.float32)
-    assert kept(logits_RV, top_p=0.9, top_k=0).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
-    assert kept(logits_RV, top_p=1.0, top_k=3).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
-    assert kept(logits_RV, top_p=0.7, top_k=1).tolist() == [[1, 0, 0, 0], [0, 0, 1, 1]]
 
 
 # Sampling.
@@ -159,9 +145,6 @@ def awkward_logits(V, scale, seed=0):
     logits_V = np.random.default_rng(seed).normal(0, scale, V).astype(np.float32)
     logits_V[:5] = logits_V[-9:] = logits_V[128:256] = MASKED
     return logits_V
-
-
-jit_sample_token = jit(functools.partial(sample_token, axis=None))
 
 
 @jit
@@ -185,19 +168,6 @@ def test_a_grid_of_uniforms_reproduces_the_distribution(scale):
     assert np.abs(np.cumsum(share_V) - np.cumsum(np.exp(logp_V))).max() <= 1.01 / N
     assert np.all(np.diff(token_N) >= 0)
     np.testing.assert_allclose(logp_N, logp_V[token_N], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("V", [300, 40, 151_936])
-def test_the_ends_of_the_unit_interval_give_possible_tokens(V):
-    """The ends are u = 0 and the largest float32 below 1; V has any remainder modulo 128."""
-    last = np.float32(1 - 2**-24)
-    for scale in (0.0, 1.0, 30.0):
-        logits_V = awkward_logits(max(V, 300), scale)[:V]
-        token_N, logp_N = map(np.asarray, draw_many(logits_V, np.array([0.0, last, 0.5, 2**-24])))
-        assert np.all(logits_V[token_N] > MASKED)
-        assert np.all(token_N < V)
-        assert np.all(np.isfinite(logp_N))
-        assert np.all(logp_N <= 1e-6)
 
 
 @pytest.mark.parametrize("V", [384, 5000])
@@ -225,14 +195,6 @@ def test_logits_that_are_not_finite_give_no_probability_and_no_token_beyond_the_
     assert np.isnan(logp_R).tolist() == [True, False, False, True]
     assert token_R[1] == 3
     assert logp_R[2] == pytest.approx(-np.log(300))
-
-
-def test_a_lone_token_is_always_sampled_with_probability_one():
-    for V, only in ((300, 299), (300, 0), (256, 128), (256, 127)):
-        logits_V = np.where(np.arange(V) == only, 5.0, MASKED).astype(np.float32)
-        token_N, logp_N = draw_many(logits_V, np.linspace(0, 1 - 2**-24, 64, dtype=np.float32))
-        assert np.all(np.asarray(token_N) == only)
-        assert np.all(np.asarray(logp_N) == 0)
 
 
 TOP_P, TOP_K = (1.0, 0.7, 0.2, 1.0), (0, 0, 3, 20)
@@ -287,51 +249,6 @@ def test_a_logit_that_is_not_finite_is_not_hidden():
     assert np.isnan(np.asarray(truncated_RV)[:, 7]).all()
 
 
-def test_truncation_and_sampling_agree_on_the_distribution():
-    logits_RV = np.random.default_rng(2).normal(0, 2, (64, 300)).astype(np.float32)
-    uniform_R = np.linspace(0, 1 - 2**-24, 64, dtype=np.float32)
-    truncated_RV = jit_truncate(logits_RV, top_p=0.6, top_k=50)
-    token_R, logp_R = jit_sample_token(truncated_RV, uniform_R)
-    expected_RV = sorted_top_p(sorted_top_k(logits_RV, 50), 0.6).astype(np.float64)
-    expected_RV -= np.logaddexp.reduce(expected_RV, axis=-1, keepdims=True)
-    np.testing.assert_allclose(logp_R, expected_RV[np.arange(64), token_R], atol=1e-5)
-
-
-@pytest.mark.parametrize("V", [2048, 300])
-def test_a_vocabulary_split_over_devices_gives_the_same_tokens(V):
-    """Tokens are bitwise the same where every part is a multiple of the block of 128.
-
-    Elsewhere the running sum is rounded at other places: a token may differ by one possible token.
-    """
-    mesh = make_mesh(data=1, model=4)
-    rng = np.random.default_rng(V)
-    logits_RV = np.stack([awkward_logits(V, scale, seed) for seed, scale in enumerate((0, 2, 30))])
-    logits_RV = np.concatenate([logits_RV, np.where(np.arange(V) == V // 2, 5.0, MASKED)[None]])
-    logits_RV = np.repeat(logits_RV, 64, axis=0).astype(np.float32)
-    uniform_R = rng.random(len(logits_RV), dtype=np.float32)
-    uniform_R[::64], uniform_R[1::64] = 0.0, 1 - 2**-24
-    split = jit(
-        jax.shard_map(
-            functools.partial(sample_token, axis="model"),
-            mesh=mesh,
-            in_specs=(PartitionSpec(None, "model"), PartitionSpec()),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-    )
-    token_R, logp_R = map(np.asarray, split(logits_RV, uniform_R))
-    whole_token_R, whole_logp_R = map(np.asarray, jit_sample_token(logits_RV, uniform_R))
-    if V % (4 * 128) == 0:
-        np.testing.assert_array_equal(token_R, whole_token_R)
-        np.testing.assert_allclose(logp_R, whole_logp_R, rtol=1e-6, atol=1e-6)
-    else:
-        assert np.mean(token_R == whole_token_R) > 0.99
-    logit_R = np.take_along_axis(logits_RV, token_R[:, None], axis=1)[:, 0]
-    assert np.all(logit_R > MASKED)
-    total_R = np.logaddexp.reduce(logits_RV.astype(np.float64), axis=1)
-    np.testing.assert_allclose(logp_R, logit_R - total_R, rtol=1e-6, atol=2e-6)
-
-
 # Qwen2.5: more rows than the tokenizer has ids; the others are masked.
 
 ROWS, IDS = 151_936, 151_665
@@ -353,7 +270,7 @@ def probabilities(logits_V):
 
 
 @functools.cache
-def sampler_of(ways: int, jit):
+def sampler_of(ways: int):
     """Makes (logits_V, uniform_N) -> (token_N, logp_N), the vocabulary split over devices."""
     one = functools.partial(sample_token, axis=None)
     if ways > 1:
@@ -372,8 +289,8 @@ def sampler_of(ways: int, jit):
     return jit(many)
 
 
-def sample_many(logits_V, uniform_N, *, ways=1, jit=jit):
-    return [np.asarray(array) for array in sampler_of(ways, jit)(logits_V, uniform_N)]
+def sample_many(logits_V, uniform_N, *, ways=1):
+    return [np.asarray(array) for array in sampler_of(ways)(logits_V, uniform_N)]
 
 
 def borders(prob_V, count=57):
@@ -418,64 +335,3 @@ def test_zero_is_a_number_like_others():
     assert token_N[0] > 0
     middle_V = np.cumsum(probabilities(logits_V))
     assert token_N[0] == np.searchsorted(middle_V, 2**-24)
-
-
-def chi_square(token_N, prob_V) -> float:
-    """Measures how far counts are from the distribution, in standard deviations of chi-square.
-
-    Tokens of which less than ten are expected are taken together, in the order of their ids.
-    """
-    expected_V = prob_V * len(token_N)
-    own_V = expected_V >= 10
-    bins_V = np.where(own_V, np.cumsum(own_V), 0)
-    rest_V = np.where(own_V, 0.0, expected_V)
-    bins_V = np.where(own_V, bins_V, own_V.sum() + 1 + np.cumsum(rest_V) // 10).astype(int)
-    expected = np.bincount(bins_V, weights=expected_V)
-    count = np.bincount(bins_V[token_N], minlength=len(expected))
-    used = expected > 1
-    degrees = used.sum() - 1
-    chi = np.sum((count[used] - expected[used]) ** 2 / expected[used])
-    return (chi - degrees) / np.sqrt(2 * degrees)
-
-
-@pytest.mark.parametrize(
-    ("ways", "limits", "temperature"),
-    [(4, NUCLEUS, 1.0), (1, TOP_50, 1.5)],
-)
-def test_samples_of_a_real_vocabulary_follow_its_distribution(ways, limits, temperature):
-    logits_V = qwen_logits(1, spread=3.0, temperature=temperature)
-    logits_V = np.asarray(jit_truncate(logits_V[None], **limits))[0]
-    prob_V = probabilities(logits_V)
-    uniform_N = np.asarray(jax.random.uniform(jax.random.key(7), 2**11))
-    token_N, _ = sample_many(logits_V, uniform_N, ways=ways)
-    assert np.all(prob_V[token_N] > 0)
-    assert abs(chi_square(token_N, prob_V)) < 4.5
-
-
-@pytest.mark.slow
-def test_each_token_gets_its_share_of_all_uniform_numbers():
-    """Each token gets its share of 8,388,608 numbers, to 1.5; a quarter of the tokens are tried.
-
-    Only numbers near the tokens' borders are drawn. Tokens never fall from a number to the next, so
-    those between two that give the same token give it as well.
-    """
-    logits_V = qwen_logits(2, spread=3.0)
-    prob_V = probabilities(logits_V)
-    border_V = np.floor(np.cumsum(prob_V)[prob_V > 0] * 2**23)
-    numbers = np.clip(border_V[:, None] + np.arange(-1, 3), 0, 2**23 - 1)
-    numbers = np.unique(np.append(numbers, 0)).astype(int)
-    parts = np.pad(numbers, (0, -len(numbers) % 2**12), mode="edge").reshape(-1, 2**12)
-    tried, last = 0, len(parts) - 1
-    for i in sorted({*range(0, last, 4), last}):
-        part = parts[i]
-        token, _ = sample_many(logits_V, (part * 2.0**-23).astype(np.float32), jit=jax.jit)
-        between = np.diff(part) > 1
-        assert np.all(np.diff(token) >= 0)
-        assert np.array_equal(token[1:][between], token[:-1][between])
-        count_V = np.bincount(token, np.diff(part, append=2**23), minlength=ROWS)
-        # Of the tokens of the other numbers the part has not all, but for the first and last parts.
-        whole = slice(token[0] + (i > 0), token[-1] + (i == last))
-        assert np.all(prob_V[whole][count_V[whole] > 0] > 0)
-        assert np.abs(count_V - prob_V * 2**23)[whole].max() < 1.5
-        tried += whole.stop - whole.start
-    assert tried > IDS / 5

@@ -20,22 +20,21 @@ def sizes(cache):
 
 
 class Script:
-    """A scheduler whose requests have scripted lengths: {(cursor, sample): tokens}.
+    """A scheduler whose requests have scripted lengths: {(group, sample): tokens}.
 
-    A request whose script ends before its limit stops there. sampled: tokens of all blocks.
+    A request whose script ends before its limit stops there.
     """
 
     def __init__(self, cache=CACHE, shards=1):
         self.scheduler = Scheduler(cache, shards)
         self.tokens = {}
         self.finished = {}
-        self.sampled = 0
 
-    def submit(self, cursor, tokens, *, prompt_tokens=9, limits=None):
+    def submit(self, group, tokens, *, prompt_tokens=9):
         """Submits one sample for each number of tokens."""
-        self.tokens |= {(cursor, sample): n for sample, n in enumerate(tokens)}
-        limits = limits or [self.scheduler.cache.max_response_tokens] * len(tokens)
-        self.scheduler.submit(cursor, prompt_tokens, limits)
+        self.tokens |= {(group, sample): n for sample, n in enumerate(tokens)}
+        limits = [self.scheduler.cache.max_response_tokens] * len(tokens)
+        self.scheduler.submit(group, prompt_tokens, limits)
 
     def step(self):
         """Plans a block, carries it out and returns the plan."""
@@ -47,14 +46,13 @@ class Script:
         """Carries a plan out; nothing is lost or owned twice, and no shard waits for nobody."""
         owned_once(self.scheduler)
         assert all(d in plan.shard_N for d, ready in enumerate(self.scheduler._ready) if ready)
-        names = zip(plan.cursor_N.tolist(), plan.sample_N.tolist(), strict=True)
+        names = zip(plan.group_N.tolist(), plan.sample_N.tolist(), strict=True)
         left_N = np.array([self.tokens[name] for name in names], int) - plan.sampled_N
         used_N = np.minimum(left_N, np.minimum(plan.left_N, self.scheduler.cache.block_tokens))
-        self.sampled += int(used_N.sum())
         for f in self.scheduler.complete(used_N, used_N == left_N):
-            assert (f.cursor, f.sample) not in self.finished
-            assert f.stopped == (f.tokens == self.tokens[f.cursor, f.sample])
-            self.finished[f.cursor, f.sample] = f.tokens
+            assert (f.group, f.sample) not in self.finished
+            assert f.stopped == (f.tokens == self.tokens[f.group, f.sample])
+            self.finished[f.group, f.sample] = f.tokens
         owned_once(self.scheduler)
 
     def drain(self):
@@ -66,14 +64,14 @@ class Script:
 
 def owned_once(scheduler):
     """Asserts that every page but the null page is free or has one owner, as has every request."""
-    rows_DB, held_DB = scheduler._rows_DB, scheduler._held_DB
+    rows_DB, count_DB = scheduler._rows_DB, scheduler._pages_DB
     active_DB = rows_DB["active"] > 0
     assert not any(column_DB[~active_DB].any() for column_DB in rows_DB.values())
-    assert not held_DB[~active_DB].any()
+    assert not count_DB[~active_DB].any()
     prefixes = [p for group in scheduler._groups.values() for p in group if p.pages is not None]
     for d in range(scheduler.shards):
         pages_BJ = rows_DB["response_pages"][d]
-        assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), held_DB[d])
+        assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), count_DB[d])
         once(pages_BJ[pages_BJ != NULL_PAGE], scheduler._free_DP[d])
         here = [p for p in prefixes if p.shard == d]
         prompt_pages = [page for p in here for page in p.pages.tolist()]
@@ -81,7 +79,7 @@ def owned_once(scheduler):
         occupants = scheduler._prefix_DB[d][active_DB[d]], rows_DB["sample"][d][active_DB[d]]
         requests = [*zip(*occupants, strict=True), *scheduler._ready[d]]
         assert all(prefix in here for prefix, _ in requests)
-        names = [(prefix.cursor, int(sample)) for prefix, sample in requests]
+        names = [(prefix.group, int(sample)) for prefix, sample in requests]
         assert len(set(names)) == len(names) == sum(p.unfinished for p in here)
 
 
@@ -100,46 +98,45 @@ def all_free(scheduler):
 # Slots
 
 
-def test_slots_are_recomputeed_while_requests_wait():
+def test_slots_are_filled_while_requests_wait():
     """With 60 requests of a long tail, no slot is left empty for a block while one waits.
 
     Then the blocks are at most the mean load of a slot and one longest request (Graham 1969).
     """
     rng = np.random.default_rng(0)
-    length_C4 = np.where(rng.random((15, 4)) < 0.2, 20, rng.integers(1, 6, (15, 4)))
+    length_P4 = np.where(rng.random((15, 4)) < 0.2, 20, rng.integers(1, 6, (15, 4)))
     script, slots = Script(), CACHE.slots
     assert script.scheduler.idle_slots == slots
-    for cursor, tokens in enumerate(length_C4.tolist()):
-        script.submit(cursor, tokens)
-        assert script.scheduler.idle_slots == max(0, slots - 4 * (cursor + 1))
+    for group, tokens in enumerate(length_P4.tolist()):
+        script.submit(group, tokens)
+        assert script.scheduler.idle_slots == max(0, slots - 4 * (group + 1))
     blocks = 0
     while script.scheduler.unfinished:
-        left = length_C4.size - len(script.finished)
+        left = length_P4.size - len(script.finished)
         plan = script.step()
         assert len(plan.slot_N) == min(left, slots)
         assert plan.waiting == (left > slots)
-        left = length_C4.size - len(script.finished)
+        left = length_P4.size - len(script.finished)
         assert script.scheduler.idle_slots == max(0, slots - left)
         blocks += 1
-    assert script.finished == dict(np.ndenumerate(length_C4))
-    blocks_C4 = -(-length_C4 // CACHE.block_tokens)
-    assert blocks <= blocks_C4.sum() / slots + blocks_C4.max()
-    assert script.scheduler.discarded_tokens == 0
+    assert script.finished == dict(np.ndenumerate(length_P4))
+    blocks_P4 = -(-length_P4 // CACHE.block_tokens)
+    assert blocks <= blocks_P4.sum() / slots + blocks_P4.max()
 
 
 def test_prompts_go_to_the_shard_with_most_slots_to_fill():
     """They go in order of submission; shards' loads differ by no more than one group."""
     script = Script(dataclasses.replace(CACHE, slots=8, pages=40), shards=3)
-    for cursor in range(6):
-        script.submit(cursor, [20, 20])
+    for group in range(6):
+        script.submit(group, [20, 20])
     plan = script.step()
-    taken = sorted(zip(plan.cursor_N.tolist(), plan.shard_N.tolist(), strict=True))
-    assert taken[::2] == [(cursor, cursor % 3) for cursor in range(6)]
+    taken = sorted(zip(plan.group_N.tolist(), plan.shard_N.tolist(), strict=True))
+    assert taken[::2] == [(group, group % 3) for group in range(6)]
     script.submit(6, [20] * 4)
     script.submit(7, [20] * 4)
     plan = script.step()
-    assert set(plan.shard_N[plan.cursor_N == 6]) == {0}
-    assert set(plan.shard_N[plan.cursor_N == 7]) == {1}
+    assert set(plan.shard_N[plan.group_N == 6]) == {0}
+    assert set(plan.shard_N[plan.group_N == 7]) == {1}
     script.drain()
     assert all_free(script.scheduler)
 
@@ -156,15 +153,16 @@ def test_a_prompts_pages_are_shared_by_at_most_the_readers():
     script.submit(0, [20] * 9, prompt_tokens=17)
     script.submit(1, [20] * 3, prompt_tokens=1)
     plan = script.scheduler.next_block()
-    prefilled = [call.page_RI[call.cursor_R == 0] for call in plan.prefills]
+    prefilled = [call.page_RI[call.group_R == 0] for call in plan.prefills]
     assert sum(map(len, prefilled)) == 3
-    rows, _, row_N = script.scheduler.table(sizes(script.scheduler.cache))
-    mine = rows[row_N[plan.cursor_N == 0]]
+    none_N = np.zeros(len(plan.group_N), bool)
+    rows, _, row_N = script.scheduler.table(sizes(script.scheduler.cache), none_N)
+    mine = rows[row_N[plan.group_N == 0]]
     assert mine["reader"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     assert len(np.unique(mine["prompt_pages"], axis=0)) == 3
     assert np.unique(mine["prompt_pages"]).tolist() == [NULL_PAGE, *range(1, 7)]
     assert np.concatenate(prefilled).tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert not rows[row_N[plan.cursor_N == 1]]["prompt_pages"].any()
+    assert not rows[row_N[plan.group_N == 1]]["prompt_pages"].any()
 
 
 def test_admission_leaves_the_watermark_of_pages_free():
@@ -179,54 +177,60 @@ def test_admission_leaves_the_watermark_of_pages_free():
     assert plan.cache_use == 0.5
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_page_has_one_owner_and_comes_back(seed):
-    """All requests end, of random lengths and in a cache that may hold but one of them.
+    """Submissions, blocks and cancellations are random, in a cache that may hold but one request.
 
-    The oldest request of a shard is never preempted.
+    The oldest request of a shard is never preempted, and all requests end that are not cancelled.
     """
     rng = np.random.default_rng(seed)
-    cache = dataclasses.replace(
-        CACHE, slots=int(rng.integers(1, 7)), pages=int(rng.integers(4, 14)), prompt_pages=7
-    )
+    slots, pages = int(rng.integers(1, 7)), int(rng.integers(4, 14))
+    cache = dataclasses.replace(CACHE, slots=slots, pages=pages, prompt_pages=7)
     script = Script(cache, shards=int(rng.integers(1, 4)))
-    for cursor in range(12):
-        tokens = rng.integers(1, 25, 4).tolist()
-        script.submit(cursor, tokens, prompt_tokens=int(rng.choice([1, 8, 9, 10, 18])))
-    oldest = {}
-    while script.scheduler.unfinished:
+    groups, lost, oldest = list(rng.permutation(16)), set(), {}
+    while groups or script.scheduler.unfinished:
+        for _ in range(min(len(groups), rng.integers(0, 5))):
+            tokens = rng.integers(1, 25, rng.integers(1, 10)).tolist()
+            prompt_tokens = int(rng.choice([1, 8, 9, 10, 18]))
+            script.submit(int(groups.pop()), tokens, prompt_tokens=prompt_tokens)
+        unfinished = script.scheduler.unfinished
+        if unfinished and rng.random() < 0.1:
+            lost.add(int(rng.choice(unfinished)))
+            script.scheduler.cancel(*lost.intersection(unfinished))
+            owned_once(script.scheduler)
         plan = script.step()
-        here = set(zip(plan.cursor_N.tolist(), plan.sample_N.tolist(), strict=True))
-        assert all(name in here or name in script.finished for name in oldest.values())
+        here = set(zip(plan.group_N.tolist(), plan.sample_N.tolist(), strict=True))
+        stay = [name for name in oldest.values() if name[0] not in lost]
+        assert all(name in here or name in script.finished for name in stay)
         oldest = first_in(script.scheduler)
-    ended = {name: min(tokens, 20) for name, tokens in script.tokens.items()}
-    assert script.finished == ended
-    assert script.sampled == sum(ended.values()) + script.scheduler.discarded_tokens
+    kept = {name: n for name, n in script.finished.items() if name[0] not in lost}
+    assert kept == {name: min(n, 20) for name, n in script.tokens.items() if name[0] not in lost}
+    assert lost
     assert all_free(script.scheduler)
+    assert script.scheduler.idle_slots == script.scheduler.shards * slots
 
 
 def first_in(scheduler):
-    """Finds the request of each shard that was admitted first: {shard: (cursor, sample)}."""
+    """Finds the request of each shard that was admitted first: {shard: (group, sample)}."""
     found = {}
     for d in range(scheduler.shards):
         slots = np.flatnonzero(scheduler._rows_DB["active"][d])
         if len(slots):
             slot = slots[scheduler._age_DB[d, slots].argmin()]
-            row = {name: column_DB[d, slot] for name, column_DB in scheduler._rows_DB.items()}
-            found[d] = (int(row["cursor"]), int(row["sample"]))
+            tables = scheduler._group_DB, scheduler._rows_DB["sample"]
+            found[d] = tuple(int(table_DB[d, slot]) for table_DB in tables)
     return found
 
 
-def test_the_youngest_is_preempted_and_recomputed_first():
+def test_the_youngest_is_preempted_and_starts_again_first():
     """With six pages for three responses of three pages each, the third starts again."""
     script = Script(dataclasses.replace(CACHE, slots=3, pages=7))
     script.submit(0, [20, 20, 20])
     script.submit(1, [1])
     plans = script.drain()
-    samples = [plan.sample_N[plan.cursor_N == 0].tolist() for plan in plans]
+    samples = [plan.sample_N[plan.group_N == 0].tolist() for plan in plans]
     assert samples[:4] == [[0, 1, 2]] * 4
     assert samples[4] == [0, 1]  # 8 of 9 pages: the third one had 16 tokens
-    assert script.scheduler.discarded_tokens == 16
     again = next(plan for plan in plans[5:] if 2 in plan.sample_N)
     assert again.sampled_N[again.sample_N == 2].tolist() == [0]
     assert script.finished == {(0, 0): 20, (0, 1): 20, (0, 2): 20, (1, 0): 1}
@@ -248,22 +252,12 @@ def test_samples_move_to_other_shards_once_none_waits():
     _, third, *_ = rest = script.drain()
     assert [len(plan.moves.slots_N4) for plan in (first, *rest)] == [0, 0, 2, 0, 0, 0]
     assert third.shard_N.tolist() == [0, 0, 1, 1]
-    assert third.cursor_N.tolist() == [0, 0, 2, 2]
+    assert third.group_N.tolist() == [0, 0, 2, 2]
     assert third.sampled_N.tolist() == [8, 8, 4, 4]
     assert third.moves.slots_N4.tolist() == [[0, 2, 1, 0], [0, 3, 1, 1]]
     assert [len(third.moves.prompt_pages_M4), len(third.moves.pages_M4)] == [2 * 2, 2 * 1]
     assert script.finished == script.tokens
-    assert script.scheduler.discarded_tokens == 0
     assert all_free(script.scheduler)
-
-
-def test_nothing_moves_while_a_sample_waits():
-    script = Script(dataclasses.replace(CACHE, slots=4), shards=2)
-    for cursor, tokens in enumerate((20, 1, 1, 1, 1)):
-        script.submit(cursor, [tokens] * 4)
-    plans = script.drain()
-    assert [bool(len(plan.moves.slots_N4)) for plan in plans[:5]] == [False] * 4 + [True]
-    assert [plan.waiting for plan in plans[:5]] == [True] * 3 + [False] * 2
 
 
 def test_nothing_moves_while_groups_will_be_submitted():
@@ -287,12 +281,12 @@ def test_a_sample_stays_where_the_other_shard_has_too_few_pages(prompt_pages, mo
 
 @pytest.mark.parametrize("seed", range(2))
 def test_copies_are_into_pages_that_no_other_copy_reads_or_fills(seed, monkeypatch):
-    monkeypatch.setattr(plan_module, "LEVEL_SLACK", -1.0)
+    monkeypatch.setattr(plan_module, "BALANCE_SLACK", -1.0)
     rng = np.random.default_rng(seed)
     script = Script(dataclasses.replace(CACHE, pages=40, prompt_pages=60), shards=3)
-    for cursor in range(9):
+    for group in range(9):
         prompt_tokens = int(rng.choice([1, 18]))
-        script.submit(cursor, rng.integers(1, 21, 5).tolist(), prompt_tokens=prompt_tokens)
+        script.submit(group, rng.integers(1, 21, 5).tolist(), prompt_tokens=prompt_tokens)
     plans = [plan for plan in script.drain() if len(plan.moves.slots_N4)]
     assert plans
     for plan in plans:
@@ -304,37 +298,13 @@ def test_copies_are_into_pages_that_no_other_copy_reads_or_fills(seed, monkeypat
         assert np.ptp(np.bincount(plan.shard_N, minlength=3)) <= 1
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_cancelled_groups_leave_nothing_behind(seed):
-    """Submissions, blocks and cancellations are random, on two shards, of groups of any size."""
-    rng = np.random.default_rng(seed)
-    script = Script(dataclasses.replace(CACHE, pages=14), shards=2)
-    cursors, lost = list(rng.permutation(40)), set()
-    while cursors or script.scheduler.unfinished:
-        for _ in range(min(len(cursors), rng.integers(0, 5))):
-            sizes = rng.integers(1, 25, rng.integers(1, 10)).tolist()
-            script.submit(int(cursors.pop()), sizes, prompt_tokens=int(rng.integers(1, 19)))
-        unfinished = script.scheduler.unfinished
-        if unfinished and rng.random() < 0.3:
-            lost.add(int(rng.choice(unfinished)))
-            script.scheduler.cancel(*lost.intersection(unfinished))
-            owned_once(script.scheduler)
-        script.step()
-    kept = {name: n for name, n in script.finished.items() if name[0] not in lost}
-    assert kept == {name: min(n, 20) for name, n in script.tokens.items() if name[0] not in lost}
-    assert len(lost) > 2
-    assert script.sampled == sum(kept.values()) + script.scheduler.discarded_tokens
-    assert all_free(script.scheduler)
-    assert script.scheduler.idle_slots == 2 * CACHE.slots
-
-
 def test_the_same_submissions_give_the_same_schedule():
     def schedule():
         script = Script(dataclasses.replace(CACHE, pages=9), shards=2)
         rng = np.random.default_rng(0)
-        for cursor in rng.permutation(20).tolist():
-            script.submit(cursor, rng.integers(1, 21, 5).tolist())
-        fields = ("shard_N", "slot_N", "cursor_N", "sample_N", "page_N")
+        for group in rng.permutation(20).tolist():
+            script.submit(group, rng.integers(1, 21, 5).tolist())
+        fields = ("shard_N", "slot_N", "group_N", "sample_N", "page_N")
         return [[getattr(plan, name).tolist() for name in fields] for plan in script.drain()]
 
     assert schedule() == schedule()
@@ -345,24 +315,30 @@ def test_the_same_submissions_give_the_same_schedule():
 
 @pytest.mark.parametrize("parts", [((1, 1),), cache_module.PARTS])
 def test_the_table_names_each_slots_pages(monkeypatch, parts):
-    """Rows of occupied slots come first on each shard; numbers lead to the pages of the pool."""
+    """Rows of occupied slots come first on each shard, of these the ones that are not behind.
+
+    Numbers lead to the pages of the pool.
+    """
     monkeypatch.setattr(cache_module, "PARTS", parts)
     rng = np.random.default_rng(0)
     script = Script(dataclasses.replace(CACHE, slots=90, pages=200, prompt_pages=200), shards=2)
-    for cursor in range(60):
-        script.submit(cursor, rng.integers(1, 21, 4).tolist(), prompt_tokens=10)
+    for group in range(60):
+        script.submit(group, rng.integers(1, 21, 4).tolist(), prompt_tokens=10)
     seen, known = set(), sizes(script.scheduler.cache)
     while script.scheduler.unfinished:
         plan = script.scheduler.next_block()
-        rows, page_P, row_N = script.scheduler.table(known)
+        behind_N = plan.group_N % 2 > 0
+        rows, page_P, row_N = script.scheduler.table(known, behind_N)
         seen.add((len(rows) // 2, len(page_P) // 2))
         rows_D, page_DP = rows.reshape(2, -1), page_P.reshape(2, -1)
         for d in range(2):
             count = np.count_nonzero(plan.shard_N == d)
             assert rows_D["active"][d].tolist() == [1] * count + [0] * (rows_D.shape[1] - count)
             assert page_DP[d, 0] == NULL_PAGE
+            order_N = np.argsort(row_N[plan.shard_N == d])
+            assert np.all(np.diff(behind_N[plan.shard_N == d][order_N].astype(int)) >= 0)
         mine = rows[row_N]
-        assert np.array_equal(mine["cursor"], plan.cursor_N)
+        assert np.array_equal(mine["sample"], plan.sample_N)
         assert np.array_equal(mine["sampled"], plan.sampled_N)
         assert np.array_equal(mine["limit"] - mine["sampled"], plan.left_N)
         number_NJ = mine["response_pages"]

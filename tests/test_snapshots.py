@@ -134,7 +134,7 @@ def test_a_stop_before_the_first_step_says_so(tmp_path, monkeypatch):
 def test_a_second_ctrl_c_ends_at_once(monkeypatch):
     """One that comes right after the first is a launcher's copy of it.
 
-    Signals of real processes, in all phases of a step, are in experiments/faults/processes.py.
+    Signals of real processes, in all phases of a step, are in test_faults_stops.py.
     """
     now, ended, stopped = [0.0], [], []
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])

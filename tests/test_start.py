@@ -324,7 +324,7 @@ def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
 # Real processes
 
 RECIPE = (
-    *("-m", "dapo_jax.train", "--config=experiments/faults/config.py"),
+    *("-m", "dapo_jax.train", "--config=tests/small_config.py"),
     *("--config.eval.every_steps=0", "--config.checkpoint.keep=9"),
 )
 

@@ -386,7 +386,7 @@ def test_the_summary_has_spreads_and_paired_intervals():
 def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
     """Two arms whose clips hardly bind share prompts and samples; both end as uninterrupted."""
     folder = tmp_path / "sweep"
-    command = [sys.executable, "-m", "dapo_jax.sweep", "--config=experiments/faults/config.py"]
+    command = [sys.executable, "-m", "dapo_jax.sweep", "--config=tests/small_config.py"]
     command += [f"--workdir={folder}", "--set=algo.eps_high=0.2,0.28", "--seeds=1,", "--jobs=2"]
     command += ["--config.num_steps=3"]
     first = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)

@@ -186,7 +186,7 @@ def test_what_a_task_must_not_load_is_named(loaded, message):
 # Evaluation sets
 
 
-SMALL = "--config=experiments/faults/config.py"
+SMALL = "--config=tests/small_config.py"
 # One program for decoding; the rest is the command as it is.
 COMMAND = """
 import runpy, sys
@@ -321,9 +321,9 @@ def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):
 def test_each_set_is_sampled_as_it_says():
     config = tiny.get_config()
     config.eval.sets.new = base.dataset(kind="arithmetic", count=5, temperature=0.5, max_prompts=3)
-    data = components.load_data(config, components.tokenizer(config), training=False)
-    new, arithmetic = data.eval_sets["new"], data.eval_sets["arithmetic"]
-    assert (new.sampling.temperature, new.sampling.top_p, new.k) == (0.5, 1.0, 8)
-    assert (arithmetic.sampling.temperature, arithmetic.sampling.top_p) == (1.0, 1.0)
-    assert arithmetic.sampling == components.sampling(config, components.tokenizer(config))
-    assert (len(new.dataset.prompts), len(arithmetic.dataset.prompts)) == (3, 160)
+    tokenizer = components.tokenizer(config)
+    sets = components.load_data(config, tokenizer, training=False).eval_sets
+    how = components.eval_samplings(config, tokenizer)
+    assert (how["new"].temperature, how["new"].top_p, sets["new"].k) == (0.5, 1.0, 8)
+    assert how["arithmetic"] == components.sampling(config, tokenizer)
+    assert [len(sets[name].dataset.prompts) for name in ("new", "arithmetic")] == [3, 160]

@@ -3,7 +3,7 @@
     python -m dapo_jax.preflight --config=configs/qwen2_5_32b.py --topology=v5p:8x8x4
         [--slices=2] [--suggest]
 
-The config's own programs (update, prefill, decoding for training and for evaluation, reshard) are
+The largest of each kind of the config's own programs (update, prefill, decoding, reshard) are
 compiled ahead of time for the topology by the TPU's compiler. Printed are the bytes that a chip
 holds in each phase. Exit status: 0: it fits. 1: it does not; the setting to change is named.
 --suggest compiles the config with proposed settings too, and one of the two has to fit.
@@ -18,7 +18,13 @@ from absl import flags
 
 from dapo_jax.cli import command
 from dapo_jax.cli.config_flags import define_config
-from dapo_jax.preflight import examine, render
+from dapo_jax.preflight import examine
+
+ADVICE = (
+    "Set learner.remat to offload, lower learner.micro_batch_rows, learner.row_tokens, "
+    "learner.row_lengths or rollout.cache_mib, raise mesh.model, or take a larger topology; "
+    "--suggest proposes settings"
+)
 
 
 def main(_):
@@ -32,12 +38,11 @@ def main(_):
         say=lambda message: print(message, file=sys.stderr, flush=True),
     )
     if not found:
-        print(render.ADVICE)
-        sys.exit(1)
+        print(ADVICE)
     for name, one in found.items():
         if given.suggest:
             print(f"{name}:")
-        print("\n".join(render.lines(one)))
+        print("\n".join(one.lines()))
     if all(one.headroom < 0 for one in found.values()):
         sys.exit(1)
 

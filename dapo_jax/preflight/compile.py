@@ -6,17 +6,16 @@ environment.
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import hashlib
 import importlib.util
 import json
 import os
 import pathlib
-import statistics
 import sys
 import time
 import types
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -37,22 +36,17 @@ COMPILER_ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-KEPT = 200  # programs of this command and of earlier ones: their sizes
-# The mean prompt of the paper's training data, with Qwen2.5's tokenizer.
-PROMPT_TOKENS = 145
 
 
 class DoesNotFit(Exception):
     """A program that needs more memory than there is."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled program on one device; arguments, temporaries: bytes."""
+class Program(NamedTuple):
+    """A compiled program on one device: bytes."""
 
     arguments: int
     temporaries: int
-    compile_seconds: float
 
 
 def topology_devices(topology: str, *, slices: int):
@@ -90,52 +84,24 @@ def without_weights(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def mean_prompt(config: ConfigDict) -> int:
-    """Returns the tokens of a prompt of mean length, cut at the config's limit."""
-    return min(PROMPT_TOKENS, config.rollout.max_prompt_tokens)
-
-
-def decode_name(rows: int, all_rows: int) -> str:
-    """Returns the name of the decoding program for so many rows."""
-    return "decode" if rows == all_rows else f"decode[{rows}]"
-
-
-def update_name(row_tokens: int, config: ConfigDict) -> str:
-    """Returns the name of the update for rows of this length."""
-    return "update" if row_tokens == config.learner.row_tokens else f"update[{row_tokens}]"
-
-
 def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered]:
-    """Returns the config's programs by name, ready for the compiler.
+    """Returns the config's programs by name, ready for the compiler: the largest of each kind.
 
-    Prefill is there for a prompt of mean length and for the longest one, recompute (partial
-    rollouts) for the longest response, decoding for all rows ("decode") and for fewer
-    ("decode[32]"), the update for the shortest rows ("update") and for longer ones
-    ("update[1024]").
+    Prefill is that of the longest prompt, recompute (partial rollouts) of the longest response,
+    decoding of all rows, the update that of the longest rows.
     """
-    config, sizes = built.config, built.sizes
+    config, vocab_size = built.config, built.sizes.vocab_size
     ids = types.SimpleNamespace(  # stands for the tokenizer, of which programs need only this
-        stop_ids=(sizes.vocab_size - 1,), pad_id=0, vocab_size=sizes.vocab_size
+        stop_ids=(vocab_size - 1,), pad_id=0, vocab_size=vocab_size
     )
     sampling = components.sampling(config, ids)
     evaluating = components.eval_samplings(config, ids).values() if config.eval.every_steps else ()
     with jax.set_mesh(built.mesh):
-        sampler = built.engine.lower(sampling, *evaluating)
         programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
-    decodes = {key[2]: low for key, low in sampler.items() if key[0] == "decode"}
-    for rows, lowered in decodes.items():
-        programs[decode_name(rows, max(decodes))] = lowered
-    prefills = sorted(key[2] for key in sampler if key[0] == "prefill")
-    mean_bucket = built.engine.cache.bucket(mean_prompt(config))
-    for bucket in sorted({mean_bucket, *prefills[-1:]} - {0}):
-        programs[f"prefill[{bucket}]"] = sampler["prefill", None, bucket]
-    for bucket in built.engine.cache.recompute_buckets[-1:]:
-        programs[f"recompute[{bucket}]"] = sampler["recompute", None, bucket]
-    if copies := [key for key in sampler if key[0] == "copy"]:
-        programs["copy"] = sampler[max(copies)]
-    for row_tokens in learner.row_lengths(built.learning):
-        programs[update_name(row_tokens, config)] = built.lower_update(row_tokens)
-    return programs
+        sampler = built.engine.lower(sampling, *evaluating)
+    by_size = sorted(sampler.items(), key=lambda item: item[0][2:])
+    programs |= {kind: lowered for (kind, *_), lowered in by_size}
+    return programs | {"update": built.lower_update(learner.row_lengths(built.learning)[-1])}
 
 
 def compiled_programs(
@@ -149,39 +115,31 @@ def compiled_programs(
     lowered, programs, workers = lowered_programs(built), {}, os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        longest_first = sorted(lowered, key=lambda name: not name.startswith("update"))
+        longest_first = sorted(lowered, key=lambda name: name != "update")
         jobs = {pool.submit(kept, name, lowered[name], built): name for name in longest_first}
         for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
-            name = jobs[job]
-            programs[name], was_kept = job.result()
-            mean = statistics.mean(it.compile_seconds for it in programs.values())
-            how = "kept from an earlier command"
-            if not was_kept:
-                left = mean * (len(jobs) - done) / workers
-                how = f"compiled in {programs[name].compile_seconds:.0f} s, about {left:.0f} s left"
-            say(f"program {done} of {len(jobs)}: {name} {how}")
+            programs[jobs[job]], how = job.result()
+            say(f"program {done} of {len(jobs)}: {jobs[job]} {how}")
     return {name: programs[name] for name in lowered}
 
 
-def kept(
-    name: str, lowered: jax.stages.Lowered, built: components.Programs
-) -> tuple[Program, bool]:
-    """Returns a program, and whether an earlier command has compiled it. Raises DoesNotFit.
+def kept(name: str, lowered: jax.stages.Lowered, built: components.Programs) -> tuple[Program, str]:
+    """Returns a program, and how it was had: kept by an earlier command, or compiled now.
 
     JAX's own cache cannot give it back: it loads programs onto their devices, and none is there.
     """
     path = None
     with contextlib.suppress(OSError, ValueError, TypeError):  # none, or broken
         path = compile_cache.default_folder().parents[1] / "preflight" / digest(lowered, built)
-        return Program(**json.loads(path.read_bytes())), True
+        return Program(*json.loads(path.read_bytes())), "kept from an earlier command"
+    start = time.perf_counter()
     program = compiled(name, lowered)
+    how = f"compiled in {time.perf_counter() - start:.0f} s"
     with contextlib.suppress(OSError, AttributeError):  # a full disk, or no folder at all
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with files.atomic_file(path) as file:
-            file.write(json.dumps(dataclasses.asdict(program)).encode())
-        for old in sorted(path.parent.iterdir(), key=lambda it: it.stat().st_mtime)[:-KEPT]:
-            old.unlink()
-    return program, False
+            file.write(json.dumps(program).encode())
+    return program, how
 
 
 def digest(lowered: jax.stages.Lowered, built: components.Programs) -> str:
@@ -196,18 +154,11 @@ def digest(lowered: jax.stages.Lowered, built: components.Programs) -> str:
 
 def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
     """Compiles a program. Raises DoesNotFit where the memory is too small."""
-    start = time.perf_counter()
     try:
-        program = lowered.compile()
+        memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
         raise DoesNotFit(f"{name}: {said}") from error
-    seconds = time.perf_counter() - start
-    memory = program.memory_analysis()
-    return Program(
-        arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        compile_seconds=seconds,
-    )
+    return Program(memory.argument_size_in_bytes, memory.temp_size_in_bytes)

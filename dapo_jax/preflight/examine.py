@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 
 import jax
@@ -41,18 +40,13 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """A config's compiled programs on one topology, and the memory that they need.
-
-    seconds: the time of the compilation.
-    """
+    """A config's compiled programs on one topology, and the memory that they need."""
 
     recipe: str
     where: str
     chip: Chip
     built: components.Programs
-    programs: dict[str, Program]
     phases: list[Phase]
-    seconds: float
 
     @property
     def chips(self) -> int:
@@ -70,14 +64,33 @@ class Findings:
     @property
     def advice(self) -> str:
         """The setting to change where it does not fit, or hardly."""
-        over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
-        mib = math.ceil(over / 2**20)
-        if self.fullest.name.startswith("update"):
+        if self.fullest.name == "update":
             return (
                 "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
                 "learner.remat to offload, or raise mesh.model: the update needs the most"
             )
+        over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
+        mib = math.ceil(over / 2**20)
         return f"lower rollout.cache_mib by {mib} or raise mesh.model: sampling needs the most"
+
+    def lines(self) -> list[str]:
+        """Returns the mesh, the slots, each phase's memory, the advice and the verdict."""
+        mesh = ", ".join(f"{axis} {size}" for axis, size in self.built.mesh.shape.items())
+        cache = self.built.engine.cache
+        out = [
+            f"{self.recipe} on {self.where}: {self.chips} chips, mesh {mesh}",
+            f"a data shard has {cache.slots} slots and {cache.pages} pages (JAX {jax.__version__})",
+            "",
+            f"{'GiB a device':22}{''.join(f'{name:>{len(name) + 3}}' for name in PARTS)}   in all",
+        ]
+        for phase in self.phases:
+            sizes = (f"{phase.parts.get(name, 0) / GIB:{len(name) + 3}.2f}" for name in PARTS)
+            out.append(f"{phase.name:22}{''.join(sizes)}{phase.total / GIB:9.2f}")
+        free = f"{self.headroom:.1%} free in {self.fullest.name}"
+        out.append(f"of {self.chip.hbm_bytes / GIB:.2f} GiB: {free}")
+        if self.headroom < WANTED_HEADROOM:
+            out.append(f"less than {WANTED_HEADROOM:.0%} is free: {self.advice}")
+        return [*out, "it fits" if self.headroom >= 0 else "it does not fit"]
 
 
 def candidates(
@@ -98,23 +111,21 @@ def candidates(
     config.mesh.slices = slices = slices or config.mesh.slices
     devices = topology_devices(topology, slices=slices)
     where = topology if slices == 1 else f"{topology} x {slices}"
-    tried = {"the config as it is": {}}
+    tried = {f"{recipe} on {where}": {}}
     if suggest:
         proposal = suggested(config, devices, chip_of(topology), slices=slices)
-        tried[" ".join(f"--config.{key}={value}" for key, value in proposal.items())] = proposal
+        settings = " ".join(f"--config.{key}={value}" for key, value in proposal.items())
+        tried = {"the config as it is": {}, settings: proposal}
     found = {}
     for name, settings in tried.items():
         candidate = config.copy_and_resolve_references()
         candidate.update_from_flattened_dict(settings)
         try:
             found[name] = examine(candidate, devices, recipe=recipe, where=where, say=say)
-        except DoesNotFit as error:
-            what = f"{recipe} on {where}" if len(tried) == 1 else name
-            print(f"{what} does not fit: {error}")
-        except ValueError as error:
-            if len(tried) == 1:
+        except (DoesNotFit, ValueError) as error:
+            if isinstance(error, ValueError) and not suggest:
                 raise
-            print(f"{name}: {error}")
+            print(f"{name} does not fit: {error}")
     return found
 
 
@@ -126,7 +137,6 @@ def examine(
     say: reports each program that is ready. Raises ValueError for settings that cannot work,
     DoesNotFit for a program that does not.
     """
-    start = time.perf_counter()
 
     def fit(run):
         how = {"devices": devices, "device_bytes": chip_of(where).hbm_bytes}
@@ -136,15 +146,12 @@ def examine(
     built = open_run(config, None, "programs", reads="", fit=fit, devices=devices).programs
     if built.engine.cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")
-    programs = compiled_programs(built, say=say)
     return Findings(
         recipe=recipe,
         where=where,
         chip=chip_of(where),
         built=built,
-        programs=programs,
-        phases=memory_phases(built, programs),
-        seconds=time.perf_counter() - start,
+        phases=memory_phases(built, compiled_programs(built, say=say)),
     )
 
 
@@ -161,7 +168,7 @@ def memory_phases(built: components.Programs, programs: dict[str, Program]) -> l
     resharding = {name: size for name, size in sampling.items() if name != cache} | kept
     phases = []
     for name, program in programs.items():
-        if name.startswith("update"):
+        if name == "update":
             parts = held | {"batch": program.arguments - sum(held.values())} | kept
         else:
             parts = resharding if name == "reshard" else sampling
@@ -178,25 +185,23 @@ def suggested(config: ConfigDict, devices, chip: Chip, *, slices: int) -> dict[s
     """
     sizes = components.model_sizes(config)
     parameters, chips = parameter_count(sizes), len(devices) // slices
-    usable = (1 - WANTED_HEADROOM - KEPT_FOR_PROGRAMS) * chip.hbm_bytes
     state = 12 * parameters / chips
-    degrees = [n for n in range(1, sizes.num_kv_heads + 1) if sizes.num_kv_heads % n == 0]
-    for model in (n for n in degrees if chips % n == 0 and sizes.num_heads % n == 0):
+    usable = (1 - WANTED_HEADROOM - KEPT_FOR_PROGRAMS) * chip.hbm_bytes - state
+    divided = (chips, sizes.num_heads, sizes.num_kv_heads)
+    for model in range(1, sizes.num_kv_heads + 1):
         weights = 2 * parameters / model
-        cache = usable - state - weights
-        if cache > weights / 2:
-            rows = chips // model * slices
+        if usable > 1.5 * weights and not any(number % model for number in divided):
             return {
                 "mesh.slices": slices,
                 "mesh.data": -1,
                 "mesh.model": model,
-                "learner.micro_batch_rows": rows,
-                "rollout.cache_mib": int(cache / 2**20) // 64 * 64,
+                "learner.micro_batch_rows": chips // model * slices,
+                "rollout.cache_mib": int((usable - weights) / 2**20) // 64 * 64,
             }
     raise ValueError(
         f"{parameters / 1e9:.1f} billion parameters do not fit {chips} chips of {chip.name}: "
-        f"{state / GIB:.1f} GiB of state and {2 * parameters / degrees[-1] / GIB:.1f} of weights "
-        f"over {degrees[-1]} chips, of {chip.hbm_bytes / GIB:g}; take a larger topology"
+        f"{state / GIB:.1f} GiB of state and {weights / GIB:.1f} of weights over {model} chips, "
+        f"of {chip.hbm_bytes / GIB:g}; take a larger topology"
     )
 
 

@@ -69,48 +69,54 @@ class Cache:
         return -(-slots // self.rows) * self.rows
 
     @property
-    def prompt_buckets(self) -> list[int]:
-        """Lists the padded prompt lengths that prefill is compiled for, in pages: powers of two."""
-        return _powers_of_two(self.pages_per_prompt)
+    def prompt_buckets(self) -> "Buckets":
+        """Describes the padded prompts that prefill is compiled for."""
+        return Buckets(self.pages_per_prompt)
 
     @property
-    def recompute_buckets(self) -> list[int]:
-        """Lists the padded lengths of what is recomputed, prompt and response, in pages."""
+    def recompute_buckets(self) -> "Buckets":
+        """Describes the padded prompts and responses together that are recomputed."""
         longest = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
-        return _powers_of_two(longest) if self.partial_rollouts else []
-
-    def recompute_bucket(self, tokens: int) -> int:
-        """Finds the bucket of so many tokens of prompt and response together."""
-        return next(b for b in self.recompute_buckets if b * self.page_tokens >= tokens)
-
-    def recompute_rows(self, bucket: int) -> int:
-        """Counts the responses of one recompute call on a shard: as many tokens in every bucket."""
-        return max(1, self.recompute_buckets[-1] // bucket)
-
-    def bucket(self, prompt_tokens: int) -> int:
-        """Finds a prompt's bucket, by its own length alone; 0 where nothing is prefilled."""
-        pages = self.pages_of_prompt(prompt_tokens)
-        return next(b for b in (0, *self.prompt_buckets) if b >= pages)
-
-    def prefill_rows(self, bucket: int) -> int:
-        """Counts the prompts of one prefill call on each shard: as many tokens in every bucket."""
-        return max(1, self.pages_per_prompt // bucket)
+        return Buckets(longest if self.partial_rollouts else 0)
 
     @property
     def row_dtype(self) -> np.dtype:
         """Declares a slot's row as it travels to the device; the columns are listed nowhere else.
 
         All int32. The next token to feed is `token`; `sampled` of at most `limit` tokens of sample
-        `sample` for the prompt at `cursor` of `stream` have been sampled. The scheduler has the
-        session's number of the group for `cursor`. The prompt but for its last token,
-        `prompt_tokens`, lies in `prompt_pages`, which this slot reads as number `reader`; the other
-        tokens in `response_pages`, numbered as in the block's list of pages.
+        `sample` for the prompt at `cursor` of `stream` have been sampled. The prompt but for its
+        last token, `prompt_tokens`, lies in `prompt_pages`, which this slot reads as number
+        `reader`; the other tokens in `response_pages`, numbered as in the block's list of pages.
         """
         tables = (
             ("prompt_pages", np.int32, (self.pages_per_prompt,)),
             ("response_pages", np.int32, (self.pages_per_response,)),
         )
         return np.dtype([*((name, np.int32) for name in ROW_SCALARS), *tables])
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Padded lengths in pages that a program is compiled for; `most` is the greatest.
+
+    A call computes about as many tokens in every bucket.
+    """
+
+    most: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Lists 1, 2, 4 and so on, and `most` as the last; nothing for 0."""
+        powers = [2**i for i in range(self.most.bit_length()) if 2**i < self.most]
+        return [*powers, self.most] if self.most else []
+
+    def of(self, pages: int) -> int:
+        """Finds the bucket of so many pages; 0 where there are none."""
+        return next(bucket for bucket in (0, *self.sizes) if bucket >= pages)
+
+    def rows(self, bucket: int) -> int:
+        """Counts the rows of a call on a shard."""
+        return max(1, self.most // bucket)
 
 
 def plan_cache(
@@ -198,8 +204,3 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
             size = max(least, math.ceil(cache.pages * pages))
             sizes.add((rows, size if size + 1 < cache.pages else cache.pages))
     return sorted(sizes)
-
-
-def _powers_of_two(most: int) -> list[int]:
-    """Lists 1, 2, 4 and so on, and `most` as the last; nothing for 0."""
-    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most] if most else []

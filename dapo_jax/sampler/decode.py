@@ -11,14 +11,12 @@ models.kernels.xla.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from dapo_jax.logprobs import sampling_logits
-from dapo_jax.sampler.cache import NULL_PAGE
+from dapo_jax.sampler.cache import NULL_PAGE, Cache
 from dapo_jax.sampler.sampling import (
     of_rows,
     request_keys,
@@ -52,27 +50,6 @@ class Sampling:
     stop_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
-
-
-@struct.dataclass
-class Slots:
-    """Says what each of B slots is about to do: int32 [B], and `active_B` bool.
-
-    The next token to feed is `token_B` at `position_B`; the token sampled then is number
-    `sampled_B`, of `limit_B` at most, of sample `sample_B` of the prompt at `cursor_B` of stream
-    `stream_B`. Tokens of this block go to `page_B` from `offset_B` on.
-    """
-
-    active_B: Any
-    stream_B: Any
-    cursor_B: Any
-    sample_B: Any
-    token_B: Any
-    position_B: Any
-    sampled_B: Any
-    limit_B: Any
-    page_B: Any
-    offset_B: Any
 
 
 def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str | None):
@@ -151,43 +128,55 @@ def decode_block(
     prompt_pages,
     pages,
     run_key_Z,
-    slots: Slots,
-    table: PageTable,
+    row_BX,
     page_P,
     *,
     config: ModelConfig,
+    cache: Cache,
     samplings: Sequence[Sampling],
-    block_tokens: int,
-    readers: int,
     kernels: Kernels,
     axis: str | None,
 ):
-    """Samples up to `block_tokens` more tokens for every active slot.
+    """Samples up to `cache.block_tokens` more tokens for every active slot.
 
     Returns (pages, token_SB, logp_SB).
 
     A slot that stops, or reaches its limit, is idle for the rest of the block: what it samples
     then means nothing. The loop ends early when all have.
 
-    run_key_Z, samplings: of the streams, which differ in key, temperature, top-p and top-k alone.
-    prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC, v_PKCH) a layer; tokens of this block
-    are kept apart and written to `pages` at the end, once a block. page_P: the pages that the
-    table numbers; fewer than all are gathered, so that no step attends to the others. readers:
-    of a prompt page at most. kernels: how to multiply, and with what to read just the live pages
-    of prompt and response, if not by plain XLA. axis: the mesh axis that the heads are split over.
+    run_key_Z, samplings: of the streams; keys as their data, uint32 [Z, 2]. Samplings differ in
+    temperature, top-p and top-k alone. prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC,
+    v_PKCH) a layer; tokens of this block are kept apart and written to `pages` at the end, once a
+    block. row_BX: `Cache.row_dtype`, as int32. page_P: the pages that the rows number; fewer than
+    all are gathered, so that no step attends to the others. kernels: how to multiply, and with
+    what to read just the live pages of prompt and response, if not by plain XLA. axis: the mesh
+    axis that the heads are split over.
     """
-    S, B = block_tokens, len(slots.token_B)
+    S, B = cache.block_tokens, len(row_BX)
+    row = _columns(row_BX, cache)
+    stream_B, sampled_B = row["stream"], row["sampled"]
+    table = PageTable(
+        prompt_BI=row["prompt_pages"],
+        response_BJ=row["response_pages"],
+        prompt_tokens_B=row["prompt_tokens"],
+        response_tokens_B=sampled_B,
+        reader_B=row["reader"],
+    )
+    current_B1 = (sampled_B // cache.page_tokens)[:, None]
+    page_B = page_P[jnp.take_along_axis(table.response_BJ, current_B1, axis=1)[:, 0]]
+    offset_B = sampled_B % cache.page_tokens
     stop_ids = jnp.asarray(samplings[0].stop_ids, jnp.int32)
     vocab_size = samplings[0].vocab_size
-    temperature = of_rows([s.temperature for s in samplings], slots.stream_B)
+    temperature = of_rows([s.temperature for s in samplings], stream_B)
     _, K, _, H = pages[0][1].shape
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
-    run_key = run_key_Z[0] if len(samplings) == 1 else run_key_Z[slots.stream_B]
-    key_B = request_keys(run_key, slots.cursor_B, slots.sample_B)
-    uniform_SB = jax.vmap(lambda i: uniform_at(key_B, slots.sampled_B + i))(jnp.arange(S))
+    run_key_Z = jax.random.wrap_key_data(run_key_Z)
+    run_key = run_key_Z[0] if len(samplings) == 1 else run_key_Z[stream_B]
+    key_B = request_keys(run_key, row["cursor"], row["sample"])
+    uniform_SB = jax.vmap(lambda i: uniform_at(key_B, sampled_B + i))(jnp.arange(S))
     if kernels.attend_pages is None:
-        attend_slots = _by_pieces(prompt_pages, pages, table, page_P, readers=readers)
+        attend_slots = _by_pieces(prompt_pages, pages, table, page_P, readers=cache.readers)
     else:
         attend_slots = _by_kernel(kernels.attend_pages, prompt_pages, pages, table)
 
@@ -200,13 +189,14 @@ def decode_block(
 
         def attend(q_B1NH, k_B1KH, v_B1KH, *, layer):
             block = _put(block_kv[layer], k_B1KH, v_B1KH, i)
-            return attend_slots(q_B1NH, block, jnp.full(B, i + 1), layer=layer), block
+            out_BNH = attend_slots(q_B1NH[:, 0], block, jnp.full(B, i + 1), layer=layer)
+            return out_BNH[:, None], block
 
         x_B1D, new_kv = hidden_layer_by_layer(  # in the loop, or XLA would transpose before it
             params,
             config,
             token_B[:, None],
-            (slots.position_B + i)[:, None],
+            (row["prompt_tokens"] + sampled_B + i)[:, None],
             [functools.partial(attend, layer=layer) for layer in range(config.num_layers)],
             project=kernels.decode_product,
             axis=axis,
@@ -222,34 +212,43 @@ def decode_block(
             top_p=[s.top_p for s in samplings],
             top_k=[s.top_k for s in samplings],
             axis=axis,
-            stream_R=slots.stream_B,
+            stream_R=stream_B,
             live_R=active_B,
         )
-        sampled_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
-        token_B = jnp.where(active_B, sampled_B, token_B)
-        token_SB = token_SB.at[i].set(jnp.where(active_B, sampled_B, token_SB[i]))
+        new_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
+        token_B = jnp.where(active_B, new_B, token_B)
+        token_SB = token_SB.at[i].set(jnp.where(active_B, new_B, token_SB[i]))
         logp_SB = logp_SB.at[i].set(jnp.where(active_B, logp_B, logp_SB[i]))
-        ended_B = jnp.isin(token_B, stop_ids) | (slots.sampled_B + i + 1 >= slots.limit_B)
+        ended_B = jnp.isin(token_B, stop_ids) | (sampled_B + i + 1 >= row["limit"])
         return i + 1, active_B & ~ended_B, token_B, new_kv, token_SB, logp_SB
 
     dtype = pages[0][1].dtype
     carry = (
         jnp.int32(0),
-        slots.active_B,
-        slots.token_B,
+        row["active"] > 0,
+        row["token"],
         [(jnp.zeros((B, K, H, S), dtype), jnp.zeros((B, K, S, H), dtype)) for _ in pages],
         jnp.full((S, B), samplings[0].pad_id, jnp.int32),
         jnp.zeros((S, B), jnp.float32),
     )
     *_, block_kv, token_SB, logp_SB = jax.lax.while_loop(unfinished, step, carry)
     if kernels.write_pages is None:
-        pages = write(pages, block_kv, slots.page_B, slots.offset_B)
+        pages = write(pages, block_kv, page_B, offset_B)
     else:
         pages = tuple(
-            tuple(kernels.write_pages(*pool, *new, slots.page_B, slots.offset_B))
+            tuple(kernels.write_pages(*pool, *new, page_B, offset_B))
             for pool, new in zip(pages, block_kv, strict=True)
         )
     return pages, token_SB, logp_SB
+
+
+def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:
+    """Takes the rows that travel to the device apart: each column of `Cache.row_dtype` by name."""
+    found, item_bytes = {}, row_BX.dtype.itemsize
+    for name, (dtype, offset) in cache.row_dtype.fields.items():
+        first, width = offset // item_bytes, dtype.itemsize // item_bytes
+        found[name] = row_BX[:, first : first + width] if dtype.shape else row_BX[:, first]
+    return found
 
 
 def _put(block, k_B1KH, v_B1KH, i):
@@ -262,7 +261,7 @@ def _put(block, k_B1KH, v_B1KH, i):
 
 
 def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
-    """Attention by plain XLA, page by page: attend(q_B1NH, block, live_B, layer=) -> out_B1NH.
+    """Attention by plain XLA, page by page: attend(q_BNH, block, live_B, layer=) -> out_BNH.
 
     block: the keys and values (k_BKHS, v_BKSH) of this block, of which a query sees the first
     live_B.
@@ -277,15 +276,13 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
-    def attend(q_B1NH, block, live_B, *, layer):
-        q_BNH = q_B1NH[:, 0]
-        recent = page_attention(q_B1NH, *block, live_B)
+    def attend(q_BNH, block, live_B, *, layer):
+        recent = page_attention(q_BNH[:, None], *block, live_B)
         q_URNH = of_readers(q_BNH, where.reader_URB)
         q_P1NH = of_readers(q_BNH, where.reader_P1B)
         prompt = page_attention(q_URNH, *prompt_pages[layer], where.live_U)
         response = page_attention(q_P1NH, *closed[layer], where.live_P)
-        out_BNH = combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
-        return out_BNH[:, None]
+        return combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
 
     return attend
 
@@ -295,9 +292,9 @@ def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
     page_BX = page_order(table, page_tokens=pages[0][1].shape[2])
     tokens = (table.prompt_tokens_B, table.response_tokens_B)
 
-    def attend(q_B1NH, block, live_B, *, layer):
+    def attend(q_BNH, block, live_B, *, layer):
         pools = (prompt_pages[layer], pages[layer])
-        return attend_pages(q_B1NH, block, live_B, *pools, page_BX, *tokens)
+        return attend_pages(q_BNH, block, live_B, *pools, page_BX, *tokens)
 
     return attend
 

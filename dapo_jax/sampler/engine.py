@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.sampler.cache import Cache, decode_sizes
-from dapo_jax.sampler.decode import Sampling, Slots, copy_pages, decode_block, prefill, recompute
+from dapo_jax.sampler.cache import Buckets, Cache, decode_sizes
+from dapo_jax.sampler.decode import Sampling, copy_pages, decode_block, prefill, recompute
 from models.kernels import OPTIONS, Kernels, platform_of
-from models.kernels.xla import PageTable
 from models.parameters import ModelConfig
 from models.precision import products_in
 from sharding import hosts, rules
@@ -53,47 +52,44 @@ class Engine:
         self.params, self._dtype = params, jax.tree.leaves(params)[0].dtype
         self._rows = rules.rows(mesh)
         self._page_spec = PartitionSpec(rules.ROW_AXES, "model")
-        self._pools = {pages: self._pool(pages) for pages in (cache.prompt_pages, cache.pages)}
-        self._prompt_pages, self._pages = self._pools[cache.prompt_pages], self._pools[cache.pages]
-        self._new_pages = jax.jit(
-            lambda: jax.tree.map(
-                lambda s: jnp.zeros(s.shape, s.dtype), (self._prompt_pages, self._pages)
-            ),
-            out_shardings=jax.tree.map(lambda s: s.sharding, (self._prompt_pages, self._pages)),
+        # Of prompts and of responses: ShapeDtypeStructs with shardings.
+        self.pages = self._pool(cache.prompt_pages), self._pool(cache.pages)
+        self.new_pages = jax.jit(  # makes both, zeroed
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.pages),
+            out_shardings=jax.tree.map(lambda s: s.sharding, self.pages),
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self._kernels = kernels
         self.sizes = decode_sizes(cache, kernel=kernels.attend_pages is not None)
 
-    @property
-    def pages(self):
-        """Describes a session's pages: ShapeDtypeStructs with shardings."""
-        return self._prompt_pages, self._pages
-
     def lower(self, *samplings: Sampling) -> dict[tuple, jax.stages.Lowered]:
         """Lowers all programs that a session may run: {(name, samplings, *sizes): program}.
 
-        samplings: of the session's streams, in order. Raises ValueError where they have more than
-        temperature, top-p, top-k and limits of their own.
+        samplings: of the session's streams, in order.
         """
-        if len({(s.stop_ids, s.pad_id, s.vocab_size) for s in samplings}) > 1:
-            raise ValueError("streams of one session differ in stop_ids, pad_id or vocab_size")
-        lowered = {("prefill", None, b): self._lower_prefill(b) for b in self.cache.prompt_buckets}
-        lowered |= {
-            ("recompute", None, b): self._lower_recompute(b) for b in self.cache.recompute_buckets
-        }
-        if self.shards > 1:
-            lowered |= {("copy", None, n): self._lower_copy(p) for n, p in self._pools.items()}
-        return lowered | {
-            ("decode", samplings, *size): self._lower_decode(samplings, *size)
-            for size in self.sizes
-        }
+        lowered, cache = {}, self.cache
+        how = {"config": self.config, "axis": self._axis}
+        run = functools.partial(prefill, **how)
+        for bucket in cache.prompt_buckets.sizes:
+            program = self._lower_rows(run, self.pages[0], cache.prompt_buckets, bucket)
+            lowered["prefill", None, bucket] = program
+        run = functools.partial(recompute, kernels=self._kernels, **how)
+        for bucket in cache.recompute_buckets.sizes:
+            program = self._lower_rows(
+                run, self.pages[1], cache.recompute_buckets, bucket, numbers=2
+            )
+            lowered["recompute", None, bucket] = program
+        for pool in self.pages if self.shards > 1 else ():
+            lowered["copy", None, len(pool[0][0]) // self.shards] = self._lower_copy(pool)
+        for size in self.sizes:
+            lowered["decode", samplings, *size] = self._lower_decode(samplings, *size)
+        return lowered
 
     def compile(self, *samplings: Sampling) -> None:
         """Compiles all that a session may run, so that nothing is compiled later."""
         if any(name == "decode" and how == samplings for name, how, *_ in self._programs):
             return
-        self._new_pages.lower().compile()
+        self.new_pages.lower().compile()
         missing = {k: v for k, v in self.lower(*samplings).items() if k not in self._programs}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
@@ -103,10 +99,6 @@ class Engine:
     def program_names(self) -> list[str]:
         """Names what is compiled: prefill[pages], recompute[pages], decode[rows, pages], ...."""
         return [f"{name}{sizes}" for name, _, *sizes in self._programs]
-
-    def new_pages(self):
-        """Makes (prompt pages, response pages) on the mesh, zeroed."""
-        return self._new_pages()
 
     def prefill(self, params, prompt_pages, tokens_RT, page_RI):
         """Runs prefill for [shards * rows] prompts of one bucket; the old pages are gone."""
@@ -160,59 +152,34 @@ class Engine:
         run = functools.partial(copy_pages, kernels=self._kernels)
         return self._lower(run, (pool, copy_M4), self._specs(pool), donate=0)
 
-    def _lower_prefill(self, bucket: int) -> jax.stages.Lowered:
-        def run(params, prompt_pages, tokens_RT, page_RI):
-            return prefill(
-                params, prompt_pages, tokens_RT, page_RI, config=self.config, axis=self._axis
-            )
-
-        rows = self.shards * self.cache.prefill_rows(bucket)
+    def _lower_rows(self, run, pool, buckets: Buckets, bucket: int, *, numbers: int = 0):
+        """Lowers a program of rows of tokens and pages, and so many numbers of each row between."""
+        rows = self.shards * buckets.rows(bucket)
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
-        page_RI = self._host_array(rows, bucket)
-        out = self._specs(self._prompt_pages)
-        arguments = (self.params, self._prompt_pages, tokens_RT, page_RI)
-        return self._lower(run, arguments, out, donate=1, tokens=tokens_RT.size)
-
-    def _lower_recompute(self, bucket: int) -> jax.stages.Lowered:
-        rows = self.shards * self.cache.recompute_rows(bucket)
-        tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
-        of_row, page_RI = self._host_array(rows), self._host_array(rows, bucket)
-        how = {"config": self.config, "kernels": self._kernels, "axis": self._axis}
-        arguments = (self.params, self._pages, tokens_RT, of_row, of_row, page_RI)
-        run = functools.partial(recompute, **how)
-        out = self._specs(self._pages)
-        return self._lower(run, arguments, out, donate=1, tokens=tokens_RT.size)
+        of_rows = (tokens_RT, *[self._host_array(rows)] * numbers, self._host_array(rows, bucket))
+        out = self._specs(pool)
+        return self._lower(run, (self.params, pool, *of_rows), out, donate=1, tokens=tokens_RT.size)
 
     def _lower_decode(
         self, samplings: tuple[Sampling, ...], rows: int, pages: int
     ) -> jax.stages.Lowered:
         cache = self.cache
 
-        def run(params, prompt_pages, pages, run_key_Z, row_BX, page_P):
-            slots, table = split_rows(row_BX, page_P, cache)
-            return decode_block(
-                params,
-                prompt_pages,
-                pages,
-                jax.random.wrap_key_data(run_key_Z),
-                slots,
-                table,
-                page_P,
-                config=self.config,
-                samplings=samplings,
-                block_tokens=cache.block_tokens,
-                readers=cache.readers,
-                kernels=self._kernels,
-                axis=self._axis,
-            )
-
+        run = functools.partial(
+            decode_block,
+            config=self.config,
+            cache=cache,
+            samplings=samplings,
+            kernels=self._kernels,
+            axis=self._axis,
+        )
         keys = (len(samplings), 2)
         run_key_Z = jax.ShapeDtypeStruct(keys, jnp.uint32, sharding=rules.replicated(self.mesh))
         row_BX = self._host_array(self.shards * rows, cache.row_dtype.itemsize // 4)
         page_P = self._host_array(self.shards * pages)
         tokens = PartitionSpec(None, rules.ROW_AXES)
-        out = (self._specs(self._pages), tokens, tokens)
-        arguments = (self.params, self._prompt_pages, self._pages, run_key_Z, row_BX, page_P)
+        out = (self._specs(self.pages[1]), tokens, tokens)
+        arguments = (self.params, *self.pages, run_key_Z, row_BX, page_P)
         return self._lower(run, arguments, out, donate=2, tokens=self.shards * rows)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
@@ -231,35 +198,3 @@ class Engine:
         jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=options)
         with products_in(self._dtype):
             return jitted.lower(*arguments)
-
-
-def split_rows(row_BX, page_P, cache: Cache) -> tuple[Slots, PageTable]:
-    """Makes Slots and PageTable from the rows (`Cache.row_dtype`) that travel to the device."""
-    columns = {}
-    for name, (dtype, offset) in cache.row_dtype.fields.items():
-        first = offset // row_BX.dtype.itemsize
-        width = dtype.itemsize // row_BX.dtype.itemsize
-        columns[name] = row_BX[:, first : first + width] if dtype.shape else row_BX[:, first]
-    sampled_B, prompt_tokens_B = columns["sampled"], columns["prompt_tokens"]
-    response_BJ = columns["response_pages"]
-    current_B1 = (sampled_B // cache.page_tokens)[:, None]
-    slots = Slots(
-        active_B=columns["active"] > 0,
-        stream_B=columns["stream"],
-        cursor_B=columns["cursor"],
-        sample_B=columns["sample"],
-        token_B=columns["token"],
-        position_B=prompt_tokens_B + sampled_B,
-        sampled_B=sampled_B,
-        limit_B=columns["limit"],
-        page_B=page_P[jnp.take_along_axis(response_BJ, current_B1, axis=1)[:, 0]],
-        offset_B=sampled_B % cache.page_tokens,
-    )
-    table = PageTable(
-        prompt_BI=columns["prompt_pages"],
-        response_BJ=response_BJ,
-        prompt_tokens_B=prompt_tokens_B,
-        response_tokens_B=sampled_B,
-        reader_B=columns["reader"],
-    )
-    return slots, table

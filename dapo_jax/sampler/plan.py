@@ -4,14 +4,14 @@ Host only, no jax. Axis letters: those of `scheduler`; M pages that are copied.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from dapo_jax.sampler.cache import NULL_PAGE, Cache
+from dapo_jax.sampler.cache import NULL_PAGE, Buckets, Cache
 
-LEVEL_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of levelling
+BALANCE_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of rebalancing
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,18 +20,17 @@ class Prefix:
 
     limits: the greatest number of tokens of every sample of the group; first_tokens: how many it
     begins with when it gets a slot. pages: None while the prompt waits in the queue, and once all
-    of its samples have ended. finished_tokens: sampled for those that have. keeps: whether a sample
-    that loses its slot goes on from the tokens that it has.
+    of its samples have ended. keeps: whether a sample that loses its slot goes on from the tokens
+    that it has.
     """
 
-    cursor: int
+    group: int
     prompt_tokens: int
     limits: Sequence[int]
     first_tokens: list[int | None]
     samples: Sequence[int]
     unfinished: int
     keeps: bool = False
-    finished_tokens: int = 0
     shard: int = -1
     pages: np.ndarray | None = None
 
@@ -42,7 +41,7 @@ class Finished(NamedTuple):
     stopped: False where it reached its limit.
     """
 
-    cursor: int
+    group: int
     sample: int
     tokens: int
     stopped: bool
@@ -53,36 +52,32 @@ class Finished(NamedTuple):
 class Prefill(NamedTuple):
     """One prefill call, of R rows on all shards together, equally many on each.
 
-    cursor_R: the group that a row is of, -1 where it is unused; sample_R: the sample whose partial
+    group_R: the group that a row is of, -1 where it is unused; sample_R: the sample whose partial
     response is in it, -1 where the prompt is. page_RI: the pages that the row is written to; I is
     the bucket.
     """
 
-    cursor_R: np.ndarray
+    group_R: np.ndarray
     sample_R: np.ndarray
     page_RI: np.ndarray
 
 
 def prefill_calls(
-    taken: Mapping[int, Sequence[Sequence[tuple[int, int, np.ndarray]]]],
-    rows: Callable[[int], int],
+    taken: Mapping[int, Sequence[Sequence[tuple[int, int, np.ndarray]]]], buckets: Buckets
 ) -> list[Prefill]:
-    """Makes the calls for what each shard has taken: {bucket: (cursor, sample, pages) of shards}.
-
-    rows: of a call on each shard, by the bucket.
-    """
+    """Makes the calls for what each shard has taken: {bucket: (group, sample, pages) of shards}."""
     calls = []
     for bucket, taken_D in taken.items():
-        R = rows(bucket)
+        R = buckets.rows(bucket)
         for first in range(0, max(map(len, taken_D)), R):
-            cursor_R, sample_R = np.full((2, len(taken_D) * R), -1, np.int64)
-            page_RI = np.full((len(cursor_R), bucket), NULL_PAGE, np.int32)
+            group_R, sample_R = np.full((2, len(taken_D) * R), -1, np.int64)
+            page_RI = np.full((len(group_R), bucket), NULL_PAGE, np.int32)
             for d, of_shard in enumerate(taken_D):
                 row = of_shard[first : first + R]
-                for r, (cursor, sample, pages) in enumerate(row, start=d * R):
-                    cursor_R[r], sample_R[r] = cursor, sample
+                for r, (group, sample, pages) in enumerate(row, start=d * R):
+                    group_R[r], sample_R[r] = group, sample
                     page_RI[r, : len(pages)] = pages
-            calls.append(Prefill(cursor_R, sample_R, page_RI))
+            calls.append(Prefill(group_R, sample_R, page_RI))
     return calls
 
 
@@ -115,7 +110,7 @@ class Plan:
     moves: Moves
     shard_N: np.ndarray
     slot_N: np.ndarray
-    cursor_N: np.ndarray
+    group_N: np.ndarray
     sample_N: np.ndarray
     sampled_N: np.ndarray
     left_N: np.ndarray
@@ -124,13 +119,13 @@ class Plan:
     cache_use: float
 
 
-def level(count_D: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs (from, to) of shards between which one sample each has to move to make them level.
+def rebalance(count_D: np.ndarray) -> list[tuple[int, int]]:
+    """Pairs (from, to) of shards between which one sample each has to move to even them out.
 
     None while the fullest shard is near the mean: all shards wait for it, but copies take time.
     """
     count_D, pairs = count_D.copy(), []
-    if count_D.max() <= 1 + (1 + LEVEL_SLACK) * count_D.mean():
+    if count_D.max() <= 1 + (1 + BALANCE_SLACK) * count_D.mean():
         return pairs
     while count_D.max() - count_D.min() > 1:
         pairs.append((int(count_D.argmax()), int(count_D.argmin())))
@@ -144,14 +139,15 @@ def block_table(
     used_DP: np.ndarray,
     sizes: Sequence[tuple[int, int]],
     cache: Cache,
+    behind_N: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
     """Returns (rows, page_P, row_N) of a planned block, in the smallest of the sizes.
 
     rows_DB: the slots' rows, a table a column. used_DP: which pages are in use. sizes: the (rows,
     pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`, on each shard those of
-    its occupied slots first; row_N is the place of each. `token` is for the caller to fill in.
-    page_P: the pages that `response_pages` numbers, those in use; where the size has the whole
-    pool, as the pool does.
+    its occupied slots first, and of these those that are not `behind_N`; row_N is the place of
+    each. Columns that rows_DB lacks are for the caller to fill in. page_P: the pages that
+    `response_pages` numbers, those in use; where the size has the whole pool, as the pool does.
     """
     shards = len(used_DP)
     shard_N, slot_N = np.nonzero(rows_DB["active"])
@@ -159,7 +155,8 @@ def block_table(
     used_DP[:, NULL_PAGE] = False
     most_rows, most_pages = count_D.max(), used_DP.sum(axis=1).max() + 1
     rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
-    row_N = shard_N * rows + ranks(shard_N)
+    row_N = np.empty_like(shard_N)
+    row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
     table = np.zeros(shards * rows, cache.row_dtype)
     for name, column_DB in rows_DB.items():
         table[name][row_N] = column_DB[shard_N, slot_N]

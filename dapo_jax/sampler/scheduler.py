@@ -3,14 +3,15 @@
 Host only, no jax and no token values: the session drives a `Scheduler` between blocks of decode
 steps, and so do preflight's simulation and the tests, with scripted lengths:
 
-    scheduler.submit(cursor, prompt_tokens, limits)    a group waits in the queue
+    scheduler.submit(group, prompt_tokens, limits)     a group waits in the queue
     plan = scheduler.next_block()                      queue -> a shard's ready samples -> slots
-    rows, page_P, row_N = scheduler.table(sizes)       the block's rows, as the device reads them
+    rows, page_P, row_N = scheduler.table(sizes, ...)  the block's rows, as the device reads them
     finished = scheduler.complete(used_N, stopped_N)   ended samples leave their slots
 
-The same submissions and lengths give the same schedule. State is kept in NumPy tables over all
-slots. Axis letters: D data shards, B slots of a shard, N occupied slots of all shards in order of
-(shard, slot), P pages of a shard's pool, R rows of a prefill call, I and J as in `Cache`.
+A group is a number of the caller's. The same submissions and lengths give the same schedule. State
+is kept in NumPy tables over all slots. Axis letters: D data shards, B slots of a shard, N occupied
+slots of all shards in order of (shard, slot), P pages of a shard's pool, R rows of a prefill call,
+I and J as in `Cache`.
 """
 
 import collections
@@ -29,31 +30,29 @@ from dapo_jax.sampler.plan import (
     Prefix,
     block_table,
     copies,
-    level,
     prefill_calls,
     ranks,
+    rebalance,
 )
 
 
 class Scheduler:
-    """The queue, slots and pages of all data shards.
-
-    discarded_tokens: those that were sampled, but lost to cancellation or to preemption.
-    """
+    """The queue, slots and pages of all data shards."""
 
     def __init__(self, cache: Cache, shards: int):
         self.cache, self.shards = cache, shards
-        self.discarded_tokens = 0
-        self._groups: dict[int, list[Prefix]] = {}  # the unfinished ones, by cursor
+        self._groups: dict[int, list[Prefix]] = {}  # the unfinished ones, by number
         self._queue: collections.deque[Prefix] = collections.deque()
         self._ready = [collections.deque[tuple[Prefix, int]]() for _ in range(shards)]  # samples
         self._rows_DB = {  # of the slots: a table a column, a block looks at few
             name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
             for name, (dtype, _) in cache.row_dtype.fields.items()
+            if name not in ("stream", "cursor", "token")  # the caller's
         }
+        self._group_DB = np.zeros((shards, cache.slots), np.int64)
         self._prefix_DB = np.full((shards, cache.slots), None, object)
         self._age_DB = np.zeros((shards, cache.slots), np.int64)  # admissions before the slot's
-        self._held_DB = np.zeros((shards, cache.slots), np.int64)  # response pages
+        self._pages_DB = np.zeros((shards, cache.slots), np.int64)  # how many response pages
         self._admissions = 0
         self._free_DP = np.ones((shards, cache.pages), bool)
         self._free_prompt_DP = np.ones((shards, cache.prompt_pages), bool)
@@ -61,7 +60,7 @@ class Scheduler:
 
     def submit(
         self,
-        cursor: int,
+        group: int,
         prompt_tokens: int,
         limits: Sequence[int],
         *,
@@ -77,43 +76,39 @@ class Scheduler:
         samples = [i for i, tokens in enumerate(first_tokens) if tokens is not None]
         parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
         prefixes = [
-            Prefix(cursor, prompt_tokens, limits, first_tokens, part, len(part), keeps)
+            Prefix(group, prompt_tokens, limits, first_tokens, part, len(part), keeps)
             for part in parts
         ]
         self._queue.extend(prefixes)
-        self._groups[cursor] = prefixes
+        self._groups[group] = prefixes
 
-    def cancel(self, cursor: int) -> None:
+    def cancel(self, group: int) -> None:
         """Forgets an unfinished group; the tokens sampled for it are lost."""
-        lost = 0
-        for d, b in np.argwhere(self._active_DB & (self._rows_DB["cursor"] == cursor)):
-            lost += self._sampled_here(d, b)
+        for d, b in np.argwhere(self._active_DB & (self._group_DB == group)):
             self._leave(d, b)
-        for prefix in self._groups.pop(cursor):
-            lost += prefix.finished_tokens
-            if prefix.pages is None:
-                continue
-            ready = self._ready[prefix.shard]
-            self._ready[prefix.shard] = collections.deque(r for r in ready if r[0] is not prefix)
-            self._release(prefix)
-        self._queue = collections.deque(p for p in self._queue if p.cursor != cursor)
-        self.discarded_tokens += lost
+        for prefix in self._groups.pop(group):
+            if prefix.pages is not None:
+                ready = (r for r in self._ready[prefix.shard] if r[0] is not prefix)
+                self._ready[prefix.shard] = collections.deque(ready)
+                self._release(prefix)
+        self._queue = collections.deque(p for p in self._queue if p.group != group)
 
     def pages(self, d: int, b: int) -> np.ndarray:
         """Lists the pages of a slot's sample, in order."""
-        return self._rows_DB["response_pages"][d, b, : self._held_DB[d, b]]
+        return self._rows_DB["response_pages"][d, b, : self._pages_DB[d, b]]
 
     @property
     def occupied(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """Maps the (cursor, sample) in each occupied slot to (shard, slot, its tokens)."""
+        """Maps the (group, sample) in each occupied slot to (shard, slot, its tokens)."""
         shard_N, slot_N = np.nonzero(self._active_DB)
-        columns = (self._rows_DB[name][shard_N, slot_N] for name in ("cursor", "sample", "sampled"))
+        tables = (self._group_DB, self._rows_DB["sample"], self._rows_DB["sampled"])
+        columns = (table_DB[shard_N, slot_N] for table_DB in tables)
         rows = np.stack([*columns, shard_N, slot_N], axis=1).tolist()
-        return {(cursor, g): (d, b, tokens) for cursor, g, tokens, d, b in rows}
+        return {(group, g): (d, b, tokens) for group, g, tokens, d, b in rows}
 
     @property
     def unfinished(self) -> list[int]:
-        """Lists the cursors of groups neither finished nor cancelled, in order of submission."""
+        """Lists the groups neither finished nor cancelled, in order of submission."""
         return list(self._groups)
 
     @property
@@ -123,13 +118,13 @@ class Scheduler:
         return max(0, int(self._wanted_D().sum()) - queued)
 
     def next_block(self, *, more: bool = False) -> Plan:
-        """Assigns prompts to shards, gives pages to growing responses and recomputes the slots.
+        """Assigns prompts to shards, gives pages to growing responses and fills the slots.
 
         more: whether groups will be submitted as slots fall idle; those fill the emptier shards.
         """
         prefills = self._assign()
         preempted = self._grow()
-        moves = self._level(wait=more or bool(self._queue))
+        moves = self._rebalance(wait=more or bool(self._queue))
         recomputes = self._admit()
         shard_N, slot_N = np.nonzero(self._active_DB)
         rows_DB = self._rows_DB
@@ -142,7 +137,7 @@ class Scheduler:
             moves=moves,
             shard_N=shard_N,
             slot_N=slot_N,
-            cursor_N=rows_DB["cursor"][shard_N, slot_N],
+            group_N=self._group_DB[shard_N, slot_N],
             sample_N=rows_DB["sample"][shard_N, slot_N],
             sampled_N=sampled_N,
             left_N=rows_DB["limit"][shard_N, slot_N] - sampled_N,
@@ -151,9 +146,9 @@ class Scheduler:
             cache_use=1 - int(self._free_DP.sum(axis=1).min()) / (self.cache.pages - 1),
         )
 
-    def table(self, sizes: Sequence[tuple[int, int]]) -> tuple[np.ndarray, ...]:
+    def table(self, sizes: Sequence[tuple[int, int]], behind_N) -> tuple[np.ndarray, ...]:
         """Returns (rows, page_P, row_N) of the planned block, as `block_table` has them."""
-        return block_table(self._rows_DB, ~self._free_DP, sizes, self.cache)
+        return block_table(self._rows_DB, ~self._free_DP, sizes, self.cache, behind_N)
 
     def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Finished]:
         """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
@@ -169,13 +164,12 @@ class Scheduler:
             d, b, tokens = int(shard_N[n]), int(slot_N[n]), int(sampled_N[n])
             prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
             pages = self._leave(d, b)
-            finished.append(Finished(prefix.cursor, sample, tokens, bool(stopped_N[n]), d, pages))
+            finished.append(Finished(prefix.group, sample, tokens, bool(stopped_N[n]), d, pages))
             prefix.unfinished -= 1
-            prefix.finished_tokens += tokens - prefix.first_tokens[sample]
             if prefix.unfinished == 0:
                 self._release(prefix)
-                if not any(other.unfinished for other in self._groups[prefix.cursor]):
-                    del self._groups[prefix.cursor]
+                if not any(other.unfinished for other in self._groups[prefix.group]):
+                    del self._groups[prefix.group]
         return finished
 
     @property
@@ -202,12 +196,12 @@ class Scheduler:
         while self._queue:
             prefix = self._queue[0]
             pages = self.cache.pages_of_prompt(prefix.prompt_tokens)
-            bucket = self.cache.bucket(prefix.prompt_tokens)
+            bucket = self.cache.prompt_buckets.of(pages)
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
             able_D = wanted_D > 0
             if bucket:
                 filled_D = np.array(list(map(len, taken_D)))
-                rows = self.cache.prefill_rows(bucket)
+                rows = self.cache.prompt_buckets.rows(bucket)
                 able_D |= filled_D < -(-filled_D.max() // rows) * rows
             able_D &= free_D >= pages
             if not able_D.any():
@@ -216,11 +210,11 @@ class Scheduler:
             self._queue.popleft()
             self._place(prefix, d, pages)
             self._ready[d].extend((prefix, sample) for sample in prefix.samples)
-            taken_D[d].append((prefix.cursor, -1, prefix.pages))
+            taken_D[d].append((prefix.group, -1, prefix.pages))
             wanted_D[d] -= len(prefix.samples)
             free_D[d] -= pages
         taken.pop(0, None)
-        return prefill_calls(taken, self.cache.prefill_rows)
+        return prefill_calls(taken, self.cache.prompt_buckets)
 
     def _place(self, prefix: Prefix, d: int, pages: int) -> None:
         """Gives a prompt the lowest free pages of shard d."""
@@ -234,7 +228,7 @@ class Scheduler:
         those that keep their tokens.
         """
         preempted = []
-        full_DB = self._rows_DB["sampled"] == self._held_DB * self.cache.page_tokens
+        full_DB = self._rows_DB["sampled"] == self._pages_DB * self.cache.page_tokens
         full_DB &= self._active_DB
         for d in np.flatnonzero(full_DB.sum(axis=1) > self._free_DP.sum(axis=1)).tolist():
             for b in self._by_age(d, full_DB[d]):
@@ -264,10 +258,8 @@ class Scheduler:
         tokens = int(self._rows_DB["sampled"][d, b])
         if prefix.keeps:
             prefix.first_tokens[sample] = tokens
-        else:
-            self.discarded_tokens += self._sampled_here(d, b)
         self._ready[d].appendleft((prefix, sample))
-        lost = Finished(prefix.cursor, sample, tokens, False, d, self._leave(d, b))
+        lost = Finished(prefix.group, sample, tokens, False, d, self._leave(d, b))
         return [lost] if prefix.keeps else []
 
     def _admit(self) -> list[Prefill]:
@@ -280,11 +272,11 @@ class Scheduler:
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
         k_K = np.arange(most_D.max())
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
-        held_DK = np.ones((self.shards, len(k_K)), np.int64)
-        for held_K, ready, most in zip(held_DK, self._ready, most_D.tolist(), strict=True):
+        pages_DK = np.ones((self.shards, len(k_K)), np.int64)
+        for pages_K, ready, most in zip(pages_DK, self._ready, most_D.tolist(), strict=True):
             first_tokens = [prefix.first_tokens[sample] for prefix, sample in islice(ready, most)]
-            held_K[:most] += np.array(first_tokens, int) // cache.page_tokens
-        free_DK = self._free_DP.sum(axis=1)[:, None] - (held_DK.cumsum(axis=1) - 1)
+            pages_K[:most] += np.array(first_tokens, int) // cache.page_tokens
+        free_DK = self._free_DP.sum(axis=1)[:, None] - (pages_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
         shard_N, slot_N = np.nonzero(~self._active_DB)
@@ -304,13 +296,14 @@ class Scheduler:
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
             tokens = prefix.first_tokens[sample]
-            bucket = self.cache.recompute_bucket(prefix.prompt_tokens + tokens - 1)
+            fed = prefix.prompt_tokens + tokens - 1
+            bucket = self.cache.recompute_buckets.of(-(-fed // self.cache.page_tokens))
             pages = self.pages(d, b)[: -(-tokens // self.cache.page_tokens)]
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
-            taken_D[d].append((prefix.cursor, sample, pages))
-        return prefill_calls(taken, self.cache.recompute_rows)
+            taken_D[d].append((prefix.group, sample, pages))
+        return prefill_calls(taken, self.cache.recompute_buckets)
 
-    def _level(self, *, wait: bool) -> Moves:
+    def _rebalance(self, *, wait: bool) -> Moves:
         """Moves samples from full shards to others, unless to wait for prompts without a shard.
 
         First those that wait for a slot, then those with the fewest pages. Each takes a copy of its
@@ -318,16 +311,16 @@ class Scheduler:
         """
         moves = Moves([], [], [])
         count_D = self._active_DB.sum(axis=1) + self._ready_D()
-        for d, e in [] if wait else level(count_D):
+        for d, e in [] if wait else rebalance(count_D):
             if self._ready[d]:
                 prefix, sample = self._ready[d][-1]
                 if self._has_room(e, len(prefix.pages), pages=0):
                     self._ready[d].pop()
                     self._ready[e].append((self._part(moves, prefix, sample, e), sample))
             else:
-                held_B = np.where(self._active_DB[d], self._held_DB[d], self.cache.pages)
-                b, c = int(held_B.argmin()), int(self._active_DB[e].argmin())
-                if self._has_room(e, len(self._prefix_DB[d, b].pages), pages=held_B[b]):
+                pages_B = np.where(self._active_DB[d], self._pages_DB[d], self.cache.pages)
+                b, c = int(pages_B.argmin()), int(self._active_DB[e].argmin())
+                if self._has_room(e, len(self._prefix_DB[d, b].pages), pages=pages_B[b]):
                     self._move(moves, (d, b), (e, c))
         return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
 
@@ -338,10 +331,8 @@ class Scheduler:
 
     def _part(self, moves: Moves, prefix: Prefix, sample: int, e: int) -> Prefix:
         """Gives one sample a copy of its prompt on shard e."""
-        part = dataclasses.replace(
-            prefix, samples=[sample], unfinished=1, finished_tokens=0, shard=-1, pages=None
-        )
-        self._groups[prefix.cursor].append(part)
+        part = dataclasses.replace(prefix, samples=[sample], unfinished=1, shard=-1, pages=None)
+        self._groups[prefix.group].append(part)
         self._place(part, e, len(prefix.pages))
         moves.prompt_pages_M4.extend(copies(prefix.shard, prefix.pages, e, part.pages))
         prefix.unfinished -= 1
@@ -353,27 +344,22 @@ class Scheduler:
         """Moves the sample of the (shard, slot) `old` to `new`."""
         d, e = old[0], new[0]
         row = {name: column_DB[old].copy() for name, column_DB in self._rows_DB.items()}
-        age, held = self._age_DB[old], self._held_DB[old]
+        group, age, count = self._group_DB[old], self._age_DB[old], self._pages_DB[old]
         part = self._part(moves, self._prefix_DB[old], int(row["sample"]), e)
-        pages = np.flatnonzero(self._free_DP[e])[:held]
+        pages = np.flatnonzero(self._free_DP[e])[:count]
         moves.slots_N4.append((*old, *new))
         moves.pages_M4.extend(copies(d, self._leave(*old), e, pages))
         self._free_DP[e, pages] = False
-        row["prompt_pages"][: len(part.pages)], row["response_pages"][:held] = part.pages, pages
+        row["prompt_pages"][: len(part.pages)], row["response_pages"][:count] = part.pages, pages
         for name, value in (row | {"reader": 0}).items():
             self._rows_DB[name][new] = value
-        self._prefix_DB[new], self._age_DB[new], self._held_DB[new] = part, age, held
-
-    def _sampled_here(self, d: int, b: int) -> int:
-        """Counts the tokens of a slot's sample that it did not begin with."""
-        sample = int(self._rows_DB["sample"][d, b])
-        return int(self._rows_DB["sampled"][d, b]) - self._prefix_DB[d, b].first_tokens[sample]
+        self._prefix_DB[new], self._group_DB[new] = part, group
+        self._age_DB[new], self._pages_DB[new] = age, count
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
         """Puts a sample into a free slot."""
         row = {
             "active": 1,
-            "cursor": prefix.cursor,
             "sample": sample,
             "sampled": prefix.first_tokens[sample],
             "limit": prefix.limits[sample],
@@ -383,7 +369,7 @@ class Scheduler:
         for name, value in row.items():
             self._rows_DB[name][d, b] = value
         self._rows_DB["prompt_pages"][d, b, : len(prefix.pages)] = prefix.pages
-        self._prefix_DB[d, b] = prefix
+        self._prefix_DB[d, b], self._group_DB[d, b] = prefix, prefix.group
         self._age_DB[d, b] = self._admissions
         self._admissions += 1
 
@@ -396,18 +382,18 @@ class Scheduler:
         shards = zip(self._free_DP, count_D, strict=True)
         page_N = np.concatenate([np.flatnonzero(free_P)[:count] for free_P, count in shards])
         self._free_DP[shard_N, page_N] = False
-        held_N = self._held_DB[shard_N, slot_N]
-        self._rows_DB["response_pages"][shard_N, slot_N, held_N] = page_N
-        self._held_DB[shard_N, slot_N] = held_N + 1
+        pages_N = self._pages_DB[shard_N, slot_N]
+        self._rows_DB["response_pages"][shard_N, slot_N, pages_N] = page_N
+        self._pages_DB[shard_N, slot_N] = pages_N + 1
 
     def _leave(self, d: int, b: int) -> np.ndarray:
         """Frees a slot and its sample's own pages, which are returned in order."""
-        pages = self._rows_DB["response_pages"][d, b, : self._held_DB[d, b]].copy()
+        pages = self._rows_DB["response_pages"][d, b, : self._pages_DB[d, b]].copy()
         self._free_DP[d, pages] = True
         for column_DB in self._rows_DB.values():
             column_DB[d, b] = 0
         self._prefix_DB[d, b] = None
-        self._held_DB[d, b] = 0
+        self._pages_DB[d, b] = 0
         return pages
 
     def _release(self, prefix: Prefix) -> None:

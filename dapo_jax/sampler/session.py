@@ -38,11 +38,11 @@ class Stream(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _Unfinished:
     """An unfinished group; responses: None for those that have not ended.
 
-    partial: what there was of each when the group was submitted, at the last step's end, or when it
-    lost its slot.
+    stream: its place among the session's. partial: what there was of each response when the group
+    was submitted, at the last step's end, or when it lost its slot.
     """
 
     stream: int
@@ -83,8 +83,8 @@ class Session:
         self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in samplings])
         self._prompt_pages, self._pages = engine.new_pages()
         self._scheduler = Scheduler(cache, engine.shards)
-        self._asked: dict[int, _Asked] = {}  # by number
-        self._name_QX = np.zeros((0, 2), np.int32)  # (stream, cursor) by number
+        self._groups: dict[int, _Unfinished] = {}  # by number
+        self._name_Q2 = np.zeros((0, 2), np.int32)  # (stream, cursor) by number
         # Sampled tokens lie in the host's pages as their keys and values do in the device's.
         pool = (engine.shards, cache.pages, cache.page_tokens)
         self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
@@ -131,15 +131,16 @@ class Session:
         limits = [limit] * group_size if max_tokens is None else list(max_tokens)
         if len(limits) != group_size or not all(1 <= tokens <= limit for tokens in limits):
             raise ValueError(f"max_tokens needs {group_size} numbers from 1 to {limit}")
-        number = len(self._name_QX)
-        responses = partial.responses if partial else [_NOTHING] * group_size
-        unfinished_G = partial.unfinished_G if partial else [True] * group_size
-        of_samples = list(zip(responses, unfinished_G, limits, strict=True))
+        number = len(self._name_Q2)
+        if partial is None:
+            partial = PartialGroup(cursor, (_NOTHING,) * group_size, (True,) * group_size)
+        of_samples = zip(partial.responses, partial.unfinished_G, limits, strict=True)
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         self._scheduler.submit(number, length, limits, first_tokens=tokens, keeps=keeps)
-        ended = partial.ended if partial else [None] * group_size
-        self._asked[number] = _Asked(stream, cursor, prompt, ended, list(responses))
-        self._name_QX = np.append(self._name_QX, np.int32([[stream, cursor]]), axis=0)
+        self._groups[number] = _Unfinished(
+            stream, cursor, prompt, responses=partial.ended, partial=list(partial.responses)
+        )
+        self._name_Q2 = np.append(self._name_Q2, np.int32([[stream, cursor]]), axis=0)
 
     def _whole_blocks(self, response: Response, limit: int) -> int:
         """Counts the tokens of a partial response to keep, rounded down to whole blocks.
@@ -153,11 +154,11 @@ class Session:
         """Forgets an unfinished group; the tokens sampled for it are discarded."""
         number = next(
             n
-            for n, asked in self._asked.items()
-            if (asked.stream, asked.cursor) == (stream, cursor)
+            for n, group in self._groups.items()
+            if (group.stream, group.cursor) == (stream, cursor)
         )
         self._scheduler.cancel(number)
-        del self._asked[number]
+        del self._groups[number]
 
     def pause(self, stream: int = 0) -> list[PartialGroup]:
         """Ends a step: returns a stream's unfinished groups so far, and lets go of the weights.
@@ -166,34 +167,34 @@ class Session:
         """
         self._params = None
         partial = self.so_far(stream)
-        of_stream = (asked for asked in self._asked.values() if asked.stream == stream)
-        for asked, it in zip(of_stream, partial, strict=True):
-            asked.partial[:] = it.responses
-            asked.responses[:] = it.ended
+        of_stream = (group for group in self._groups.values() if group.stream == stream)
+        for group, it in zip(of_stream, partial, strict=True):
+            group.partial[:] = it.responses
+            group.responses[:] = it.ended
         return partial
 
     def so_far(self, stream: int = 0) -> list[PartialGroup]:
         """Returns a stream's unfinished groups so far, in their order; they continue."""
         slots = self._scheduler.occupied
         found = []
-        for number, asked in self._asked.items():
-            if asked.stream != stream:
+        for number, group in self._groups.items():
+            if group.stream != stream:
                 continue
             responses = []
-            for g, response in enumerate(asked.responses):
+            for g, response in enumerate(group.responses):
                 if response is None and (number, g) in slots:
                     d, b, tokens = slots[number, g]
                     here = Finished(number, g, tokens, False, d, self._scheduler.pages(d, b))
-                    response = self._response(asked, here)
-                responses.append((response or asked.partial[g]).continued())
-            unfinished_G = tuple(response is None for response in asked.responses)
-            found.append(PartialGroup(asked.cursor, tuple(responses), unfinished_G))
+                    response = self._response(group, here)
+                responses.append((response or group.partial[g]).continued())
+            unfinished_G = tuple(response is None for response in group.responses)
+            found.append(PartialGroup(group.cursor, tuple(responses), unfinished_G))
         return found
 
     @property
     def unfinished(self) -> list[tuple[int, int]]:
         """Lists (stream, cursor) of groups neither finished nor cancelled, as submitted."""
-        return [(asked.stream, asked.cursor) for asked in self._asked.values()]
+        return [(group.stream, group.cursor) for group in self._groups.values()]
 
     @property
     def slots(self) -> int:
@@ -205,11 +206,6 @@ class Session:
         """Counts the slots that no sample submitted so far will fill."""
         return self._scheduler.idle_slots
 
-    @property
-    def discarded_tokens(self) -> int:
-        """Counts the tokens that were sampled, but lost to cancellation or to preemption."""
-        return self._scheduler.discarded_tokens
-
     def step(self, *, more: bool = False) -> list[Group]:
         """Decodes one block with filled slots; returns the groups that finished.
 
@@ -218,17 +214,18 @@ class Session:
         start = time.perf_counter()
         plan = self._scheduler.next_block(more=more)
         self._set_aside(plan.preempted)
-        prefill_start = time.perf_counter()
+        planned = time.perf_counter()
         self._prefill(plan.prefills)
-        prefill_seconds = time.perf_counter() - prefill_start
         self._move(plan.moves)
-        recompute_start = time.perf_counter()
         self._recompute(plan)
-        prefill_seconds += time.perf_counter() - recompute_start
-        rows, page_P, row_N = self._scheduler.table(self._engine.sizes)
-        row_N = self._truncated_first(plan, rows, row_N)
+        prefilled = time.perf_counter()
+        stream_N, cursor_N = self._name_Q2[plan.group_N].T
+        # Truncated streams first: there `sampling.truncate` looks for them.
+        rows, page_P, row_N = self._scheduler.table(
+            self._engine.sizes, behind_N=~self._truncates_Z[stream_N]
+        )
         rows["token"][row_N] = self._next_tokens(plan)
-        rows["stream"][row_N], rows["cursor"][row_N] = self._name_QX[plan.cursor_N].T
+        rows["stream"][row_N], rows["cursor"][row_N] = stream_N, cursor_N
         launched = time.perf_counter()
         self._pages, token_SB, logp_SB = self._engine.decode(
             self._params,
@@ -243,9 +240,9 @@ class Session:
         used_N, stopped_N = self._keep(plan, token_SB[:, row_N].T, logp_SB[:, row_N].T)
         self.blocks.append(self._record(plan, used_N, launched, decoded))
         groups = self._finish(self._scheduler.complete(used_N, stopped_N))
-        self.seconds["prefill"] += prefill_seconds
+        self.seconds["prefill"] += prefilled - planned
         self.seconds["decode"] += decoded - launched
-        host_seconds = time.perf_counter() - decoded + launched - start - prefill_seconds
+        host_seconds = time.perf_counter() - decoded + launched - prefilled + planned - start
         self.seconds["host"] += host_seconds
         return groups
 
@@ -256,7 +253,7 @@ class Session:
             tokens_RT = np.zeros((len(number_R), tokens), np.int32)
             for row_T, number in zip(tokens_RT, number_R.tolist(), strict=True):
                 if number >= 0:
-                    prompt = self._asked[number].prompt.token_ids[:-1]
+                    prompt = self._groups[number].prompt.token_ids[:-1]
                     row_T[: len(prompt)] = prompt
                     self.prefilled_prompts += 1
             self._prompt_pages = self._engine.prefill(
@@ -267,8 +264,8 @@ class Session:
     def _set_aside(self, preempted: list[Finished]) -> None:
         """Keeps the tokens of samples that lost their slots."""
         for it in preempted:
-            asked = self._asked[it.cursor]
-            asked.partial[it.sample] = self._response(asked, it)
+            group = self._groups[it.group]
+            group.partial[it.sample] = self._response(group, it)
 
     def _move(self, moves: Moves) -> None:
         """Copies the pages of samples that change shards, on the devices and on the host."""
@@ -286,16 +283,14 @@ class Session:
         if not plan.recomputes:
             return
         C = self._engine.cache.page_tokens
-        names = zip(plan.cursor_N.tolist(), plan.sample_N.tolist(), strict=True)
-        place = {name: n for n, name in enumerate(names)}
+        slots = self._scheduler.occupied
         for number_R, sample_R, page_RI in plan.recomputes:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
             for r in np.flatnonzero(number_R >= 0).tolist():
                 number, sample = int(number_R[r]), int(sample_R[r])
-                n = place[number, sample]
-                d, b, tokens = plan.shard_N[n], plan.slot_N[n], plan.sampled_N[n]
-                prompt, partial = self._asked[number].prompt, self._asked[number].partial[sample]
+                d, b, tokens = slots[number, sample]
+                prompt, partial = self._groups[number].prompt, self._groups[number].partial[sample]
                 fed = np.append(prompt.token_ids, partial.tokens_T[: tokens - 1])
                 tokens_RT[r, : len(fed)] = fed
                 tokens_R[r], begin_R[r] = len(fed), len(prompt.token_ids) - 1
@@ -309,24 +304,11 @@ class Session:
             )
         jax.block_until_ready(self._pages)
 
-    def _truncated_first(self, plan: Plan, rows: np.ndarray, row_N: np.ndarray) -> np.ndarray:
-        """Moves the rows of truncated streams to the front of their shard; returns the places.
-
-        There `sampling.truncate` looks for them.
-        """
-        behind_N = ~self._truncates_Z[self._name_QX[plan.cursor_N, 0]]
-        if behind_N.all():  # on a pod the rows are megabytes
-            return row_N
-        place_N = np.empty_like(row_N)
-        place_N[np.lexsort((behind_N, plan.shard_N))] = row_N
-        rows[place_N] = rows[row_N]
-        return place_N
-
     def _next_tokens(self, plan: Plan) -> np.ndarray:
         """Finds the token that each occupied slot feeds first: its newest, or its prompt's last."""
         token_N = self._newest_DB[plan.shard_N, plan.slot_N]
         for n in np.flatnonzero(plan.sampled_N == 0).tolist():
-            token_N[n] = self._asked[int(plan.cursor_N[n])].prompt.token_ids[-1]
+            token_N[n] = self._groups[int(plan.group_N[n])].prompt.token_ids[-1]
         return token_N
 
     def _keep(self, plan: Plan, token_NS, logp_NS) -> tuple[np.ndarray, np.ndarray]:
@@ -351,7 +333,7 @@ class Session:
         where_N = plan.shard_N * slots + plan.slot_N
         cursor_B = np.full(self._engine.shards * slots, -1, np.int64)
         stream_B, sample_B, useful_B = np.zeros((3, len(cursor_B)), np.int32)
-        stream_B[where_N], cursor_B[where_N] = self._name_QX[plan.cursor_N].T
+        stream_B[where_N], cursor_B[where_N] = self._name_Q2[plan.group_N].T
         sample_B[where_N], useful_B[where_N] = plan.sample_N, used_N
         return BlockRecord(
             start_seconds=start,
@@ -369,20 +351,20 @@ class Session:
         """Stores the responses of ended samples; returns the groups they finish."""
         finished = []
         for it in ended:
-            asked = self._asked[it.cursor]
-            asked.responses[it.sample] = self._response(asked, it)
-            if None not in asked.responses:
-                del self._asked[it.cursor]
-                responses = tuple(asked.responses)
-                finished.append(Group(asked.cursor, asked.prompt, responses, asked.stream))
+            group = self._groups[it.group]
+            group.responses[it.sample] = self._response(group, it)
+            if None not in group.responses:
+                del self._groups[it.group]
+                responses = tuple(group.responses)
+                finished.append(Group(group.cursor, group.prompt, responses, group.stream))
         return sorted(finished, key=lambda group: (group.stream, group.cursor))
 
-    def _response(self, asked: _Asked, it: Finished) -> Response:
+    def _response(self, group: _Unfinished, it: Finished) -> Response:
         """Makes a response of what the pages have of it."""
         tokens_T, logp_T = (
             pool_DPC[it.shard, it.pages].reshape(-1)[: it.tokens]
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
         # Less where it went on behind whole blocks.
-        ends = tuple(min(end, it.tokens) for end in asked.partial[it.sample].ends)
+        ends = tuple(min(end, it.tokens) for end in group.partial[it.sample].ends)
         return Response(tokens_T, logp_T, it.stopped, ends=ends)

@@ -1,26 +1,26 @@
-"""The shared part of the benchmarks: the peers' model sizes, an engine, a table."""
+"""The shared part of the benchmarks: the peers' model sizes, a config's programs, a table."""
 
 import csv
-import functools
 import json
 import os
 import pathlib
+import subprocess
 import time
+import types
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 
+from configs import base
 from dapo_jax.logs.provenance import code_version
-from dapo_jax.sampler.cache import Cache
-from dapo_jax.sampler.decode import Sampling
-from dapo_jax.sampler.engine import Engine
+from dapo_jax.preflight.chips import Chip
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.types import Prompt
-from models.kernels import kernels_for, platform_of
-from models.parameters import normal, ones, param_axes
-from models.qwen2 import Qwen2Config
-from models.transformer import abstract_params, unstack
+from dapo_jax.setup import auto_sizes, components
+from dapo_jax.types import Group, Prompt
+from models.qwen2 import PRESETS, Qwen2Config
 from sharding import rules
 from sharding.mesh import make_mesh
 
@@ -30,7 +30,9 @@ SIZES = {
     "11.8": Qwen2Config(2_048, 384, 1_536, 5, 4, 2, 96, True),
     "135": Qwen2Config(49_152, 576, 1_536, 30, 9, 3, 64, True),  # SmolLM2's
 }
+PRESETS.update(SIZES)
 NO_STOP = 1 << 30
+FLAGS = flags.FLAGS
 
 
 def commit() -> str:
@@ -49,65 +51,44 @@ def machine() -> str:
     )
 
 
-def engine_params(config: Qwen2Config, mesh, dtype):
-    """(abstract parameters with shardings, a function that makes random ones on the mesh)."""
-    abstract = jax.eval_shape(
-        lambda p: unstack(jax.tree.map(lambda a: a.astype(dtype), p)), abstract_params(config)[1]
-    )
-    shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.SAMPLER)
-    abstract = rules.abstract(abstract, shardings)
-    return abstract, functools.partial(jax.tree.map, lambda a: _maker(a)(), abstract)
+def programs(preset: str, *, requests: int = 0, devices=None, **keys) -> components.Programs:
+    """Makes the programs of a config: float32, the defaults but for `keys` (a__b is key a.b).
+
+    requests: how many responses of rollout.slot_tokens the cache has slots for.
+    """
+    config = base.get_config()
+    config.model.preset, config.model.compute_dtype = preset, "float32"
+    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in keys.items()})
+    if requests:
+        config.rollout.cache_mib = 0
+        auto_sizes.fit_cache(config, requests, training=True)
+    return components.programs(config, components.model_sizes(config).vocab_size, devices=devices)
 
 
-@functools.cache
-def _maker(like):
-    """A program for each kind of array: one for all of them took a GPU's compiler minutes."""
-    make = functools.partial(normal if like.ndim > 1 else ones, jax.random.key(0), like.shape)
-    return jax.jit(lambda: make().astype(like.dtype), out_shardings=like.sharding)
+def stream(built: components.Programs) -> Stream:
+    """Makes a stream of plain samples that no token ends."""
+    vocab_size = built.sizes.vocab_size
+    ids = types.SimpleNamespace(stop_ids=(NO_STOP,), pad_id=0, vocab_size=vocab_size)
+    return Stream(jax.random.key(1), components.sampling(built.config, ids))
 
 
-def make_engine(config: Qwen2Config, *, slots: int, prompt: int, response: int, **cache):
-    """(engine on all devices, parameters) with so many slots in all; float32, plain XLA."""
-    mesh = make_mesh(data=-1, model=1)
-    abstract, make = engine_params(config, mesh, jnp.float32)
-    ways = rules.row_degree(mesh)
-    engine = Engine(
-        config,
-        mesh,
-        Cache(
-            slots=slots // ways,
-            max_prompt_tokens=prompt,
-            max_response_tokens=response,
-            **cache,
-        ),
-        params=abstract,
-        kernels=kernels_for("auto", platform_of(mesh)),
-    )
-    return engine, make()
+def random_prompts(built: components.Programs, count: int, tokens: int) -> np.ndarray:
+    """Draws token ids [P, T], the same ones each time."""
+    rng = np.random.default_rng(0)
+    return rng.integers(1, built.sizes.vocab_size, (count, tokens)).astype(np.int32)
 
 
-def sampling(config: Qwen2Config, response: int) -> Sampling:
-    """Plain sampling at temperature 1 that no token ends."""
-    return Sampling(
-        max_response_tokens=response,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        stop_ids=(NO_STOP,),
-        pad_id=0,
-        vocab_size=config.vocab_size,
-    )
-
-
-def run_session(engine: Engine, params, groups, how: Sampling) -> tuple[Session, float]:
-    """Sample (prompt, tokens of each response) groups to the end: the session and wall seconds."""
-    start = time.perf_counter()
-    session = Session(engine, params, Stream(jax.random.key(1), how))
-    for cursor, (prompt, tokens) in enumerate(groups):
-        session.submit(cursor, Prompt(prompt), group_size=len(tokens), max_tokens=tokens)
+def sample(
+    built: components.Programs, params, prompts: Sequence, limits: Sequence[Sequence[int]]
+) -> tuple[list[Group], Session, float]:
+    """Samples responses of exactly these tokens to the end: (groups, session, wall seconds)."""
+    start, groups = time.perf_counter(), {}
+    session = Session(built.engine, params, stream(built))
+    for cursor, (prompt, tokens) in enumerate(zip(prompts, limits, strict=True)):
+        session.submit(cursor, Prompt(prompt), group_size=len(tokens), max_tokens=[*tokens])
     while session.unfinished:
-        session.step()
-    return session, time.perf_counter() - start
+        groups |= {group.cursor: group for group in session.step()}
+    return [groups[i] for i in range(len(prompts))], session, time.perf_counter() - start
 
 
 def best_seconds(run, *, repeats: int) -> float:
@@ -121,59 +102,50 @@ def best_seconds(run, *, repeats: int) -> float:
     return min(times)
 
 
-def update_flops(config: Qwen2Config, prompt: int, length_PG: np.ndarray) -> float:
-    """Counts an update's products, forward and backward, the prompts computed once a group."""
-    _, params = abstract_params(config)
-    if not config.tie_embeddings:
-        del params["embed_VD"]  # the tied one is the head's, too
-    weights = sum(p.size for p in jax.tree.leaves(params))
-    tokens = len(length_PG) * (prompt - 1) + length_PG.sum()
-    seen = len(length_PG) * prompt * (prompt - 1) / 2
-    seen += np.sum(length_PG * (prompt + (length_PG - 1) / 2))
-    return 6 * weights * tokens + 12 * config.num_layers * config.num_heads * config.head_dim * seen
-
-
-def measured_rates(mesh) -> tuple[float, float]:
-    """(bytes a second read and written by a copy, FLOP a second of a product), all devices."""
+def measured_chip(*, copy_mib: int, product: int, dtype, devices=None) -> Chip:
+    """Returns a device with the rates of a large copy (read and written) and a large product."""
+    mesh = make_mesh(data=-1, model=1, devices=devices)
     ways, rows = rules.row_degree(mesh), rules.rows(mesh)
-    array = jax.device_put(jnp.zeros((ways, 2**25)), rows)
-    copy = jax.jit(lambda a: a + 1, out_shardings=rows)
-    bandwidth = 2 * array.nbytes / best_seconds(lambda: copy(array), repeats=10)
-    n = 1_024
-    a = jax.device_put(jnp.ones((ways, n, n)), rows)
-    product = jax.jit(lambda a: jnp.einsum("dij,djk->dik", a, a), out_shardings=rows)
-    return bandwidth, ways * 2 * n**3 / best_seconds(lambda: product(a), repeats=10)
+    array = jnp.zeros((ways, copy_mib * 2**20 // jnp.dtype(dtype).itemsize), dtype, device=rows)
+    copy = jax.jit(lambda a: a + 1)
+    square = jnp.ones((ways, product, product), dtype, device=rows)
+    multiply = jax.jit(lambda a: jnp.einsum("dij,djk->dik", a, a))
+    seconds = best_seconds(lambda: copy(array), repeats=10)
+    flop_rate = 2 * product**3 / best_seconds(lambda: multiply(square), repeats=10)
+    return Chip("measured", 0.0, 2 * array.nbytes / ways / seconds, flop_rate)
 
 
-def real_lengths(path: pathlib.Path, count: int, longest: int) -> np.ndarray:
+def real_lengths(path: str, count: int, longest: int) -> np.ndarray:
     """Lengths of real responses, a quarter of each, cut at `longest` as training cuts them."""
-    with path.open() as file:
+    with pathlib.Path(path).open() as file:
         lengths = np.array([int(row["length_tokens"]) for row in csv.DictReader(file)])
     chosen = np.random.default_rng(0).choice(lengths, count, replace=False)
     return np.clip(np.round(chosen / 4), 1, longest).astype(int)
 
 
-def peer_arguments(size: str, **work: int) -> list[str]:
-    """The model's sizes and the work's (with _ for -) as flags of the peers' scripts."""
-    c = SIZES[size]
-    sizes = {
-        "layers": c.num_layers,
-        "width": c.width,
-        "heads": c.num_heads,
-        "kv": c.num_kv_heads,
-        "mlp": c.mlp_width,
-        "vocab": c.vocab_size,
-        **{name.replace("_", "-"): value for name, value in work.items()},
-    }
-    return [item for name, value in sizes.items() for item in (f"--{name}", str(value))]
+def define_peer_flags(*, required: bool) -> None:
+    """Defines the flags of a comparison with the script of a peer, bench_torch.py."""
+    flags.DEFINE_string("peers", None, "Folder of the peer's script.", required=required)
+    torch = "Python of an environment with torch and transformers."
+    flags.DEFINE_string("torch_python", None, torch, required=required)
+    flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
 
 
-def last_json(text: str) -> dict:
-    """The last line of a peer's output that is a JSON object."""
-    return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
+def run_peer(script: pathlib.Path, sizes: Qwen2Config, **work: int) -> dict:
+    """Runs a peer's script by the Python of its own environment: its last line of JSON.
+
+    It has the model's sizes and the work's (with _ for -) as flags.
+    """
+    work |= {"layers": sizes.num_layers, "width": sizes.width, "heads": sizes.num_heads}
+    work |= {"kv": sizes.num_kv_heads, "mlp": sizes.mlp_width, "vocab": sizes.vocab_size}
+    command = [FLAGS.torch_python, str(script)]
+    command += [word for k, v in work.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
 
 
 def table(header, rows) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
+    """A Markdown table; a row may lack its last cells."""
+    full = [[*row, *[""] * (len(header) - len(row))] for row in rows]
+    lines = [header, ["---"] * len(header), *full]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

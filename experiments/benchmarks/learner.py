@@ -9,192 +9,111 @@ are those of the responses. A step is sampling, the peer's log-probabilities of 
 (ours come with the samples), and one update of all 64 responses. Best of --repeats.
 """
 
-import dataclasses
 import functools
 import json
 import pathlib
-import subprocess
-import time
 
 import jax
 import numpy as np
 from absl import app, flags
 
-from dapo_jax import learner
-from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.types import Prompt
+from dapo_jax.learner import minibatch
 from experiments.benchmarks import common
-from models.kernels import KERNELS
-from models.parameters import param_axes
-from models.transformer import Transformer, abstract_params, split, unstack
-from sharding import hosts, rules
-from sharding.mesh import make_mesh, split_cpu
+from experiments.preflight.estimate import Device
+from sharding import hosts
+from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("peers", None, "Folder of the peer's script, bench_torch.py.")
-flags.DEFINE_string("torch_python", None, "Python with torch and transformers; none: only we run.")
+common.define_peer_flags(required=False)  # without them only we run
 flags.DEFINE_string("lengths", None, "CSV of real response lengths.", required=True)
-flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
 flags.DEFINE_list("work", ["equal", "real"], "Which lengths.")
 flags.DEFINE_integer("devices", 1, "Devices that the CPU is counted as, for us.")
 flags.DEFINE_integer("row_tokens", 1_088, "Of a packed row.")
 flags.DEFINE_integer("rows", 2, "Packed rows of a micro-batch.")
 flags.DEFINE_integer("longest", 1_024, "Tokens at which real lengths are cut.")
 flags.DEFINE_integer("repeats", 3, "Of everything; the best counts.")
-PROMPTS, GROUP, PROMPT = 8, 8, 64
-LEARNING = learner.Learning(
-    eps_low=0.2,
-    eps_high=0.28,
-    dual_clip=10.0,
-    kl_coef=0.0,
-    adam_b1=0.9,
-    adam_b2=0.999,
-    adam_eps=1e-8,
-    weight_decay=0.1,
-    max_grad_norm=1.0,
-    temperature=1.0,
-    vocab_size=0,  # the model's
-    compute_dtype="float32",
-    remat="none",
-    lora=None,
-    kernels=KERNELS["cpu"],
-)
+PROMPTS, GROUP, PROMPT, EQUAL = 8, 8, 64, 128
 
 
-def ours(size: str, lengths: np.ndarray):
-    """Functions that take one update, and one whole step, and return its seconds."""
-    config = common.SIZES[size]
-    mesh = make_mesh(data=-1, model=1)
-    degree = rules.row_degree(mesh)
-    learning = dataclasses.replace(LEARNING, vocab_size=config.vocab_size)
-    graph, abstract = abstract_params(config)
-    param_shardings = rules.param_shardings(mesh, param_axes(abstract), abstract, rules.LEARNER)
-    init = functools.partial(learner.init_state, learning=learning)
-    shardings = learner.shardings_like_params(
-        jax.eval_shape(init, abstract), param_shardings, rules.replicated(mesh)
+def ours(size: str, length_PG: np.ndarray) -> dict[str, float]:
+    """The best seconds of our update and step."""
+    longest = int(length_PG.max())
+    built = common.programs(
+        size,
+        requests=PROMPTS * GROUP,
+        updates_per_step=1,
+        rollout__num_prompts=PROMPTS,
+        rollout__group_size=GROUP,
+        rollout__max_prompt_tokens=PROMPT,
+        rollout__max_response_tokens=longest,
+        rollout__slot_tokens=longest,
+        rollout__page_tokens=64,
+        learner__row_tokens=FLAGS.row_tokens,
+        learner__micro_batch_rows=FLAGS.rows,
+        learner__remat="none",
     )
-    update = jax.jit(
-        functools.partial(learner.update, graph=graph, mesh=mesh, learning=learning),
-        out_shardings=(shardings, rules.replicated(mesh)),
-        donate_argnums=0,
-    )
-    slots, longest = PROMPTS * GROUP, int(lengths.max())
-    engine, engine_params = common.make_engine(
-        config,
-        slots=slots,
-        prompt=PROMPT,
-        response=longest,
-        pages=int(sum(-(-n // 64) for n in lengths)) // degree + longest // 64 + 2,
-        prompt_pages=PROMPTS // degree + 1,
-        readers=GROUP,
-        page_tokens=64,
-        block_tokens=16,
-    )
-    how = common.sampling(config, longest)
-    engine.compile(how)
-    reshard = jax.jit(
-        unstack, out_shardings=jax.tree.map(lambda array: array.sharding, engine_params)
-    )
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(1, config.vocab_size, (PROMPTS, PROMPT)).astype(np.int32)
-    advantage_PG = rng.normal(size=(PROMPTS, GROUP)).astype(np.float32)
-    limits = lengths.reshape(PROMPTS, GROUP)
-    state = jax.jit(
-        lambda: init(split(Transformer(config, key=jax.random.key(0)))[1]), out_shardings=shardings
-    )()
+    update, state = built.compile_update(), built.start_state()
+    prompts = common.random_prompts(built, PROMPTS, PROMPT)
+    advantage_PG = np.random.default_rng(0).normal(size=(PROMPTS, GROUP)).astype(np.float32)
 
     def rollout():
-        session = Session(engine, reshard(state.params), Stream(jax.random.key(1), how))
-        for cursor, prompt in enumerate(prompts):
-            max_tokens = limits[cursor].tolist()
-            session.submit(cursor, Prompt(prompt), group_size=GROUP, max_tokens=max_tokens)
-        finished = {}
-        while session.unfinished:
-            finished |= {group.cursor: group for group in session.step()}
-        return [finished[cursor] for cursor in range(PROMPTS)]
+        params = built.reshard(state.params, None)
+        return common.sample(built, params, prompts, length_PG.tolist())[0]
 
     def take_update(groups):
         nonlocal state
-        batch = learner.make_batch(
-            groups,
-            advantage_PG,
-            loss_aggregation="token_mean",
-            overlong_filtering=False,
-            row_lengths=(FLAGS.row_tokens,),
-            micro_batch_rows=FLAGS.rows,
-            num_micro=slots // FLAGS.rows,
-            share_prompts=True,
+        state, metrics = update(
+            state,
+            None,
+            minibatch(groups, advantage_PG, built.learning, built.mesh),
+            np.float32(1e-6),
         )
-        batch = learner.place_batch(batch, mesh)
-        state, metrics = update(state, None, batch, 1e-6)
-        return hosts.fetch(metrics)
+        return hosts.fetch(metrics), jax.block_until_ready(state)
 
     sampled = rollout()
-    assert float(take_update(sampled)["ratio_gap"]) < 1e-3
-
-    def timed(work) -> float:
-        start = time.perf_counter()
-        work()
-        jax.block_until_ready(state)
-        return time.perf_counter() - start
-
-    return lambda: timed(lambda: take_update(sampled)), lambda: timed(
-        lambda: take_update(rollout())
-    )
+    assert float(take_update(sampled)[0]["ratio_gap"]) < 1e-3
+    best = functools.partial(common.best_seconds, repeats=FLAGS.repeats)
+    return {
+        "update": best(lambda: take_update(sampled)),
+        "step": best(lambda: take_update(rollout())),
+    }
 
 
-def torch_seconds(size: str, new_tokens: int) -> dict[str, float]:
-    """Best seconds of transformers' and torch's update and step."""
-    sizes = common.peer_arguments(
-        size,
-        prompts=PROMPTS,
-        group=GROUP,
-        prompt_len=PROMPT,
-        new_tokens=new_tokens,
-        iters=FLAGS.repeats,
-    )
-    command = [FLAGS.torch_python, str(pathlib.Path(FLAGS.peers) / "bench_torch.py"), *sizes]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    result = common.last_json(run.stdout)
-    return {"update": result["update_best_s"], "step": result["step_best_s"]}
+def theirs(size: str, new_tokens: int) -> dict[str, float]:
+    """The best seconds of transformers' and torch's update and step."""
+    work = {"prompts": PROMPTS, "group": GROUP, "prompt_len": PROMPT, "new_tokens": new_tokens}
+    script = pathlib.Path(FLAGS.peers) / "bench_torch.py"
+    result = common.run_peer(script, common.SIZES[size], **work, iters=FLAGS.repeats)
+    return {name: result[f"{name}_best_s"] for name in ("update", "step")}
 
 
 def main(_):
     split_cpu(FLAGS.devices)
-    works = {
-        "equal": np.full(PROMPTS * GROUP, 128),
-        "real": common.real_lengths(pathlib.Path(FLAGS.lengths), PROMPTS * GROUP, FLAGS.longest),
-    }
-    _, rate = common.measured_rates(make_mesh(data=-1, model=1))
+    real = common.real_lengths(FLAGS.lengths, PROMPTS * GROUP, FLAGS.longest)
+    works = {"equal": np.full((PROMPTS, GROUP), EQUAL), "real": real.reshape(PROMPTS, GROUP)}
+    chip = common.measured_chip(copy_mib=128, product=1_024, dtype="float32")
     table, shares = [], []
     for size in FLAGS.sizes:
         for work in FLAGS.work:
-            lengths = works[work]
-            tokens, padded = int(lengths.sum()), 128 if work == "equal" else FLAGS.longest
-            functions = dict(zip(("update", "step"), ours(size, lengths), strict=True))
-            seconds = {
-                "dapo_jax": {
-                    name: min(run() for _ in range(FLAGS.repeats))
-                    for name, run in functions.items()
-                }
-            }
+            length_PG = works[work]
+            seconds, tokens = {"dapo_jax": ours(size, length_PG)}, int(length_PG.sum())
             if FLAGS.torch_python:
-                seconds["transformers"] = torch_seconds(size, padded)
+                padded = EQUAL if work == "equal" else FLAGS.longest
+                seconds["transformers"] = theirs(size, padded)
             print(json.dumps({"size": size, "work": work, "tokens": tokens, **seconds}), flush=True)
-            for name in functions:
+            for name in ("update", "step"):
                 rates = {party: tokens / of[name] for party, of in seconds.items()}
                 over = rates["dapo_jax"] / rates.get("transformers", float("nan"))
                 shown = [f"{rate:,.0f}" for rate in rates.values()]
                 table.append([f"{size} M, {work}", name, *shown, f"{over:.2f}"])
-            length_PG = lengths.reshape(PROMPTS, GROUP)
-            flops = (
-                common.update_flops(common.SIZES[size], PROMPT, length_PG)
-                / seconds["dapo_jax"]["update"]
-            )
-            shares.append(f"{size} M, {work}: {flops / 1e9:.0f} GFLOP/s, {flops / rate:.0%}")
+            entries, sequence_N = PROMPTS * (PROMPT - 1) + tokens, length_PG.ravel() + PROMPT - 1
+            device = Device(chip, common.SIZES[size], value_bytes=4)
+            least = device.update_seconds(entries, sequence_N, FLAGS.devices)
+            shares.append(f"{size} M, {work}: {least / seconds['dapo_jax']['update']:.0%}")
     print(f"\n{common.machine()}, commit {common.commit()}; response tokens per second")
     print(common.table(["", "", *seconds, "over it"], table))
-    print(f"our update, of the {rate / 1e9:.0f} GFLOP/s of a large product: {'; '.join(shares)}")
+    rate = f"{FLAGS.devices * chip.flop_rate / 1e9:.0f} GFLOP/s"
+    print(f"our update's products, of the {rate} of a large one: {'; '.join(shares)}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ at 1,024 as a length limit cuts. The engine's equal lengths have the same mean. 
 has as many rows as the engine has slots.
 """
 
-import pathlib
 import time
 
 import jax
@@ -30,83 +29,70 @@ PAGE = 64
 
 def main(_):
     split_cpu(FLAGS.devices)
-    config = common.SIZES[FLAGS.size]
-    lengths = common.real_lengths(pathlib.Path(FLAGS.lengths), REQUESTS, RESPONSE)
-    equal = np.full(REQUESTS, round(lengths.mean()))
-    mean_pages = -(-int(lengths.mean()) // PAGE)
-    slots = FLAGS.slots // FLAGS.devices
-    engine, params = common.make_engine(
-        config,
-        slots=FLAGS.slots,
-        prompt=PROMPT,
-        response=RESPONSE,
-        pages=slots * 2 * mean_pages + 1,
-        prompt_pages=3 * slots // GROUP + 2,
-        readers=GROUP,
-        page_tokens=PAGE,
-        block_tokens=16,
+    real_N = common.real_lengths(FLAGS.lengths, REQUESTS, RESPONSE)
+    equal_N = np.full(REQUESTS, round(real_N.mean()))
+    built = common.programs(
+        FLAGS.size,
+        requests=FLAGS.slots,
+        rollout__group_size=GROUP,
+        rollout__max_prompt_tokens=PROMPT,
+        rollout__max_response_tokens=RESPONSE,
+        rollout__slot_tokens=2 * PAGE * -(-int(real_N.mean()) // PAGE),
+        rollout__page_tokens=PAGE,
     )
-    how = common.sampling(config, RESPONSE)
-    engine.compile(how)
-    rng = np.random.default_rng(1)
-    prompts = rng.integers(1, config.vocab_size, (REQUESTS // GROUP, PROMPT))
+    params = built.reshard(built.start_params(), None)
+    prompts = common.random_prompts(built, REQUESTS // GROUP, PROMPT)
 
-    def engine_rate(limits):
-        groups = zip(prompts, limits.reshape(-1, GROUP).tolist(), strict=True)
-        session, seconds = common.run_session(engine, params, groups, how)
-        return int(np.sum(limits)) / seconds, session
+    def engine_rate(limit_N):
+        _, session, seconds = common.sample(
+            built, params, prompts, limit_N.reshape(-1, GROUP).tolist()
+        )
+        return int(limit_N.sum()) / seconds, session
 
-    def static_rate(limits):
+    def static_rate(limit_N):
         start = time.perf_counter()
         tokens = static_sampler.sample(
             params,
             jax.random.key(1),
             prompts[np.arange(REQUESTS) // GROUP],
-            limits,
-            config=config,
+            limit_N,
+            config=built.sizes,
             rows=FLAGS.slots,
             max_tokens=RESPONSE,
-            place=lambda array: hosts.place(array, rules.rows(engine.mesh)),
+            place=lambda array: hosts.place(array, rules.rows(built.mesh)),
         )
-        return tokens / (time.perf_counter() - start)
+        return tokens / (time.perf_counter() - start), None
 
-    engine_rate(np.minimum(lengths, 32))
-    static_rate(np.minimum(lengths, 32))
-    rates = {"long tail": [], "equal": [], "static": []}
+    parties = {
+        "engine, real lengths": (engine_rate, real_N),
+        "engine, equal lengths": (engine_rate, equal_N),
+        "static batch, real lengths": (static_rate, real_N),
+    }
+    for rate in (engine_rate, static_rate):
+        rate(np.minimum(real_N, 32))
+    best, session = dict.fromkeys(parties, 0.0), None
     for _ in range(FLAGS.rounds):
-        rate, session = engine_rate(lengths)
-        rates["long tail"].append(rate)
-        rates["equal"].append(engine_rate(equal)[0])
-        rates["static"].append(static_rate(lengths))
-        print({name: [round(rate) for rate in of] for name, of in rates.items()}, flush=True)
-    best = {name: max(of) for name, of in rates.items()}
+        for name, (rate, limit_N) in parties.items():
+            found, ran = rate(limit_N)
+            best[name] = max(best[name], found)
+            session = ran if limit_N is real_N and ran else session
+            print(f"{name}: {found:.0f}", flush=True)
+    ours, *others = best.values()
     waiting = [block for block in session.blocks if block.waiting]
     occupancy = sum(b.useful_B.sum() for b in waiting) / sum(
         b.steps * len(b.useful_B) for b in waiting
     )
     print(
         f"\n{common.machine()}, commit {common.commit()}; {REQUESTS} requests, lengths "
-        f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.0f}, median "
-        f"{np.median(lengths):.0f}; {FLAGS.slots} slots, programs {', '.join(engine.program_names)}"
+        f"{real_N.min()} to {real_N.max()}, mean {real_N.mean():.0f}, median "
+        f"{np.median(real_N):.0f}; {built.engine.cache.slots} slots a device"
     )
-    rows = [
-        ["engine, real lengths", f"{best['long tail']:,.0f}", ""],
-        [
-            "engine, equal lengths",
-            f"{best['equal']:,.0f}",
-            f"{best['long tail'] / best['equal']:.2f}",
-        ],
-        [
-            "static batch, real lengths",
-            f"{best['static']:,.0f}",
-            f"{best['long tail'] / best['static']:.2f}",
-        ],
-    ]
+    over = ["", *(f"{ours / other:.2f}" for other in others)]
+    rows = [[name, f"{best[name]:,.0f}", it] for name, it in zip(best, over, strict=True)]
     print(common.table(["", "useful tokens/s", "engine's real lengths over it"], rows))
     print(
         f"occupancy until the queue was empty {occupancy:.1%}; cache used at most "
-        f"{max(b.cache_use for b in session.blocks):.0%}; sampled twice for lack of pages "
-        f"{session.discarded_tokens} tokens; seconds "
+        f"{max(b.cache_use for b in session.blocks):.0%}; seconds "
         + ", ".join(f"{name} {spent:.2f}" for name, spent in session.seconds.items())
     )
 

@@ -8,20 +8,14 @@ times, and the best round of each counts.
 """
 
 import pathlib
-import subprocess
 
-import numpy as np
 from absl import app, flags
 
 from experiments.benchmarks import common
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("peers", None, "Folder of the peer's script.", required=True)
-flags.DEFINE_string(
-    "torch_python", None, "Python of an environment with torch and transformers.", required=True
-)
-flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
+common.define_peer_flags(required=True)
 flags.DEFINE_integer("rounds", 3, "Turns of both.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as, for us.")
 flags.DEFINE_integer("block_tokens", 16, "Decode steps of a block.")
@@ -31,28 +25,21 @@ REPEATS = 3  # of a turn; the best counts
 
 def engine_rollout(size: str):
     """A function that samples the work once and returns new tokens per second."""
-    config = common.SIZES[size]
-    slots = PROMPTS * GROUP
-    own_pages = RESPONSE // 64
-    engine, params = common.make_engine(
-        config,
-        slots=slots,
-        prompt=PROMPT,
-        response=RESPONSE,
-        pages=slots // FLAGS.devices * own_pages + 1,
-        prompt_pages=PROMPTS // FLAGS.devices + 1,
-        readers=GROUP,
-        page_tokens=64,
-        block_tokens=FLAGS.block_tokens,
+    built = common.programs(
+        size,
+        requests=PROMPTS * GROUP,
+        rollout__group_size=GROUP,
+        rollout__max_prompt_tokens=PROMPT,
+        rollout__max_response_tokens=RESPONSE,
+        rollout__slot_tokens=RESPONSE,
+        rollout__page_tokens=64,
+        rollout__block_tokens=FLAGS.block_tokens,
     )
-    how = common.sampling(config, RESPONSE)
-    engine.compile(how)
-    rng = np.random.default_rng(0)
+    params = built.reshard(built.start_params(), None)
+    prompts = common.random_prompts(built, PROMPTS, PROMPT)
 
     def rollout() -> float:
-        prompts = rng.integers(1, config.vocab_size, (PROMPTS, PROMPT))
-        groups = [(prompt, [RESPONSE] * GROUP) for prompt in prompts]
-        _, seconds = common.run_session(engine, params, groups, how)
+        *_, seconds = common.sample(built, params, prompts, [[RESPONSE] * GROUP] * PROMPTS)
         return PROMPTS * GROUP * RESPONSE / seconds
 
     return rollout
@@ -60,17 +47,10 @@ def engine_rollout(size: str):
 
 def torch_rollout(size: str) -> float:
     """New tokens per second of transformers' generate."""
-    sizes = common.peer_arguments(
-        size,
-        prompts=PROMPTS,
-        group=GROUP,
-        prompt_len=PROMPT,
-        new_tokens=RESPONSE,
-        iters=REPEATS,
-    )
-    command = [FLAGS.torch_python, str(pathlib.Path(FLAGS.peers) / "bench_torch.py"), *sizes]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return common.last_json(run.stdout)["rollout_tokens_per_s"]
+    work = {"prompts": PROMPTS, "group": GROUP, "prompt_len": PROMPT, "new_tokens": RESPONSE}
+    script = pathlib.Path(FLAGS.peers) / "bench_torch.py"
+    found = common.run_peer(script, common.SIZES[size], **work, iters=REPEATS)
+    return found["rollout_tokens_per_s"]
 
 
 def main(_):

@@ -50,7 +50,7 @@ def main(_):
         used_N = np.minimum(plan.left_N, cache.block_tokens)  # what the devices would report
         stopped_N = np.zeros(len(used_N), bool)
         resumed = time.perf_counter()
-        scheduler.table(sizes)
+        scheduler.table(sizes, np.zeros(len(used_N), bool))
         scheduler.complete(used_N, stopped_N)
         seconds.append(time.perf_counter() - resumed + planned - start)
         occupied.append(len(used_N))
@@ -60,8 +60,7 @@ def main(_):
     print(
         f"{SHARDS} shards x {cache.slots} slots, {length_PG.size:,} requests of {FLAGS.mean:,} "
         f"tokens on average, {len(seconds):,} blocks: {median:.1f} ms a block, 95th percentile "
-        f"{high:.1f}, {early:.1f} while more than half of the requests run; "
-        f"{scheduler.discarded_tokens:,} tokens discarded; load "
+        f"{high:.1f}, {early:.1f} while more than half of the requests run; load "
         f"{os.getloadavg()[0]:.1f}; commit {common.commit()}"
     )
 

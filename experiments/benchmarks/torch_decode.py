@@ -51,7 +51,7 @@ def step_seconds(a, slots: int, device: str) -> float:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     for name in (*SIZES, *WORK):
-        parser.add_argument(f"--{name}", type=int, required=True)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, required=True)
     a = parser.parse_args()
     import torch
 

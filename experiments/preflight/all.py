@@ -39,34 +39,34 @@ CASES = (
 HEADER = ("recipe", "topology", "beside the config", "chips", "GiB sampling and update", "free")
 
 
-def cells(found: examine.Findings) -> list[str]:
-    """Returns what the table says of a config that compiles."""
-    sampling, update = (
-        max(p.total for p in found.phases if p.name.startswith("update") == updates) / GIB
-        for updates in (False, True)
-    )
-    return [
-        f"{found.chips}, TP {found.built.mesh.shape['model']}",
-        f"{sampling:.1f} and {update:.1f} of {found.chip.hbm_bytes / GIB:.1f}",
-        f"{found.headroom:.0%}",
-    ]
+def row_of(recipe: str, topology: str, slices: int, settings: dict) -> tuple[list[str], bool]:
+    """Compiles a config: (its row of the table, whether it fits)."""
+    config = importlib.import_module(f"configs.{recipe}").get_config()
+    config.update_from_flattened_dict(settings)
+    how = {"recipe": recipe, "slices": slices, "suggest": False, "say": lambda message: None}
+    where = topology + (f" x {slices}" if slices > 1 else "")
+    row = [recipe, where, ", ".join(f"{key} {value}" for key, value in settings.items())]
+    for found in examine.candidates(config, topology, **how).values():
+        sampling, update = (
+            max(p.total for p in found.phases if (p.name == "update") == updates) / GIB
+            for updates in (False, True)
+        )
+        row += [
+            f"{found.chips}, TP {found.built.mesh.shape['model']}",
+            f"{sampling:.1f} and {update:.1f} of {found.chip.hbm_bytes / GIB:.1f}",
+            f"{found.headroom:.0%}",
+        ]
+        return row, found.headroom >= 0
+    return [*row, "does not fit"], False
 
 
 def main(_):
     table, fits = [], True
-    for recipe, topology, slices, settings in CASES:
-        if FLAGS.only not in recipe:
-            continue
-        config = importlib.import_module(f"configs.{recipe}").get_config()
-        config.update_from_flattened_dict(settings)
-        how = {"recipe": recipe, "slices": slices, "suggest": False, "say": lambda message: None}
-        compiled = list(examine.candidates(config, topology, **how).values())
-        fits &= all(found.headroom >= 0 for found in compiled) and bool(compiled)
-        changed = ", ".join(f"{key} {value}" for key, value in settings.items())
-        where = topology + (f" x {slices}" if slices > 1 else "")
-        said = cells(compiled[0]) if compiled else ["does not fit", "", ""]
-        table.append([recipe, where, changed, *said])
-        print(table[-1], flush=True)
+    for case in CASES:
+        if FLAGS.only in case[0]:
+            row, one_fits = row_of(*case)
+            table, fits = [*table, row], fits and one_fits
+            print(row, flush=True)
     print(f"\ncommit {common.commit()}\n{common.table(HEADER, table)}")
     sys.exit(0 if fits else 1)
 

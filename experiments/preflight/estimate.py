@@ -1,7 +1,7 @@
 """Estimates the seconds of a config's step on a TPU slice by arithmetic: nothing is compiled.
 
     python -m experiments.preflight.estimate --config=configs/qwen2_5_32b.py --topology=v5p:8x8x4
-        [--slices=2] [--mean_response_tokens=4000] [--efficiency=DECODE,UPDATE]
+        [--slices=2] [--mean_response_tokens=4000] [--decode=0.5] [--update=0.25]
 
 The sampler's own scheduler runs on drawn response lengths, and the learner's own packer makes rows
 of them. At a chip's published rates, and of what the model has a part of on a device,
@@ -12,7 +12,7 @@ of them. At a chip's published rates, and of what the model has a part of on a d
     an update       (6 FLOP a weight and entry of a row, 4 with LoRA, and 12 a pair of tokens that
                     attend, layer and value of a head) / FLOP rate
 
-and decode steps are divided by the efficiency DECODE, the others by UPDATE.
+and decode steps are divided by the efficiency --decode, the others by --update.
 """
 
 import dataclasses
@@ -25,13 +25,14 @@ from absl import flags
 from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict
 
+from dapo_jax import learner
 from dapo_jax.cli import command
 from dapo_jax.packing import plan_update
-from dapo_jax.partial_rollouts import IDLE_SHARE
 from dapo_jax.preflight.__main__ import define_flags
 from dapo_jax.preflight.chips import Chip, chip_of
-from dapo_jax.preflight.compile import mean_prompt, topology_devices, without_weights
+from dapo_jax.preflight.compile import topology_devices, without_weights
 from dapo_jax.preflight.examine import parameter_count
+from dapo_jax.rollout import IDLE_SHARE
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.engine import token_bytes
 from dapo_jax.sampler.scheduler import Scheduler
@@ -48,6 +49,7 @@ INFORMATIVE = (0.35, 0.5)  # of the groups that are sampled; the paper's Figure 
 MEAN_SHARE = 4_537 / 20_480  # the mean length at the end of the paper's run, of the greatest
 # Of log-lengths between and within problems: 12,494 generations of models of Qwen2.5's family.
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
+PROMPT_TOKENS = 145  # the mean of the paper's training data, with Qwen2.5's tokenizer
 MEAN_STEPS = 8  # with partial responses partial over: a step that ends late leaves less to the next
 LEFT_OUT = """exchanges between chips, the host between blocks, copies between shards, evaluation,
 the verifier, saves, log-probabilities of a KL term or of old policies; no TPU has confirmed it"""
@@ -166,7 +168,8 @@ def step_seconds(
 ) -> np.ndarray:
     """Returns the seconds [3] of a step at published rates: decoding, prefills, updates."""
     r, c, sizes = config.rollout, config.learner, components.model_sizes(config)
-    kernels, prompt_tokens = kernels_for(config.model.kernels, "tpu"), mean_prompt(config)
+    kernels = kernels_for(config.model.kernels, "tpu")
+    prompt_tokens = min(PROMPT_TOKENS, r.max_prompt_tokens)
     value_bytes = 4 if config.model.compute_dtype == "float32" else 2
     device = Device(chip, sizes, mesh.shape["model"], value_bytes, lora=c.lora_rank > 0)
     how = {"groups": math.ceil(r.num_prompts / informative), "group_size": r.group_size}
@@ -186,7 +189,7 @@ def step_seconds(
         planned, row_tokens = plan_update(
             [prompt_tokens] * len(update_PG),
             update_PG.tolist(),
-            row_lengths=components.row_lengths(config),
+            row_lengths=learner.row_lengths(c),
             micro_batch_rows=rows,
             share_prompts=kernels.shares_prompts,
         )
@@ -210,22 +213,14 @@ def mesh_of(config: ConfigDict, topology: str) -> AbstractMesh:
     return AbstractMesh((m.slices, data, m.model), AXES)
 
 
-def efficiencies(given: Sequence[str] | None) -> tuple[Sequence[float], Sequence[float]]:
-    """Returns (low, high) of DECODE and of UPDATE: as given, or as measured."""
-    if given is None:
-        return DECODE, UPDATE
-    numbers = [float(n) for n in given if n.replace(".", "", 1).isdecimal()]
-    if len(given) != 2 or len([n for n in numbers if 0 < n <= 1]) != 2:
-        raise ValueError(f"--efficiency={','.join(given)}: give two shares, as in 0.5,0.25")
-    return tuple((n, n) for n in numbers)
-
-
 def main(_):
     given = flags.FLAGS
     config, chip = without_weights(given.config), chip_of(given.topology)
     config.mesh.slices = given.slices or config.mesh.slices
     checks.check(config)
-    c, r, (decode, update) = config.learner, config.rollout, efficiencies(given.efficiency)
+    c, r = config.learner, config.rollout
+    decode = DECODE if given.decode is None else (given.decode, given.decode)
+    update = UPDATE if given.update is None else (given.update, given.update)
     if not all((c.row_tokens, c.micro_batch_rows, r.slot_tokens, r.cache_mib)):
         devices = topology_devices(given.topology, slices=config.mesh.slices)
         auto_sizes.fit_training(config, devices=devices, device_bytes=chip.hbm_bytes)
@@ -250,5 +245,7 @@ def main(_):
 if __name__ == "__main__":
     define_flags()
     flags.DEFINE_float("mean_response_tokens", None, "Of the step.", lower_bound=1)
-    flags.DEFINE_list("efficiency", None, "DECODE,UPDATE, in place of what was measured.")
+    share = {"lower_bound": 0.001, "upper_bound": 1}
+    flags.DEFINE_float("decode", None, "The efficiency, in place of what was measured.", **share)
+    flags.DEFINE_float("update", None, "The efficiency, in place of what was measured.", **share)
     command.run(main)

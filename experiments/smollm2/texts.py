@@ -81,7 +81,8 @@ def fixed_batches(of: components.Programs, data: components.Data, tokenizer, tex
         groups.append(Group(cursor, prompts[cursor], tuple(made)))
     size = of.config.rollout.num_prompts // of.config.updates_per_step
     parts = [groups[i : i + size] for i in range(0, len(groups), size)]
-    return [of.minibatch(part, np.ones((len(part), len(part[0].responses)))) for part in parts]
+    one_PG = np.ones((size, len(groups[0].responses)))
+    return [learner.minibatch(part, one_PG[: len(part)], of.learning, of.mesh) for part in parts]
 
 
 def measure_of(of: components.Programs) -> Callable[[dict, Batch], jax.Array]:

@@ -30,7 +30,7 @@ class Kernels:
     rows; shares_prompts says whether several responses may stand there behind one prompt.
     attend_pages is `paged_tpu`'s or `paged_gpu`'s, write_pages `pages_tpu`'s or `pages_gpu`'s, with
     their last argument given, or None where plain XLA attends to pages and writes them; copy_pages
-    is one of theirs or `xla`'s. page_tokens(tokens, head size) rounds a page up to what they take.
+    is `pages_tpu`'s or `xla`'s. page_tokens(tokens, head size) rounds a page up to what they take.
     learn_product and decode_product are einsums with a weight matrix. With unrolls_layers the
     learner unrolls its layers instead of scanning them, where it recomputes nothing.
     decode_options are the compiler's for the sampler's programs, wide_options further ones for
@@ -102,7 +102,6 @@ def _gpu(*, interpret: bool, platform: str) -> Kernels:
         shares_prompts=True,
         attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
         write_pages=functools.partial(pages_gpu.write_pages, interpret=interpret),
-        copy_pages=functools.partial(pages_gpu.copy_pages, interpret=interpret),
         page_tokens=lambda C, H: C if interpret else triton.padded(C),
         learn_product=jnp.einsum,
         decode_product=_decode_product(interpret),
@@ -124,13 +123,9 @@ XLA = Kernels(
     decode_product=cpu.weights_first,
 )
 KERNELS = {
-    "cpu": Kernels(
-        attend_rows=packed.packed_attention,
-        shares_prompts=True,
-        attend_pages=None,
-        write_pages=None,
+    "cpu": dataclasses.replace(
+        XLA,
         learn_product=cpu.small_side_transposed,
-        decode_product=cpu.weights_first,
         unrolls_layers=True,  # a loop copies the weights of each layer
         decode_options=cpu.DECODE_OPTIONS,
         platforms=("cpu",),

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from models.kernels import triton
-from models.kernels.xla import ATTENTION, MASKED
+from models.kernels.xla import ATTENTION, MASKED, like
 
 # Tiles (Q, S) forward and backward, by the bytes of a value: the largest of a few that were tried
 # with which no registers are spilled, for heads of 128 on an H100 and on an RTX 4090.
@@ -51,7 +51,7 @@ def _forward(interpret, q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
         functools.partial(_forward_kernel, tile=tile, group=N // k_BTKH.shape[2]),
         *(first_BI, segment_BT, branch_BT, q_BTNH, k_BTKH, v_BTKH),
         grid=(T // tile[0], B, N),
-        out_shape=[_like(q_BTNH), _like(q_BTNH, (B, N, T), jnp.float32)],
+        out_shape=[like(q_BTNH), like(q_BTNH, (B, N, T), jnp.float32)],
         name="flash_attention",
         interpret=interpret,
         warps=4 if H <= 64 else 8,
@@ -76,27 +76,20 @@ def _backward(interpret, residuals, d_out_BTNH):
         functools.partial(_queries_kernel, tile=tile, group=N // K),
         *(first_BI, *arrays),
         grid=(T // tile[0], B, N),
-        out_shape=[_like(q_BTNH)],
+        out_shape=[like(q_BTNH)],
         name="flash_attention_d_queries",
     )
     d_k_BTKH, d_v_BTKH = call(
         functools.partial(_keys_kernel, tile=tile, group=N // K),
         *(last_BJ, *arrays),
         grid=(T // tile[1], B, K),
-        out_shape=[_like(k_BTKH), _like(v_BTKH)],
+        out_shape=[like(k_BTKH), like(v_BTKH)],
         name="flash_attention_d_keys",
     )
     return d_q_BTNH, d_k_BTKH, d_v_BTKH, None, None
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def _like(array, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
-    """Describes an output that varies over the mesh as an input does."""
-    axes = jax.typeof(array).manual_axis_type
-    shape, dtype = shape or array.shape, dtype or array.dtype
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)
 
 
 def _reach(segment_BT, tile: tuple[int, int]):

@@ -1,26 +1,25 @@
 """Decode attention over pools of key/value pages: Pallas kernels for GPU.
 
-Axis letters: those of `paged_tpu`, but E = B * T rows, one for each position of a slot; Q query
-heads of one key/value head, padded; W tokens of a tile, F tiles of a page, M pages of a split.
+Axis letters: those of `paged_tpu`, but Q query heads of one key/value head, padded; W tokens of a
+tile, F tiles of a page, M pages of a split.
 
 This is flash-decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): a
-row's live pages, its prompt's and then its response's, are divided into splits of M pages, and a
+slot's live pages, its prompt's and then its response's, are divided into splits of M pages, and a
 program attends to one split for the query heads of one key/value head. It gives what `xla.combine`
-calls a piece, and a second kernel adds up the pieces of a row, after the tokens that are in no page
-yet. Programs of splits behind a row's last page end at once, so time follows the tokens that are
-there. Splits have a fixed size, a row's pieces are added up in order and every position of a slot
-is a row of its own: a row's bits depend on its own tokens alone.
+calls a piece, and a second kernel adds up the pieces of a slot, after the tokens that are in no
+page yet. Programs of splits behind a slot's last page end at once, so time follows the tokens that
+are there. Splits have a fixed size and a slot's pieces are added up in order: a slot's bits depend
+on its own tokens alone.
 """
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from models.kernels import triton
-from models.kernels.xla import MASKED, require_one_kind
+from models.kernels.xla import MASKED, like
 
 SPLIT_TOKENS = 512  # of one head, 128 to 256 KiB of keys and values in bfloat16
 TILE_TOKENS = 64
@@ -28,7 +27,7 @@ STAGES = 3  # of a loop: a page's number is read, then its tile, while another o
 
 
 def paged_attention(
-    q_BTNH,
+    q_BNH,
     recent,
     recent_tokens_B,
     prompt_pool,
@@ -39,18 +38,16 @@ def paged_attention(
     *,
     interpret: bool,
 ):
-    """Attends with T tokens a slot to the slot's closed pages and to its most recent tokens.
+    """Attends with a token a slot to the slot's closed pages and to its most recent tokens.
 
     Arguments and result are `paged_tpu.paged_attention`'s. A slot's numbers do not depend on other
-    slots, on X, on T or on which pages it has. The page ids of live pages have to be valid: they
-    are not checked. Beside its arguments it holds a float32 out_ENH for each split of X pages.
-    Raises ValueError for dtypes or shapes that differ, and (unless interpreted) where H or C is no
-    power of two from 16 on.
+    slots, on X or on which pages it has. The page ids of live pages have to be valid: they are not
+    checked. Beside its arguments it holds a float32 out_BNH for each split of X pages. Raises
+    ValueError (unless interpreted) where H or C is no power of two from 16 on.
     """
-    B, T, N, H = q_BTNH.shape
+    B, N, H = q_BNH.shape
     _, K, C, _ = pool[1].shape
-    X, E, heads = page_BX.shape[1], B * T, N // K
-    require_one_kind(q_BTNH, prompt_pool, pool)
+    X, heads = page_BX.shape[1], N // K
     if not interpret and any(size < triton.ROWS or size & (size - 1) for size in (H, C)):
         raise ValueError(
             f"head size {H} with pages of {C} tokens: the GPU's kernels need powers of two, 16 or "
@@ -59,43 +56,42 @@ def paged_attention(
     pages = pages_per_split(C)
     splits = pl.cdiv(X, pages)
     tokens = (prompt_tokens_B, tokens_B)
-    q_rows = q_BTNH.reshape(E * N, H)
-    axes = jax.typeof(q_BTNH).manual_axis_type
+    q_rows = q_BNH.reshape(B * N, H)
 
     def rows_of(count, *shape, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct((count * E * N, *shape), dtype, manual_axis_type=axes)
+        return like(q_BNH, (count * B * N, *shape), dtype)
 
     pieces = triton.call(
-        functools.partial(_split_kernel, positions=T, heads=heads, pages=pages),
+        functools.partial(_split_kernel, heads=heads, pages=pages),
         *tokens,
         page_BX,
         q_rows,
         *prompt_pool,
         *pool,
-        grid=(K, E, splits),
+        grid=(K, B, splits),
         out_shape=[rows_of(splits, H), rows_of(splits), rows_of(splits)],
         name="paged_attention",
         interpret=interpret,
-        warps=2 * q_BTNH.dtype.itemsize,  # float32 would run out of registers with 4
+        warps=2 * q_BNH.dtype.itemsize,  # float32 would run out of registers with 4
         stages=STAGES,
     )
     k_BKHR, v_BKRH = recent
     missing = triton.padded(v_BKRH.shape[2]) - v_BKRH.shape[2]
     (out_rows,) = triton.call(
-        functools.partial(_combine_kernel, positions=T, heads=heads, pages=pages, page_tokens=C),
+        functools.partial(_combine_kernel, heads=heads, pages=pages, page_tokens=C),
         *tokens,
         recent_tokens_B,
         q_rows,
         jnp.pad(k_BKHR, ((0, 0),) * 3 + ((0, missing),)),
         jnp.pad(v_BKRH, ((0, 0),) * 2 + ((0, missing), (0, 0))),
         *pieces,
-        grid=(K, E),
-        out_shape=[rows_of(1, H, dtype=q_BTNH.dtype)],
+        grid=(K, B),
+        out_shape=[rows_of(1, H, dtype=q_BNH.dtype)],
         name="combine",
         interpret=interpret,
         stages=STAGES,
     )
-    return out_rows.reshape(B, T, N, H)
+    return out_rows.reshape(B, N, H)
 
 
 def pages_per_split(page_tokens: int) -> int:
@@ -116,25 +112,23 @@ def _split_kernel(
     max_ref,
     sum_ref,
     *,
-    positions: int,
     heads: int,
     pages: int,
 ):
-    """Attends to one split of a row's pages, for the query heads of one key/value head."""
-    h, row, split = (pl.program_id(axis) for axis in range(3))
-    b = lax.div(row, positions)
+    """Attends to one split of a slot's pages, for the query heads of one key/value head."""
+    h, b, split = (pl.program_id(axis) for axis in range(3))
     H, C = k_responses_ref.shape[2:]
     W = min(C, TILE_TOKENS)
     F = C // W
     prompt_tokens, tokens = prompt_tokens_ref[b], tokens_ref[b]
     prompt_pages, first = pl.cdiv(prompt_tokens, C), split * pages
-    q_QH, is_head_Q = _queries(q_ref, row, h, heads=heads)
+    q_QH, is_head_Q = _queries(q_ref, b, h, heads=heads)
     token_W = jnp.arange(W)
 
     def attend(k_ref, v_ref, tokens, first, before, state):
         """Adds tiles of `pages` pages, of which the first is number `first` of its pool's.
 
-        before: the row's pages of other pools before this one's.
+        before: the slot's pages of other pools before this one's.
         """
 
         def add_tile(tile, state):
@@ -158,7 +152,7 @@ def _split_kernel(
 
     @pl.when(first < prompt_pages + pl.cdiv(tokens, C))
     def _():
-        where = _place(split * pl.num_programs(1) + row, h, heads=heads)
+        where = _place(split * pl.num_programs(1) + b, h, heads=heads)
         max_Q1, sum_Q1, out_QH = state
         triton.store(out_ref.at[where, :], out_QH, mask=is_head_Q[:, None])
         triton.store(max_ref.at[where], max_Q1[:, 0], mask=is_head_Q)
@@ -177,25 +171,23 @@ def _combine_kernel(
     sum_ref,
     out_ref,
     *,
-    positions: int,
     heads: int,
     pages: int,
     page_tokens: int,
 ):
-    """Attends to a row's recent tokens and adds the pieces of its splits, one after the other."""
-    h, row = (pl.program_id(axis) for axis in range(2))
-    b = lax.div(row, positions)
+    """Attends to a slot's recent tokens and adds the pieces of its splits, one after the other."""
+    h, b = (pl.program_id(axis) for axis in range(2))
     H, R = k_recent_ref.shape[2:]
-    q_QH, is_head_Q = _queries(q_ref, row, h, heads=heads)
+    q_QH, is_head_Q = _queries(q_ref, b, h, heads=heads)
     x_QR = triton.dot(q_QH, k_recent_ref[b, h]) * H**-0.5
-    is_live_R = jnp.arange(R) < recent_tokens_ref[b] + lax.rem(row, positions)
+    is_live_R = jnp.arange(R) < recent_tokens_ref[b]
     x_QR = jnp.where(is_live_R[None], x_QR, MASKED)
     state = _accumulate(_no_tokens(q_QH), x_QR, v_recent_ref[b, h])
-    row_pages = sum(pl.cdiv(ref[b], page_tokens) for ref in (prompt_tokens_ref, tokens_ref))
+    slot_pages = sum(pl.cdiv(ref[b], page_tokens) for ref in (prompt_tokens_ref, tokens_ref))
 
     def add_piece(split, state):
         max_Q1, sum_Q1, out_QH = state
-        where = _place(split * pl.num_programs(1) + row, h, heads=heads)
+        where = _place(split * pl.num_programs(1) + b, h, heads=heads)
         other_max_Q1 = triton.load(max_ref.at[where], mask=is_head_Q, other=MASKED)[:, None]
         other_sum_Q1 = triton.load(sum_ref.at[where], mask=is_head_Q, other=0.0)[:, None]
         other_QH = triton.load(out_pieces_ref.at[where, :], mask=is_head_Q[:, None], other=0.0)
@@ -204,15 +196,15 @@ def _combine_kernel(
         sum_Q1 = sum_Q1 * decay_Q1 + other_sum_Q1 * weight_Q1
         return new_max_Q1, sum_Q1, out_QH * decay_Q1 + other_QH * weight_Q1
 
-    _, sum_Q1, out_QH = lax.fori_loop(0, pl.cdiv(row_pages, pages), add_piece, state)
+    _, sum_Q1, out_QH = lax.fori_loop(0, pl.cdiv(slot_pages, pages), add_piece, state)
     out_QH = (out_QH / sum_Q1).astype(out_ref.dtype)
-    triton.store(out_ref.at[_place(row, h, heads=heads), :], out_QH, mask=is_head_Q[:, None])
+    triton.store(out_ref.at[_place(b, h, heads=heads), :], out_QH, mask=is_head_Q[:, None])
 
 
-def _queries(q_ref, row, h, *, heads: int):
-    """Loads the queries q_QH of a row that read key/value head h, and which of Q there are."""
+def _queries(q_ref, b, h, *, heads: int):
+    """Loads the queries q_QH of a slot that read key/value head h, and which of Q there are."""
     is_head_Q = jnp.arange(triton.padded(heads)) < heads
-    where = _place(row, h, heads=heads)
+    where = _place(b, h, heads=heads)
     return triton.load(q_ref.at[where, :], mask=is_head_Q[:, None], other=0.0), is_head_Q
 
 

@@ -1,9 +1,8 @@
 """Decode attention over pools of key/value pages: a Pallas kernel for TPU.
 
-Axis letters: B slots, T query tokens of a slot, N query heads, K key/value heads, Q = T * N / K, H
-head size, R recent tokens of a slot that are in no page yet, C tokens of a page, X pages of a slot,
-P and U pages of the pools of responses and prompts; S slots of a grid step, M pages of a block, W =
-M * C.
+Axis letters: B slots, N query heads, K key/value heads, Q = N / K, H head size, R recent tokens of
+a slot that are in no page yet, C tokens of a page, X pages of a slot, P and U pages of the pools of
+responses and prompts; S slots of a grid step, M pages of a block, W = M * C.
 
 A slot's live pages, its prompt's and then its response's, are read in blocks of M, and the reads
 run ahead of the arithmetic across slots: while one block is computed the next ones are under way,
@@ -16,14 +15,13 @@ for all slots of a grid step together: 11 bundles a slot by the compiler's sched
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.pages_tpu import LANES, as_stored, token_axes
-from models.kernels.xla import MASKED, require_one_kind
+from models.kernels.xla import MASKED, like
 
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
 BUFFERS = 3  # blocks in VMEM: one being computed, two being read
@@ -31,7 +29,7 @@ SLOTS = 32  # of a grid step; reads start afresh in each, so it has to be long
 
 
 def paged_attention(
-    q_BTNH,
+    q_BNH,
     recent,
     recent_tokens_B,
     prompt_pool,
@@ -42,25 +40,23 @@ def paged_attention(
     *,
     interpret: bool,
 ):
-    """Attends with T tokens a slot to the slot's closed pages and to its most recent tokens.
+    """Attends with a token a slot to the slot's closed pages and to its most recent tokens.
 
-    q_BTNH and the pools (k_UKHC, v_UKCH) of prompts, (k_PKHC, v_PKCH) of responses: one dtype,
+    q_BNH and the pools (k_UKHC, v_UKCH) of prompts, (k_PKHC, v_PKCH) of responses: one dtype,
     bfloat16 or float32; query head n reads key/value head n // (N / K).
-    recent: (k_BKHR, v_BKRH) in the same dtype, finite; a slot's first query sees the first
-    `recent_tokens_B` of them, and every further query one more.
+    recent: (k_BKHR, v_BKRH) in the same dtype, finite, of which the first `recent_tokens_B` live.
     page_BX: int32, of `xla.page_order`: the pages that `prompt_tokens_B` tokens fill from the
     front in the prompts' pool, then those that `tokens_B` fill in the responses'; the rest is
     never read.
-    Returns out_BTNH in q's dtype. A slot's numbers do not depend on other slots, on X or on which
+    Returns out_BNH in q's dtype. A slot's numbers do not depend on other slots, on X or on which
     pages it has. The page ids of live pages have to be valid: on TPU they are not checked.
-    Inside shard_map the result varies over the mesh axes that q_BTNH varies over.
-    Raises ValueError for dtypes or shapes that differ, and (unless interpreted) where neither H
-    nor C is a multiple of 128: XLA would copy such a pool into another layout at every call.
+    Inside shard_map the result varies over the mesh axes that q_BNH varies over.
+    Raises ValueError (unless interpreted) where neither H nor C is a multiple of 128: XLA would
+    copy such a pool into another layout at every call.
     """
-    B, T, N, H = q_BTNH.shape
+    B, N, H = q_BNH.shape
     _, K, C, _ = pool[1].shape
-    Q, S = T * N // K, min(B, SLOTS)
-    require_one_kind(q_BTNH, prompt_pool, pool)
+    Q, S = N // K, min(B, SLOTS)
     if H % LANES and C % LANES and not interpret:
         raise ValueError(
             f"head size {H} with pages of {C} tokens: set the tokens of a page to a multiple of "
@@ -77,9 +73,9 @@ def paged_attention(
     k_BKHR, v_BKRH = recent
     recent = (k_BKHR.swapaxes(2, 3), v_BKRH)
     pages = pages_per_block(pool[1])
-    q_BKQH = q_BTNH.reshape(B, T, K, -1, H).swapaxes(1, 2).reshape(B, K, Q, H)
+    q_BKQH = q_BNH.reshape(B, K, Q, H)
     out_BKQH = pl.pallas_call(
-        functools.partial(_kernel, queries=T, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
+        functools.partial(_kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(pl.cdiv(B, S),),
@@ -93,16 +89,14 @@ def paged_attention(
             ],
             out_specs=of_slots(K, Q, H),
             scratch_shapes=[
-                pltpu.VMEM((BUFFERS, pages, *pools[0].shape[1:]), q_BTNH.dtype),
-                pltpu.VMEM((BUFFERS, pages, *pools[1].shape[1:]), q_BTNH.dtype),
+                pltpu.VMEM((BUFFERS, pages, *pools[0].shape[1:]), q_BNH.dtype),
+                pltpu.VMEM((BUFFERS, pages, *pools[1].shape[1:]), q_BNH.dtype),
                 pltpu.SemaphoreType.DMA((2, BUFFERS)),
                 pltpu.VMEM((S, K, Q, H), jnp.float32),
                 pltpu.VMEM((S, K, Q, 2), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(
-            q_BKQH.shape, q_BTNH.dtype, manual_axis_type=jax.typeof(q_BTNH).manual_axis_type
-        ),
+        out_shape=like(q_BKQH),
         # Checks would make starting the reads slower than the arithmetic.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), disable_bounds_checks=True
@@ -119,7 +113,7 @@ def paged_attention(
         *recent,
         *pools,
     )
-    return out_BKQH.reshape(B, K, T, -1, H).swapaxes(1, 2).reshape(B, T, N, H)
+    return out_BKQH.reshape(B, N, H)
 
 
 def pages_per_block(v_PKCH):
@@ -148,12 +142,11 @@ def _kernel(
     recent_out_ref,
     recent_state_ref,
     *,
-    queries: int,
     k_token_axis: int,
     v_token_axis: int,
 ):
     """Computes the slots [first, end). An item (slot, block, buffer) is a block to read."""
-    S, K, Q, H = q_ref.shape
+    S, K, _, H = q_ref.shape
     M, C = v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, tokens_ref.shape[0])
@@ -280,12 +273,10 @@ def _kernel(
     item = (next_live(first), jnp.int32(0), jnp.int32(0))
     for _ in range(BUFFERS - 1):
         item = start(item)
-    live_SQ1 = recent_tokens_ref[...]
-    if queries > 1:
-        live_SQ1 += lax.broadcasted_iota(jnp.int32, (S, Q, 1), 1) // (Q // queries)
+    live_S11 = recent_tokens_ref[...]
     for h in range(K):
         x_SQR = _dots(q_ref[:, h], k_recent_ref[:, h], axis=2) * H**-0.5
-        is_live = lax.broadcasted_iota(jnp.int32, x_SQR.shape, 2) < live_SQ1
+        is_live = lax.broadcasted_iota(jnp.int32, x_SQR.shape, 2) < live_S11
         x_SQR = jnp.where(is_live, x_SQR, MASKED)
         max_SQ1 = x_SQR.max(axis=2, keepdims=True)
         p_SQR = jnp.exp(x_SQR - max_SQ1)

@@ -6,11 +6,12 @@ tokens that a slot writes, M pages that are copied.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from models.kernels.xla import like
 
 LANES = 128
 
@@ -63,7 +64,7 @@ def write_pages(k_PKHC, v_PKCH, k_BKHS, v_BKSH, page_B, offset_B, *, interpret: 
             in_specs=[*map(of_slot, new), *map(of_page, pools)],
             out_specs=[*map(of_page, pools)],
         ),
-        out_shape=[*map(_like, pools)],
+        out_shape=[*map(like, pools)],
         input_output_aliases={4: 0, 5: 1},
         interpret=interpret,
         name="write_pages",
@@ -111,7 +112,7 @@ def copy_pages(pool, source_pool, page_M, source_page_M, *, interpret: bool):
             ],
             out_specs=[of_page(a, 0) for a in pools],
         ),
-        out_shape=[*map(_like, pools)],
+        out_shape=[*map(like, pools)],
         input_output_aliases={4: 0, 5: 1},
         interpret=interpret,
         name="copy_pages",
@@ -121,8 +122,3 @@ def copy_pages(pool, source_pool, page_M, source_page_M, *, interpret: bool):
 
 def _copy_kernel(_page, _source_page, k_in_ref, v_in_ref, _k, _v, k_out_ref, v_out_ref):
     k_out_ref[...], v_out_ref[...] = k_in_ref[...], v_in_ref[...]
-
-
-def _like(a):
-    """Describes an array like `a`, which varies over the same axes of a mesh inside shard_map."""
-    return jax.ShapeDtypeStruct(a.shape, a.dtype, manual_axis_type=jax.typeof(a).manual_axis_type)

@@ -110,24 +110,6 @@ def of_readers(q_BNH, reader_PRB):
     return jnp.einsum("PRB,BNH->PRNH", reader_PRB, q_BNH, precision=jax.lax.Precision.HIGHEST)
 
 
-def require_one_kind(q_BTNH, *pools):
-    """Raises ValueError where queries and pools (k_PKHC, v_PKCH) differ in dtype or do not fit."""
-    if not all(a.dtype == q_BTNH.dtype for pool in pools for a in pool):
-        raise ValueError(
-            f"q, k and v must have one dtype, not {q_BTNH.dtype}, "
-            + ", ".join(str(a.dtype) for pool in pools for a in pool)
-        )
-    H = q_BTNH.shape[3]
-    _, K, C, _ = pools[-1][1].shape
-    for k_PKHC, v_PKCH in pools:
-        P = len(k_PKHC)
-        if (k_PKHC.shape, v_PKCH.shape) != ((P, K, H, C), (P, K, C, H)):
-            raise ValueError(
-                f"pages of keys {k_PKHC.shape} and of values {v_PKCH.shape} do not go together "
-                f"with a head size of {H}, {K} key/value heads and {C} tokens"
-            )
-
-
 def page_attention(q_PRNH, k_PKHC, v_PKCH, live_P):
     """Attends to every page for its R readers: (out, max, sum) of P * R pieces.
 
@@ -191,3 +173,10 @@ def copy_pages(pool, source_pool, page_M, source_page_M):
         return jax.lax.fori_loop(0, len(page_M), put, array_P)
 
     return tuple(map(copied, pool, source_pool))
+
+
+def like(array, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
+    """Describes a kernel's output that varies over a mesh, inside shard_map, as an input does."""
+    axes = jax.typeof(array).manual_axis_type
+    shape, dtype = shape or array.shape, dtype or array.dtype
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)

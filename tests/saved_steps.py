@@ -1,14 +1,16 @@
-"""The program of each process of faults/processes.py: steps of a small state, saved by Snapshots.
+"""The program of each process of test_faults_stops.py: steps of a small state, and their saves.
 
-    python -m experiments.faults.steps FOLDER PHASE
+    python tests/saved_steps.py FOLDER PHASE
 
 Each step is a real computation over the devices of all processes, which the environment tells of
 (sharding.hosts). After STEP steps the phase begins: it says so and lasts until the process ends.
 """
 
 import ctypes
+import fcntl
 import os
 import sys
+import termios
 import time
 
 import jax
@@ -63,6 +65,9 @@ def last(phase: str, mesh) -> None:
 
 
 def main(folder: str, phase: str) -> None:
+    if os.isatty(0):  # as a shell does, so that it hears when the terminal is closed
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY)
     several = hosts.PROCESSES in os.environ
     if phase == "starting":  # the others wait for the main process, before there is any snapshot
         print(READY, flush=True)

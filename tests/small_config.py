@@ -1,6 +1,6 @@
 """The tiny recipe made small: a few steps in seconds, with programs that compile quickly.
 
-python -m dapo_jax.train --config=experiments/faults/config.py --workdir=RUN
+python -m dapo_jax.train --config=tests/small_config.py --workdir=RUN
 """
 
 from configs import tiny

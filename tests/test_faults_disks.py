@@ -1,0 +1,262 @@
+"""Full, read-only and vanished disks, broken files of a run, locks, what dead processes left.
+
+Real commands run on a disk of a few megabytes: a tmpfs where this process may mount one; elsewhere
+their files are limited in size, which fails a write in the middle as well. After each, the command
+is given again with room: the rows have to be those of an undisturbed run.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+
+import pytest
+from conftest import FULL, cases
+from processes import small_files, started, wait_for
+from small_config import get_config
+
+from dapo_jax.cli import failures
+from dapo_jax.logs.files import LOCK, Rows, atomic_file, locked, read_rows
+from dapo_jax.logs.metrics import untimed
+from dapo_jax.setup import checks
+
+pytestmark = pytest.mark.faults
+ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step in range(40)]
+STEPS = 3
+HOLD = """
+import os, pathlib, socket, sys, time
+from dapo_jax.logs.files import append_line, atomic_file, locked
+folder = pathlib.Path(sys.argv[1])
+with locked(folder), atomic_file(folder / "eval" / "3.json") as file:
+    (folder / "starts.jsonl").touch()
+    start = {"pid": os.getpid(), "host": socket.gethostname(), "time": "2026"}
+    append_line(folder / "starts.jsonl", start)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def written(folder: pathlib.Path, rows=ROWS, *, resume_step: int | None = None) -> Rows:
+    """Writes rows as a run does that resumes at a step."""
+    writer = Rows(folder, resume_step=resume_step)
+    for row in rows:
+        writer.write(row)
+    return writer
+
+
+# In this process.
+
+
+@pytest.mark.parametrize("seed", cases(1, 7))
+def test_a_write_that_fails_at_any_byte_leaves_whole_rows(seed, tmp_path):
+    size, file, done = random.Random(seed).randrange(10, 3_000), tmp_path / "metrics.jsonl", []
+    with pytest.raises(OSError) as raised, small_files(size):
+        writer = Rows(tmp_path, resume_step=None)
+        for row in ROWS:
+            writer.write(row)
+            done.append(row)
+            with atomic_file(tmp_path / "eval" / f"{row['step']}.json") as result:
+                result.write(b"x" * (100 * row["step"]))
+    line, status = failures.explain(raised.value)
+    assert str(tmp_path) in line and "EFBIG" in line and "\n" not in line and status == 1
+    rows = read_rows(file)
+    assert rows[: len(done)] == done and len(rows) <= len(done) + 1
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".tmp"]
+    written(tmp_path, ROWS[len(rows) :], resume_step=len(rows) - 1 if rows else None)
+    assert read_rows(file) == ROWS
+
+
+@pytest.mark.parametrize("seed", cases(2, 7))
+def test_a_config_that_ends_at_any_byte_is_refused_by_name(seed, tmp_path):
+    config, file = get_config(), tmp_path / "config.json"
+    text = json.dumps(json.loads(config.to_json_best_effort()), indent=1)
+    cut = text[: random.Random(seed).randrange(len(text)) if seed else 0]
+    file.write_text(cut)
+    with pytest.raises(ValueError) as raised:
+        checks.check_same_config(config, tmp_path)
+    line, status = failures.explain(raised.value)
+    assert str(file) in line and "\n" not in line and status == 1
+    assert file.read_text() == cut
+
+
+@pytest.mark.parametrize("seed", cases(2, 7))
+def test_rows_that_are_cut_or_gone_are_missed_and_the_others_stay(seed, tmp_path):
+    written(tmp_path)
+    file, chance, last = tmp_path / "metrics.jsonl", random.Random(seed), len(ROWS) - 1
+    data = file.read_bytes()
+    data = data[: chance.randrange(len(data) - len(data.splitlines()[-1]))]
+    file.write_bytes(data)
+    if seed % 3 == 1:
+        file.unlink()
+    there = data.count(b"\n") if file.exists() else 0
+    writer = Rows(tmp_path, resume_step=last)
+    if not writer.has(last):
+        writer.write(ROWS[-1])  # which the checkpoint has
+    rows = read_rows(file)
+    assert rows[:-1] in (ROWS[:there], ROWS[: there + 1]) and rows[-1] == ROWS[-1]
+    (note,) = writer.notes
+    assert f"lacks {len(ROWS) - len(rows)} of the {len(ROWS)} rows" in note
+
+
+@pytest.mark.parametrize("seed", cases(1, 7))
+def test_rows_that_are_newer_than_the_checkpoint_are_kept_in_copies(seed, tmp_path):
+    """Twice."""
+    written(tmp_path)
+    resume, file = random.Random(seed).randrange(len(ROWS) - 1), tmp_path / "metrics.jsonl"
+    for name in ("metrics.cut-1.jsonl", "metrics.cut-2.jsonl"):
+        writer = Rows(tmp_path, resume_step=resume)
+        assert len(writer.notes) == 1 and name in writer.notes[0]
+        assert read_rows(file) + read_rows(tmp_path / name) == ROWS
+        for row in ROWS[resume + 1 :]:
+            writer.write(row)
+
+
+def holding(folder: pathlib.Path):
+    """Starts a process that has the lock, and is in the middle of a file, or is refused."""
+    return started(["-c", HOLD, str(folder)])
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_second_run_is_refused_and_touches_nothing(stopped, tmp_path):
+    """Also while the first one is stopped."""
+    with holding(tmp_path) as (process,):
+        assert process.stdout.readline() == "held\n"
+        if stopped:
+            process.send_signal(signal.SIGSTOP)
+        files = set(tmp_path.rglob("*"))
+        with pytest.raises(ValueError, match=rf"process {process.pid} on .*{LOCK}"):
+            locked(tmp_path).__enter__()
+        assert files == set(tmp_path.rglob("*"))
+
+
+def test_the_lock_of_a_killed_run_is_free_and_its_half_files_are_replaced(tmp_path):
+    with holding(tmp_path) as (process,):
+        assert process.stdout.readline() == "held\n"
+        process.kill()
+        process.wait()
+    assert len([*tmp_path.glob("eval/*.tmp")]) == 1
+    with locked(tmp_path), atomic_file(tmp_path / "eval" / "3.json") as file:
+        file.write(b"{}")
+    assert [path.name for path in tmp_path.glob("eval/*")] == ["3.json"]
+
+
+@pytest.mark.parametrize("count", [3] if not FULL else [2, 3, 4])
+def test_of_several_starts_at_once_one_has_the_lock(count, tmp_path):
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(holding(tmp_path))[0] for _ in range(count)]
+        wait_for(lambda: sum(process.poll() is None for process in processes) == 1)
+        for process in processes:
+            if process.poll() is not None:
+                assert "belongs to a run that is going on" in process.stdout.read()
+
+
+# Real commands.
+
+
+def train(workdir: pathlib.Path):
+    """Starts a run of a few steps with a checkpoint after each."""
+    command = ["-m", "dapo_jax.train", "--config=tests/small_config.py", f"--workdir={workdir}"]
+    command += [f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"]
+    return started(command, more={"JAX_PLATFORMS": "cpu"})
+
+
+def rows_of(workdir: pathlib.Path) -> list[dict]:
+    """Gives the command (again) until it is done: its rows, without timings."""
+    with train(workdir) as (process,):
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return [untimed(row) for row in read_rows(workdir / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[dict]:
+    return rows_of(tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+def refused(process, code: str) -> None:
+    """Waits for the end of a run, which is to be one line with the system's name of an error."""
+    output, _ = process.communicate()
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert code in line and process.returncode == 1, output
+    assert "Traceback" not in output and "Exception ignored" not in output, output
+
+
+def has_row(workdir: pathlib.Path, step: int, process):
+    file = workdir / "metrics.jsonl"
+    return lambda: (
+        process.poll() is not None or (file.exists() and file.read_bytes().count(b"\n") > step)
+    )
+
+
+@contextlib.contextmanager
+def disk(folder: pathlib.Path, mebibytes: float):
+    """A folder on a disk of its own. Skips the test where this process may mount none."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={int(mebibytes * 1024)}k", "none", folder]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("may mount no disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def remount(folder: pathlib.Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", cases(1, 6))
+def test_a_full_disk_ends_a_run_in_one_line(seed, expected, tmp_path):
+    """At some point of the run, which would need 38 MiB."""
+    mebibytes = 2 ** random.Random(seed).uniform(-6, 5)
+    with disk(tmp_path / "disk", mebibytes) as place:
+        with train(place / "run") as (process,):
+            refused(process, "(ENOSPC")
+        remount(place, "size=256m")
+        assert rows_of(place / "run") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", cases(1, 3))
+def test_a_write_that_fails_ends_a_run_in_one_line(seed, expected, tmp_path):
+    """A limit of the files' size, which any user may set."""
+    size = int(2 ** random.Random(seed).uniform(9, 18))
+    with contextlib.ExitStack() as stack:
+        with small_files(size):
+            (process,) = stack.enter_context(train(tmp_path / "run"))
+        refused(process, "(EFBIG")
+    assert rows_of(tmp_path / "run") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(STEPS - 1) if FULL else [0])
+def test_a_read_only_disk_ends_a_run_in_one_line(step, expected, tmp_path):
+    """A killed run finds that nothing can be written there any more."""
+    with disk(tmp_path / "disk", 256) as place:
+        run = place / "run"
+        with train(run) as (process,):
+            wait_for(has_row(run, step, process))
+            process.kill()
+        remount(place, "ro")
+        with train(run) as (process,):
+            refused(process, "(EROFS)")
+        remount(place, "rw")
+        assert rows_of(run) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run", "run/checkpoints"])
+def test_a_run_whose_folder_is_moved_ends_in_one_line(name, expected, tmp_path):
+    """And goes on where it is back."""
+    with train(tmp_path / "run") as (process,):
+        wait_for(has_row(tmp_path / "run", 0, process))
+        (tmp_path / name).rename(tmp_path / "moved")
+        refused(process, "(ENOENT)")
+    shutil.rmtree(tmp_path / name, ignore_errors=True)
+    (tmp_path / "moved").rename(tmp_path / name)
+    assert rows_of(tmp_path / "run") == expected
