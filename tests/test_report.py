@@ -1,7 +1,6 @@
 """The report: runs from files, their figures, and the page, which needs no other file."""
 
 import dataclasses
-import gzip
 import json
 import math
 import struct
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 from processes import ran
 
-from dapo_jax.logs.files import Rows, write_rollouts
-from dapo_jax.report import compare, page, plots
-from dapo_jax.report.__main__ import load, write_report
+from dapo_jax.logs.files import Rows
+from dapo_jax.report import compare, plots
+from dapo_jax.report.__main__ import load
 from dapo_jax.report.rows import write_rows
 from dapo_jax.report.runs import (
     Run,
@@ -22,8 +21,6 @@ from dapo_jax.report.runs import (
     load_run,
     summary_lines,
 )
-
-HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u2028<!--'
 
 
 def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
@@ -63,27 +60,6 @@ def _written(workdir, *, seed=0, **settings):
     config = {"seed": seed, "algo": {"eps_high": run.config["algo.eps_high"], "eps_low": 0.2}}
     (workdir / "config.json").write_text(json.dumps(config | {"sets": {}}))
     return workdir
-
-
-def _response(text="1+1=2", *, correct=True, truncated=False, **other):
-    return {
-        "prompt": "What is 1+1?",
-        "response": text,
-        "ground_truth": "2",
-        "prediction": "2" if correct else None,
-        "correct": correct,
-        "status": "" if correct else "no answer",
-        "reward": 1.0 if correct else -1.0,
-        "tokens": 5,
-        "truncated": truncated,
-        **other,
-    }
-
-
-def _with_rollouts(run, workdir, rows, *, steps=(0,)):
-    for step in steps:
-        write_rollouts(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
-    return dataclasses.replace(run, workdir=workdir)
 
 
 # Runs from files.
@@ -148,7 +124,7 @@ def test_runs_of_several_paths_are_told_apart(tmp_path):
     assert list(load([files[1]])) == ["a/seed_1"]
 
 
-def test_a_sweep_and_its_rows_make_the_same_page(tmp_path):
+def test_a_sweep_and_its_rows_make_the_same_tables(tmp_path):
     """Runs without a step, and those that the plan lacks, are left out."""
     sweep = _sweep(tmp_path / "sweep", {"b": 0.1, "a": 0.05}, [0, 1, 7], [0, 1, 2, 3])
     (sweep / "a" / "seed_2").mkdir()
@@ -158,7 +134,8 @@ def test_a_sweep_and_its_rows_make_the_same_page(tmp_path):
     assert found == [("b", 0), ("b", 1), ("a", 0), ("a", 1)]
     assert runs["a/seed_0"].workdir == sweep / "a" / "seed_0"
     write_rows(tmp_path / "rows.jsonl.gz", runs)
-    assert page.render(runs) == page.render(load([tmp_path / "rows.jsonl.gz"]))
+    again = load([tmp_path / "rows.jsonl.gz"])
+    assert compare.markdown(runs, title="") == compare.markdown(again, title="")
 
 
 # Figures.
@@ -250,24 +227,7 @@ def test_a_configs_unused_parts_have_no_panel():
     assert [panel.title for panel in both] == [*several, wrong, "staleness"]
 
 
-# The page.
-
-
-def test_hostile_text_stays_code(tmp_path):
-    """Also where it is no text."""
-    response = _response(f"```\n{HOSTILE}\x1b[2J", ground_truth="\udc00")
-    run = _with_rollouts(_run(arm="a"), tmp_path, [response])
-    text = write_report(tmp_path, {"a/seed_0": run, "b/seed_0": _run(arm="b")}).read_text()
-    lines = [line for line in text.splitlines() if "alert(1)" in line]
-    assert len(lines) == 1 and lines[0].startswith("      response  ```⏎</script>")
-    assert "\x1b" not in text and "truth \\udc00" in text
-
-
-def test_the_page_has_the_numbers_of_its_runs(tmp_path):
-    paths = [_written(tmp_path / name, steps=40, gain=g) for name, g in (("a", 0.01), ("b", 0.02))]
-    text = write_report(tmp_path, load(paths)).read_text()
-    for found in ("50.0%", "90.0%", "800,000", "0.485", "![curves.png](curves.png)"):
-        assert found in text
+# Comparisons.
 
 
 def test_arms_are_compared_on_the_seeds_they_share():
@@ -299,48 +259,27 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
     }
     kept, short = complete(runs)
     assert len(kept) == 5 and short == ["b/seed_1 has 3 of 30 steps"]
-    found = page.render(runs)
+    found = compare.markdown(runs, title="")
     assert "not finished: b/seed_1 has 3 of 30 steps." in found
     # Two clips that no ratio reached had an interval of [+0.0, +0.0], as if that were measured.
     assert "equal on each seed" in found
     # Folders of two configs are arms of their own: each as long as its config asks for.
     alone = {"short": _run(steps=3, num_steps=3), "long": _run(steps=5, num_steps=5)}
-    assert "not finished" not in page.render(alone)
+    assert "not finished" not in compare.markdown(alone, title="")
 
 
-def test_samples_are_of_the_first_and_the_last_step(tmp_path):
-    rows = [
-        _response("no" * 999, correct=False, sample=0),
-        _response(sample=1),
-        *(_response("cut", correct=False, truncated=True, sample=0) for _ in range(50)),
-    ]
-    one = _with_rollouts(_run(arm="a"), tmp_path, rows, steps=range(3, 30))
-    runs = {"a/0": _run(arm="a"), "a/1": one, "a/2": one}
-    (one_step, found), (other, _) = page.samples(runs)
-    assert (one_step, other) == ("a/1: samples of step 3", "a/1: samples of step 29")
-    assert len(found) == page.SAMPLES
-    assert found[0].startswith("wrong: no answer, truth 2, prediction (none), reward -1.00")
-    assert found[0].endswith(f"{'no' * 100} ... {'no' * 100}")
-    assert "5 tokens, truncated" in found[1]
-    # A file that is cut costs its end only, a broken one all of it.
-    write_rollouts(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
-    path.write_bytes(path.read_bytes()[:-20])
-    (tmp_path / "rollouts" / "29.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": '))
-    assert [len(rows) for _, rows in page.samples({"run": one})] == [page.SAMPLES, 0]
-
-
-def test_the_command_prints_what_it_draws_and_leaves_each_runs_page_alone(tmp_path):
-    """A comparison replaced the first run's own page and pictures."""
+def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(tmp_path):
+    """A comparison replaced the first run's own."""
     first, second = (_written(tmp_path / name, steps=3) for name in ("a", "b"))
     report = ("-m", "dapo_jax.report")
     out = ran(*report, "--workdir", first, f"--workdir={second}", "--baseline=b").stdout
-    path = first / "compared" / "report.md"
-    assert out.splitlines()[-1] == f"page: {path}"
+    path = first / "compared"
+    assert out.splitlines()[-1].startswith(f"curves: {path / 'curves.png'}   ")
     assert "## Differences from b on the same seed" in out
-    names = {"report.md", "curves.png", "accuracy_vs_tokens.png"}
-    assert {file.name for file in path.parent.iterdir()} == names
+    names = {"curves.png", "accuracy_vs_tokens.png"}
+    assert {file.name for file in path.iterdir()} == names
     *summary, last = ran(*report, f"--workdir={first}").stdout.splitlines()
     assert summary == summary_lines(load_run(first))
-    assert last == f"page: {first / 'report.md'}"
+    assert last.startswith(f"curves: {first / 'curves.png'}   ")
     error = ran(*report, f"--workdir={tmp_path}", status=1).stderr
     assert "metrics.jsonl" in error and "Traceback" not in error
