@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 from bucket import Fault, served
 from etils.epath import backend
-from jax.sharding import PartitionSpec
 from processes import ROOT, ran, started
 from test_checkpoint import abstract, assert_bitwise_equal, fail, state_at
 from test_hf import UNTIED, assert_same, random_params
@@ -31,7 +30,6 @@ from dapo_jax.tasks.readers import read
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import load_hf, save_hf
 from models.transformer import split
-from sharding.mesh import make_mesh
 
 # As in tests/test_checkpoint.py: Orbax abandons its other writes when one is denied.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -124,21 +122,6 @@ def complete_steps(bucket, place):
 
 
 # Checkpoints
-
-
-def test_the_newest_checkpoints_come_back_bitwise_on_other_devices(bucket, place):
-    url, spec = f"{bucket.url}/{place}", PartitionSpec("data", "model")
-    checkpoints = Checkpoints(url, keep=2)
-    for step in (1, 2, 3):
-        state = state_at(step, spec=spec, mesh=make_mesh(data=4, model=1))
-        checkpoints.save(step, state, {"cursor": step})
-    for devices in (1, 2):
-        mesh = make_mesh(data=1, model=devices, devices=jax.devices()[:devices])
-        wanted = abstract(state_at(0, spec=spec, mesh=mesh))
-        found = Checkpoints(url, keep=2).restore_latest(wanted, report=fail)
-        assert_restored(found, 3)
-        assert found[1]["params"]["embed_VD"].sharding == wanted["params"]["embed_VD"].sharding
-    assert folders(bucket, place) == {"2", "3"}
 
 
 def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, place):

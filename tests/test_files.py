@@ -23,7 +23,7 @@ from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import failures
 from dapo_jax.convert import convert
 from dapo_jax.logs import provenance, record
-from dapo_jax.logs.files import Rows, append_line, read_rows
+from dapo_jax.logs.files import Rows
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
 
@@ -135,26 +135,6 @@ command.run(main)
     assert done.stderr.splitlines() == said
 
 
-def test_rows_out_of_order_are_cut_without_a_loss(tmp_path):
-    """Two runs had mixed their rows: the copy had as many rows as were cut, but not those."""
-    mixed = [{"step": step, "x": x} for x, step in enumerate([0, 1, 2, 0, 1, 2, 3])]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    Rows(tmp_path, resume_step=1)
-    files = (tmp_path / name for name in ("metrics.jsonl", "metrics.cut-1.jsonl"))
-    kept, cut = ([row["x"] for row in read_rows(file)] for file in files)
-    assert (kept, cut) == ([0, 1, 3, 4], [2, 5, 6])
-
-
-def test_rows_do_not_begin_anew_where_somebody_moved_them(tmp_path):
-    """A row went to a file that no name led to any more, or to a new one: nobody was told."""
-    writer = Rows(tmp_path / "run", resume_step=None)
-    writer.write({"step": 0})
-    (tmp_path / "run").rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match=r"run/metrics\.jsonl"):
-        writer.write({"step": 1})
-    assert not (tmp_path / "run").exists()
-
-
 def test_every_start_is_recorded(tmp_path):
     config = tiny.get_config()
     (tmp_path / provenance.NAME).write_text('{"time": "20')  # killed in the middle of the line
@@ -224,16 +204,6 @@ def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
     with pytest.raises(ValueError, match=r"tokenizer.chat is 'template', but was 'none'"):
         policy.require_same(config, theirs, "the run")
     policy.require_same(config, theirs, "the run", may_differ=("tokenizer.chat",))
-
-
-def test_a_broken_file_of_json_lines_gets_no_half_line(tmp_path):
-    path = tmp_path / "starts.jsonl"
-    path.touch()
-    append_line(path, {"a": 1})
-    with pytest.raises(OSError, match=r"starts\.jsonl") as failed, small_files(20):
-        append_line(path, {"b": "x" * 50})
-    assert failed.value.errno == errno.EFBIG
-    assert path.read_bytes() == b'{"a": 1}\n'
 
 
 def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):

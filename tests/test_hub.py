@@ -234,16 +234,3 @@ def test_a_run_resumes_after_main_has_moved(served, tmp_path):
         train.train(run_config(**settings), tmp_path / "another")
     settings["model.path"] = f"someone/tiny@{first}"
     train.train(run_config(**settings), tmp_path / "other")
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_same_commits(served, tmp_path):
-    arguments = ["-m", "dapo_jax.train", "--distributed", "--dry_run", f"--workdir={tmp_path}/run"]
-    arguments += ["--config=tests/small_config.py", "--config.model.path=someone/tiny"]
-    arguments += ["--config.mesh.cpu_devices=2", "--config.data.train.kind=jsonl"]
-    with processes.started([*arguments, f"--config.data.train.path={TRAIN}"], processes=2) as group:
-        texts = [process.communicate(timeout=300)[0] for process in group]
-        assert [process.returncode for process in group] == [0, 0], texts
-    assert "train.jsonl: 200 rows" in texts[0]
-    weights = [path for path in served.downloads() if path.endswith("safetensors")]
-    assert len(weights) == 1, "two processes of a host share its cache"

@@ -242,6 +242,8 @@ def test_arms_are_compared_on_the_seeds_they_share():
     found = {row[1]: row[2:] for row in differences if row[0] == name}
     # The shared seeds 1, 2, 3 differ by 4 times 0.1 each.
     assert found == {"b": ["3", "+40.0", "[+40.0, +40.0] *"], "c": ["1", "+0.0", "-"]}
+    with pytest.raises(ValueError, match="no arm is called 'd'; there are a, b, c"):
+        compare.tables(runs, baseline="d")
     # A run that died in its last evaluation stood in the table with an earlier one.
     del (run := _run()).evaluations["held_out", "mean@8"][4]
     assert name not in {quantity.name for quantity in compare.quantities({"a": run})}

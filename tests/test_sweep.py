@@ -352,34 +352,10 @@ def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(tmp_path, program, capsys
     assert "no run has finished a step" in capsys.readouterr().out
 
 
-def _table_run(arm, seed, accuracy, steps=3, score=None):
-    rows = [{"step": step, "accuracy/mean": accuracy} for step in range(steps)]
-    scores = {} if score is None else {("held_out", "mean@8"): {0: 0.9, steps: score}}
-    return Run(rows, scores, {"seed": seed, "num_steps": 3}, arm=arm)
-
-
 def _cells(text, first):
     """The cells of the table's lines that begin with this cell."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     return [cells[1:] for cells in lines if cells and cells[0] == first]
-
-
-def test_the_summary_has_spreads_and_paired_intervals():
-    a_S = [_table_run("a", seed, value / 100, score=value / 10) for seed, value in enumerate(A_S)]
-    b_S = [_table_run("b", seed, value / 100) for seed, value in enumerate(B_S)]
-    runs = {f"{run.arm}/seed_{run.seed}": run for run in [*b_S, *a_S]}
-    text = markdown(runs, title="A")
-    assert _cells(text, "a") == [["3", "4", "50.0 ± 21.6", "5.0 ± 2.2"]]
-    assert _cells(text, "b") == [["3", "4", "-", "3.2 ± 2.2"]]
-    assert _cells(text, "train accuracy, %") == [["a", "4", "+1.8", "[+1.0, +2.5] *"]]
-    assert _cells(text, "held_out mean@8, %") == [], "no seed has it in both"
-    (cells,) = _cells(markdown(runs, baseline="a", title="A"), "train accuracy, %")
-    assert cells[:4] == ["b", "4", "-1.8", "[-2.5, -1.0] *"]
-    with pytest.raises(ValueError, match="no arm is called 'c'; there are b, a"):
-        markdown(runs, baseline="c", title="A")
-    short = {"b/seed_9": _table_run("b", 9, 0.99, steps=2)}
-    assert "Left out, not finished: b/seed_9 has 2 of 3 steps." in markdown(short, title="A")
-    assert _cells(markdown(runs | short, title="A"), "b") == _cells(text, "b")
 
 
 @pytest.mark.slow
