@@ -132,7 +132,6 @@ def test_a_sweep_and_its_rows_make_the_same_tables(tmp_path):
     runs = load([sweep])
     found = [(run.arm, run.seed) for run in runs.values()]
     assert found == [("b", 0), ("b", 1), ("a", 0), ("a", 1)]
-    assert runs["a/seed_0"].workdir == sweep / "a" / "seed_0"
     write_rows(tmp_path / "rows.jsonl.gz", runs)
     again = load([tmp_path / "rows.jsonl.gz"])
     assert compare.markdown(runs, title="") == compare.markdown(again, title="")

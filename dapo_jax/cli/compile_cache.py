@@ -8,7 +8,6 @@ turns the cache off. Without either it is $XDG_CACHE_HOME/dapo_jax/programs, or
 import hashlib
 import os
 import pathlib
-import platform
 import re
 
 import jax
@@ -42,8 +41,8 @@ def machine() -> str:
         text = pathlib.Path("/proc/cpuinfo").read_text()
         cpu = sorted({*re.findall(r"^(?:model name|flags|Features)\b.*", text, re.MULTILINE)})
     except OSError:  # macOS: hosts do not share programs
-        cpu = platform.node()
+        cpu = os.uname().nodename
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count()
     digest = hashlib.sha256(str(cpu).encode()).hexdigest()[:8]
-    return f"{platform.machine()}-{digest}-{cores}"
+    return f"{os.uname().machine}-{digest}-{cores}"

@@ -115,7 +115,7 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
     runs = [p for p in points if is_done(p)]
     if not runs:
         raise ValueError(f"--workdir={workdir} has no finished run of the study")
-    config = policy.run_recipe(runs[0].workdir, trust_code=True)
+    config = policy.run_config(runs[0].workdir, trust_code=True)
     auto_sizes.fit_training(config)
     tokenizer = components.tokenizer(config)
     of = components.programs(config, tokenizer.vocab_size)
