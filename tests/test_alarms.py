@@ -72,9 +72,7 @@ def test_a_single_bad_number_among_weights_on_four_devices_is_named(dtype, value
         require_finite(placed(tree), "the start", advice="look")
     assert "layers.q_DNH has values that are not finite; look" in str(error.value)
     tree["final_norm_D"][0] = value
-    with pytest.raises(
-        ValueError, match=r"final_norm_D has .* \(and in 1 more arrays\)"
-    ):
+    with pytest.raises(ValueError, match=r"final_norm_D has .* \(and in 1 more arrays\)"):
         require_finite(placed(tree), "the start")
 
 
