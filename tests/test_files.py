@@ -243,7 +243,7 @@ def test_sample_takes_a_run_of_any_seed(tmp_path):
     config.tokenizer.path, config.model.path = str(ROOT / config.model.path), ""
     config.model.preset, config.seed = "tiny", 3
     theirs = json.loads(config.to_json_best_effort())
-    checkpoints = components.checkpoints(config, tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.fingerprint = {"recipe": theirs, "files": {}}
     state = components.programs(config, vocab_size=384).start_state()
     checkpoints.save(1, state, {"cursor": 0, "sampled_tokens_total": 0, "row": None})
