@@ -8,6 +8,7 @@ import subprocess
 import time
 import types
 from collections.abc import Sequence
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,6 @@ SIZES = {
     "11.8": Qwen2Config(2_048, 384, 1_536, 5, 4, 2, 96, True),
     "135": Qwen2Config(49_152, 576, 1_536, 30, 9, 3, 64, True),  # SmolLM2's
 }
-PRESETS.update(SIZES)
 NO_STOP = 1 << 30
 FLAGS = flags.FLAGS
 
@@ -59,10 +59,12 @@ def programs(preset: str, *, requests: int = 0, devices=None, **keys) -> compone
     config = base.get_config()
     config.model.preset, config.model.compute_dtype = preset, "float32"
     config.update_from_flattened_dict({k.replace("__", "."): v for k, v in keys.items()})
-    if requests:
-        config.rollout.cache_mib = 0
-        auto_sizes.fit_cache(config, requests, training=True)
-    return components.programs(config, components.model_sizes(config).vocab_size, devices=devices)
+    with mock.patch.dict(PRESETS, SIZES):
+        if requests:
+            config.rollout.cache_mib = 0
+            auto_sizes.fit_cache(config, requests, training=True)
+        ids = components.model_sizes(config).vocab_size
+        return components.programs(config, ids, devices=devices)
 
 
 def stream(built: components.Programs) -> Stream:
