@@ -68,7 +68,7 @@ def convert(
         tokenizer_path = epath.Path(hub.local(run_config.tokenizer.path) or model_path)
         kept = _kept(read_config(model_path)) if model_path else {}
     with jax.default_device(host):  # host arrays may be large
-        require_finite(params, f"--from={source} in {dtype}", sizes=config)
+        require_finite(params, f"--from={source} in {dtype}")
 
     names = [name for name in tokenizer.FILES if (tokenizer_path / name).exists()]
     names = [name for name in names if name != CONFIG_FILE]

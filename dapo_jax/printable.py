@@ -17,6 +17,12 @@ def printable(text: str) -> str:
     )
 
 
+def shortened(text: str, *, limit: int) -> str:
+    """The text without its middle where it has more than `limit` characters."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
+
+
 def printable_lines(text: str) -> str:
     """Shows text as `printable` does, but for its line breaks and tabs."""
     return "".join(char if char in "\n\t" else printable(char) for char in text)

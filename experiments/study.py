@@ -126,11 +126,11 @@ class Study:
         settings, and the keys in which the arms differ. A key that is newer than a run has its
         default.
         """
-        recipes = {
-            arm: flatten(json.loads(recipe.to_json_best_effort()))
-            for arm, recipe in self.plan().recipes.items()
+        configs = {
+            arm: flatten(json.loads(config.to_json_best_effort()))
+            for arm, config in self.plan().configs.items()
         }
-        one, *rest = recipes.values()
+        one, *rest = configs.values()
         varied = {key for of in rest for key in {**one, **of} if one.get(key) != of.get(key)}
 
         def is_asked(key: str) -> bool:
@@ -138,7 +138,7 @@ class Study:
 
         kept, missing = {}, []
         for arm, seed in itertools.product(self.arms, self.seeds):
-            label, wanted = sweep_label(arm, seed), recipes[arm]
+            label, wanted = sweep_label(arm, seed), configs[arm]
             if label not in runs:
                 missing.append(f"{label} has not been run")
                 continue
@@ -274,7 +274,7 @@ def panels(drawn: Mapping[str, str]) -> list[plots.Panel]:
         else:
             metric = Metric(key, "", "") if key.startswith(TASK) else metrics[key]
             curve = plots.metric_curve(key, title)
-        found.append(plots.Panel(title, metric.unit, metric.log, [curve]))
+        found.append(plots.Panel(title, metric.unit, [curve]))
     return found
 
 

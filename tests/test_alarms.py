@@ -1,8 +1,7 @@
 """Values that are not finite are refused by name; an alarm comes once, after a resume as well."""
 
 import json
-import math
-import runpy
+import types
 
 import jax
 import ml_dtypes
@@ -12,13 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
 from dapo_jax.logs import alarms
-from dapo_jax.logs.alarms import ALARMS, REPEAT_STEPS, Facts, cap_advice, look, require_finite
+from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, cap_advice, require_finite
 from dapo_jax.types import Group, Prompt, Response, Rollouts, Verdict
-from models.qwen2 import Qwen2Config
 from sharding import rules
 from sharding.mesh import make_mesh
 
-SIZES = Qwen2Config(64, 32, 64, 2, 4, 2, 8, True)
 # A step of the main job.
 HEALTHY = {
     "accuracy/mean": 0.27,
@@ -33,25 +30,21 @@ HEALTHY = {
     "entropy": 0.136,
     "ratio_gap": 2e-7,
 }
-TAKEN, LEFT_OUT = {"taken": True}, {"taken": False}
+TAKEN, LEFT_OUT = {"taken": True}, {"taken": False, "bad": 1}
 
 
-def facts(**settings):
-    config = tiny.get_config()
-    config.update_from_flattened_dict(settings)
-    return Facts(config, uniform_nats=math.log(384), bad="the gradient of embed_VD")
-
-
-def run_of(rows, given=None, updates=None):
+def run_of(rows, updates=None, **settings):
     """(rows with the alarms' keys, lines, reasons to stop); each row is read from JSON again."""
-    before, written, lines, reasons = {}, [], [], []
+    config, before, written, lines, reasons = tiny.get_config(), {}, [], [], []
+    config.update_from_flattened_dict(settings)
+    state = types.SimpleNamespace(params={"embed_VD": 0})
+    alarms = Alarms(config, state, vocab_size=384, say=lines.append)
     for step, row in enumerate(rows):
         row = HEALTHY | row | {"step": step}
-        added, said, reason = look(row, before, updates[step] if updates else (), given or facts())
-        before = json.loads(json.dumps(row | added))
-        written.append(row | added)
-        lines += said
-        reasons.append(reason)
+        done = types.SimpleNamespace(updates=updates[step] if updates else (), reward_PG=np.ones(1))
+        reasons.append(alarms.look(row, done, before))
+        written.append(row)
+        before = json.loads(json.dumps(row))
     return written, lines, reasons
 
 
@@ -77,12 +70,9 @@ def test_a_single_bad_number_among_weights_on_four_devices_is_named(dtype, value
     tree["layers"]["q_DNH"][1, 17, 3, 2] = tree["layers"]["q_DNH"][1, 30, 0, 0] = value
     with pytest.raises(ValueError, match="the start: ") as error:
         require_finite(placed(tree), "the start", advice="look")
-    what = f"layers.q_DNH[1, 17, 3, 2] is {value}; 2 of its 2,048 values are not finite; look"
-    assert what in str(error.value)
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight \(layers"):
-        require_finite(placed(tree), "the start", sizes=SIZES)
+    assert "layers.q_DNH has values that are not finite; look" in str(error.value)
     tree["final_norm_D"][0] = value
-    with pytest.raises(ValueError, match="not finite, and some of 1 more arrays"):
+    with pytest.raises(ValueError, match=r"final_norm_D has .* \(and in 1 more arrays\)"):
         require_finite(placed(tree), "the start")
 
 
@@ -132,10 +122,12 @@ def test_every_alarm_has_a_row_that_sets_it_off_alone(name, row, key):
     )
 
 
-def test_a_step_without_an_update_has_no_entropy_and_sets_off_nothing_of_it():
-    row = {k: v for k, v in HEALTHY.items() if k not in ("entropy", "ratio_gap")} | {"updates": 0}
-    added, lines, reason = look(row | {"step": 0}, {}, (), facts())
-    assert added == {"updates_skipped_in_a_row": 0, "alarms": 0} and not lines and not reason
+def test_a_step_without_an_update_has_no_entropy_and_sets_off_nothing_of_it(monkeypatch):
+    for key in ("entropy", "ratio_gap"):
+        monkeypatch.delitem(HEALTHY, key)
+    (row,), lines, (reason,) = run_of([{"updates": 0}])
+    assert row.keys() - HEALTHY.keys() == {"step", "updates_skipped_in_a_row", "alarms"}
+    assert not lines and not reason and row["alarms"] == 0
 
 
 def test_entropy_is_compared_with_the_runs_first_step():
@@ -157,7 +149,7 @@ def test_the_ratios_bound_is_the_dtypes_and_none_where_sampling_is_cut():
         ({"rollout.top_p": 0.7, "alarms.max_ratio_gap": 0.2}, 0.3, 1),
         ({"alarms.max_ratio_gap": 0.2}, 0.14, 0),
     ):
-        rows, *_ = run_of([{"ratio_gap": gap}], facts(**settings))
+        rows, *_ = run_of([{"ratio_gap": gap}], **settings)
         assert rows[0]["alarms"] == on, (settings, gap)
 
 
@@ -206,7 +198,7 @@ def test_a_run_stops_after_so_many_updates_left_out_in_a_row_over_steps_and_in_o
     assert [bool(reason) for reason in why] == [False, True, False, True]
     for text in ("step 1: 3 updates in a row", "the gradient of embed_VD was not finite", "5e-05"):
         assert text in why[1]
-    _, _, why = run_of([{}] * 4, facts(**{"learner.max_skipped_updates": 4}), steps)
+    _, _, why = run_of([{}] * 4, steps, **{"learner.max_skipped_updates": 4})
     assert not any(why)
 
 
@@ -214,10 +206,3 @@ def test_a_run_stops_where_the_sampler_gives_no_finite_numbers():
     """Then nothing is informative, and no update is there to be left out."""
     _, _, why = run_of([{"updates": 0, "responses_not_finite": n} for n in (9, 48 * 8)])
     assert not why[0] and "100% of the responses" in why[1]
-
-
-def test_a_command_prints_every_alarm(capsys):
-    runpy.run_path(alarms.__file__, run_name="__main__")
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split(maxsplit=1)[0] for line in printed] == [alarm.name for alarm in ALARMS]
-    assert all(len(line.split()) > 4 for line in printed)

@@ -47,7 +47,7 @@ def test_a_key_is_one_line(monkeypatch):
     """Default, meaning and bound of a new key reach config, flag, help and checks."""
     monkeypatch.setitem(base.KEYS, "algo.my_cap", base.Key(2.0, "cap of mine", at_least=1))
     given = ["--config=configs/tiny.py", "--config.algo.my_cap=0.5"]
-    config = config_flags.read_recipe(given)
+    config = config_flags.read_config(given)
     assert config.algo.my_cap == 0.5
     with pytest.raises(ValueError, match=r"algo\.my_cap = 0\.5, but must be at least 1"):
         checks.check(config)
@@ -104,7 +104,7 @@ def test_a_wrong_command_line_ends_with_one_line(arguments, message):
 )
 def test_a_wrong_key_or_value_is_refused_with_the_nearest_key_of_any_section(flag, message):
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        config_flags.read_recipe(["--config=configs/tiny.py", flag])
+        config_flags.read_config(["--config=configs/tiny.py", flag])
     assert "\n" not in str(refused.value)
 
 
@@ -134,7 +134,7 @@ def test_all_wrong_keys_and_types_of_a_file_are_named(tmp_path, lines, refusals)
     begin = "from configs import base, tiny\ndef get_config():\n    c = tiny.get_config()\n    "
     file.write_text(f"{begin}{lines}\n    return c\n")
     with pytest.raises(ValueError, match=re.escape(str(file))) as refused:
-        config_flags.read_recipe([f"--config={file}"])
+        config_flags.read_config([f"--config={file}"])
     assert "\n" not in str(refused.value)
     for text in refusals:
         assert text in str(refused.value)
@@ -142,7 +142,7 @@ def test_all_wrong_keys_and_types_of_a_file_are_named(tmp_path, lines, refusals)
 
 def test_a_config_is_found_from_any_folder_the_current_one_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = config_flags.read_recipe(["--config=configs/tiny.py:dapo"])
+    config = config_flags.read_config(["--config=configs/tiny.py:dapo"])
     assert config.model.path == str(ROOT / "experiments" / "tiny_base" / "checkpoint")
     for path in ("", "gs://bucket/configs", "/configs/tiny.py", "absent/x.py"):
         assert config_flags.found(path) == path
@@ -152,5 +152,5 @@ def test_a_config_is_found_from_any_folder_the_current_one_first(tmp_path, monke
         "    config.num_steps = 7\n    return config\n"
     )
     (tmp_path / "experiments" / "tiny_base" / "checkpoint").mkdir(parents=True)
-    config = config_flags.read_recipe(["--config=configs/tiny.py"])
+    config = config_flags.read_config(["--config=configs/tiny.py"])
     assert (config.num_steps, config.model.path) == (7, "experiments/tiny_base/checkpoint")

@@ -1,4 +1,4 @@
-"""Recipes: every key in one place, Table 1 as presets, impossible combinations refused."""
+"""Configs: every key in one place, Table 1 as presets, impossible combinations refused."""
 
 import ast
 import importlib
@@ -14,10 +14,10 @@ from dapo_jax.setup import checks, components, start
 from sharding.mesh import make_mesh
 
 SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
-RECIPES = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES), "qwen3_8b", "qwen3_32b")
+CONFIGS = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES), "qwen3_8b", "qwen3_32b")
 
 
-def recipe(name: str, preset: str = ""):
+def config_of(name: str, preset: str = ""):
     return importlib.import_module(f"configs.{name}").get_config(preset)
 
 
@@ -45,7 +45,7 @@ def is_key(name: str) -> bool:
 
 
 def test_messages_name_keys_that_exist():
-    """Told of a key that no recipe has (data.path), one makes a flag of it, which is refused."""
+    """Told of a key that no config has (data.path), one makes a flag of it, which is refused."""
     found = named_keys('"""No data.doc."""; f"{x}: set data.train.path or data.path"')
     assert found == {"data.train.path", "data.path"}
     assert is_key("data.train.path") and is_key("eval.sets.mine.k") and not is_key("data.path")
@@ -63,9 +63,9 @@ def test_messages_name_keys_that_exist():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_sets_only_keys_that_base_has(name):
-    names = {key for key, _ in base.leaves(recipe(name))}
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_sets_only_keys_that_base_has(name):
+    names = {key for key, _ in base.leaves(config_of(name))}
     assert base.KEYS.keys() <= names and all(map(base.key_of, names))
 
 
@@ -79,10 +79,10 @@ def test_defaults_are_the_papers():
     assert (config.eval.temperature, config.eval.top_p) == (1.0, 0.7)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_table_1_adds_one_technique_a_row(name):
     def techniques(preset):
-        a = recipe(name, preset).algo
+        a = config_of(name, preset).algo
         return {
             "clip_higher": a.eps_high > a.eps_low,
             "overlong_filtering": a.overlong_filtering,
@@ -98,9 +98,9 @@ def test_table_1_adds_one_technique_a_row(name):
     assert on["soft_overlong"] == {"clip_higher", "soft_overlong"}
     assert on["token_level"] == {"clip_higher", "soft_overlong", "token_level"}
     assert on["dapo"] == on["token_level"] | {"dynamic_sampling"}
-    assert recipe(name, "dapo").to_dict() == recipe(name).to_dict()
+    assert config_of(name, "dapo").to_dict() == config_of(name).to_dict()
     with pytest.raises(ValueError, match=r"naive_gpro.*did you mean 'naive_grpo'"):
-        recipe(name, "naive_gpro")
+        config_of(name, "naive_gpro")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_table_1_adds_one_technique_a_row(name):
     ],
 )
 def test_impossible_settings_name_the_value_and_the_key(changes, message):
-    config = recipe("tiny")
+    config = config_of("tiny")
     checks.check(config)
     config.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
@@ -131,7 +131,7 @@ def test_impossible_settings_name_the_value_and_the_key(changes, message):
 
 def test_refusals_are_said_together():
     """A user's own model and data took six corrections in six runs."""
-    config = recipe("tiny")
+    config = config_of("tiny")
     config.algo.overlong_cache_tokens, config.updates_per_step, config.seed = 81, 5, -1
     with pytest.raises(ValueError, match=r"\(1\).*seed = -1.*updates_per_step = 5.*\(3\).* 81 exc"):
         checks.check(config)
@@ -142,7 +142,7 @@ def test_refusals_are_said_together():
 
 
 def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles():
-    config = recipe("tiny")
+    config = config_of("tiny")
     tokenizer = components.tokenizer(config)
     config.data.train.count = 20
     with pytest.raises(ValueError, match=r"20 usable prompts.*generation_prompts = 48"):
@@ -154,7 +154,7 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
         checks.check_divides(config, make_mesh(data=4, model=1))
     checks.check_divides(config, make_mesh(data=2, model=2))
     with pytest.raises(ValueError, match="tokenizer has 999 ids, but the model only 384"):
-        components.programs(recipe("tiny"), 999)
+        components.programs(config_of("tiny"), 999)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
     ],
 )
 def test_an_engine_that_cannot_be_is_refused_before_anything_compiles(changes, message):
-    config = recipe("tiny")
+    config = config_of("tiny")
     config.update_from_flattened_dict(changes)
     checks.check(config)
     with pytest.raises(ValueError, match=message):
@@ -177,19 +177,19 @@ def test_an_engine_that_cannot_be_is_refused_before_anything_compiles(changes, m
 
 
 def test_longer_sequences_than_the_model_has_positions_for_are_refused():
-    config = recipe("tiny")
+    config = config_of("tiny")
     config.rollout.max_response_tokens = 40_000
     with pytest.raises(ValueError, match=r"40096 exceeds the 32768 positions"):
         components.model_sizes(config)
 
 
-def test_the_32b_recipe_builds_its_model_shardings_and_cache_without_devices():
+def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():
     """Every parameter and moment of the paper's 32B model gets a sharding; nothing is allocated.
 
     The cache is planned for responses of 20,480 tokens on a model of 131,072 bytes a token; a CPU
     copies 3/4 at most.
     """
-    config = recipe("qwen2_5_32b")
+    config = config_of("qwen2_5_32b")
     config.model.path, config.model.preset = "", "32b"
     config.mesh.model = 2
     checks.check(config)

@@ -23,7 +23,7 @@ from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import failures
 from dapo_jax.convert import convert
 from dapo_jax.logs import provenance, record
-from dapo_jax.logs.files import Rows, append_line, read_rows
+from dapo_jax.logs.files import Rows
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
 
@@ -61,12 +61,12 @@ def answered(status: int) -> Exception:
         (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
         (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
-        (ValueError(REFUSED), r"gs://b/r/2/: .*IED, storage\.objects\.create\); give the right", 1),
-        (OSError("Forbidden: b/b/o/r%2F2\nNo right."), r"gs://b/r/2: this user may .*right", 1),
-        (FileNotFoundError("Bucket does not exist: b"), r"gs://b: there is no such bucket", 1),
+        (ValueError(REFUSED), r"gs://b/r/2/: .*storage\.objects\.create .*; give the right", 1),
+        (OSError("Forbidden: b/b/o/r%2F2\nNo right."), r"may not .*r%2F2 No .*; give the right", 1),
+        (FileNotFoundError("Bucket does not exist: b"), r"may not .*not exist: b\); give the", 1),
         (DefaultCredentialsError("Your default credentials were not found."), r"may not do", 1),
-        (Forbidden(CLOSED), r"gs://b: .*\(HTTP 403, storage\.buckets\.get\); give the right", 1),
-        (answered(429), r"\(HTTP 429\)", 75),
+        (Forbidden(CLOSED), r"\(HTTP 403: .* no storage\.buckets\.get\); give the right", 1),
+        (answered(429), r"\(HTTP 429: the bucket", 75),
         (answered(404), r"the bucket said no", 1),
         (MemoryError("out of memory"), r"out of memory", 1),
     ],
@@ -102,21 +102,14 @@ def _refuse():
     components.tokenizer(config)
 
 
-def test_a_save_without_room_is_explained_with_the_last_saved_step(tmp_path):
+def test_a_save_without_room_is_explained(tmp_path):
     """Orbax raises a ValueError with tensorstore's text, pages of it."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     state = {"a": jnp.asarray(np.random.default_rng(0).random(50_000))}
-    checkpoints.save(1, state, {"cursor": 0})
-    with (
-        pytest.raises(Exception) as failed,
-        failures.telling_saved_steps(checkpoints.latest_step, checkpoints.directory),
-        small_files(100_000),
-    ):
+    with pytest.raises(Exception) as failed, small_files(100_000):
         checkpoints.save(2, state, {"cursor": 1})
     line, status = failures.explain(failed.value)
-    assert f"{tmp_path / 'checkpoints' / '2'}: File too large" in line
-    assert f"1 finished steps are saved in {tmp_path / 'checkpoints'}; mend that" in line
-    assert status == 1
+    assert f"{tmp_path / 'checkpoints' / '2'}: File too large" in line and status == 1
     checkpoints.close()
 
 
@@ -140,26 +133,6 @@ command.run(main)
     done = ran("-c", program, status=1)
     said = [f"writer: {line}", f"error: {line}", "(--debug shows where)"]
     assert done.stderr.splitlines() == said
-
-
-def test_rows_out_of_order_are_cut_without_a_loss(tmp_path):
-    """Two runs had mixed their rows: the copy had as many rows as were cut, but not those."""
-    mixed = [{"step": step, "x": x} for x, step in enumerate([0, 1, 2, 0, 1, 2, 3])]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    Rows(tmp_path, resume_step=1)
-    files = (tmp_path / name for name in ("metrics.jsonl", "metrics.cut-1.jsonl"))
-    kept, cut = ([row["x"] for row in read_rows(file)] for file in files)
-    assert (kept, cut) == ([0, 1, 3, 4], [2, 5, 6])
-
-
-def test_rows_do_not_begin_anew_where_somebody_moved_them(tmp_path):
-    """A row went to a file that no name led to any more, or to a new one: nobody was told."""
-    writer = Rows(tmp_path / "run", resume_step=None)
-    writer.write({"step": 0})
-    (tmp_path / "run").rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match=r"run/metrics\.jsonl"):
-        writer.write({"step": 1})
-    assert not (tmp_path / "run").exists()
 
 
 def test_every_start_is_recorded(tmp_path):
@@ -218,35 +191,22 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
     assert {name for name, _ in load_run(tmp_path).evaluations} == names
 
 
-def test_evaluate_compares_the_policy_with_the_runs(tmp_path, monkeypatch):
+def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
     """It loaded a run's weights into whatever model the command line described."""
     monkeypatch.chdir(ROOT)
     config = tiny.get_config()
-    policy.check_same(config, tmp_path)  # no run: nothing to compare
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    theirs = json.loads(config.to_json_best_effort())
     others = {"mesh.data": 1, "rollout.cache_mib": 8, "eval.top_p": 0.5, "seed": 3}
     others |= {"verifier.rules": "strict", "model.kernels": "cpu", "num_steps": 1}
     config.update_from_flattened_dict(others | {"model.path": str(ROOT / config.model.path)})
-    policy.check_same(config, tmp_path)
+    policy.require_same(config, theirs, "the run")
     config.tokenizer.chat = "template"
     with pytest.raises(ValueError, match=r"tokenizer.chat is 'template', but was 'none'"):
-        policy.check_same(config, tmp_path)
-    (tmp_path / "config.json").write_text("")
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
-        policy.check_same(config, tmp_path)
+        policy.require_same(config, theirs, "the run")
+    policy.require_same(config, theirs, "the run", may_differ=("tokenizer.chat",))
 
 
-def test_a_broken_file_of_json_lines_gets_no_half_line(tmp_path):
-    path = tmp_path / "starts.jsonl"
-    path.touch()
-    append_line(path, {"a": 1})
-    with pytest.raises(OSError, match=r"starts\.jsonl") as failed, small_files(20):
-        append_line(path, {"b": "x" * 50})
-    assert failed.value.errno == errno.EFBIG
-    assert path.read_bytes() == b'{"a": 1}\n'
-
-
-def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
+def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):
     """A stranger's run executed its own file where `convert` or `sample` opened it.
 
     config.json named it as the model's family, and the working directory is on Python's path.
@@ -257,7 +217,7 @@ def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
     config = tiny.get_config()
     config.mesh.slices = 2
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    mesh = policy.run_recipe(tmp_path, trust_code=False).mesh
+    mesh = policy.run_config(tmp_path, trust_code=False).mesh
     assert (mesh.slices, mesh.data, mesh.model) == (1, -1, 1)  # of this machine
 
     config.model.family = "payload"
@@ -274,17 +234,16 @@ def test_a_run_does_not_import_what_its_recipe_names(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
+def test_sample_takes_a_run_of_any_seed(tmp_path):
     """`sample` set the config's seed to its own, which makes random weights.
 
-    So runs of other seeds were refused, and the policy of step 0 was another. `--chat` of a run
-    that had no template was refused too, as another policy.
+    So runs of other seeds were refused, and the policy of step 0 was another.
     """
     config = tiny.get_config()
     config.tokenizer.path, config.model.path = str(ROOT / config.model.path), ""
     config.model.preset, config.seed = "tiny", 3
     theirs = json.loads(config.to_json_best_effort())
-    checkpoints = components.checkpoints(config, tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.fingerprint = {"recipe": theirs, "files": {}}
     state = components.programs(config, vocab_size=384).start_state()
     checkpoints.save(1, state, {"cursor": 0, "sampled_tokens_total": 0, "row": None})
@@ -297,7 +256,3 @@ def test_sample_takes_a_run_of_any_seed_and_asks_it_in_a_template(tmp_path):
         return ran(*command).stdout
 
     assert sampled(0, "--seed=7") == sampled(1, "--seed=7")
-    with pytest.raises(ValueError, match=r"tokenizer\.chat is 'template', but was 'none'"):
-        config.tokenizer.chat = "template"
-        policy.check_recipe(config, theirs, "checkpoint 1")
-    policy.check_recipe(config, theirs, "checkpoint 1", but=("tokenizer.chat",))

@@ -59,7 +59,7 @@ def fetched(path: str, key: str = "model.path", *runs) -> pathlib.Path:
     return pathlib.Path(hub.local(path))
 
 
-def recipe(**settings):
+def run_config(**settings):
     """A run of few steps, whose model and sets have names on the hub."""
     config = get_config()
     config.model.path, config.num_steps, config.checkpoint.every_steps = "someone/tiny", 2, 1
@@ -185,11 +185,11 @@ def test_a_model_is_converted_by_name(served, tmp_path):
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_a_dry_run_reads_all_by_name_and_the_identity_has_the_commits(served, tmp_path, capsys):
-    dry_run.dry_run(recipe(), tmp_path / "run", None)
+def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served, tmp_path, capsys):
+    dry_run.dry_run(run_config(), tmp_path / "run", None)
     text = capsys.readouterr().out
     assert "train.jsonl: 200 rows" in text and "test.jsonl: 200 rows" in text
-    config = recipe()
+    config = run_config()
     tokenizer = components.tokenizer(config)
     data = components.load_data(config, tokenizer, training=True)
     ours = fingerprint.of_run(config, data)
@@ -219,10 +219,10 @@ def test_a_run_resumes_after_main_has_moved(served, tmp_path):
     first = tiny.branches["main"]
     workdir, checkpoints = tmp_path / "run", str(tmp_path / "saved")
     settings = {"checkpoint.directory": checkpoints}
-    train.train(recipe(num_steps=1, **settings), workdir)
+    train.train(run_config(num_steps=1, **settings), workdir)
     moved = json.loads(MODEL["config.json"]) | {"rms_norm_eps": 1e-5}
     tiny.commit(MODEL | {"config.json": json.dumps(moved).encode()})
-    train.train(recipe(**settings), workdir)
+    train.train(run_config(**settings), workdir)
     assert read_json(workdir / "config.json")["model"]["path"] == "someone/tiny"
     starts = read_starts(workdir / "starts.jsonl")
     assert [start["hub"]["someone/tiny"] for start in starts] == [first, first]
@@ -231,19 +231,6 @@ def test_a_run_resumes_after_main_has_moved(served, tmp_path):
     settings["num_steps"] = 3  # and its workdir is gone with its machine
     message = rf"someone/tiny was at commit {first}.* model\.path: config\.json differs"
     with pytest.raises(fingerprint.OtherRunError, match=message):
-        train.train(recipe(**settings), tmp_path / "another")
+        train.train(run_config(**settings), tmp_path / "another")
     settings["model.path"] = f"someone/tiny@{first}"
-    train.train(recipe(**settings), tmp_path / "other")
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_same_commits(served, tmp_path):
-    arguments = ["-m", "dapo_jax.train", "--distributed", "--dry_run", f"--workdir={tmp_path}/run"]
-    arguments += ["--config=tests/small_config.py", "--config.model.path=someone/tiny"]
-    arguments += ["--config.mesh.cpu_devices=2", "--config.data.train.kind=jsonl"]
-    with processes.started([*arguments, f"--config.data.train.path={TRAIN}"], processes=2) as group:
-        texts = [process.communicate(timeout=300)[0] for process in group]
-        assert [process.returncode for process in group] == [0, 0], texts
-    assert "train.jsonl: 200 rows" in texts[0]
-    weights = [path for path in served.downloads() if path.endswith("safetensors")]
-    assert len(weights) == 1, "two processes of a host share its cache"
+    train.train(run_config(**settings), tmp_path / "other")

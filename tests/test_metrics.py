@@ -14,7 +14,7 @@ import pytest
 from processes import ran
 
 from dapo_jax.logs import metrics
-from dapo_jax.logs.display import Display, Sample, evaluation_line, format_duration
+from dapo_jax.logs.display import Display, evaluation_line, format_duration
 from dapo_jax.logs.files import Rows, append_log, atomic_file, read_rows, write_rollouts
 from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
@@ -33,11 +33,20 @@ ROW = {
     "seconds/total": 10.0,
 }
 
-SAMPLE = Sample(
-    *("What is [3] + 4?", "[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7", "7", "7"),
-    *(True, "correct", 1.0, 23, False),
-)
-CUT_SAMPLE = Sample("2*9", "x" * 5000, "18", None, False, "no answer", -1.5, 256, True)
+SAMPLE = {
+    "prompt": "What is [3] + 4?",
+    "response": "[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7",
+    "ground_truth": "7",
+    "prediction": "7",
+    "correct": True,
+    "status": "correct",
+    "reward": 1.0,
+    "tokens": 23,
+    "truncated": False,
+}
+CUT_SAMPLE = SAMPLE | {"response": "x" * 5000, "ground_truth": "18", "prediction": None}
+CUT_SAMPLE |= {"correct": False, "status": "no answer", "reward": -1.5, "tokens": 256}
+CUT_SAMPLE |= {"truncated": True}
 
 
 def _write(workdir, steps, *, resume_step=None, value=0.5):
@@ -366,7 +375,7 @@ def test_samples_print_model_text_literally(capsys):
         r"  response  [bold red]3[/] + 4⏎= 7 [/x]\x1b[35m\u202e Answer: 7",
     ]
     assert "wrong: no answer, truth 18, prediction (none), reward -1.50, 256 tokens, trunc" in text
-    assert "xx ...(4600 more)... xx" in text
+    assert "xx ... xx" in text
 
 
 def test_a_terminal_has_one_line_of_progress_which_is_written_over(capsys, monkeypatch):

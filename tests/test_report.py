@@ -1,20 +1,17 @@
 """The report: runs from files, their figures, and the page, which needs no other file."""
 
 import dataclasses
-import gzip
-import html
 import json
 import math
-import re
 import struct
 
 import numpy as np
 import pytest
 from processes import ran
 
-from dapo_jax.logs.files import Rows, write_rollouts
-from dapo_jax.report import compare, page, plots
-from dapo_jax.report.__main__ import load, write_report
+from dapo_jax.logs.files import Rows
+from dapo_jax.report import compare, plots
+from dapo_jax.report.__main__ import load
 from dapo_jax.report.rows import write_rows
 from dapo_jax.report.runs import (
     Run,
@@ -24,8 +21,6 @@ from dapo_jax.report.runs import (
     load_run,
     summary_lines,
 )
-
-HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u2028<!--'
 
 
 def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
@@ -65,31 +60,6 @@ def _written(workdir, *, seed=0, **settings):
     config = {"seed": seed, "algo": {"eps_high": run.config["algo.eps_high"], "eps_low": 0.2}}
     (workdir / "config.json").write_text(json.dumps(config | {"sets": {}}))
     return workdir
-
-
-def _response(text="1+1=2", *, correct=True, truncated=False, **other):
-    return {
-        "prompt": "What is 1+1?",
-        "response": text,
-        "ground_truth": "2",
-        "prediction": "2" if correct else None,
-        "correct": correct,
-        "reward": 1.0 if correct else -1.0,
-        "tokens": 5,
-        "truncated": truncated,
-        **other,
-    }
-
-
-def _with_rollouts(run, workdir, rows, *, steps=(0,)):
-    for step in steps:
-        write_rollouts(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
-    return dataclasses.replace(run, workdir=workdir)
-
-
-def _tags_and_words(text):
-    """The tags of a page, and its text without them."""
-    return re.findall(r"<(\w+)", text), html.unescape(re.sub("<[^>]*>", "", text))
 
 
 # Runs from files.
@@ -154,7 +124,7 @@ def test_runs_of_several_paths_are_told_apart(tmp_path):
     assert list(load([files[1]])) == ["a/seed_1"]
 
 
-def test_a_sweep_and_its_rows_make_the_same_page(tmp_path):
+def test_a_sweep_and_its_rows_make_the_same_tables(tmp_path):
     """Runs without a step, and those that the plan lacks, are left out."""
     sweep = _sweep(tmp_path / "sweep", {"b": 0.1, "a": 0.05}, [0, 1, 7], [0, 1, 2, 3])
     (sweep / "a" / "seed_2").mkdir()
@@ -162,9 +132,9 @@ def test_a_sweep_and_its_rows_make_the_same_page(tmp_path):
     runs = load([sweep])
     found = [(run.arm, run.seed) for run in runs.values()]
     assert found == [("b", 0), ("b", 1), ("a", 0), ("a", 1)]
-    assert runs["a/seed_0"].workdir == sweep / "a" / "seed_0"
     write_rows(tmp_path / "rows.jsonl.gz", runs)
-    assert page.render(runs) == page.render(load([tmp_path / "rows.jsonl.gz"]))
+    again = load([tmp_path / "rows.jsonl.gz"])
+    assert compare.markdown(runs, title="") == compare.markdown(again, title="")
 
 
 # Figures.
@@ -189,14 +159,6 @@ def _entropy_of(*columns, arm="a"):
     return _lines(plots.curves(runs), "policy entropy, nats")
 
 
-def test_rolling_mean_is_centred_and_leaves_out_missing_values():
-    values = np.array([1.0, 3.0, math.nan, 5.0, 7.0])
-    np.testing.assert_allclose(
-        plots.rolling_mean(values, window=3), [2.0, 2.0, math.nan, 6.0, 6.0], equal_nan=True
-    )
-    np.testing.assert_array_equal(plots.rolling_mean(values, window=1), values)
-
-
 def test_a_line_is_the_mean_of_the_seeds():
     """Where some seeds have no value it is dashed, over the others; infinities are none."""
     dashed, thick = _entropy_of([1, 2, 3], [3.0, None, math.inf])
@@ -210,26 +172,15 @@ def test_a_line_is_the_mean_of_the_seeds():
     ]
 
 
-def test_seeds_are_smoothed_before_their_mean():
-    one, other = np.full(60, 0.5), np.full(60, 0.5)
-    one[30], other[20] = 5.0, math.nan
-    smooth = [plots.rolling_mean(y, window=5) for y in (one, other)]
-    dashed, _ = _entropy_of(one, other)
-    np.testing.assert_allclose(dashed.get_ydata(), np.nanmean(smooth, axis=0))
-    raw, thick = _entropy_of(one)
-    np.testing.assert_allclose((raw.get_ydata(), thick.get_ydata()), (one, smooth[0]))
-
-
 def test_figures_show_the_data():
-    """Every value is where it belongs: over steps, over tokens, smoothed where it is noisy."""
+    """Every value is where it belongs: over steps and over tokens."""
     runs = {f"_run ${n}$": _run(steps=40, gain=n) for n in (0.01, 0.02)}
     figure, over_tokens = plots.curves(runs), plots.accuracy_vs_tokens(runs)
     for number, run in enumerate(runs.values()):
-        accuracy = plots.rolling_mean(column(run.rows, "accuracy/mean"), window=3)
-        drawn = [line for line in _lines(figure, "accuracy: training") if line.get_linewidth() > 1]
+        accuracy = column(run.rows, "accuracy/mean")
+        drawn = _lines(figure, "accuracy: training")
         np.testing.assert_allclose(drawn[number].get_data(), (range(40), accuracy))
         drawn = _lines(over_tokens, "training samples")
-        drawn = [line for line in drawn if line.get_linewidth() > 1]
         np.testing.assert_allclose(drawn[number].get_data(), (20_000 * np.arange(40), accuracy))
         scores = _lines(over_tokens, "held_out mean@8")[number].get_data()
         np.testing.assert_allclose(scores[0], [0, 800_000])
@@ -275,34 +226,7 @@ def test_a_configs_unused_parts_have_no_panel():
     assert [panel.title for panel in both] == [*several, wrong, "staleness"]
 
 
-# The page.
-
-
-def test_hostile_text_stays_text(tmp_path):
-    response = _response(HOSTILE, prompt=HOSTILE, prediction=HOSTILE, ground_truth="\udc00 \ufffd")
-    run = _with_rollouts(_run(arm=HOSTILE, note=HOSTILE), tmp_path, [response])
-    run.evaluations[HOSTILE, "mean@8"] = {4: 0.5}
-    run.starts[0]["commit"] = HOSTILE
-    path = write_report(tmp_path, {HOSTILE: run, "b/seed_0": _run(arm="b", note=1)})
-    text = path.read_text()
-    tags, words = _tags_and_words(text)
-    assert not {"script", "base", "iframe", "a", "link"} & set(tags)
-    assert (
-        re.findall(r"<img src=\"(data:image/png;base64,|)", text) == ["data:image/png;base64,"] * 2
-    )
-    assert "<!--" not in text and "http" not in text
-    assert words.count(HOSTILE) >= 8
-
-
-def test_the_page_has_the_numbers_of_its_runs(tmp_path):
-    first, second = (
-        _written(tmp_path / name, steps=40, gain=gain, **{"algo.eps_high": eps_high})
-        for name, gain, eps_high in (("a", 0.01, 0.28), ("b", 0.02, 0.2))
-    )
-    _, words = _tags_and_words(write_report(tmp_path, load([first, second])).read_text())
-    for found in ("50.0%", "90.0%", "800,000", "algo.eps_high", "0.28", "0.485"):
-        assert found in words
-    assert "algo.eps_low" not in words, "it does not differ"
+# Comparisons.
 
 
 def test_arms_are_compared_on_the_seeds_they_share():
@@ -317,6 +241,8 @@ def test_arms_are_compared_on_the_seeds_they_share():
     found = {row[1]: row[2:] for row in differences if row[0] == name}
     # The shared seeds 1, 2, 3 differ by 4 times 0.1 each.
     assert found == {"b": ["3", "+40.0", "[+40.0, +40.0] *"], "c": ["1", "+0.0", "-"]}
+    with pytest.raises(ValueError, match="no arm is called 'd'; there are a, b, c"):
+        compare.tables(runs, baseline="d")
     # A run that died in its last evaluation stood in the table with an earlier one.
     del (run := _run()).evaluations["held_out", "mean@8"][4]
     assert name not in {quantity.name for quantity in compare.quantities({"a": run})}
@@ -334,49 +260,27 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
     }
     kept, short = complete(runs)
     assert len(kept) == 5 and short == ["b/seed_1 has 3 of 30 steps"]
-    found = page.render(runs)
+    found = compare.markdown(runs, title="")
     assert "not finished: b/seed_1 has 3 of 30 steps." in found
     # Two clips that no ratio reached had an interval of [+0.0, +0.0], as if that were measured.
     assert "equal on each seed" in found
     # Folders of two configs are arms of their own: each as long as its config asks for.
     alone = {"short": _run(steps=3, num_steps=3), "long": _run(steps=5, num_steps=5)}
-    assert "not finished" not in page.render(alone)
+    assert "not finished" not in compare.markdown(alone, title="")
 
 
-def test_samples_are_of_the_first_and_the_last_step(tmp_path):
-    rows = [
-        _response("no" * 999, correct=False, sample=0),
-        _response(sample=1),
-        *(_response("cut", correct=False, truncated=True, sample=0) for _ in range(50)),
-    ]
-    one = _with_rollouts(_run(arm="a"), tmp_path, rows, steps=range(3, 30))
-    runs = {"a/0": _run(arm="a"), "a/1": one, "a/2": one}
-    found = page.samples(runs)
-    assert [row[:2] for row in found[:: page.SAMPLES]] == [["a/1", "3"], ["a/1", "29"]]
-    assert len(found) == 2 * page.SAMPLES
-    assert found[0][2:] == [
-        *("What is 1+1?", f"{'no' * 375} ... {'no' * 375}", "wrong: None, answer 2", "5", "-1")
-    ]
-    assert found[1][4] == "truncated: None, answer 2"
-    # A file that is cut costs its end only, a broken one all of it.
-    write_rollouts(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
-    path.write_bytes(path.read_bytes()[:-20])
-    (tmp_path / "rollouts" / "29.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": '))
-    assert [row[1] for row in page.samples({"run": one})] == ["3"] * page.SAMPLES
-
-
-def test_the_command_prints_what_it_draws_and_leaves_each_runs_page_alone(tmp_path):
-    """A comparison replaced the first run's own page and pictures."""
+def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(tmp_path):
+    """A comparison replaced the first run's own."""
     first, second = (_written(tmp_path / name, steps=3) for name in ("a", "b"))
     report = ("-m", "dapo_jax.report")
     out = ran(*report, "--workdir", first, f"--workdir={second}", "--baseline=b").stdout
-    path = first / "compared" / "report.html"
-    assert out.splitlines()[-1] == f"page: {path}"
+    path = first / "compared"
+    assert out.splitlines()[-1].startswith(f"curves: {path / 'curves.png'}   ")
     assert "## Differences from b on the same seed" in out
-    names = {"report.html", "curves.png", "accuracy_vs_tokens.png"}
-    assert {file.name for file in path.parent.iterdir()} == names
+    names = {"curves.png", "accuracy_vs_tokens.png"}
+    assert {file.name for file in path.iterdir()} == names
     *summary, last = ran(*report, f"--workdir={first}").stdout.splitlines()
     assert summary == summary_lines(load_run(first))
-    assert last == f"page: {first / 'report.html'}"
+    assert last.startswith(f"curves: {first / 'curves.png'}   ")
     error = ran(*report, f"--workdir={tmp_path}", status=1).stderr
     assert "metrics.jsonl" in error and "Traceback" not in error

@@ -247,7 +247,7 @@ def test_a_fork_needs_a_run(tmp_path):
 def test_a_path_may_be_written_in_another_way(one, other, same):
     old, new = {"model": {"path": one}}, {"model": {"path": other}}
     found = [] if same else [f"model.path is {other!r}, but was {one!r}"]
-    assert checks.recipe_differences(old, new) == found
+    assert checks.config_differences(old, new) == found
 
 
 def test_the_report_of_a_fork_counts_its_own_tokens(tmp_path):

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pathlib
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run
 from dapo_jax.sweep import plan as plans
-from dapo_jax.sweep.__main__ import launch_lines, sweep
+from dapo_jax.sweep.__main__ import sweep
 from dapo_jax.sweep.runner import Runner, share
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -113,8 +112,8 @@ def test_a_grid_spans_arms_and_seeds_come_in_turn():
     names += [name.replace("0.2", "0.28") for name in names]
     assert list(plan.arms) == names
     assert plan.arms[names[1]] == {"algo.eps_high": "0.2", "preset": "token_level"}
-    recipe = plan.recipes["eps_high=0.28+token_level"]
-    assert (recipe.algo.eps_high, recipe.algo.dynamic_sampling) == (0.28, False)
+    config = plan.configs["eps_high=0.28+token_level"]
+    assert (config.algo.eps_high, config.algo.dynamic_sampling) == (0.28, False)
     points = plan.points(pathlib.Path("D"), single_device=True)
     assert [(p.seed, p.arm) for p in points[:5]] == [*((0, name) for name in names), (3, names[0])]
     assert points[-1].seed == 7 and len(points) == 12
@@ -139,13 +138,13 @@ def test_arms_are_named_and_span_the_grid():
     assert (point.arm, point.seed, point.num_steps) == (next(iter(plan.arms)), 1, 7)
     assert "--start=run:base/1@60" in point.arguments
     assert sum("cpu_devices" in flag for flag in point.flags) == 1, "the flags' own counts"
-    assert plan.recipes["as_is+max_response_tokens=80"].algo.dynamic_sampling
+    assert plan.configs["as_is+max_response_tokens=80"].algo.dynamic_sampling
     names = [list(_plan(config=f"configs/tiny.py{preset}").arms) for preset in ("", ":dapo")]
     assert names == [["tiny"], ["dapo"]]
     # A value with commas is quoted for --arm; one with a path names a folder nevertheless.
     plan = _plan(named=["""qk: "learner.lora_targets=('q','k')" """], grid=["data.train.path=a/b"])
     assert list(plan.arms) == ["qk+path=a_b"]
-    assert plan.recipes["qk+path=a_b"].learner.lora_targets == ("q", "k")
+    assert plan.configs["qk+path=a_b"].learner.lora_targets == ("q", "k")
 
 
 @pytest.mark.parametrize(
@@ -190,27 +189,6 @@ def test_a_folder_takes_more_of_the_same_sweep_and_no_other(tmp_path):
         with pytest.raises(ValueError, match=message):
             plans.record(_plan(**changes), tmp_path)
     assert json.loads((tmp_path / "sweep.json").read_text()) == found
-
-
-def test_launch_prints_what_a_point_needs():
-    """Arms `x=-1` and `x=1` were both called x-1: a pod took the second run for the first."""
-    points = _plan(grid=["preset=dapo"], common=["--config.data.train.path=my file"]).points(
-        pathlib.Path("D")
-    )
-    template = "RUN={name} CONFIG={config} {workdir} {seed} {arm} {flags}"
-    assert launch_lines(template, points)[1] == (
-        "RUN=dapo-s1 CONFIG=configs/tiny.py:dapo D/dapo/seed_1 1 dapo "
-        "'--config.data.train.path=my file' --config.seed=1"
-    )
-    assert shlex.split(launch_lines("{command}", points)[1])[2:4] == [
-        "dapo_jax.train",
-        "--config=configs/tiny.py:dapo",
-    ]
-    plan = _plan(named=["x=-1: algo.eps_high=0.3", "x=1: algo.eps_high=0.4"])
-    points = plan.points(pathlib.Path("D"))
-    with pytest.raises(ValueError, match=r"two runs have one \{name\}"):
-        launch_lines("RUN={name} {command}", points)
-    assert len(set(launch_lines("{command}", points))) == len(points)
 
 
 # In place of dapo_jax.train: it does what the sweep's folder says of a point, attempt by attempt.
@@ -374,34 +352,10 @@ def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(tmp_path, program, capsys
     assert "no run has finished a step" in capsys.readouterr().out
 
 
-def _table_run(arm, seed, accuracy, steps=3, score=None):
-    rows = [{"step": step, "accuracy/mean": accuracy} for step in range(steps)]
-    scores = {} if score is None else {("held_out", "mean@8"): {0: 0.9, steps: score}}
-    return Run(rows, scores, {"seed": seed, "num_steps": 3}, arm=arm)
-
-
 def _cells(text, first):
     """The cells of the table's lines that begin with this cell."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     return [cells[1:] for cells in lines if cells and cells[0] == first]
-
-
-def test_the_summary_has_spreads_and_paired_intervals():
-    a_S = [_table_run("a", seed, value / 100, score=value / 10) for seed, value in enumerate(A_S)]
-    b_S = [_table_run("b", seed, value / 100) for seed, value in enumerate(B_S)]
-    runs = {f"{run.arm}/seed_{run.seed}": run for run in [*b_S, *a_S]}
-    text = markdown(runs, title="A")
-    assert _cells(text, "a") == [["3", "4", "50.0 ± 21.6", "5.0 ± 2.2"]]
-    assert _cells(text, "b") == [["3", "4", "-", "3.2 ± 2.2"]]
-    assert _cells(text, "train accuracy, %") == [["a", "4", "+1.8", "[+1.0, +2.5] *"]]
-    assert _cells(text, "held_out mean@8, %") == [], "no seed has it in both"
-    (cells,) = _cells(markdown(runs, baseline="a", title="A"), "train accuracy, %")
-    assert cells[:4] == ["b", "4", "-1.8", "[-2.5, -1.0] *"]
-    with pytest.raises(ValueError, match="no arm is called 'c'; there are b, a"):
-        markdown(runs, baseline="c", title="A")
-    short = {"b/seed_9": _table_run("b", 9, 0.99, steps=2)}
-    assert "Left out, not finished: b/seed_9 has 2 of 3 steps." in markdown(short, title="A")
-    assert _cells(markdown(runs | short, title="A"), "b") == _cells(text, "b")
 
 
 @pytest.mark.slow

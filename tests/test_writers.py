@@ -1,6 +1,5 @@
 """Writers of one's own: what they are given, and that none of them ends a run."""
 
-import contextlib
 import importlib.machinery
 import sys
 import types
@@ -94,8 +93,8 @@ def test_a_name_that_is_no_writers_is_refused_at_the_start(name, message, tmp_pa
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     config = tiny.get_config()
     config.log.writers = (name,)
-    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=message):
-        train.begin(config, tmp_path / "new", stack)
+    with pytest.raises(ValueError, match=message):
+        train.train(config, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -144,12 +143,10 @@ def test_wandb_gets_all_of_a_run_and_a_resumed_one_goes_on_in_it(tmp_path, monke
     ]
 
 
-def test_tensorboard_shows_responses_as_they_are(tmp_path, monkeypatch):
-    """As code: as text a response could be markup."""
-    board, texts = writers.TensorBoard({}, tmp_path, None), []
-    monkeypatch.setattr(board._writer, "add_text", lambda *given: texts.append(given))
-    board.samples(3, [{"response": "a|*b*\n<i> 你", "reward": 1.0}])
-    ((name, text, step),) = texts
-    assert (name, step) == ("samples", 3)
-    assert all(line.startswith("    ") for line in text.splitlines())
-    assert '"response": "a|*b*\\n<i> 你"' in text
+def test_tensorboard_has_scores_at_their_step(tmp_path, monkeypatch):
+    """Those in a row are of the policy before the step."""
+    board, added = writers.TensorBoard({}, tmp_path, None), []
+    monkeypatch.setattr(board._writer, "add_scalar", lambda *given: added.append(given))
+    board.evaluation(3, {"eval/a/mean@8": 0.5})
+    board.step({"step": 3, "entropy": 0.25, "kl": None, "eval/a/mean@8": 0.5})
+    assert added == [("eval/a/mean@8", 0.5, 3), ("entropy", 0.25, 3)]

@@ -10,10 +10,8 @@ import ast
 import hashlib
 import importlib.util
 import inspect
-import itertools
 import json
 import pathlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +20,7 @@ from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from dapo_jax import hub, losses
-from dapo_jax.cli.config_flags import recipe_differences
+from dapo_jax.cli.config_flags import config_differences
 from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
@@ -31,7 +29,7 @@ from sharding import hosts
 
 SHOWN_DIFFERENCES = 5
 WEIGHTS = ".safetensors"
-OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
+OURS = ("dapo_jax.", "models.")
 INSTALLED = ("site-packages", "dist-packages")
 CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
@@ -76,52 +74,33 @@ def of_run(config: ConfigDict, data) -> dict:
 
 
 def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
-    """Digests the files of custom modules, and of what these import, by key and file.
+    """Digests the files of custom modules, by key and file; not what these import.
 
-    Of the config's own file its functions count, but for get_config, whose keys may change. What
-    is imported of installed packages and of this project is left out, or by a computed name.
+    Of the config's own file its functions count, but for get_config, whose keys may change.
     """
     found: dict[str, dict[str, str]] = {}
     for key, module, function in _custom(config):
-        files = found.setdefault(key, {})
-        if module not in CONFIG_MODULES:
-            _add_module(module, files)
-            continue
-        function = inspect.unwrap(function)
-        file = inspect.getfile(function if hasattr(function, "__code__") else type(function))
-        kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-        _add(f"the functions of {pathlib.Path(file).name}", file, "", files, kinds)
+        if module in CONFIG_MODULES:
+            function = inspect.unwrap(function)
+            file = inspect.getfile(function if hasattr(function, "__code__") else type(function))
+            label = f"the functions of {pathlib.Path(file).name}"
+            kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+        else:
+            spec, kinds = importlib.util.find_spec(module), ast.stmt
+            label, file = f"{module.replace('.', '/')}.py", spec and spec.origin
+            if not file or module.startswith(OURS) or set(INSTALLED) & {*pathlib.Path(file).parts}:
+                continue
+        found.setdefault(key, {})[label] = _of_statements(file, kinds)
     return found
 
 
-def _add_module(name: str, files: dict[str, str]) -> None:
-    """Adds what a module's name finds on the path; nothing is imported for it."""
-    package, path = name.rpartition(".")[0], name.replace(".", "/")
-    if path.split("/")[0] in (*OURS, *sys.stdlib_module_names):
-        return
-    ends = ("/__init__.py", ".py")
-    places = {pathlib.Path(place, path + end): end for place in sys.path for end in ends}
-    file = next((place for place in places if place.is_file()), None)
-    if file and set(INSTALLED).isdisjoint(file.parts):
-        _add(f"{path}.py", file, package if places[file] == ".py" else name, files)
-
-
-def _add(label: str, file, package: str, files: dict[str, str], kinds=ast.stmt) -> None:
-    """Adds the digest of a file's statements of some kinds, and of the modules they import."""
-    if label in files:
-        return
+def _of_statements(file: str, kinds) -> str:
+    """Digests a file's statements of some kinds."""
     text = pathlib.Path(file).read_text(encoding="utf-8")
     nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
     nodes = [node for node in nodes if getattr(node, "name", "") != "get_config"]
     source = "\n".join(ast.get_source_segment(text, node) for node in nodes)
-    files[label] = hashlib.sha256(source.encode()).hexdigest()[:32]
-    for node in itertools.chain.from_iterable(map(ast.walk, nodes)):
-        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
-        if isinstance(node, ast.ImportFrom):
-            of = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names = [of, *(f"{of}.{name}" for name in names)]
-        for name in names:
-            _add_module(name, files)
+    return hashlib.sha256(source.encode()).hexdigest()[:32]
 
 
 def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
@@ -141,7 +120,7 @@ def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
         function = table[config.algo[name]]
         function = getattr(function, "func", function)  # of a partial
         module = getattr(function, "__module__", None) or ""
-        if not module.startswith(("dapo_jax.", "models.")):
+        if not module.startswith(OURS):
             yield f"algo.{name}", module, function
 
 
@@ -228,7 +207,10 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
-    code = list(_file_differences(theirs.get("code", {}), ours["code"]))  # older ones have none
+    there = {}  # older checkpoints have none, or that of imported modules too
+    for key, files in theirs.get("code", {}).items():
+        there[key] = {name: files[name] for name in files if name in ours["code"].get(key, ())}
+    code = list(_file_differences(there, ours["code"]))
     edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
         here = ours.get("hub", {})
@@ -262,9 +244,9 @@ def require_parent(theirs: dict, ours: dict, where: str) -> None:
 def differences(old: dict, new: dict, **keys) -> Iterator[str]:
     """Says, key by key, in what two fingerprints differ; evaluation sets and code are left out.
 
-    keys: as of `recipe_differences`, which the configs' part is.
+    keys: as of `config_differences`, which the configs' part is.
     """
-    yield from recipe_differences(old["recipe"], new["recipe"], **keys)
+    yield from config_differences(old["recipe"], new["recipe"], **keys)
     before, now = list(old["data"].items()), list(new["data"].items())
     if len(before) != len(now):
         yield f"there are {len(now)} training sets (data.train, data.mixture), not {len(before)}"

@@ -164,10 +164,8 @@ class Snapshots:
             self._changed.notify_all()
 
     def _write(self, snapshot: Snapshot) -> bool:
-        there = self._checkpoints
-        with failures.telling_saved_steps(there.latest_step, there.directory):
-            progress = snapshot.progress.to_json()
-            return there.save(snapshot.step, snapshot.state, progress, snapshot.arrays)
+        progress = snapshot.progress.to_json()
+        return self._checkpoints.save(snapshot.step, snapshot.state, progress, snapshot.arrays)
 
     def _fail(self, error: Exception) -> None:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""

@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from sharding import hosts
 
 READ, REFUSED, TRANSIENT, DAMAGED = "read", "refused", "transient", "damaged"
 ONE_FOLDER = "checkpoint.directory must be one that all processes see"
-LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
 
 
 class WrongStateError(ValueError):
@@ -92,7 +90,9 @@ class Checkpoints:
         that was moved anew.
         """
         if step in self._manager.all_steps():
-            return False
+            self._manager.reload()  # NFS lists for a minute what another process has set aside
+            if step in self._manager.all_steps():
+                return False
         newest = self._manager.latest_step()
         manifest = {
             "arrays": digests.described(state) if arrays is None else arrays,
@@ -258,15 +258,9 @@ class Checkpoints:
                 free = next(place for place in places if not place.exists())
                 (self.directory / str(step)).rename(free)
 
-        if not steps:
-            return
-        hosts.on_main(move)
-        until = time.monotonic() + LISTED_SECONDS
-        while self._manager.reload() or steps & set(self._manager.all_steps()):
-            # With it in its list, this process would not save that step, and the others wait.
-            if time.monotonic() > until:
-                raise OSError(errno.ETIMEDOUT, "moved steps are still listed", str(self.directory))
-            time.sleep(1)
+        if steps:
+            hosts.on_main(move)
+            self._manager.reload()
 
 
 def _reading(read: Callable[[], Any]) -> Any:

@@ -41,7 +41,7 @@ def found(path: str, root: pathlib.Path = ROOT) -> str:
 
 
 def complete(config: ConfigDict) -> None:
-    """Completes, in an unlocked recipe, every path that exists beside the code alone."""
+    """Completes, in an unlocked config, every path that exists beside the code alone."""
     for name, value in config.items():
         if isinstance(value, ConfigDict):
             complete(value)
@@ -49,9 +49,9 @@ def complete(config: ConfigDict) -> None:
             config[name] = found(value)
 
 
-def current(recipe: Mapping) -> ConfigDict:
+def current(config: Mapping) -> ConfigDict:
     """Returns a run's config as it is now: without keys that are gone, newer ones by default."""
-    return _on_defaults(ConfigDict(recipe, type_safe=False), renamed=base.RENAMED)[0]
+    return _on_defaults(ConfigDict(config, type_safe=False), renamed=base.RENAMED)[0]
 
 
 def fill_open(config: ConfigDict, chosen: Mapping) -> None:
@@ -62,15 +62,15 @@ def fill_open(config: ConfigDict, chosen: Mapping) -> None:
             config[section][last] = chosen[section][last]
 
 
-def recipe_differences(
+def config_differences(
     old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
 ) -> list[str]:
-    """Lists, key by key, where two recipes differ; a path may be written in another way.
+    """Lists, key by key, where two configs differ; a path may be written in another way.
 
     among, but: the beginnings of the keys that count, and of those that do not. before: the words
     for an old value.
     """
-    old, new = (json.loads(current(recipe).to_json_best_effort()) for recipe in (old, new))
+    old, new = (json.loads(current(it).to_json_best_effort()) for it in (old, new))
     return [
         f"{name} is {b!r}, but {before.format(repr(a))}"
         for name, a, b in differences(old, new)
@@ -113,12 +113,12 @@ def define_config(
     holder = config_flags.DEFINE_config_file(
         "config", None, "The run's config.", flag_values=flag_values, sys_argv=argv
     )
-    flag_values["config"].parser = RecipeParser("config", argv, sets)
+    flag_values["config"].parser = ConfigParser("config", argv, sets)
     flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
 
 
-def read_recipe(arguments: Sequence[str], sets: Callable[[], Iterable] = tuple) -> ConfigDict:
+def read_config(arguments: Sequence[str], sets: Callable[[], Iterable] = tuple) -> ConfigDict:
     """Returns the config of a command line's --config flags; ValueError, in one line.
 
     sets: as of `define_config`.
@@ -145,7 +145,7 @@ def config_flags_of(arguments: Sequence[str]) -> list[str]:
     return given
 
 
-class RecipeParser(ConfigFileFlagParser):
+class ConfigParser(ConfigFileFlagParser):
     """Loads a config and adds the data sets that flags name and the config does not have.
 
     A flag of a key that the config lacks is refused here, where the keys of all sections are known.
@@ -166,7 +166,11 @@ class RecipeParser(ConfigFileFlagParser):
             config = super().parse(path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file}: {error_line(error)}") from None
-        config = checked(config, file)
+        if config is None:
+            raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
+        config, wrong = _on_defaults(config, renamed={})
+        if wrong:
+            raise ValueError(f"{file}: {numbered(wrong)}")
         for name, settings in self.sets():
             if name in config.eval.sets:
                 raise ValueError(f"--set={name}:...: a second set {name!r}; each has its own name")
@@ -190,26 +194,16 @@ class RecipeParser(ConfigFileFlagParser):
         return config.lock()
 
 
-def checked(recipe: ConfigDict, file: str) -> ConfigDict:
-    """Copies a file's config key by key; ValueError names all that are unknown or of another type.
+def _on_defaults(given: ConfigDict, renamed: Mapping):
+    """Sets the values of a config on the defaults: (config, refusals of keys and of types).
 
     A data set may leave keys out.
     """
-    if recipe is None:
-        raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
-    config, wrong = _on_defaults(recipe, renamed={})
-    if wrong:
-        raise ValueError(f"{file}: {numbered(wrong)}")
-    return config
-
-
-def _on_defaults(recipe: ConfigDict, renamed: Mapping):
-    """Sets the values of a config on the defaults: (config, refusals of keys and of types)."""
     config, wrong = base.get_config(), []
-    for of_set in filter(None, map(SET_KEY.match, keys(recipe))):
+    for of_set in filter(None, map(SET_KEY.match, keys(given))):
         config.update_from_flattened_dict({of_set[1]: base.dataset()})
     known = list(keys(config))
-    for name, value in base.leaves(recipe):
+    for name, value in base.leaves(given):
         name = renamed.get(name, name)
         key = base.key_of(name)
         try:
@@ -283,7 +277,7 @@ def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: st
     given = [a for a in config_flags_of(arguments) if a not in HELP]
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
     given = given if files else [f"--config={base.__file__}", *given]
-    recipe = read_recipe(given, known_flags["config"].parser.sets)
+    config = read_config(given, known_flags["config"].parser.sets)
     own = (sys.argv[0], "dapo_jax.", "experiments.")
     modules = [name for name in known_flags.flags_by_module_dict() if name.startswith(own)]
     lines = [
@@ -292,7 +286,7 @@ def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: st
         "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
         "",
     ]
-    for name, value in base.leaves(recipe):
+    for name, value in base.leaves(config):
         key = base.key_of(name)
         changed = value != key.default
         meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning

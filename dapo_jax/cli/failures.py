@@ -5,7 +5,6 @@ system's number in its text, a bucket's a status of HTTP. Both are looked for in
 causes.
 """
 
-import contextlib
 import errno
 import logging
 import os
@@ -14,8 +13,7 @@ import re
 import sys
 import threading
 import traceback
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from sharding import hosts
@@ -35,9 +33,6 @@ OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's,
 # Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
 NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
 PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
-RIGHT = re.compile(r"storage\.(?!googleapis)\w+\.\w+")  # that a bucket's answer says is missing
-# The forms in which a bucket's API, and gcsfs, name it and an object in it.
-IN_BUCKET = re.compile(r"(?:/v1/b/|: b/|^Bucket .*: )([^/?\s]+)(?:/o(?:/|\?name=)([^\s&?]+))?")
 MEMORY_TEXT = re.compile("too many open files|cannot allocate|out of memory", re.IGNORECASE)
 
 
@@ -51,15 +46,10 @@ class Cause(NamedTuple):
 
 LATER = Cause("the storage does not answer for the moment", AGAIN, transient=True)
 DENIED = Cause("this user may not do that", "give the right to read and write it, or another path")
-NO_BUCKET = Cause(
-    "there is no such bucket, or this user may not see it",
-    "make it, give the right storage.buckets.get, or another path",
-)
 HTTP = r"HTTP[ _](status|response|error)?([ _]code)?[:=]?[ ']?"
 # What libraries write, a status of HTTP and tensorstore's own codes among it, and its cause.
 TEXTS = {
-    r"bucket does not exist": NO_BUCKET,
-    rf"{HTTP}40[13]|PERMISSION_DENIED|UNAUTHENTICATED|^forbidden"
+    rf"{HTTP}40[13]|PERMISSION_DENIED|UNAUTHENTICATED|^forbidden|bucket does not exist"
     r"|default credentials were not found": DENIED,
     rf"{HTTP}(408|429|50[0234])|\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED):"
     r"|too many requests|service unavailable|bad gateway|gateway time-?out|internal server error"
@@ -71,8 +61,8 @@ TEXTS = {
 def explain(error: BaseException) -> tuple[str, int]:
     """Returns (a line for a person, the exit status) of an error.
 
-    The line has the path, the cause, the last saved step where `telling_saved_steps` knew it, and
-    what to do. Status 75: the same command can go on as it is. Any other error is its own text.
+    The line has the path, the cause, and what to do. Status 75: the same command can go on as it
+    is. Any other error is its own text.
     """
     found = cause_of(error)
     status = hosts.RETRYABLE if found and found[1].transient else 1
@@ -81,8 +71,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         short = len(text) <= LIMIT or raised_by_us(error)
         return text if short else f"{text[:LIMIT]} ...", status
     path, cause, name = found
-    saved = next((f". {e.saved_steps}" for e in _chain(error) if hasattr(e, "saved_steps")), "")
-    return f"{path or 'the storage'}: {cause.words} ({name}){saved}; {cause.advice}", status
+    return f"{path or 'the storage'}: {cause.words} ({name}); {cause.advice}", status
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -124,16 +113,17 @@ def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
         if isinstance(link, OSError) and number in errno.errorcode:
             cause = of_errno(number)._replace(words=str(link.strerror))
             return _text(link.filename2 or link.filename), cause, errno.errorcode[number]
-        path, status = _place(str(link)), _http_status(link)
+        status = _http_status(link)
         text = f"HTTP {status}: {link}" if status else str(link)
+        named = PATH.search(text)
+        path = _text(named[1] or named[2]) if named else None
         theirs = not raised_by_us(link) and type(link).__name__ != "JaxRuntimeError"
         if theirs and (match := OS_ERROR.search(text)):
             number = int(match[1] or match[2])
             return path, of_errno(number), errno.errorcode.get(number, str(number))
         for pattern, cause in TEXTS.items() if theirs or status else ():
-            if match := re.search(pattern, text, re.IGNORECASE):
-                right = RIGHT.search(text) if cause is DENIED else None
-                return path, cause, f"{match[0]}, {right[0]}" if right else match[0]
+            if re.search(pattern, text, re.IGNORECASE):
+                return path, cause, " ".join(text.split())[:LIMIT]
         lost = not status and f"{type(link).__module__}.".startswith(NETWORK)
         if lost or isinstance(link, TimeoutError | ConnectionError):
             return path, LATER, type(link).__name__
@@ -160,24 +150,6 @@ def raised_by_us(error: BaseException) -> bool:
         return False
     innermost = pathlib.Path(frames[-1].filename)
     return innermost.is_relative_to(ROOT) and "site-packages" not in innermost.parts
-
-
-@contextlib.contextmanager
-def telling_saved_steps(latest_step: Callable[[], int | None], directory) -> Iterator[None]:
-    """Lets `explain` say of an error that passes through how many steps are saved, and where.
-
-    directory: the checkpoints', of which Orbax's errors often do not say that they are.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(directory)  # what we write ourselves has its name
-        step = latest_step()
-        error.saved_steps = (
-            f"{step} finished steps are saved in {directory}" if step else "no step is saved yet"
-        )
-        raise
 
 
 def quiet_threads() -> None:
@@ -223,15 +195,6 @@ def _http_status(error: BaseException) -> str:
         if re.fullmatch(r"[45]\d\d", status := str(getattr(holder, name, ""))):
             return status
     return ""
-
-
-def _place(text: str) -> str | None:
-    """The path that a library's message names, if any."""
-    if named := PATH.search(text):
-        return _text(named[1] or named[2])
-    if named := IN_BUCKET.search(text):
-        return _text("/".join(["gs:/", *map(urllib.parse.unquote, filter(None, named.groups()))]))
-    return None
 
 
 def _text(path) -> str | None:

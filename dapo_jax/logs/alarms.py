@@ -3,18 +3,15 @@
 `require_finite` refuses weights before anything is computed from them. An alarm is a condition on
 a step's row of metrics.jsonl: a key `alarm/<name>` there, which counts the steps in a row, and a
 line for a person. All that an alarm knows of earlier steps is in the row before, which a checkpoint
-carries: a resumed run gives the alarms of an undisturbed one. `python -m dapo_jax.logs.alarms`
-prints the table.
+carries: a resumed run gives the alarms of an undisturbed one.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -22,7 +19,6 @@ from configs.base import mixture_settings
 from dapo_jax.learner import TrainState, all_finite, checked_names, leaf_names
 from dapo_jax.logs.metrics import Step
 from dapo_jax.types import Rollouts
-from models.parameters import ModelConfig
 from sharding import hosts
 
 RATIO_GAP = {"float32": 1e-3, "bfloat16": 3e-2}  # healthy: below 1e-6, and 1e-3 to 1e-2
@@ -35,54 +31,21 @@ BROKEN = 0.5  # share of responses without finite log-probabilities at which a r
 REPEAT_STEPS = 20  # an alarm that stays is said again every so many steps
 
 
-def require_finite(
-    tree, where: str, *, advice: str = "give another one", sizes: ModelConfig | None = None
-) -> None:
+def require_finite(tree, where: str, *, advice: str = "give another one") -> None:
     """Raises ValueError for the first array of a tree with a value that is not finite.
 
     The check runs where the arrays are, one after the other; on several processes all call it.
-    where: what the arrays are, as a message begins. sizes: of a model of which these are the
-    weights, so that they are called by the names of its files.
+    where: what the arrays are, as a message begins.
     """
-    leaves = jax.tree.leaves(tree)
     # Not in one program: on a CPU what it compares of all arrays would lie in memory at once.
-    finite_N = [bool(hosts.fetch(_is_finite(leaf))) for leaf in leaves]
-    if all(finite_N):
-        return
-    i = finite_N.index(False)
-    index, value, count = hosts.fetch(_first_bad(leaves[i]))
-    place = _place(leaf_names(tree)[i], [int(at) for at in index], sizes)
-    more = finite_N.count(False) - 1
-    raise ValueError(
-        f"{where}: {place} is {value}; {count:,.0f} of its {leaves[i].size:,} values are not "
-        f"finite" + (f", and some of {more} more arrays" if more else "") + f"; {advice}"
-    )
+    finite_N = [bool(hosts.fetch(_is_finite(leaf))) for leaf in jax.tree.leaves(tree)]
+    bad = [name for name, finite in zip(leaf_names(tree), finite_N, strict=True) if not finite]
+    if bad:
+        more = f" (and in {len(bad) - 1} more arrays)" if len(bad) > 1 else ""
+        raise ValueError(f"{where}: {bad[0]} has values that are not finite{more}; {advice}")
 
 
 _is_finite = jax.jit(all_finite)
-
-
-@jax.jit
-def _first_bad(leaf):
-    """Finds (index, value) of an array's first value that is not finite, and counts them all.
-
-    The count is exact up to 16 million.
-    """
-    rows = jnp.sum(~jnp.isfinite(jnp.atleast_1d(leaf)), axis=-1, dtype=jnp.int32)
-    count, index = jnp.sum(rows.astype(jnp.float32)), []
-    for _ in range(leaf.ndim):
-        bad = ~jnp.isfinite(leaf)
-        index.append(jnp.argmax(bad.any(axis=range(1, leaf.ndim))))
-        leaf = leaf[index[-1]]
-    return index, leaf, count
-
-
-def _place(name: str, index: list[int], sizes: ModelConfig | None) -> str:
-    """Names a value: the tensor of a model's files with its layer, else the array with an index."""
-    parameter = sizes and sizes.parameters.get(name.rpartition(".")[2])
-    if parameter:
-        return f"a value of {parameter.tensor.format(*index[: parameter.stacked])} ({name}{index})"
-    return f"{name}{index}"
 
 
 def require_finite_state(state: TrainState, step: int) -> None:
@@ -96,66 +59,34 @@ def require_finite_state(state: TrainState, step: int) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """The facts beside a row: the config, the entropy of a uniform choice, the bad value."""
-
-    config: ConfigDict
-    uniform_nats: float
-    bad: str = ""
-
-    @property
-    def ratio_gap(self) -> float:
-        """The bound of the ratio's gap; none where sampling is cut, which the update leaves out."""
-        r, bound = self.config.rollout, self.config.alarms.max_ratio_gap
-        if bound == 0 and (r.top_p < 1 or r.top_k > 0):
-            return math.inf
-        return bound or RATIO_GAP[self.config.model.compute_dtype]
-
-    def values(self, *names: str) -> str:
-        """Shows settings with their values."""
-
-        def value(name: str):
-            return functools.reduce(lambda at, part: at[part], name.split("."), self.config)
-
-        return ", ".join(f"{name} = {value(name)!r}" for name in names)
-
-
-@dataclasses.dataclass(frozen=True)
-class Alarm:
+class Alarm(NamedTuple):
     """One alarm.
 
-    name: its key in a row is alarm/<name>. condition: in words, what `holds` computes.
-    holds(row, facts): whether a step's row is of that kind. text(row, facts): what is wrong, and
-    which settings to look at. steps: how many of those in a row make an alarm.
+    name: its key in a row is alarm/<name>. holds(row, alarms): whether a step's row is of that
+    kind. text(row, alarms): what is wrong, and which settings to look at. steps: how many of those
+    in a row make an alarm.
     """
 
     name: str
-    condition: str
-    holds: Callable[[Mapping[str, Any], Facts], bool]
-    text: Callable[[Mapping[str, Any], Facts], str]
+    holds: Callable[[Mapping[str, Any], "Alarms"], bool]
+    text: Callable[[Mapping[str, Any], "Alarms"], str]
     steps: int = 1
-
-    @property
-    def key(self) -> str:
-        """Its key in a row."""
-        return f"alarm/{self.name}"
 
 
 def _is_answerless(row, _=None) -> bool:
     return row["accuracy/mean"] == 0 and row["no_answer_fraction"] >= ANSWERLESS
 
 
-def _no_answers(row, f: Facts) -> str:
+def _no_answers(row, of: "Alarms") -> str:
     share = f"{row['no_answer_fraction']:.0%} of the responses have no answer that is found"
     since = row.get("alarm/no_answers", 0)
     if since <= row["step"]:
         return (
             f"{share}, and earlier steps had some: the policy has broken. Lower "
-            f"{f.values('learner.learning_rate')} and begin with a checkpoint before step "
+            f"{of.values('learner.learning_rate')} and begin with a checkpoint before step "
             f"{row['step'] + 1 - since}"
         )
-    return f"{share}. {_template_advice(f.config)}"
+    return f"{share}. {_template_advice(of.config)}"
 
 
 def _template_advice(config: ConfigDict) -> str:
@@ -169,120 +100,63 @@ def _template_advice(config: ConfigDict) -> str:
     )
 
 
-def _entropy_bound(row, f: Facts) -> float:
-    return max(f.config.alarms.min_entropy, COLLAPSED * row.get("entropy_first", 0.0))
+def _entropy_bound(row, of: "Alarms") -> float:
+    return max(of.config.alarms.min_entropy, COLLAPSED * row.get("entropy_first", 0.0))
 
 
-def _has_exploded(row, f: Facts) -> bool:
+def _has_exploded(row, of: "Alarms") -> bool:
     entropy = row.get("entropy", 0.0)
     grew = entropy > max(GREW_FROM_NATS, GREW * row.get("entropy_first", 0.0))
-    return entropy > EXPLODED * f.uniform_nats or grew
+    return entropy > EXPLODED * of.uniform_nats or grew
 
 
 # fmt: off
 ALARMS: tuple[Alarm, ...] = (
-    Alarm("skipped_updates", "An update was skipped: its loss or gradient is not finite.",
-          lambda row, f: row["updates_skipped"] > 0, lambda row, f: (
+    Alarm("skipped_updates", lambda row, of: row["updates_skipped"] > 0, lambda row, of: (
         f"{row['updates_skipped']} of {row['updates_skipped'] + row['updates']} updates were left "
-        f"out, {row['updates_skipped_in_a_row']} in a row by now: {f.bad} was not finite. Look at "
-        + f.values("learner.learning_rate", "learner.max_grad_norm", "learner.max_skipped_updates")
+        f"out, {row['updates_skipped_in_a_row']} in a row by now: {of.bad} was not finite. Look at "
+        + of.values("learner.learning_rate", "learner.max_grad_norm", "learner.max_skipped_updates")
     )),
-    Alarm("not_finite_samples", "A sampled response has a log-probability that is not finite.",
-          lambda row, f: row["responses_not_finite"] > 0, lambda row, f: (
+    Alarm("not_finite_samples", lambda row, of: row["responses_not_finite"] > 0, lambda row, of: (
         f"{row['responses_not_finite']} responses were sampled with log-probabilities that are not "
-        "finite: the policy's logits overflow. Lower " + f.values("learner.learning_rate")
+        "finite: the policy's logits overflow. Lower " + of.values("learner.learning_rate")
     )),
-    Alarm("empty_updates", "An update has no token with any weight.",
-          lambda row, f: row["updates_empty"] > 0, lambda row, f: (
+    Alarm("empty_updates", lambda row, of: row["updates_empty"] > 0, lambda row, of: (
         f"{row['updates_empty']} updates had no token with any weight. Look at "
-        + f.values("algo.overlong_filtering", "rollout.max_response_tokens")
+        + of.values("algo.overlong_filtering", "rollout.max_response_tokens")
     )),
-    Alarm("zero_gradients", "The gradient of every update of the step is exactly zero.",
-          lambda row, f: row["updates_zero_gradient"] == row["updates"] > 0, lambda row, f: (
+    Alarm("zero_gradients", lambda row, of: row["updates_zero_gradient"] == row["updates"] > 0,
+          lambda row, of: (
         f"the gradient of all {row['updates']} updates is exactly zero: nothing is learned. Look "
-        "at " + f.values("algo.dynamic_sampling", "algo.eps_low", "algo.eps_high")
+        "at " + of.values("algo.dynamic_sampling", "algo.eps_low", "algo.eps_high")
     )),
-    Alarm("no_answers", f"Accuracy 0, and {ANSWERLESS:.0%} of the responses have no answer, in two "
-          "steps in a row.", _is_answerless, _no_answers, steps=2),
-    Alarm("nothing_to_learn", "No group has right and wrong responses, though answers are found.",
-          lambda row, f: row["groups/informative"] == 0 and not _is_answerless(row),
-          lambda row, f: (
+    Alarm("no_answers", _is_answerless, _no_answers, steps=2),
+    Alarm("nothing_to_learn",
+          lambda row, of: row["groups/informative"] == 0 and not _is_answerless(row),
+          lambda row, of: (
         f"no group has right and wrong responses, at an accuracy of {row['accuracy/mean']:.1%}: "
         "the problems are too hard or too easy for this model. Look at data.train, "
-        + f.values("model.path", "rollout.max_response_tokens")
+        + of.values("model.path", "rollout.max_response_tokens")
     )),
-    Alarm("entropy_collapse", f"Entropy below alarms.min_entropy, or {COLLAPSED:.0%} of the first "
-          "step's.", lambda row, f: row.get("entropy", math.inf) < _entropy_bound(row, f),
-          lambda row, f: (
-        f"the entropy is {row['entropy']:.2g} nats, below {_entropy_bound(row, f):.2g}: the policy "
-        "hardly varies its responses. Raise " + f.values("algo.eps_high", "rollout.temperature")
-        + " or lower " + f.values("learner.learning_rate", "alarms.min_entropy")
+    Alarm("entropy_collapse",
+          lambda row, of: row.get("entropy", math.inf) < _entropy_bound(row, of), lambda row, of: (
+        f"the entropy is {row['entropy']:.2g} nats, below {_entropy_bound(row, of):.2g}: the "
+        "policy hardly varies its responses. Raise "
+        + of.values("algo.eps_high", "rollout.temperature") + " or lower "
+        + of.values("learner.learning_rate", "alarms.min_entropy")
     )),
-    Alarm("entropy_explosion", f"Entropy over {EXPLODED:.0%} of log(vocabulary), or over "
-          f"{GREW_FROM_NATS:g} nat and {GREW:g} times the first step's.",
-          _has_exploded, lambda row, f: (
-        f"the entropy is {row['entropy']:.2f} nats of {f.uniform_nats:.2f} at most, and was "
+    Alarm("entropy_explosion", _has_exploded, lambda row, of: (
+        f"the entropy is {row['entropy']:.2f} nats of {of.uniform_nats:.2f} at most, and was "
         f"{row['entropy_first']:.2g} at first: the policy falls apart, or has no trained weights. "
-        "Look at " + f.values("learner.learning_rate", "model.path")
+        "Look at " + of.values("learner.learning_rate", "model.path")
     )),
-    Alarm("ratio_gap", "ratio_gap over alarms.max_ratio_gap (0: "
-          + ", ".join(f"{bound:g} in {dtype}" for dtype, bound in RATIO_GAP.items())
-          + "; no bound with top-p or top-k).",
-          lambda row, f: row.get("ratio_gap", 0.0) > f.ratio_gap, lambda row, f: (
+    Alarm("ratio_gap", lambda row, of: row.get("ratio_gap", 0.0) > of.ratio_gap, lambda row, of: (
         f"sampler and learner disagree: the first update's ratio is off by {row['ratio_gap']:.2g} "
-        f"on average, over {f.ratio_gap:.2g}. Have all hosts the same model, data and settings? "
-        "Look at " + f.values("model.kernels", "model.compute_dtype", "alarms.max_ratio_gap")
+        f"on average, over {of.ratio_gap:.2g}. Have all hosts the same model, data and settings? "
+        "Look at " + of.values("model.kernels", "model.compute_dtype", "alarms.max_ratio_gap")
     )),
 )
 # fmt: on
-
-
-def look(
-    row: Mapping, before: Mapping, updates: Sequence[Mapping], facts: Facts
-) -> tuple[dict, list[str], str]:
-    """Looks at a step's row: (the keys that the alarms add to it, lines for a person, why to stop).
-
-    before: the row of the step before; {} at the run's first. The reason to stop is "" where the
-    run continues. The lines say the alarms that begin, those that stay, now and then, and the ends.
-    """
-    in_a_row, most = before.get("updates_skipped_in_a_row", 0), 0
-    for update in updates:
-        in_a_row = 0 if update["taken"] else in_a_row + 1
-        most = max(most, in_a_row)
-    first, lines = before.get("entropy_first", row.get("entropy")), []
-    added = {"updates_skipped_in_a_row": in_a_row, "entropy_first": first, "alarms": 0}
-    added = {key: value for key, value in added.items() if value is not None}
-    for alarm in ALARMS:
-        count, was = 0, before.get(alarm.key, 0)
-        if alarm.holds(row | added, facts):
-            count = added[alarm.key] = was + 1
-        if count >= alarm.steps:
-            added["alarms"] += 1
-            if (count - alarm.steps) % REPEAT_STEPS == 0:
-                since = f" ({count} steps in a row)" if count > 1 else ""
-                text = alarm.text(row | added, facts)
-                lines.append(f"alarm at step {row['step']}{since}: {text}")
-        if count == 0 and was > alarm.steps:
-            lines.append(f"step {row['step']}: no more {alarm.name.replace('_', ' ')} after {was}")
-    return added, lines, _reason_to_stop(row, most, facts)
-
-
-def _reason_to_stop(row: Mapping, skipped: int, facts: Facts) -> str:
-    step, limit = row["step"], facts.config.learner.max_skipped_updates
-    share = row["responses_not_finite"] / (row["groups/sampled"] * facts.config.rollout.group_size)
-    if skipped >= limit:
-        what = f"{skipped} updates in a row were left out: {facts.bad} was not finite"
-    elif share >= BROKEN:
-        what = f"{share:.0%} of the responses have log-probabilities that are not finite"
-    else:
-        return ""
-    settings = ("learning_rate", "max_grad_norm", "adam_eps", "max_skipped_updates")
-    return (
-        f"step {step}: {what}. Look at {facts.values(*(f'learner.{s}' for s in settings))}, "
-        f"{facts.values('rollout.temperature', 'model.compute_dtype')}; lower the learning rate "
-        f"and start anew. Saved as {step + 1} finished steps: the weights of the last update that "
-        "was taken, which are finite"
-    )
 
 
 def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
@@ -309,26 +183,71 @@ class Alarms:
         vocab_size: int,
         say: Callable[[str], None],
     ):
-        self._facts = Facts(config, uniform_nats=math.log(vocab_size))
-        self._names = checked_names(state)
-        self._say = say
+        self.config, self.uniform_nats = config, math.log(vocab_size)  # nats of a uniform choice
+        self.bad = ""  # the value that was not finite in the step
+        self._names, self._say = checked_names(state), say
+
+    @property
+    def ratio_gap(self) -> float:
+        """The bound of the ratio's gap; none where sampling is cut, which the update leaves out."""
+        r, bound = self.config.rollout, self.config.alarms.max_ratio_gap
+        if bound == 0 and (r.top_p < 1 or r.top_k > 0):
+            return math.inf
+        return bound or RATIO_GAP[self.config.model.compute_dtype]
+
+    def values(self, *names: str) -> str:
+        """Shows settings with their values."""
+
+        def value(name: str):
+            return functools.reduce(lambda at, part: at[part], name.split("."), self.config)
+
+        return ", ".join(f"{name} = {value(name)!r}" for name in names)
 
     def look(self, row: dict, done: Step, before: Mapping) -> str:
         """Adds the alarms' keys to a step's row; returns why to stop, "" where the run continues.
 
-        before: the row of the step before; {} at the run's first.
+        before: the row of the step before; {} at the run's first. Says the alarms that begin, those
+        that stay, now and then, and the ends.
         """
+        in_a_row, most = before.get("updates_skipped_in_a_row", 0), 0
+        for update in done.updates:
+            in_a_row = 0 if update["taken"] else in_a_row + 1
+            most = max(most, in_a_row)
         left_out = [update for update in done.updates if not update["taken"]]
-        bad = self._names[int(left_out[0]["bad"])] if left_out else ""
+        self.bad = self._names[int(left_out[0]["bad"])] if left_out else ""
         if not np.isfinite(done.reward_PG).all():
-            bad = "a reward"
-        facts = dataclasses.replace(self._facts, bad=bad)
-        added, lines, reason = look(row, before, done.updates, facts)
-        row |= added
-        for line in lines:
-            self._say(line)
-        return reason
+            self.bad = "a reward"
+        row |= {"updates_skipped_in_a_row": in_a_row, "alarms": 0}
+        if (first := before.get("entropy_first", row.get("entropy"))) is not None:
+            row["entropy_first"] = first
+        for alarm in ALARMS:
+            key = f"alarm/{alarm.name}"
+            count, was = 0, before.get(key, 0)
+            if alarm.holds(row, self):
+                count = row[key] = was + 1
+            if count >= alarm.steps:
+                row["alarms"] += 1
+                if (count - alarm.steps) % REPEAT_STEPS == 0:
+                    since = f" ({count} steps in a row)" if count > 1 else ""
+                    self._say(f"alarm at step {row['step']}{since}: {alarm.text(row, self)}")
+            if count == 0 and was > alarm.steps:
+                name = alarm.name.replace("_", " ")
+                self._say(f"step {row['step']}: no more {name} after {was}")
+        return self._reason_to_stop(row, most)
 
-
-if __name__ == "__main__":
-    print("\n".join(f"{alarm.name:20}{alarm.condition}" for alarm in ALARMS))
+    def _reason_to_stop(self, row: Mapping, skipped: int) -> str:
+        step, limit = row["step"], self.config.learner.max_skipped_updates
+        samples = row["groups/sampled"] * self.config.rollout.group_size
+        if skipped >= limit:
+            what = f"{skipped} updates in a row were left out: {self.bad} was not finite"
+        elif (share := row["responses_not_finite"] / samples) >= BROKEN:
+            what = f"{share:.0%} of the responses have log-probabilities that are not finite"
+        else:
+            return ""
+        settings = ("learning_rate", "max_grad_norm", "adam_eps", "max_skipped_updates")
+        return (
+            f"step {step}: {what}. Look at {self.values(*(f'learner.{s}' for s in settings))}, "
+            f"{self.values('rollout.temperature', 'model.compute_dtype')}; lower the learning rate "
+            f"and start anew. Saved as {step + 1} finished steps: the weights of the last update "
+            "that was taken, which are finite"
+        )

@@ -4,7 +4,6 @@ Text of the model, of data or of errors prints literally, whatever it holds.
 """
 
 import collections
-import dataclasses
 import datetime
 import statistics
 import sys
@@ -12,36 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from dapo_jax.logs.metrics import METRICS, score_metric
-from dapo_jax.printable import printable
+from dapo_jax.printable import printable, shortened
 
 QUIET_SECONDS = 60.0  # a log that has been silent for so long also shows the phases of a step
 PROGRESS_COLUMNS = 79  # of the line of progress, which must not wrap
 ETA_STEPS = 20  # the remaining time rests on the median of so many last steps
 PROMPT_CHARACTERS = 120
 RESPONSE_CHARACTERS = 400
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A sampled response with its verdict, as shown to a person."""
-
-    prompt: str
-    response: str
-    truth: str
-    prediction: str | None
-    correct: bool
-    status: str  # the verifier's reason, for instance "no answer"
-    reward: float
-    response_tokens: int
-    truncated: bool  # ran into the length limit instead of a stop token
-
-
-def shorten_middle(text: str, *, limit: int) -> str:
-    """At most `limit` characters from the two ends of a text, with the count of those left out."""
-    if len(text) <= limit:
-        return text
-    head, tail = (limit + 1) // 2, limit // 2
-    return f"{text[:head]} ...({len(text) - limit} more)... {text[len(text) - tail :]}"
 
 
 def format_duration(seconds: float) -> str:
@@ -116,9 +92,9 @@ class Display:
         self._print("\n".join(lines))
         self._log("\n".join(lines))
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def samples(self, step: int, rows: Sequence[Mapping]) -> None:
         """Prints sampled responses with their verdicts, rewards and ends."""
-        self.line("\n".join([f"samples of step {step}", *map(described, samples)]))
+        self.line("\n".join([f"samples of step {step}", *map(described, rows)]))
 
     def close(self) -> None:
         """Takes the line of progress away."""
@@ -136,20 +112,20 @@ class Display:
         return format_duration(statistics.median(self._step_seconds) * remaining_steps)
 
 
-def described(sample: Sample) -> str:
-    """Describes a sample: a line with the verdict, then the ends of prompt and response."""
+def described(row: Mapping) -> str:
+    """Describes a response: a line with its verdict, then the ends of prompt and response."""
 
     def text(value: str, limit: int = 60) -> str:
-        return printable(shorten_middle(value.strip(), limit=limit))
+        return printable(shortened(value.strip(), limit=limit))
 
-    verdict = "correct" if sample.correct else "wrong"
-    if sample.status not in ("", verdict):
-        verdict += f": {sample.status}"
-    prediction = "(none)" if sample.prediction is None else text(sample.prediction)
-    end = "truncated" if sample.truncated else "stop"
+    verdict = "correct" if row["correct"] else "wrong"
+    if row["status"] not in ("", verdict):
+        verdict += f": {row['status']}"
+    prediction = "(none)" if row["prediction"] is None else text(row["prediction"])
+    end = "truncated" if row["truncated"] else "stop"
     return (
-        f"{verdict}, truth {text(sample.truth)}, prediction {prediction}, reward "
-        f"{sample.reward:+.2f}, {sample.response_tokens} tokens, {end}\n"
-        f"  prompt    {text(sample.prompt, PROMPT_CHARACTERS)}\n"
-        f"  response  {text(sample.response, RESPONSE_CHARACTERS)}"
+        f"{verdict}, truth {text(row['ground_truth'])}, prediction {prediction}, reward "
+        f"{row['reward']:+.2f}, {row['tokens']} tokens, {end}\n"
+        f"  prompt    {text(row['prompt'], PROMPT_CHARACTERS)}\n"
+        f"  response  {text(row['response'], RESPONSE_CHARACTERS)}"
     )

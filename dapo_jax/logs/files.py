@@ -181,13 +181,8 @@ def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: i
 
 def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
     """Yields the responses that `write_rollouts` wrote."""
-    yield from map(json.loads, gzip_lines(path))
-
-
-def gzip_lines(path: str | os.PathLike) -> Iterator[bytes]:
-    """Yields the lines of a gzip file."""
     with gzip.open(path) as lines:
-        yield from lines
+        yield from map(json.loads, lines)
 
 
 def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:

@@ -124,7 +124,7 @@ class Metric:
     step already has under this key: the mean over the updates of what `update` returned, the
     seconds of a phase or of a part of sampling, a score. form: how a person reads it; its width is
     that of the live line's column. panel: title of the panel of the curves that draws it, beside
-    others of that title; log: with a logarithmic axis. line, summary: its label in the live line,
+    others of that title. line, summary: its label in the live line,
     and in the summary of first against last; "" leaves it out. higher_is_better: whether the
     summary also has its best step.
     """
@@ -135,7 +135,6 @@ class Metric:
     value: Callable[[Step], Any] | None = None
     form: str = "{:.4g}"
     panel: str = ""
-    log: bool = False
     line: str = ""
     summary: str = ""
     higher_is_better: bool = False
@@ -266,7 +265,7 @@ METRICS: list[Metric] = [
            "Mean |ratio - 1| in the first update, over the groups that began in this step.",
            lambda s: s.updates[0].get("ratio_gap") if s.taken and s.updates[0].get("on_policy", 1)
            else None,
-           panel="sampler/learner gap, mean |ratio - 1|", log=True),
+           panel="sampler/learner gap, mean |ratio - 1|"),
     Metric("lr", "", "Learning rate of the step.", lambda s: s.learning_rate),
     Metric("seconds/load", "s", "Reading data and weights at a start."),
     Metric("seconds/compile", "s", "Compiling at a start."),

@@ -1,7 +1,6 @@
 """The outputs of a run: config, rows, responses, evaluations, samples, printed lines."""
 
 import concurrent.futures
-import dataclasses
 import functools
 import hashlib
 import json
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from dapo_jax.logs.display import Display, Sample, evaluation_line
+from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import (
     Rows,
     append_log,
@@ -65,9 +64,9 @@ class Record:
         if resumed and not self._rows.has(resume_step):
             self._rows.write(last_row)
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
-        recipe = json.loads(config.to_json_best_effort())
-        write_json(workdir / "config.json", recipe)
-        begin = (recipe, workdir, resume_step if resumed else None)
+        as_json = json.loads(config.to_json_best_effort())
+        write_json(workdir / "config.json", as_json)
+        begin = (as_json, workdir, resume_step if resumed else None)
         self._writers = Writers(config.log.writers, *begin, self.display.line)
         for note in self._rows.notes:
             self.display.line(note)
@@ -136,7 +135,7 @@ class Record:
         if is_due and (shown := samples(rollouts, reward_PG)):
             self.display.samples(row["step"], shown)
             if hosts.is_main_host():
-                self._writers("samples", row["step"], [*map(dataclasses.asdict, shown)])
+                self._writers("samples", row["step"], shown)
         self.display.step(row)
 
 
@@ -233,22 +232,13 @@ def _line(value) -> bytes:
     return json.dumps(value, default=str).encode() + b"\n"
 
 
-def samples(rollouts: Rollouts, reward_PG) -> list[Sample]:
+def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
     """The first response of the step's first groups, for a person to read."""
-    return [
-        Sample(
-            prompt=problem_of(group.prompt.example.text),
-            response=(response := group.responses[0]).text,
-            truth=group.prompt.example.answer,
-            prediction=response.verdict.prediction,
-            correct=response.verdict.correct,
-            status=response.verdict.status,
-            reward=float(reward_PG[p, 0]),
-            response_tokens=len(response.tokens_T),
-            truncated=not response.stopped,
-        )
-        for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES])
-    ]
+    found = []
+    for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
+        row = response_row(group, 0, reward=float(reward_PG[p, 0]))
+        found.append(row | {"prompt": problem_of(row["prompt"])})
+    return found
 
 
 def _every(steps: int, step: int) -> bool:

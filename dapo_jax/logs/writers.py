@@ -7,7 +7,6 @@ metrics.jsonl anyway.
 
 import importlib
 import importlib.util
-import json
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +41,7 @@ class Writer(Protocol):
         """
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Takes a few responses of a step, as `display.Sample` has them; a class may lack this."""
+        """Takes a few responses of a step, as rollouts/ has them; a class may lack this."""
 
     def close(self) -> None:
         """Ends, where the run is done or failed; a signal ends the run without this."""
@@ -60,7 +59,6 @@ class TensorBoard:
 
         purge = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
-        self._add_text("recipe", config, purge or 0)
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._add({k: v for k, v in row.items() if not k.startswith("eval/")}, row["step"])
@@ -68,19 +66,11 @@ class TensorBoard:
     def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
         self._add(scores, finished_steps)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._add_text("samples", rows, step)
-
     def _add(self, values: Mapping[str, Any], step: int) -> None:
         for key, value in values.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()
-
-    def _add_text(self, name: str, content: Any, step: int) -> None:
-        """Shows JSON as Markdown's code: no text of a model is taken for markup."""
-        text = json.dumps(content, indent=1, ensure_ascii=False).replace("\n", "\n    ")
-        self._writer.add_text(name, f"    {text}", step)
 
     def close(self) -> None:
         self._writer.close()
@@ -111,8 +101,9 @@ class WandB:
         self._run.log({**scores, "step": finished_steps})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        data = [list(row.values()) for row in rows]
-        self._run.log({"samples": self._table(columns=list(rows[0]), data=data), "step": step})
+        columns = list(rows[0])
+        data = [[row.get(column) for column in columns] for row in rows]
+        self._run.log({"samples": self._table(columns=columns, data=data), "step": step})
 
     def close(self) -> None:
         self._run.finish()

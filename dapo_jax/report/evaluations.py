@@ -9,8 +9,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from dapo_jax.logs.files import read_json, read_rollouts
-from dapo_jax.printable import printable_lines
-from dapo_jax.report.runs import shortened
+from dapo_jax.printable import printable_lines, shortened
 from dapo_jax.report.statistics import paired_share_interval
 from dapo_jax.tasks.readers import problem_of
 

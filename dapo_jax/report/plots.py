@@ -19,7 +19,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from dapo_jax.logs.files import atomic_file
 from dapo_jax.logs.metrics import METRICS, TASK
-from dapo_jax.report.runs import Run, by_arm, shortened, tokens_before
+from dapo_jax.printable import shortened
+from dapo_jax.report.runs import Run, by_arm, tokens_before
 from dapo_jax.report.statistics import nan_mean
 
 ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
@@ -34,21 +35,20 @@ _LINES = ("-", "--", ":", "-.")
 class Curve:
     """One quantity of every run: its name in a legend, and finished steps -> value of a run.
 
-    noisy: a value a step, drawn with its rolling mean; otherwise a few values, drawn with markers.
+    few: drawn with markers.
     """
 
     name: str
     points: Callable[[Run], Mapping[int, float | None]]
-    noisy: bool = True
+    few: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """A title, the unit of the curves below it, and a logarithmic axis or not."""
+    """A title, and the unit of the curves below it: a "ratio" has a logarithmic axis."""
 
     title: str
     unit: str
-    log: bool
     curves: list[Curve]
 
 
@@ -59,7 +59,7 @@ def metric_curve(key: str, name: str) -> Curve:
 
 def evaluation_curve(name: str, score: str) -> Curve:
     """A score of an evaluation set over the finished steps."""
-    return Curve(f"{name} {score}", lambda run: run.evaluations.get((name, score), {}), noisy=False)
+    return Curve(f"{name} {score}", lambda run: run.evaluations.get((name, score), {}), few=True)
 
 
 def mean_scores(runs: Mapping[str, Run]) -> list[Curve]:
@@ -77,41 +77,25 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
     """
     rows = [row for run in runs.values() for row in run.rows]
     known = {key for row in rows for key, value in row.items() if value is not None}
-    drawn: list[tuple[str, str, bool, Curve]] = []
+    drawn: list[tuple[str, str, Curve]] = []
     for metric in METRICS:
         if metric.panel and metric.key in known:
             of_metric = [metric_curve(metric.key, metric.name)]
             if metric.key == ACCURACY:
                 of_metric = [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
-            drawn += [(metric.panel, metric.unit, metric.log, curve) for curve in of_metric]
+            drawn += [(metric.panel, metric.unit, curve) for curve in of_metric]
     for key in sorted(key for key in known if key.startswith(TASK)):
         name = key.removeprefix(TASK).replace("_", " ")
-        drawn.append((f"{name}, the task's own", "", False, metric_curve(key, name)))
+        drawn.append((f"{name}, the task's own", "", metric_curve(key, name)))
     in_table = collections.Counter(metric.panel for metric in METRICS)
     here = collections.Counter(title for title, *_ in drawn)
     found: dict[str, Panel] = {}
-    for title, unit, log, curve in drawn:
+    for title, unit, curve in drawn:
         alone = here[title] == 1 or len(by_arm(runs)) > 1
         if alone and max(here[title], in_table[title]) > 1:
             title = f"{title}: {curve.name}"
-        found.setdefault(title, Panel(title, unit, log, [])).curves.append(curve)
+        found.setdefault(title, Panel(title, unit, [])).curves.append(curve)
     return list(found.values())
-
-
-def rolling_mean(values: np.ndarray, *, window: int) -> np.ndarray:
-    """Centred mean over `window` (odd) neighbours; at the ends over those that exist.
-
-    NaNs are left out of every mean and stay NaN.
-    """
-    valid, ones = np.isfinite(values), np.ones(window)
-    total = np.convolve(np.where(valid, values, 0.0), ones, "same")
-    count = np.convolve(valid.astype(float), ones, "same")
-    return np.where(valid, total / np.maximum(count, 1), math.nan)
-
-
-def smoothing_window(rows: int) -> int:
-    """Rows in the rolling mean of a run with this many rows, odd; 1, no smoothing, below 30."""
-    return rows // 15 | 1
 
 
 def curves(runs: Mapping[str, Run]) -> Figure:
@@ -126,7 +110,7 @@ def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
     fairly. Over several seeds both are means.
     """
     scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
-    shown = [Panel(curve.name, "share", False, [curve]) for curve in scores]
+    shown = [Panel(curve.name, "share", [curve]) for curve in scores]
     title = f"accuracy at equal sampling budgets: {_title(runs)}"
     return chosen(runs, shown, title=title, over_tokens=True)
 
@@ -137,7 +121,6 @@ def chosen(
 ) -> Figure:
     """The arms over each other in the given panels; over_tokens: over those sampled so far."""
     arms = {arm: list(of_seed.values()) for arm, of_seed in by_arm(runs).items()}
-    smoothed = smoothing_window(max(len(run.rows) for run in runs.values()))
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(16, 1 + PANEL_INCHES * rows), dpi=100, layout="constrained")
@@ -154,7 +137,7 @@ def chosen(
         loc="outside upper left",
         ncols=4,
         fontsize=11,
-        title=title + (f"; curves smoothed over {smoothed} steps" if smoothed > 1 else ""),
+        title=title,
         title_fontproperties={"size": 15, "weight": "bold"},
         alignment="left",
     )
@@ -193,7 +176,7 @@ def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens
         ax.legend()
     if panel.unit == "share":
         ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-    if panel.log and any(y > 0 for drawn in ax.lines for y in drawn.get_ydata()):
+    if panel.unit == "ratio" and any(y > 0 for drawn in ax.lines for y in drawn.get_ydata()):
         ax.set_yscale("log", nonpositive="mask")
     if over_tokens:
         ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -204,19 +187,18 @@ def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens
 
 
 def _draw(ax: Axes, runs: Sequence[Run], curve: Curve, look: dict, *, over_tokens: bool) -> None:
-    """Draws a curve of an arm: each seed smoothed, their mean and band; the raw values of a single.
+    """Draws a curve of an arm: the mean of its seeds, and of several their band.
 
     The mean is thin and dashed where some seeds have ended or have no value.
     """
     found = [curve.points(run) for run in runs]
     x = sorted(set().union(*found))
-    raw_SX = np.array([[of.get(step) for step in x] for of in found], np.float64)
-    known = np.isfinite(raw_SX).any(axis=0)
+    y_SX = np.array([[of.get(step) for step in x] for of in found], np.float64)
+    y_SX = np.where(np.isfinite(y_SX), y_SX, math.nan)
+    known = ~np.isnan(y_SX).all(axis=0)
     if not known.any():
         return
-    window = smoothing_window(len(x)) if curve.noisy else 1
-    y_SX = np.array([rolling_mean(raw_X, window=window) for raw_X in raw_SX])
-    x, raw_SX, y_SX = np.array(x)[known], raw_SX[:, known], y_SX[:, known]
+    x, y_SX = np.array(x)[known], y_SX[:, known]
     if over_tokens:
         spent = [tokens_before(run.rows) for run in runs]
         x = np.array([nan_mean([of.get(step, math.nan) for of in spent]) for step in x])
@@ -224,9 +206,7 @@ def _draw(ax: Axes, runs: Sequence[Run], curve: Curve, look: dict, *, over_token
     if len(runs) > 1:
         band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
         ax.fill_between(x, np.nanmin(y_SX, axis=0), np.nanmax(y_SX, axis=0), **band)
-    elif window > 1:
-        ax.plot(x, raw_SX[0], color=look["color"], linewidth=0.8, alpha=0.25)
-    if not curve.noisy or len(x) == 1:  # a line needs two points
+    if curve.few or len(x) == 1:  # a line needs two points
         look = look | {"marker": "o"}
     if (some := count < count.max()).any():
         ax.plot(x, y, **look | {"linewidth": 0.8, "linestyle": "--"})

@@ -25,7 +25,6 @@ class Run:
     instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
     settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
     arm: the name shared by the runs of a sweep that differ in their seed alone; "" without a sweep.
-    workdir: None for a run from a file of rows.
     """
 
     rows: list[dict]
@@ -33,7 +32,6 @@ class Run:
     config: dict[str, object]
     starts: list[dict] = dataclasses.field(default_factory=list)
     arm: str = ""
-    workdir: pathlib.Path | None = dataclasses.field(default=None, compare=False)
 
     @property
     def seed(self) -> int | None:
@@ -57,7 +55,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
-    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
+    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm)
 
 
 def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
@@ -144,12 +142,6 @@ def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
         first = known[0]["step"]
         before = float(known[0]["sampled_tokens_total"] - known[0]["engine/drawn_tokens"])
     return {first: before, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
-
-
-def shortened(text: str, *, limit: int) -> str:
-    """The text without its middle where it has more than `limit` characters."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
 def summary_lines(run: Run) -> list[str]:

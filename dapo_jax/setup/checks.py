@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, eval_settings, key_of, leaves, mixture_settings
 from dapo_jax.cli import failures
-from dapo_jax.cli.config_flags import fill_open, numbered, recipe_differences
+from dapo_jax.cli.config_flags import config_differences, fill_open, numbered
 from dapo_jax.logs.files import read_json
 from models.families import Family
 from models.lora import MATRICES
@@ -213,7 +213,7 @@ def check_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     ours = config.copy_and_resolve_references()
     fill_open(ours, theirs)
     ours = json.loads(ours.to_json_best_effort())
-    differing = recipe_differences(theirs, ours, but=MAY_CHANGE)
+    differing = config_differences(theirs, ours, but=MAY_CHANGE)
     steps = theirs["num_steps"]
     if config.learner.decay != "none" and config.num_steps != steps:  # the rate's last step
         differing.append(f"num_steps is {config.num_steps}, but was {steps} (learner.decay)")

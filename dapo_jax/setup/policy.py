@@ -8,7 +8,11 @@ from ml_collections import ConfigDict
 from configs.base import OF_POLICY
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli.config_flags import complete, current, recipe_differences
+from dapo_jax.cli.config_flags import (
+    complete,
+    config_differences,
+    current,
+)
 from dapo_jax.logs.files import read_json
 from dapo_jax.setup import components
 from models import families
@@ -78,7 +82,7 @@ def require_same(
     """
     ours = json.loads(config.to_json_best_effort())
     compared = OF_POLICY + (() if config.model.path else ("seed",))
-    differing = recipe_differences(theirs, ours, among=compared, but=may_differ)
+    differing = config_differences(theirs, ours, among=compared, but=may_differ)
     if differing:
         raise ValueError(
             f"{where} is of another policy: {'; '.join(differing)}. Give the run's own config"

@@ -24,8 +24,8 @@ from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
-from dapo_jax.cli import compile_cache, failures
-from dapo_jax.cli.config_flags import recipe_differences
+from dapo_jax.cli import compile_cache
+from dapo_jax.cli.config_flags import config_differences
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
 from dapo_jax.logs.alarms import Alarms, require_finite
@@ -222,7 +222,7 @@ def _require_one_config(config: ConfigDict) -> None:
     """Refuses processes with different settings (ValueError), of which one would wait for ever."""
     first, *others = hosts.gather(json.loads(config.to_json_best_effort()))
     for process, theirs in enumerate(others, start=1):
-        if found := recipe_differences(first, theirs, before="{} on process 0"):
+        if found := config_differences(first, theirs, before="{} on process 0"):
             listed = fingerprint.listed(found)
             raise ValueError(f"process {process} differs from process 0: {listed}")
 
@@ -258,7 +258,6 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
     directory = checkpoint_directory(config, run.workdir)
     if stack:
         there = run.checkpoints = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
-        stack.enter_context(failures.telling_saved_steps(there.latest_step, there.directory))
         snapshots = Snapshots(there, every_steps=c.every_steps, say=print)
         run.snapshots = stack.enter_context(snapshots)
     elif hosts.on_main(directory.is_dir):
@@ -297,7 +296,7 @@ def _load_policy(run: Run, step: int | None, may_differ: tuple[str, ...]) -> Non
         with contextlib.closing(Checkpoints(where, keep=None)) as saved:
             found = policy.restored(programs, saved, step, may_differ=may_differ)
         run.step, run.params, run.start_weights = found
-    _require_finite_model(run, run.params)
+    _require_finite(run, run.params)
 
 
 def _restore(run: Run) -> None:
@@ -320,7 +319,7 @@ def _restore(run: Run) -> None:
             run.step, run.state, progress = 0, programs.start_state(), {}
     run.progress = Progress.from_json(progress)
     run.start_weights = programs.load_start_weights()
-    _require_finite_model(run, run.state.params)
+    _require_finite(run, run.state)
 
 
 def _fork(run: Run, ours: dict) -> tuple[TrainState, dict]:
@@ -442,13 +441,14 @@ def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:
     return Checkpoints(hosts.on_main(find), keep=None)
 
 
-def _require_finite_model(run: Run, params) -> None:
-    """Refuses a start model whose numbers are not finite (ValueError); checkpoints' always are."""
-    config, weights = run.config, run.start_weights
-    if weights is None and not run.step:
-        weights = params
+def _require_finite(run: Run, loaded) -> None:
+    """Refuses a start model or a checkpoint with numbers that are not finite (ValueError)."""
+    path, weights = run.config.model.path, run.start_weights
+    if run.step:
+        advice = "move it away to go on with the one before, or give another --workdir"
+        require_finite(loaded, f"checkpoint {run.step}", advice=advice)
+    elif weights is None:
+        weights = loaded
     if weights is not None:
-        path = config.model.path
-        model = f"model.path = {path!r}" if path else f"random weights of seed {config.seed}"
-        how = {"advice": "give another model.path", "sizes": run.programs.sizes}
-        require_finite(weights, model, **how)
+        model = f"model.path = {path!r}" if path else f"random weights of seed {run.config.seed}"
+        require_finite(weights, model, advice="give another model.path")

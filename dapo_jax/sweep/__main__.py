@@ -8,8 +8,6 @@ command again. 1: some runs failed, which are listed.
 """
 
 import pathlib
-import re
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -19,12 +17,12 @@ from dapo_jax.cli import command
 from dapo_jax.cli.config_flags import KEY_FLAG, config_flags_of, define_config
 from dapo_jax.cli.signals import Signals
 from dapo_jax.logs.files import atomic_file, locked
-from dapo_jax.report.__main__ import write_report
+from dapo_jax.report.__main__ import draw
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import load_sweep
 from dapo_jax.sweep import plan as plans
-from dapo_jax.sweep.plan import Plan, Point
+from dapo_jax.sweep.plan import Plan
 from dapo_jax.sweep.runner import LOG, TRAIN, Runner
 from sharding import hosts
 
@@ -53,7 +51,7 @@ def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, program: Sequence[str]
 
 
 def write_tables(folder: pathlib.Path, plan: Plan) -> str:
-    """Writes rows.jsonl.gz, summary.md and the page of all runs; returns the summary, and where."""
+    """Writes rows.jsonl.gz, summary.md and the curves; returns the summary, and where all is."""
     runs, rows = load_sweep(folder), folder / "rows.jsonl.gz"
     if not runs:
         return "no run has finished a step"
@@ -61,34 +59,7 @@ def write_tables(folder: pathlib.Path, plan: Plan) -> str:
     text = markdown(read_rows_file(rows), title=f"Sweep of {plan.config}")
     with atomic_file(folder / "summary.md") as file:
         file.write(text.encode())
-    page = write_report(folder, runs)
-    return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}   page: {page}"
-
-
-def launch_lines(template: str, points: Sequence[Point]) -> list[str]:
-    """Fills {command}, {config}, {flags}, {workdir}, {arm}, {seed} and {name} in for each point.
-
-    config: FILE[:PRESET]. flags: the others but --workdir. name: of lower-case letters, digits and
-    dashes. Values are quoted for a shell where they need it. Raises ValueError for two points of
-    one {name}, which a pod would take for one run.
-    """
-    values = [_values(point) for point in points]
-    if "{name}" in template and len({of["name"] for of in values}) < len(values):
-        raise ValueError("--launch: two runs have one {name}: give other names by --arm")
-    return [template.format_map(of) for of in values]
-
-
-def _values(point: Point) -> dict[str, str]:
-    config, *others = point.flags
-    return {
-        "command": shlex.join(["python", "-m", "dapo_jax.train", *point.arguments]),
-        "config": shlex.quote(config.removeprefix("--config=")),
-        "flags": shlex.join(others),
-        "workdir": shlex.quote(str(point.workdir)),
-        "arm": shlex.quote(point.arm),
-        "seed": str(point.seed),
-        "name": re.sub("[^a-z0-9]+", "-", f"{point.arm}-s{point.seed}".lower()).strip("-"),
-    }
+    return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}   {draw(folder, runs)}"
 
 
 def main(_: list[str]) -> None:
@@ -102,11 +73,7 @@ def main(_: list[str]) -> None:
         seeds=values.seeds,
         start=values.start,
     )
-    folder = pathlib.Path(values.workdir)
-    if values.launch:
-        print("\n".join(launch_lines(values.launch, plan.points(folder))))
-    else:
-        sweep(plan, folder, jobs=values.jobs)
+    sweep(plan, pathlib.Path(values.workdir), jobs=values.jobs)
 
 
 if __name__ == "__main__":
@@ -119,5 +86,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("seeds", "5", "How many (from 0), or a list: 0,3,7.")
     flags.DEFINE_integer("jobs", 1, "Runs at once, each on its share of the cores.", lower_bound=1)
     flags.DEFINE_string("start", "", "run:PATH@STEP, passed on; {seed} in it is each run's.")
-    flags.DEFINE_string("launch", "", "Print a command a run, from this template, and run none.")
     command.run(main)

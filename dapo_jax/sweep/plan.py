@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE
-from dapo_jax.cli.config_flags import KEY_FLAG, read_recipe, recipe_differences
+from dapo_jax.cli.config_flags import KEY_FLAG, config_differences, read_config
 from dapo_jax.logs.files import atomic_file, read_json
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.setup import checks
@@ -54,7 +54,7 @@ class Plan:
     """The arms and seeds of a sweep.
 
     config: FILE[:PRESET]. flags: --config.KEY=V of every arm. start: the value of --start, with
-    {seed} in it. arms: name -> settings. recipes: arm -> its config, with any seed.
+    {seed} in it. arms: name -> settings. configs: arm -> its own, with any seed.
     """
 
     config: str
@@ -62,7 +62,7 @@ class Plan:
     start: str
     arms: dict[str, Settings]
     seeds: tuple[int, ...]
-    recipes: dict[str, ConfigDict] = dataclasses.field(default_factory=dict)
+    configs: dict[str, ConfigDict] = dataclasses.field(default_factory=dict)
 
     def arm_flags(self, arm: str) -> list[str]:
         """Returns --config and --config.KEY=V of an arm, with which its runs' commands begin."""
@@ -84,7 +84,7 @@ class Plan:
                 flags.append(f"{devices}1")
             if self.start:
                 flags.append(f"--start={self.start.replace('{seed}', str(seed))}")
-            workdir, steps = folder / sweep_label(arm, seed), self.recipes[arm].num_steps
+            workdir, steps = folder / sweep_label(arm, seed), self.configs[arm].num_steps
             points.append(Point(arm, seed, workdir, tuple(flags), steps))
         return points
 
@@ -113,8 +113,8 @@ def make(
         raise ValueError("the config's seed is the sweep's: give --seeds=5, or --seeds=0,3,7")
     for arm in plan.arms:
         try:
-            plan.recipes[arm] = read_recipe(plan.arm_flags(arm))
-            checks.check(plan.recipes[arm])
+            plan.configs[arm] = read_config(plan.arm_flags(arm))
+            checks.check(plan.configs[arm])
         except ValueError as error:
             raise ValueError(f"arm {arm!r}: {' '.join(str(error).split())}") from None
     return plan
@@ -162,11 +162,11 @@ def record(plan: Plan, folder: pathlib.Path) -> None:
     nor is a key that a resumed run may change; another evaluation is one.
     """
     path = folder / "sweep.json"
-    recipe = read_recipe([f"--config={plan.config}", *plan.flags])  # without any arm's settings
-    new = {"start": plan.start, "recipe": json.loads(recipe.to_json_best_effort())}
+    shared = read_config([f"--config={plan.config}", *plan.flags])  # without any arm's settings
+    new = {"start": plan.start, "recipe": json.loads(shared.to_json_best_effort())}
     old = read_json(path) if path.is_file() else new | {"arms": {}, "seeds": []}
     may_change = tuple(key for key in MAY_CHANGE if not key.startswith("eval."))
-    found = recipe_differences(old["recipe"], new["recipe"], but=may_change)
+    found = config_differences(old["recipe"], new["recipe"], but=may_change)
     for arm, settings in plan.arms.items():
         if (was := old["arms"].get(arm, settings)) != settings:
             found.append(f"arm {arm!r} is {settings}, but was {was}")
