@@ -101,10 +101,14 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path):
     ("settings", "edited", "refusal"),
     [
         ({"data.train.task": "mine.task:Task"}, "mine/task.py", "data.train.task: mine/task.py"),
-        ({"data.train.task": "mine.task:Task"}, "helper.py", ""),
+        ({"data.train.task": "mine.task:Task"}, "helper.py", "data.train.task: helper.py"),
+        ({"data.train.task": "mine.task:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
+        ({"data.train.task": "mine:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
+        ({"data.train.task": "mine.task:Task"}, "unrelated.py", ""),
         ({"model.family": "helper"}, "helper.py", "model.family: helper.py"),
-        ({"algo.policy_loss": "extra"}, "helper.py", "algo.policy_loss: helper.py"),
+        ({"algo.policy_loss": "extra"}, "gates.py", "algo.policy_loss: gates.py"),
         ({"algo.policy_loss": "of_config"}, "config.py", "policy_loss: the functions of config.py"),
+        ({"data.train.task": "loose.task:Task"}, "loose/inner.py", "train.task: loose/inner.py"),
         ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper.py"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
     ],
@@ -115,28 +119,32 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
     An edited policy loss of the config's file is refused too, compiled or not, with the functions
     that it calls; what else the file has may change. A folder may have no __init__.py.
     """
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "loose").mkdir()
     files = {
-        "mine/task.py": "import helper\nONE = 1\n",
-        "helper.py": "def extra():\n    return 1\n",
+        "mine/__init__.py": "from .units import ONE\n",
+        "mine/task.py": "import numpy\nfrom .units import ONE\ndef f():\n    import helper\n    1",
+        **dict.fromkeys(["mine/units.py", "unrelated.py"], "ONE = 1\n"),
+        "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
+        "loose/task.py": "from loose import inner\nfrom loose.inner import ONE\n",
+        "loose/inner.py": "ONE = 1\n",
+        "gates.py": "def extra():\n    return 1\n",
         "config.py": "import jax\nLAYERS = 2\n\ndef one():\n    return 1\n\n"
         "@jax.jit\ndef of_config():\n    return one()\n",
     }
-    (tmp_path / "mine").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
 
     def fingerprint_now():
-        helper = SourceFileLoader("helper", str(tmp_path / "helper.py")).load_module()
+        gates = SourceFileLoader("gates", str(tmp_path / "gates.py")).load_module()
         of_file = SourceFileLoader("config_config", str(tmp_path / "config.py")).load_module()
         linecache.checkcache()
-        monkeypatch.setitem(losses.POLICY_LOSSES, "extra", helper.extra)
+        monkeypatch.setitem(losses.POLICY_LOSSES, "extra", gates.extra)
         monkeypatch.setitem(losses.POLICY_LOSSES, "of_config", of_file.of_config)
         return fingerprint_of(**settings)
 
     old = fingerprint_now()
-    for files_of in old["code"].values():  # an older checkpoint has what is imported too
-        files_of["imported.py"] = "0"
     (tmp_path / "config.py").write_text(files["config.py"].replace("2", "3"))
     assert said_of(fingerprint_now(), old) == []
     (tmp_path / edited).write_text(files[edited].replace("1", "4"))
@@ -166,17 +174,20 @@ def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
     assert digest(np.arange(3)) != digest(np.arange(4))
 
 
-def test_rows_without_a_checkpoint_are_no_new_run(tmp_path):
+@pytest.mark.parametrize(("finished", "refused"), [(2, False), (3, True), (40, True)])
+def test_rows_without_a_checkpoint_are_no_new_run(tmp_path, finished, refused):
     """An empty checkpoint directory, a bucket not mounted, erased the rows of 40 steps.
 
     A run that was killed before its first save, which up to two steps may wait for, begins anew.
     """
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(finished))
+    (tmp_path / "metrics.jsonl").write_text(rows)
     config = get_config()
     config.checkpoint.every_steps = 1
-    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(3))
-    (tmp_path / "metrics.jsonl").write_text(rows)
-    fingerprint.check_checkpoint_is_there(config, tmp_path, "DIR", begin_step=1)
-    with pytest.raises(ValueError, match=r"has 3 finished steps, but DIR has no checkpoint"):
+    if not refused:
+        fingerprint.check_checkpoint_is_there(config, tmp_path, "DIR")
+        return
+    with pytest.raises(ValueError, match=rf"has {finished} finished steps, but DIR has no check"):
         fingerprint.check_checkpoint_is_there(config, tmp_path, "DIR")
 
 

@@ -10,8 +10,10 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ from sharding import hosts
 
 SHOWN_DIFFERENCES = 5
 WEIGHTS = ".safetensors"
-OURS = ("dapo_jax.", "models.")
+OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
 INSTALLED = ("site-packages", "dist-packages")
 CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
@@ -74,33 +76,52 @@ def of_run(config: ConfigDict, data) -> dict:
 
 
 def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
-    """Digests the files of custom modules, by key and file; not what these import.
+    """Digests the files of custom modules, and of what these import, by key and file.
 
-    Of the config's own file its functions count, but for get_config, whose keys may change.
+    Of the config's own file its functions count, but for get_config, whose keys may change. What
+    is imported of installed packages and of this project is left out, or by a computed name.
     """
     found: dict[str, dict[str, str]] = {}
     for key, module, function in _custom(config):
-        if module in CONFIG_MODULES:
-            function = inspect.unwrap(function)
-            file = inspect.getfile(function if hasattr(function, "__code__") else type(function))
-            label = f"the functions of {pathlib.Path(file).name}"
-            kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-        else:
-            spec, kinds = importlib.util.find_spec(module), ast.stmt
-            label, file = f"{module.replace('.', '/')}.py", spec and spec.origin
-            if not file or module.startswith(OURS) or set(INSTALLED) & {*pathlib.Path(file).parts}:
-                continue
-        found.setdefault(key, {})[label] = _of_statements(file, kinds)
+        files = found.setdefault(key, {})
+        if module not in CONFIG_MODULES:
+            _add_module(module, files)
+            continue
+        function = inspect.unwrap(function)
+        file = inspect.getfile(function if hasattr(function, "__code__") else type(function))
+        kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+        _add(f"the functions of {pathlib.Path(file).name}", file, "", files, kinds)
     return found
 
 
-def _of_statements(file: str, kinds) -> str:
-    """Digests a file's statements of some kinds."""
+def _add_module(name: str, files: dict[str, str]) -> None:
+    """Adds what a module's name finds on the path; nothing is imported for it."""
+    package, path = name.rpartition(".")[0], name.replace(".", "/")
+    if path.split("/")[0] in (*OURS, *sys.stdlib_module_names):
+        return
+    ends = ("/__init__.py", ".py")
+    places = {pathlib.Path(place, path + end): end for place in sys.path for end in ends}
+    file = next((place for place in places if place.is_file()), None)
+    if file and set(INSTALLED).isdisjoint(file.parts):
+        _add(f"{path}.py", file, package if places[file] == ".py" else name, files)
+
+
+def _add(label: str, file, package: str, files: dict[str, str], kinds=ast.stmt) -> None:
+    """Adds the digest of a file's statements of some kinds, and of the modules they import."""
+    if label in files:
+        return
     text = pathlib.Path(file).read_text(encoding="utf-8")
     nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
     nodes = [node for node in nodes if getattr(node, "name", "") != "get_config"]
     source = "\n".join(ast.get_source_segment(text, node) for node in nodes)
-    return hashlib.sha256(source.encode()).hexdigest()[:32]
+    files[label] = hashlib.sha256(source.encode()).hexdigest()[:32]
+    for node in itertools.chain.from_iterable(map(ast.walk, nodes)):
+        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+        if isinstance(node, ast.ImportFrom):
+            of = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = [of, *(f"{of}.{name}" for name in names)]
+        for name in names:
+            _add_module(name, files)
 
 
 def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
@@ -120,7 +141,7 @@ def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
         function = table[config.algo[name]]
         function = getattr(function, "func", function)  # of a partial
         module = getattr(function, "__module__", None) or ""
-        if not module.startswith(OURS):
+        if not module.startswith(("dapo_jax.", "models.")):
             yield f"algo.{name}", module, function
 
 
@@ -207,10 +228,7 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
-    there = {}  # older checkpoints have none, or that of imported modules too
-    for key, files in theirs.get("code", {}).items():
-        there[key] = {name: files[name] for name in files if name in ours["code"].get(key, ())}
-    code = list(_file_differences(there, ours["code"]))
+    code = list(_file_differences(theirs.get("code", {}), ours["code"]))  # older ones have none
     edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
         here = ours.get("hub", {})

@@ -3,7 +3,8 @@
 `require_finite` refuses weights before anything is computed from them. An alarm is a condition on
 a step's row of metrics.jsonl: a key `alarm/<name>` there, which counts the steps in a row, and a
 line for a person. All that an alarm knows of earlier steps is in the row before, which a checkpoint
-carries: a resumed run gives the alarms of an undisturbed one.
+carries: a resumed run gives the alarms of an undisturbed one. `python -m dapo_jax.logs.alarms`
+prints the table.
 """
 
 import functools
@@ -62,12 +63,13 @@ def require_finite_state(state: TrainState, step: int) -> None:
 class Alarm(NamedTuple):
     """One alarm.
 
-    name: its key in a row is alarm/<name>. holds(row, alarms): whether a step's row is of that
-    kind. text(row, alarms): what is wrong, and which settings to look at. steps: how many of those
-    in a row make an alarm.
+    name: its key in a row is alarm/<name>. condition: in words, what holds(row, alarms) computes of
+    a step's row. text(row, alarms): what is wrong, and which settings to look at. steps: how many
+    of those in a row make an alarm.
     """
 
     name: str
+    condition: str
     holds: Callable[[Mapping[str, Any], "Alarms"], bool]
     text: Callable[[Mapping[str, Any], "Alarms"], str]
     steps: int = 1
@@ -112,26 +114,31 @@ def _has_exploded(row, of: "Alarms") -> bool:
 
 # fmt: off
 ALARMS: tuple[Alarm, ...] = (
-    Alarm("skipped_updates", lambda row, of: row["updates_skipped"] > 0, lambda row, of: (
+    Alarm("skipped_updates", "An update was skipped: its loss or gradient is not finite.",
+          lambda row, of: row["updates_skipped"] > 0, lambda row, of: (
         f"{row['updates_skipped']} of {row['updates_skipped'] + row['updates']} updates were left "
         f"out, {row['updates_skipped_in_a_row']} in a row by now: {of.bad} was not finite. Look at "
         + of.values("learner.learning_rate", "learner.max_grad_norm", "learner.max_skipped_updates")
     )),
-    Alarm("not_finite_samples", lambda row, of: row["responses_not_finite"] > 0, lambda row, of: (
+    Alarm("not_finite_samples", "A sampled response has a log-probability that is not finite.",
+          lambda row, of: row["responses_not_finite"] > 0, lambda row, of: (
         f"{row['responses_not_finite']} responses were sampled with log-probabilities that are not "
         "finite: the policy's logits overflow. Lower " + of.values("learner.learning_rate")
     )),
-    Alarm("empty_updates", lambda row, of: row["updates_empty"] > 0, lambda row, of: (
+    Alarm("empty_updates", "An update has no token with any weight.",
+          lambda row, of: row["updates_empty"] > 0, lambda row, of: (
         f"{row['updates_empty']} updates had no token with any weight. Look at "
         + of.values("algo.overlong_filtering", "rollout.max_response_tokens")
     )),
-    Alarm("zero_gradients", lambda row, of: row["updates_zero_gradient"] == row["updates"] > 0,
+    Alarm("zero_gradients", "The gradient of every update of the step is exactly zero.",
+          lambda row, of: row["updates_zero_gradient"] == row["updates"] > 0,
           lambda row, of: (
         f"the gradient of all {row['updates']} updates is exactly zero: nothing is learned. Look "
         "at " + of.values("algo.dynamic_sampling", "algo.eps_low", "algo.eps_high")
     )),
-    Alarm("no_answers", _is_answerless, _no_answers, steps=2),
-    Alarm("nothing_to_learn",
+    Alarm("no_answers", f"Accuracy 0, and {ANSWERLESS:.0%} of the responses have no answer.",
+          _is_answerless, _no_answers, steps=2),
+    Alarm("nothing_to_learn", "No group has right and wrong responses, though answers are found.",
           lambda row, of: row["groups/informative"] == 0 and not _is_answerless(row),
           lambda row, of: (
         f"no group has right and wrong responses, at an accuracy of {row['accuracy/mean']:.1%}: "
@@ -139,18 +146,22 @@ ALARMS: tuple[Alarm, ...] = (
         + of.values("model.path", "rollout.max_response_tokens")
     )),
     Alarm("entropy_collapse",
+          f"Entropy below alarms.min_entropy, or {COLLAPSED:.0%} of the first step's.",
           lambda row, of: row.get("entropy", math.inf) < _entropy_bound(row, of), lambda row, of: (
         f"the entropy is {row['entropy']:.2g} nats, below {_entropy_bound(row, of):.2g}: the "
         "policy hardly varies its responses. Raise "
         + of.values("algo.eps_high", "rollout.temperature") + " or lower "
         + of.values("learner.learning_rate", "alarms.min_entropy")
     )),
-    Alarm("entropy_explosion", _has_exploded, lambda row, of: (
+    Alarm("entropy_explosion",
+          f"Entropy over {EXPLODED:.0%} of log(vocabulary), or {GREW:g} times the first step's.",
+          _has_exploded, lambda row, of: (
         f"the entropy is {row['entropy']:.2f} nats of {of.uniform_nats:.2f} at most, and was "
         f"{row['entropy_first']:.2g} at first: the policy falls apart, or has no trained weights. "
         "Look at " + of.values("learner.learning_rate", "model.path")
     )),
-    Alarm("ratio_gap", lambda row, of: row.get("ratio_gap", 0.0) > of.ratio_gap, lambda row, of: (
+    Alarm("ratio_gap", f"ratio_gap over alarms.max_ratio_gap (0: {RATIO_GAP}).",
+          lambda row, of: row.get("ratio_gap", 0.0) > of.ratio_gap, lambda row, of: (
         f"sampler and learner disagree: the first update's ratio is off by {row['ratio_gap']:.2g} "
         f"on average, over {of.ratio_gap:.2g}. Have all hosts the same model, data and settings? "
         "Look at " + of.values("model.kernels", "model.compute_dtype", "alarms.max_ratio_gap")
@@ -251,3 +262,7 @@ class Alarms:
             f"and start anew. Saved as {step + 1} finished steps: the weights of the last update "
             "that was taken, which are finite"
         )
+
+
+if __name__ == "__main__":
+    print("\n".join(f"{alarm.name:20}{alarm.condition}" for alarm in ALARMS))

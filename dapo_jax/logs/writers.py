@@ -7,6 +7,7 @@ metrics.jsonl anyway.
 
 import importlib
 import importlib.util
+import json
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,10 @@ class TensorBoard:
 
     def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
         self._add(scores, finished_steps)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        lines = (f"    {json.dumps(row)}" for row in rows)  # four spaces: code, in Markdown
+        self._writer.add_text("samples", "\n".join(lines), step)
 
     def _add(self, values: Mapping[str, Any], step: int) -> None:
         for key, value in values.items():
