@@ -1,17 +1,20 @@
 """The report: runs from files, their figures, and the page, which needs no other file."""
 
 import dataclasses
+import gzip
+import html
 import json
 import math
+import re
 import struct
 
 import numpy as np
 import pytest
 from processes import ran
 
-from dapo_jax.logs.files import Rows
-from dapo_jax.report import compare, plots
-from dapo_jax.report.__main__ import load
+from dapo_jax.logs.files import Rows, write_rollouts
+from dapo_jax.report import compare, page, plots
+from dapo_jax.report.__main__ import load, write_report
 from dapo_jax.report.rows import write_rows
 from dapo_jax.report.runs import (
     Run,
@@ -21,6 +24,8 @@ from dapo_jax.report.runs import (
     load_run,
     summary_lines,
 )
+
+HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u2028<!--'
 
 
 def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
@@ -60,6 +65,31 @@ def _written(workdir, *, seed=0, **settings):
     config = {"seed": seed, "algo": {"eps_high": run.config["algo.eps_high"], "eps_low": 0.2}}
     (workdir / "config.json").write_text(json.dumps(config | {"sets": {}}))
     return workdir
+
+
+def _response(text="1+1=2", *, correct=True, truncated=False, **other):
+    return {
+        "prompt": "What is 1+1?",
+        "response": text,
+        "ground_truth": "2",
+        "prediction": "2" if correct else None,
+        "correct": correct,
+        "reward": 1.0 if correct else -1.0,
+        "tokens": 5,
+        "truncated": truncated,
+        **other,
+    }
+
+
+def _with_rollouts(run, workdir, rows, *, steps=(0,)):
+    for step in steps:
+        write_rollouts(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
+    return dataclasses.replace(run, workdir=workdir)
+
+
+def _tags_and_words(text):
+    """The tags of a page, and its text without them."""
+    return re.findall(r"<(\w+)", text), html.unescape(re.sub("<[^>]*>", "", text))
 
 
 # Runs from files.
@@ -226,6 +256,47 @@ def test_a_configs_unused_parts_have_no_panel():
     assert [panel.title for panel in both] == [*several, wrong, "staleness"]
 
 
+# The page.
+
+
+def test_hostile_text_stays_text(tmp_path):
+    response = _response(HOSTILE, prompt=HOSTILE, prediction=HOSTILE, ground_truth="\udc00 \ufffd")
+    run = _with_rollouts(_run(arm=HOSTILE, note=HOSTILE), tmp_path, [response])
+    run.evaluations[HOSTILE, "mean@8"] = {4: 0.5}
+    run.starts[0]["commit"] = HOSTILE
+    path = write_report(tmp_path, {HOSTILE: run, "b/seed_0": _run(arm="b", note=1)})
+    text = path.read_text()
+    tags, words = _tags_and_words(text)
+    assert not {"script", "base", "iframe", "a", "link"} & set(tags)
+    assert (
+        re.findall(r"<img src=\"(data:image/png;base64,|)", text) == ["data:image/png;base64,"] * 2
+    )
+    assert "<!--" not in text and "http" not in text
+    assert words.count(HOSTILE) >= 8
+
+
+def test_samples_are_of_the_first_and_the_last_step(tmp_path):
+    rows = [
+        _response("no" * 999, correct=False, sample=0),
+        _response(sample=1),
+        *(_response("cut", correct=False, truncated=True, sample=0) for _ in range(50)),
+    ]
+    one = _with_rollouts(_run(arm="a"), tmp_path, rows, steps=range(3, 30))
+    runs = {"a/0": _run(arm="a"), "a/1": one, "a/2": one}
+    found = page.samples(runs)
+    assert [row[:2] for row in found[:: page.SAMPLES]] == [["a/1", "3"], ["a/1", "29"]]
+    assert len(found) == 2 * page.SAMPLES
+    assert found[0][2:] == [
+        *("What is 1+1?", f"{'no' * 375} ... {'no' * 375}", "wrong: None, answer 2", "5", "-1")
+    ]
+    assert found[1][4] == "truncated: None, answer 2"
+    # A file that is cut costs its end only, a broken one all of it.
+    write_rollouts(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
+    path.write_bytes(path.read_bytes()[:-20])
+    (tmp_path / "rollouts" / "29.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": '))
+    assert [row[1] for row in page.samples({"run": one})] == ["3"] * page.SAMPLES
+
+
 # Comparisons.
 
 
@@ -275,12 +346,12 @@ def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(tm
     report = ("-m", "dapo_jax.report")
     out = ran(*report, "--workdir", first, f"--workdir={second}", "--baseline=b").stdout
     path = first / "compared"
-    assert out.splitlines()[-1].startswith(f"curves: {path / 'curves.png'}   ")
+    assert out.splitlines()[-1] == f"page: {path / 'report.html'}"
     assert "## Differences from b on the same seed" in out
-    names = {"curves.png", "accuracy_vs_tokens.png"}
+    names = {"report.html", "curves.png", "accuracy_vs_tokens.png"}
     assert {file.name for file in path.iterdir()} == names
     *summary, last = ran(*report, f"--workdir={first}").stdout.splitlines()
     assert summary == summary_lines(load_run(first))
-    assert last.startswith(f"curves: {first / 'curves.png'}   ")
+    assert last == f"page: {first / 'report.html'}"
     error = ran(*report, f"--workdir={tmp_path}", status=1).stderr
     assert "metrics.jsonl" in error and "Traceback" not in error

@@ -3,10 +3,11 @@
     python -m dapo_jax.report --workdir PATH [PATH2 ...] [--baseline ARM]
     python -m dapo_jax.report --evaluation FILE FILE2 [...]
 
-The first prints the summary of a run, or the tables of several, and draws curves.png and
-accuracy_vs_tokens.png into the folder, or beside the file of rows; what is of several goes into the
-folder compared/ there. A PATH is a run's folder, a sweep's, or a rows.jsonl.gz of a study. The
-second compares evaluations of one set, eval/*.json, problem by problem.
+The first prints the summary of a run, or the tables of several, and writes curves.png,
+accuracy_vs_tokens.png and report.html into the folder, or beside the file of rows; what is of
+several goes into the folder compared/ there. A PATH is a run's folder, a sweep's, or a
+rows.jsonl.gz of a study. The second compares evaluations of one set, eval/*.json, problem by
+problem.
 """
 
 import argparse
@@ -15,7 +16,8 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from dapo_jax.report import compare, evaluations, plots, runs
+from dapo_jax.logs.files import atomic_file
+from dapo_jax.report import compare, evaluations, page, plots, runs
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
 
@@ -43,12 +45,18 @@ def load(paths: Sequence[str | pathlib.Path]) -> dict[str, Run]:
     return found
 
 
-def draw(folder: pathlib.Path, loaded: Mapping[str, Run]) -> str:
-    """Draws curves.png and accuracy_vs_tokens.png; returns a line that names them."""
-    paths = folder / "curves.png", folder / "accuracy_vs_tokens.png"
-    plots.save(plots.curves(loaded), paths[0])
-    plots.save(plots.accuracy_vs_tokens(loaded), paths[1])
-    return f"curves: {paths[0]}   over tokens: {paths[1]}"
+def write_report(
+    folder: pathlib.Path, loaded: Mapping[str, Run], *, baseline: str = ""
+) -> pathlib.Path:
+    """Writes curves.png, accuracy_vs_tokens.png and report.html; returns the path of the page."""
+    pictures = [folder / "curves.png", folder / "accuracy_vs_tokens.png"]
+    plots.save(plots.curves(loaded), pictures[0])
+    plots.save(plots.accuracy_vs_tokens(loaded), pictures[1])
+    data = [path.read_bytes() for path in pictures]
+    with atomic_file(folder / "report.html") as file:
+        text = page.render(loaded, pictures=data, baseline=baseline)
+        file.write(text.encode(errors="backslashreplace"))  # responses may hold any characters
+    return folder / "report.html"
 
 
 def main() -> None:
@@ -73,7 +81,7 @@ def main() -> None:
             else:
                 print("\n".join(runs.summary_lines(*loaded.values())))
             folder /= "compared" if len(set(given.workdir)) > 1 else ""
-            print(draw(folder, loaded))
+            print(f"page: {write_report(folder, loaded, baseline=given.baseline)}")
     except (EOFError, OSError, ValueError) as error:
         sys.exit(f"dapo_jax.report: {error}")
 

@@ -25,6 +25,7 @@ class Run:
     instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
     settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
     arm: the name shared by the runs of a sweep that differ in their seed alone; "" without a sweep.
+    workdir: None for a run from a file of rows.
     """
 
     rows: list[dict]
@@ -32,6 +33,7 @@ class Run:
     config: dict[str, object]
     starts: list[dict] = dataclasses.field(default_factory=list)
     arm: str = ""
+    workdir: pathlib.Path | None = dataclasses.field(default=None, compare=False)
 
     @property
     def seed(self) -> int | None:
@@ -55,7 +57,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
-    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm)
+    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
 
 
 def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:

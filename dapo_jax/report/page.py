@@ -1,0 +1,74 @@
+"""The page of runs: one HTML file of pictures and tables, with its pictures in it, no scripts."""
+
+import base64
+import contextlib
+import itertools
+import pathlib
+import zlib
+from collections.abc import Mapping, Sequence
+
+import jinja2
+
+from dapo_jax.logs.files import read_rollouts
+from dapo_jax.printable import shortened
+from dapo_jax.report import compare
+from dapo_jax.report.runs import Run, by_arm, summary_lines
+from dapo_jax.tasks.readers import problem_of
+
+SAMPLES = 8  # of a step, each to another problem
+SHOWN_CHARACTERS = 1_500  # of a problem and of a response
+SAMPLE_HEADS = ("run", "step", "problem", "response", "verdict", "tokens", "reward")
+
+
+def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline: str = "") -> str:
+    """Renders the page of runs by label; all text in it is escaped.
+
+    pictures: PNG files. baseline: the arm that the others are compared with; "": the first.
+    """
+    arms, (tables, short) = list(by_arm(runs)), compare.tables(runs, baseline=baseline)
+    several, text = len(runs) > 1, pathlib.Path(__file__).with_name("page.html.j2").read_text()
+    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return template.render(
+        title=f"{len(runs)} runs of {len(arms)} arms" if several else next(iter(runs)),
+        short=short,
+        compared=tables if several else [],
+        method=compare.METHOD,
+        summaries={label: summary_lines(run) for label, run in runs.items()},
+        pictures=[base64.b64encode(picture).decode() for picture in pictures],
+        sample_heads=SAMPLE_HEADS,
+        samples=samples(runs),
+    )
+
+
+def samples(runs: Mapping[str, Run]) -> list[list[str]]:
+    """Lists responses of each arm's first run that has some, as rows of SAMPLE_HEADS.
+
+    They are of its first and its last rollouts/<step>.jsonl.gz: one to each of the first problems.
+    """
+    found, arms = [], set()
+    for label, run in runs.items():
+        files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz") if run.workdir else ()
+        steps = {int(file.name.split(".")[0]): file for file in files}
+        if steps and (arm := run.arm or label) not in arms:
+            arms.add(arm)
+            for step in dict.fromkeys((min(steps), max(steps))):
+                found += [[label, str(step), *cells] for cells in _responses(steps[step])]
+    return found
+
+
+def _responses(path: pathlib.Path) -> list[list[str]]:
+    rows = []
+    with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
+        firsts = (row for row in read_rollouts(path) if not row.get("sample"))
+        rows.extend(itertools.islice(firsts, SAMPLES))
+    return [
+        [
+            shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARACTERS),
+            shortened(row["response"], limit=SHOWN_CHARACTERS),
+            f"{'right' if row['correct'] else 'truncated' if row['truncated'] else 'wrong'}: "
+            f"{row['prediction']}, answer {row['ground_truth']}",
+            f"{row['tokens']:,}",
+            f"{row['reward']:.3g}",
+        ]
+        for row in rows
+    ]
