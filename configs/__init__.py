@@ -1,1 +1,1 @@
-"""Recipes: every key is defined once, in base.py."""
+"""Configs: every key is defined once, in base.py."""

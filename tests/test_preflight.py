@@ -52,7 +52,7 @@ def test_a_recipe_that_fits_its_slice(monkeypatch, request):
     recipe = qwen2_5_0_5b.get_config()
     recipe.update_from_flattened_dict(SMALL_SETTINGS)
     monkeypatch.setitem(PRESETS, "0.5b", SMALL)
-    how = {"recipe": "small", "slices": None, "suggest": False, "say": print}
+    how = {"config_name": "small", "slices": None, "suggest": False, "say": print}
     effort = "jax_exec_time_optimization_effort"  # a third of the seconds
     jax.config.update(effort, -1.0)
     request.addfinalizer(lambda: jax.config.update(effort, 0.0))
@@ -107,7 +107,7 @@ def test_an_impossible_mesh_is_refused_before_anything_is_compiled():
     recipe = without_weights(qwen2_5_32b.get_config())
     recipe.mesh.model = 16
     devices = topology_devices("v5p:8x8x4", slices=1)
-    where = {"recipe": "32b", "where": "v5p:8x8x4", "say": pytest.fail}
+    where = {"config_name": "32b", "where": "v5p:8x8x4", "say": pytest.fail}
     message = (
         r"heads axis of 40 does not divide by mesh.model = 16; choose a .*divides 40, as 8 does"
     )

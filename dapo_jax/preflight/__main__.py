@@ -32,7 +32,7 @@ def main(_):
     found = examine.candidates(
         given.config,
         given.topology,
-        recipe=pathlib.Path(given["config"].config_filename).stem,
+        config_name=pathlib.Path(given["config"].config_filename).stem,
         slices=given.slices,
         suggest=given.suggest,
         say=lambda message: print(message, file=sys.stderr, flush=True),

@@ -42,7 +42,7 @@ class Phase:
 class Findings:
     """A config's compiled programs on one topology, and the memory that they need."""
 
-    recipe: str
+    config_name: str
     where: str
     chip: Chip
     built: components.Programs
@@ -78,7 +78,7 @@ class Findings:
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.built.mesh.shape.items())
         cache = self.built.engine.cache
         out = [
-            f"{self.recipe} on {self.where}: {self.chips} chips, mesh {mesh}",
+            f"{self.config_name} on {self.where}: {self.chips} chips, mesh {mesh}",
             f"a data shard has {cache.slots} slots and {cache.pages} pages (JAX {jax.__version__})",
             "",
             f"{'GiB a device':22}{''.join(f'{name:>{len(name) + 3}}' for name in PARTS)}   in all",
@@ -97,7 +97,7 @@ def candidates(
     config: ConfigDict,
     topology: str,
     *,
-    recipe: str,
+    config_name: str,
     slices: int | None,
     suggest: bool,
     say: Callable[[str], None],
@@ -105,13 +105,13 @@ def candidates(
     """Compiles a config as it is, and if `suggest` also with the settings of `suggested`.
 
     Prints a line for each candidate that cannot be compiled; these are left out. slices: None: the
-    recipe's. say: shows progress. Raises ValueError for a single one with wrong settings.
+    config's. say: shows progress. Raises ValueError for a single one with wrong settings.
     """
     config = without_weights(config)
     config.mesh.slices = slices = slices or config.mesh.slices
     devices = topology_devices(topology, slices=slices)
     where = topology if slices == 1 else f"{topology} x {slices}"
-    tried = {f"{recipe} on {where}": {}}
+    tried = {f"{config_name} on {where}": {}}
     if suggest:
         proposal = suggested(config, devices, chip_of(topology), slices=slices)
         settings = " ".join(f"--config.{key}={value}" for key, value in proposal.items())
@@ -121,7 +121,7 @@ def candidates(
         candidate = config.copy_and_resolve_references()
         candidate.update_from_flattened_dict(settings)
         try:
-            found[name] = examine(candidate, devices, recipe=recipe, where=where, say=say)
+            found[name] = examine(candidate, devices, config_name=config_name, where=where, say=say)
         except (DoesNotFit, ValueError) as error:
             if isinstance(error, ValueError) and not suggest:
                 raise
@@ -130,7 +130,7 @@ def candidates(
 
 
 def examine(
-    config: ConfigDict, devices, *, recipe: str, where: str, say: Callable[[str], None]
+    config: ConfigDict, devices, *, config_name: str, where: str, say: Callable[[str], None]
 ) -> Findings:
     """Compiles everything for these devices, and adds up the memory.
 
@@ -147,7 +147,7 @@ def examine(
     if built.engine.cache.slots < 1:
         raise DoesNotFit("rollout.cache_mib holds no slot")
     return Findings(
-        recipe=recipe,
+        config_name=config_name,
         where=where,
         chip=chip_of(where),
         built=built,

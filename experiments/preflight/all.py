@@ -16,9 +16,9 @@ from dapo_jax.preflight.chips import GIB
 from experiments.benchmarks import common
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("only", "", "Recipes with this in their names.")
+flags.DEFINE_string("only", "", "Configs with this in their names.")
 
-# recipe, topology, slices, settings beside the config's
+# config_name, topology, slices, settings beside the config's
 CASES = (
     ("qwen2_5_0_5b", "v5e:2x4", 1, {}),
     ("qwen2_5_1_5b", "v5e:4x4", 1, {}),
@@ -36,16 +36,28 @@ CASES = (
     ("qwen2_5_7b", "v4:4x4x4", 1, {}),
     ("qwen2_5_32b", "tpu7x:4x4x4", 1, {"learner.micro_batch_rows": 16}),
 )
-HEADER = ("recipe", "topology", "beside the config", "chips", "GiB sampling and update", "free")
+HEADER = (
+    "config_name",
+    "topology",
+    "beside the config",
+    "chips",
+    "GiB sampling and update",
+    "free",
+)
 
 
-def row_of(recipe: str, topology: str, slices: int, settings: dict) -> tuple[list[str], bool]:
+def row_of(config_name: str, topology: str, slices: int, settings: dict) -> tuple[list[str], bool]:
     """Compiles a config: (its row of the table, whether it fits)."""
-    config = importlib.import_module(f"configs.{recipe}").get_config()
+    config = importlib.import_module(f"configs.{config_name}").get_config()
     config.update_from_flattened_dict(settings)
-    how = {"recipe": recipe, "slices": slices, "suggest": False, "say": lambda message: None}
+    how = {
+        "config_name": config_name,
+        "slices": slices,
+        "suggest": False,
+        "say": lambda message: None,
+    }
     where = topology + (f" x {slices}" if slices > 1 else "")
-    row = [recipe, where, ", ".join(f"{key} {value}" for key, value in settings.items())]
+    row = [config_name, where, ", ".join(f"{key} {value}" for key, value in settings.items())]
     for found in examine.candidates(config, topology, **how).values():
         sampling, update = (
             max(p.total for p in found.phases if (p.name == "update") == updates) / GIB

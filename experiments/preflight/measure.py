@@ -107,8 +107,8 @@ def main(_):
     checks.check_divides(config, built.mesh)
     found = measure(built, chip)
     where = f"{common.machine()}, mesh {dict(built.mesh.shape)}, commit {common.commit()}"
-    recipe, seconds = given["config"].config_filename, time.perf_counter() - start
-    print(f"\n{recipe} on {where}; {seconds:.0f} s\n{table(found)}")
+    config_name, seconds = given["config"].config_filename, time.perf_counter() - start
+    print(f"\n{config_name} on {where}; {seconds:.0f} s\n{table(found)}")
     if chip:
         print(*(f"--{name}={it.efficiency:.2g}" for name, it in found.items()))
 
