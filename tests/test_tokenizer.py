@@ -391,8 +391,7 @@ def test_a_dry_run_shows_the_first_prompt_as_the_policy_reads_it(bpe_folder):
     messages = user("1+1?\x1b[2J\nAnswer:")
     ids = np.asarray(tokenizer.encode_chat(messages))
     prompt = Prompt(ids, Example(tuple(messages), "2", "f", 0), "data.train")
-    train = types.SimpleNamespace(sets={"data.train": types.SimpleNamespace(prompts=[prompt])})
-    data = types.SimpleNamespace(train=train, eval_sets={})
+    data = types.SimpleNamespace(sets={"data.train": types.SimpleNamespace(prompts=[prompt])})
     first, *lines = dry_run.example_lines(data, tokenizer)
     assert first == "the first prompt of data.train, whose answer is '2':"
     assert lines == [f"  | {line}" for line in shown]

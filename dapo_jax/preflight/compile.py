@@ -130,7 +130,7 @@ def kept(name: str, lowered: jax.stages.Lowered, built: components.Programs) -> 
     """
     path = None
     with contextlib.suppress(OSError, ValueError, TypeError):  # none, or broken
-        path = compile_cache.default_folder().parents[1] / "preflight" / digest(lowered, built)
+        path = compile_cache.cache_folder() / "preflight" / digest(lowered, built)
         return Program(*json.loads(path.read_bytes())), "kept from an earlier command"
     start = time.perf_counter()
     program = compiled(name, lowered)

@@ -17,7 +17,7 @@ from dapo_jax.cli import command
 from dapo_jax.cli.config_flags import KEY_FLAG, config_flags_of, define_config
 from dapo_jax.cli.signals import Signals
 from dapo_jax.logs.files import atomic_file, locked
-from dapo_jax.report.__main__ import draw
+from dapo_jax.report.__main__ import write_report
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import load_sweep
@@ -51,7 +51,7 @@ def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, program: Sequence[str]
 
 
 def write_tables(folder: pathlib.Path, plan: Plan) -> str:
-    """Writes rows.jsonl.gz, summary.md and the curves; returns the summary, and where all is."""
+    """Writes rows.jsonl.gz, summary.md and the page of all runs; returns the summary, and where."""
     runs, rows = load_sweep(folder), folder / "rows.jsonl.gz"
     if not runs:
         return "no run has finished a step"
@@ -59,7 +59,8 @@ def write_tables(folder: pathlib.Path, plan: Plan) -> str:
     text = markdown(read_rows_file(rows), title=f"Sweep of {plan.config}")
     with atomic_file(folder / "summary.md") as file:
         file.write(text.encode())
-    return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}   {draw(folder, runs)}"
+    page = write_report(folder, runs)
+    return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}   page: {page}"
 
 
 def main(_: list[str]) -> None:
