@@ -399,11 +399,6 @@ def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value.to_dict() if isinstance(value, ConfigDict) else value
 
 
-def train_settings(config: ConfigDict) -> dict:
-    """Returns the training set's settings with those that it leaves open filled in."""
-    return _filled(config, config.data.train, max_prompts=0, weight=1.0)
-
-
 def mixture_settings(config: ConfigDict) -> dict[str, dict]:
     """Returns the settings of each training set that is not left out, by its config key."""
     mixture = {f"data.mixture.{name}": it for name, it in sorted(config.data.mixture.items())}

@@ -322,7 +322,7 @@ def test_the_guide_s_task_of_40_lines_works_as_it_is_written(tmp_path, monkeypat
     config.data.train = base.dataset(
         task="estimates:Estimates", path=str(tmp_path / "estimates.csv"), args={"near": 0.1}
     )
-    task = make_task("data.train", base.train_settings(config))
+    task = make_task("data.train", base.mixture_settings(config)["data.train"])
     examples, report = load_examples(task, "")
     assert (report.kept, report.bad_rows) == (3, 1) and task.near == 0.1
     assert "value is 0.0, but must be above 0" in report.bad_row_notes[0]

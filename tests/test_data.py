@@ -31,7 +31,7 @@ def load_prompts(path, tokenizer, *, max_prompt_tokens, on_bad_row="error", **se
     config = base.get_config()
     config.data.train = base.dataset(path=str(path), **settings)
     config.data.on_bad_row = on_bad_row
-    settings = base.train_settings(config)
+    settings = base.mixture_settings(config)["data.train"]
     loaded = load_dataset("data.train", settings, tokenizer, max_prompt_tokens=max_prompt_tokens)
     return loaded.prompts, loaded.report
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from configs import forks
-from configs.base import eval_settings, train_settings
+from configs.base import eval_settings, mixture_settings
 from dapo_jax.setup import components
 from dapo_jax.tasks.base import make_task
 from dapo_jax.tasks.readers import DataError
@@ -97,10 +97,10 @@ def test_every_fork_is_one_token_and_the_limits_hold_the_prompts():
 def test_the_recipes_data_sets_are_of_this_world():
     config = forks.get_config()
     config.data.train.count = 300
-    settings = eval_settings(config) | {"train": train_settings(config)}
+    settings = eval_settings(config) | mixture_settings(config)
     kinds = {}
     for name, of_set in settings.items():
         task = make_task(name, of_set)
         assert type(task) is Forks and task.rules == "strict"
         kinds[name] = {example.extra["kind"] for example in task.load()[0]}
-    assert kinds == {"train": set(KINDS), "road": {"road"}, "long": {"long"}}
+    assert kinds == {"data.train": set(KINDS), "road": {"road"}, "long": {"long"}}

@@ -56,7 +56,7 @@ def group(texts, example):
 def made(**settings):
     config = base.get_config()
     config.data.train = base.dataset(**settings)
-    return make_task("data.train", base.train_settings(config))
+    return make_task("data.train", base.mixture_settings(config)["data.train"])
 
 
 def test_a_task_is_made_of_the_settings_that_it_takes():
