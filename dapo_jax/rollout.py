@@ -60,9 +60,13 @@ def collect(
     most = max_prompts if dynamic_sampling or keeps else num_prompts
     step = InOrder(session, graded, cursor, num_prompts, most, dynamic_sampling)
     if keeps:
-        due = {it.cursor for it in partial if it.age_steps >= partial_rollout_steps}
-        most_groups = num_prompts * (1 + partial_rollout_steps)
-        step = AnyOrder(*vars(step).values(), due, len(partial), most_groups, expected_rate)
+        step = AnyOrder(
+            **vars(step),
+            due={it.cursor for it in partial if it.age_steps >= partial_rollout_steps},
+            num_partial=len(partial),
+            most_groups=num_prompts * (1 + partial_rollout_steps),
+            rate=expected_rate,
+        )
     ended, under_way = [], set(session.unfinished)
     for it in partial:
         if not any(it.unfinished_G):
