@@ -243,6 +243,7 @@ def main(_):
         if (workdir / "config.json").exists():
             raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
         hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
+        config.learner.lora_rank = 0  # a model alone has no factors
         run = open_run(config, None, "policy", reads="evaluation", fit=fit_model)
     else:
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):

@@ -352,7 +352,8 @@ def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
     run.sets = run.data.eval_sets if config.eval.every_steps > 0 else {}
     key = components.key(config, components.ROLLOUT_STREAM)
     training = Stream(key, components.sampling(config, run.tokenizer))
-    run.streams = (training, *components.eval_streams(config, run.tokenizer))
+    evaluating = components.eval_streams(config, run.tokenizer) if run.sets else ()
+    run.streams = (training, *evaluating)
     with watch("compile"):
         say.phase("compiling the update")
         run.update, run.old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
