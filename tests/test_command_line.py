@@ -77,8 +77,8 @@ def test_help_lists_every_key_with_its_value():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([WORKDIR], "Flag --config must have a value other than None."),
-        ([CONFIG], "Flag --workdir must have a value other than None."),
+        ([WORKDIR], "--config is missing: --config=configs/tiny.py"),
+        ([CONFIG], "--workdir is missing: --workdir=runs/mine"),
         ([CONFIG, "--wrkdir=runs/a"], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
         ([CONFIG, WORKDIR, "config.num_steps=3"], "'config.num_steps=3' is no flag: flags begin"),
         ([CONFIG, "--workdir=gs://b/r"], "a folder of this machine; --config.checkpoint.directory"),

@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -260,7 +261,13 @@ class Checkpoints:
 
         if steps:
             hosts.on_main(move)
-            self._manager.reload()
+            until = time.monotonic() + LISTED_SECONDS
+            while self._manager.reload() or steps & set(self._manager.all_steps()):
+                # With it in its list, this process would not save that step, and the others wait.
+                if time.monotonic() > until:
+                    text = "moved steps are still listed"
+                    raise OSError(errno.ETIMEDOUT, text, str(self.directory))
+                time.sleep(1)
 
 
 def _reading(read: Callable[[], Any]) -> Any:

@@ -265,6 +265,9 @@ def error_line(error: Exception) -> str:
     text = str(error.args[0] if isinstance(error, KeyError) else error).strip()
     if "Traceback" in text:  # ml_collections puts one into its message
         text = text.splitlines()[-1]
+    if missing := re.search(r"Flag --(\w+) must have a value other than None", text):
+        example = {"config": "configs/tiny.py", "workdir": "runs/mine"}.get(missing[1], "VALUE")
+        return f"--{missing[1]} is missing: --{missing[1]}={example}"
     return " ".join(re.sub(r"^flag --config=\S+: ", "", text).split())
 
 

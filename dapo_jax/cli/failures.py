@@ -24,7 +24,7 @@ AGAIN = "give the same command again"
 TRANSIENT = (
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN),
     *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.EBUSY),
-    *(errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOTCONN),
+    *(errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOTCONN, errno.EPIPE),
 )
 # The errors of a path that leads nowhere: a flipped bit may be in the name of a file.
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
