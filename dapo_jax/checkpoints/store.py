@@ -25,6 +25,7 @@ from sharding import hosts
 
 READ, REFUSED, TRANSIENT, DAMAGED = "read", "refused", "transient", "damaged"
 ONE_FOLDER = "checkpoint.directory must be one that all processes see"
+LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
 
 
 class WrongStateError(ValueError):
