@@ -254,7 +254,7 @@ def test_a_read_only_disk_ends_a_run_in_one_line(step, expected, tmp_path):
 def test_a_run_whose_folder_is_moved_ends_in_one_line(name, expected, tmp_path):
     """And goes on where it is back."""
     with train(tmp_path / "run") as (process,):
-        wait_for(has_row(tmp_path / "run", 0, process))
+        wait_for((tmp_path / "run" / "checkpoints" / "1").is_dir)
         (tmp_path / name).rename(tmp_path / "moved")
         refused(process, "(ENOENT)")
     shutil.rmtree(tmp_path / name, ignore_errors=True)

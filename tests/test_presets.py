@@ -98,7 +98,7 @@ def test_a_killed_run_that_retires_prompts_resumes_bitwise(tmp_path, monkeypatch
     config = small_config()
     config.num_steps, config.eval.every_steps, config.checkpoint.every_steps = 5, 0, 1
     config.data.train.count, config.algo.retire_pass_rate = 10, 0.5
-    whole, run, take_updates = tmp_path / "whole", tmp_path / "run", train.take_updates
+    whole, run, take_updates = tmp_path / "whole", tmp_path / "run", train.update
 
     def killed(*args):
         if (run / "checkpoints/3").is_dir():
@@ -107,7 +107,7 @@ def test_a_killed_run_that_retires_prompts_resumes_bitwise(tmp_path, monkeypatch
 
     train.train(config, whole)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train, "take_updates", killed)
+        patch.setattr(train, "update", killed)
         train.train(config, run)
     progress = json.loads((run / "checkpoints/3/progress/metadata").read_text())
     train.train(config, run)
