@@ -1,4 +1,4 @@
-"""What tokens of earlier policies do to learning, and what partial rollouts save in decoding."""
+"""Effects of earlier policies' tokens on learning, and what partial rollouts save in decoding."""
 
 from dapo_jax.report.compare import Quantity, accuracy_over, final_score, last, mean
 from experiments.study import CLIPPED, Claim, Study
