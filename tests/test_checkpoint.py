@@ -183,7 +183,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_is_taken(folder, damage):
-    """What only reads one, as `evaluate` and `convert` do, changes nothing."""
+    """Reading one alone, as `evaluate` and `convert` do, changes nothing."""
     damage(folder / "3")
     before, reports = contents(folder), []
     with pytest.raises(DamagedError, match=r"checkpoint 3 cannot be read \(.*others: \[1, 2\]"):
