@@ -72,7 +72,9 @@ def main(folder: str, phase: str) -> None:
     if phase == "starting":  # the others wait for the main process, before there is any snapshot
         print(READY, flush=True)
         if os.environ.get(hosts.PROCESS, "0") == "0":
-            ctypes.CDLL(None).sleep(SECONDS)
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until:  # a signal ends a sleep, but no start
+                ctypes.CDLL(None).sleep(1)
     processes = int(os.environ.get(hosts.PROCESSES, "1"))
     hosts.start(several=several, cpu_devices=processes)
     if phase == "failing" and not hosts.is_main_host():
