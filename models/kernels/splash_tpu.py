@@ -4,8 +4,11 @@ It is told at run time which blocks of pairs to visit: those that hold two token
 It knows no branches: every response needs its prompt to itself.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
     CausalMask,
@@ -52,6 +55,11 @@ def fetched_blocks(visited_IJ):
     return keys_IJ, jnp.clip(i_I1, j_J, last_J)
 
 
+def cores(*, interpret: bool) -> int:
+    """Counts the cores that a device has: two on v4 and v5p. Interpreted, it stands for v5p."""
+    return 2 if interpret else pltpu.get_tpu_info().num_cores
+
+
 def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret: bool = False):
     """Attends inside whole rows: out_BTNH in the queries' dtype.
 
@@ -74,7 +82,7 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret
     def attend(row):
         q_NTH, k_KTH, v_KTH, segment_T, visited_IJ = row
         kernel = make_splash_mha_single_device(
-            MultiHeadMask([CausalMask((T, T))] * N),
+            MultiHeadMask([CausalMask((T, T))]),
             block_sizes=sizes,
             residual_checkpoint_name=ATTENTION,
             interpret=interpret,
@@ -85,7 +93,14 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret
                 data_next=fetched_IJ[None], block_mask=visited_IJ[None].astype(jnp.int32)
             )
             setattr(kernel, f"{name}_mask_info", info)
-        return kernel(q_NTH, k_KTH, v_KTH, SegmentIds(segment_T, segment_T))
+        heads = functools.partial(kernel, segment_ids=SegmentIds(segment_T, segment_T))
+        if cores(interpret=interpret) == 1:
+            return heads(q_NTH, k_KTH, v_KTH)
+        # The backward goes over its heads on one core. The steps that vmap adds are split over the
+        # two: every head is one, and writes its own gradients of keys and values, summed here.
+        q_KG1TH = q_NTH.reshape(len(k_KTH), -1, 1, T, H)
+        each = jax.vmap(jax.vmap(heads, in_axes=(0, None, None)))
+        return each(q_KG1TH, k_KTH[:, None], v_KTH[:, None]).reshape(N, T, H)
 
     scaled_BNTH = (q_BNTH * H**-0.5).astype(q_BNTH.dtype)
     visited_BIJ = visited_blocks(segment_BT, block)
