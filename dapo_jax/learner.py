@@ -202,7 +202,6 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
     part = {"mesh": mesh, "tokens": tokens}
     how = {
-        "dtype": jnp.dtype(learning.compute_dtype),
         "remat": learning.remat,
         "project": kernels.learn_product,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
@@ -212,6 +211,7 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         "weights": Weights(
             functools.partial(rules.whole_width, mesh=mesh),
             functools.partial(rules.split_width, mesh=mesh),
+            learning.compute_dtype,
         ),
         "axis": "model" if mesh.shape["model"] > 1 else None,
     }

@@ -1,10 +1,11 @@
-"""Meets float32 parameters with activations of the compute dtype, and says how float32 multiplies.
+"""Rounds each array once, where a product with a weight matrix reads it.
 
-Each function computes with the parameter rounded to the activations' dtype, as the sampler does,
-and gives its gradient in the parameter's dtype. That gradient is a sum over all tokens: in bfloat16
-a row of the embedding that many tokens look up stops growing after a few hundred of them, and so
-does a bias. In float32 it is a float32 sum, over the devices that tokens lie on too, since these
-add up what the operation itself gives. Where the dtypes agree, each is the plain operation.
+Activations are float32 between products. A product rounds both factors to the compute dtype and
+gives float32, as the units that multiply do inside. Parameters are float32 in the learner and
+already rounded in the sampler; both compute with the same numbers. A parameter's gradient has its
+own dtype: it is a sum over all tokens, and in bfloat16 a row of the embedding that many of them
+look up stops growing after a few hundred. It is summed over devices in that dtype too, since these
+add up what the operation itself gives.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ def products_in(dtype) -> contextlib.AbstractContextManager:
 
 
 class Weights(NamedTuple):
-    """Says where weights are that are multiplied by; without more, whole where they are used.
+    """Says what weights are rounded to and where they are; without more, theirs, and here, whole.
 
     gather(w, letters) brings a rounded matrix together whose axis "D" is split, and scatter(d_w,
     letters) adds up the gradients of all who used it and leaves each its part: a transpose of the
@@ -33,33 +34,37 @@ class Weights(NamedTuple):
 
     gather: Callable[[Any, str], Any] = lambda w, letters: w
     scatter: Callable[[Any, str], Any] = lambda d_w, letters: d_w
+    dtype: Any = None
+
+    def dtype_of(self, w):
+        """Returns the dtype to multiply w in."""
+        return jnp.dtype(self.dtype or w.dtype)
 
 
 WHOLE = Weights()
 
 
-def lookup(embed_VD, tokens_BT, first_id, dtype, weights: Weights = WHOLE):
-    """Looks up tokens' embeddings, x_BTD in a dtype; 0 for a token that is not among the rows.
+def lookup(embed_VD, tokens_BT, first_id, weights: Weights = WHOLE):
+    """Looks up tokens' embeddings, float32 x_BTD; 0 for a token that is not among the rows.
 
     first_id: the token of the first row.
     """
     local_BT = tokens_BT - first_id
     here_BT = (local_BT >= 0) & (local_BT < embed_VD.shape[0])
-    return _lookup(weights, jnp.dtype(dtype), embed_VD, local_BT, here_BT)
+    return _lookup(weights, embed_VD, local_BT, here_BT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _lookup(weights, dtype, embed_VD, local_BT, here_BT):
-    rounded_VD = weights.gather(embed_VD.astype(dtype), "VD")
-    return jnp.where(here_BT[..., None], rounded_VD[local_BT], 0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup(weights, embed_VD, local_BT, here_BT):
+    rounded_VD = weights.gather(embed_VD.astype(weights.dtype_of(embed_VD)), "VD")
+    return jnp.where(here_BT[..., None], rounded_VD[local_BT], 0).astype(jnp.float32)
 
 
-def _lookup_forward(weights, dtype, embed_VD, local_BT, here_BT):
-    x_BTD = _lookup(weights, dtype, embed_VD, local_BT, here_BT)
-    return x_BTD, (embed_VD[:, :0], local_BT, here_BT)
+def _lookup_forward(weights, embed_VD, local_BT, here_BT):
+    return _lookup(weights, embed_VD, local_BT, here_BT), (embed_VD[:, :0], local_BT, here_BT)
 
 
-def _lookup_backward(weights, dtype, residuals, d_BTD):
+def _lookup_backward(weights, residuals, d_BTD):
     empty_V0, local_BT, here_BT = residuals
     d_BTD = jnp.where(here_BT[..., None], d_BTD, 0).astype(empty_V0.dtype)
     d_VD = jnp.zeros((empty_V0.shape[0], d_BTD.shape[-1]), d_BTD.dtype).at[local_BT].add(d_BTD)
@@ -69,36 +74,42 @@ def _lookup_backward(weights, dtype, residuals, d_BTD):
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def spread(parameter, x):
-    """Repeats a bias or a scale, whose axes are x's last, for every token of x.
-
-    Repeated, then rounded: backwards the tokens' gradients are widened, then summed.
-    """
-    return jnp.broadcast_to(parameter, x.shape).astype(x.dtype)
+def rounded(parameter, dtype):
+    """Rounds a bias or a scale to a dtype, in its own; the gradient passes as it is."""
+    kind = jnp.finfo(dtype)
+    if kind.nmant >= jnp.finfo(parameter.dtype).nmant:
+        return parameter
+    # A cast and a cast back may be left out by XLA.
+    nearest = jax.lax.reduce_precision(parameter, kind.nexp, kind.nmant)
+    return parameter + jax.lax.stop_gradient(nearest - parameter)
 
 
 def product(project, spec, x, w, weights: Weights = WHOLE):
-    """Multiplies by a weight matrix: project(spec, x, w), an einsum."""
-    if x.dtype == w.dtype:
+    """Multiplies by a weight matrix, float32: project(spec, x, w), an einsum, of both rounded."""
+    x = x.astype(jnp.float32)
+    if weights.dtype_of(w) == w.dtype == x.dtype:
         return project(spec, x, weights.gather(w, _letters(spec)[1]))
     return _rounded_product(project, spec, weights, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rounded_product(project, spec, weights, x, w):
-    return project(spec, x, weights.gather(w.astype(x.dtype), _letters(spec)[1]))
+    return _forward(project, spec, weights, x, w)[0]
 
 
 def _forward(project, spec, weights, x, w):
-    return _rounded_product(project, spec, weights, x, w), (x, w)
+    dtype = weights.dtype_of(w)
+    x, whole = x.astype(dtype), weights.gather(w.astype(dtype), _letters(spec)[1])
+    return project(spec, x, whole, preferred_element_type=jnp.float32), (x, w)
 
 
 def _backward(project, spec, weights, residuals, d_out):
     x, w = residuals
     x_axes, w_axes, out_axes = _letters(spec)
-    rounded = weights.gather(w.astype(x.dtype), w_axes)
-    d_x = jnp.einsum(f"{out_axes},{w_axes}->{x_axes}", d_out, rounded)
-    d_w = jnp.einsum(f"{x_axes},{out_axes}->{w_axes}", x, d_out, preferred_element_type=w.dtype)
+    whole, d_out = weights.gather(w.astype(x.dtype), w_axes), d_out.astype(x.dtype)
+    times = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    d_x = times(f"{out_axes},{w_axes}->{x_axes}", d_out, whole)
+    d_w = times(f"{x_axes},{out_axes}->{w_axes}", x, d_out).astype(w.dtype)
     return d_x, weights.scatter(d_w, w_axes)
 
 

@@ -2,7 +2,6 @@
 
 from models.families import register
 from models.parameters import ModelConfig, bias
-from models.precision import spread
 from models.transformer import Layer
 
 
@@ -19,9 +18,9 @@ class Qwen2Layer(Layer):
     def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
         """Adds the biases."""
         return (
-            q_BTNH + spread(self.q_bias_NH[...], q_BTNH),
-            k_BTKH + spread(self.k_bias_KH[...], k_BTKH),
-            v_BTKH + spread(self.v_bias_KH[...], v_BTKH),
+            q_BTNH + self.q_bias_NH[...],
+            k_BTKH + self.k_bias_KH[...],
+            v_BTKH + self.v_bias_KH[...],
         )
 
 

@@ -28,7 +28,7 @@ from models.parameters import (
     norm,
     normal,
 )
-from models.precision import WHOLE, Weights, lookup, product, spread
+from models.precision import WHOLE, Weights, lookup, product, rounded
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices of which something comes
@@ -57,11 +57,8 @@ REMAT = {
 
 
 def rms_norm(x, scale, *, eps):
-    """Divides by the root mean square of the last axis (arXiv 1910.07467), float32, and scales."""
-    x_f32 = x.astype(jnp.float32)
-    x_f32 = x_f32 * jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
-    x = x_f32.astype(x.dtype)
-    return spread(scale, x) * x
+    """Divides by the root mean square of the last axis (arXiv 1910.07467) and scales; float32."""
+    return scale * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
 
 
 def rotation(position_BT, config: ModelConfig):
@@ -85,8 +82,8 @@ def rope(x_BTNH, cos_sin):
     """Rotates halves by their position (Su et al. 2021, arXiv 2104.09864, Eq. 34), float32."""
     B, T, N, H = x_BTNH.shape
     cos, sin = cos_sin
-    x = x_BTNH.astype(jnp.float32).reshape(B, T, N, 2, H // 2)
-    return (x * cos + x[..., ::-1, :] * sin).reshape(B, T, N, H).astype(x_BTNH.dtype)
+    x = x_BTNH.reshape(B, T, N, 2, H // 2)
+    return (x * cos + x[..., ::-1, :] * sin).reshape(B, T, N, H)
 
 
 def segment_positions(segment_BT):
@@ -123,6 +120,11 @@ class Layer(nnx.Module):
         matrix("down_FD", "mlp.down_proj", "D F"),
     )
 
+    @classmethod
+    def vectors(cls) -> list[str]:
+        """Names the biases and scales, which no product reads."""
+        return [p.name for p in cls.parameters if p.init is not normal]
+
     def __init__(self, config: ModelConfig, *, key):
         random = [p.name for p in self.parameters if p.init is normal]
         keys = dict(zip(random, jax.random.split(key, len(random)), strict=True))
@@ -132,7 +134,7 @@ class Layer(nnx.Module):
         self.config = config
 
     def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
-        """Returns queries, keys and values as they are rotated; a family may change them before."""
+        """Returns float32 queries, keys and values; a family may change them, as in biases."""
         return q_BTNH, k_BTKH, v_BTKH
 
     def __call__(
@@ -157,21 +159,22 @@ class Layer(nnx.Module):
         where the matrices are.
         """
         eps, times = self.config.rms_norm_eps, functools.partial(product, weights=weights)
-        h = gather(rms_norm(x_BTD, self.attn_norm_D[...], eps=eps))
+        dtype = weights.dtype_of(self.o_NHD[...])
+        h = gather(rms_norm(x_BTD, self.attn_norm_D[...], eps=eps).astype(dtype))
         q, k, v = self.of_heads(
             times(project, "BTD,DNH->BTNH", h, self.q_DNH[...]),
             times(project, "BTD,DKH->BTKH", h, self.k_DKH[...]),
             times(project, "BTD,DKH->BTKH", h, self.v_DKH[...]),
         )
-        # A family may have added a float32 parameter.
-        q, k, v = (checkpoint_name(x.astype(h.dtype), PRODUCT) for x in (q, k, v))
-        out, kept = attend(rope(q, cos_sin), rope(k, cos_sin), v)
+        heads = rope(q, cos_sin), rope(k, cos_sin), v
+        q, k, v = (checkpoint_name(x.astype(dtype), PRODUCT) for x in heads)
+        out, kept = attend(q, k, v)
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
         out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
         o = o.reshape(-1, o.shape[-1])
         x_BTD = x_BTD + reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o))
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
-        h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps))
+        h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
         gate, up = (
             checkpoint_name(times(project, "BTD,DF->BTF", h, w[...]), PRODUCT)
             for w in (self.gate_DF, self.up_DF)
@@ -208,7 +211,6 @@ class Transformer(nnx.Module):
         position_BT,
         attend,
         *,
-        dtype=None,
         remat="none",
         project=jnp.einsum,
         unroll=False,
@@ -221,14 +223,16 @@ class Transformer(nnx.Module):
     ):
         """Computes normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
-        dtype: the activations'; None: that of the parameters, one for all. remat: a name of REMAT,
-        what of a layer is kept for the backward pass. project, gather, reduce and weights: the
+        They are rounded as `weights` says. remat: a name of REMAT, what of a layer is kept for the
+        backward pass. project, gather, reduce and weights: the
         layer's. axis: the mesh axis over which heads, feed-forward and vocabulary are split, or
         None. unroll: unroll the layers instead of scanning them. adapt(a layer's parameters, its
         adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
         the layers are.
         """
         graph, state = nnx.split(self.layers)
+        layers, vectors = nnx.to_pure_dict(state), self.config.layer.vectors()
+        layers |= {name: rounded(layers[name], weights.dtype_of(layers[name])) for name in vectors}
         how = {"gather": gather, "reduce": reduce, "project": project, "weights": weights}
 
         def through_layers(x_BTD, cos_sin):
@@ -237,13 +241,11 @@ class Transformer(nnx.Module):
                 layer = nnx.merge(graph, adapt(*params_and_adapters))
                 return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), **how)
 
-            layers = (nnx.to_pure_dict(state), adapters)
-            return jax.lax.scan(REMAT[remat](body), x_BTD, layers, unroll=unroll)
+            return jax.lax.scan(REMAT[remat](body), x_BTD, (layers, adapters), unroll=unroll)
 
         top = {"embed_VD": self.embed_VD[...], "final_norm_D": self.final_norm_D[...]}
-        tokens = (tokens_BT, position_BT)
-        of_tokens = functools.partial(_embedded, axis=axis, dtype=dtype, weights=weights)
-        return _hidden(top, self.config, *tokens, through_layers, of_tokens, reduce)[0]
+        run = functools.partial(_hidden, weights=weights, reduce=reduce, axis=axis)
+        return run(top, self.config, tokens_BT, position_BT, through_layers)[0]
 
     def __call__(self, tokens_BT, *, segment_BT=None):
         """Computes float32 logits_BTV. `segment_BT`: each token's sequence, 0 for padding."""
@@ -275,22 +277,20 @@ def hidden_layer_by_layer(
             kept.append(kept_of_one)
         return x_BTD, kept
 
-    of_tokens = functools.partial(_embedded, axis=axis, dtype=None, weights=WHOLE)
-    return _hidden(params, config, tokens_BT, position_BT, through_layers, of_tokens, reduce)
+    run = functools.partial(_hidden, weights=WHOLE, reduce=reduce, axis=axis)
+    return run(params, config, tokens_BT, position_BT, through_layers)
 
 
-def _hidden(params, config, tokens_BT, position_BT, through_layers, of_tokens, reduce):
+def _hidden(params, config, tokens_BT, position_BT, through_layers, *, weights, reduce, axis):
     """Runs all but the head; through_layers(x_BTD, cos_sin) gives (x_BTD, what layers kept)."""
-    cos_sin = rotation(position_BT, config)
-    x_BTD = reduce(of_tokens(params["embed_VD"], tokens_BT))
-    x_BTD, kept = through_layers(x_BTD, cos_sin)
-    return rms_norm(x_BTD, params["final_norm_D"], eps=config.rms_norm_eps), kept
-
-
-def _embedded(embed_VD, tokens_BT, *, axis: str | None, dtype, weights: Weights):
-    """Looks up embeddings x_BTD; where rows are split over a mesh axis, each chip has its share."""
+    embed_VD, scale_D = params["embed_VD"], params["final_norm_D"]
+    dtype = weights.dtype_of(embed_VD)
+    # Where rows are split over a mesh axis, each chip looks up its share.
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * embed_VD.shape[0]
-    return lookup(embed_VD, tokens_BT, first_id, dtype or embed_VD.dtype, weights)
+    x_BTD = reduce(lookup(embed_VD, tokens_BT, first_id, weights))
+    x_BTD, kept = through_layers(x_BTD, rotation(position_BT, config))
+    x_BTD = rms_norm(x_BTD, rounded(scale_D, dtype), eps=config.rms_norm_eps)
+    return x_BTD.astype(dtype), kept
 
 
 def _over(x, *, axis: str | None):

@@ -29,20 +29,20 @@ def weights_first(spec, x, w, **options):
     return jnp.einsum(f"{of_w}{of_x}->{out_axes}", jax.lax.optimization_barrier(out))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def small_side_transposed(spec, x, w):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def small_side_transposed(spec, x, w, preferred_element_type=None):
     """Multiplies for learning: the gradient of w transposes the narrower of the two activations.
 
     XLA transposes the first of them, whatever it is, and what made it is computed in that order.
     """
-    return jnp.einsum(spec, x, w)
+    return jnp.einsum(spec, x, w, preferred_element_type=preferred_element_type)
 
 
-def _forward(spec, x, w):
-    return jnp.einsum(spec, x, w), (x, w)
+def _forward(spec, x, w, preferred_element_type):
+    return jnp.einsum(spec, x, w, preferred_element_type=preferred_element_type), (x, w)
 
 
-def _backward(spec, residuals, d_out):
+def _backward(spec, _, residuals, d_out):
     x, w = residuals
     x_axes, w_axes, out_axes = re.split(",|->", spec)
     rows = sum(axis in out_axes for axis in x_axes)

@@ -6,7 +6,6 @@
 
 from models.families import register
 from models.parameters import ModelConfig, Parameter, norm, ones
-from models.precision import spread
 from models.transformer import Layer, rms_norm
 
 
@@ -22,7 +21,7 @@ class GainsLayer(Layer):
     def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
         """Multiplies queries, and divides each head's value by its root mean square."""
         v_BTKH = rms_norm(v_BTKH, self.v_norm_H[...], eps=self.config.rms_norm_eps)
-        return q_BTNH * spread(self.q_gain_NH[...], q_BTNH), k_BTKH, v_BTKH
+        return q_BTNH * self.q_gain_NH[...], k_BTKH, v_BTKH
 
 
 class GainsConfig(ModelConfig):
