@@ -92,11 +92,12 @@ def test_bfloat16_is_as_near_to_float32_as_plain_attention_is(few, monkeypatch):
     assert np.all(np.array(errors[0]) < 1.2 * np.array(errors[1]))
 
 
-# Heads, key heads, head size and dtype: Qwen2.5 0.5B, 1.5B and 7B, and a float32 one.
+# Heads, key heads, head size and dtype: Qwen2.5 0.5B, 1.5B and 7B, and two in float32.
 HEADS = (
     (14, 2, 64, jnp.bfloat16),
     (12, 2, 128, jnp.bfloat16),
     (28, 4, 128, jnp.bfloat16),
+    (9, 3, 64, jnp.float32),
     (40, 8, 128, jnp.float32),
 )
 

@@ -10,7 +10,6 @@ those on the borders. The backward pass computes the weights again from the soft
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -25,12 +24,11 @@ from models.kernels.xla import ATTENTION, MASKED, like
 # For the forward pass, the gradient of queries and those of keys, by the bytes of a value and the
 # size of a head that is not exceeded: tiles with the fewest cycles by count of an H100's
 # instructions, among those that spill no registers there, on an A100 and on an RTX 4090.
-FLOAT32 = (32, 32, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)
 TILES = {
     (2, 64): ((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 2)),
     (2, 128): ((128, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
-    (4, 64): FLOAT32,
-    (4, 128): FLOAT32,
+    (4, 64): ((32, 32, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
+    (4, 128): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
 }
 FEW = 512  # programs that may leave a GPU idle until the longest of them ends
 
@@ -151,9 +149,12 @@ def _ranges(until_BT, tile, *, of_keys: bool = False):
     def behind(mask_BIJ):
         return jnp.where(mask_BIJ, place_J + 1, 0).max(axis=2, keepdims=True)
 
-    gap_BI1 = 0 if of_keys else behind(~seen_BIJ & (begin_J < begin_I1 + Q))
+    sides = [True]
+    if not of_keys:
+        gap_BI1 = behind(~seen_BIJ & (begin_J < begin_I1 + Q))
+        sides = [place_J < gap_BI1, place_J >= gap_BI1]
     bounds = []
-    for side_BIJ in (place_J < gap_BI1, place_J >= gap_BI1):
+    for side_BIJ in sides:
         begin_BI1 = first(seen_BIJ & side_BIJ)
         end_BI1 = jnp.maximum(behind(seen_BIJ & side_BIJ), begin_BI1)
         whole_BI1 = jnp.minimum(first(whole_BIJ & side_BIJ), end_BI1)
@@ -167,11 +168,11 @@ def _visit(ranges_ref, b, program, turns: int, visit, state):
 
     One loop goes over all that is seen whole, which needs no masks, and then one over the rest.
     """
-    bounds = [ranges_ref[b, program, x] for x in range(ranges_ref.shape[2])]
-    spans = list(itertools.pairwise(bounds))
-    for whole, chosen in ((True, spans[1::4]), (False, spans[::4] + spans[2::4])):
+    ranges = range(0, ranges_ref.shape[2], 4)
+    for whole, parts in ((True, [1]), (False, [0, 2])):
         visited, shifts = 0, []
-        for begin, end in chosen:
+        for x in (first + part for part in parts for first in ranges):
+            begin, end = ranges_ref[b, program, x], ranges_ref[b, program, x + 1]
             shifts.append((visited, begin - visited))
             visited += end - begin
 
