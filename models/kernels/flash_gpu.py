@@ -30,6 +30,7 @@ TILES = {
     (4, 64): ((32, 32, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
     (4, 128): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
 }
+LOG2_E = math.log2(math.e)  # makes powers of e powers of 2
 FEW = 512  # programs that may leave a GPU idle until the longest of them ends
 
 
@@ -129,8 +130,9 @@ def _until(segment_BT, branch_BT):
 def _ranges(until_BT, tile, *, of_keys: bool = False):
     """Finds which tiles of keys each of queries visits, or of queries each of keys: bounds_BIX.
 
-    There are two ranges, of the prompt and of the branch, one of them empty where nothing is
-    between. Each has four bounds: its tiles lie from 0 to 3, those from 1 to 2 are seen whole.
+    Keys have two ranges, the prompt's and the branch's, or one where nothing is between. A range
+    has four bounds: its tiles lie from the first to the last, those between the others are seen
+    whole.
     """
     Q, S, *_ = tile
     B, T = until_BT.shape
@@ -194,16 +196,11 @@ def _seen(until_ref, b, queries, keys, axis: int):
     return (query >= key) & (query < jnp.expand_dims(until_ref[b, keys], axis))
 
 
-def _to_base_2(ref) -> float:
-    """Gives the factor of scores with which a power of 2 is the softmax's power of e."""
-    return ref.shape[3] ** -0.5 * math.log2(math.e)
-
-
 def _forward_kernel(ranges_ref, until_ref, *refs, tile, exp2):
     q_ref, k_ref, v_ref, out_ref, norm_ref = refs
     # Later queries have more keys: they go first, lest the last programs be the longest.
     n, b, i = pl.program_id(0), pl.program_id(1), pl.num_programs(2) - 1 - pl.program_id(2)
-    (Q, S), scale = tile, _to_base_2(q_ref)
+    (Q, S), scale = tile, q_ref.shape[3] ** -0.5 * LOG2_E
     h = lax.div(n, q_ref.shape[2] // k_ref.shape[2])
     queries = pl.ds(i * Q, Q)
     q_QH = q_ref[b, queries, n, :]
@@ -241,7 +238,7 @@ def _queries_kernel(ranges_ref, until_ref, *refs, tile, exp2):
     def visit(d_q_QH, j, _, whole):
         keys = pl.ds(j * S, S)
         k_SH, v_SH = k_ref[b, keys, h, :], v_ref[b, keys, h, :]
-        p_QS = exp2(triton.dot(q_QH, k_SH.T), _to_base_2(q_ref), -norm_Q1)
+        p_QS = exp2(triton.dot(q_QH, k_SH.T), H**-0.5 * LOG2_E, -norm_Q1)
         if not whole:
             p_QS = jnp.where(_seen(until_ref, b, queries, keys, 0), p_QS, 0.0)
         d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1)
@@ -266,7 +263,7 @@ def _keys_kernel(ranges_ref, until_ref, *refs, tile, exp2):
         queries, n = pl.ds(i * Q, Q), part * group + g
         q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
         norm_1Q, dot_1Q = norm_ref[b, n, queries][None], dot_ref[b, n, queries][None]
-        p_SQ = exp2(triton.dot(k_SH, q_QH.T), _to_base_2(q_ref), -norm_1Q)
+        p_SQ = exp2(triton.dot(k_SH, q_QH.T), H**-0.5 * LOG2_E, -norm_1Q)
         if not whole:
             p_SQ = jnp.where(_seen(until_ref, b, queries, keys, 1), p_SQ, 0.0)
         d_x_SQ = p_SQ * (triton.dot(v_SH, d_out_QH.T) - dot_1Q)
