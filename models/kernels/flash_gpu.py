@@ -54,8 +54,7 @@ def _call(kernel, tile, interpret: bool, *arrays, **more):
     Q, S, warps, stages = tile
     exp2 = functools.partial(triton.exp2, interpret=interpret)
     kernel = functools.partial(kernel, tile=(Q, S), exp2=exp2)
-    how = {"warps": warps, "stages": stages, "interpret": interpret}
-    return triton.call(kernel, *arrays, **how, **more)
+    return triton.call(kernel, *arrays, warps=warps, stages=stages, interpret=interpret, **more)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
