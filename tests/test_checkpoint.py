@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import started
+from runs import contents
 
 from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError, WrongStateError
@@ -142,12 +143,6 @@ def test_one_step_is_restored_or_those_that_are_there_are_named(folder):
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
     """Finds the file with the arrays' values."""
     return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-
-
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """Reads all files under a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def truncate(file: pathlib.Path) -> None:

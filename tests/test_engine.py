@@ -12,7 +12,6 @@ from flax import nnx
 
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan
-from dapo_jax.sampler import sampling as sampling_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
@@ -273,30 +272,6 @@ def test_truncated_sampling_records_the_truncated_distribution(small, roomy):
     assert np.mean(left_out) > 0.5
 
 
-def test_in_bfloat16_the_sampler_is_as_near_the_learner_as_the_learner_to_float32(small):
-    """Attention page by page rounds at other points than attention at once, but no worse.
-
-    bfloat16 itself moves this model's log-probabilities by 2.5e-3 on average, 1.3e-2 at most.
-    """
-    half = small[0], jax.tree.map(lambda p: p.astype(jnp.bfloat16), small[1])
-    full = small[0], jax.tree.map(lambda p: p.astype(np.float32), half[1])
-    cache = dataclasses.replace(ROOMY, max_prompt_tokens=9)
-    engine, params = build(SMALL, cache, half[1])
-    short = {cursor: prompt for cursor, prompt in PROMPTS.items() if len(prompt) <= 9}
-    responses, _ = sample_prompts(engine, params, SAMPLING, prompts=short)
-    behavior, learner, exact = (
-        np.concatenate([logp[request] for request in responses])
-        for logp in (
-            {request: response.behavior_logp_T for request, response in responses.items()},
-            expected_logp(half, responses),
-            expected_logp(full, responses),
-        )
-    )
-    assert 1e-3 < np.abs(learner - exact).mean() < 5e-3
-    assert np.abs(behavior - learner).mean() <= 1.2 * np.abs(learner - exact).mean()
-    assert np.abs(behavior - learner).max() <= 1.5 * np.abs(learner - exact).max()
-
-
 # A request is (seed, cursor, sample): nothing else changes a bit of what it gives.
 
 
@@ -430,7 +405,7 @@ def test_neighbours_full_slots_and_restarts_change_no_bit(runs):
 def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
     """Every other group ends soon, so shards run out of work and take samples of others."""
     monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)
-    how = {"parts": cache_module.PARTS, "decode_options": KERNELS["cpu"].decode_options}
+    how = {"decode_options": KERNELS["cpu"].decode_options}
     cache = dataclasses.replace(TIGHT, slots=6, pages=40)
     engine, params = build(WIDE, cache, random_params(WIDE)[1], shards=4, **how)
     limits = [tuple(min(n, 48 if i % 2 else 3) for n in g.max_tokens) for i, g in enumerate(GROUPS)]
@@ -454,55 +429,12 @@ def test_all_programs_are_compiled_at_first_and_none_later(runs):
     assert runs.compiled == (len(names) + 1, 0)  # and one that makes the pages
 
 
-# Streams: requests that are sampled in other ways, with other keys, side by side.
-
-STREAMS = (
-    Stream(RUN_KEY, dataclasses.replace(TO_THE_LIMIT, temperature=1.0)),
-    Stream(jax.random.key(5), dataclasses.replace(TO_THE_LIMIT, temperature=1.0, top_p=0.7)),
-    Stream(jax.random.key(6), dataclasses.replace(TO_THE_LIMIT, temperature=0.6, top_k=5)),
-    Stream(jax.random.key(7), TO_THE_LIMIT),
-)
-
-
-def by_name(finished):
-    """Maps finished groups to {(stream, cursor, sample): response}."""
-    return {(f.stream, *request): r for f in finished for request, r in by_request([f]).items()}
-
-
-def test_streams_side_by_side_have_the_bits_of_each_alone(monkeypatch):
-    """A program of one stream has its temperature as a constant, and no other's truncation.
-
-    Not so for the last stream, which has a temperature and is not truncated: alone its logits are
-    scaled in the same loop that adds them up, and log-probabilities differ by a rounding.
-    """
-    options = KERNELS["cpu"].decode_options  # as for training
-    engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], decode_options=options)
-    monkeypatch.setattr(sampling_module, "FEW_TRUNCATED", 8)  # thresholds of 8, 16 and all 32 rows
-    session = Session(engine, params, *STREAMS)
-    for group in GROUPS[:8]:
-        for stream in range(len(STREAMS)):
-            submit(session, group, stream=stream)
-    responses = {}
-    while session.unfinished:
-        responses |= by_name(session.step())
-    assert preempts(session, responses)
-    for stream in (0, 2):
-        alone = Session(engine, params, STREAMS[stream])
-        for group in GROUPS[:8]:
-            submit(alone, group)
-        ours = {name[1:]: response for name, response in responses.items() if name[0] == stream}
-        expected = drain(alone)
-        assert ours.keys() == expected.keys()
-        same_bits(ours, expected)
-
-
 # Host and device.
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs, seed):
+def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs):
     """Submissions, steps and cancellations are random, and the tight cache preempts."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     session = Session(runs.engine, runs.params, Stream(RUN_KEY, TO_THE_LIMIT))
     queue = [GROUPS[i] for i in rng.permutation(len(GROUPS))]
     finished, lost = {}, set()

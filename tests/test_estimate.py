@@ -57,16 +57,6 @@ def test_the_efficiencies_are_those_of_the_measured_times():
     assert (min(update), max(update)) == pytest.approx(estimate.UPDATE, abs=0.005)
 
 
-def test_lengths_have_the_mean_that_was_asked_for():
-    how = {"groups": 400, "group_size": 16, "longest": 20_480, "seed": 1}
-    length_PG = estimate.response_lengths(1_000, **how)
-    assert length_PG.shape == (400, 16) and length_PG.mean() == pytest.approx(1_000, rel=0.01)
-    assert length_PG.min() >= 1 and length_PG.max() <= 20_480
-    between, within = np.log(length_PG).mean(axis=1).std(), np.log(length_PG).std(axis=1).mean()
-    assert between == pytest.approx(estimate.SIGMA_PROBLEMS, rel=0.15)
-    assert within == pytest.approx(estimate.SIGMA_SAMPLES, rel=0.15)
-
-
 def simulate(lengths, *, slots=2, pages=200, group_size=1, shards=1, prompt_tokens=1, **changes):
     """Blocks and pages of 4 tokens; a decode step takes a second for each 32 rows."""
     partial = changes.get("partial_rollout_steps", 0) > 0
@@ -160,14 +150,3 @@ def test_the_command_prints_a_table_and_what_it_leaves_out():
     assert "decoding has\n(0.01, 0.01), the rest (0.02, 0.02)" in done.stdout
     _, done = seconds_of("--mean_response_tokens=300", status=1)
     assert "--mean_response_tokens=300 is above rollout.max_response_tokens" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_configs_programs_are_measured_on_the_devices_that_are_there():
-    small = ["num_prompts=4", "group_size=4", "generation_prompts=4", "cache_mib=2"]
-    flags = [f"--config.rollout.{setting}" for setting in small]
-    command = ("-m", "experiments.preflight.measure", "--config=configs/tiny.py")
-    done = ran(*command, "--topology=v5e:1x1", *flags)
-    for name in ("decode", "update"):
-        assert re.search(rf"^\| {name} \| \d+\.\d\d \| 0\.\d\d \| 0\.\d\d \|$", done.stdout, re.M)
-    assert re.search(r"^--decode=[\de.-]+ --update=[\de.-]+$", done.stdout, re.M)

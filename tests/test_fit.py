@@ -1,15 +1,13 @@
 """Sizes that a config leaves open (0): what is chosen for them, and what is printed."""
 
 import functools
-import json
 import os
 
 import jax
 import pytest
-from small_config import get_config as small_config
 
 from configs import any_model, base, one_gpu, qwen2_5_0_5b, tiny
-from dapo_jax import learner, train
+from dapo_jax import learner
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.setup.start import open_run
 from experiments.smollm2 import sums
@@ -177,16 +175,3 @@ def test_the_last_whole_number_of_a_response_is_its_answer():
     answers |= dict.fromkeys(["2.5", "5,6", "none"])
     for response, prediction in answers.items():
         assert sums.Sums().grade(response, example).prediction == prediction
-
-
-@pytest.mark.slow
-def test_a_run_records_what_was_chosen(tmp_path, capsys):
-    """config.json has the numbers: the commands that read a run need not choose again."""
-    config = small_config()
-    config.num_steps, config.eval.every_steps = 1, 0
-    config.update_from_flattened_dict(dict.fromkeys(OPEN, 0))
-    train.train(config, tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert min(written["learner"]["row_tokens"], written["rollout"]["cache_mib"]) > 0
-    chosen = f"learner.row_tokens = {written['learner']['row_tokens']}"
-    assert chosen in " ".join(capsys.readouterr().out.split())

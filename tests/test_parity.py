@@ -171,11 +171,10 @@ def test_yarn_lengthens_the_texts_that_a_run_may_have(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "lora_rank"), [("qwen3/tied", 2), ("qwen2_yarn/tied", 0)])
-def test_sampler_and_learner_agree(model, lora_rank, tmp_path):
+def test_sampler_and_learner_agree(tmp_path):
     """A config samples what the model gives, over two shards of heads, and learns from it."""
-    folder = directory(model, tmp_path)
-    built = sampled_step.programs(load_config(folder).model_type, folder, lora_rank=lora_rank)
+    folder = directory("qwen3/yarn", tmp_path)
+    built = sampled_step.programs("qwen3", folder, lora_rank=2)
     before, groups, state, metrics = sampled_step.step(built)
     graph, params = split(load_hf(folder))
 

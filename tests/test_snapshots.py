@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pathlib
 import signal
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import started
+from test_checkpoint import saved_steps
 
 from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.progress import Progress
@@ -18,10 +18,6 @@ from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import signals
 from sharding import hosts
 from sharding.hosts import RETRYABLE
-
-
-def saved_steps(folder: pathlib.Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
 def take(run: Snapshots, step: int, state, *, cursor: int = 0, force: bool = False) -> None:

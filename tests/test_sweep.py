@@ -364,7 +364,7 @@ def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
     folder = tmp_path / "sweep"
     command = [sys.executable, "-m", "dapo_jax.sweep", "--config=tests/small_config.py"]
     command += [f"--workdir={folder}", "--set=algo.eps_high=0.2,0.28", "--seeds=1,", "--jobs=2"]
-    command += ["--config.num_steps=3"]
+    command += ["--config.num_steps=2", "--config.eval.every_steps=0"]
     first = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)
     rows = [folder / f"eps_high={arm}" / "seed_1" / "metrics.jsonl" for arm in (0.2, 0.28)]
     while not any(path.exists() and path.read_text() for path in rows):
@@ -376,7 +376,7 @@ def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
     assert "ended with" not in said
     done = ran(*command[1:])
     runs = read_rows_file(folder / "rows.jsonl.gz")
-    assert [len(run.rows) for run in runs.values()] == [3, 3]
+    assert [len(run.rows) for run in runs.values()] == [2, 2]
     assert max(len(run.starts) for run in runs.values()) == 2
     (a, b) = (run.rows[0]["response_tokens/mean"] for run in runs.values())
     assert a == b, "the same seed samples the same responses until the policies differ"

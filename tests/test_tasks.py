@@ -197,14 +197,10 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__")
 
 
 def run(command, workdir, *arguments):
-    """Runs a command on the small config; commands in the same directory share their programs."""
+    """Runs a command on the small config."""
     arguments = [f"--workdir={workdir}", "--config.mesh.cpu_devices=1", *arguments]
-    environment = {
-        "PYTHONPATH": f"{ROOT}:{OUTSIDE}",
-        "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    return ran("-c", COMMAND, f"dapo_jax.{command}", SMALL, *arguments, **environment).stdout
+    path = f"{ROOT}:{OUTSIDE}"
+    return ran("-c", COMMAND, f"dapo_jax.{command}", SMALL, *arguments, PYTHONPATH=path).stdout
 
 
 def unzipped(path):
