@@ -314,17 +314,6 @@ def test_digests_are_what_they_were_and_the_same_on_any_mesh():
             assert digest_of(placed) == digest_of(array)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-def test_a_digest_changes_with_any_bit(dtype):
-    rng = np.random.default_rng(0)
-    array = np.asarray(jnp.asarray(9 * rng.normal(size=(8, 12, 20)), dtype))
-    whole, content = digest_of(array), array.tobytes()
-    for place in rng.integers(len(content), size=50):
-        changed = bytearray(content)
-        changed[place] ^= 1 << int(rng.integers(8))
-        assert digest_of(np.frombuffer(bytes(changed), array.dtype).reshape(array.shape)) != whole
-
-
 def test_a_digest_changes_where_signs_or_rows_are_exchanged():
     """Sums of 32 bits would not see two signs: their highest bits cancel."""
     array = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)

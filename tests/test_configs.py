@@ -1,6 +1,5 @@
 """Configs: every key in one place, Table 1 as presets, impossible combinations refused."""
 
-import ast
 import importlib
 import math
 import pathlib
@@ -19,48 +18,6 @@ CONFIGS = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES), "qwen3_8b", 
 
 def config_of(name: str, preset: str = ""):
     return importlib.import_module(f"configs.{name}").get_config(preset)
-
-
-SECTIONS = "|".join({name.partition(".")[0] for name in base.KEYS if "." in name})
-NAMED = re.compile(rf"(?<![\w./:])(?:--config\.)?((?:{SECTIONS})(?:\.[a-zA-Z_0-9]+)+)(?![\w/(])")
-FILES = ("json", "jsonl", "safetensors", "model", "py", "md", "png", "txt")  # tokenizer.json, say
-# Names that others gave: tensors, what the file of SmolLM2 says of itself, and an attribute.
-TENSORS = ("model.layers", "model.embed_tokens", "model.norm")
-TENSORS += ("tokenizer.ggml", "tokenizer.chat_template")
-
-
-def named_keys(source: str) -> set[str]:
-    """The names like keys in a source's texts; docstrings speak of modules as well."""
-    nodes = list(ast.walk(ast.parse(source)))
-    texts = {id(it): it.value for it in nodes if isinstance(getattr(it, "value", None), str)}
-    docs = {id(it.value) for it in nodes if isinstance(it, ast.Expr)}
-    return {name for it, text in texts.items() if it not in docs for name in NAMED.findall(text)}
-
-
-def is_key(name: str) -> bool:
-    """True if the config has the key, or keys that begin so."""
-    begun = name if name.endswith("_") else f"{name}."
-    known = (*base.KEYS, "data.train.", "data.mixture.", "eval.sets.")
-    return base.key_of(name) is not None or any(it.startswith(begun) for it in known)
-
-
-def test_messages_name_keys_that_exist():
-    """Told of a key that no config has (data.path), one makes a flag of it, which is refused."""
-    found = named_keys('"""No data.doc."""; f"{x}: set data.train.path or data.path"')
-    assert found == {"data.train.path", "data.path"}
-    assert is_key("data.train.path") and is_key("eval.sets.mine.k") and not is_key("data.path")
-    root = pathlib.Path(__file__).resolve().parent.parent
-    folders = ("configs", "dapo_jax", "experiments", "models", "sharding")
-    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
-    assert len(files) > 60
-    wrong = [
-        f"{file.relative_to(root)} says {name}"
-        for file in files
-        for name in sorted(named_keys(file.read_text()))
-        if name.rpartition(".")[2] not in FILES and not name.startswith(TENSORS)
-        if not is_key(name) and name not in base.RENAMED
-    ]
-    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

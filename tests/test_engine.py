@@ -21,10 +21,11 @@ from dapo_jax.types import Prompt, Response
 from models.kernels import KERNELS
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
-from models.transformer import abstract_params, unstack
+from models.transformer import unstack
 from sharding import rules
 from sharding.mesh import make_mesh
 from tests import quick
+from tests.quick import random_params
 
 RUN_KEY = jax.random.key(11)
 
@@ -92,13 +93,6 @@ def random_groups(count, seed):
 
 
 GROUPS = random_groups(16, seed=0)
-
-
-def random_params(config, seed=0):
-    """Makes (graph, params) large enough for clearly uneven token probabilities."""
-    graph, abstract = abstract_params(config)
-    rng = np.random.default_rng(seed)
-    return graph, jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
 
 
 def build(

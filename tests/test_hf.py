@@ -21,6 +21,7 @@ from models.rope import Llama3Scaling, YarnScaling
 from models.transformer import abstract_params, split
 from sharding import rules
 from sharding.mesh import make_mesh
+from tests import quick
 
 # Every size differs, and head_dim is not width / heads, so that no wrong reshape goes unseen.
 TIED = Qwen2Config(64, 24, 40, 3, 4, 2, 8, True, rope_theta=1e4, rms_norm_eps=1e-5)
@@ -39,8 +40,7 @@ LLAMA3 = {
 
 def random_params(config):
     """Parameters without a zero or a one, so that a tensor left out or swapped shows."""
-    rng, (_, abstract) = np.random.default_rng(0), abstract_params(config)
-    return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), abstract)
+    return quick.random_params(config, spread=1)[1]
 
 
 def assert_same(a, b):
@@ -112,17 +112,6 @@ def test_bfloat16_files_hold_the_rounded_values(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_float16_and_mixed_files_load(folder):
-    def halve(tensors):
-        name = "model.layers.1.mlp.up_proj.weight"
-        tensors[name] = tensors[name].astype(np.float16)
-
-    edit_weights(folder, halve)
-    expected = random_params(UNTIED)
-    expected["layers"]["up_DF"][1] = expected["layers"]["up_DF"][1].astype(np.float16)
-    assert_same(load_params(folder, UNTIED, dtype="float32"), expected)
-
-
 def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatch, bytes_read):
     config = UNTIED
     monkeypatch.setattr(hf, "PIECE_VALUES", 100)  # a few rows of a tensor, down to one
@@ -139,17 +128,6 @@ def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatc
         assert (tmp_path / "b" / file.name).read_bytes() == file.read_bytes()
     low = load_params(tmp_path / "b", config, dtype="bfloat16", shardings=shardings)
     assert_same(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
-
-
-def test_a_mesh_may_divide_the_layers(tmp_path):
-    """One sharding for all parameters: their first axis, the layers where there are any."""
-    config = dataclasses.replace(UNTIED, num_layers=4)
-    params = random_params(config)
-    save_hf(params, config, tmp_path)
-    mesh = make_mesh(data=4, model=1, devices=jax.devices()[:4])
-    loaded = load_params(tmp_path, config, dtype="float32", shardings=rules.rows(mesh))
-    assert_same(loaded, params)
-    assert loaded["layers"]["q_DNH"].addressable_shards[1].data.shape == (1, 24, 4, 8)
 
 
 def test_shards_are_indexed_and_stay_below_the_limit(tmp_path):

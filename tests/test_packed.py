@@ -13,7 +13,7 @@ from models.kernels.packed import packed_attention
 from models.kernels.xla import attention
 from models.qwen2 import Qwen2Config
 from models.transformer import REMAT, abstract_params
-from tests.quick import jit
+from tests.quick import jit, random_params
 
 N, K, H = 4, 2, 8
 B, T = 3, 46  # of all rows, so that they share their programs
@@ -102,10 +102,8 @@ def gradient_through_layers(remat):
     """(compiled gradient of a model's hidden states, its parameters)."""
     rows = ROWS["shared prompts"]
     config = Qwen2Config(16, N * H, 16, 2, N, K, H, True)
-    graph, abstract = abstract_params(config)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
-    tokens_BT = rng.integers(0, 16, (B, T))
+    graph, params = random_params(config)
+    tokens_BT = np.random.default_rng(0).integers(0, 16, (B, T))
 
     def scalar(params):
         x_BTD = nnx.merge(graph, params).hidden(

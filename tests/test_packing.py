@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dapo_jax.packing import into_micro_batches, pack, plan_rows, plan_update
+from dapo_jax.packing import into_micro_batches, pack, plan_rows
 from dapo_jax.types import Batch, Group, Prompt, Response
 
 
@@ -131,16 +131,6 @@ def test_only_groups_that_began_in_this_step_are_on_policy():
     batch = packed([fresh], row_tokens=8, share_prompts=True)
     on_policy = [batch.is_on_policy_BT[batch.branch_BT == n].tolist() for n in range(3)]
     assert on_policy == [[False] * 2, [True] * 3, [False] * 3]
-
-
-@pytest.mark.parametrize(("responses", "row_tokens"), [(8, 10), (9, 12)])
-def test_rows_are_longer_where_that_saves_a_micro_batch(responses, row_tokens):
-    """Two responses of 4 tokens fill a row of 10, three one of 12; a micro-batch has 4 rows.
-
-    8 are 40 entries in rows of 10, else 48. 9 need two micro-batches of rows of 10: 80 entries.
-    """
-    how = {"row_lengths": (10, 12), "micro_batch_rows": 4, "share_prompts": False}
-    assert plan_update([1], [[4] * responses], **how)[1] == row_tokens
 
 
 def test_rows_of_real_lengths_are_full():

@@ -20,7 +20,8 @@ from dapo_jax.convert import convert
 from dapo_jax.setup import components
 from models import families, load_hf
 from models.hf_config import load_config
-from models.transformer import abstract_params, split
+from models.qwen2 import Qwen2Config
+from models.transformer import Transformer, abstract_params, split
 from tests import sampled_step
 from tests.quick import jit
 
@@ -133,6 +134,19 @@ def test_presets_have_the_published_number_of_parameters():
         if (name, size) != ("qwen2", "tiny")
     }
     assert counts == PUBLISHED
+
+
+def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
+    config = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
+    params = jit(lambda key: split(Transformer(config, key=key))[1])(jax.random.key(1))
+    _, abstract = abstract_params(config)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), abstract
+    )
+    assert np.std(params["layers"]["up_DF"]) == pytest.approx(0.02, rel=0.1)
+    assert (params["layers"]["up_DF"][0] != params["layers"]["up_DF"][1]).all()
+    assert (params["final_norm_D"] == 1).all()
+    assert (params["layers"]["k_bias_KH"] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -241,21 +241,6 @@ def test_figures_of_rows_with_missing_keys(tmp_path):
     np.testing.assert_allclose(scores.get_ydata(), [0.5, 0.75])
 
 
-def test_a_configs_unused_parts_have_no_panel():
-    """curves.png of runs without partial rollouts had a panel "staleness" that said "no data"."""
-    row = {"step": 0, "accuracy/mean": 0.5, "entropy": None, "response_tokens/wrong": 7.0}
-    scores = {("a", "mean@8"): {0: 0.5}}
-    plain = Run(rows=[row | {"response_tokens/correct": None}], evaluations=scores, config={})
-    carries = Run(rows=[{"step": 0, "staleness/tokens_fraction": 0.0}], evaluations={}, config={})
-    by_title = {panel.title: panel for panel in plots.panels({"a": plain})}
-    wrong = "length of right and wrong, tokens: wrong"
-    assert list(by_title) == ["accuracy", wrong]  # only the title tells which of the two
-    assert [curve.name for curve in by_title["accuracy"].curves] == ["training", "a mean@8"]
-    both = plots.panels({"a": plain, "b": carries})
-    several = ["accuracy: training", "accuracy: a mean@8"]
-    assert [panel.title for panel in both] == [*several, wrong, "staleness"]
-
-
 # The page.
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from dapo_jax.grading import _GRADER, Grading
-from dapo_jax.logs.record import rollout_rows
 from dapo_jax.rollout import collect
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
@@ -387,29 +386,6 @@ def test_an_error_in_the_grader_surfaces_at_once():
     assert len(steps(session)) <= 4
 
 
-def test_no_slot_idles_while_more_groups_are_surely_needed():
-    """Groups are surely needed if they are even with all under way informative.
-
-    Verdicts are known a block late.
-    """
-    idle_steps = 0
-    for seed in range(20):
-        script = long_tailed_script(seed, prompts=120)
-        session = ScriptedSession(script, slots=24, block_tokens=4)
-        run(script, num_prompts=12, session=session)
-        issued, known, finished = 0, [], []
-        for call in session.calls:
-            issued += call[0] == "submit"
-            if call[0] == "step":
-                useful_B = call[1:25]
-                useless = sum(cursor not in script.informative for cursor in known)
-                if 0 in useful_B:
-                    idle_steps += 1
-                    assert issued - useless >= 12
-                known, finished = known + finished, list(call[25:])
-    assert idle_steps > 0
-
-
 def counts(seeds: int, rate: float, *, slots: int, **how):
     """Counts of scripts of a rate of informative groups, arrays: (issued, sampled, blocks)."""
     found = []
@@ -470,24 +446,3 @@ def test_the_stats_add_up():
     assert rollouts.kept_tokens == 37
     assert set(stats.seconds) == {"prefill", "decode", "host", "verify", "verify_wait"}
     assert stats.blocks is session.blocks
-
-
-def test_rollout_rows_say_what_was_trained_on():
-    rollouts = run(script([0, 2]), num_prompts=1)
-    last = rollouts.sampled[1]
-    cut = dataclasses.replace(last.responses[3], stopped=False)
-    rollouts.sampled[1] = dataclasses.replace(last, responses=(*last.responses[:3], cut))
-    reward_PG = np.array([[-1.0] * G, [1.0, 1.0, -1.0, -1.5]], np.float32)
-    rows = list(rollout_rows(rollouts, reward_PG))
-    expected = {
-        "cursor": [0] * G + [1] * G,
-        "sample": [*range(G)] * 2,
-        "trained": [False] * G + [True] * G,
-        "correct": [False] * G + [True, True, False, False],
-        "reward": reward_PG.ravel().tolist(),
-        "truncated": [False] * 7 + [True],
-        "response": ["7"] * G + ["Answer: 7"] * 2 + ["7"] * 2,
-        "prediction": [None] * G + ["7", "7", None, None],
-        "tokens": [3] * 2 * G,
-    }
-    assert {name: [row[name] for row in rows] for name in expected} == expected

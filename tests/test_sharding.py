@@ -18,12 +18,12 @@ from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import components
 from dapo_jax.types import Prompt
 from models import qwen2
-from models.parameters import param_axes
+from models.parameters import logical_axes, param_axes
 from models.qwen2 import Qwen2Config
-from models.transformer import abstract_params
-from sharding import hosts, rules
+from models.transformer import abstract_params, unstack
+from sharding import rules
 from sharding.mesh import AXES, make_mesh
-from tests.quick import jit
+from tests.quick import jit, random_params
 from tests.sampled_step import SAMPLING
 
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
@@ -47,10 +47,7 @@ def compiled_quickly():
 
 @pytest.fixture(scope="module")
 def params():
-    """Makes host arrays, large enough for clearly uneven token probabilities."""
-    _, abstract = abstract_params(SMALL)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
+    return random_params(SMALL)[1]
 
 
 def build_policy(slices, data, model):
@@ -255,13 +252,18 @@ def test_other_axes_must_divide(axis, size, message):
         rules.named_sharding(mesh, (axis,), (size,), rules.LEARNER)
 
 
-# The processes.
-
-
-def test_place_and_fetch_return_the_same_arrays():
-    mesh = make_mesh(data=4, model=1)
-    tree = {"a": np.arange(8.0).reshape(8, 1), "b": [np.arange(4)]}
-    placed = hosts.place(tree, rules.rows(mesh))
-    assert len(placed["a"].addressable_shards) == 4
-    assert placed["a"].addressable_shards[1].data.shape == (2, 1)
-    jax.tree.map(np.testing.assert_array_equal, hosts.fetch(placed), tree)
+def test_the_samplers_parameters_have_the_axes_that_their_names_say():
+    """A matrix is sharded along the same axes whichever way round it is stored."""
+    config = dataclasses.replace(SMALL, tie_embeddings=False)
+    _, abstract = abstract_params(config)
+    samplers = jax.eval_shape(unstack, abstract)
+    names = config.parameters.keys() | samplers["layers"][0].keys() | samplers.keys() - {"layers"}
+    axes = {name: logical_axes(name) for name in names}
+    norms = {"attn_norm_D", "mlp_norm_D", "final_norm_D"}
+    assert {name for name in names if axes[name] == ("norm",)} == norms
+    sizes = ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp")
+    letters = dict(zip("VDNKHF", sizes, strict=True))
+    for name in names - norms:
+        assert axes[name] == tuple(letters[letter] for letter in name.rpartition("_")[2])
+    assert len(names - norms) == 19
+    assert param_axes(samplers)["layers"][1]["q_NHD"] == ("heads", "head_dim", "width")

@@ -110,14 +110,6 @@ def test_a_policy_is_refused_before_its_arrays_are_read(parent, monkeypatch):
         policy.restored(programs, saved, 2)
 
 
-def test_a_policy_for_the_sampler_is_held_once(parent):
-    """LoRA's start weights lay beside the sampler's for a whole evaluation."""
-    run = open_run(recipe(), parent, "policy", reads="", fit=lambda run: None, step=2)
-    run.start_weights = {}
-    assert run.take_policy()
-    assert run.params is run.start_weights is None
-
-
 def test_processes_with_different_settings_are_refused_by_key(monkeypatch):
     """One whose sizes are set did not wait where another chose them; evaluations did for ever."""
     other = json.loads(recipe(**{"rollout.cache_mib": 64}).to_json_best_effort())
@@ -284,13 +276,3 @@ def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
     success = success_by(rule, **OVERLONG)
     found = scripted(Script(correct_PG, length_PG), num_prompts=2, success=success)
     assert (kept_cursors(found), found.cursor) == (kept, kept[-1] + 1)
-
-
-def test_the_last_step_of_a_decaying_rate_stays(tmp_path):
-    config = small_config()
-    config.learner.decay = "linear"
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    checks.check_same_config(config, tmp_path)
-    config.num_steps += 1
-    with pytest.raises(ValueError, match=r"num_steps is \d+, but was \d+ \(learner\.decay\)"):
-        checks.check_same_config(config, tmp_path)

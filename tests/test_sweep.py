@@ -94,14 +94,6 @@ def test_the_pooled_interval_has_the_residual_of_all_arms():
     assert math.isnan(statistics.pooled_interval([[1.0], [2.0]], 0, 1).low)
 
 
-def test_holms_correction_by_hand():
-    """Sorted 0.01, 0.03, 0.04 times 3, 2, 1, each no less than the one before."""
-    held = statistics.holm([0.04, 0.01, math.nan, 0.03])
-    np.testing.assert_allclose(held, [0.09, 0.04, math.nan, 0.09])
-    assert statistics.holm([0.9, 0.8]).tolist() == [1.0, 1.0]
-    assert statistics.holm([]).tolist() == []
-
-
 def _plan(*, grid=(), named=(), seeds="2", common=(), config="configs/tiny.py", start=""):
     return plans.make(config=config, flags=common, grid=grid, named=named, seeds=seeds, start=start)
 
