@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
-from dapo_jax.logs import alarms
 from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, require_finite
 from sharding import rules
 from sharding.mesh import make_mesh
@@ -73,16 +72,6 @@ def test_a_single_bad_number_among_weights_on_four_devices_is_named(dtype, value
     tree["final_norm_D"][0] = value
     with pytest.raises(ValueError, match=r"final_norm_D has .* \(and in 1 more arrays\)"):
         require_finite(placed(tree), "the start")
-
-
-def test_the_check_of_weights_takes_little_memory():
-    """Before a 32B model was converted, the check took as much memory again as the model has.
-
-    Twice that of arrays from Orbax. Now it takes a byte a value, of one array at a time.
-    """
-    array = jax.ShapeDtypeStruct((4, 256, 256), np.float32)
-    memory = alarms._is_finite.lower(array).compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 1.1 * array.size
 
 
 # The table.

@@ -1,15 +1,14 @@
 """The built-in tasks beside math: what they ask, what they reward, and what they never do."""
 
 import importlib.util
-import json
 import math
-import pathlib
 import re
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from processes import ROOT
 from test_tasks import made
 
 from configs import base
@@ -20,11 +19,7 @@ from experiments.tasks.countdown import Countdown
 from experiments.tasks.format_answer import FormatAnswer
 from experiments.tasks.multiple_choice import MultipleChoice
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 HAS_REASONING_GYM = importlib.util.find_spec("reasoning_gym") is not None
-needs_reasoning_gym = pytest.mark.skipif(
-    not HAS_REASONING_GYM, reason="needs the optional package reasoning-gym"
-)
 
 
 def example(answer, **extra):
@@ -121,24 +116,6 @@ def test_a_choice_is_one_letter_or_its_text(response, prediction, status):
         assert MultipleChoice(path="").grade("Answer: A", of).correct == (letter == "A")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"choices": FOUR, "answer": 4}, "the answer 4 is no label and no text of the choices"),
-        ({"choices": FOUR, "answer": True}, "the answer True is no label"),
-        ({"choices": "abcd", "answer": 0}, "2 to 26 texts, in a list"),
-        ({"choices": ["a", "a "], "answer": 0}, "are the same, or one is empty"),
-        ({"choices": None, "answer": 0}, "choices is null"),
-    ],
-)
-def test_a_row_that_is_no_question_is_named_or_skipped(tmp_path, row, message):
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps(row | {"question": "q"}))
-    with pytest.raises(DataError, match=re.escape(message)):
-        MultipleChoice(path=str(path)).load()
-    assert MultipleChoice(path=str(path), on_bad_row="skip").load()[1].bad_rows == 1
-
-
 # Form and answer
 
 GOOD = "<think>1+1</think>\n<answer>{}</answer>"
@@ -169,19 +146,6 @@ def test_the_reward_grades_answer_and_form(rules, response, score, correct):
     assert verdict.measures == {"in_form": float(score in (1.0, -0.75))}
 
 
-def test_the_form_is_asked_for_and_its_part_of_the_reward_is_below_the_answers(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "1+1", "answer": "#### 2"}')
-    task = made(task="format_answer", path=str(path), kind="gsm8k", rules="strict_box")
-    ((loaded,), report) = load_examples(task, "")
-    assert loaded.text.startswith("1+1\n\nThink first, between <think>")
-    assert report.notes == ()
-    assert task.grade(GOOD.format("2"), loaded).correct
-    assert not task.grade(GOOD.format("02"), loaded).correct
-    with pytest.raises(DataError, match=r"args.form_reward is 1.0: must be 0 to below 1"):
-        made(task="format_answer", path=str(path), args={"form_reward": 1.0}).load()
-
-
 # Reasoning-gym
 
 
@@ -189,24 +153,6 @@ def test_the_form_is_asked_for_and_its_part_of_the_reward_is_below_the_answers(t
 def test_without_the_package_the_error_says_so():
     with pytest.raises(DataError, match="No module named 'reasoning_gym'"):
         made(task="reasoning_gym", count=3, args={"name": "chain_sum"}).load()
-
-
-@needs_reasoning_gym
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "acre"])
-def test_a_generator_by_its_name_is_graded_by_its_scorer(name):
-    settings = {"task": "reasoning_gym", "seed": 3, "args": {"name": name}}
-    task = made(count=6, **settings)
-    examples, report = load_examples(task, "")
-    assert report.kept == 6 and examples == load_examples(made(count=6, **settings), "")[0]
-    held_out, _ = load_examples(made(count=3, split="test", **settings), "")
-    assert not {e.text for e in examples} & {e.text for e in held_out}
-    for it in examples[:2]:
-        right, wrong, none = grade_many(
-            task, [f"So\n<answer>{it.answer}</answer>", "<answer>qqq</answer>", it.answer], it
-        )
-        assert not it.answer or (right.correct, right.score) == (True, 1.0)
-        assert not wrong.correct and -1 <= wrong.score < 1
-        assert none == (False, None, "no_answer", -1.0, None)
 
 
 # The guide
@@ -272,15 +218,3 @@ def test_no_response_raises_hangs_or_is_rewarded_for_nothing(task, of):
     assert [verdict.prediction for verdict in verdicts[:5]] == [None] * 5
     assert verdicts == grade_many(task, HOSTILE, of)
     assert time.process_time() - began < 5
-
-
-@needs_reasoning_gym
-def test_no_response_harms_a_scorer_of_reasoning_gym():
-    """Countdown's scorer gives what it reads to sympy, which takes 9**9**9**9 for a number."""
-    task = made(task="reasoning_gym", count=1, args={"name": "countdown"})
-    ((of,), _) = load_examples(task, "")
-    verdicts = grade_many(task, [*HOSTILE, f"<answer>{of.answer}</answer>"], of)
-    assert not any(verdict.correct for verdict in verdicts[:-1]) and verdicts[-1].correct
-    found = {text: verdict.status for text, verdict in zip(HOSTILE, verdicts[:-1], strict=True)}
-    limits = ("timeout", "memory", "unreadable_answer", "wrong")
-    assert found["<answer>9**9**9**9</answer>"] in limits

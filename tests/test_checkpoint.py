@@ -352,70 +352,40 @@ def test_samples_are_digested_by_what_they_are():
     assert sample_digests([group_of()], reward_PG * 2)[VERDICTS] != first[VERDICTS]
 
 
-# Checkpoint 2 has a file that process 1 alone reads, which is then cut.
 TOGETHER = """
-import pathlib, sys, jax, numpy as np, orbax.checkpoint as ocp
+import numpy as np
 from types import SimpleNamespace
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.types import Example, Prompt
 from small_config import get_config
-from sharding import hosts, rules
-from sharding.mesh import make_mesh
+from sharding import hosts
 hosts.start(several=True, cpu_devices=2)
-rows = rules.rows(make_mesh(data=-1, model=1))
-values = np.random.default_rng(0).normal(size=(2, 128, 128)).astype(np.float32)
-def state(step):
-    return {"a": hosts.place(values + step, rows)}
-folder = pathlib.Path(sys.argv[1])
-run = Checkpoints(folder, keep=None)
-for step in (1, 2):
-    run.save(step, state(step), {"cursor": step})
-def cut():
-    file = max((folder / "2/state/ocdbt.process_1/d").iterdir(), key=lambda f: f.stat().st_size)
-    file.write_bytes(file.read_bytes()[:-1000])
-hosts.on_main(cut)
-abstract = jax.tree.map(
-    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state(0))
-def tried(function, *arguments):
-    try:
-        return function(*arguments) and "done"
-    except Exception as error:
-        return str(error)
-restore = ocp.args.StandardRestore(abstract)
-alone = tried(lambda: run._state_handler.restore(folder.absolute() / "2/state", args=restore))
-print("alone:", [it == "done" for it in hosts.gather(alone)], flush=True)
-step, restored, progress = run.restore_latest(abstract, report=print)
-right = all(np.array_equal(a.data, b.data) for a, b in zip(
-    restored["a"].addressable_shards, state(step)["a"].addressable_shards))
-print("restored:", step, progress, right, sorted(p.name for p in folder.iterdir()), flush=True)
-print("saved:", run.save(2, state(2), {"cursor": 2}), flush=True)
-def with_answer(answer):
+def tried(answer):
     example = Example(({"role": "user", "content": "?"},), answer, "file", 0)
     sets = {"data.train": SimpleNamespace(prompts=[Prompt(np.zeros(1, np.int32), example)])}
-    return SimpleNamespace(train=SimpleNamespace(sets=sets), eval_sets={})
+    try:
+        data = SimpleNamespace(train=SimpleNamespace(sets=sets), eval_sets={})
+        return fingerprint.of_run(config, data) and "done"
+    except Exception as error:
+        return str(error)
 config, main = get_config(), hosts.is_main_host()
-print("same:", tried(fingerprint.of_run, config, with_answer("7")), flush=True)
-print("data:", tried(fingerprint.of_run, config, with_answer("7" if main else "8")), flush=True)
+print("same:", tried("7"), flush=True)
+print("data:", tried("7" if main else "8"), flush=True)
 config.rollout.top_p = 1.0 if main else 0.5
-print("config:", tried(fingerprint.of_run, config, with_answer("7")), flush=True)
+print("config:", tried("7"), flush=True)
 hosts.gather("done")
 """
 
 
-def test_all_processes_restore_the_same_checkpoint_and_differences_are_refused(tmp_path):
-    """Each decided alone: one restored checkpoint 2 and the other 1, and both trained on.
+def test_processes_with_different_data_or_settings_are_refused():
+    """Another training set on one of them went on, with a ratio gap of 0.14 as its only sign.
 
-    Another training set on one of them went on too, with a ratio gap of 0.14 as its only sign.
+    That all restore the same checkpoint where one finds damage is in test_processes.py.
     """
-    with started(["-c", TOGETHER, str(tmp_path / "checkpoints")], processes=2) as group:
+    with started(["-c", TOGETHER], processes=2) as group:
         outputs = [process.communicate(timeout=240)[0] for process in group]
     for output in outputs:
-        assert "alone: [True, False]" in output, output
-        assert "restored: 1 {'cursor': 1} True ['1', 'damaged.2.0']" in output
-        assert "checkpoint 2 cannot be read (process 1: " in output
-        assert "saved: True" in output
-        assert "same: done" in output
+        assert "same: done" in output, output
         differs = "process 1 differs from process 0: "
         assert f"data: {differs}data.train: its prompts differ" in output
         assert f"config: {differs}rollout.top_p is 0.5, but 1.0 on process 0" in output

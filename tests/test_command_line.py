@@ -1,18 +1,16 @@
 """The help of a command, its refusals of wrong arguments, and configs from any folder."""
 
 import functools
-import pathlib
 import re
 
 import pytest
 from absl import flags
-from processes import ran
+from processes import ROOT, ran
 
 from configs import base, tiny
 from dapo_jax.cli import config_flags
 from dapo_jax.setup import checks
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG, WORKDIR = "--config=configs/tiny.py", "--workdir=runs/a"
 
 given = functools.partial(ran, status=None)

@@ -136,13 +136,6 @@ def test_problems_of_several_files_stay_apart(tmp_path):
     assert "law.csv row 0:" in lines[4]
 
 
-def test_problems_that_a_task_numbers_alike_stay_apart(tmp_path):
-    """A task of one's own may give every problem row 0; the cursor still tells them apart."""
-    path = write(tmp_path / "a", [[0, 1], [1, 1], [0, 0]], places=[("", 0, 1)] * 3)
-    (a,) = evaluations.read(path)
-    assert [mean for mean, _ in a.problems.values()] == [0.5, 1, 0]
-
-
 def test_the_command_compares_results_of_one_set(tmp_path):
     paths = [write(tmp_path / name, [[1, 0], [0, 0]]) for name in "abc"]
     report = ("-m", "dapo_jax.report", "--evaluation")

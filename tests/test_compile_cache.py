@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from processes import ROOT
 from runs import rows_without_timings
 
 from dapo_jax.cli import compile_cache
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A process says what it loaded and compiled, and where that lies.
 PROGRAM = """
 import json, sys, jax, jax.numpy as jnp

@@ -126,7 +126,6 @@ BAD_LINES = (
     ("jsonl", {"prompt": "a", "answer": None}, "answer is null"),
     ("jsonl", {"prompt": "a", "answer": {"value": 1}}, "answer is a dict, not a str"),
     ("jsonl", {"prompt": "a", "answer": ["1", "2"]}, "answer has 2 answers, not one"),
-    ("jsonl", {"prompt": "a", "answer": True}, "answer is a bool, not a str"),
     ("jsonl", b'{"prompt": "a", "answer": NaN}', "answer is nan"),
     ("jsonl", {"prompt": "a", "answer": ""}, "answer is empty"),
     (
@@ -135,15 +134,11 @@ BAD_LINES = (
         'has "####" before its result: set kind=gsm8k',
     ),
     ("jsonl", {"prompt": "  ", "answer": "1"}, "prompt is empty"),
-    ("jsonl", {"prompt": [], "answer": "1"}, "prompt is empty"),
-    ("jsonl", {"prompt": [None], "answer": "1"}, "prompt[0] is null"),
     ("jsonl", {"prompt": [{"content": "a"}], "answer": "1"}, "'role' is missing; there are 'con"),
     ("jsonl", {"prompt": [{**MESSAGE, "content": None}], "answer": "1"}, "content is null"),
     ("jsonl", b'{"prompt": "a \\ud83d", "answer": "1"}', "prompt is not valid Unicode"),
-    ("gsm8k", {"question": "q", "answer": "42"}, 'answer has no "####"'),
     ("gsm8k", {"question": "q", "answer": "x #### ,"}, 'after "####" is empty'),
     ("math_solutions", {"problem": "q", "solution": "So 7."}, "last box of solution is null"),
-    ("math_solutions", {"problem": "q", "solution": r"\boxed{7"}, "last box of solution is null"),
     ("math_solutions", {"problem": "q", "solution": r"\boxed{ }"}, "last box of solution is empty"),
 )
 
@@ -273,7 +268,6 @@ PUBLISHED = {
     ),
     "AIME, as text": ("math", {"id": 0, "problem": "q", "answer": "033"}, "33"),
     "AIME, as a number": ("math", {"problem_idx": 1, "problem": "q", "answer": 33}, "33"),
-    "AMC": ("math", {"problem": "q", "answer": 27.0}, "27"),
     "Minerva": (
         "math_solutions",
         {"problem": "q", "solution": r"$\boxed{1}$ no: $\boxed{4.5e33}$ erg", "type": "x"},

@@ -4,7 +4,6 @@ import json
 import math
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -17,7 +16,7 @@ from models import families, load_hf, save_hf
 from models.hf import load_params
 from models.hf_config import load_config
 from models.parameters import ModelConfig
-from models.transformer import abstract_params, split
+from models.transformer import split
 from tests import sampled_step
 
 OUTSIDE = pathlib.Path(__file__).parent / "ext_models"
@@ -170,18 +169,6 @@ def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
     assert metrics["taken"]
     for name in ("q_gain_NH", "v_norm_H"):
         assert (np.asarray(layers[name]) != before["layers"][name]).all()
-
-
-def test_presets_are_the_familys(folder):
-    config = base.get_config()
-    config.model.family, config.model.preset = "gains", "small"
-    sizes = components.model_sizes(config)
-    _, params = abstract_params(sizes)
-    layer = 2 * 128 + 32 + 128 + 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 4 * layer + 384 * 128 + 128
-    config.model.preset = "0.5b"
-    with pytest.raises(ValueError, match=r"model.preset = '0.5b' is unknown; gains has small"):
-        components.model_sizes(config)
 
 
 def test_what_the_family_does_not_compute_is_refused(folder):

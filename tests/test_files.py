@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import jax
 import pytest
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
-from processes import ran
+from processes import ROOT, ran
 
 from configs import tiny
 from dapo_jax import evaluate
@@ -24,7 +23,6 @@ from dapo_jax.logs.files import Rows
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 TENSORSTORE = (
     'RESOURCE_EXHAUSTED: Error writing "params/0.0" in OCDBT database at local file '
     '"/r/checkpoints/3.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/ocdbt.process_0/": '

@@ -144,11 +144,3 @@ def test_preflight_plans_what_training_would_though_it_reads_no_data():
     r = config.rollout
     assert (r.max_prompt_tokens, r.max_response_tokens, r.generation_prompts) == (2048, 4096, 128)
     assert run.programs.engine.cache.slots > 0
-
-
-def test_a_runs_directory_is_no_models(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    config = any_model.get_config()
-    config.model.path = str(tmp_path)
-    with pytest.raises(ValueError, match=r"is a run's directory, which --workdir takes"):
-        auto_sizes.fit_model(config)

@@ -130,16 +130,6 @@ def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatc
     assert_same(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
 
 
-def test_shards_are_indexed_and_stay_below_the_limit(tmp_path):
-    save_hf(random_params(UNTIED), UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    stored = {file.name: load_file(file) for file in tmp_path.glob("*.safetensors")}
-    assert index["weight_map"] == {name: file for file, t in stored.items() for name in t}
-    sizes = [sum(tensor.nbytes for tensor in t.values()) for t in stored.values()]
-    assert max(sizes) <= SHARD_BYTES
-    assert sum(sizes) == index["metadata"]["total_size"]
-
-
 @pytest.mark.parametrize("value", ["ABSENT", None])
 @pytest.mark.parametrize(("family", "head_dim"), [("llama", 6), ("qwen2", 6), ("qwen3", 128)])
 def test_a_missing_key_is_what_transformers_computes_with(tmp_path, family, head_dim, value):
@@ -154,13 +144,11 @@ def test_a_missing_key_is_what_transformers_computes_with(tmp_path, family, head
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"rope_scaling": None}, {}),
         ({"rope_scaling": {}}, {}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000, "factor": 1.0}}, {}),
         ({"partial_rotary_factor": 1.0, "num_experts": None, "attention_bias": True}, {}),
         ({"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}, {}),
         ({"architectures": None, "auto_map": {"AutoTokenizer": "x.Y"}, "unsloth_version": "1"}, {}),
-        ({"layer_types": ["full_attention"] * 3}, {}),
         ({"head_dim": "ABSENT", "hidden_size": 32}, {"width": 32}),
         ({"rope_theta": "ABSENT", "rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5}),
         ({"rope_scaling": YARN}, OF_YARN),
@@ -185,7 +173,6 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types is "),
-        ({"layer_types": [{}]}, "layer_types is [{}]"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is "),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
         ({"mlp_bias": True}, "mlp_bias is True"),
@@ -193,12 +180,9 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"architectures": ["Qwen2ForTokenClassification"]}, "architectures is "),
         ({"hidden_size": "ABSENT"}, "hidden_size is None"),
         ({"hidden_size": 30, "head_dim": "ABSENT"}, "hidden_size is 30, but must be a multiple"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": 5}, "num_attention_heads is 5"),
-        ({"num_attention_heads": True}, "num_attention_heads is True"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn needs original_max_position"),
         (
@@ -214,12 +198,9 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
             "original_max_position_embeddings is 4096, but 32768 beside the rope_type",
         ),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling is {'factor': 4.0}"),
-        ({"rope_scaling": {"rope_type": 5}}, "rope_scaling is {'rope_type': 5}"),
-        ({"rope_scaling": ["yarn"]}, "rope_scaling is ['yarn']"),
         ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope_scaling is "),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is [10000.0, 500000.0]"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters is "),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters is "),
     ],
 )
 def test_a_config_that_the_model_does_not_compute_is_refused_in_one_line(folder, changes, named):

@@ -9,6 +9,7 @@ import hub_server
 import processes
 import pytest
 from huggingface_hub import constants
+from processes import ROOT
 from small_config import get_config
 
 from dapo_jax import hub, train
@@ -18,7 +19,6 @@ from dapo_jax.convert import convert
 from dapo_jax.logs.files import read_json, read_starts
 from dapo_jax.setup import components, dry_run
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "experiments/tiny_base/checkpoint"
 MODEL = {file.name: file.read_bytes() for file in CHECKPOINT.iterdir()}
 ROWS = b"".join(
@@ -171,18 +171,6 @@ def test_a_run_stays_with_the_commits_that_it_began_with(served, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert fetched("someone/tiny", "model.path", tmp_path).name == first
     assert fetched("someone/tiny", "model.path", tmp_path, None, tmp_path / "fork").name == first
-
-
-def test_commands_without_names_do_not_import_the_library():
-    code = "import sys; from configs import tiny; from dapo_jax import hub\n"
-    code += "hub.fetch(hub.paths(tiny.get_config())); assert 'huggingface_hub' not in sys.modules"
-    processes.ran("-c", code)
-
-
-def test_a_model_is_converted_by_name(served, tmp_path):
-    said = convert("hf://someone/tiny@main", f"hf:{tmp_path / 'model'}", dtype="float32")
-    assert "also tokenizer.json, " in said
-    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served, tmp_path, capsys):

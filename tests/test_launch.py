@@ -386,14 +386,6 @@ def test_main_worker_mirrors_the_run(tmp_path):
     assert pull not in loop.lines("calls")
 
 
-def test_other_workers_mirror_their_logs_only(tmp_path):
-    loop = Loop(tmp_path, "true")
-    loop.run(RUN_URL="gs://bucket/run", DAPO_PROCESS="3")
-    assert loop.lines("calls") == [
-        f"storage rsync {tmp_path}/work.logs gs://bucket/run/logs/0-3 --recursive"
-    ]
-
-
 @pytest.mark.parametrize(
     ("environment", "worker"),
     [

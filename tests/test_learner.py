@@ -134,13 +134,6 @@ def batch_of(data: Responses, *, group_size=1, **changes) -> Batch:
     return make_batch(groups, advantage_PG, dataclasses.replace(LEARNING, **changes))
 
 
-def abstract_micro_batch(rows: int, tokens: int, mesh) -> Batch:
-    """Stands for a micro-batch [rows, tokens] where a loss is lowered."""
-    learning = dataclasses.replace(LEARNING, micro_batch_rows=rows)
-    batch = learner.abstract_batch(learning, tokens, mesh)
-    return jax.eval_shape(lambda batch: learner.micro_batch(batch, 0), batch)
-
-
 @functools.cache
 def jitted_update(learning: learner.Learning):
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import struct
-import sys
 import types
 
 import numpy as np
@@ -341,19 +340,6 @@ def test_samples_print_model_text_literally(capsys):
     ]
     assert "wrong: no answer, truth 18, prediction (none), reward -1.50, 256 tokens, trunc" in text
     assert "xx ... xx" in text
-
-
-def test_a_terminal_has_one_line_of_progress_which_is_written_over(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-
-    def run(display):
-        display.step(ROW)
-        display.phase("rollout: 24/32 [informative] groups, generation batch 2/10\x1b[35m" * 2)
-        display.line("above it")
-
-    *_, progress, erased, _ = _plain(run, capsys).replace("\n", "\r").split("\r")[:-1]
-    assert progress.startswith("step 13/100, eta 0:14:30, rollout: 24/32 [informative] groups")
-    assert len(progress) == 79 and erased.strip() == "" and "\x1b" not in progress
 
 
 def test_the_log_has_all_printed_lines_with_the_time_and_goes_on_after_a_restart(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """An evaluation rides in the next rollout's session: the same bits, for it and for training."""
 
-import dataclasses
 import gc
 import gzip
 import json
@@ -170,24 +169,3 @@ def test_a_run_that_stops_is_evaluated_where_that_was_due(tmp_path, monkeypatch)
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out"):
         train.train(two_sets(), tmp_path)
     assert {path.name for path in (tmp_path / "eval").glob("*.json")} == {"0.json", "2.json"}
-
-
-def test_a_grader_that_fails_ends_the_run(tmp_path, monkeypatch):
-    load = components.load_data
-
-    def failing(group):
-        raise ValueError("no verdict on that")
-
-    def load_data(*args, **how):
-        data = load(*args, **how)
-        chosen = data.eval_sets["cool"]
-        broken = dataclasses.replace(
-            chosen, dataset=dataclasses.replace(chosen.dataset, grade=failing)
-        )
-        return dataclasses.replace(data, eval_sets=data.eval_sets | {"cool": broken})
-
-    monkeypatch.setattr(components, "load_data", load_data)
-    with pytest.raises(ValueError, match="no verdict on that"):
-        train.train(two_sets(), tmp_path)
-    assert not (tmp_path / "eval").exists()
-    assert rows_without_timings(tmp_path) == []

@@ -157,32 +157,6 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
         assert responses[name].ends == it.ends
 
 
-def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
-    """The config before may have had another block or a greater limit: blocks lie in pages."""
-    engine, params = build(SMALL, ROOMY, small)
-    expected = whole(engine, params)
-    request = max(expected, key=lambda request: len(expected[request].tokens_T))
-    there = expected[request]
-    for tokens, limit, kept in ((7, 20, 4), (len(there.tokens_T), 9, 8)):
-        begun = Response(there.tokens_T[:tokens], there.behavior_logp_T[:tokens], stopped=False)
-        session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
-        session.submit(
-            request[0],
-            Prompt(PROMPTS[request[0]]),
-            group_size=request[1] + 1,
-            max_tokens=[limit] * (request[1] + 1),
-            partial=PartialGroup(
-                request[0],
-                (*[dataclasses.replace(begun, stopped=True)] * request[1], begun.continued()),
-                (*[False] * request[1], True),
-            ),
-        )
-        response = drain(session)[request]
-        np.testing.assert_array_equal(response.tokens_T, there.tokens_T[:limit])
-        assert response.ends == (min(tokens, len(response.tokens_T)),)
-        assert kept < len(response.tokens_T)
-
-
 def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
     """Responses above its limit were trained on, and a group of another size was an odd error."""
 

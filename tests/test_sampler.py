@@ -155,20 +155,6 @@ def test_a_grid_of_uniforms_reproduces_the_distribution(scale):
     np.testing.assert_allclose(logp_N, logp_V[token_N], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("V", [384, 5000])
-def test_a_row_has_the_same_bits_among_few_rows_and_many(V):
-    """Sums over the blocks once took another order with the number of rows."""
-    rng = np.random.default_rng(1)
-    logits_RV = (3 * rng.normal(size=(640, V))).astype(np.float32)
-    uniform_R = rng.random(640).astype(np.float32)
-    sample = jax.jit(functools.partial(sample_token, axis=None))
-    few = sample(logits_RV[:32], uniform_R[:32])
-    for rows in (64, 640):
-        many = sample(logits_RV[:rows], uniform_R[:rows])
-        for a, b in zip(few, many, strict=True):
-            np.testing.assert_array_equal(a, b[:32])
-
-
 def test_logits_that_are_not_finite_give_no_probability_and_no_token_beyond_the_vocabulary():
     """The padding of a vocabulary of 300 to whole blocks is never sampled."""
     logits_RV = np.full((4, 300), -np.inf, np.float32)

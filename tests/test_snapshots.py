@@ -113,20 +113,6 @@ def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_s
     assert run._order() == "stop SIGTERM 3"
 
 
-def test_a_stop_before_the_first_step_says_so(tmp_path, monkeypatch):
-    def leave(line, status, *, say):
-        raise SystemExit((line, status))
-
-    monkeypatch.setattr(hosts, "leave", leave)
-    run = snapshots(tmp_path, every_steps=2)
-    run._stop("SIGTERM")
-    assert run._order() == "stop SIGTERM"
-    with pytest.raises(SystemExit) as left:
-        run._end("SIGTERM")
-    line = "SIGTERM: no step to resume at is finished since the start: there is nothing to save"
-    assert left.value.code == (line, RETRYABLE)
-
-
 def test_a_second_ctrl_c_ends_at_once(monkeypatch):
     """One that comes right after the first is a launcher's copy of it.
 

@@ -15,12 +15,12 @@ from test_train import programs_compiled_once, small_config  # noqa: F401
 
 from dapo_jax import algorithm, train
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.store import Checkpoints, DamagedError
+from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.logs.files import read_starts
 from dapo_jax.logs.metrics import Step
 from dapo_jax.report.runs import load_run
 from dapo_jax.rollout import success_by
-from dapo_jax.setup import checks, components, dry_run, policy
+from dapo_jax.setup import checks, dry_run
 from dapo_jax.setup import start as starts
 from dapo_jax.setup.start import Parent, open_run, parent_of
 from dapo_jax.types import Group, Response, Rollouts, Verdict
@@ -99,15 +99,6 @@ def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings,
             begin(recipe(**settings), tmp_path / "new", origin)
     assert contents(parent) == before
     assert not (tmp_path / "new" / "config.json").exists()
-
-
-def test_a_policy_is_refused_before_its_arrays_are_read(parent, monkeypatch):
-    """A run without config.json: the checkpoint's fingerprint names the key, not the arrays."""
-    monkeypatch.setattr(Checkpoints, "_restored", None)
-    saved = Checkpoints(parent / "checkpoints", keep=None)
-    programs = components.programs(recipe(**{"learner.lora_rank": 4}), 384)
-    with pytest.raises(ValueError, match=r"policy: learner\.lora_rank is 4, but was 0"):
-        policy.restored(programs, saved, 2)
 
 
 def test_processes_with_different_settings_are_refused_by_key(monkeypatch):

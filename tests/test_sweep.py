@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 import pytest
-from processes import ran
+from processes import ROOT, ran
 from scipy import stats
 
 from dapo_jax.logs.files import locked
@@ -25,8 +25,6 @@ from dapo_jax.report.runs import Run
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import sweep
 from dapo_jax.sweep.runner import Runner, share
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):

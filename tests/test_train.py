@@ -149,29 +149,6 @@ def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [2]
 
 
-@pytest.mark.parametrize("lost", [(), ("config.json",)], ids=["whole", "config lost"])
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"seed": 1}, "seed is 1, but was 0"),
-        ({"algo.eps_high": 0.24}, r"algo.eps_high is 0.24, but was 0.28"),
-        ({"rollout.cache_mib": -5}, r"rollout.cache_mib = -5"),
-    ],
-    ids=["seed", "key", "invalid"],
-)
-def test_another_config_in_the_same_directory_is_refused(
-    finished, tmp_path, settings, message, lost
-):
-    """Without config.json the checkpoint has it."""
-    run = shutil.copytree(finished, tmp_path / "run")
-    for name in lost:
-        (run / name).unlink()
-    config = small_config()
-    config.update_from_flattened_dict(settings)
-    with pytest.raises(ValueError, match=message):
-        train.train(config, run)
-
-
 def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
     """Its config.json would have refused the corrected command."""
     config = small_config()
@@ -226,19 +203,6 @@ def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, ca
     assert not is_finished(more, tmp_path, None)
     with pytest.raises(ValueError, match=r"--start=run:.*@1, but .* began without a --start"):
         train.train(small_config(), finished, Parent(tmp_path, 1))
-
-
-def test_a_dry_run_counts_what_a_device_holds():
-    """By hand: 1,034,368 parameters over four devices, AdamW's two moments, float32."""
-    config = small_config()
-    held = dry_run.memory(components.programs(config, 384))
-    weights = 4 * 1_034_368
-    assert held["update"]["gradients"] == pytest.approx(weights / 4, rel=0.01)
-    state = held["rollout"]["state"]
-    assert state == pytest.approx(3 * weights / 4, rel=0.01)
-    assert held["rollout"]["sampler's weights"] == pytest.approx(weights, rel=0.05)
-    assert held["rollout"]["keys and values"] <= config.rollout.cache_mib * 2**20
-    assert held["rollout"]["start weights"] == 0
 
 
 @pytest.mark.slow

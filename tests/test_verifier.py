@@ -13,14 +13,13 @@ import threading
 import time
 
 import pytest
-from processes import ran
+from processes import ROOT, ran
 
 from dapo_jax.verifier import RULES, Verdict, isolated, verify, verify_many
 from dapo_jax.verifier.math_rules import MAX_GROUND_TRUTH_CHARS, strict_form
 from dapo_jax.verifier.symbolic_rules import SymbolicVerifier, default_verifier
 
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def _rows(path: pathlib.Path) -> list[dict]:
@@ -56,7 +55,6 @@ def test_strict_box_rules_equal_the_reference_on_every_golden_row(shared):
 @pytest.mark.parametrize(
     ("rules", "response", "status"),
     [
-        ("dapo", "Answer: 6\nNo.\nanswer  :\n 7 ", "correct"),
         ("dapo", "Answer: 7\n" + "z" * 290, "correct"),
         ("dapo", "Answer: 7\n" + "z" * 293, "no_answer"),
         ("dapo", "Answer: $ $", "empty_answer"),
