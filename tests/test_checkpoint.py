@@ -131,15 +131,6 @@ def test_a_folder_that_was_moved_is_not_made_anew_in_silence(tmp_path):
     assert saved_steps(tmp_path / "checkpoints") == [2]  # nothing is lost
 
 
-def test_one_step_is_restored_or_those_that_are_there_are_named(folder):
-    run = Checkpoints(folder, keep=3)
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint 9, only \[1, 2, 3\]"):
-        run.restore(9, abstract(state_at(0)))
-    state, progress = run.restore(2, abstract(state_at(0)))
-    assert_bitwise_equal(state, state_at(2))
-    assert progress == {"cursor": 96}
-
-
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
     """Finds the file with the arrays' values."""
     return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)

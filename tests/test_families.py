@@ -13,7 +13,6 @@ from dapo_jax.convert import convert
 from dapo_jax.sampler import cache
 from dapo_jax.setup import components
 from models import families, load_hf, save_hf
-from models.hf import load_params
 from models.hf_config import load_config
 from models.parameters import ModelConfig
 from models.transformer import split
@@ -169,13 +168,6 @@ def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
     assert metrics["taken"]
     for name in ("q_gain_NH", "v_norm_H"):
         assert (np.asarray(layers[name]) != before["layers"][name]).all()
-
-
-def test_what_the_family_does_not_compute_is_refused(folder):
-    families.load("gains")
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"attention_bias": True}))
-    with pytest.raises(ValueError, match=r"config.json: attention_bias is True, but only False"):
-        load_params(folder, load_config(folder), dtype="float32")
 
 
 def test_a_directory_of_another_family_is_refused(folder, monkeypatch):

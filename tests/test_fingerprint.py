@@ -101,7 +101,6 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path):
     ("settings", "edited", "refusal"),
     [
         ({"data.train.task": "mine.task:Task"}, "mine/task.py", "data.train.task: mine/task.py"),
-        ({"data.train.task": "mine.task:Task"}, "helper.py", "data.train.task: helper.py"),
         ({"data.train.task": "mine.task:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
         ({"data.train.task": "mine:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
         ({"data.train.task": "mine.task:Task"}, "unrelated.py", ""),

@@ -14,7 +14,7 @@ from processes import ran
 
 from dapo_jax.logs import metrics
 from dapo_jax.logs.display import Display, evaluation_line, format_duration
-from dapo_jax.logs.files import Rows, append_log, atomic_file, read_rows, write_rollouts
+from dapo_jax.logs.files import Rows, append_log, read_rows, write_rollouts
 from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import plots
@@ -79,17 +79,6 @@ def test_rows_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(TypeError, match="integer 'step'"):
         writer.write({"loss": 1.0})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 5}]
-
-
-def test_an_atomic_file_that_fails_leaves_the_old_one(tmp_path):
-    path = tmp_path / "deep" / "file"
-    with atomic_file(path) as file:
-        file.write(b"old")
-    with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:
-        file.write(b"new")
-        raise KeyboardInterrupt
-    assert path.read_bytes() == b"old"
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):

@@ -86,24 +86,6 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(monkeypatch, file):
         assert verdict.correct == strict and verdict.measures == {name: float(strict)}
 
 
-def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
-    config = tiny.get_config()
-    config.data.train.count = 60
-    alone = components.load_data(config, components.tokenizer(config), training=True)
-    prompts = alone.train.sets["data.train"].prompts
-    stream = PromptStream(prompts, seed=config.seed)
-    assert all(alone.stream[cursor] is stream[cursor] for cursor in range(100))
-    assert not any(line.startswith("training prompts") for line in alone.report_lines())
-    response = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), True)
-    (verdict,) = alone.train.grade(Group(0, prompts[0], (response,))).grades[1]
-    assert verdict.measures is None
-
-    config.data.train.weight = 0.0  # left out: the other set alone
-    config.data.mixture.more = base.dataset(path=str(file), kind="gsm8k")
-    other = components.load_data(config, components.tokenizer(config), training=True)
-    assert list(other.train.sets) == ["data.mixture.more"]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

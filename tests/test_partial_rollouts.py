@@ -178,15 +178,13 @@ class PartialSession(ScriptedSession):
     """A scripted session whose groups may have begun before."""
 
     def submit(self, cursor, prompt, *, group_size, partial=None, keeps=False):
-        self.calls.append(("submit", cursor))
-        lengths = self._script.length_PG[cursor].tolist()
-        tokens = [0] * group_size
+        tokens = ()
         if partial:
             pairs = zip(partial.responses, partial.unfinished_G, strict=True)
             tokens = [len(r.tokens_T) if more else None for r, more in pairs]
             self._begun[cursor] = partial
-        self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens, keeps=keeps)
-        self._names.append((0, cursor))
+        how = {"group_size": group_size, "keeps": keeps, "first_tokens": tokens}
+        super().submit(cursor, prompt, **how)
 
     @property
     def _begun(self):

@@ -85,12 +85,13 @@ class ScriptedSession:
         self._scheduler = Scheduler(cache, shards=1)
         self._names: list[tuple[int, int]] = []
 
-    def submit(self, cursor: int, prompt: Prompt, *, group_size: int, keeps=False) -> None:
-        assert not keeps
+    def submit(self, cursor, prompt, *, group_size, keeps=False, first_tokens=()) -> None:
+        """first_tokens: of samples that began before, as the scheduler takes them."""
         assert prompt.token_ids.tolist() == [cursor + 1]
         self.calls.append(("submit", cursor))
         lengths = self._script.length_PG[cursor, :group_size].tolist()
-        self._scheduler.submit(len(self._names), 2, lengths)
+        how = {"first_tokens": first_tokens, "keeps": keeps}
+        self._scheduler.submit(len(self._names), 2, lengths, **how)
         self._names.append((0, cursor))
 
     def cancel(self, cursor: int) -> None:

@@ -145,15 +145,12 @@ def test_arms_are_named_and_span_the_grid():
         ({"grid": ["algo.eps_high=-1"]}, r"arm 'eps_high=-1': algo.eps_high = -1.0, but must be"),
         ({"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
         ({"grid": ["algo.eps_high=0.2", "algo.eps_high=0.3"]}, "have algo.eps_high twice"),
-        ({"named": ["a: num_steps=3"], "grid": ["num_steps=4"]}, "have num_steps twice"),
         ({"grid": ["seed=1,2"]}, "give --seeds=5"),
         ({"common": ["--config.seed=1"]}, "give --seeds=5"),
         ({"named": ["a: num_steps=2", "a: num_steps=3"]}, "'a' cannot name .* or two arms"),
         ({"named": ["a/b: num_steps=3"]}, "'a/b' cannot name an arm's folder"),
         ({"named": ["a: num_steps"]}, 'write "NAME: KEY=V KEY=V"'),
-        ({"named": ["num_steps=3"]}, 'write "NAME: KEY=V KEY=V"'),
         ({"seeds": "x"}, "--seeds=x: give how many"),
-        ({"config": "configs/tyni.py"}, "tyni.py"),
     ],
 )
 def test_a_wrong_plan_is_refused_before_anything_starts(changes, message):
