@@ -418,9 +418,9 @@ def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
 
 
 def test_all_programs_are_compiled_at_first_and_none_later(runs):
-    names = runs.engine.program_names
-    assert {name.split("[")[0] for name in names} == {"prefill", "decode"}
-    assert runs.compiled == (len(names) + 1, 0)  # and one that makes the pages
+    programs = runs.engine._programs
+    assert {name for name, *_ in programs} == {"prefill", "decode"}
+    assert runs.compiled == (len(programs) + 1, 0)  # and one that makes the pages
 
 
 # Host and device.

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from runs import Killed, contents, digests, responses, rows_without_timings
+from test_processes import SCHEDULE
 from test_train import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from configs import base
@@ -17,9 +18,6 @@ from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logs.record import write_responses
 from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components
-
-# What depends on when slots fall idle: requests that were issued, and cancelled in the end.
-SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 
 
 def two_sets():

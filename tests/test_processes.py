@@ -15,11 +15,12 @@ import sys
 
 import jax
 import pytest
-from processes import ROOT, free_port, started, wait_for
+from processes import ROOT, free_port, ran, started, wait_for
 from runs import responses, rows_without_timings
-from test_bucket import TRAIN, bucket, flip, folders
+from test_bucket import bucket, flip, folders
 
 from dapo_jax.cli import command
+from dapo_jax.convert import convert
 from dapo_jax.logs.metrics import DIGESTS, TOKENS, VERDICTS
 from sharding import hosts
 
@@ -169,23 +170,14 @@ def test_two_processes_save_in_a_bucket_and_one_forks_exports_and_samples(
     assert folders(bucket, "there") == {"1", "2", "3", "damaged.2.0"}
     assert_same_run(there, two_devices, bitwise=True)
 
-    def command(*arguments):
-        with started(["-m", *arguments]) as (process,):
-            said = process.communicate(timeout=240)[0]
-        assert process.returncode == 0, said[-3_000:]
-        return said
-
-    command("dapo_jax.report", f"--workdir={there}")
-    fork = tmp_path / "fork"
-    command(*TRAIN, f"--workdir={fork}", f"--start=run:{there}@2")
-    last, parents = (rows_without_timings(folder)[-1] for folder in (fork, two_devices))
-    assert last["digest/state"] == parents["digest/state"]
-    command("dapo_jax.convert", f"--from=run:{two_devices}", f"--to=hf:{tmp_path / 'model'}")
-    command("dapo_jax.convert", f"--from=run:{there}", f"--to=hf:{url}-hf")
+    fork = run(tmp_path / "fork", devices=2, start=f"run:{there}@2")
+    assert rows_without_timings(fork) == rows_without_timings(two_devices)[2:]
+    ran("-m", "dapo_jax.convert", f"--from=run:{there}", f"--to=hf:{url}-hf")
+    convert(f"run:{two_devices}", f"hf:{tmp_path / 'model'}", dtype="float32")
     exported = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
     assert exported == {name: bucket.read(f"there-hf/{name}") for name in exported}
     ask = ("--prompt=7*8=", "--max_tokens=8", "--temperature=0", "--template=dapo")
-    assert "ready after" in command("dapo_jax.sample", f"--model={url}-hf", *ask)
+    assert "ready after" in ran("-m", "dapo_jax.sample", f"--model={url}-hf", *ask).stderr
 
 
 @pytest.mark.parametrize(

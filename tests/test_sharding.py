@@ -18,9 +18,9 @@ from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import components
 from dapo_jax.types import Prompt
 from models import qwen2
-from models.parameters import logical_axes, param_axes
+from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
-from models.transformer import abstract_params, unstack
+from models.transformer import abstract_params
 from sharding import rules
 from sharding.mesh import AXES, make_mesh
 from tests.quick import jit, random_params
@@ -250,20 +250,3 @@ def test_other_axes_must_divide(axis, size, message):
     mesh = make_mesh(data=4, model=1) if axis == "width" else make_mesh(data=1, model=4)
     with pytest.raises(ValueError, match=message):
         rules.named_sharding(mesh, (axis,), (size,), rules.LEARNER)
-
-
-def test_the_samplers_parameters_have_the_axes_that_their_names_say():
-    """A matrix is sharded along the same axes whichever way round it is stored."""
-    config = dataclasses.replace(SMALL, tie_embeddings=False)
-    _, abstract = abstract_params(config)
-    samplers = jax.eval_shape(unstack, abstract)
-    names = config.parameters.keys() | samplers["layers"][0].keys() | samplers.keys() - {"layers"}
-    axes = {name: logical_axes(name) for name in names}
-    norms = {"attn_norm_D", "mlp_norm_D", "final_norm_D"}
-    assert {name for name in names if axes[name] == ("norm",)} == norms
-    sizes = ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp")
-    letters = dict(zip("VDNKHF", sizes, strict=True))
-    for name in names - norms:
-        assert axes[name] == tuple(letters[letter] for letter in name.rpartition("_")[2])
-    assert len(names - norms) == 19
-    assert param_axes(samplers)["layers"][1]["q_NHD"] == ("heads", "head_dim", "width")

@@ -205,10 +205,8 @@ def test_a_fork_needs_a_run(tmp_path):
         ("a/b", f"{pathlib.Path.cwd() / 'a' / 'b'}", True),
         ("a/b", "b", False),
         ("someone/tiny", "hf://someone/tiny@1a2b", True),  # the digests decide on its content
-        ("someone/tiny@refs/pr/1", "someone/tiny", True),
         ("hf://datasets/someone/sums/a.jsonl", "hf://datasets/someone/sums@v1/a.jsonl", True),
         ("hf://datasets/someone/sums/a.jsonl", "hf://datasets/someone/sums/b.jsonl", False),
-        ("gs://a/tiny", "gs://b/tiny", False),
         ("runs@1/tiny", "runs@2/tiny", False),
     ],
 )
