@@ -7,6 +7,9 @@ import pathlib
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import untimed
 
+# What depends on when slots fall idle, so on the devices too: what is issued, and cancelled then.
+SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
+
 
 class Killed(BaseException):
     """Stands for the end of the process."""
@@ -31,3 +34,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
     """All files under a folder."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def saved_steps(folder: pathlib.Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())

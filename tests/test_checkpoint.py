@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import started
-from runs import contents
+from runs import contents, saved_steps
 
 from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError, WrongStateError
@@ -63,10 +63,6 @@ def assert_bitwise_equal(actual, expected):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
-
-
-def saved_steps(folder) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
 def fail(message):

@@ -8,8 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from runs import Killed, contents, digests, responses, rows_without_timings
-from test_processes import SCHEDULE
+from runs import SCHEDULE, Killed, contents, digests, responses, rows_without_timings
 from test_train import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from configs import base

@@ -16,7 +16,7 @@ import sys
 import jax
 import pytest
 from processes import ROOT, free_port, ran, started, wait_for
-from runs import responses, rows_without_timings
+from runs import SCHEDULE, responses, rows_without_timings
 from test_bucket import bucket, flip, folders
 
 from dapo_jax.cli import command
@@ -26,8 +26,6 @@ from sharding import hosts
 
 __all__ = ["bucket"]  # a fixture
 STEPS = 3
-# These depend on the number of devices: who is sampled beside whom, and what is discarded.
-SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 SECONDS = 480  # a run that takes so long hangs
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import started
-from test_checkpoint import saved_steps
+from runs import saved_steps
 
 from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.progress import Progress
