@@ -61,10 +61,11 @@ class ScriptedSession:
     """A real Scheduler behind a Session's methods, with scripted lengths and a roomy cache.
 
     `calls` is all that was asked of it, in order; a step also has what each slot sampled and which
-    groups it finished.
+    groups it finished. others: lengths of groups of stream 1, which are there from the beginning;
+    they have the script's last cursors.
     """
 
-    def __init__(self, script: Script, *, slots: int, block_tokens: int):
+    def __init__(self, script: Script, *, slots: int, block_tokens: int, others=()):
         self.blocks: list[BlockRecord] = []
         self.seconds = {"prefill": 1.0, "decode": 2.0, "host": 3.0}
         self.prefilled_prompts = 0
@@ -74,7 +75,7 @@ class ScriptedSession:
         cache = Cache(
             slots=slots,
             pages=3 * slots + 2,
-            prompt_pages=len(script.length_PG) + 1,
+            prompt_pages=len(script.length_PG) + len(others) + 1,
             readers=G,
             page_tokens=-(-longest // block_tokens) * block_tokens,
             block_tokens=block_tokens,
@@ -84,6 +85,9 @@ class ScriptedSession:
         )
         self._scheduler = Scheduler(cache, shards=1)
         self._names: list[tuple[int, int]] = []
+        for cursor, lengths in enumerate(others, start=len(script.length_PG) - len(others)):
+            self._scheduler.submit(len(self._names), 2, np.minimum(lengths, longest).tolist())
+            self._names.append((1, cursor))
 
     def submit(self, cursor, prompt, *, group_size, keeps=False, first_tokens=()) -> None:
         """first_tokens: of samples that began before, as the scheduler takes them."""
@@ -223,6 +227,24 @@ def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
     assert 0 < capped < 50
     assert differing > 60
     assert np.mean(hasty_lengths) < 0.9 * np.mean(streamed_lengths)
+
+
+def test_groups_of_other_streams_change_neither_what_is_kept_nor_what_is_counted():
+    """They are there first, and what is unfinished of them in the end goes on."""
+    left = 0
+    for seed in range(20):
+        script, finished = long_tailed_script(seed, prompts=24), []
+        others = long_tailed_script(seed + 1_000, prompts=6).length_PG * 3
+        session = ScriptedSession(script, slots=24, block_tokens=4, others=others)
+        one = run(script, num_prompts=6, session=session, on_other_groups=finished.extend)
+        assert kept_cursors(one) == kept_cursors(run(script, num_prompts=6, slots=24))
+        left += len(session.unfinished)
+        tokens = sum(int(b.useful_B[b.stream_B == 0].sum()) for b in session.blocks)
+        assert one.stats.sampled_tokens == tokens < one.stats.busy_slot_steps
+        while session.unfinished:
+            finished += session.step()
+        assert sorted(group.cursor for group in finished) == list(range(18, 24))
+    assert left > 10
 
 
 def test_golden_dynamic_sampling(shared):

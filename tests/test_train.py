@@ -178,6 +178,7 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     for settings, message in (
         ({"algo.eps_high": 0.5}, "algo.eps_high is 0.5, but was 0.28"),
         ({"num_steps": 2}, "num_steps = 2, but the run in .* has finished 3 steps"),
+        ({"num_steps": 7, "learner.decay": "linear"}, r"num_steps is 7, but was 3 \(learner\.d"),
         ({"rollout.group_size": 1}, "rollout.group_size = 1, but must be at least 2"),
     ):
         with pytest.raises(ValueError, match=message):
