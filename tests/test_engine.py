@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -244,10 +245,21 @@ def test_the_stop_token_counts_and_ends_the_response(sampled):
     assert 0 < np.mean([response.stopped for response in responses]) < 1
 
 
-def test_truncated_sampling_records_the_truncated_distribution(small, roomy):
-    """Temperature, then top-k, then top-p; log-probs are renormalised over what is left."""
+def test_each_stream_is_sampled_as_it_says_beside_the_other(small, roomy, sampled):
+    """Temperature, then top-k, then top-p; log-probs are renormalised over what is left.
+
+    The other's tokens are those of it alone; its logits are scaled in another loop.
+    """
     sampling = dataclasses.replace(SAMPLING, temperature=1.5, top_p=0.8, top_k=20)
-    responses, _ = sample_prompts(*roomy, sampling)
+    session = Session(*roomy, Stream(RUN_KEY, SAMPLING), Stream(RUN_KEY, sampling))
+    for (cursor, prompt), stream in itertools.product(PROMPTS.items(), (0, 1)):
+        session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE, stream=stream)
+    finished = []
+    while session.unfinished:
+        finished += session.step()
+    plain, responses = (by_request(f for f in finished if f.stream == i) for i in (0, 1))
+    for request, response in plain.items():
+        assert np.array_equal(response.tokens_T, sampled[0][request].tokens_T)
     logits = teacher_forced(small, responses)
     left_out = []
     for request, response in responses.items():

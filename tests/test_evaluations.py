@@ -9,6 +9,7 @@ from processes import ran
 
 from configs import base, tiny
 from dapo_jax import evaluate, sample
+from dapo_jax.logs import record
 from dapo_jax.setup import checks, components
 from dapo_jax.setup.start import open_run
 from dapo_jax.tasks.readers import templated
@@ -88,6 +89,16 @@ def test_the_example_reads_a_published_file(tmp_path):
     data = components.load_data(config, components.tokenizer(config), training=False)
     (prompt,) = data.eval_sets["aime24"].dataset.prompts
     assert prompt.example.answer == "2"
+
+
+def test_another_model_or_tokenizer_has_files_of_its_own():
+    """One --workdir for two models: the second must not overwrite the first's results."""
+    config, labels = tiny.get_config(), set()
+    for changes in ({}, {"model.path": "another"}, {"tokenizer.chat": "template"}):
+        config.update_from_flattened_dict(changes)
+        (settings,) = evaluate.settings_of(config, evaluate.named(config)).values()
+        labels.add(record.settings_label(settings))
+    assert len(labels) == 3
 
 
 def test_temperature_0_is_greedy_and_needs_one_response():

@@ -114,16 +114,6 @@ def test_no_module_breaks_the_rules():
     assert not faults, "\n".join(faults)
 
 
-def test_the_report_knows_a_run_by_its_files():
-    """It imports what reads and writes those files, and no other part of a run."""
-    files = {"dapo_jax.logs.files", "dapo_jax.logs.metrics"}
-    report = [text for name, text in sources().items() if room(name) == "dapo_jax.report"]
-    above = FLOOR_OF["dapo_jax.cli"]
-    found = {n for text in report for n in imports(text) if room(n) and FLOOR_OF[room(n)] >= above}
-    found -= {name for name in found if room(name) == "dapo_jax.report"}
-    assert {".".join(name.split(".")[:3]) for name in found if name.count(".") > 1} <= files
-
-
 @pytest.mark.parametrize(
     ("module", "source", "fault"),
     [

@@ -140,13 +140,6 @@ def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):
         load(bpe_folder, stop_tokens=["<|endoftxt|>"])
 
 
-def test_decode_refuses_ids_that_do_not_exist(bpe_folder, piece_file):
-    for tokenizer in (load(bpe_folder), load(piece_file)):
-        for id in (-1, tokenizer.vocab_size):
-            with pytest.raises(ValueError, match=f"Token id {id} does not exist"):
-                tokenizer.decode([4, id])
-
-
 def copy_of(folder, to, **config):
     """A copy of a tokenizer's directory, with other values in its tokenizer_config.json."""
     for file in folder.iterdir():

@@ -308,13 +308,6 @@ def test_what_is_missing_is_never_rewarded(rules, response, ground_truth, status
     assert (verdict.correct, verdict.status) == (False, status)
 
 
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match=r"verifier\.rules is 'minerva'.*dapo, strict, "):
-        verify("Answer: 7", "7", rules="minerva")
-    with pytest.raises(ValueError, match="2 responses but 1 ground truths"):
-        verify_many(["a", "b"], ["a"], rules="dapo")
-
-
 # Symbolic equivalence
 
 HANGS = "Answer: $(x+y+z+w)^{99}$"  # ten seconds of the library's time
