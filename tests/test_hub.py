@@ -12,11 +12,10 @@ from huggingface_hub import constants
 from processes import ROOT
 from small_config import get_config
 
-from dapo_jax import hub, train
+from dapo_jax import hub
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.cli import failures
-from dapo_jax.convert import convert
-from dapo_jax.logs.files import read_json, read_starts
+from dapo_jax.logs.files import read_json
 from dapo_jax.setup import components, dry_run
 
 CHECKPOINT = ROOT / "experiments/tiny_base/checkpoint"
@@ -198,20 +197,3 @@ def test_an_evaluation_takes_model_and_set_by_name(served, tmp_path):
     tiny, sums = (repo.branches["main"] for repo in served.repos.values())
     assert settings["model"] == "someone/tiny"
     assert settings["hub"] == {HELD_OUT: sums, "someone/tiny": tiny}
-
-
-@pytest.mark.slow
-def test_a_run_resumes_after_main_has_moved(served, tmp_path):
-    tiny = served.repos["model", "someone/tiny"]
-    first = tiny.branches["main"]
-    workdir, checkpoints = tmp_path / "run", str(tmp_path / "saved")
-    settings = {"checkpoint.directory": checkpoints}
-    train.train(run_config(num_steps=1, **settings), workdir)
-    moved = json.loads(MODEL["config.json"]) | {"rms_norm_eps": 1e-5}
-    tiny.commit(MODEL | {"config.json": json.dumps(moved).encode()})
-    train.train(run_config(**settings), workdir)
-    assert read_json(workdir / "config.json")["model"]["path"] == "someone/tiny"
-    starts = read_starts(workdir / "starts.jsonl")
-    assert [start["hub"]["someone/tiny"] for start in starts] == [first, first]
-    convert(f"run:{workdir}", f"hf:{tmp_path / 'exported'}", dtype="float32")
-    assert read_json(tmp_path / "exported/config.json")["rms_norm_eps"] == 1e-6

@@ -169,14 +169,3 @@ def test_micro_batches_keep_the_rows_and_fill_up_with_padding():
         assert not after.reshape(8, 3)[5:].any()
     with pytest.raises(ValueError, match="5 packed rows do not fit 2 micro-batches of 2"):
         into_micro_batches(batch, num_micro=2, rows=2)
-
-
-def test_rows_with_much_to_attend_to_come_first():
-    """Devices compute the rows of a micro-batch side by side: they should have as much to do."""
-    # A long response attends to 45 entries, three short ones to 18.
-    groups = [group([1], *[[2] * 9] * 3), group([1], *[[2] * 3] * 9)]
-    batch = packed(groups, row_tokens=9, share_prompts=False)
-    rows = {name: getattr(batch, name)[::-1] for name in Batch.row_fields()}
-    dealt = into_micro_batches(dataclasses.replace(batch, **rows), num_micro=3, rows=2)
-    assert dealt.num_micro == 3
-    assert dealt.segment_BT.max(axis=2).tolist() == [[1, 1], [1, 3], [3, 3]]

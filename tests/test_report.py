@@ -6,7 +6,6 @@ import html
 import json
 import math
 import re
-import struct
 
 import numpy as np
 import pytest
@@ -219,26 +218,6 @@ def test_figures_show_the_data():
     texts = legend.get_texts()
     assert [text.get_text() for text in texts] == [" _run $0.01$", " _run $0.02$"]
     assert not any(text.get_parse_math() for text in texts)
-
-
-def test_figures_of_rows_with_missing_keys(tmp_path):
-    """A set that only one run has ended a report with "a cannot be empty"."""
-    sparse = Run(
-        rows=[
-            {"step": 0, "entropy": None},
-            {"step": 1, "ratio_gap": 0.0, "reward/mean": 1.0, "entropy": math.inf},
-        ],
-        evaluations={("a", "mean@8"): {0: 0.5, 99: 0.75}},
-        config={},
-    )
-    runs = {"one": sparse, "two": dataclasses.replace(sparse, evaluations={})}
-    for figure in (plots.curves(runs), plots.accuracy_vs_tokens(runs)):
-        plots.save(figure, tmp_path / "figure.png")
-        data = (tmp_path / "figure.png").read_bytes()
-        assert data.startswith(b"\x89PNG\r\n")
-        assert struct.unpack(">II", data[16:24])[0] == 1600
-    (scores,) = _lines(figure, "a mean@8")
-    np.testing.assert_allclose(scores.get_ydata(), [0.5, 0.75])
 
 
 # The page.

@@ -274,20 +274,6 @@ def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
     assert Checkpoints(tmp_path / "checkpoints", keep=3).latest_step() is None
 
 
-@pytest.mark.slow
-def test_naive_grpo_with_kl_trains_on_every_group(tmp_path):
-    """The baseline: no filter, no group discarded, a KL term that starts at zero."""
-    config = small_config("naive_grpo")
-    config.algo.kl_coef = 0.01
-    config.num_steps = 2
-    config.eval.every_steps = 0
-    train.train(config, tmp_path)
-    rows = read_rows(tmp_path / "metrics.jsonl")
-    assert all(row["groups/sampled"] == 4 and row["generation_batches"] == 1 for row in rows)
-    assert all(row["groups/discarded"] == row["groups/cancelled"] == 0 for row in rows)
-    assert rows[0]["kl"] < rows[1]["kl"]
-
-
 def _group(predictions, truth="7"):
     verdicts = [Verdict(p == truth, p, "") for p in predictions]
     return Group(0, None, tuple(Response(np.zeros(3), None, True, "", v) for v in verdicts))

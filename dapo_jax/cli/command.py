@@ -68,8 +68,12 @@ def parse_flags(argv: list[str]) -> list[str]:
     """
     known = flags.FLAGS
     try:
-        if "config" in known and not set(config_flags.HELP).isdisjoint(argv):
-            print(config_flags.help_text(argv[1:], known, sys.modules["__main__"].__doc__))
+        if not set(config_flags.HELP).isdisjoint(argv):
+            about = sys.modules["__main__"].__doc__
+            if "config" in known:
+                print(config_flags.help_text(argv[1:], known, about))
+            else:
+                print(f"{about}\n{known.main_module_help()}")
             sys.exit(0)
         left = known(argv)
         if left[1:]:

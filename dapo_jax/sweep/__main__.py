@@ -85,6 +85,6 @@ if __name__ == "__main__":
     )
     flags.DEFINE_multi_string("arm", [], '"NAME: KEY=V KEY=V": settings that go together; repeat.')
     flags.DEFINE_string("seeds", "5", "How many (from 0), or a list: 0,3,7.")
-    flags.DEFINE_integer("jobs", 1, "Runs at once, each on its share of the cores.", lower_bound=1)
+    flags.DEFINE_integer("jobs", 1, "Runs at once, which share cores and a GPU.", lower_bound=1)
     flags.DEFINE_string("start", "", "run:PATH@STEP, passed on; {seed} in it is each run's.")
     command.run(main)

@@ -24,6 +24,7 @@ from sharding import hosts
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
 LOG = "output.txt"  # log.txt is the run's own
 TRIES = 3  # of a run that does not come to its end
+GPU_MEMORY, GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9  # of all runs
 SHOWN_LINES, SHOWN_CHARACTERS = 5, 300  # of a failed run's output
 
 
@@ -35,7 +36,7 @@ class Runner:
 
     Args:
         points: in the order to run them; those that are done are left alone.
-        jobs: the number of runs at once; each is bound to its share of the cores.
+        jobs: the number of runs at once; each has its share of the cores and of a GPU's memory.
         program: a command, which gets a point's arguments.
     """
 
@@ -63,18 +64,21 @@ class Runner:
 
     def run(self) -> None:
         """Runs all points that are not done, until none is left or `stop` is called."""
+        affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
+        cores = [share(sorted(affinity(0)), slot, self._jobs) for slot in range(self._jobs)]
         with concurrent.futures.ThreadPoolExecutor(self._jobs) as pool:
-            list(pool.map(self._work, range(self._jobs)))
+            list(pool.map(self._work, cores))
 
-    def _work(self, slot: int) -> None:
-        """Runs one waiting point after the other on a slot's cores."""
+    def _work(self, cores: Sequence[int]) -> None:
+        """Runs one waiting point after the other on these cores."""
         try:
+            bind(cores)
             while not self.stopped:
                 with self._lock:
                     if not self._waiting:
                         return
                     point = self._waiting.popleft()
-                if self._attempt(point, slot):
+                if self._attempt(point):
                     continue
                 self._tries[point] += 1
                 (self._waiting if self._tries[point] < TRIES else self.failed).append(point)
@@ -82,7 +86,7 @@ class Runner:
             self.stop()
             raise
 
-    def _attempt(self, point: Point, slot: int) -> bool:
+    def _attempt(self, point: Point) -> bool:
         """Runs a point's process to its end; tells whether the point is done."""
         begin, log = time.monotonic(), point.workdir / LOG
         point.workdir.mkdir(parents=True, exist_ok=True)
@@ -92,9 +96,9 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
+                env=environment(self._jobs),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on by `stop`, once
             )
-            bind(process.pid, slot, self._jobs)
             self._running.add(process)
             if self.stopped:
                 process.terminate()
@@ -127,11 +131,15 @@ def finished_steps(point: Point) -> int:
     return 0
 
 
-def bind(pid: int, slot: int, jobs: int) -> None:
-    """Binds a process to its share of this one's cores, where there is more than one job."""
-    if jobs > 1 and hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(pid, share(sorted(os.sched_getaffinity(0)), slot, jobs))
+def environment(jobs: int) -> dict[str, str]:
+    """Returns a run's environment, with its share of a GPU's memory unless one is set."""
+    return {GPU_MEMORY: f"{GPU_SHARE / jobs:.3f}"} | os.environ if jobs > 1 else {**os.environ}
+
+
+def bind(cores: Sequence[int]) -> None:
+    """Binds this thread, and the processes that it starts from now on, to these cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def share(cores: Sequence[int], slot: int, jobs: int) -> list[int]:
