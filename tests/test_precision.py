@@ -21,6 +21,7 @@ from dapo_jax.learner import init_state, make_batch
 from dapo_jax.sampler import cache, engine
 from dapo_jax.setup import components
 from dapo_jax.types import Batch, Group, Prompt, Response
+from models.kernels import splash_tpu
 from models.lora import MATRICES, Lora, init_adapters
 from models.parameters import param_axes
 from models.qwen2 import PRESETS, Qwen2Config
@@ -247,6 +248,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     for module in (components, engine):
         monkeypatch.setattr(module, "platform_of", lambda mesh: platform)
+    monkeypatch.setattr(splash_tpu, "cores", lambda interpret: 2)  # of a TPU that is not there
     monkeypatch.setattr(jax, "jit", functools.partial(jit, jax.jit))
     changes = {"model": {"preset": "tiny", "compute_dtype": dtype, "kernels": kernels}}
     changes |= {"rollout": {"cache_mib": 8, "partial_rollout_steps": 1}, "algo": {"kl_coef": 0.1}}
