@@ -32,19 +32,13 @@ from dapo_jax.types import Example, Message, Prompt, Response
 from sharding import hosts
 
 TALK_TOKENS = 1_024  # of a typed question, and of an answer, at most
-BLOCK_TOKENS, PAGE_TOKENS = 4, 128  # decode steps between two looks at what there is; of cache
+PAGE_TOKENS = 128
 
 
 def answers(
-    run: Run,
-    sampling: Sampling,
-    messages: Sequence[Message],
-    *,
-    n: int,
-    cursor: int,
-    seed: int = 0,
-) -> Iterator[list[Response]]:
-    """Yields what there is of n responses to a prompt after each block, and the whole ones last.
+    run: Run, sampling: Sampling, messages: Sequence[Message], *, n: int, cursor: int, seed: int = 0
+) -> list[Response]:
+    """Samples n responses to a prompt.
 
     cursor: names the prompt; another one, or another seed, has other random numbers.
     """
@@ -57,31 +51,17 @@ def answers(
     session = Session(run.programs.engine, run.params, Stream(key, sampling))
     session.submit(cursor, prompt, group_size=n)
     while session.unfinished:
-        if finished := session.step():
-            yield list(finished[0].responses)
-        else:
-            yield list(session.so_far()[0].responses)
-
-
-def shown(text: str, response: Response, tokenizer) -> str:
-    """Returns the text that a response adds to its shown text; half a character waits."""
-    whole = tokenizer.decode(response.tokens_T.tolist())
-    if not response.stopped:
-        whole = whole.rstrip("\ufffd")
-    return whole[len(text) :] if whole.startswith(text) else ""
+        finished = session.step()
+    return list(finished[0].responses)
 
 
 def answer(run: Run, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> None:
-    """Prints the responses, the first one as it is sampled."""
-    start, text, responses = time.perf_counter(), "", []
-    for responses in answers(run, sampling, messages, n=n, cursor=cursor, seed=seed):
-        added = shown(text, responses[0], run.tokenizer)
-        text += added
-        print(printable_lines(added), end="", flush=True)
-    print(flush=True)
-    for i, response in enumerate(responses[1:], start=2):
-        whole = run.tokenizer.decode(response.tokens_T.tolist())
-        print(f"--- {i} of {n}\n{printable_lines(whole)}", flush=True)
+    """Samples the responses and prints them."""
+    start = time.perf_counter()
+    responses = answers(run, sampling, messages, n=n, cursor=cursor, seed=seed)
+    for i, response in enumerate(responses, start=1):
+        text = printable_lines(run.tokenizer.decode(response.tokens_T.tolist()))
+        print(f"--- {i} of {n}\n{text}" if i > 1 else text, flush=True)
     seconds, tokens = time.perf_counter() - start, sum(len(r.tokens_T) for r in responses)
     cut = sum(not response.stopped for response in responses)
     note = f", {cut} cut at --max_tokens={sampling.max_response_tokens}" if cut else ""
@@ -104,7 +84,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
     if given.chat or config.tokenizer.chat == "auto":
         config.tokenizer.chat = "template" if given.chat else "none"
     r.max_response_tokens = given.max_tokens or r.max_response_tokens
-    r.block_tokens, r.page_tokens = BLOCK_TOKENS, PAGE_TOKENS
+    r.page_tokens = PAGE_TOKENS
     r.partial_rollout_steps = r.cache_mib = r.slot_tokens = 0
     config.algo.overlong_cache_tokens = config.learner.row_tokens = 0
     if config.model.path:

@@ -11,13 +11,10 @@ import types
 
 import numpy as np
 
+Case = types.SimpleNamespace  # `name` is the reference's
 REFERENCE_MODES = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
 CLIP = ("eps_low", "eps_high", "dual_clip")
 LIMITS = ("max_tokens", "cache_tokens", "factor")
-
-
-class Case(types.SimpleNamespace):
-    """A case's fields, as its reader's docstring names them; `name` is the reference's."""
 
 
 def arrays(shared: pathlib.Path, prefix: str) -> dict[str, np.ndarray]:

@@ -134,17 +134,10 @@ NONE = {"eps_low": 0.0, "eps_high": 0.0}
 @pytest.mark.parametrize(
     ("ratio", "advantage", "changes", "loss", "slope"),
     [
-        # A > 0: only a ratio above 1 + eps_high is held.
-        (0.5, 2.0, {}, -1.0, -1.0),
-        (1.0, 2.0, {}, -2.0, -2.0),
+        # A > 0: only a ratio above 1 + eps_high is held. All regions: test_losses.py.
         (1.25, 2.0, {}, -2.5, -2.5),
-        (1.5, 2.0, {}, -2.56, 0.0),
         (1000.0, 2.0, {}, -2.56, 0.0),
         # A < 0: a ratio below 1 - eps_low is held, and one above the dual clip.
-        (0.5, -2.0, {}, 1.6, 0.0),
-        (0.9, -2.0, {}, 1.8, 1.8),
-        (1.0, -2.0, {}, 2.0, 2.0),
-        (1.5, -2.0, {}, 3.0, 3.0),
         (9.0, -2.0, {}, 18.0, 18.0),
         (11.0, -2.0, {}, 20.0, 0.0),
         # A = 0: nothing, at any ratio.
@@ -162,7 +155,7 @@ NONE = {"eps_low": 0.0, "eps_high": 0.0}
         (math.e**30, -1.0, {"dual_clip": 1e9}, math.e**20, 0.0),
     ],
 )
-def test_loss_and_gradient_in_every_region(ratio, advantage, changes, loss, slope):
+def test_loss_and_gradient_at_the_ends(ratio, advantage, changes, loss, slope):
     one = np.ones((1, 1), np.float32)
     logp = np.float32(math.log(ratio) - 1.0)
     actual, gradient_11, _ = update(logp * one, -one, advantage * one, one, CLIP | changes)
@@ -180,25 +173,6 @@ def test_extreme_log_ratios_stay_finite_without_gradient(advantage, dual_clip):
     loss, gradient_RT, _ = update(logp_RT, behavior_logp_RT, advantage_RT, weight_RT, clip)
     assert np.isfinite(loss)
     np.testing.assert_array_equal(gradient_RT, np.zeros_like(logp_RT))
-
-
-def test_indicators_mark_exactly_the_tokens_whose_gradient_is_held():
-    rng = np.random.default_rng(0)
-    log_ratio_RT = rng.normal(0.0, 2.0, (8, 200)).astype(np.float32)
-    behavior_logp_RT, weight_RT = np.full_like(log_ratio_RT, -1.0), np.ones_like(log_ratio_RT)
-    A_RT = np.broadcast_to(rng.normal(0.0, 1.0, (8, 1)).astype(np.float32), log_ratio_RT.shape)
-    logp_RT = behavior_logp_RT + log_ratio_RT
-    _, gradient_RT, found = update(logp_RT, behavior_logp_RT, A_RT, weight_RT)
-    ratio_RT = np.exp(logp_RT - behavior_logp_RT)
-    by_hand = {
-        "high": (A_RT > 0) & (ratio_RT > 1.28),
-        "low": (A_RT < 0) & (ratio_RT < 0.8),
-        "dual": (A_RT < 0) & (ratio_RT > 10.0),
-    }
-    for name, expected_RT in by_hand.items():
-        assert expected_RT.any()
-        np.testing.assert_array_equal(found[name], expected_RT, err_msg=name)
-    np.testing.assert_array_equal(np.sum([*by_hand.values()], axis=0), gradient_RT == 0.0)
 
 
 # The KL estimate

@@ -21,11 +21,9 @@ from etils.epath import backend
 from processes import ROOT, ran, started
 from test_checkpoint import abstract, assert_bitwise_equal, fail, state_at
 from test_hf import UNTIED, assert_same, random_params
-from test_processes import assert_same_run, run
 
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import failures
-from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks.readers import read
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import load_hf, save_hf
@@ -275,56 +273,3 @@ def test_jax_keeps_programs_in_a_bucket(bucket, place):
     assert cache.get("key") is None
     cache.put("key", b"program")
     assert cache.get("key") == b"program" and bucket.names(place) == [f"{place}/key-cache"]
-
-
-# Whole runs
-
-
-@pytest.fixture(scope="module")
-def whole(bucket, tmp_path_factory):
-    """A run of one process with two devices and its checkpoints on this machine's disk."""
-    return run(tmp_path_factory.mktemp("whole"), devices=2)
-
-
-def command(*arguments):
-    """Runs a command; returns what it printed."""
-    with started(["-m", *arguments]) as (process,):
-        said = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, said[-3_000:]
-    return said
-
-
-@pytest.mark.slow
-def test_a_run_is_killed_resumed_exported_sampled_and_forked(bucket, place, tmp_path, whole):
-    """As one on this machine's disk, bitwise."""
-    there, url = tmp_path / "there", f"{bucket.url}/{place}"
-    arguments = ["tests/small_run.py", str(there), "2", "3", "", url]
-    killed(bucket, arguments, f"POST /upload.*{place}/2/.*ocdbt")
-    assert complete_steps(bucket, place) == [1]
-    assert_same_run(run(there, devices=2, checkpoints=url), whole, bitwise=True)
-    assert complete_steps(bucket, place) == [1, 2, 3]
-
-    command("dapo_jax.report", f"--workdir={there}")
-    fork = tmp_path / "fork"
-    command(*TRAIN, f"--workdir={fork}", f"--start=run:{there}@2")
-    last, parents = (read_rows(folder / "metrics.jsonl")[-1] for folder in (fork, whole))
-    assert last["digest/state"] == parents["digest/state"]
-
-    command("dapo_jax.convert", f"--from=run:{whole}", f"--to=hf:{tmp_path / 'model'}")
-    command("dapo_jax.convert", f"--from=run:{there}", f"--to=hf:{url}-hf")
-    exported = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    assert exported == {name: bucket.read(f"{place}-hf/{name}") for name in exported}
-    ask = ("--prompt=7*8=", "--max_tokens=8", "--temperature=0", "--template=dapo")
-    assert "ready after" in command("dapo_jax.sample", f"--model={url}-hf", *ask)
-
-
-@pytest.mark.slow
-def test_two_processes_save_resume_and_set_damage_aside(bucket, place, tmp_path, whole):
-    """Each writes its own part; one finds the damage, and both go on with the checkpoint before."""
-    url = f"{bucket.url}/{place}"
-    two = run(tmp_path / "two", processes=2, devices=2, steps=2, checkpoints=url)
-    flip(bucket, f"{place}/2/state/ocdbt.process_1/d/")
-    run(two, processes=2, devices=2, checkpoints=url)
-    assert "leave it as damaged.2" in (two / "logs" / "2_1.txt").read_text()
-    assert folders(bucket, place) == {"1", "2", "3", "damaged.2.0"}
-    assert_same_run(two, whole, bitwise=True)

@@ -1,95 +1,32 @@
 """The built-in tasks beside math: what they ask, what they reward, and what they never do."""
 
 import importlib.util
-import itertools
-import json
 import math
-import pathlib
 import re
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from processes import ran
+from processes import ROOT
 from test_tasks import made
 
 from configs import base
 from dapo_jax.tasks.base import grade_many, load_examples, make_task
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example
-from experiments.smollm2.words import GivenWords
 from experiments.tasks.countdown import Countdown
 from experiments.tasks.format_answer import FormatAnswer
 from experiments.tasks.multiple_choice import MultipleChoice
 
-SPLITS = ("train", "test")
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 HAS_REASONING_GYM = importlib.util.find_spec("reasoning_gym") is not None
-needs_reasoning_gym = pytest.mark.skipif(
-    not HAS_REASONING_GYM, reason="needs the optional package reasoning-gym"
-)
 
 
 def example(answer, **extra):
     return Example(({"role": "user", "content": "?"},), answer, "f", 0, extra or None)
 
 
-# Given words
-
-
-@pytest.mark.parametrize(
-    ("response", "status"),
-    [
-        ("A car with a star delivered the letter.", "correct"),
-        ("  Star! ", "wrong"),
-        ("The STAR, the car and my letter!\n", "correct"),
-        ("The stars, a car and a letter.", "wrong"),
-        ("The car is here. A letter has a star.", "no_sentence"),
-        ("The car:\na letter and a star.", "no_sentence"),
-    ],
-)
-def test_a_sentence_has_all_the_words_as_they_are(response, status):
-    verdict = GivenWords().grade(response, example("star car letter"))
-    assert (verdict.status, verdict.correct) == (status, status == "correct")
-
-
-def test_requests_are_distinct_and_splits_share_none():
-    train, test = ({e.text for e in GivenWords(count=50, split=s).load()[0]} for s in SPLITS)
-    assert len(train) == len(test) == 50 and not train & test
-
-
 # Countdown
-
-
-def reachable(numbers):
-    """Every value of + - * / over the numbers, each used once, found by brute force."""
-    if len(numbers) == 1:
-        return set(numbers)
-    found = set()
-    for i, j in itertools.permutations(range(len(numbers)), 2):
-        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
-        a, b = numbers[i], numbers[j]
-        for value in {a + b, a - b, a * b} | ({a // b} if b and a % b == 0 else set()):
-            found |= reachable((value, *rest))
-    return found
-
-
-def test_countdown_puzzles_have_a_solution_and_splits_share_none():
-    train, test = (
-        load_examples(
-            made(task="countdown", count=40, seed=seed, split=split, args={"numbers": 3}), ""
-        )
-        for seed, split in ((0, "train"), (1, "test"))
-    )
-    puzzles = [
-        {(*e.extra["numbers"], int(e.answer)) for e in loaded[0]} for loaded in (train, test)
-    ]
-    assert len(puzzles[0]) == len(puzzles[1]) == 40 and not puzzles[0] & puzzles[1]
-    assert all(target in reachable(tuple(numbers)) for *numbers, target in puzzles[0])
-    first = train[0][0]
-    assert f"to make {first.answer}." in first.text and "Answer:" in first.text
-    assert train == load_examples(made(task="countdown", count=40, seed=0, args={"numbers": 3}), "")
 
 
 @pytest.mark.parametrize(
@@ -179,39 +116,6 @@ def test_a_choice_is_one_letter_or_its_text(response, prediction, status):
         assert MultipleChoice(path="").grade("Answer: A", of).correct == (letter == "A")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"choices": FOUR, "answer": 4}, "the answer 4 is no label and no text of the choices"),
-        ({"choices": FOUR, "answer": True}, "the answer True is no label"),
-        ({"choices": "abcd", "answer": 0}, "2 to 26 texts, in a list"),
-        ({"choices": ["a", "a "], "answer": 0}, "are the same, or one is empty"),
-        ({"choices": None, "answer": 0}, "choices is null"),
-    ],
-)
-def test_a_row_that_is_no_question_is_named_or_skipped(tmp_path, row, message):
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps(row | {"question": "q"}))
-    with pytest.raises(DataError, match=re.escape(message)):
-        MultipleChoice(path=str(path)).load()
-    assert MultipleChoice(path=str(path), on_bad_row="skip").load()[1].bad_rows == 1
-
-
-def test_shuffled_choices_are_the_same_each_time_and_not_all_first(tmp_path):
-    path = tmp_path / "d.jsonl"
-    rows = [{"question": f"q{i}", "choices": FOUR, "answer": 0} for i in range(200)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    args = {"shuffle": True}
-    task, again, other = (
-        made(task="multiple_choice", path=str(path), seed=seed, args=args) for seed in (0, 0, 1)
-    )
-    (examples, _), (same, _), (different, _) = (it.load() for it in (task, again, other))
-    assert examples == same != different
-    counts = [sum(e.answer == letter for e in examples) for letter in "ABCD"]
-    assert sum(counts) == 200 and min(counts) > 25
-    assert all(f"\n{e.answer}) Lima" in e.text for e in examples)
-
-
 # Form and answer
 
 GOOD = "<think>1+1</think>\n<answer>{}</answer>"
@@ -242,19 +146,6 @@ def test_the_reward_grades_answer_and_form(rules, response, score, correct):
     assert verdict.measures == {"in_form": float(score in (1.0, -0.75))}
 
 
-def test_the_form_is_asked_for_and_its_part_of_the_reward_is_below_the_answers(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "1+1", "answer": "#### 2"}')
-    task = made(task="format_answer", path=str(path), kind="gsm8k", rules="strict_box")
-    ((loaded,), report) = load_examples(task, "")
-    assert loaded.text.startswith("1+1\n\nThink first, between <think>")
-    assert report.notes == ()
-    assert task.grade(GOOD.format("2"), loaded).correct
-    assert not task.grade(GOOD.format("02"), loaded).correct
-    with pytest.raises(DataError, match=r"args.form_reward is 1.0: must be 0 to below 1"):
-        made(task="format_answer", path=str(path), args={"form_reward": 1.0}).load()
-
-
 # Reasoning-gym
 
 
@@ -262,46 +153,6 @@ def test_the_form_is_asked_for_and_its_part_of_the_reward_is_below_the_answers(t
 def test_without_the_package_the_error_says_so():
     with pytest.raises(DataError, match="No module named 'reasoning_gym'"):
         made(task="reasoning_gym", count=3, args={"name": "chain_sum"}).load()
-
-
-@needs_reasoning_gym
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "acre"])
-def test_a_generator_by_its_name_is_graded_by_its_scorer(name):
-    settings = {"task": "reasoning_gym", "seed": 3, "args": {"name": name}}
-    task = made(count=6, **settings)
-    examples, report = load_examples(task, "")
-    assert report.kept == 6 and examples == load_examples(made(count=6, **settings), "")[0]
-    held_out, _ = load_examples(made(count=3, split="test", **settings), "")
-    assert not {e.text for e in examples} & {e.text for e in held_out}
-    for it in examples[:2]:
-        right, wrong, none = grade_many(
-            task, [f"So\n<answer>{it.answer}</answer>", "<answer>qqq</answer>", it.answer], it
-        )
-        assert not it.answer or (right.correct, right.score) == (True, 1.0)
-        assert not wrong.correct and -1 <= wrong.score < 1
-        assert none == (False, None, "no_answer", -1.0, None)
-
-
-@needs_reasoning_gym
-@pytest.mark.parametrize("name", ["word_ladder", "isomorphic_strings"])
-def test_problems_are_the_same_whatever_order_sets_have(name):
-    code = (
-        "from experiments.tasks.reasoning_gym import ReasoningGym\n"
-        f"print(*ReasoningGym(name={name!r}, count=6).load()[0])"
-    )
-    printed = {ran("-c", code, PYTHONHASHSEED=seed).stdout for seed in "12"}
-    assert len(printed) == 1 and "question" in printed.pop()
-
-
-@needs_reasoning_gym
-def test_a_generator_that_is_not_there_or_takes_other_arguments_is_named():
-    for args, message in (
-        ({"name": "chainsum"}, "reasoning-gym's chainsum: ValueError: Dataset 'chainsum' not reg"),
-        ({"name": "chain_sum", "config": {"terms": 3}}, "chain_sum: TypeError: .*'terms'"),
-        ({"name": "coin_flip", "config": {"min_trials": 1, "max_trials": 1}}, r"only \d+ quest"),
-    ):
-        with pytest.raises(DataError, match=message):
-            made(task="reasoning_gym", count=3000, args=args).load()
 
 
 # The guide
@@ -367,15 +218,3 @@ def test_no_response_raises_hangs_or_is_rewarded_for_nothing(task, of):
     assert [verdict.prediction for verdict in verdicts[:5]] == [None] * 5
     assert verdicts == grade_many(task, HOSTILE, of)
     assert time.process_time() - began < 5
-
-
-@needs_reasoning_gym
-def test_no_response_harms_a_scorer_of_reasoning_gym():
-    """Countdown's scorer gives what it reads to sympy, which takes 9**9**9**9 for a number."""
-    task = made(task="reasoning_gym", count=1, args={"name": "countdown"})
-    ((of,), _) = load_examples(task, "")
-    verdicts = grade_many(task, [*HOSTILE, f"<answer>{of.answer}</answer>"], of)
-    assert not any(verdict.correct for verdict in verdicts[:-1]) and verdicts[-1].correct
-    found = {text: verdict.status for text, verdict in zip(HOSTILE, verdicts[:-1], strict=True)}
-    limits = ("timeout", "memory", "unreadable_answer", "wrong")
-    assert found["<answer>9**9**9**9</answer>"] in limits

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import started
+from runs import contents, saved_steps
 
 from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError, WrongStateError
@@ -62,10 +63,6 @@ def assert_bitwise_equal(actual, expected):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
-
-
-def saved_steps(folder) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
 def fail(message):
@@ -130,24 +127,9 @@ def test_a_folder_that_was_moved_is_not_made_anew_in_silence(tmp_path):
     assert saved_steps(tmp_path / "checkpoints") == [2]  # nothing is lost
 
 
-def test_one_step_is_restored_or_those_that_are_there_are_named(folder):
-    run = Checkpoints(folder, keep=3)
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint 9, only \[1, 2, 3\]"):
-        run.restore(9, abstract(state_at(0)))
-    state, progress = run.restore(2, abstract(state_at(0)))
-    assert_bitwise_equal(state, state_at(2))
-    assert progress == {"cursor": 96}
-
-
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
     """Finds the file with the arrays' values."""
     return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-
-
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """Reads all files under a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def truncate(file: pathlib.Path) -> None:
@@ -319,17 +301,6 @@ def test_digests_are_what_they_were_and_the_same_on_any_mesh():
             assert digest_of(placed) == digest_of(array)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-def test_a_digest_changes_with_any_bit(dtype):
-    rng = np.random.default_rng(0)
-    array = np.asarray(jnp.asarray(9 * rng.normal(size=(8, 12, 20)), dtype))
-    whole, content = digest_of(array), array.tobytes()
-    for place in rng.integers(len(content), size=50):
-        changed = bytearray(content)
-        changed[place] ^= 1 << int(rng.integers(8))
-        assert digest_of(np.frombuffer(bytes(changed), array.dtype).reshape(array.shape)) != whole
-
-
 def test_a_digest_changes_where_signs_or_rows_are_exchanged():
     """Sums of 32 bits would not see two signs: their highest bits cancel."""
     array = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
@@ -368,70 +339,40 @@ def test_samples_are_digested_by_what_they_are():
     assert sample_digests([group_of()], reward_PG * 2)[VERDICTS] != first[VERDICTS]
 
 
-# Checkpoint 2 has a file that process 1 alone reads, which is then cut.
 TOGETHER = """
-import pathlib, sys, jax, numpy as np, orbax.checkpoint as ocp
+import numpy as np
 from types import SimpleNamespace
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.types import Example, Prompt
 from small_config import get_config
-from sharding import hosts, rules
-from sharding.mesh import make_mesh
+from sharding import hosts
 hosts.start(several=True, cpu_devices=2)
-rows = rules.rows(make_mesh(data=-1, model=1))
-values = np.random.default_rng(0).normal(size=(2, 128, 128)).astype(np.float32)
-def state(step):
-    return {"a": hosts.place(values + step, rows)}
-folder = pathlib.Path(sys.argv[1])
-run = Checkpoints(folder, keep=None)
-for step in (1, 2):
-    run.save(step, state(step), {"cursor": step})
-def cut():
-    file = max((folder / "2/state/ocdbt.process_1/d").iterdir(), key=lambda f: f.stat().st_size)
-    file.write_bytes(file.read_bytes()[:-1000])
-hosts.on_main(cut)
-abstract = jax.tree.map(
-    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state(0))
-def tried(function, *arguments):
-    try:
-        return function(*arguments) and "done"
-    except Exception as error:
-        return str(error)
-restore = ocp.args.StandardRestore(abstract)
-alone = tried(lambda: run._state_handler.restore(folder.absolute() / "2/state", args=restore))
-print("alone:", [it == "done" for it in hosts.gather(alone)], flush=True)
-step, restored, progress = run.restore_latest(abstract, report=print)
-right = all(np.array_equal(a.data, b.data) for a, b in zip(
-    restored["a"].addressable_shards, state(step)["a"].addressable_shards))
-print("restored:", step, progress, right, sorted(p.name for p in folder.iterdir()), flush=True)
-print("saved:", run.save(2, state(2), {"cursor": 2}), flush=True)
-def with_answer(answer):
+def tried(answer):
     example = Example(({"role": "user", "content": "?"},), answer, "file", 0)
     sets = {"data.train": SimpleNamespace(prompts=[Prompt(np.zeros(1, np.int32), example)])}
-    return SimpleNamespace(train=SimpleNamespace(sets=sets), eval_sets={})
+    try:
+        data = SimpleNamespace(train=SimpleNamespace(sets=sets), eval_sets={})
+        return fingerprint.of_run(config, data) and "done"
+    except Exception as error:
+        return str(error)
 config, main = get_config(), hosts.is_main_host()
-print("same:", tried(fingerprint.of_run, config, with_answer("7")), flush=True)
-print("data:", tried(fingerprint.of_run, config, with_answer("7" if main else "8")), flush=True)
+print("same:", tried("7"), flush=True)
+print("data:", tried("7" if main else "8"), flush=True)
 config.rollout.top_p = 1.0 if main else 0.5
-print("config:", tried(fingerprint.of_run, config, with_answer("7")), flush=True)
+print("config:", tried("7"), flush=True)
 hosts.gather("done")
 """
 
 
-def test_all_processes_restore_the_same_checkpoint_and_differences_are_refused(tmp_path):
-    """Each decided alone: one restored checkpoint 2 and the other 1, and both trained on.
+def test_processes_with_different_data_or_settings_are_refused():
+    """Another training set on one of them went on, with a ratio gap of 0.14 as its only sign.
 
-    Another training set on one of them went on too, with a ratio gap of 0.14 as its only sign.
+    That all restore the same checkpoint where one finds damage is in test_processes.py.
     """
-    with started(["-c", TOGETHER, str(tmp_path / "checkpoints")], processes=2) as group:
+    with started(["-c", TOGETHER], processes=2) as group:
         outputs = [process.communicate(timeout=240)[0] for process in group]
     for output in outputs:
-        assert "alone: [True, False]" in output, output
-        assert "restored: 1 {'cursor': 1} True ['1', 'damaged.2.0']" in output
-        assert "checkpoint 2 cannot be read (process 1: " in output
-        assert "saved: True" in output
-        assert "same: done" in output
+        assert "same: done" in output, output
         differs = "process 1 differs from process 0: "
         assert f"data: {differs}data.train: its prompts differ" in output
         assert f"config: {differs}rollout.top_p is 0.5, but 1.0 on process 0" in output

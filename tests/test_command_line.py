@@ -1,18 +1,16 @@
 """The help of a command, its refusals of wrong arguments, and configs from any folder."""
 
 import functools
-import pathlib
 import re
 
 import pytest
 from absl import flags
-from processes import ran
+from processes import ROOT, ran
 
 from configs import base, tiny
 from dapo_jax.cli import config_flags
 from dapo_jax.setup import checks
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG, WORKDIR = "--config=configs/tiny.py", "--workdir=runs/a"
 
 given = functools.partial(ran, status=None)
@@ -79,10 +77,8 @@ def test_help_lists_every_key_with_its_value():
     [
         ([WORKDIR], "--config is missing: --config=configs/tiny.py"),
         ([CONFIG], "--workdir is missing: --workdir=runs/mine"),
-        ([CONFIG, "--wrkdir=runs/a"], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
         ([CONFIG, WORKDIR, "config.num_steps=3"], "'config.num_steps=3' is no flag: flags begin"),
         ([CONFIG, "--workdir=gs://b/r"], "a folder of this machine; --config.checkpoint.directory"),
-        (["--config=configs/tyni.py", WORKDIR], "there is no config 'configs/tyni.py'"),
     ],
 )
 def test_a_wrong_command_line_ends_with_one_line(arguments, message):

@@ -136,28 +136,6 @@ def test_problems_of_several_files_stay_apart(tmp_path):
     assert "law.csv row 0:" in lines[4]
 
 
-def test_problems_that_a_task_numbers_alike_stay_apart(tmp_path):
-    """A task of one's own may give every problem row 0; the cursor still tells them apart."""
-    path = write(tmp_path / "a", [[0, 1], [1, 1], [0, 0]], places=[("", 0, 1)] * 3)
-    (a,) = evaluations.read(path)
-    assert [mean for mean, _ in a.problems.values()] == [0.5, 1, 0]
-
-
-def test_one_file_under_two_names_is_compared(tmp_path):
-    a, b = (write(tmp_path / name, [[1, 0]], places=[(name, 5, 5)]) for name in "ab")
-    assert evaluations.compared([a, b])[2].startswith("mean over 1 problems")
-    with pytest.raises(ValueError, match="have no problem in common"):
-        evaluations.compared([a, write(tmp_path / "c", [[1, 0]])])
-
-
-def test_the_problems_shown_moved_most(tmp_path):
-    """All are worse: the ten that lost most are shown, not those that lost least beside them."""
-    one = write(tmp_path / "a", [[1] * 30] * 30)
-    other = write(tmp_path / "b", [[1] * (29 - row) + [0] * (row + 1) for row in range(30)])
-    shown = [line for line in evaluations.compared([one, other]) if " row " in line]
-    assert [int(line.split(" row ")[1].split(":")[0]) for line in shown] == [*range(20, 30)]
-
-
 def test_the_command_compares_results_of_one_set(tmp_path):
     paths = [write(tmp_path / name, [[1, 0], [0, 0]]) for name in "abc"]
     report = ("-m", "dapo_jax.report", "--evaluation")

@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from processes import ROOT
+from runs import rows_without_timings
 
 from dapo_jax.cli import compile_cache
-from dapo_jax.logs.metrics import untimed
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A process says what it loaded and compiled, and where that lies.
 PROGRAM = """
 import json, sys, jax, jax.numpy as jnp
@@ -79,8 +79,7 @@ def test_a_run_with_loaded_programs_has_the_rows_of_one_with_fresh_ones(tmp_path
         command += ["--config=tests/small_config.py", "--config.num_steps=2"]
         env = clean(XDG_CACHE_HOME=str(tmp_path / "cache"))
         subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [untimed(json.loads(line)) for line in lines]
+        return rows_without_timings(tmp_path / name)
 
     fresh = rows("on_policy")
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*-cache")}

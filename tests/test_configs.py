@@ -1,6 +1,5 @@
 """Configs: every key in one place, Table 1 as presets, impossible combinations refused."""
 
-import ast
 import importlib
 import math
 import pathlib
@@ -19,48 +18,6 @@ CONFIGS = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES), "qwen3_8b", 
 
 def config_of(name: str, preset: str = ""):
     return importlib.import_module(f"configs.{name}").get_config(preset)
-
-
-SECTIONS = "|".join({name.partition(".")[0] for name in base.KEYS if "." in name})
-NAMED = re.compile(rf"(?<![\w./:])(?:--config\.)?((?:{SECTIONS})(?:\.[a-zA-Z_0-9]+)+)(?![\w/(])")
-FILES = ("json", "jsonl", "safetensors", "model", "py", "md", "png", "txt")  # tokenizer.json, say
-# Names that others gave: tensors, what the file of SmolLM2 says of itself, and an attribute.
-TENSORS = ("model.layers", "model.embed_tokens", "model.norm")
-TENSORS += ("tokenizer.ggml", "tokenizer.chat_template")
-
-
-def named_keys(source: str) -> set[str]:
-    """The names like keys in a source's texts; docstrings speak of modules as well."""
-    nodes = list(ast.walk(ast.parse(source)))
-    texts = {id(it): it.value for it in nodes if isinstance(getattr(it, "value", None), str)}
-    docs = {id(it.value) for it in nodes if isinstance(it, ast.Expr)}
-    return {name for it, text in texts.items() if it not in docs for name in NAMED.findall(text)}
-
-
-def is_key(name: str) -> bool:
-    """True if the config has the key, or keys that begin so."""
-    begun = name if name.endswith("_") else f"{name}."
-    known = (*base.KEYS, "data.train.", "data.mixture.", "eval.sets.")
-    return base.key_of(name) is not None or any(it.startswith(begun) for it in known)
-
-
-def test_messages_name_keys_that_exist():
-    """Told of a key that no config has (data.path), one makes a flag of it, which is refused."""
-    found = named_keys('"""No data.doc."""; f"{x}: set data.train.path or data.path"')
-    assert found == {"data.train.path", "data.path"}
-    assert is_key("data.train.path") and is_key("eval.sets.mine.k") and not is_key("data.path")
-    root = pathlib.Path(__file__).resolve().parent.parent
-    folders = ("configs", "dapo_jax", "experiments", "models", "sharding")
-    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
-    assert len(files) > 60
-    wrong = [
-        f"{file.relative_to(root)} says {name}"
-        for file in files
-        for name in sorted(named_keys(file.read_text()))
-        if name.rpartition(".")[2] not in FILES and not name.startswith(TENSORS)
-        if not is_key(name) and name not in base.RENAMED
-    ]
-    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -107,18 +64,13 @@ def test_table_1_adds_one_technique_a_row(name):
     ("changes", "message"),
     [
         ({"updates_per_step": 5}, "num_prompts = 32 does not divide by updates_per_step = 5"),
-        ({"rollout.group_size": 1}, "group_size = 1"),
-        ({"algo.dual_clip": 1.0}, "algo.dual_clip = 1.0"),
         ({"algo.dual_clip": float("inf")}, "algo.dual_clip = inf, but must be greater than 1, and"),
         ({"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
         ({"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),
         ({"learner.row_tokens": 174}, "learner.row_tokens = 174.*175"),
         ({"rollout.max_generation_batches": 1, "rollout.generation_prompts": 24}, "24 prompts"),
-        ({"model.compute_dtype": "fp32"}, "compute_dtype = 'fp32'"),
-        ({"rollout.cache_mib": -1}, "rollout.cache_mib = -1, but must be at least 0"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ("q", "qq")}, "lora_targets has 'qq'"),
         ({"learner.lora_rank": 8, "learner.lora_targets": ()}, "lora_targets is empty"),
-        ({"data.train.rules": "foo"}, "data.train.rules = 'foo', but must be one of dapo"),
     ],
 )
 def test_impossible_settings_name_the_value_and_the_key(changes, message):
@@ -174,13 +126,6 @@ def test_an_engine_that_cannot_be_is_refused_before_anything_compiles(changes, m
     checks.check(config)
     with pytest.raises(ValueError, match=message):
         components.programs(config, 384)
-
-
-def test_longer_sequences_than_the_model_has_positions_for_are_refused():
-    config = config_of("tiny")
-    config.rollout.max_response_tokens = 40_000
-    with pytest.raises(ValueError, match=r"40096 exceeds the 32768 positions"):
-        components.model_sizes(config)
 
 
 def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():

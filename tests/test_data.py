@@ -10,7 +10,6 @@ import tokenizers
 from processes import ran
 
 from configs import base
-from dapo_jax.tasks.arithmetic import Arithmetic
 from dapo_jax.tasks.datasets import PromptStream, RemainingStream, load_dataset, tokenize
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read, read_rows
@@ -118,17 +117,6 @@ def test_a_plain_prompt_asks_for_what_its_rules_read(tmp_path, rules, template, 
         )
 
 
-def test_arithmetic_is_templated_and_repeatable():
-    task = Arithmetic(levels=(1, 2), count=20, seed=3, split="test")
-    examples, report = task.load()
-    again, _ = task.load()
-    assert examples == again
-    assert report.rows == 20 == rows_accounted(report)
-    head, tail = PROMPT_TEMPLATE.split("{problem}")
-    assert all(e.text.startswith(head) and e.text.endswith(tail) for e in examples)
-    assert all(int(e.answer) >= 0 for e in examples)
-
-
 MESSAGE = {"role": "user", "content": "a"}
 BAD_LINES = (
     ("jsonl", b'{"prompt": "a\xff", "answer": "1"}', "utf-8"),
@@ -138,7 +126,6 @@ BAD_LINES = (
     ("jsonl", {"prompt": "a", "answer": None}, "answer is null"),
     ("jsonl", {"prompt": "a", "answer": {"value": 1}}, "answer is a dict, not a str"),
     ("jsonl", {"prompt": "a", "answer": ["1", "2"]}, "answer has 2 answers, not one"),
-    ("jsonl", {"prompt": "a", "answer": True}, "answer is a bool, not a str"),
     ("jsonl", b'{"prompt": "a", "answer": NaN}', "answer is nan"),
     ("jsonl", {"prompt": "a", "answer": ""}, "answer is empty"),
     (
@@ -147,15 +134,11 @@ BAD_LINES = (
         'has "####" before its result: set kind=gsm8k',
     ),
     ("jsonl", {"prompt": "  ", "answer": "1"}, "prompt is empty"),
-    ("jsonl", {"prompt": [], "answer": "1"}, "prompt is empty"),
-    ("jsonl", {"prompt": [None], "answer": "1"}, "prompt[0] is null"),
     ("jsonl", {"prompt": [{"content": "a"}], "answer": "1"}, "'role' is missing; there are 'con"),
     ("jsonl", {"prompt": [{**MESSAGE, "content": None}], "answer": "1"}, "content is null"),
     ("jsonl", b'{"prompt": "a \\ud83d", "answer": "1"}', "prompt is not valid Unicode"),
-    ("gsm8k", {"question": "q", "answer": "42"}, 'answer has no "####"'),
     ("gsm8k", {"question": "q", "answer": "x #### ,"}, 'after "####" is empty'),
     ("math_solutions", {"problem": "q", "solution": "So 7."}, "last box of solution is null"),
-    ("math_solutions", {"problem": "q", "solution": r"\boxed{7"}, "last box of solution is null"),
     ("math_solutions", {"problem": "q", "solution": r"\boxed{ }"}, "last box of solution is empty"),
 )
 
@@ -199,30 +182,6 @@ def test_an_answer_that_nothing_can_match_is_named_or_skipped(tmp_path, rules, a
     assert [example.answer for example in examples] == ["7"]
     assert (report.rows, report.kept, report.bad_rows) == (2, 1, 1)
     assert "no response can match" in report.lines()[1]
-
-
-def test_each_byte_of_a_parquet_file_may_be_damaged(tmp_path):
-    """A damaged file never raises another error, nor gives other rows without one."""
-    rows = [{"prompt": f"{i} + {i}?", "answer": str(i)} for i in range(20)]
-    good = tmp_path / "good.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), good, write_page_checksum=True)
-    fields = {"answer_field": "answer"}
-    data, (expected, _) = good.read_bytes(), read(str(good), **fields)
-    path, outcomes = tmp_path / "bad.parquet", []
-    for place in range(0, len(data), 4):
-        damaged = bytearray(data)
-        damaged[place] ^= 1 << place * 5 % 8
-        path.write_bytes(damaged)
-        try:
-            examples, _ = read(str(path), **fields)
-        except DataError as error:
-            assert "bad.parquet" in str(error) and "\n" not in str(error)
-            outcomes.append("refused")
-        else:
-            pairs = [[(e.prompt, e.answer, e.row) for e in found] for found in (examples, expected)]
-            outcomes.append("same" if pairs[0] == pairs[1] else "changed")
-    assert "changed" not in outcomes
-    assert outcomes.count("refused") > len(outcomes) / 4
 
 
 @pytest.mark.parametrize(
@@ -309,7 +268,6 @@ PUBLISHED = {
     ),
     "AIME, as text": ("math", {"id": 0, "problem": "q", "answer": "033"}, "33"),
     "AIME, as a number": ("math", {"problem_idx": 1, "problem": "q", "answer": 33}, "33"),
-    "AMC": ("math", {"problem": "q", "answer": 27.0}, "27"),
     "Minerva": (
         "math_solutions",
         {"problem": "q", "solution": r"$\boxed{1}$ no: $\boxed{4.5e33}$ erg", "type": "x"},

@@ -12,7 +12,7 @@ from dapo_jax.preflight.chips import Chip
 from dapo_jax.sampler.cache import Cache
 from experiments.preflight import estimate
 from experiments.preflight.estimate import Device
-from models.qwen2 import PRESETS, Qwen2Config
+from models.qwen2 import Qwen2Config
 
 CHIP = Chip("toy", hbm_bytes=1.0, hbm_rate=10.0, flop_rate=100.0)
 SIZES = (10, 4, 6, 2, 2, 1, 2)  # vocabulary, width, MLP; 2 layers; 2 heads, 1 of keys; 2 values
@@ -35,36 +35,6 @@ def test_flop_and_bytes_of_a_tiny_model(tied):
     half = Device(CHIP, Qwen2Config(*SIZES[:5], 2, 2, tie_embeddings=tied), model_degree=2)
     whole = dataclasses.replace(half, model_degree=1)
     assert half.decode_seconds(3, 5) == pytest.approx(whole.decode_seconds(3, 5) / 2)
-
-
-def test_the_efficiencies_are_those_of_the_measured_times():
-    """One H200 at commit 5e82132: 4.8 TB/s and 989 TFLOP/s are published."""
-    h200 = Chip("h200", hbm_bytes=141e9, hbm_rate=4.8e12, flop_rate=989e12)
-    decode, update = [], []
-    for name, context, seconds in (
-        ("0.5b", 1_024, 3.02e-3),
-        ("0.5b", 4_096, 5.32e-3),
-        ("7b", 1_024, 11.52e-3),
-    ):
-        decode.append(Device(h200, PRESETS[name]).decode_seconds(256, 256 * context) / seconds)
-    for name, row, seconds in (
-        ("0.5b", 4_096, 0.301),
-        ("0.5b", 22_528, 2.93),
-        ("1.5b", 4_096, 0.591),
-    ):
-        update.append(Device(h200, PRESETS[name]).update_seconds(4 * row, [row] * 4, 1) / seconds)
-    assert (min(decode), max(decode)) == pytest.approx(estimate.DECODE, abs=0.005)
-    assert (min(update), max(update)) == pytest.approx(estimate.UPDATE, abs=0.005)
-
-
-def test_lengths_have_the_mean_that_was_asked_for():
-    how = {"groups": 400, "group_size": 16, "longest": 20_480, "seed": 1}
-    length_PG = estimate.response_lengths(1_000, **how)
-    assert length_PG.shape == (400, 16) and length_PG.mean() == pytest.approx(1_000, rel=0.01)
-    assert length_PG.min() >= 1 and length_PG.max() <= 20_480
-    between, within = np.log(length_PG).mean(axis=1).std(), np.log(length_PG).std(axis=1).mean()
-    assert between == pytest.approx(estimate.SIGMA_PROBLEMS, rel=0.15)
-    assert within == pytest.approx(estimate.SIGMA_SAMPLES, rel=0.15)
 
 
 def simulate(lengths, *, slots=2, pages=200, group_size=1, shards=1, prompt_tokens=1, **changes):
@@ -112,10 +82,6 @@ def test_a_step_reads_the_prompt_and_what_is_sampled():
     assert simulate([8], prompt_tokens=5, **read) == (4 * 4 + 4 * 8, 4)
 
 
-def test_what_is_under_way_is_prefilled_at_each_checkpoint():
-    assert simulate([16, 4], **PARTIAL | {"every_steps": 1})[1] > 0
-
-
 @pytest.mark.parametrize(
     ("topology", "settings", "shape"),
     [
@@ -160,14 +126,3 @@ def test_the_command_prints_a_table_and_what_it_leaves_out():
     assert "decoding has\n(0.01, 0.01), the rest (0.02, 0.02)" in done.stdout
     _, done = seconds_of("--mean_response_tokens=300", status=1)
     assert "--mean_response_tokens=300 is above rollout.max_response_tokens" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_configs_programs_are_measured_on_the_devices_that_are_there():
-    small = ["num_prompts=4", "group_size=4", "generation_prompts=4", "cache_mib=2"]
-    flags = [f"--config.rollout.{setting}" for setting in small]
-    command = ("-m", "experiments.preflight.measure", "--config=configs/tiny.py")
-    done = ran(*command, "--topology=v5e:1x1", *flags)
-    for name in ("decode", "update"):
-        assert re.search(rf"^\| {name} \| \d+\.\d\d \| 0\.\d\d \| 0\.\d\d \|$", done.stdout, re.M)
-    assert re.search(r"^--decode=[\de.-]+ --update=[\de.-]+$", done.stdout, re.M)

@@ -4,20 +4,15 @@ import json
 import math
 import pathlib
 
-import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from configs import base
-from dapo_jax.convert import convert
 from dapo_jax.sampler import cache
 from dapo_jax.setup import components
-from models import families, load_hf, save_hf
-from models.hf import load_params
-from models.hf_config import load_config
+from models import families, load_hf
 from models.parameters import ModelConfig
-from models.transformer import abstract_params, split
 from tests import sampled_step
 
 OUTSIDE = pathlib.Path(__file__).parent / "ext_models"
@@ -138,24 +133,6 @@ def test_logits_equal_the_reference(folder, tensors):
     np.testing.assert_allclose(logits_BTV, expected_BTV, atol=1e-4)
 
 
-def test_weights_keep_their_names_and_bits_through_every_directory(folder, tensors, tmp_path):
-    family = families.load("gains")
-    config = load_config(folder)
-    assert config == family.config(V, D, F, L, N, K, H, False, rope_theta=1e4)
-    save_hf(split(load_hf(folder))[1], config, tmp_path / "saved")
-    convert(f"hf:{folder}", f"hf:{tmp_path / 'converted'}", dtype="float32")
-    for path in (tmp_path / "saved", tmp_path / "converted"):
-        saved = load_file(path / "model.safetensors")
-        assert saved.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            np.testing.assert_array_equal(saved[name], tensor, err_msg=name)
-        raw = json.loads((path / "config.json").read_text())
-        same = CONFIG.keys() & raw.keys()
-        assert len(same) == 15
-        assert {key: raw[key] for key in same} == {key: CONFIG[key] for key in same}
-        assert load_config(path) == config
-
-
 @pytest.mark.slow
 def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
     """A config's model samples as the reference does; its update sees the same log-probs."""
@@ -170,25 +147,6 @@ def test_sampler_and_learner_agree_on_a_mesh(folder, tensors, monkeypatch):
     assert metrics["taken"]
     for name in ("q_gain_NH", "v_norm_H"):
         assert (np.asarray(layers[name]) != before["layers"][name]).all()
-
-
-def test_presets_are_the_familys(folder):
-    config = base.get_config()
-    config.model.family, config.model.preset = "gains", "small"
-    sizes = components.model_sizes(config)
-    _, params = abstract_params(sizes)
-    layer = 2 * 128 + 32 + 128 + 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 4 * layer + 384 * 128 + 128
-    config.model.preset = "0.5b"
-    with pytest.raises(ValueError, match=r"model.preset = '0.5b' is unknown; gains has small"):
-        components.model_sizes(config)
-
-
-def test_what_the_family_does_not_compute_is_refused(folder):
-    families.load("gains")
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"attention_bias": True}))
-    with pytest.raises(ValueError, match=r"config.json: attention_bias is True, but only False"):
-        load_params(folder, load_config(folder), dtype="float32")
 
 
 def test_a_directory_of_another_family_is_refused(folder, monkeypatch):

@@ -1,8 +1,8 @@
 """Full, read-only and vanished disks, broken files of a run, locks, what dead processes left.
 
-Real commands run on a disk of a few megabytes: a tmpfs where this process may mount one; elsewhere
-their files are limited in size, which fails a write in the middle as well. After each, the command
-is given again with room: the rows have to be those of an undisturbed run.
+Real commands run on a disk of a few megabytes, a tmpfs where this process may mount one, and with
+files limited in size, which fails a write in the middle as well. The command is given again after
+each: in the end the rows have to be those of an undisturbed run.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ import subprocess
 import pytest
 from conftest import FULL, cases
 from processes import small_files, started, wait_for
+from runs import rows_without_timings
 from small_config import get_config
 
 from dapo_jax.cli import failures
 from dapo_jax.logs.files import LOCK, Rows, atomic_file, locked, read_rows
-from dapo_jax.logs.metrics import untimed
 from dapo_jax.setup import checks
 
 pytestmark = pytest.mark.faults
@@ -169,7 +169,7 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
     with train(workdir) as (process,):
         output, _ = process.communicate()
     assert process.returncode == 0, output
-    return [untimed(row) for row in read_rows(workdir / "metrics.jsonl")]
+    return rows_without_timings(workdir)
 
 
 @pytest.fixture(scope="module")
@@ -194,69 +194,63 @@ def has_row(workdir: pathlib.Path, step: int, process):
 
 @contextlib.contextmanager
 def disk(folder: pathlib.Path, mebibytes: float):
-    """A folder on a disk of its own. Skips the test where this process may mount none."""
+    """Makes a folder on a disk of its own, and yields a function that mounts it otherwise.
+
+    Skips the test where this process may mount none.
+    """
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={int(mebibytes * 1024)}k", "none", folder]
     if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("may mount no disk")
+
+    def remount(how):
+        subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
+
     try:
-        yield folder
+        yield remount
     finally:
         subprocess.run(["umount", folder], check=True)
 
 
-def remount(folder: pathlib.Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", cases(1, 6))
-def test_a_full_disk_ends_a_run_in_one_line(seed, expected, tmp_path):
-    """At some point of the run, which would need 38 MiB."""
-    mebibytes = 2 ** random.Random(seed).uniform(-6, 5)
-    with disk(tmp_path / "disk", mebibytes) as place:
-        with train(place / "run") as (process,):
+def test_a_full_and_then_read_only_disk_ends_a_run_in_one_line(
+    seed, expected, tmp_path, record_property
+):
+    """Full at some point of the run, which needs 38 MiB; read-only where it is resumed."""
+    record_property("faults", 2)
+    workdir = tmp_path / "disk" / "run"
+    with disk(tmp_path / "disk", 2 ** random.Random(seed).uniform(-6, 5)) as remount:
+        with train(workdir) as (process,):
             refused(process, "(ENOSPC")
-        remount(place, "size=256m")
-        assert rows_of(place / "run") == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", cases(1, 3))
-def test_a_write_that_fails_ends_a_run_in_one_line(seed, expected, tmp_path):
-    """A limit of the files' size, which any user may set."""
-    size = int(2 ** random.Random(seed).uniform(9, 18))
-    with contextlib.ExitStack() as stack:
-        with small_files(size):
-            (process,) = stack.enter_context(train(tmp_path / "run"))
-        refused(process, "(EFBIG")
-    assert rows_of(tmp_path / "run") == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", range(STEPS - 1) if FULL else [0])
-def test_a_read_only_disk_ends_a_run_in_one_line(step, expected, tmp_path):
-    """A killed run finds that nothing can be written there any more."""
-    with disk(tmp_path / "disk", 256) as place:
-        run = place / "run"
-        with train(run) as (process,):
-            wait_for(has_row(run, step, process))
+        remount("size=256m")
+        with train(workdir) as (process,):
+            wait_for(has_row(workdir, seed % (STEPS - 1), process))
             process.kill()
-        remount(place, "ro")
-        with train(run) as (process,):
+        remount("ro")
+        with train(workdir) as (process,):
             refused(process, "(EROFS)")
-        remount(place, "rw")
-        assert rows_of(run) == expected
+        remount("rw")
+        assert rows_of(workdir) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["run", "run/checkpoints"])
-def test_a_run_whose_folder_is_moved_ends_in_one_line(name, expected, tmp_path):
-    """And goes on where it is back."""
-    with train(tmp_path / "run") as (process,):
-        wait_for((tmp_path / "run" / "checkpoints" / "1").is_dir)
-        (tmp_path / name).rename(tmp_path / "moved")
+@pytest.mark.parametrize("seed", cases(1, 4))
+def test_a_failed_write_and_then_a_moved_folder_end_a_run_in_one_line(
+    seed, expected, tmp_path, record_property
+):
+    """A limit of the files' size, which any user may set; the folder goes on where it is back."""
+    record_property("faults", 2)
+    workdir, limit = tmp_path / "run", int(2 ** random.Random(seed).uniform(9, 18))
+    with contextlib.ExitStack() as stack:
+        with small_files(limit):
+            (process,) = stack.enter_context(train(workdir))
+        refused(process, "(EFBIG")
+    moved = workdir / "checkpoints" if seed % 2 == 0 else workdir
+    with train(workdir) as (process,):
+        wait_for((workdir / "checkpoints" / "1").is_dir)
+        moved.rename(tmp_path / "moved")
         refused(process, "(ENOENT)")
-    shutil.rmtree(tmp_path / name, ignore_errors=True)
-    (tmp_path / "moved").rename(tmp_path / name)
-    assert rows_of(tmp_path / "run") == expected
+    shutil.rmtree(moved, ignore_errors=True)
+    (tmp_path / "moved").rename(moved)
+    assert rows_of(workdir) == expected

@@ -8,10 +8,11 @@ import pathlib
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import cases
+from runs import contents
+from test_checkpoint import abstract, state_at
 
 from dapo_jax.checkpoints.store import Checkpoints
 
@@ -20,31 +21,11 @@ pytestmark = [
     # Orbax abandons its other reads when one fails, and Python tells of them as they are collected.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-WIDTH = 128  # arrays of this width have files of their own, small ones are in Orbax's index
-
-
-def state_at(step: int) -> dict:
-    """Makes a state in which every array depends on the step."""
-    rng = np.random.default_rng(step)
-    return {
-        "params": {
-            "embed_VD": jnp.asarray(rng.normal(size=(WIDTH, WIDTH)), jnp.float32),
-            "norm_D": jnp.asarray(rng.normal(size=4), jnp.float32),
-        },
-        "moments": {"embed_VD": jnp.asarray(rng.normal(size=(WIDTH, WIDTH)), jnp.bfloat16)},
-        "count": jnp.int32(step),
-    }
 
 
 def progress_at(step: int) -> dict:
     """Makes a progress that depends on the step."""
     return {"cursor": 48 * step, "row": {"step": step - 1, "reward/mean": step / 7}}
-
-
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """Reads all files under a folder."""
-    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +50,8 @@ def test_a_flipped_bit_is_seen_or_does_not_matter(seed, saved, tmp_path):
     shutil.copytree(saved, folder)
     (folder / "2" / name).write_bytes(flipped)
     damaged, reports = contents(folder / "2"), []
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-        state_at(0),
-    )
     step, state, progress = Checkpoints(folder, keep=2).restore_latest(
-        abstract, report=reports.append
+        abstract(state_at(0)), report=reports.append
     )
     same = jax.tree.map(
         lambda a, b: a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes(),

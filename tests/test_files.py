@@ -3,23 +3,19 @@
 import errno
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 import types
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
-from processes import ran, small_files
+from processes import ROOT, ran
 
 from configs import tiny
 from dapo_jax import evaluate
-from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import failures
 from dapo_jax.convert import convert
 from dapo_jax.logs import provenance, record
@@ -27,7 +23,6 @@ from dapo_jax.logs.files import Rows
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 TENSORSTORE = (
     'RESOURCE_EXHAUSTED: Error writing "params/0.0" in OCDBT database at local file '
     '"/r/checkpoints/3.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/ocdbt.process_0/": '
@@ -100,17 +95,6 @@ def _refuse():
     config = tiny.get_config()
     config.model.path = "/none"
     components.tokenizer(config)
-
-
-def test_a_save_without_room_is_explained(tmp_path):
-    """Orbax raises a ValueError with tensorstore's text, pages of it."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
-    state = {"a": jnp.asarray(np.random.default_rng(0).random(50_000))}
-    with pytest.raises(Exception) as failed, small_files(100_000):
-        checkpoints.save(2, state, {"cursor": 1})
-    line, status = failures.explain(failed.value)
-    assert f"{tmp_path / 'checkpoints' / '2'}: File too large" in line and status == 1
-    checkpoints.close()
 
 
 def test_a_command_on_a_full_disk_ends_with_one_line_its_threads_too():
@@ -229,28 +213,3 @@ def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="registers 0 families"):
         convert("run:.", "hf:out", dtype="float32", trust_code=True)
     assert (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_sample_takes_a_run_of_any_seed(tmp_path):
-    """`sample` set the config's seed to its own, which makes random weights.
-
-    So runs of other seeds were refused, and the policy of step 0 was another.
-    """
-    config = tiny.get_config()
-    config.tokenizer.path, config.model.path = str(ROOT / config.model.path), ""
-    config.model.preset, config.seed = "tiny", 3
-    theirs = json.loads(config.to_json_best_effort())
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
-    checkpoints.fingerprint = {"recipe": theirs, "files": {}}
-    state = components.programs(config, vocab_size=384).start_state()
-    checkpoints.save(1, state, {"cursor": 0, "sampled_tokens_total": 0, "row": None})
-    checkpoints.close()
-    (tmp_path / "config.json").write_text(json.dumps(theirs))
-
-    def sampled(step: int, *arguments: str) -> str:
-        command = ["-m", "dapo_jax.sample", f"--workdir={tmp_path}", f"--step={step}"]
-        command += ["--prompt=7+5", "--max_tokens=4", *arguments]
-        return ran(*command).stdout
-
-    assert sampled(0, "--seed=7") == sampled(1, "--seed=7")

@@ -1,18 +1,15 @@
 """Sizes that a config leaves open (0): what is chosen for them, and what is printed."""
 
 import functools
-import json
 import os
 
 import jax
 import pytest
-from small_config import get_config as small_config
 
-from configs import any_model, base, one_gpu, qwen2_5_0_5b, tiny
-from dapo_jax import learner, train
+from configs import any_model, base, one_gpu, tiny
+from dapo_jax import learner
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.setup.start import open_run
-from experiments.smollm2 import sums
 
 OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")
 OPEN += ("rollout.cache_mib",)
@@ -85,20 +82,6 @@ def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
     assert (r.slot_tokens, "slot_tokens" in line) == (r.max_response_tokens, False)
 
 
-def test_a_cpu_gets_as_many_slots_as_keep_its_products_busy():
-    found = []
-    for config in (tiny.get_config(), qwen2_5_0_5b.get_config()):
-        left_open(config, "rollout.cache_mib")
-        config.model.path = "" if config.model.preset else config.model.path
-        r = config.rollout
-        r.generation_prompts, r.max_prompt_tokens, r.max_response_tokens = 10_000, 32, 32
-        r.page_tokens = r.slot_tokens = 16
-        auto_sizes.fit_training(config)
-        found.append(slots(config))
-    assert auto_sizes.MOST_SLOTS <= found[0] < 1.2 * auto_sizes.MOST_SLOTS
-    assert auto_sizes.FEWEST_CPU_SLOTS <= found[1] < 2 * auto_sizes.FEWEST_CPU_SLOTS
-
-
 @pytest.mark.parametrize(
     ("preset", "lora_rank", "device_gib"),
     [("0.5b", 0, 17), ("1.5b", 0, 34), ("3b", 0, 68), ("7b", 32, 34)],
@@ -161,32 +144,3 @@ def test_preflight_plans_what_training_would_though_it_reads_no_data():
     r = config.rollout
     assert (r.max_prompt_tokens, r.max_response_tokens, r.generation_prompts) == (2048, 4096, 128)
     assert run.programs.engine.cache.slots > 0
-
-
-def test_a_runs_directory_is_no_models(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    config = any_model.get_config()
-    config.model.path = str(tmp_path)
-    with pytest.raises(ValueError, match=r"is a run's directory, which --workdir takes"):
-        auto_sizes.fit_model(config)
-
-
-def test_the_last_whole_number_of_a_response_is_its_answer():
-    (example, *_), _ = sums.Sums(count=3).load()
-    answers = {"17 + 8 is 25.": "25", "The sum is 1,234": "1234"}
-    answers |= dict.fromkeys(["2.5", "5,6", "none"])
-    for response, prediction in answers.items():
-        assert sums.Sums().grade(response, example).prediction == prediction
-
-
-@pytest.mark.slow
-def test_a_run_records_what_was_chosen(tmp_path, capsys):
-    """config.json has the numbers: the commands that read a run need not choose again."""
-    config = small_config()
-    config.num_steps, config.eval.every_steps = 1, 0
-    config.update_from_flattened_dict(dict.fromkeys(OPEN, 0))
-    train.train(config, tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert min(written["learner"]["row_tokens"], written["rollout"]["cache_mib"]) > 0
-    chosen = f"learner.row_tokens = {written['learner']['row_tokens']}"
-    assert chosen in " ".join(capsys.readouterr().out.split())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.kernels import triton
+from models.kernels import flash_gpu, triton
 from models.kernels.flash_gpu import flash_attention
 from models.kernels.packed import packed_attention
 from models.transformer import segment_positions
@@ -27,28 +27,56 @@ def flash(*args):
     return flash_attention(*args, interpret=True)
 
 
-@pytest.mark.parametrize(("segment_BT", "head_dim"), [(ODD, 128), (ODD, 16), (MANY, 64)])
-def test_agrees_with_plain_attention_forward_and_backward(segment_BT, head_dim):
-    """Segments end on borders of tiles and elsewhere; padding fills whole rows, too.
-
-    In every segment a quarter of the tokens is the prompt of three branches.
-    """
+def branches(segment_BT):
+    """In every segment a quarter of the tokens is the prompt of three branches."""
     length_BT = np.sum(segment_BT[:, :, None] == segment_BT[:, None], axis=2)
     place_BT = segment_positions(segment_BT)
     branch_BT = np.where(segment_BT > 0, 4 * place_BT // length_BT, 0).astype(np.int32)
-    branch_BT += np.where(branch_BT > 0, 4 * segment_BT, 0)
+    return branch_BT + np.where(branch_BT > 0, 4 * segment_BT, 0)
+
+
+@pytest.mark.parametrize(("segment_BT", "head_dim"), [(ODD, 128), (ODD, 16), (MANY, 64)])
+def test_agrees_with_plain_attention_forward_and_backward(segment_BT, head_dim):
+    """Segments end on borders of tiles and elsewhere; padding fills whole rows, too."""
     out_BTNH = agrees_with_plain_attention(
-        flash, segment_BT, head_dim=head_dim, branch_BT=branch_BT
+        flash, segment_BT, head_dim=head_dim, branch_BT=branches(segment_BT)
     )
     assert not out_BTNH[segment_BT == 0].any()
+
+
+@pytest.mark.parametrize("tile", [(32, 16), (16, 64)])
+@pytest.mark.parametrize("branched", [False, True])
+def test_visits_what_is_seen_once_and_without_a_mask_what_is_seen_whole(tile, branched):
+    """Tells from all pairs of tokens; tiles between a prompt and a branch are not visited."""
+    segment_BT = np.pad(MANY, ((0, 0), (0, -MANY.shape[1] % 64)))
+    branch_BT = branches(segment_BT) if branched else np.zeros_like(segment_BT)
+    (B, T), (Q, S) = segment_BT.shape, tile
+    seen_BTT = np.tril(segment_BT[:, :, None] == segment_BT[:, None])
+    seen_BTT &= (branch_BT[:, None] == 0) | (branch_BT[:, :, None] == branch_BT[:, None])
+    seen_BTT &= segment_BT[:, None] > 0
+    seen_BIQJS = seen_BTT.reshape(B, T // Q, Q, T // S, S)
+    until_BT = flash_gpu._until(segment_BT, branch_BT)
+    for axes, of_keys in (((0, 1, 3, 2, 4), False), ((0, 3, 1, 2, 4), True)):
+        pairs_BIJQS = seen_BIQJS.transpose(axes)
+        visits_BIJ, whole_BIJ = np.zeros((2, *pairs_BIJQS.shape[:3]), int)
+        bounds_BIX = np.array(flash_gpu._ranges(until_BT, tile, of_keys=of_keys))
+        for b, i in np.ndindex(bounds_BIX.shape[:2]):
+            for begin, whole, rest, end in bounds_BIX[b, i].reshape(-1, 4):
+                visits_BIJ[b, i, begin:end] += 1
+                whole_BIJ[b, i, whole:rest] += 1
+        assert np.all(visits_BIJ[pairs_BIJQS.any(axis=(3, 4))] == 1)
+        assert visits_BIJ.max() == 1 and visits_BIJ.sum() < 1.2 * pairs_BIJQS.any(axis=(3, 4)).sum()
+        np.testing.assert_array_equal(whole_BIJ, pairs_BIJQS.all(axis=(3, 4)))
 
 
 def test_tiles_without_its_segment_are_not_even_read():
     other_segments_are_not_read(flash)
 
 
-def test_bfloat16_is_as_near_to_float32_as_plain_attention_is():
-    """Gradients of a key are summed over its query heads in float32."""
+@pytest.mark.parametrize("few", [0, flash_gpu.FEW])
+def test_bfloat16_is_as_near_to_float32_as_plain_attention_is(few, monkeypatch):
+    """Gradients of a key are summed over its query heads in float32, in a program or behind it."""
+    monkeypatch.setattr(flash_gpu, "FEW", few)
     given = arrays(ODD, heads=(14, 2, 2), head_dim=64), ODD, ODD > 0
     rounded = [jnp.asarray(array, jnp.bfloat16) for array in given[0]], *given[1:]
     _, exact, _ = value_and_gradient(packed_attention, *given)
@@ -64,11 +92,12 @@ def test_bfloat16_is_as_near_to_float32_as_plain_attention_is():
     assert np.all(np.array(errors[0]) < 1.2 * np.array(errors[1]))
 
 
-# Heads, key heads, head size and dtype: Qwen2.5 0.5B, 1.5B and 7B, and a float32 one.
+# Heads, key heads, head size and dtype: Qwen2.5 0.5B, 1.5B and 7B, and two in float32.
 HEADS = (
     (14, 2, 64, jnp.bfloat16),
     (12, 2, 128, jnp.bfloat16),
     (28, 4, 128, jnp.bfloat16),
+    (9, 3, 64, jnp.float32),
     (40, 8, 128, jnp.float32),
 )
 
@@ -97,7 +126,7 @@ def test_float32_is_not_rounded_on_a_gpu(monkeypatch, capsys):
     with gpus.an_h100():
         run.trace(*arguments).lower(lowering_platforms=("cuda",))
     programs = capsys.readouterr().out.split("The Triton module for pallas_call ")[1:]
-    assert [program.count("tt.dot") for program in programs] == [2, 3, 4]
+    assert [program.count("tt.dot") for program in programs] == [4, 6, 8]
     assert not any("tf32" in program for program in programs)
 
 

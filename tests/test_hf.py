@@ -21,6 +21,7 @@ from models.rope import Llama3Scaling, YarnScaling
 from models.transformer import abstract_params, split
 from sharding import rules
 from sharding.mesh import make_mesh
+from tests import quick
 
 # Every size differs, and head_dim is not width / heads, so that no wrong reshape goes unseen.
 TIED = Qwen2Config(64, 24, 40, 3, 4, 2, 8, True, rope_theta=1e4, rms_norm_eps=1e-5)
@@ -39,8 +40,7 @@ LLAMA3 = {
 
 def random_params(config):
     """Parameters without a zero or a one, so that a tensor left out or swapped shows."""
-    rng, (_, abstract) = np.random.default_rng(0), abstract_params(config)
-    return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), abstract)
+    return quick.random_params(config, spread=1)[1]
 
 
 def assert_same(a, b):
@@ -112,17 +112,6 @@ def test_bfloat16_files_hold_the_rounded_values(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_float16_and_mixed_files_load(folder):
-    def halve(tensors):
-        name = "model.layers.1.mlp.up_proj.weight"
-        tensors[name] = tensors[name].astype(np.float16)
-
-    edit_weights(folder, halve)
-    expected = random_params(UNTIED)
-    expected["layers"]["up_DF"][1] = expected["layers"]["up_DF"][1].astype(np.float16)
-    assert_same(load_params(folder, UNTIED, dtype="float32"), expected)
-
-
 def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatch, bytes_read):
     config = UNTIED
     monkeypatch.setattr(hf, "PIECE_VALUES", 100)  # a few rows of a tensor, down to one
@@ -141,27 +130,6 @@ def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatc
     assert_same(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
 
 
-def test_a_mesh_may_divide_the_layers(tmp_path):
-    """One sharding for all parameters: their first axis, the layers where there are any."""
-    config = dataclasses.replace(UNTIED, num_layers=4)
-    params = random_params(config)
-    save_hf(params, config, tmp_path)
-    mesh = make_mesh(data=4, model=1, devices=jax.devices()[:4])
-    loaded = load_params(tmp_path, config, dtype="float32", shardings=rules.rows(mesh))
-    assert_same(loaded, params)
-    assert loaded["layers"]["q_DNH"].addressable_shards[1].data.shape == (1, 24, 4, 8)
-
-
-def test_shards_are_indexed_and_stay_below_the_limit(tmp_path):
-    save_hf(random_params(UNTIED), UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    stored = {file.name: load_file(file) for file in tmp_path.glob("*.safetensors")}
-    assert index["weight_map"] == {name: file for file, t in stored.items() for name in t}
-    sizes = [sum(tensor.nbytes for tensor in t.values()) for t in stored.values()]
-    assert max(sizes) <= SHARD_BYTES
-    assert sum(sizes) == index["metadata"]["total_size"]
-
-
 @pytest.mark.parametrize("value", ["ABSENT", None])
 @pytest.mark.parametrize(("family", "head_dim"), [("llama", 6), ("qwen2", 6), ("qwen3", 128)])
 def test_a_missing_key_is_what_transformers_computes_with(tmp_path, family, head_dim, value):
@@ -176,13 +144,11 @@ def test_a_missing_key_is_what_transformers_computes_with(tmp_path, family, head
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"rope_scaling": None}, {}),
         ({"rope_scaling": {}}, {}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000, "factor": 1.0}}, {}),
         ({"partial_rotary_factor": 1.0, "num_experts": None, "attention_bias": True}, {}),
         ({"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}, {}),
         ({"architectures": None, "auto_map": {"AutoTokenizer": "x.Y"}, "unsloth_version": "1"}, {}),
-        ({"layer_types": ["full_attention"] * 3}, {}),
         ({"head_dim": "ABSENT", "hidden_size": 32}, {"width": 32}),
         ({"rope_theta": "ABSENT", "rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5}),
         ({"rope_scaling": YARN}, OF_YARN),
@@ -207,7 +173,6 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types is "),
-        ({"layer_types": [{}]}, "layer_types is [{}]"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is "),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
         ({"mlp_bias": True}, "mlp_bias is True"),
@@ -215,12 +180,9 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"architectures": ["Qwen2ForTokenClassification"]}, "architectures is "),
         ({"hidden_size": "ABSENT"}, "hidden_size is None"),
         ({"hidden_size": 30, "head_dim": "ABSENT"}, "hidden_size is 30, but must be a multiple"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": 5}, "num_attention_heads is 5"),
-        ({"num_attention_heads": True}, "num_attention_heads is True"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn needs original_max_position"),
         (
@@ -236,12 +198,9 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
             "original_max_position_embeddings is 4096, but 32768 beside the rope_type",
         ),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling is {'factor': 4.0}"),
-        ({"rope_scaling": {"rope_type": 5}}, "rope_scaling is {'rope_type': 5}"),
-        ({"rope_scaling": ["yarn"]}, "rope_scaling is ['yarn']"),
         ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope_scaling is "),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is [10000.0, 500000.0]"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters is "),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters is "),
     ],
 )
 def test_a_config_that_the_model_does_not_compute_is_refused_in_one_line(folder, changes, named):

@@ -1,17 +1,13 @@
 """The table of kernels: what each platform gets, what is refused, and the pod's whole path."""
 
-import gzip
-import pathlib
-
 import jax
 import numpy as np
 import pytest
+from runs import responses, rows_without_timings
 
 from configs import tiny
 from dapo_jax import train
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.logs.files import read_rows
-from dapo_jax.logs.metrics import CLOCKED
 from dapo_jax.setup import components
 from models.kernels import (
     KERNELS,
@@ -107,7 +103,7 @@ def small_config(kernels):
 
 # What tells how full the cache is, of which plain XLA has less: a part is for copies of pages.
 OF_THE_CACHE = ("engine/occupancy", "engine/cache_use")
-OF_BITS = (*CLOCKED, "digest/")
+OF_BITS = "digest/"
 
 
 class Noted(dict):
@@ -122,16 +118,9 @@ class Noted(dict):
         return super().__getitem__(key)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("interpreted", "used"),
-    [("tpu_interpret", {"blocks", "splash"}), ("gpu_interpret", {"splits", "flash"})],
-)
-def test_an_accelerators_kernels_train_as_plain_xla_does(tmp_path, monkeypatch, interpreted, used):
-    """Two whole steps with its programs, interpreted: the same tokens, the rest to rounding.
-
-    The kernels have several blocks, of pages and of a row's tokens.
-    """
+@pytest.fixture(scope="module")
+def traced():
+    """The kernels that were traced; they have several blocks, of pages and of a row's tokens."""
     traced, make_splash = set(), splash_tpu.make_splash_mha_single_device
 
     def one_page(what):
@@ -142,36 +131,57 @@ def test_an_accelerators_kernels_train_as_plain_xla_does(tmp_path, monkeypatch, 
         traced.add("splash")
         return make_splash(*args, **options)
 
-    monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: one_page("blocks"))
-    monkeypatch.setattr(paged_gpu, "pages_per_split", lambda page_tokens: one_page("splits"))
-    monkeypatch.setattr(splash_tpu, "make_splash_mha_single_device", splash)
-    monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", 128)
-    monkeypatch.setattr(flash_gpu, "TILES", Noted(flash_gpu.TILES, lambda: traced.add("flash")))
-    monkeypatch.setitem(PRESETS, "small", Qwen2Config(384, 64, 128, 2, 4, 2, 16, True))
-    monkeypatch.setattr(jax, "jit", jit)
-    runs = {}
-    for kernels in ("xla", interpreted):
-        config, workdir = small_config(kernels), tmp_path / kernels
-        train.train(config, workdir)
-        assert traced == (used if kernels == interpreted else set())
-        programs = components.programs(config, vocab_size=384)
-        checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
-        params = [checkpoints.restore(step, programs.state)[0].params for step in (1, 2)]
-        checkpoints.close()
-        change = jax.tree.map(lambda before, after: np.asarray(after) - before, *params)
-        runs[kernels] = workdir, programs, change
-    (plain, _, expected_change), (ours, programs, change) = runs.values()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: one_page("blocks"))
+        patch.setattr(paged_gpu, "pages_per_split", lambda page_tokens: one_page("splits"))
+        patch.setattr(splash_tpu, "make_splash_mha_single_device", splash)
+        patch.setattr(splash_tpu, "BLOCK_TOKENS", 128)
+        patch.setattr(flash_gpu, "TILES", Noted(flash_gpu.TILES, lambda: traced.add("flash")))
+        patch.setitem(PRESETS, "small", Qwen2Config(384, 64, 128, 2, 4, 2, 16, True))
+        patch.setattr(jax, "jit", jit)
+        yield traced
+
+
+def trained(kernels, workdir):
+    """Trains: (workdir, programs, how the second step changed the parameters)."""
+    train.train(small_config(kernels), workdir)
+    programs = components.programs(small_config(kernels), vocab_size=384)
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
+    params = [checkpoints.restore(step, programs.state)[0].params for step in (1, 2)]
+    checkpoints.close()
+    change = jax.tree.map(lambda before, after: np.asarray(after) - before, *params)
+    return workdir, programs, change
+
+
+@pytest.fixture(scope="module")
+def plain(traced, tmp_path_factory):
+    found = trained("xla", tmp_path_factory.mktemp("runs") / "plain")
+    assert not traced
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("interpreted", "used"),
+    [("tpu_interpret", {"blocks", "splash"}), ("gpu_interpret", {"splits", "flash"})],
+)
+def test_an_accelerators_kernels_train_as_plain_xla_does(
+    traced, plain, tmp_path, interpreted, used
+):
+    """Two whole steps with its programs, interpreted: the same tokens, the rest to rounding."""
+    traced.clear()
+    (ours, programs, change), (expected_run, _, expected_change) = (
+        trained(interpreted, tmp_path / "run"),
+        plain,
+    )
+    assert traced == used
     assert len(programs.engine.sizes) == 2
     assert programs.learning.kernels.shares_prompts == ("splash" not in used)
     for step in range(2):
-        file = pathlib.Path("rollouts", f"{step}.jsonl.gz")
-        rows, expected = (gzip.decompress((run / file).read_bytes()) for run in (ours, plain))
-        assert rows == expected
-    for row, expected in zip(
-        *(read_rows(run / "metrics.jsonl") for run in (ours, plain)), strict=True
-    ):
+        assert responses(ours, step) == responses(expected_run, step)
+    for row, expected in zip(*map(rows_without_timings, (ours, expected_run)), strict=True):
         found, wanted = (
-            {k: v for k, v in r.items() if not k.startswith((*OF_THE_CACHE, *OF_BITS))}
+            {k: v for k, v in r.items() if not k.startswith((*OF_THE_CACHE, OF_BITS))}
             for r in (row, expected)
         )
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)

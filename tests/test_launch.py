@@ -150,14 +150,6 @@ def test_a_missing_or_wrong_setting_is_refused_by_name(tmp_path, name, value):
     assert result.stderr.startswith(f"error: {name}")
 
 
-def test_unknown_commands_options_and_settings_are_refused(tmp_path):
-    assert "no command fly" in launch("tpu_vm.sh", "fly", tmp_path=tmp_path).stderr
-    assert "no option --fast" in launch("gke.sh", "--fast", "run", tmp_path=tmp_path).stderr
-    absent = [str(LAUNCH / "tpu_vm.sh"), "--settings=/absent", "run"]
-    done = subprocess.run(absent, capture_output=True, text=True)
-    assert done.returncode == 2 and "there are no settings at /absent" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("accelerator", "topology", "chips_per_host", "slices", "hosts"),
     [("v5p-256", "4x4x8", 4, 2, 32), ("v6e-8", "2x4", 8, 1, 1)],
@@ -194,24 +186,6 @@ def test_a_jobset_has_the_hosts_of_its_slices_and_restarts(
     assert container["resources"]["limits"] == {"google.com/tpu": chips_per_host}
     assert container["args"][-1] == '--config.note=two words, a "quote"'
     assert {"name": "RESTART", "value": "0"} in container["env"]
-
-    commands = map(" ".join, dry_run("gke.sh", "cluster", tmp_path, **how))
-    pools = [line for line in commands if "node-pools" in line]
-    assert len(pools) == slices
-    assert all(f"--num-nodes={hosts}" in it and f"-{chips_per_host}t" in it for it in pools)
-
-
-def test_dry_run_of_babysit_prints_each_reaction(tmp_path):
-    result = launch("tpu_vm.sh", "--dry-run", "babysit", tmp_path=tmp_path)
-    blocks = re.split(r"^# (?=[A-Z])", result.stdout, flags=re.M)[1:]
-    states = (block.partition("\n")[::2] for block in blocks)
-    verbs = {state: re.findall(r"queued-resources (\w+)", text) for state, text in states}
-    assert verbs["ABSENT"] == ["create"]
-    assert verbs["WAITING_FOR_RESOURCES"] == []
-    assert verbs["ACTIVE"] == ["ssh", "ssh"]  # setup, run
-    assert verbs["SUSPENDED running"] == verbs["FAILED"] == ["delete"]
-    assert verbs["ACTIVE exited 75"] == ["ssh", "ssh", "ssh"]  # stop, setup, run
-    assert verbs["ACTIVE exited 0"] == verbs["ACTIVE exited 1"] == ["delete"]
 
 
 def fake(path, text):
@@ -405,14 +379,6 @@ def test_main_worker_mirrors_the_run(tmp_path):
     (work / "metrics.jsonl").touch()  # newer than its mirror
     loop.run(RUN_URL="gs://bucket/run")
     assert pull not in loop.lines("calls")
-
-
-def test_other_workers_mirror_their_logs_only(tmp_path):
-    loop = Loop(tmp_path, "true")
-    loop.run(RUN_URL="gs://bucket/run", DAPO_PROCESS="3")
-    assert loop.lines("calls") == [
-        f"storage rsync {tmp_path}/work.logs gs://bucket/run/logs/0-3 --recursive"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """The architecture's rules, read from the source: who may import and mention what."""
 
 import ast
-import pathlib
 
 import pytest
-from processes import ran
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from processes import ROOT, ran
 
 # Rooms (modules or packages) by floor, from the top; imports point downward, or sideways inside a
 # room. A new room has to be given its floor here.
@@ -117,47 +114,20 @@ def test_no_module_breaks_the_rules():
     assert not faults, "\n".join(faults)
 
 
-def test_the_report_knows_a_run_by_its_files():
-    """It imports what reads and writes those files, and no other part of a run."""
-    files = {"dapo_jax.logs.files", "dapo_jax.logs.metrics"}
-    report = [text for name, text in sources().items() if room(name) == "dapo_jax.report"]
-    above = FLOOR_OF["dapo_jax.cli"]
-    found = {n for text in report for n in imports(text) if room(n) and FLOOR_OF[room(n)] >= above}
-    found -= {name for name in found if room(name) == "dapo_jax.report"}
-    assert {".".join(name.split(".")[:3]) for name in found if name.count(".") > 1} <= files
-
-
 @pytest.mark.parametrize(
     ("module", "source", "fault"),
     [
         ("dapo_jax.algorithm", "from dapo_jax import learner", "learner does not lie below"),
-        ("dapo_jax.sampler.decode", "import dapo_jax.setup.components", "setup does not lie below"),
-        (
-            "dapo_jax",
-            "from dapo_jax.setup import dry_run",
-            "dapo_jax imports dapo_jax.setup.dry_run",
-        ),
-        ("sharding.mesh", "import dapo_jax.types", "does not lie below sharding"),
         ("dapo_jax.tasks.readers", "import jax.numpy as jnp", "host module, but imports jax.numpy"),
         ("dapo_jax.packing", "from dapo_jax.algorithm import f", "host module, but imports"),
         ("dapo_jax.setup.components", "import orbax.checkpoint as ocp", "for checkpoints/store.py"),
         ("dapo_jax.train", "import jax\nm = jax.make_mesh((1,), ('data',))", "jax.make_mesh"),
-        ("dapo_jax.train", "from jax import make_mesh", "mentions jax.make_mesh"),
         ("dapo_jax.train", "import jax\nif jax.process_index() == 0: pass", "process_index"),
-        ("dapo_jax.learner", "on_cpu = mesh.devices.flat[0].platform == 'cpu'", "platform"),
-        ("dapo_jax.train", "import jax\nkernel = jax.default_backend()", "default_backend"),
         ("dapo_jax.rollout", "def f(config: ConfigDict): pass", "mentions ConfigDict"),
     ],
 )
 def test_what_is_forbidden_is_found(module, source, fault):
     assert any(fault in found for found in faults_of(module, source))
-
-
-def test_what_is_allowed_is_no_fault():
-    source = "import jax\nfrom dapo_jax import learner\nfrom models.transformer import split\n"
-    source += "from ml_collections import ConfigDict\nfrom sharding.mesh import make_mesh\n"
-    assert not faults_of("dapo_jax.setup.components", source)
-    assert not faults_of("dapo_jax.learner", '"""On jax.process_index."""  # ConfigDict')
 
 
 # Several define a flag of the same name: each is imported as if it were the only one.

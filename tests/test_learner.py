@@ -1,7 +1,7 @@
 """The update against a plain one: one response a row, the whole mini-batch at once, jax.grad.
 
 The plain losses below are written from the papers' equations alone. They share nothing with the
-learner but the model's forward pass, which test_qwen2.py compares with transformers. To compile a
+learner but the model's forward pass, which test_parity.py compares with transformers. To compile a
 program takes seconds and to run it none, so tests share settings and shapes where they can, and
 hand over host arrays: an array that lies on a mesh asks for a program of its own.
 """
@@ -16,7 +16,7 @@ import pytest
 import test_engine
 from flax import nnx
 from gspo import gspo
-from quick import COMPILER_OPTIONS, jit
+from quick import COMPILER_OPTIONS, jit, random_params
 
 from configs import base
 from dapo_jax import learner
@@ -87,13 +87,6 @@ class Responses:
         return np.array([len(response) for response in self.responses])
 
 
-def random_params(seed: int):
-    """Samples weights large enough for probabilities far from uniform."""
-    rng = np.random.default_rng(seed)
-    abstract = abstract_params(SMALL)[1]
-    return jax.tree.map(lambda a: rng.normal(0, 0.5, a.shape).astype(a.dtype), abstract)
-
-
 @functools.cache
 def graph():
     return abstract_params(SMALL)[0]
@@ -101,7 +94,8 @@ def graph():
 
 @pytest.fixture(scope="module")
 def params():
-    return random_params(0)
+    """Weights large enough for probabilities far from uniform."""
+    return random_params(SMALL, spread=0.5)[1]
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +132,6 @@ def batch_of(data: Responses, *, group_size=1, **changes) -> Batch:
     groups = groups_of(data, group_size=group_size)
     advantage_PG = data.advantage_R.reshape(-1, group_size)
     return make_batch(groups, advantage_PG, dataclasses.replace(LEARNING, **changes))
-
-
-def abstract_micro_batch(rows: int, tokens: int, mesh) -> Batch:
-    """Stands for a micro-batch [rows, tokens] where a loss is lowered."""
-    learning = dataclasses.replace(LEARNING, micro_batch_rows=rows)
-    batch = learner.abstract_batch(learning, tokens, mesh)
-    return jax.eval_shape(lambda batch: learner.micro_batch(batch, 0), batch)
 
 
 @functools.cache
@@ -296,20 +283,6 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
 def test_neither_layout_nor_order_matters(params, data, expected, order, layout, learning):
     batch = batch_of(data.take(order), **layout)
     assert distance(gradient(params, batch, learning), expected[1]) < TOLERANCE
-
-
-def test_recomputing_activations_saves_memory():
-    """Unrolled layers once kept, on CPU, all that was to be computed again."""
-    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    graph, params = abstract_params(dataclasses.replace(SMALL, num_layers=3))
-
-    def temporary_bytes(learning):
-        how = {"graph": graph, "mesh": mesh, "learning": learning}
-        loss = jit(jax.grad(functools.partial(learner.micro_batch_loss, **how), has_aux=True))
-        compiled = loss.lower(params, None, abstract_micro_batch(1, 2048, mesh)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporary_bytes(LEARNING) < 0.6 * temporary_bytes(KEEPING)
 
 
 def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected):
@@ -541,7 +514,9 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     assert 0 <= run_update(params, batch, learning, start_weights=params)[1]["kl"] < 1e-13
     assert distance(at_start, expected[1]) < TOLERANCE
 
-    reference = jax.tree.map(lambda a, b: a + 0.1 * b, params, random_params(9))
+    reference = jax.tree.map(
+        lambda a, b: a + 0.1 * b, params, random_params(SMALL, spread=0.5, seed=9)[1]
+    )
     away = gradient(params, batch, learning, start_weights=reference)
     by_hand = plain(params, data, kl_coef=0.3, start=reference)[1]
     assert distance(away, by_hand) < TOLERANCE

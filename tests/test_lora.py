@@ -22,7 +22,6 @@ from dapo_jax.tasks.datasets import Mixture
 from models import hf
 from models.kernels.packed import packed_attention
 from models.lora import MATRICES, Lora, adapted, factors, init_adapters
-from models.parameters import param_axes
 from models.transformer import abstract_params
 from sharding.mesh import make_mesh
 from tests.test_learner import LEARNING, SMALL, batch_of, data, params
@@ -144,25 +143,6 @@ def lora_config():
     return config
 
 
-def test_factors_lie_on_the_mesh_like_their_matrices():
-    config = lora_config()
-    config.mesh.data, config.mesh.model = 2, 2
-    policy = components.programs(config, 384)
-    layers = policy.state.params["layers"]
-    assert set(layers) == {name for target in MATRICES for name in factors(target)[1:]}
-    specs = {name: tuple(leaf.sharding.spec) for name, leaf in layers.items()}
-    assert specs["q_DR"] == (None, "data", None)
-    assert specs["q_RNH"] == (None, None, "model", None)
-    assert specs["down_FR"] == (None, "model", None)
-    assert specs["down_RD"] == (None, None, "data")
-    axes = param_axes(policy.state.params)["layers"]
-    assert all(len(axes[name]) == leaf.ndim for name, leaf in layers.items())
-    moments = policy.state.opt_state[1][0].mu["layers"]
-    assert {name: m.sharding for name, m in moments.items()} == {
-        name: leaf.sharding for name, leaf in layers.items()
-    }
-
-
 def test_four_devices_take_the_update_of_one(params, micro):
     adapters = random_adapters()
     one, four = (
@@ -173,21 +153,31 @@ def test_four_devices_take_the_update_of_one(params, micro):
         np.testing.assert_allclose(got, one[name], atol=1e-5 * np.abs(one[name]).max())
 
 
-def test_a_run_is_exported_with_its_factors_added(tmp_path):
-    """transformers reads W + scale * A B; nothing of LoRA is left to know about."""
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder after a step: (config, programs, adapters, checkpoints)."""
     config = lora_config()
-    policy = components.programs(config, 384)
-    adapters = random_adapters(policy.learning.lora, config=policy.sizes)
-    state = learner.init_state(jax.tree.map(jnp.asarray, adapters), policy.learning)
+    config.model.path = str(shutil.copytree(config.model.path, tmp_path / "base"))
+    programs = components.programs(config, 384)
+    adapters = random_adapters(programs.learning.lora, config=programs.sizes)
+    state = learner.init_state(jax.tree.map(jnp.asarray, adapters), programs.learning)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
+    prompts = types.SimpleNamespace(
+        train=Mixture({"data.train": types.SimpleNamespace(prompts=[])}, {"data.train": 1.0}),
+        eval_sets={},
+    )
+    checkpoints.fingerprint = fingerprint.of_run(config, prompts)
     checkpoints.save(1, state, {"cursor": 0})
-    checkpoints.close()
-    recipe = json.loads(config.to_json_best_effort())
-    (tmp_path / "run" / "config.json").write_text(json.dumps(recipe))
-    convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+    (tmp_path / "run" / "config.json").write_text(config.to_json_best_effort())
+    return config, programs, adapters, checkpoints
 
-    exported = hf.load_params(tmp_path / "hf", policy.sizes, dtype="float32")
-    start = hf.load_params(config.model.path, policy.sizes, dtype="float32")
+
+def test_a_run_is_exported_with_its_factors_added(run, tmp_path):
+    """transformers reads W + scale * A B; nothing of LoRA is left to know about."""
+    config, programs, adapters, _ = run
+    convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+    exported = hf.load_params(tmp_path / "hf", programs.sizes, dtype="float32")
+    start = hf.load_params(config.model.path, programs.sizes, dtype="float32")
     np.testing.assert_array_equal(exported["embed_VD"], start["embed_VD"])
     for target in MATRICES:
         w, a, b = factors(target)
@@ -197,26 +187,13 @@ def test_a_run_is_exported_with_its_factors_added(tmp_path):
 
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])
-def test_a_start_model_that_has_changed_is_refused(tmp_path, changed):
+def test_a_start_model_that_has_changed_is_refused(run, tmp_path, changed):
     """LoRA's factors were added to whatever model.path held by then.
 
     A resume refuses it; `convert`, `evaluate` and `sample` compared the config alone, so they
     exported and scored another model. The policy of step 0 is the start model of any run.
     """
-    config, workdir = lora_config(), tmp_path / "run"
-    shutil.copytree(config.model.path, tmp_path / "base")
-    config.model.path = str(tmp_path / "base")
-    programs = components.programs(config, 384)
-    adapters = random_adapters(programs.learning.lora, config=programs.sizes)
-    state = learner.init_state(jax.tree.map(jnp.asarray, adapters), programs.learning)
-    checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
-    prompts = types.SimpleNamespace(
-        train=Mixture({"data.train": types.SimpleNamespace(prompts=[])}, {"data.train": 1.0}),
-        eval_sets={},
-    )
-    checkpoints.fingerprint = fingerprint.of_run(config, prompts)
-    checkpoints.save(1, state, {"cursor": 0})
-    (workdir / "config.json").write_text(config.to_json_best_effort())
+    config, programs, _, checkpoints = run
     for step in (None, 0):
         policy.restored(programs, checkpoints, step)
 
@@ -230,4 +207,4 @@ def test_a_start_model_that_has_changed_is_refused(tmp_path, changed):
         with pytest.raises(fingerprint.OtherRunError, match=message):
             policy.restored(components.programs(config, 384), checkpoints, step)
     with pytest.raises(fingerprint.OtherRunError, match=message):
-        convert.convert(f"run:{workdir}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+        convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import struct
-import sys
 import types
 
 import numpy as np
@@ -15,7 +14,7 @@ from processes import ran
 
 from dapo_jax.logs import metrics
 from dapo_jax.logs.display import Display, evaluation_line, format_duration
-from dapo_jax.logs.files import Rows, append_log, atomic_file, read_rows, write_rollouts
+from dapo_jax.logs.files import Rows, append_log, read_rows, write_rollouts
 from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import plots
@@ -49,13 +48,6 @@ CUT_SAMPLE |= {"correct": False, "status": "no answer", "reward": -1.5, "tokens"
 CUT_SAMPLE |= {"truncated": True}
 
 
-def _write(workdir, steps, *, resume_step=None, value=0.5):
-    writer = Rows(workdir, resume_step=resume_step)
-    for step in steps:
-        writer.write({"step": step, "reward/mean": value})
-    return writer
-
-
 def test_numbers_read_back_as_written_and_the_file_is_strict_json(tmp_path):
     values = [0.1, 1 / 3, 1e-300, 5e-324, -0.0, 2**53 - 1, float(np.float32(0.1))]
     writer = Rows(tmp_path, resume_step=None)
@@ -65,34 +57,6 @@ def test_numbers_read_back_as_written_and_the_file_is_strict_json(tmp_path):
     assert [struct.pack("<d", row["x"]) for row in rows] == [struct.pack("<d", v) for v in values]
     assert [row["y"] for row in rows] == [float(np.float32(value)) for value in values]
     assert [(row["step"], row["z"]) for row in rows] == [(n, None) for n in range(len(values))]
-
-
-def test_resume_keeps_the_bytes_before_and_cuts_the_rows_after(tmp_path):
-    _write(tmp_path, range(6))
-    path = tmp_path / "metrics.jsonl"
-    before = path.read_bytes().splitlines(keepends=True)
-    writer = _write(tmp_path, range(4, 7), resume_step=3, value=0.75)
-    assert len(read_rows(tmp_path / "metrics.cut-1.jsonl")) == 2
-    assert [step for step in range(9) if writer.has(step)] == list(range(7))
-    assert path.read_bytes().splitlines(keepends=True)[:4] == before[:4]
-    values = [(row["step"], row["reward/mean"]) for row in read_rows(path)]
-    assert values == [(step, 0.5 if step < 4 else 0.75) for step in range(7)]
-    _write(tmp_path, [0])  # without a checkpoint
-    assert len(read_rows(tmp_path / "metrics.cut-2.jsonl")) == 7
-    assert read_rows(path) == [{"step": 0, "reward/mean": 0.5}]
-
-
-def test_a_torn_last_line_is_dropped_and_one_that_lacks_only_its_end_is_kept(tmp_path):
-    _write(tmp_path, range(3))
-    path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"step": 3, "rew')
-    assert [row["step"] for row in read_rows(path)] == [0, 1, 2]
-    _write(tmp_path, [3], resume_step=2)
-    assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3]
-    path.write_bytes(whole[:-1])
-    _write(tmp_path, [], resume_step=2)
-    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("broken", [b'{"step": 1, "x\n', b'{"x": 1}\n', b"\xff\n"])
@@ -115,17 +79,6 @@ def test_rows_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(TypeError, match="integer 'step'"):
         writer.write({"loss": 1.0})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 5}]
-
-
-def test_an_atomic_file_that_fails_leaves_the_old_one(tmp_path):
-    path = tmp_path / "deep" / "file"
-    with atomic_file(path) as file:
-        file.write(b"old")
-    with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:
-        file.write(b"new")
-        raise KeyboardInterrupt
-    assert path.read_bytes() == b"old"
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):
@@ -378,19 +331,6 @@ def test_samples_print_model_text_literally(capsys):
     assert "xx ... xx" in text
 
 
-def test_a_terminal_has_one_line_of_progress_which_is_written_over(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-
-    def run(display):
-        display.step(ROW)
-        display.phase("rollout: 24/32 [informative] groups, generation batch 2/10\x1b[35m" * 2)
-        display.line("above it")
-
-    *_, progress, erased, _ = _plain(run, capsys).replace("\n", "\r").split("\r")[:-1]
-    assert progress.startswith("step 13/100, eta 0:14:30, rollout: 24/32 [informative] groups")
-    assert len(progress) == 79 and erased.strip() == "" and "\x1b" not in progress
-
-
 def test_the_log_has_all_printed_lines_with_the_time_and_goes_on_after_a_restart(tmp_path, capsys):
     for start in range(2):
         display = Display(100, 12, log=functools.partial(append_log, tmp_path))
@@ -402,13 +342,6 @@ def test_the_log_has_all_printed_lines_with_the_time_and_goes_on_after_a_restart
     assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\dZ  ", line) for line in lines)
     assert [line[22:] for line in lines] == capsys.readouterr().out.splitlines()
     assert lines[1][22:] == r"of two 你\x1b[2J" and len(lines) == 2 * 7
-
-
-def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
-    append_log(tmp_path / "moved", "a line")
-    (tmp_path / "log.txt").mkdir()
-    append_log(tmp_path, "a line")
-    assert not (tmp_path / "moved").exists()
 
 
 def test_a_command_prints_to_an_ascii_terminal():

@@ -9,8 +9,8 @@ from test_tasks import parsed
 
 from configs import base, tiny
 from dapo_jax.setup import checks, components
-from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream
-from dapo_jax.types import Group, Prompt, Response, Verdict
+from dapo_jax.tasks.datasets import PromptStream
+from dapo_jax.types import Group, Response
 
 SHARES = {"a": 30, "b": 20, "c": 10}  # of 60 prompts
 A, B, C = ([f"{name}{i}" for i in range(n)] for name, n in (("a", 50), ("b", 50), ("c", 7)))
@@ -86,24 +86,6 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(monkeypatch, file):
         assert verdict.correct == strict and verdict.measures == {name: float(strict)}
 
 
-def test_one_set_alone_has_the_stream_and_the_verdicts_that_it_had(file):
-    config = tiny.get_config()
-    config.data.train.count = 60
-    alone = components.load_data(config, components.tokenizer(config), training=True)
-    prompts = alone.train.sets["data.train"].prompts
-    stream = PromptStream(prompts, seed=config.seed)
-    assert all(alone.stream[cursor] is stream[cursor] for cursor in range(100))
-    assert not any(line.startswith("training prompts") for line in alone.report_lines())
-    response = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), True)
-    (verdict,) = alone.train.grade(Group(0, prompts[0], (response,))).grades[1]
-    assert verdict.measures is None
-
-    config.data.train.weight = 0.0  # left out: the other set alone
-    config.data.mixture.more = base.dataset(path=str(file), kind="gsm8k")
-    other = components.load_data(config, components.tokenizer(config), training=True)
-    assert list(other.train.sets) == ["data.mixture.more"]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -137,25 +119,3 @@ def test_a_set_too_small_for_its_part_of_a_batch_is_refused(file):
     message = r"more has 60 usable prompts, fewer than its part, 75.0%, of one .* or data.mixture"
     with pytest.raises(ValueError, match=message):
         components.load_data(config, components.tokenizer(config), training=True)
-
-
-def test_each_set_and_the_task_itself_have_measures_of_their_own():
-    def graded(right, measures):
-        def grade(group):
-            verdict = Verdict(right, "x", "s", measures=measures)
-            return group.graded(["t"], [verdict])
-
-        return Dataset([], grade, None)
-
-    sets = {
-        "data.train": graded(True, {"accuracy_train": 0.5}),
-        "data.mixture.train": graded(False, None),
-    }
-    mixture = Mixture(sets, dict.fromkeys(sets, 1.0))
-    response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), True)
-    verdicts = [
-        mixture.grade(Group(0, Prompt(np.zeros(1, np.int32), None, key), (response,))).grades[1][0]
-        for key in sets
-    ]
-    assert verdicts[0].measures == {"accuracy_train": 0.5, "accuracy@train": 1.0}
-    assert verdicts[1].measures == {"accuracy@mixture.train": 0.0}

@@ -2,13 +2,12 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from processes import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "experiments" / "notebook" / "dapo.ipynb"
 
 

@@ -1,6 +1,5 @@
 """An evaluation rides in the next rollout's session: the same bits, for it and for training."""
 
-import dataclasses
 import gc
 import gzip
 import json
@@ -9,22 +8,14 @@ import weakref
 
 import numpy as np
 import pytest
-from test_train import (
-    STEPS,
-    programs_compiled_once,  # noqa: F401  a fixture
-    rows_without_timings,
-    small_config,
-)
+from runs import SCHEDULE, Killed, contents, digests, responses, rows_without_timings
+from test_train import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from configs import base
 from dapo_jax import evaluate, train
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logs.record import write_responses
-from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components
-
-# What depends on when slots fall idle: requests that were issued, and cancelled in the end.
-SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 
 
 def two_sets():
@@ -41,21 +32,38 @@ def two_sets():
 
 @pytest.fixture(scope="module")
 def riding(tmp_path_factory):
-    """A run whose evaluations after 0 and 2 steps rode; the one after the last step is alone."""
+    """A run whose evaluations after 0 and 2 steps rode; the one after the last step is alone.
+
+    A session is gone when the updates begin: its pages and weights are their memory, and no cycle
+    may keep them until a collection. An evaluation whose grading asked for it through itself kept
+    every session of a run.
+    """
     workdir = tmp_path_factory.mktemp("runs") / "riding"
     workdir.mkdir()
-    train.train(two_sets(), workdir)
+    sessions, alive, update = [], [], train.update
+
+    class Kept(train.Session):
+        def __init__(self, *args):
+            super().__init__(*args)
+            sessions.append(weakref.ref(self))
+
+    def counted(*args):
+        alive.append(sum(session() is not None for session in sessions))
+        return update(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "Session", Kept)
+        patch.setattr(train, "update", counted)
+        gc.collect()
+        gc.disable()
+        try:
+            train.train(two_sets(), workdir)
+        finally:
+            gc.enable()
+    assert len(sessions) == STEPS + 1  # the last evaluation's is alone
+    assert alive == [0] * STEPS
+    assert not any(session() for session in sessions)
     return workdir
-
-
-def evaluations(workdir):
-    """Reads all files of evaluations, responses included."""
-    return {path.name: path.read_bytes() for path in (workdir / "eval").iterdir()}
-
-
-def digests(workdir, step):
-    file = workdir / "checkpoints" / str(step) / "manifest" / "metadata"
-    return json.loads(file.read_text())["arrays"]
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -94,8 +102,7 @@ def test_training_is_the_same_without_evaluations(riding, tmp_path):
     config.eval.every_steps = 0
     train.train(config, tmp_path)
     for step in range(STEPS):
-        ours, theirs = (d / "rollouts" / f"{step}.jsonl.gz" for d in (tmp_path, riding))
-        assert ours.read_bytes() == theirs.read_bytes()
+        assert responses(tmp_path, step) == responses(riding, step)
         assert digests(tmp_path, step + 1) == digests(riding, step + 1)
     ours, theirs = (
         [
@@ -108,31 +115,8 @@ def test_training_is_the_same_without_evaluations(riding, tmp_path):
     assert not (tmp_path / "eval").exists()
 
 
-def test_rows_count_what_was_drawn_for_training_alone(riding):
-    """Slots are taken by all; a row has the scores of the policy that its step sampled."""
-    run = load_run(riding)
-    for row in run.rows:
-        assert row["sampled_tokens_total"] >= row["engine/drawn_tokens"]
-        drawn = row["response_tokens/mean"] * 8 * row["groups/sampled"]
-        assert drawn <= row["engine/drawn_tokens"] + 1e-6
-        assert ("seconds/evaluate" in row) == (row["step"] != 1)
-        scores = {key: value for key, value in row.items() if key.startswith("eval/")}
-        assert bool(scores) == (row["step"] != 1)
-        for key, value in scores.items():
-            _, name, score = key.split("/", 2)
-            assert run.evaluations[name, score][row["step"]] == value
-    assert set(run.evaluations["cool", "mean@2"]) == {0, 2, 3}
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["before its end", "after its file"])
-def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
-    riding, tmp_path, monkeypatch, where
-):
+def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(riding, tmp_path, monkeypatch):
     """The checkpoint before it is there, and its evaluation is sampled with the step again."""
     run = tmp_path / "run"
     shutil.copytree(riding, run)
@@ -145,17 +129,14 @@ def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(
         raise Killed
 
     with monkeypatch.context() as patch:
-        if where == "before its end":
-            patch.setattr(evaluate, "summarize", killed)
-        else:
-            patch.setattr(train, "update", killed)
+        patch.setattr(train, "update", killed)
         with pytest.raises(Killed):
             train.train(two_sets(), run)
-    assert (run / "eval" / "2.json").exists() == (where == "after its file")
+    assert (run / "eval" / "2.json").exists()
     assert len(rows_without_timings(run)) == 2
     train.train(two_sets(), run)
     assert rows_without_timings(run) == rows_without_timings(riding)
-    ours, theirs = evaluations(run), evaluations(riding)
+    ours, theirs = contents(run / "eval"), contents(riding / "eval")
     assert ours == {name: data for name, data in theirs.items() if not name.startswith("0.")}
     assert digests(run, 3) == digests(riding, 3)
 
@@ -168,55 +149,3 @@ def test_a_run_that_stops_is_evaluated_where_that_was_due(tmp_path, monkeypatch)
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out"):
         train.train(two_sets(), tmp_path)
     assert {path.name for path in (tmp_path / "eval").glob("*.json")} == {"0.json", "2.json"}
-
-
-def test_a_grader_that_fails_ends_the_run(tmp_path, monkeypatch):
-    load = components.load_data
-
-    def failing(group):
-        raise ValueError("no verdict on that")
-
-    def load_data(*args, **how):
-        data = load(*args, **how)
-        chosen = data.eval_sets["cool"]
-        broken = dataclasses.replace(
-            chosen, dataset=dataclasses.replace(chosen.dataset, grade=failing)
-        )
-        return dataclasses.replace(data, eval_sets=data.eval_sets | {"cool": broken})
-
-    monkeypatch.setattr(components, "load_data", load_data)
-    with pytest.raises(ValueError, match="no verdict on that"):
-        train.train(two_sets(), tmp_path)
-    assert not (tmp_path / "eval").exists()
-    assert rows_without_timings(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_a_session_is_gone_when_the_updates_begin(tmp_path, monkeypatch):
-    """Its pages and weights are the update's memory: no cycle may keep them until a collection.
-
-    An evaluation whose grading asked for it through itself kept every session of a run.
-    """
-    sessions, alive = [], []
-
-    class Kept(train.Session):
-        def __init__(self, *args):
-            super().__init__(*args)
-            sessions.append(weakref.ref(self))
-
-    def counted(*args):
-        alive.append(sum(session() is not None for session in sessions))
-        return update(*args)
-
-    update = train.update
-    monkeypatch.setattr(train, "Session", Kept)
-    monkeypatch.setattr(train, "update", counted)
-    gc.collect()
-    gc.disable()
-    try:
-        train.train(two_sets(), tmp_path)
-    finally:
-        gc.enable()
-    assert len(sessions) == STEPS + 1  # the last evaluation's is alone
-    assert alive == [0] * STEPS
-    assert sum(session() is not None for session in sessions) == 0

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dapo_jax.packing import into_micro_batches, pack, plan_rows, plan_update
+from dapo_jax.packing import into_micro_batches, pack, plan_rows
 from dapo_jax.types import Batch, Group, Prompt, Response
 
 
@@ -133,16 +133,6 @@ def test_only_groups_that_began_in_this_step_are_on_policy():
     assert on_policy == [[False] * 2, [True] * 3, [False] * 3]
 
 
-@pytest.mark.parametrize(("responses", "row_tokens"), [(8, 10), (9, 12)])
-def test_rows_are_longer_where_that_saves_a_micro_batch(responses, row_tokens):
-    """Two responses of 4 tokens fill a row of 10, three one of 12; a micro-batch has 4 rows.
-
-    8 are 40 entries in rows of 10, else 48. 9 need two micro-batches of rows of 10: 80 entries.
-    """
-    how = {"row_lengths": (10, 12), "micro_batch_rows": 4, "share_prompts": False}
-    assert plan_update([1], [[4] * responses], **how)[1] == row_tokens
-
-
 def test_rows_of_real_lengths_are_full():
     """Lengths spread like DAPO's, log-normal, 32 groups of 16, use 95 % of the entries."""
     rng = np.random.default_rng(0)
@@ -179,14 +169,3 @@ def test_micro_batches_keep_the_rows_and_fill_up_with_padding():
         assert not after.reshape(8, 3)[5:].any()
     with pytest.raises(ValueError, match="5 packed rows do not fit 2 micro-batches of 2"):
         into_micro_batches(batch, num_micro=2, rows=2)
-
-
-def test_rows_with_much_to_attend_to_come_first():
-    """Devices compute the rows of a micro-batch side by side: they should have as much to do."""
-    # A long response attends to 45 entries, three short ones to 18.
-    groups = [group([1], *[[2] * 9] * 3), group([1], *[[2] * 3] * 9)]
-    batch = packed(groups, row_tokens=9, share_prompts=False)
-    rows = {name: getattr(batch, name)[::-1] for name in Batch.row_fields()}
-    dealt = into_micro_batches(dataclasses.replace(batch, **rows), num_micro=3, rows=2)
-    assert dealt.num_micro == 3
-    assert dealt.segment_BT.max(axis=2).tolist() == [[1, 1], [1, 3], [3, 3]]

@@ -1,7 +1,6 @@
 """Decode attention over pages: the kernel interpreted on CPU, and compiled by the TPU compiler."""
 
 import functools
-import pathlib
 import sys
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
-from processes import ran
+from processes import ROOT, ran
 
 from dapo_jax.preflight.compile import LIBTPU, topology_devices
 from models.kernels import paged_tpu, xla
@@ -23,8 +22,6 @@ from tests.paged import (
     matches_the_definition,
 )
 from tests.quick import jit
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 RUN = jit(paged_attention, static_argnames="interpret")
 

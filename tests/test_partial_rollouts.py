@@ -1,30 +1,22 @@
 """Partial rollouts go on as if nothing had been, nothing is lost, and runs resume bitwise."""
 
 import dataclasses
-import gzip
 import itertools
 import json
-import shutil
 
 import jax
 import numpy as np
 import pytest
 import test_engine
+from runs import Killed, digests, responses, rows_without_timings
 from test_engine import RUN_KEY, SAMPLING, SMALL, build, by_request, drain, random_params
-from test_overlapped_evaluation import Killed, digests
 from test_rollout import G, ScriptedSession, long_tailed_script, prompt_at, scripted_grade
-from test_train import (
-    programs_compiled_once,  # noqa: F401  a fixture
-    rows_without_timings,
-    small_config,
-)
+from test_train import programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from dapo_jax import train
 from dapo_jax.rollout import collect, continued
-from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.setup.start import Parent
 from dapo_jax.types import PartialGroup, Prompt, Response
 from models.kernels import KERNELS, paged_tpu
 
@@ -165,32 +157,6 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
         assert responses[name].ends == it.ends
 
 
-def test_a_response_goes_on_behind_whole_blocks_below_its_limit(small):
-    """The config before may have had another block or a greater limit: blocks lie in pages."""
-    engine, params = build(SMALL, ROOMY, small)
-    expected = whole(engine, params)
-    request = max(expected, key=lambda request: len(expected[request].tokens_T))
-    there = expected[request]
-    for tokens, limit, kept in ((7, 20, 4), (len(there.tokens_T), 9, 8)):
-        begun = Response(there.tokens_T[:tokens], there.behavior_logp_T[:tokens], stopped=False)
-        session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
-        session.submit(
-            request[0],
-            Prompt(PROMPTS[request[0]]),
-            group_size=request[1] + 1,
-            max_tokens=[limit] * (request[1] + 1),
-            partial=PartialGroup(
-                request[0],
-                (*[dataclasses.replace(begun, stopped=True)] * request[1], begun.continued()),
-                (*[False] * request[1], True),
-            ),
-        )
-        response = drain(session)[request]
-        np.testing.assert_array_equal(response.tokens_T, there.tokens_T[:limit])
-        assert response.ends == (min(tokens, len(response.tokens_T)),)
-        assert kept < len(response.tokens_T)
-
-
 def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
     """Responses above its limit were trained on, and a group of another size was an odd error."""
 
@@ -212,15 +178,13 @@ class PartialSession(ScriptedSession):
     """A scripted session whose groups may have begun before."""
 
     def submit(self, cursor, prompt, *, group_size, partial=None, keeps=False):
-        self.calls.append(("submit", cursor))
-        lengths = self._script.length_PG[cursor].tolist()
-        tokens = [0] * group_size
+        tokens = ()
         if partial:
             pairs = zip(partial.responses, partial.unfinished_G, strict=True)
             tokens = [len(r.tokens_T) if more else None for r, more in pairs]
             self._begun[cursor] = partial
-        self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens, keeps=keeps)
-        self._names.append((0, cursor))
+        how = {"group_size": group_size, "keeps": keeps, "first_tokens": tokens}
+        super().submit(cursor, prompt, **how)
 
     @property
     def _begun(self):
@@ -298,13 +262,8 @@ def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
     Slots stay full to a step's end, but where as many are under way as later steps can train on.
     """
     script, seen, idle, ages = long_tailed_script(0, prompts=600), [], [], []
-    for calls, before, rollouts in steps_of(
-        script,
-        steps=25,
-        slots=16,
-        partial_rollout_steps=partial_rollout_steps,
-        every_steps=every_steps,
-    ):
+    how = {"partial_rollout_steps": partial_rollout_steps, "every_steps": every_steps}
+    for calls, before, rollouts in steps_of(script, steps=25, slots=16, **how):
         kept = [rollouts.sampled[p].cursor for p in rollouts.kept]
         seen += [group.cursor for group in rollouts.sampled]
         informative = [g.cursor for g in rollouts.sampled if g.cursor in script.informative]
@@ -322,16 +281,10 @@ def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
         spent = rollouts.stats.sampled_tokens + rollouts.continued_tokens
         used = sum(group.length_G.sum() for group in rollouts.sampled)
         assert spent == used + sum(it.tokens for it in rollouts.partial)
+        # The first step trained on the groups that were complete first: the short ones.
+        assert len(seen) > len(rollouts.sampled) or kept == script.informative[:4]
     assert max(ages) == partial_rollout_steps
     assert sum(idle) == 0
-
-
-def test_a_first_step_trains_on_the_first_groups_in_prompt_order_as_without_partial_rollouts():
-    """It trained on those that were complete first: the short ones."""
-    script = long_tailed_script(2, prompts=600)
-    (_, _, first), *_, (_, _, last) = steps_of(script, steps=9, slots=32, partial_rollout_steps=3)
-    assert [first.sampled[p].cursor for p in first.kept] == script.informative[:4]
-    assert {it.age_steps for it in first.partial} == {1} and last.partial
 
 
 def test_at_the_cap_a_step_ends_with_what_there_is():
@@ -353,14 +306,6 @@ def partial_config():
     return config
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_program_for_decoding():
-    """The runs here are for what is partial: few programs are compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_module, "PARTS", ((1, 1),))
-        yield
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """An uninterrupted run."""
@@ -377,10 +322,6 @@ def uninterrupted(tmp_path_factory):
         train.train(partial_config(), workdir)
     (workdir / "recomputes.json").write_text(json.dumps(recomputes))
     return workdir
-
-
-def rollout_lines(workdir, step):
-    return gzip.open(workdir / "rollouts" / f"{step}.jsonl.gz").read()
 
 
 @pytest.mark.slow
@@ -408,19 +349,10 @@ def test_a_killed_run_resumes_bitwise(uninterrupted, tmp_path, monkeypatch):
     rows = rows_without_timings(uninterrupted)
     assert rows_without_timings(run) == rows
     assert digests(run, 4) == digests(uninterrupted, 4)
-    assert rollout_lines(run, 3) == rollout_lines(uninterrupted, 3)
-
-
-@pytest.mark.slow
-def test_keys_and_values_are_computed_again_at_a_step_to_resume_at_alone(uninterrupted):
-    """Checkpoints are saved after two steps and four; no response loses its pages here."""
+    assert responses(run, 3) == responses(uninterrupted, 3)
+    # No response loses its pages here, and the run without a kill has the same checkpoints.
     assert set(json.loads((uninterrupted / "recomputes.json").read_text())) == {2}
-
-
-@pytest.mark.slow
-def test_rows_say_how_stale_the_trained_tokens_are(uninterrupted):
-    """The first step has none; the gap to the sampler is that of fresh tokens, if there are any."""
-    rows = rows_without_timings(uninterrupted)
+    # The first step has no stale tokens; the gap to the sampler is that of fresh ones, if any.
     assert rows[0]["staleness/tokens_fraction"] == rows[0]["staleness/max_steps"] == 0
     assert "ratio_gap" in rows[0]
     assert any(row["staleness/tokens_fraction"] > 0 for row in rows)
@@ -428,38 +360,4 @@ def test_rows_say_how_stale_the_trained_tokens_are(uninterrupted):
         assert row["partial_rollouts/groups"] > 0 and row["partial_rollouts/tokens"] > 0
         assert row["staleness/mean_steps"] >= row["staleness/tokens_fraction"]
         assert row.get("ratio_gap", 0) < 1e-5
-        assert 0 <= row["engine/unused_tokens_fraction"] < 1
         assert row["groups/cancelled"] == 0
-
-
-@pytest.mark.slow
-def test_a_step_that_decodes_nothing_ends_like_any_other(uninterrupted, tmp_path, monkeypatch):
-    """Enough was partial: there was no block to plot, and the run ended with a traceback."""
-    config, run = partial_config(), tmp_path / "run"
-    shutil.copytree(uninterrupted, run)
-    config.num_steps += 1
-    config.log.samples_every_steps = 1
-
-    def without_blocks(*given, **settings):
-        rollouts = collect(*given, **settings)
-        nothing = dict.fromkeys(
-            ("decode_steps", "slot_steps", "busy_slot_steps", "waiting_slot_steps"), 0
-        )
-        stats = dataclasses.replace(rollouts.stats, blocks=[], sampled_tokens=0, **nothing)
-        return dataclasses.replace(rollouts, stats=stats)
-
-    monkeypatch.setattr(train.rollout, "collect", without_blocks)
-    train.train(config, run)
-    assert rows_without_timings(run)[-1]["engine/decode_steps"] == 0
-
-
-@pytest.mark.slow
-def test_a_fork_without_partial_rollouts_samples_what_was_under_way_anew(uninterrupted, tmp_path):
-    config = partial_config()
-    config.rollout.partial_rollout_steps = 0
-    parent = Parent(uninterrupted.resolve(), 2)
-    progress = json.loads((uninterrupted / "checkpoints/2/progress/metadata").read_text())
-    (tmp_path / "fork").mkdir()
-    train.train(config, tmp_path / "fork", parent)
-    first = json.loads(rollout_lines(tmp_path / "fork", 2).splitlines()[0])
-    assert first["cursor"] == min(it["cursor"] for it in progress["partial"])

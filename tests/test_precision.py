@@ -21,10 +21,11 @@ from dapo_jax.learner import init_state, make_batch
 from dapo_jax.sampler import cache, engine
 from dapo_jax.setup import components
 from dapo_jax.types import Batch, Group, Prompt, Response
+from models.kernels import splash_tpu
 from models.lora import MATRICES, Lora, init_adapters
 from models.parameters import param_axes
 from models.qwen2 import PRESETS, Qwen2Config
-from models.transformer import Layer, abstract_params
+from models.transformer import abstract_params
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 from tests.quick import jit
@@ -172,34 +173,6 @@ def micro_batch(rows: int) -> Batch:
     )
 
 
-class PlainBiases(Layer):
-    """Adds its biases as Qwen2's layer did when parameters came in the compute dtype."""
-
-    parameters = (*Layer.parameters, *(p for p in Qwen2Config.layer.parameters if "bias" in p.name))
-
-    def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
-        return q_BTNH + self.q_bias_NH[...], k_BTKH, v_BTKH + self.v_bias_KH[...]
-
-
-class PlainConfig(Qwen2Config):
-    layer = PlainBiases
-
-
-def test_a_family_that_adds_a_float32_bias_computes_in_the_compute_dtype():
-    """A family of one's own that did not know of `spread` failed in bfloat16, not in float32.
-
-    Its values were float32, and so was what its layer gave: "scan body function carry input and
-    carry output must have equal types".
-    """
-    graph, params = abstract_params(PlainConfig(64, 16, 32, 2, 2, 1, 8, True))
-    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    half = dataclasses.replace(SMOOTH, compute_dtype="bfloat16")
-    loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=half)
-    batch = micro_batch(2)
-    gradient, _ = jax.eval_shape(jax.grad(loss, has_aux=True), params, None, batch)
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
-
-
 SUMS = ("dot_general", "reduce_sum", "scatter-add", "psum", "reduce_scatter", "add_any")
 
 
@@ -275,6 +248,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     for module in (components, engine):
         monkeypatch.setattr(module, "platform_of", lambda mesh: platform)
+    monkeypatch.setattr(splash_tpu, "cores", lambda interpret: 2)  # of a TPU that is not there
     monkeypatch.setattr(jax, "jit", functools.partial(jit, jax.jit))
     changes = {"model": {"preset": "tiny", "compute_dtype": dtype, "kernels": kernels}}
     changes |= {"rollout": {"cache_mib": 8, "partial_rollout_steps": 1}, "algo": {"kl_coef": 0.1}}

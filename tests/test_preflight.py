@@ -102,19 +102,6 @@ def test_without_the_compiler_the_line_says_how_to_get_it(monkeypatch, tmp_path)
         topology_devices("v5e:2x2", slices=1)
 
 
-@needs_compiler
-def test_an_impossible_mesh_is_refused_before_anything_is_compiled():
-    recipe = without_weights(qwen2_5_32b.get_config())
-    recipe.mesh.model = 16
-    devices = topology_devices("v5p:8x8x4", slices=1)
-    where = {"config_name": "32b", "where": "v5p:8x8x4", "say": pytest.fail}
-    message = (
-        r"heads axis of 40 does not divide by mesh.model = 16; choose a .*divides 40, as 8 does"
-    )
-    with pytest.raises(ValueError, match=message):
-        examine.examine(recipe, devices, **where)
-
-
 def test_an_unknown_topology_is_named():
     given = ("--config=configs/qwen2_5_0_5b.py", "--topology=v9:2x2")
     done = ran("-m", "dapo_jax.preflight", *given, status=1)

@@ -6,40 +6,38 @@ last digits of float32.
 """
 
 import contextlib
-import gzip
-import json
 import os
 import pathlib
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import pytest
-from processes import ROOT, free_port, started
+from processes import ROOT, free_port, ran, started, wait_for
+from runs import SCHEDULE, responses, rows_without_timings
+from test_bucket import bucket, flip, folders
 
 from dapo_jax.cli import command
-from dapo_jax.logs.files import read_rows
-from dapo_jax.logs.metrics import CLOCKED, DIGESTS, TOKENS, VERDICTS
+from dapo_jax.convert import convert
+from dapo_jax.logs.metrics import DIGESTS, TOKENS, VERDICTS
 from sharding import hosts
 
+__all__ = ["bucket"]  # a fixture
 STEPS = 3
-# These depend on the number of devices: who is sampled beside whom, and what is discarded.
-SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 SECONDS = 480  # a run that takes so long hangs
 
 
-def run(workdir, *, processes=1, devices, steps=STEPS, checkpoints=""):
+def run(workdir, *, processes=1, devices, steps=STEPS, start="", checkpoints=""):
     """Starts the processes, waits for all, and returns the run's directory; output in its logs/.
 
-    checkpoints: checkpoint.directory.
+    start: --start. checkpoints: checkpoint.directory.
     """
     logs = workdir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     names = [logs / f"{processes}_{i}.txt" for i in range(processes)]
-    arguments = ["tests/small_run.py", str(workdir), str(devices), str(steps), "", checkpoints]
+    arguments = ["tests/small_run.py", str(workdir), str(devices), str(steps), start, checkpoints]
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(name.open("w")) for name in names]
         group = stack.enter_context(started(arguments, processes=processes, outputs=outputs))
@@ -48,30 +46,8 @@ def run(workdir, *, processes=1, devices, steps=STEPS, checkpoints=""):
     return workdir
 
 
-def continued(source, workdir, *, finished_steps, **how):
-    """A copy of a run, taken back to a checkpoint of it, goes on in another way."""
-    shutil.copytree(source, workdir)
-    for folder in (workdir / "checkpoints").iterdir():
-        if int(folder.name) > finished_steps:
-            shutil.rmtree(folder)
-    return run(workdir, **how)
-
-
-def rows(workdir):
-    return [
-        {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
-        for row in read_rows(workdir / "metrics.jsonl")
-    ]
-
-
-def responses(workdir, step):
-    """Everything sampled in a step, with verdicts and rewards."""
-    with gzip.open(workdir / "rollouts" / f"{step}.jsonl.gz", "rt") as file:
-        return [json.loads(line) for line in file]
-
-
 def assert_same_run(workdir, expected, *, bitwise=False, except_for=()):
-    ours, theirs = rows(workdir), rows(expected)
+    ours, theirs = rows_without_timings(workdir), rows_without_timings(expected)
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [*range(STEPS)]
     for step in range(STEPS):
         assert responses(workdir, step) == responses(expected, step)
@@ -96,40 +72,31 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_processes(runs):
-    return run(runs / "two_processes", processes=2, devices=2)
+def two_devices(runs):
+    """The run of one process."""
+    return run(runs / "two_devices", devices=2)
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_run_bitwise(runs, two_processes):
+def test_two_processes_are_one_run_bitwise_and_fork_it(runs, two_devices):
     """The same prompts, samples, verdicts, decisions, updates and evaluations, written once."""
-    two_devices = run(runs / "two_devices", devices=2)
+    two_processes = run(runs / "two_processes", processes=2, devices=2)
     assert_same_run(two_processes, two_devices, bitwise=True)
     there = {path.name for path in two_devices.iterdir()}
     assert {path.name for path in two_processes.iterdir()} == there
     assert (two_processes / "logs" / "2_1.txt").read_text().count("step ") == 0
+    fork = run(runs / "fork", processes=2, devices=2, start=f"run:{two_devices}@2")
+    assert rows_without_timings(fork) == rows_without_timings(two_devices)[2:]
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_with_the_checkpoint_of_two(runs, two_processes):
-    """On one device: the same prompts come next; sums have another order."""
-    alone = continued(two_processes, runs / "alone", finished_steps=1, devices=1)
-    assert_same_run(alone, two_processes, except_for=SCHEDULE)
-
-
-@pytest.fixture(scope="module")
-def four_devices(runs):
-    """The first step on one device, the others on four."""
-    one_device = run(runs / "one_device", devices=1, steps=1)
-    return continued(one_device, runs / "four_devices", finished_steps=1, devices=4)
-
-
-@pytest.mark.slow
-def test_four_processes_go_on_with_the_checkpoint_of_one_device(runs, four_devices):
-    """As one process with four devices does."""
-    how = {"finished_steps": 1, "processes": 4, "devices": 4}
-    four_processes = continued(four_devices, runs / "four_processes", **how)
-    assert_same_run(four_processes, four_devices)
+def test_four_processes_go_on_with_the_checkpoint_of_one(runs, two_devices):
+    """On twice the devices: the same prompts come next; sums have another order."""
+    four = shutil.copytree(two_devices, runs / "four_processes")
+    for step in (2, 3):
+        shutil.rmtree(four / "checkpoints" / str(step))
+    run(four, processes=4, devices=4)
+    assert_same_run(four, two_devices, except_for=SCHEDULE)
 
 
 def loops(workdir):
@@ -165,24 +132,19 @@ def training_of(loop) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "victim"), [("SIGTERM", 0), ("SIGKILL", 1), ("SIGSTOP", 1)])
-def test_two_restart_loops_go_on_after_one_worker_is_lost(runs, two_processes, name, victim):
-    """Bitwise as if nothing had been; the other worker notices in time, and its loop goes on."""
-    workdir = runs / f"loops_{name}"
+def test_two_restart_loops_go_on_after_one_worker_is_killed(runs, two_devices):
+    """Bitwise as if nothing had been; the other worker notices in time, and its loop goes on.
+
+    Other signals, in all phases of a step, are in test_faults_stops.py.
+    """
+    workdir = runs / "loops"
     group = loops(workdir)
     try:
-        until = time.monotonic() + SECONDS
-        while not (workdir / "metrics.jsonl").exists() or not rows(workdir):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        lost, other = training_of(group[victim]), training_of(group[1 - victim])
-        until = time.monotonic() + hosts.HEARTBEAT_SECONDS + 8  # JAX counts in steps of seconds
-        os.kill(lost, getattr(signal, name))
-        while pathlib.Path(f"/proc/{other}").exists():
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        if name == "SIGSTOP":
-            os.kill(lost, signal.SIGCONT)
+        wait_for((workdir / "checkpoints" / "1").is_dir, seconds=SECONDS)
+        lost, other = training_of(group[1]), training_of(group[0])
+        os.kill(lost, signal.SIGKILL)
+        gone = lambda: not pathlib.Path(f"/proc/{other}").exists()  # noqa: E731
+        wait_for(gone, seconds=hosts.HEARTBEAT_SECONDS + 8)  # JAX counts in steps of seconds
         assert [loop.wait(timeout=SECONDS) for loop in group] == [0, 0]
     finally:
         for loop in group:
@@ -190,7 +152,30 @@ def test_two_restart_loops_go_on_after_one_worker_is_lost(runs, two_processes, n
                 os.killpg(loop.pid, signal.SIGKILL)
     logs = [sorted(pathlib.Path(f"{workdir}_{i}.logs").glob("attempt-*")) for i in range(2)]
     assert [len(files) for files in logs] == [2, 2]
-    assert_same_run(workdir, two_processes, bitwise=True)
+    assert_same_run(workdir, two_devices, bitwise=True)
+
+
+@pytest.mark.slow
+def test_two_processes_save_in_a_bucket_and_one_forks_exports_and_samples(
+    bucket, tmp_path, two_devices
+):
+    """Each writes its own part; one finds it damaged, and both go on with the checkpoint before."""
+    there, url = tmp_path / "there", f"{bucket.url}/there"
+    run(there, processes=2, devices=2, steps=2, checkpoints=url)
+    flip(bucket, "there/2/state/ocdbt.process_1/d/")
+    run(there, processes=2, devices=2, checkpoints=url)
+    assert "leave it as damaged.2" in (there / "logs" / "2_1.txt").read_text()
+    assert folders(bucket, "there") == {"1", "2", "3", "damaged.2.0"}
+    assert_same_run(there, two_devices, bitwise=True)
+
+    fork = run(tmp_path / "fork", devices=2, start=f"run:{there}@2")
+    assert rows_without_timings(fork) == rows_without_timings(two_devices)[2:]
+    ran("-m", "dapo_jax.convert", f"--from=run:{there}", f"--to=hf:{url}-hf")
+    convert(f"run:{two_devices}", f"hf:{tmp_path / 'model'}", dtype="float32")
+    exported = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    assert exported == {name: bucket.read(f"there-hf/{name}") for name in exported}
+    ask = ("--prompt=7*8=", "--max_tokens=8", "--temperature=0", "--template=dapo")
+    assert "ready after" in ran("-m", "dapo_jax.sample", f"--model={url}-hf", *ask).stderr
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import html
 import json
 import math
 import re
-import struct
 
 import numpy as np
 import pytest
@@ -219,41 +218,6 @@ def test_figures_show_the_data():
     texts = legend.get_texts()
     assert [text.get_text() for text in texts] == [" _run $0.01$", " _run $0.02$"]
     assert not any(text.get_parse_math() for text in texts)
-
-
-def test_figures_of_rows_with_missing_keys(tmp_path):
-    """A set that only one run has ended a report with "a cannot be empty"."""
-    sparse = Run(
-        rows=[
-            {"step": 0, "entropy": None},
-            {"step": 1, "ratio_gap": 0.0, "reward/mean": 1.0, "entropy": math.inf},
-        ],
-        evaluations={("a", "mean@8"): {0: 0.5, 99: 0.75}},
-        config={},
-    )
-    runs = {"one": sparse, "two": dataclasses.replace(sparse, evaluations={})}
-    for figure in (plots.curves(runs), plots.accuracy_vs_tokens(runs)):
-        plots.save(figure, tmp_path / "figure.png")
-        data = (tmp_path / "figure.png").read_bytes()
-        assert data.startswith(b"\x89PNG\r\n")
-        assert struct.unpack(">II", data[16:24])[0] == 1600
-    (scores,) = _lines(figure, "a mean@8")
-    np.testing.assert_allclose(scores.get_ydata(), [0.5, 0.75])
-
-
-def test_a_configs_unused_parts_have_no_panel():
-    """curves.png of runs without partial rollouts had a panel "staleness" that said "no data"."""
-    row = {"step": 0, "accuracy/mean": 0.5, "entropy": None, "response_tokens/wrong": 7.0}
-    scores = {("a", "mean@8"): {0: 0.5}}
-    plain = Run(rows=[row | {"response_tokens/correct": None}], evaluations=scores, config={})
-    carries = Run(rows=[{"step": 0, "staleness/tokens_fraction": 0.0}], evaluations={}, config={})
-    by_title = {panel.title: panel for panel in plots.panels({"a": plain})}
-    wrong = "length of right and wrong, tokens: wrong"
-    assert list(by_title) == ["accuracy", wrong]  # only the title tells which of the two
-    assert [curve.name for curve in by_title["accuracy"].curves] == ["training", "a mean@8"]
-    both = plots.panels({"a": plain, "b": carries})
-    several = ["accuracy: training", "accuracy: a mean@8"]
-    assert [panel.title for panel in both] == [*several, wrong, "staleness"]
 
 
 # The page.

@@ -1,8 +1,6 @@
 """The scheduler assigns slots and pages, driven with scripted lengths and without devices."""
 
 import dataclasses
-import math
-import re
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from test_engine import ROOMY as CACHE
 
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan as plan_module
-from dapo_jax.sampler.cache import NULL_PAGE, decode_sizes, plan_cache
+from dapo_jax.sampler.cache import NULL_PAGE, decode_sizes
 from dapo_jax.sampler.scheduler import Scheduler
 
 
@@ -298,18 +296,6 @@ def test_copies_are_into_pages_that_no_other_copy_reads_or_fills(seed, monkeypat
         assert np.ptp(np.bincount(plan.shard_N, minlength=3)) <= 1
 
 
-def test_the_same_submissions_give_the_same_schedule():
-    def schedule():
-        script = Script(dataclasses.replace(CACHE, pages=9), shards=2)
-        rng = np.random.default_rng(0)
-        for group in rng.permutation(20).tolist():
-            script.submit(group, rng.integers(1, 21, 5).tolist())
-        fields = ("shard_N", "slot_N", "group_N", "sample_N", "page_N")
-        return [[getattr(plan, name).tolist() for name in fields] for plan in script.drain()]
-
-    assert schedule() == schedule()
-
-
 # The table
 
 
@@ -351,74 +337,3 @@ def test_the_table_names_each_slots_pages(monkeypatch, parts):
         script.complete(plan)
     assert seen <= set(known)
     assert len(seen) > len(parts) / 2
-
-
-# What a budget holds
-
-
-def settings(seed):
-    """Chooses any settings of plan_cache; token_bytes are those of real models."""
-    rng = np.random.default_rng(seed)
-    page_tokens = int(2 ** rng.integers(3, 8))
-    max_response_tokens = int(rng.integers(1, 3000))
-    return {
-        "cache_bytes": int(2 ** rng.uniform(24, 34)),
-        "token_bytes": int(rng.choice([1_024, 6_144, 12_288, 24_576, 28_672, 57_344, 114_688])),
-        "slot_tokens": int(rng.integers(1, max_response_tokens + 1)),
-        "readers": int(rng.integers(1, 17)),
-        "page_tokens": page_tokens,
-        "block_tokens": int(rng.choice([n for n in (4, 8, 16) if page_tokens % n == 0])),
-        "max_prompt_tokens": int(rng.integers(1, 700)),
-        "max_response_tokens": max_response_tokens,
-        "partial_rollouts": False,
-        "copies": bool(rng.random() < 0.5),
-    }
-
-
-def needed_bytes(cache, *, token_bytes, copies):
-    """Adds up both pools, a copy of the largest part of one, and the block's own tokens."""
-    rows = -(-cache.slots // cache.rows) * cache.rows
-    copied = -(-cache.pages // 2) if copies else 0
-    in_pages = (cache.prompt_pages + cache.pages + copied) * cache.page_tokens
-    return (in_pages + rows * cache.block_tokens) * token_bytes
-
-
-def test_a_plan_keeps_to_its_budget_and_uses_it():
-    """A plan holds a longest request, and slot_tokens for each slot if there are several."""
-    kept = []
-    for seed in range(300):
-        given = settings(seed)
-        try:
-            cache = plan_cache(**given)
-        except ValueError:
-            continue
-        needed = needed_bytes(cache, token_bytes=given["token_bytes"], copies=given["copies"])
-        kept.append(needed / given["cache_bytes"])
-        assert needed <= given["cache_bytes"], seed
-        assert cache.pages - 1 >= cache.pages_per_response
-        assert cache.prompt_pages - 1 >= cache.pages_per_prompt
-        few = min(64, 2 ** math.ceil(math.log2(cache.slots)))
-        assert cache.rows == (few if given["copies"] else 32)
-        one = cache.slots == 1
-        assert one or (cache.pages - 1) * cache.page_tokens >= cache.slots * given["slot_tokens"]
-    assert len(kept) > 100
-    assert np.median(kept) > 0.9
-
-
-def test_a_budget_for_less_than_one_request_is_refused_and_the_needed_one_named():
-    given = settings(0) | {
-        "cache_bytes": 2**20,
-        "token_bytes": 12_288,
-        "page_tokens": 128,
-        "max_prompt_tokens": 512,
-        "max_response_tokens": 4096,
-        "slot_tokens": 1024,
-    }
-    with pytest.raises(ValueError, match=r"rollout.cache_mib = 1 .* 512 tokens .* 4096") as error:
-        plan_cache(**given)
-    needed = float(re.search(r"; (\d+) does", str(error.value))[1])
-    enough = given | {"cache_bytes": int(needed) * 2**20}
-    assert plan_cache(**enough).pages > 4096 // 128
-    short = given | {"cache_bytes": int(0.9 * needed * 2**20)}
-    with pytest.raises(ValueError, match=r"rollout.cache_mib"):
-        plan_cache(**short)

@@ -21,9 +21,9 @@ from models import qwen2
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import AXES, make_mesh
-from tests.quick import jit
+from tests.quick import jit, random_params
 from tests.sampled_step import SAMPLING
 
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
@@ -47,10 +47,7 @@ def compiled_quickly():
 
 @pytest.fixture(scope="module")
 def params():
-    """Makes host arrays, large enough for clearly uneven token probabilities."""
-    _, abstract = abstract_params(SMALL)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda a: rng.normal(0, 0.3, a.shape).astype(a.dtype), abstract)
+    return random_params(SMALL)[1]
 
 
 def build_policy(slices, data, model):
@@ -253,15 +250,3 @@ def test_other_axes_must_divide(axis, size, message):
     mesh = make_mesh(data=4, model=1) if axis == "width" else make_mesh(data=1, model=4)
     with pytest.raises(ValueError, match=message):
         rules.named_sharding(mesh, (axis,), (size,), rules.LEARNER)
-
-
-# The processes.
-
-
-def test_place_and_fetch_return_the_same_arrays():
-    mesh = make_mesh(data=4, model=1)
-    tree = {"a": np.arange(8.0).reshape(8, 1), "b": [np.arange(4)]}
-    placed = hosts.place(tree, rules.rows(mesh))
-    assert len(placed["a"].addressable_shards) == 4
-    assert placed["a"].addressable_shards[1].data.shape == (2, 1)
-    jax.tree.map(np.testing.assert_array_equal, hosts.fetch(placed), tree)

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pathlib
 import signal
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import started
+from runs import saved_steps
 
 from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.progress import Progress
@@ -18,10 +18,6 @@ from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import signals
 from sharding import hosts
 from sharding.hosts import RETRYABLE
-
-
-def saved_steps(folder: pathlib.Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
 def take(run: Snapshots, step: int, state, *, cursor: int = 0, force: bool = False) -> None:
@@ -115,20 +111,6 @@ def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_s
     assert run._order() == "save 2"
     run._stop("SIGTERM")
     assert run._order() == "stop SIGTERM 3"
-
-
-def test_a_stop_before_the_first_step_says_so(tmp_path, monkeypatch):
-    def leave(line, status, *, say):
-        raise SystemExit((line, status))
-
-    monkeypatch.setattr(hosts, "leave", leave)
-    run = snapshots(tmp_path, every_steps=2)
-    run._stop("SIGTERM")
-    assert run._order() == "stop SIGTERM"
-    with pytest.raises(SystemExit) as left:
-        run._end("SIGTERM")
-    line = "SIGTERM: no step to resume at is finished since the start: there is nothing to save"
-    assert left.value.code == (line, RETRYABLE)
 
 
 def test_a_second_ctrl_c_ends_at_once(monkeypatch):

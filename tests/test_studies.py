@@ -10,7 +10,6 @@ from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run
 from dapo_jax.report.statistics import Interval
 from experiments import study
-from experiments.overlong import texts
 from experiments.study import Claim, Study, Trend, verdict
 
 ENTROPY = last("entropy", "entropy", form="{:.3f}")
@@ -135,18 +134,3 @@ def test_rows_are_added_to_those_of_other_seeds(tmp_path):
     write_rows(sweep, again)
     study.add_rows(made, sweep, tmp_path)
     assert [run.rows[0]["entropy"] for run in read_rows_file(rows).values()] == [1, 1, 9, 1]
-
-
-@pytest.mark.parametrize(
-    ("lines", "works_all"),
-    [
-        (["She has on 79-6=73 coins", "Tom has me 73+5=78 people"], True),
-        (["She has on 79-6=73 coins", "Let me check: 73+5=78", "Answer: 78"], False),
-        (["She has on 79-6=73 coins", "Tom has me 73-6=67 coins"], False),
-        (["She has on 79-6=73 coins", "Tom has me 73+5=78 coins", "He is on 78+9=87 coins"], False),
-    ],
-)
-def test_a_solution_works_all_operations_of_its_question(lines, works_all):
-    """Counting lines, one that left an operation out and worked another twice had all steps."""
-    response = {"prompt": "Solve.\n\nWhat is 79-6+5?\n\nRemember", "response": "\n".join(lines)}
-    assert texts.works_all(response) == works_all

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 import pytest
-from processes import ran
+from processes import ROOT, ran
 from scipy import stats
 
 from dapo_jax.logs.files import locked
@@ -25,8 +25,6 @@ from dapo_jax.report.runs import Run
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import sweep
 from dapo_jax.sweep.runner import Runner, environment, share
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
@@ -94,14 +92,6 @@ def test_the_pooled_interval_has_the_residual_of_all_arms():
     assert math.isnan(statistics.pooled_interval([[1.0], [2.0]], 0, 1).low)
 
 
-def test_holms_correction_by_hand():
-    """Sorted 0.01, 0.03, 0.04 times 3, 2, 1, each no less than the one before."""
-    held = statistics.holm([0.04, 0.01, math.nan, 0.03])
-    np.testing.assert_allclose(held, [0.09, 0.04, math.nan, 0.09])
-    assert statistics.holm([0.9, 0.8]).tolist() == [1.0, 1.0]
-    assert statistics.holm([]).tolist() == []
-
-
 def _plan(*, grid=(), named=(), seeds="2", common=(), config="configs/tiny.py", start=""):
     return plans.make(config=config, flags=common, grid=grid, named=named, seeds=seeds, start=start)
 
@@ -155,15 +145,12 @@ def test_arms_are_named_and_span_the_grid():
         ({"grid": ["algo.eps_high=-1"]}, r"arm 'eps_high=-1': algo.eps_high = -1.0, but must be"),
         ({"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
         ({"grid": ["algo.eps_high=0.2", "algo.eps_high=0.3"]}, "have algo.eps_high twice"),
-        ({"named": ["a: num_steps=3"], "grid": ["num_steps=4"]}, "have num_steps twice"),
         ({"grid": ["seed=1,2"]}, "give --seeds=5"),
         ({"common": ["--config.seed=1"]}, "give --seeds=5"),
         ({"named": ["a: num_steps=2", "a: num_steps=3"]}, "'a' cannot name .* or two arms"),
         ({"named": ["a/b: num_steps=3"]}, "'a/b' cannot name an arm's folder"),
         ({"named": ["a: num_steps"]}, 'write "NAME: KEY=V KEY=V"'),
-        ({"named": ["num_steps=3"]}, 'write "NAME: KEY=V KEY=V"'),
         ({"seeds": "x"}, "--seeds=x: give how many"),
-        ({"config": "configs/tyni.py"}, "tyni.py"),
     ],
 )
 def test_a_wrong_plan_is_refused_before_anything_starts(changes, message):
@@ -365,7 +352,7 @@ def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
     folder = tmp_path / "sweep"
     command = [sys.executable, "-m", "dapo_jax.sweep", "--config=tests/small_config.py"]
     command += [f"--workdir={folder}", "--set=algo.eps_high=0.2,0.28", "--seeds=1,", "--jobs=2"]
-    command += ["--config.num_steps=3"]
+    command += ["--config.num_steps=2", "--config.eval.every_steps=0"]
     first = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)
     rows = [folder / f"eps_high={arm}" / "seed_1" / "metrics.jsonl" for arm in (0.2, 0.28)]
     while not any(path.exists() and path.read_text() for path in rows):
@@ -377,7 +364,7 @@ def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
     assert "ended with" not in said
     done = ran(*command[1:])
     runs = read_rows_file(folder / "rows.jsonl.gz")
-    assert [len(run.rows) for run in runs.values()] == [3, 3]
+    assert [len(run.rows) for run in runs.values()] == [2, 2]
     assert max(len(run.starts) for run in runs.values()) == 2
     (a, b) = (run.rows[0]["response_tokens/mean"] for run in runs.values())
     assert a == b, "the same seed samples the same responses until the policies differ"

@@ -12,19 +12,17 @@ import sys
 import numpy as np
 import pytest
 from absl import flags
-from processes import ran
+from processes import ROOT, ran
 
-from configs import base, tiny
+from configs import base
 from dapo_jax import evaluate
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
 from dapo_jax.cli import config_flags
-from dapo_jax.setup import components
 from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "ext_tasks"
 COUNTDOWN = "countdown:Countdown"
 
@@ -197,14 +195,10 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__")
 
 
 def run(command, workdir, *arguments):
-    """Runs a command on the small config; commands in the same directory share their programs."""
+    """Runs a command on the small config."""
     arguments = [f"--workdir={workdir}", "--config.mesh.cpu_devices=1", *arguments]
-    environment = {
-        "PYTHONPATH": f"{ROOT}:{OUTSIDE}",
-        "JAX_COMPILATION_CACHE_DIR": str(workdir / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    return ran("-c", COMMAND, f"dapo_jax.{command}", SMALL, *arguments, **environment).stdout
+    path = f"{ROOT}:{OUTSIDE}"
+    return ran("-c", COMMAND, f"dapo_jax.{command}", SMALL, *arguments, PYTHONPATH=path).stdout
 
 
 def unzipped(path):
@@ -316,15 +310,3 @@ def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):
     settings = base.eval_settings(config)["new"]
     assert settings["args"] == args and type(settings["args"]["config"]) is dict
     assert evaluate.settings_of(config)["new"]["args"] == args
-
-
-def test_each_set_is_sampled_as_it_says():
-    config = tiny.get_config()
-    config.eval.sets.new = base.dataset(kind="arithmetic", count=5, temperature=0.5, max_prompts=3)
-    tokenizer = components.tokenizer(config)
-    sets = components.load_data(config, tokenizer, training=False).eval_sets
-    streams = components.eval_streams(config, tokenizer)
-    how = {name: stream.sampling for name, stream in zip(sets, streams, strict=True)}
-    assert (how["new"].temperature, how["new"].top_p, sets["new"].k) == (0.5, 1.0, 8)
-    assert how["arithmetic"] == components.sampling(config, tokenizer)
-    assert [len(sets[name].dataset.prompts) for name in ("new", "arithmetic")] == [3, 160]

@@ -1,7 +1,6 @@
 """Tokenizers: ids, round trips, stop tokens, chat templates and what is refused."""
 
 import json
-import types
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from dapo_jax.convert import convert
-from dapo_jax.setup import dry_run
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import templated
@@ -140,13 +138,6 @@ def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):
     assert tokenizer.stop_ids == (258, 256)
     with pytest.raises(ValueError, match=r"stop_tokens: '<\|endoftxt\|>'.*<\|endoftext\|>"):
         load(bpe_folder, stop_tokens=["<|endoftxt|>"])
-
-
-def test_decode_refuses_ids_that_do_not_exist(bpe_folder, piece_file):
-    for tokenizer in (load(bpe_folder), load(piece_file)):
-        for id in (-1, tokenizer.vocab_size):
-            with pytest.raises(ValueError, match=f"Token id {id} does not exist"):
-                tokenizer.decode([4, id])
 
 
 def copy_of(folder, to, **config):
@@ -358,40 +349,11 @@ def test_qwen_ids(qwen, qwen_chat, qwen_folder):
     assert qwen_chat.decode([9707, 151645]) == "Hello"
 
 
-QWEN_DEFAULT_SYSTEM = (
-    "<|im_start|>system\n"
-    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-)
-
-
 @pytest.mark.parametrize(
-    "messages, expected",
-    [
-        (
-            user("1+1=?"),
-            QWEN_DEFAULT_SYSTEM + "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            [{"role": "system", "content": "只说中文。"}, *user("\n 🚀 ")],
-            "<|im_start|>system\n只说中文。<|im_end|>\n"
-            "<|im_start|>user\n\n 🚀 <|im_end|>\n<|im_start|>assistant\n",
-        ),
-    ],
+    "messages", [user("1+1=?"), [{"role": "system", "content": "只说中文。"}, *user("\n 🚀 ")]]
 )
-def test_qwen_chat_template(qwen_folder, qwen_chat, messages, expected):
-    """The ids are those of the whole expected text, with its control tokens read as such."""
-    library = tokenizers.Tokenizer.from_file(str(qwen_folder / "tokenizer.json"))
-    assert qwen_chat.encode_chat(messages) == library.encode(expected).ids
-
-
-def test_a_dry_run_shows_the_first_prompt_as_the_policy_reads_it(bpe_folder):
-    """And control characters escaped: they could move the cursor, or hide lines."""
-    shown = ["<|im_start|>user", "1+1?\\x1b[2J", "Answer:<|im_end|>", "<|im_start|>assistant", ""]
-    tokenizer = load(bpe_folder, chat="template")
-    messages = user("1+1?\x1b[2J\nAnswer:")
-    ids = np.asarray(tokenizer.encode_chat(messages))
-    prompt = Prompt(ids, Example(tuple(messages), "2", "f", 0), "data.train")
-    data = types.SimpleNamespace(sets={"data.train": types.SimpleNamespace(prompts=[prompt])})
-    first, *lines = dry_run.example_lines(data, tokenizer)
-    assert first == "the first prompt of data.train, whose answer is '2':"
-    assert lines == [f"  | {line}" for line in shown]
+def test_qwen_chat_template(qwen_folder, qwen_chat, messages):
+    """Its own: a system message where there is none."""
+    how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+    theirs = AutoTokenizer.from_pretrained(qwen_folder)
+    assert qwen_chat.encode_chat(messages) == theirs.apply_chat_template(messages, **how)

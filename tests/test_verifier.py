@@ -13,14 +13,13 @@ import threading
 import time
 
 import pytest
-from processes import ran
+from processes import ROOT, ran
 
-from dapo_jax.verifier import RULES, STATUSES, Verdict, isolated, verify, verify_many
+from dapo_jax.verifier import RULES, Verdict, isolated, verify, verify_many
 from dapo_jax.verifier.math_rules import MAX_GROUND_TRUTH_CHARS, strict_form
 from dapo_jax.verifier.symbolic_rules import SymbolicVerifier, default_verifier
 
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def _rows(path: pathlib.Path) -> list[dict]:
@@ -56,7 +55,6 @@ def test_strict_box_rules_equal_the_reference_on_every_golden_row(shared):
 @pytest.mark.parametrize(
     ("rules", "response", "status"),
     [
-        ("dapo", "Answer: 6\nNo.\nanswer  :\n 7 ", "correct"),
         ("dapo", "Answer: 7\n" + "z" * 290, "correct"),
         ("dapo", "Answer: 7\n" + "z" * 293, "no_answer"),
         ("dapo", "Answer: $ $", "empty_answer"),
@@ -255,20 +253,6 @@ UNICODE = [
 
 
 @pytest.mark.parametrize("alphabet", [LATEX, UNICODE], ids=["latex", "unicode"])
-def test_no_soup_raises_or_is_graded_twice_differently(alphabet):
-    generator = random.Random(0)
-    for _ in range(700):
-        response = _soup(generator, alphabet, 400)
-        truth = generator.choice([_soup(generator, alphabet, 40), "42", ""])
-        for rules in LOCAL_RULES:
-            verdict = verify(response, truth, rules=rules)
-            assert verdict == verify(response, truth, rules=rules)
-            assert verdict.status in STATUSES
-            assert verdict.correct == (verdict.status == "correct")
-            assert not verdict.correct or (truth.strip() and verdict.prediction.strip())
-
-
-@pytest.mark.parametrize("alphabet", [LATEX, UNICODE], ids=["latex", "unicode"])
 def test_strict_form_is_a_fixed_point_that_grades_itself_right(alphabet):
     generator = random.Random(1)
     for _ in range(2000):
@@ -322,13 +306,6 @@ def test_a_response_of_line_ends_costs_no_time():
 def test_what_is_missing_is_never_rewarded(rules, response, ground_truth, status):
     verdict = verify(response, ground_truth, rules=rules)
     assert (verdict.correct, verdict.status) == (False, status)
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match=r"verifier\.rules is 'minerva'.*dapo, strict, "):
-        verify("Answer: 7", "7", rules="minerva")
-    with pytest.raises(ValueError, match="2 responses but 1 ground truths"):
-        verify_many(["a", "b"], ["a"], rules="dapo")
 
 
 # Symbolic equivalence
@@ -413,31 +390,6 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
 
 
 @pytest.mark.parametrize(
-    ("answer", "ground_truth"),
-    [
-        (r"125\textnormal{ miles}", "$125$ miles"),
-        (r"6\pi\mbox{ square units}", r"6\pi"),
-        (r"\left| 3 - 5 \right| = 2", "2"),
-        *((r"2^{100}\cdot5^{100}", "1e100"), ("x^{0.5}", r"\sqrt{x}"), ("0.1+0.2", "0.3")),
-        ("m + n = 3 + 4 = 7", "7"),
-        (r"A = \frac{1}{2}bh = \frac12 \cdot 6 \cdot 4 = 12", "12"),
-        (r"\cos 60^\circ = \frac{1}{2}", "1/2"),
-        *((r"\sum_{k=1}^{10} k = 55", "55"), (r"\sum_{k=1}^n k", "n(n+1)/2")),
-        ("(x-1)^2 + (y-2)^2 = 9", "(y-2)^2+(x-1)^2 = 9"),  # was a tower of powers
-        (r"(x, y) = (5, 8) \quad \text{and} \quad (8, 5)", "(5, 8), (8, 5)"),
-        (r"x = 6 \text{ or } x = 8", "6, 8"),
-        ("x = 3, y = 4", "(3, 4)"),
-    ],
-)
-def test_math_verify_reads_units_chains_and_lists_in_a_box_and_on_a_line(
-    symbolic, answer, ground_truth
-):
-    responses = [f"Answer: {answer}", f"Answer: ${answer}$", rf"So it is $\boxed{{{answer}}}$."]
-    verdicts = symbolic.verify_many(responses, [ground_truth] * 3)
-    assert [verdict.status for verdict in verdicts] == ["correct"] * 3
-
-
-@pytest.mark.parametrize(
     ("answer", "truth"),
     [
         *((r"\frac{1}{19!}", r"\frac{1}{20!}"), ("e^{-40}", "e^{-41}"), ("0.000001", "0.0000014")),
@@ -490,27 +442,6 @@ def test_a_worker_that_is_killed_at_work_changes_no_verdict(lone):
     assert [verdict.status for verdict in verdicts] == ["timeout", "correct"]
     (after,) = lone.worker_pids()
     assert after != before
-
-
-@pytest.mark.slow
-def test_workers_that_are_killed_as_they_start_never_raise(lone):
-    """The kernel, short of memory, may kill so."""
-    killed = set()
-    deadline = time.monotonic() + 60
-
-    def kill_four():
-        while len(killed) < 4 and time.monotonic() < deadline:
-            (pid,) = lone.worker_pids()
-            if pid not in killed:
-                os.killpg(pid, signal.SIGKILL)
-                killed.add(pid)
-            time.sleep(0.01)
-
-    killer = threading.Thread(target=kill_four)
-    killer.start()
-    assert lone.verify("Answer: 2^1+x", "x+2").correct
-    killer.join()
-    assert len(killed) == 4
 
 
 @pytest.mark.slow

@@ -95,11 +95,6 @@ class Engine:
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._programs |= dict(zip(missing, compiled, strict=True))
 
-    @property
-    def program_names(self) -> list[str]:
-        """Names what is compiled: prefill[pages], recompute[pages], decode[rows, pages], ...."""
-        return [f"{name}{sizes}" for name, _, *sizes in self._programs]
-
     def prefill(self, params, prompt_pages, tokens_RT, page_RI):
         """Runs prefill for [shards * rows] prompts of one bucket; the old pages are gone."""
         program = self._programs["prefill", None, page_RI.shape[1]]

@@ -165,18 +165,7 @@ class Session:
 
         They continue after `resume`, or in another session that they are submitted to.
         """
-        self._params = None
-        partial = self.so_far(stream)
-        of_stream = (group for group in self._groups.values() if group.stream == stream)
-        for group, it in zip(of_stream, partial, strict=True):
-            group.partial[:] = it.responses
-            group.responses[:] = it.ended
-        return partial
-
-    def so_far(self, stream: int = 0) -> list[PartialGroup]:
-        """Returns a stream's unfinished groups so far, in their order; they continue."""
-        slots = self._scheduler.occupied
-        found = []
+        self._params, slots, found = None, self._scheduler.occupied, []
         for number, group in self._groups.items():
             if group.stream != stream:
                 continue
@@ -189,6 +178,7 @@ class Session:
                 responses.append((response or group.partial[g]).continued())
             unfinished_G = tuple(response is None for response in group.responses)
             found.append(PartialGroup(group.cursor, tuple(responses), unfinished_G))
+            group.partial[:], group.responses[:] = responses, found[-1].ended
         return found
 
     @property

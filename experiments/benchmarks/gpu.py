@@ -10,6 +10,7 @@ bfloat16 and random weights, where not said otherwise. The kinds of rows, in the
                from the learner's, and Adam's moments from plain XLA's; whether a second one has the
                same bits
     attention  in packed rows of one and of twenty segments, by each of ATTENTION: ms
+    tiles      the same by ours with other tiles (flash_gpu.TILES), one kernel's at a time
     update     four rows of one response each, layers recomputed
     decode     256 slots, or as many as fit, that have sampled so many tokens each; the floor is
                that of experiments.preflight.estimate at the rates of a copy and of a product
@@ -25,11 +26,13 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from jax._src.cudnn import fused_attention_stablehlo
 
 from configs import one_gpu
 from dapo_jax.learner import minibatch
@@ -53,6 +56,7 @@ flags.DEFINE_bool("small", False, "Toy sizes, interpreted kernels: shows that al
 BLOCK, PAGE = 16, 128  # tokens
 SPARE_BYTES = 4 * 2**30  # of the device: logits and pieces of attention
 PROMPT, MICRO_BATCHES = 64, 4  # of an update
+MOST_SEGMENTS = 32  # of a row, for cuDNN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +108,30 @@ SMALL = Work(
 
 def cudnn(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
     """Attends as a causal row of one segment: what JAX's public function has of cuDNN."""
-    on_gpu = jax.default_backend() == "gpu"
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn" if on_gpu else "xla"
+    how = "xla" if FLAGS.small else "cudnn"
+    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=how)
+
+
+def cudnn_packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
+    """Attends in segments by cuDNN (Hopper or later), which JAX has no public function for.
+
+    Each segment is a problem of its own there: it knows no branches. JAX up to 0.11.0 is wrong for
+    grouped queries (jax#39521).
+    """
+    number_M = jnp.arange(1, MOST_SEGMENTS + 1)
+    is_BMT = segment_BT[:, None] == number_M[:, None]
+    length_BM = is_BMT.sum(axis=2, dtype=jnp.int32)
+    start_BM = jnp.argmax(is_BMT, axis=2).astype(jnp.int32)
+    length_BM, start_BM = (jnp.where(length_BM > 0, of, -1) for of in (length_BM, start_BM))
+    offsets_BM = jnp.pad(start_BM, ((0, 0), (0, 1)), constant_values=-1)
+    return fused_attention_stablehlo.dot_product_attention(
+        *(q_BTNH, k_BTKH, v_BTKH),
+        q_seqlen=length_BM,
+        kv_seqlen=length_BM,
+        q_offsets=offsets_BM,
+        kv_offsets=offsets_BM,
+        scale=q_BTNH.shape[3] ** -0.5,
+        mask_type=fused_attention_stablehlo.MaskType.PADDING_CAUSAL,
     )
 
 
@@ -115,7 +140,25 @@ def ours(*arrays):
     return flash_gpu.flash_attention(*arrays, interpret=FLAGS.small)
 
 
-ATTENTION = {"ours": ours, "cudnn": cudnn, "plain XLA": packed.packed_attention}
+ATTENTION = {
+    "ours": ours,
+    "cudnn": cudnn,
+    "cudnn packed": cudnn_packed,
+    "plain XLA": packed.packed_attention,
+}
+KERNELS = ("forward", "d_queries", "d_keys")
+TILES = {  # by the size of a head: (one of KERNELS, queries, keys, warps, stages)
+    64: (
+        *((0, 128, 64, 4, 3), (0, 128, 128, 8, 2), (0, 64, 64, 4, 3)),
+        *((1, 128, 64, 8, 2), (1, 64, 64, 4, 2), (1, 128, 32, 4, 3)),
+        *((2, 64, 64, 4, 3), (2, 64, 128, 8, 2), (2, 32, 128, 4, 2)),
+    ),
+    128: (
+        *((0, 128, 128, 8, 2), (0, 128, 64, 8, 3), (0, 64, 64, 4, 2)),
+        *((1, 128, 64, 8, 2), (1, 128, 32, 8, 2), (1, 64, 32, 4, 3)),
+        *((2, 64, 128, 8, 2), (2, 32, 64, 4, 3), (2, 32, 128, 8, 2)),
+    ),
+}
 
 
 def agree(work: Work) -> str:
@@ -191,6 +234,15 @@ def attention(work: Work, sizes: tuple[int, int, int, int], segments: int, name:
         for way in (ours, of)
     )
     return f"{text}; d_q differs by {np.linalg.norm(mine - theirs) / np.linalg.norm(theirs):.1e}"
+
+
+def tiles(work: Work, sizes: tuple[int, int, int, int], segments: int, which: int, *tile) -> str:
+    """Times our attention with another tile of one of its kernels."""
+    of = jnp.dtype(jnp.bfloat16).itemsize, sizes[3]
+    changed = [*flash_gpu.TILES[of]]
+    changed[which] = tile
+    with mock.patch.dict(flash_gpu.TILES, {of: tuple(changed)}):
+        return attention(work, sizes, segments, "ours")
 
 
 def update(work: Work, preset: str, row_tokens: int) -> str:
@@ -375,9 +427,16 @@ def rows_of(work: Work) -> Iterator[tuple[str, Callable[[], str]]]:
             for name in ATTENTION:
                 if (name == "cudnn" and segments > 1) or (name == "plain XLA" and sizes[0] > 8_192):
                     continue
+                if name == "cudnn packed" and work is SMALL:
+                    continue
                 heads = f"{sizes[1]} x {sizes[3]} heads, {sizes[0]:,} tokens, {segments} segments"
                 run = functools.partial(attention, work, sizes, segments, name)
                 yield f"attention, {name}, {heads}", run
+    for sizes in work.attention:
+        for segments in work.segments:
+            for which, *tile in TILES.get(sizes[3], ()) if sizes[0] > 8_192 else ():
+                name = f"tiles, heads of {sizes[3]}, {segments} segments, {KERNELS[which]} {tile}"
+                yield name, functools.partial(tiles, work, sizes, segments, which, *tile)
     for kind, works in ((update, work.updates), (decode, work.decodes)):
         for preset, tokens in works:
             name = f"{kind.__name__}, {preset}, {tokens:,} tokens"

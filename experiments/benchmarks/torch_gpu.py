@@ -9,22 +9,28 @@ this project is imported.
 """
 
 import argparse
+import contextlib
 import time
 
-import torch
-from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+with contextlib.suppress(ModuleNotFoundError):  # what lists our modules imports them without torch
+    import torch
+    from torch.utils.checkpoint import checkpoint
+    from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 SIZES = {  # width, feed-forward, layers, heads, key/value heads, vocabulary
     "0.5b": (896, 4_864, 24, 14, 2, 151_936),
     "1.5b": (1_536, 8_960, 28, 12, 2, 151_936),
     "tiny": (128, 512, 4, 4, 2, 384),
 }
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT, ROWS, PIECE, REPEATS = 64, 4, 2_048, 3
 
 
-def model_of(name: str, dtype) -> Qwen2ForCausalLM:
+def device() -> str:
+    """Names the GPU, or the CPU where there is none."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def model_of(name: str, dtype):
     """Makes a model with random weights."""
     width, mlp, layers, heads, kv, vocab = SIZES[name]
     config = Qwen2Config(
@@ -38,7 +44,7 @@ def model_of(name: str, dtype) -> Qwen2ForCausalLM:
         tie_word_embeddings=True,
         attn_implementation="sdpa",
     )
-    with torch.device(DEVICE):
+    with torch.device(device()):
         return Qwen2ForCausalLM(config).to(dtype)
 
 
@@ -62,10 +68,10 @@ def decode(name: str, context: int, slots: int) -> str:
             for layer in range(c.num_hidden_layers):
                 shape = (slots, c.num_key_value_heads, context, head_dim)
                 keys, values = (
-                    torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
+                    torch.randn(shape, dtype=torch.bfloat16, device=device()) for _ in range(2)
                 )
                 cache.update(keys, values, layer)
-            token = torch.ones((slots, 1), dtype=torch.long, device=DEVICE)
+            token = torch.ones((slots, 1), dtype=torch.long, device=device())
 
             @torch.no_grad()
             def step(token=token, cache=cache):
@@ -87,12 +93,12 @@ def update(name: str, row_tokens: int) -> str:
     """Times an update with DAPO's loss."""
     model = model_of(name, torch.float32).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    fused = DEVICE == "cuda"
+    fused = device() == "cuda"
     adam = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.1, fused=fused)
     vocab = model.config.vocab_size
-    ids_RT = torch.randint(1, vocab, (ROWS, 1, row_tokens), device=DEVICE)
-    old_logp = torch.log(torch.tensor(1.0 / vocab, device=DEVICE))
-    advantage_R = torch.randn(ROWS, device=DEVICE)
+    ids_RT = torch.randint(1, vocab, (ROWS, 1, row_tokens), device=device())
+    old_logp = torch.log(torch.tensor(1.0 / vocab, device=device()))
+    advantage_R = torch.randn(ROWS, device=device())
 
     def loss_of(hidden_BTD, target_BT, advantage):
         logits_BTV = model.lm_head(hidden_BTD).float()
@@ -104,9 +110,9 @@ def update(name: str, row_tokens: int) -> str:
     def step():
         adam.zero_grad(set_to_none=True)
         for ids_BT, advantage in zip(ids_RT, advantage_R, strict=True):
-            with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            with torch.autocast(device(), dtype=torch.bfloat16):
                 hidden_BTD = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
-                loss = torch.zeros((), device=DEVICE)
+                loss = torch.zeros((), device=device())
                 for first in range(PROMPT - 1, row_tokens - 1, PIECE):
                     end = min(first + PIECE, row_tokens - 1)
                     piece = hidden_BTD[:, first:end], ids_BT[:, first + 1 : end + 1], advantage
@@ -125,13 +131,13 @@ def main():
     small = parser.parse_args().small
     updates = (("tiny", 256),) if small else (("0.5b", 4_096), ("0.5b", 22_528), ("1.5b", 4_096))
     decodes = (("tiny", 64, 4),) if small else (("0.5b", 1_024, 256), ("0.5b", 4_096, 256))
-    where = torch.cuda.get_device_name() if DEVICE == "cuda" else "a CPU"
+    where = torch.cuda.get_device_name() if device() == "cuda" else "a CPU"
     print(f"{where}, torch {torch.__version__}\n\n| row | result |\n| --- | --- |")
     for run, works in ((update, updates), (decode, decodes)):
         for name, tokens, *slots in works:
             found = run(name, tokens, *slots)
             print(f"| {run.__name__}, {name}, {tokens:,} tokens | {found} |", flush=True)
-            if DEVICE == "cuda":
+            if device() == "cuda":
                 torch.cuda.empty_cache()
 
 

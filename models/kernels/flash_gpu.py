@@ -1,15 +1,16 @@
 """Attention inside packed rows on GPU: FlashAttention-2 in Triton, with segments and branches.
 
 Axis letters beside the model's: Q query and S key tokens of a tile; G = N / K query heads of a
-key/value head; I and J tiles of queries and of keys.
+key/value head; I and J tiles of queries and of keys; X bounds of ranges of tiles.
 
 A program has a tile of queries (forward, gradient of the queries) or of keys (gradients of keys and
-values) and visits those of the other kind from the first to the last that its segments reach. The
-backward pass computes the weights again from the softmax's normaliser (Dao 2023, arXiv 2307.08691,
-Algorithm 2).
+values). It visits first those tiles of the other kind that are seen whole, without a mask, and then
+those on the borders. The backward pass computes the weights again from the softmax's normaliser
+(Dao 2023, arXiv 2307.08691, Algorithm 2). Scores and normaliser are to base 2.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,224 +21,256 @@ from jax.experimental import pallas as pl
 from models.kernels import triton
 from models.kernels.xla import ATTENTION, MASKED, like
 
-# Tiles (Q, S) forward and backward, by the bytes of a value: the largest of a few that were tried
-# with which no registers are spilled, for heads of 128 on an H100 and on an RTX 4090.
-TILES = {2: ((128, 64), (64, 32)), 4: ((32, 32), (32, 16))}
+# For the forward pass, the gradient of queries and those of keys, by the bytes of a value and the
+# size of a head that is not exceeded: tiles with the fewest cycles by count of an H100's
+# instructions, among those that spill no registers there, on an A100 and on an RTX 4090.
+TILES = {
+    (2, 64): ((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 2)),
+    (2, 128): ((128, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    (4, 64): ((32, 32, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
+    (4, 128): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
+}
+LOG2_E = math.log2(math.e)  # makes powers of e powers of 2
+FEW = 512  # programs that may leave a GPU idle until the longest of them ends
 
 
 def flash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret: bool = False):
     """Does what `packed.packed_attention` does; the head size is a power of two, 16 or more."""
     tokens = q_BTNH.shape[1]
-    forward, backward = TILES[q_BTNH.dtype.itemsize]
-    missing = -tokens % max(*forward, *backward)
+    missing = -tokens % max(max(tile[:2]) for tile in _tiles(q_BTNH))
 
     def pad(array):
         return jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * (array.ndim - 2))
 
-    arrays = map(pad, (q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT))
-    return _attention(interpret, *arrays)[:, :tokens]
+    until_BT = _until(pad(segment_BT), pad(branch_BT))
+    return _attention(interpret, *map(pad, (q_BTNH, k_BTKH, v_BTKH)), until_BT)[:, :tokens]
+
+
+def _tiles(q_BTNH) -> tuple:
+    return TILES[q_BTNH.dtype.itemsize, 64 if q_BTNH.shape[3] <= 64 else 128]
+
+
+def _call(kernel, tile, interpret: bool, *arrays, **more):
+    Q, S, warps, stages = tile
+    exp2 = functools.partial(triton.exp2, interpret=interpret)
+    kernel = functools.partial(kernel, tile=(Q, S), exp2=exp2)
+    return triton.call(kernel, *arrays, warps=warps, stages=stages, interpret=interpret, **more)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(interpret, q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
-    return _forward(interpret, q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT)[0]
+def _attention(interpret, q_BTNH, k_BTKH, v_BTKH, until_BT):
+    return _forward(interpret, q_BTNH, k_BTKH, v_BTKH, until_BT)[0]
 
 
-def _forward(interpret, q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
-    B, T, N, H = q_BTNH.shape
-    tile, _ = TILES[q_BTNH.dtype.itemsize]
-    first_BI, _ = _reach(segment_BT, tile)
-    out_BTNH, norm_BNT = triton.call(
-        functools.partial(_forward_kernel, tile=tile, group=N // k_BTKH.shape[2]),
-        *(first_BI, segment_BT, branch_BT, q_BTNH, k_BTKH, v_BTKH),
-        grid=(T // tile[0], B, N),
+def _forward(interpret, q_BTNH, k_BTKH, v_BTKH, until_BT):
+    B, T, N, _ = q_BTNH.shape
+    tile, _, _ = _tiles(q_BTNH)
+    out_BTNH, norm_BNT = _call(
+        _forward_kernel,
+        *(tile, interpret, _ranges(until_BT, tile), until_BT, q_BTNH, k_BTKH, v_BTKH),
+        grid=(N, B, T // tile[0]),
         out_shape=[like(q_BTNH), like(q_BTNH, (B, N, T), jnp.float32)],
         name="flash_attention",
-        interpret=interpret,
-        warps=4 if H <= 64 else 8,
-        stages=2,
     )
     out_BTNH = checkpoint_name(out_BTNH, ATTENTION)
     norm_BNT = checkpoint_name(norm_BNT, ATTENTION)
-    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, out_BTNH, norm_BNT)
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, until_BT, out_BTNH, norm_BNT)
 
 
 def _backward(interpret, residuals, d_out_BTNH):
-    q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, out_BTNH, norm_BNT = residuals
-    B, T, N, _ = q_BTNH.shape
+    q_BTNH, k_BTKH, v_BTKH, until_BT, out_BTNH, norm_BNT = residuals
+    B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
-    _, tile = TILES[q_BTNH.dtype.itemsize]
-    first_BI, last_BJ = _reach(segment_BT, tile)
+    _, tile, tile_of_keys = _tiles(q_BTNH)
     dot_BTN = jnp.sum(d_out_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=3)
-    arrays = (segment_BT, branch_BT, q_BTNH, k_BTKH, v_BTKH, d_out_BTNH, norm_BNT)
+    arrays = (until_BT, q_BTNH, k_BTKH, v_BTKH, d_out_BTNH, norm_BNT)
     arrays = (*arrays, dot_BTN.swapaxes(1, 2))
-    call = functools.partial(triton.call, interpret=interpret, stages=2)
-    (d_q_BTNH,) = call(
-        functools.partial(_queries_kernel, tile=tile, group=N // K),
-        *(first_BI, *arrays),
-        grid=(T // tile[0], B, N),
+    (d_q_BTNH,) = _call(
+        _queries_kernel,
+        *(tile, interpret, _ranges(until_BT, tile), *arrays),
+        grid=(N, B, T // tile[0]),
         out_shape=[like(q_BTNH)],
         name="flash_attention_d_queries",
     )
-    d_k_BTKH, d_v_BTKH = call(
-        functools.partial(_keys_kernel, tile=tile, group=N // K),
-        *(last_BJ, *arrays),
-        grid=(T // tile[1], B, K),
-        out_shape=[like(k_BTKH), like(v_BTKH)],
+    # A program sums over the query heads of its keys; were there few, it has one, and the sum is
+    # here. L are key heads of which one has `parts`.
+    parts = 1 if B * K * T // tile_of_keys[1] >= FEW else N // K
+    d_BTLH = like(k_BTKH, (B, T, K * parts, H), k_BTKH.dtype if parts == 1 else jnp.float32)
+    gradients = _call(
+        _keys_kernel,
+        *(tile_of_keys, interpret, _ranges(until_BT, tile_of_keys, of_keys=True), *arrays),
+        grid=(K * parts, B, T // tile_of_keys[1]),
+        out_shape=[d_BTLH, d_BTLH],
         name="flash_attention_d_keys",
     )
-    return d_q_BTNH, d_k_BTKH, d_v_BTKH, None, None
+    d_k_BTKH, d_v_BTKH = (
+        d_BTLH.reshape(B, T, K, parts, H).sum(axis=3).astype(k_BTKH.dtype) for d_BTLH in gradients
+    )
+    return d_q_BTNH, d_k_BTKH, d_v_BTKH, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _reach(segment_BT, tile: tuple[int, int]):
-    """Finds (the first tile of keys of each of queries, the last + 1 of queries of each of keys).
+def _until(segment_BT, branch_BT):
+    """Finds behind which place of its row no token looks at a token: 0 of padding, for none does.
 
-    Tokens of a segment stand side by side; each token of padding is by itself.
+    Tokens of a segment stand side by side, and those of a branch behind their segment's prompt.
     """
-    Q, S = tile
     index_T = jnp.arange(segment_BT.shape[1])
-    begins_BT = (jnp.diff(segment_BT, axis=1, prepend=-1) != 0) | (segment_BT == 0)
-    start_BT = lax.cummax(jnp.where(begins_BT, index_T, 0), axis=1)
-    ends_BT = jnp.roll(begins_BT, -1, axis=1).at[:, -1].set(True)
-    end_BT = lax.cummin(jnp.where(ends_BT, index_T, len(index_T)), axis=1, reverse=True)
-    return start_BT[:, ::Q] // S, end_BT[:, S - 1 :: S] // Q + 1
+    last_BT = jnp.diff(segment_BT, axis=1, append=-1) != 0
+    last_2BT = jnp.stack([last_BT, last_BT | (jnp.diff(branch_BT, axis=1, append=-1) != 0)])
+    end_2BT = jnp.where(last_2BT, index_T + 1, len(index_T))
+    of_prompt_BT, of_branch_BT = lax.cummin(end_2BT, axis=2, reverse=True)
+    until_BT = jnp.where(branch_BT == 0, of_prompt_BT, of_branch_BT)
+    return jnp.where(segment_BT > 0, until_BT, 0)
 
 
-def _seen(segment_ref, branch_ref, b, query, key, tile: tuple[int, int]):
-    """Says what the tokens of a tile of queries see of one of keys: seen_QS."""
-    Q, S = tile
-    queries, keys = pl.ds(query * Q, Q), pl.ds(key * S, S)
-    segment_Q, segment_S = segment_ref[b, queries], segment_ref[b, keys]
-    branch_Q, branch_S = branch_ref[b, queries][:, None], branch_ref[b, keys][None]
-    index_Q, index_S = query * Q + jnp.arange(Q), key * S + jnp.arange(S)
-    own_QS = (segment_Q[:, None] == segment_S[None]) & (segment_Q > 0)[:, None]
-    return own_QS & ((branch_S == 0) | (branch_S == branch_Q)) & (index_Q[:, None] >= index_S[None])
+def _ranges(until_BT, tile, *, of_keys: bool = False):
+    """Finds which tiles of keys each of queries visits, or of queries each of keys: bounds_BIX.
+
+    Keys have two ranges, the prompt's and the branch's, or one where nothing is between. A range
+    has four bounds: its tiles lie from the first to the last, those between the others are seen
+    whole.
+    """
+    Q, S, *_ = tile
+    B, T = until_BT.shape
+    begin_I1, begin_J = jnp.arange(0, T, Q)[:, None], jnp.arange(0, T, S)
+    until_BJS = until_BT.reshape(B, -1, S)
+    seen_BIJ = (until_BJS.max(axis=2)[:, None] > begin_I1) & (begin_J < begin_I1 + Q)
+    whole_BIJ = (until_BJS.min(axis=2)[:, None] >= begin_I1 + Q) & (begin_J + S <= begin_I1 + 1)
+    if of_keys:
+        seen_BIJ, whole_BIJ = seen_BIJ.swapaxes(1, 2), whole_BIJ.swapaxes(1, 2)
+    tiles = seen_BIJ.shape[2]
+    place_J = jnp.arange(tiles)
+
+    def first(mask_BIJ):
+        return jnp.where(mask_BIJ, place_J, tiles).min(axis=2, keepdims=True)
+
+    def behind(mask_BIJ):
+        return jnp.where(mask_BIJ, place_J + 1, 0).max(axis=2, keepdims=True)
+
+    sides = [True]
+    if not of_keys:
+        gap_BI1 = behind(~seen_BIJ & (begin_J < begin_I1 + Q))
+        sides = [place_J < gap_BI1, place_J >= gap_BI1]
+    bounds = []
+    for side_BIJ in sides:
+        begin_BI1 = first(seen_BIJ & side_BIJ)
+        end_BI1 = jnp.maximum(behind(seen_BIJ & side_BIJ), begin_BI1)
+        whole_BI1 = jnp.minimum(first(whole_BIJ & side_BIJ), end_BI1)
+        rest_BI1 = jnp.minimum(first(~whole_BIJ & (place_J >= whole_BI1)), end_BI1)
+        bounds += [begin_BI1, whole_BI1, rest_BI1, end_BI1]
+    return jnp.concatenate(bounds, axis=2)
 
 
-def _forward_kernel(
-    first_ref,
-    segment_ref,
-    branch_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    out_ref,
-    norm_ref,
-    *,
-    tile: tuple[int, int],
-    group: int,
-):
-    i, b, n = (pl.program_id(axis) for axis in range(3))
-    (Q, S), H, h = tile, q_ref.shape[3], lax.div(n, group)
+def _visit(ranges_ref, b, program, turns: int, visit, state):
+    """Runs state = visit(state, tile, turn, whole) over a program's ranges, `turns` times a tile.
+
+    One loop goes over all that is seen whole, which needs no masks, and then one over the rest.
+    """
+    ranges = range(0, ranges_ref.shape[2], 4)
+    for whole, parts in ((True, [1]), (False, [0, 2])):
+        visited, shifts = 0, []
+        for x in (first + part for part in parts for first in ranges):
+            begin, end = ranges_ref[b, program, x], ranges_ref[b, program, x + 1]
+            shifts.append((visited, begin - visited))
+            visited += end - begin
+
+        def body(index, state, shifts=shifts, whole=whole):
+            count, turn = lax.div(index, turns), lax.rem(index, turns)
+            shift = 0
+            for before, begin in shifts:
+                shift = jnp.where(count >= before, begin, shift)
+            return visit(state, count + shift, turn, whole)
+
+        state = lax.fori_loop(0, visited * turns, body, state)
+    return state
+
+
+def _seen(until_ref, b, queries, keys, axis: int):
+    """Says what the tokens of a tile of queries, which are along this axis, see of one of keys."""
+    query = jnp.expand_dims(queries.start + jnp.arange(queries.size), 1 - axis)
+    key = jnp.expand_dims(keys.start + jnp.arange(keys.size), axis)
+    return (query >= key) & (query < jnp.expand_dims(until_ref[b, keys], axis))
+
+
+def _forward_kernel(ranges_ref, until_ref, *refs, tile, exp2):
+    q_ref, k_ref, v_ref, out_ref, norm_ref = refs
+    # Later queries have more keys: they go first, lest the last programs be the longest.
+    n, b, i = pl.program_id(0), pl.program_id(1), pl.num_programs(2) - 1 - pl.program_id(2)
+    (Q, S), scale = tile, q_ref.shape[3] ** -0.5 * LOG2_E
+    h = lax.div(n, q_ref.shape[2] // k_ref.shape[2])
     queries = pl.ds(i * Q, Q)
     q_QH = q_ref[b, queries, n, :]
 
-    def visit(j, state):
+    def visit(state, j, _, whole):
         max_Q1, sum_Q1, out_QH = state
         keys = pl.ds(j * S, S)
-        x_QS = triton.dot(q_QH, k_ref[b, keys, h, :].T) * H**-0.5
-        x_QS = jnp.where(_seen(segment_ref, branch_ref, b, i, j, tile), x_QS, MASKED)
+        x_QS = triton.dot(q_QH, k_ref[b, keys, h, :].T)
+        if not whole:
+            x_QS = jnp.where(_seen(until_ref, b, queries, keys, 0), x_QS, MASKED)
         new_max_Q1 = jnp.maximum(max_Q1, x_QS.max(axis=1, keepdims=True))
-        # Where nothing was seen so far, what is summed here has no weight later.
-        p_QS, decay_Q1 = jnp.exp(x_QS - new_max_Q1), jnp.exp(max_Q1 - new_max_Q1)
+        p_QS = exp2(x_QS, scale, -scale * new_max_Q1)
+        decay_Q1 = exp2(max_Q1 - new_max_Q1, scale, 0.0)
         v_SH = v_ref[b, keys, h, :]
         out_QH = out_QH * decay_Q1 + triton.dot(p_QS.astype(v_SH.dtype), v_SH)
         return new_max_Q1, sum_Q1 * decay_Q1 + p_QS.sum(axis=1, keepdims=True), out_QH
 
-    none = jnp.full((Q, 1), MASKED), jnp.zeros((Q, 1)), jnp.zeros((Q, H))
-    max_Q1, sum_Q1, out_QH = lax.fori_loop(first_ref[b, i], pl.cdiv((i + 1) * Q, S), visit, none)
-    live_Q1 = max_Q1 > MASKED
-    sum_Q1 = jnp.where(live_Q1, sum_Q1, 1.0)
-    out_ref[b, queries, n, :] = jnp.where(live_Q1, out_QH / sum_Q1, 0.0).astype(out_ref.dtype)
-    norm_ref[b, n, queries] = (max_Q1 + jnp.log(sum_Q1))[:, 0]
+    # The maximum stays so far above MASKED that this has no weight, however products are rounded.
+    none = jnp.full((Q, 1), MASKED / 2), jnp.zeros((Q, 1)), jnp.zeros(q_QH.shape)
+    max_Q1, sum_Q1, out_QH = _visit(ranges_ref, b, i, 1, visit, none)
+    sum_Q1 = jnp.where(sum_Q1 > 0, sum_Q1, 1.0)
+    out_ref[b, queries, n, :] = (out_QH / sum_Q1).astype(out_ref.dtype)
+    norm_ref[b, n, queries] = (max_Q1 * scale + jnp.log2(sum_Q1))[:, 0]
 
 
-def _of_queries(refs, b, n, queries):
-    """Loads what the backward pass has of queries: (q_QH, d_out_QH, norm_Q1, dot_Q1)."""
-    q_ref, d_out_ref, norm_ref, dot_ref = refs
-    q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
-    return q_QH, d_out_QH, norm_ref[b, n, queries][:, None], dot_ref[b, n, queries][:, None]
-
-
-def _weights_and_d_scores(of_queries, k_SH, v_SH, seen_QS):
-    """Computes a tile's softmax weights p_QS again, and the gradient d_x_QS of q k^T."""
-    q_QH, d_out_QH, norm_Q1, dot_Q1 = of_queries
-    scale = q_QH.shape[1] ** -0.5
-    p_QS = jnp.exp(triton.dot(q_QH, k_SH.T) * scale - norm_Q1)
-    p_QS = jnp.where(seen_QS, p_QS, 0.0)
-    return p_QS, p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1) * scale
-
-
-def _queries_kernel(
-    first_ref,
-    segment_ref,
-    branch_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    d_out_ref,
-    norm_ref,
-    dot_ref,
-    d_q_ref,
-    *,
-    tile: tuple[int, int],
-    group: int,
-):
-    i, b, n = (pl.program_id(axis) for axis in range(3))
-    (Q, S), H, h = tile, q_ref.shape[3], lax.div(n, group)
+def _queries_kernel(ranges_ref, until_ref, *refs, tile, exp2):
+    q_ref, k_ref, v_ref, d_out_ref, norm_ref, dot_ref, d_q_ref = refs
+    n, b, i = pl.program_id(0), pl.program_id(1), pl.num_programs(2) - 1 - pl.program_id(2)
+    (Q, S), H = tile, q_ref.shape[3]
+    h = lax.div(n, q_ref.shape[2] // k_ref.shape[2])
     queries = pl.ds(i * Q, Q)
-    of_queries = _of_queries((q_ref, d_out_ref, norm_ref, dot_ref), b, n, queries)
+    q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
+    norm_Q1, dot_Q1 = norm_ref[b, n, queries][:, None], dot_ref[b, n, queries][:, None]
 
-    def visit(j, d_q_QH):
+    def visit(d_q_QH, j, _, whole):
         keys = pl.ds(j * S, S)
         k_SH, v_SH = k_ref[b, keys, h, :], v_ref[b, keys, h, :]
-        seen_QS = _seen(segment_ref, branch_ref, b, i, j, tile)
-        _, d_x_QS = _weights_and_d_scores(of_queries, k_SH, v_SH, seen_QS)
+        p_QS = exp2(triton.dot(q_QH, k_SH.T), H**-0.5 * LOG2_E, -norm_Q1)
+        if not whole:
+            p_QS = jnp.where(_seen(until_ref, b, queries, keys, 0), p_QS, 0.0)
+        d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1)
         return d_q_QH + triton.dot(d_x_QS.astype(k_SH.dtype), k_SH)
 
-    end = pl.cdiv((i + 1) * Q, S)
-    d_q_QH = lax.fori_loop(first_ref[b, i], end, visit, jnp.zeros((Q, H)))
-    d_q_ref[b, queries, n, :] = d_q_QH.astype(d_q_ref.dtype)
+    d_q_QH = _visit(ranges_ref, b, i, 1, visit, jnp.zeros(q_QH.shape))
+    d_q_ref[b, queries, n, :] = (d_q_QH * H**-0.5).astype(d_q_ref.dtype)
 
 
-def _keys_kernel(
-    last_ref,
-    segment_ref,
-    branch_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    d_out_ref,
-    norm_ref,
-    dot_ref,
-    d_k_ref,
-    d_v_ref,
-    *,
-    tile: tuple[int, int],
-    group: int,
-):
-    """Sums over the query heads that share the key head too, in float32."""
-    j, b, h = (pl.program_id(axis) for axis in range(3))
+def _keys_kernel(ranges_ref, until_ref, *refs, tile, exp2):
+    """Has keys first in what it multiplies, so that nothing is transposed but references."""
+    q_ref, k_ref, v_ref, d_out_ref, norm_ref, dot_ref, d_k_ref, d_v_ref = refs
+    part, b, j = (pl.program_id(axis) for axis in range(3))
     (Q, S), H = tile, q_ref.shape[3]
+    group = q_ref.shape[2] // d_k_ref.shape[2]
+    h = lax.div(part, d_k_ref.shape[2] // k_ref.shape[2])
     keys = pl.ds(j * S, S)
     k_SH, v_SH = k_ref[b, keys, h, :], v_ref[b, keys, h, :]
 
-    def visit(turn, state):
+    def visit(state, i, g, whole):
         d_k_SH, d_v_SH = state
-        i, n = lax.div(turn, group), h * group + lax.rem(turn, group)
-        refs = q_ref, d_out_ref, norm_ref, dot_ref
-        q_QH, d_out_QH, *_ = of_queries = _of_queries(refs, b, n, pl.ds(i * Q, Q))
-        seen_QS = _seen(segment_ref, branch_ref, b, i, j, tile)
-        p_QS, d_x_QS = _weights_and_d_scores(of_queries, k_SH, v_SH, seen_QS)
-        d_k_SH += triton.dot(d_x_QS.T.astype(q_QH.dtype), q_QH)
-        d_v_SH += triton.dot(p_QS.T.astype(d_out_QH.dtype), d_out_QH)
+        queries, n = pl.ds(i * Q, Q), part * group + g
+        q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
+        norm_1Q, dot_1Q = norm_ref[b, n, queries][None], dot_ref[b, n, queries][None]
+        p_SQ = exp2(triton.dot(k_SH, q_QH.T), H**-0.5 * LOG2_E, -norm_1Q)
+        if not whole:
+            p_SQ = jnp.where(_seen(until_ref, b, queries, keys, 1), p_SQ, 0.0)
+        d_x_SQ = p_SQ * (triton.dot(v_SH, d_out_QH.T) - dot_1Q)
+        d_k_SH += triton.dot(d_x_SQ.astype(q_QH.dtype), q_QH)
+        d_v_SH += triton.dot(p_SQ.astype(d_out_QH.dtype), d_out_QH)
         return d_k_SH, d_v_SH
 
-    zero_SH = jnp.zeros((S, H))
-    begin, end = lax.div(j * S, Q) * group, last_ref[b, j] * group
-    d_k_SH, d_v_SH = lax.fori_loop(begin, end, visit, (zero_SH, zero_SH))
-    d_k_ref[b, keys, h, :] = d_k_SH.astype(d_k_ref.dtype)
-    d_v_ref[b, keys, h, :] = d_v_SH.astype(d_v_ref.dtype)
+    zero_SH = jnp.zeros(k_SH.shape)
+    d_k_SH, d_v_SH = _visit(ranges_ref, b, j, group, visit, (zero_SH, zero_SH))
+    d_k_ref[b, keys, part, :] = (d_k_SH * H**-0.5).astype(d_k_ref.dtype)
+    d_v_ref[b, keys, part, :] = d_v_SH.astype(d_v_ref.dtype)
