@@ -22,6 +22,7 @@ from dapo_jax.tasks.datasets import Mixture
 from models import hf
 from models.kernels.packed import packed_attention
 from models.lora import MATRICES, Lora, adapted, factors, init_adapters
+from models.precision import Weights
 from models.transformer import abstract_params
 from sharding.mesh import make_mesh
 from tests.test_learner import LEARNING, SMALL, batch_of, data, params
@@ -126,6 +127,7 @@ def test_learner_and_sampler_compute_with_the_same_bits(params):
             tokens_BT,
             position_BT,
             lambda *qkv: packed_attention(*qkv, one_BT, one_BT),
+            weights=Weights(dtype=jnp.bfloat16),
             **adaptation,
         )
 

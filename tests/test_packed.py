@@ -11,6 +11,7 @@ from flax import nnx
 from models.kernels import packed
 from models.kernels.packed import packed_attention
 from models.kernels.xla import attention
+from models.precision import Weights
 from models.qwen2 import Qwen2Config
 from models.transformer import REMAT, abstract_params
 from tests.quick import jit, random_params
@@ -138,7 +139,9 @@ def test_products_that_are_kept_are_not_computed_a_second_time(remat, again, dty
 
     def scalar(params):
         hidden = nnx.merge(graph, params).hidden(
-            tokens_BT, tokens_BT, lambda q, k, v: q * jnp.mean(k * v), remat=remat, dtype=dtype
+            *(tokens_BT, tokens_BT, lambda q, k, v: q * jnp.mean(k * v)),
+            remat=remat,
+            weights=Weights(dtype=dtype),
         )
         return jnp.sum(jnp.sin(hidden))
 
