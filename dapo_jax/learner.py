@@ -207,7 +207,7 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
         "unroll": kernels.unrolls_layers and learning.remat == "none",
         "gather": functools.partial(rules.whole_rows, **part),
-        "reduce": functools.partial(rules.split_sum, **part),
+        "reduce": functools.partial(rules.split_sum, **part, dtype=learning.compute_dtype),
         "weights": Weights(
             functools.partial(rules.whole_width, mesh=mesh),
             functools.partial(rules.split_width, mesh=mesh),

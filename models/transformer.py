@@ -176,9 +176,10 @@ class Layer(nnx.Module):
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
         h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
         gate, up = (
-            checkpoint_name(times(project, "BTD,DF->BTF", h, w[...]), PRODUCT)
+            checkpoint_name(times(project, "BTD,DF->BTF", h, w[...]).astype(dtype), PRODUCT)
             for w in (self.gate_DF, self.up_DF)
         )
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         out = times(project, "BTF,FD->BTD", jax.nn.silu(gate) * up, self.down_FD[...])
         return x_BTD + reduce(out), kept
 
@@ -267,7 +268,7 @@ def hidden_layer_by_layer(
     """
     graph = nnx.split(nnx.eval_shape(lambda: config.layer(config, key=jax.random.key(0))))[0]
 
-    reduce = functools.partial(_over, axis=axis)
+    reduce = functools.partial(_over, axis=axis, dtype=params["embed_VD"].dtype)
 
     def through_layers(x_BTD, cos_sin):
         kept = []
@@ -293,9 +294,9 @@ def _hidden(params, config, tokens_BT, position_BT, through_layers, *, weights, 
     return x_BTD.astype(dtype), kept
 
 
-def _over(x, *, axis: str | None):
-    """Sums over a mesh axis; None: nothing is split, so there is nothing to add."""
-    return x if axis is None else jax.lax.psum(x, axis)
+def _over(x, *, axis: str | None, dtype):
+    """Sums over a mesh axis, which takes it in a dtype; None: nothing is split."""
+    return x if axis is None else jax.lax.psum(x.astype(dtype), axis).astype(x.dtype)
 
 
 def split(model: Transformer) -> tuple[nnx.GraphDef, dict[str, Any]]:

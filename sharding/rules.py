@@ -136,19 +136,19 @@ def whole_rows(x_BTD, mesh: Mesh, *, tokens: int):
     return _by_token(gather, x_BTD)
 
 
-def split_sum(x_BTD, mesh: Mesh, *, tokens: int):
+def split_sum(x_BTD, mesh: Mesh, *, tokens: int, dtype):
     """Adds up what the devices of "model" contribute, and leaves each its part of the tokens.
 
-    Where the tokens do not divide, all of them.
+    Where the tokens do not divide, all of them. dtype: what travels is rounded to it.
     """
     if mesh.shape["model"] == 1:
         return x_BTD
     if not tokens_divide(mesh, tokens):
-        return jax.lax.psum(x_BTD, "model")
+        return jax.lax.psum(x_BTD.astype(dtype), "model").astype(x_BTD.dtype)
     scatter = functools.partial(
         jax.lax.psum_scatter, axis_name="model", scatter_dimension=0, tiled=True
     )
-    return _by_token(scatter, x_BTD)
+    return _by_token(scatter, x_BTD.astype(dtype)).astype(x_BTD.dtype)
 
 
 def _by_token(collective, x_BTD):
