@@ -1,10 +1,11 @@
 """Pallas's Triton back end: all that is particular to it in our kernels for GPUs.
 
-Triton and not Mosaic GPU, its successor, since decoding has 5 to 8 query rows for each key head:
-Triton multiplies tiles of 16 rows, Mosaic's products on a Hopper have 64. It also compiles for
-Ampere and Ada (XLA refuses it for GPUs before), and runs in the interpreter that every CPU has. JAX
-0.11 calls Triton deprecated and warns where it is lowered; 0.12 still has it. Another back end
-replaces this module, and in the kernels the slices of references to global memory.
+Triton and not Mosaic GPU, its successor: that has only the products of Hopper and Blackwell, so for
+Ampere and Ada there is Triton or plain XLA. JAX 0.11 calls Triton deprecated and warns where it is
+lowered; 0.12 still has it. When it goes, `pages_gpu`, which multiplies nothing, can be XLA's, and
+on Hopper `flash_gpu` can be cuDNN's packed layout without shared prompts. Only `paged_gpu` would
+have to be written again: keys on the 64 rows of a wgmma, 5 to 8 queries on its 8 columns. That
+back end replaces this module, and in the kernels the slices of references to global memory.
 
 A kernel gets references to whole arrays in global memory and loads what it needs; sizes of what is
 loaded are powers of two.
