@@ -222,8 +222,12 @@ KEYS = {
     "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which kl_cov holds back",
                              above=0, at_most=1),
     "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0),
-    "algo.tis_cap": Key(0.0, "cap on the importance weight of partial rollouts' tokens, instead of "
-                        "policy_loss; 0.0: that is theirs too", at_least=0),
+    "algo.old_logprobs": Key("sampler", "whose log-probabilities Eq. 8's ratio is to; or learner: "
+                             "a forward pass more, the first ratio is 1",
+                             choices=("sampler", "learner")),
+    "algo.tis_cap": Key(0.0, "cap on the weight of learner to sampler: of all tokens with "
+                        "old_logprobs = learner, else of partial rollouts' instead of policy_loss; "
+                        "0.0: none", at_least=0),
     "algo.retire_pass_rate": Key(0.0, "a prompt whose pass rate reaches this value is dropped from "
                                  "later epochs; 0.0: off", at_least=0, at_most=1),
     "algo.dynamic_sampling": Key(True, "Eq. 11"),

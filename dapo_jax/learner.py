@@ -273,8 +273,10 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
         micro = micro_batch(batch, i)
         x_BTD, head_DV = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)
         logp_BT, _ = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
-        on_policy_logp_BT = jnp.where(micro.is_on_policy_BT, logp_BT, micro.behavior_logp_BT)
-        return old_logp_MBT.at[i].set(on_policy_logp_BT)
+        # A policy of steps ago is corrected for by the weight to the sampler, or stays.
+        by_learner_BT = micro.is_on_policy_BT | (learning.tis_cap > 0)
+        old_logp_BT = jnp.where(by_learner_BT, logp_BT, micro.behavior_logp_BT)
+        return old_logp_MBT.at[i].set(old_logp_BT)
 
     with products_in(learning.compute_dtype):
         return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)

@@ -47,7 +47,7 @@ def response_mean(value_BT, token: Batch):
 
 def token_ratio(logp, token: Batch):
     """Compares each token's own probabilities (Eq. 8)."""
-    return logp, token.behavior_logp_BT
+    return logp, token.old_logp_BT
 
 
 def sequence_ratio(logp_BT, token: Batch):
@@ -121,12 +121,21 @@ def high_covariance(logp, advantage, mask, *, share: float) -> np.ndarray:
     return marked & mask
 
 
+def sampler_weight(token: Batch, *, cap: float):
+    """Computes min(pi_old / pi_sampler, cap), and whether it is capped.
+
+    Truncated importance sampling (fengyao.notion.site/off-policy-rl): pi_old is the learner's
+    policy at the beginning of the step, which differs from the sampler's by rounding, and for
+    partial rollouts by the steps between.
+    """
+    ratio = importance_ratio(token.old_logp_BT, token.behavior_logp_BT)
+    return jnp.minimum(ratio, cap), ratio > cap
+
+
 def truncated(logp, token: Batch, *, cap: float):
     """Weighs log pi by min(r, cap), r to the policy that sampled the token: (loss, whether capped).
 
-    Truncated importance sampling (fengyao.notion.site/off-policy-rl): min(pi_old / pi_sampler, C)
-    times the gradient at pi_old, the policy at the beginning of the step. In later updates of the
-    step r has the current policy in pi_old's place, which would take a pass of its own.
+    `sampler_weight` where nobody computed pi_old: the current policy is in its place.
     """
     ratio = importance_ratio(logp, token.behavior_logp_BT)
     weight = jax.lax.stop_gradient(jnp.minimum(ratio, cap))
@@ -183,7 +192,8 @@ def token_loss(logp, token: Batch, learning):
     """Computes each token's share of the mini-batch's loss, by the config's choices.
 
     Returns (loss, indicators): name -> a value for each token, such as whether a clip holds it, of
-    which the metrics have the mean over the response tokens. With learning.tis_cap the tokens that
+    which the metrics have the mean over the response tokens. With learning.tis_cap all tokens
+    have their `sampler_weight`, or, where the old log-probabilities are the sampler's, those that
     are not on-policy are `truncated` instead; with learning.kl_coef GRPO's KL term is added. The
     weights were normalised over the whole mini-batch, so the sums of all micro-batches and devices
     add up to the true loss (Eq. 12).
@@ -192,7 +202,10 @@ def token_loss(logp, token: Batch, learning):
     logp = jnp.where(token.is_response_BT, logp, 0.0)
     compared = RATIOS[learning.ratio](logp, token)
     loss, held = POLICY_LOSSES[learning.policy_loss](compared, logp, token, learning)
-    if learning.tis_cap > 0:
+    if learning.tis_cap > 0 and learning.old_logprobs == "learner":
+        weight, held["clip_fraction/tis"] = sampler_weight(token, cap=learning.tis_cap)
+        loss *= weight
+    elif learning.tis_cap > 0:
         stale = token.is_response_BT & ~token.is_on_policy_BT
         stale_loss, capped = truncated(logp, token, cap=learning.tis_cap)
         loss = jnp.where(stale, stale_loss, loss)
@@ -207,4 +220,5 @@ def token_loss(logp, token: Batch, learning):
 
 def takes_old_logp(learning) -> bool:
     """Returns whether the loss compares with the learner's own old log-probabilities."""
-    return learning.ratio == "sequence" or learning.policy_loss == "kl_cov"
+    chosen = learning.old_logprobs == "learner"
+    return chosen or learning.ratio == "sequence" or learning.policy_loss == "kl_cov"

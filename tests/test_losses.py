@@ -142,6 +142,21 @@ def test_tokens_of_earlier_policies_weigh_their_ratio_so_much_at_most():
     assert places(held) == {"tis": [2, 5], "high": [7, 8], "low": [], "dual": []}
 
 
+def test_by_the_learners_old_logprobs_a_token_weighs_learner_over_sampler():
+    """Hand-computed: r = 1.1 to the learner, which has e^0.5 and e of the sampler's probability."""
+    logp, token = token_of([1.1, 1.1, 1.1], [1.0, -2.0, 1.0])
+    behavior_BT = token.old_logp_BT - np.array([[0.5, 0.5, 1.0]], np.float32)
+    token = dataclasses.replace(token, behavior_logp_BT=behavior_BT)
+    learning = learning_of(old_logprobs="learner", tis_cap=2.0)
+    loss_T, slope_T, held = loss_and_slope(logp, token, learning)
+    weight_T = np.array([np.exp(0.5), np.exp(0.5), 2.0])
+    np.testing.assert_allclose(loss_T, -weight_T * 1.1 * np.array([1, -2, 1]), rtol=1e-5)
+    np.testing.assert_allclose(slope_T, loss_T, rtol=1e-5)
+    assert places(held) == {"tis": [2], "high": [], "low": [], "dual": []}
+    plain_T, *_ = loss_and_slope(logp, token, learning_of(old_logprobs="learner"))
+    np.testing.assert_allclose(plain_T, -1.1 * np.array([1, -2, 1]), rtol=1e-5)
+
+
 def test_the_sequence_ratio_is_the_geometric_mean_by_hand():
     """Three responses of a row behind a prompt: two inside the bounds, one above with A > 0."""
     branch = [0, 0, 1, 1, 2, 2, 2, 3, 3, 0]

@@ -258,7 +258,7 @@ METRICS: list[Metric] = [
     Metric("clip_fraction/low", "share", "Tokens clipped at the lower bound.", panel=CLIPPED),
     Metric("clip_fraction/dual", "share", "Tokens held by the dual clip.", panel=CLIPPED),
     Metric("clip_fraction/tis", "share",
-           "Tokens of partial groups whose weight `algo.tis_cap` holds.", panel=CLIPPED),
+           "Tokens whose weight of learner to sampler `algo.tis_cap` holds.", panel=CLIPPED),
     Metric("grad_norm", "norm", "Global gradient norm before clipping.", form="{:.3g}",
            panel="gradient norm before clipping", summary="gradient norm"),
     Metric("ratio_gap", "ratio",

@@ -111,9 +111,10 @@ def _of_loss(a: ConfigDict, partial_rollout_steps: int) -> Conditions:
         "'cispo' may do without, with 1.0)",
     )
     yield (
-        a.tis_cap == 0 or partial_rollout_steps > 0,
+        a.tis_cap == 0 or partial_rollout_steps > 0 or a.old_logprobs == "learner",
         f"algo.tis_cap = {a.tis_cap} is for partial rollouts, but "
-        "rollout.partial_rollout_steps = 0; set that to 1 or more, or algo.tis_cap to 0",
+        "rollout.partial_rollout_steps = 0; set that to 1 or more, algo.old_logprobs to 'learner', "
+        "which gives all tokens a weight, or algo.tis_cap to 0",
     )
     yield (
         a.tis_cap == 0 or a.ratio == "token",
