@@ -164,7 +164,8 @@ ALARMS: tuple[Alarm, ...] = (
           lambda row, of: row.get("ratio_gap", 0.0) > of.ratio_gap, lambda row, of: (
         f"sampler and learner disagree: the first update's ratio is off by {row['ratio_gap']:.2g} "
         f"on average, over {of.ratio_gap:.2g}. Have all hosts the same model, data and settings? "
-        "Look at " + of.values("model.kernels", "model.compute_dtype", "alarms.max_ratio_gap")
+        "algo.old_logprobs = 'learner' takes the gap out of the ratio. Look at "
+        + of.values("model.kernels", "model.compute_dtype", "alarms.max_ratio_gap")
     )),
 )
 # fmt: on
