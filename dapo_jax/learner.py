@@ -263,7 +263,8 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
 def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
     """Computes the batch's old_logp [M, B, T]: of the policy before a step's first update.
 
-    One forward pass a micro-batch. Tokens that are not fresh keep the sampler's.
+    One forward pass a micro-batch. With algo.old_logprobs = "sampler" (GSPO's ratio, KL-Cov's
+    penalty) tokens of earlier policies keep the sampler's.
     """
 
     policy = weights_and_adapters(params, start_weights, learning)
@@ -273,8 +274,7 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
         micro = micro_batch(batch, i)
         x_BTD, head_DV = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)
         logp_BT, _ = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
-        # A policy of steps ago is corrected for by the weight to the sampler, or stays.
-        by_learner_BT = micro.is_on_policy_BT | (learning.tis_cap > 0)
+        by_learner_BT = micro.is_on_policy_BT | (learning.old_logprobs == "learner")
         old_logp_BT = jnp.where(by_learner_BT, logp_BT, micro.behavior_logp_BT)
         return old_logp_MBT.at[i].set(old_logp_BT)
 

@@ -45,12 +45,13 @@ def response_mean(value_BT, token: Batch):
 # Ratios: two log-probabilities, of which the difference is log r.
 
 
-def token_ratio(logp, token: Batch):
-    """Compares each token's own probabilities (Eq. 8)."""
-    return logp, token.old_logp_BT
+def token_ratio(logp, token: Batch, learning):
+    """Compares each token's own probabilities (Eq. 8), as algo.old_logprobs says."""
+    of_learner = learning.old_logprobs == "learner"
+    return logp, token.old_logp_BT if of_learner else token.behavior_logp_BT
 
 
-def sequence_ratio(logp_BT, token: Batch):
+def sequence_ratio(logp_BT, token: Batch, learning):
     """Compares whole responses by the geometric mean of their ratios (GSPO, 2507.18071, Eq. 7).
 
     To the learner's own old log-probabilities: its clip of 3e-4 is narrower than what the rounding
@@ -200,7 +201,7 @@ def token_loss(logp, token: Batch, learning):
     """
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
     logp = jnp.where(token.is_response_BT, logp, 0.0)
-    compared = RATIOS[learning.ratio](logp, token)
+    compared = RATIOS[learning.ratio](logp, token, learning)
     loss, held = POLICY_LOSSES[learning.policy_loss](compared, logp, token, learning)
     if learning.tis_cap > 0 and learning.old_logprobs == "learner":
         weight, held["clip_fraction/tis"] = sampler_weight(token, cap=learning.tis_cap)

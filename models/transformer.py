@@ -123,7 +123,7 @@ class Layer(nnx.Module):
     @classmethod
     def vectors(cls) -> list[str]:
         """Names the biases and scales, which no product reads."""
-        return [p.name for p in cls.parameters if p.init is not normal]
+        return [p.name for p in cls.parameters if " " not in p.layout]
 
     def __init__(self, config: ModelConfig, *, key):
         random = [p.name for p in self.parameters if p.init is normal]

@@ -155,6 +155,10 @@ def test_by_the_learners_old_logprobs_a_token_weighs_learner_over_sampler():
     assert places(held) == {"tis": [2], "high": [], "low": [], "dual": []}
     plain_T, *_ = loss_and_slope(logp, token, learning_of(old_logprobs="learner"))
     np.testing.assert_allclose(plain_T, -1.1 * np.array([1, -2, 1]), rtol=1e-5)
+    # A loss that needs the learner's for something else keeps its ratio to the sampler.
+    token = dataclasses.replace(token, is_high_cov_BT=np.zeros((1, 3), bool))
+    other_T, *_ = loss_and_slope(logp, token, learning_of("kl_cov"))
+    np.testing.assert_allclose(other_T, -1.1 * np.exp([0.5, 0.5, 1]) * [1, -2, 1], rtol=1e-5)
 
 
 def test_the_sequence_ratio_is_the_geometric_mean_by_hand():

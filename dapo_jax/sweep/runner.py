@@ -24,7 +24,7 @@ from sharding import hosts
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
 LOG = "output.txt"  # log.txt is the run's own
 TRIES = 3  # of a run that does not come to its end
-GPU_MEMORY, GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9  # of all runs
+GPU_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SHOWN_LINES, SHOWN_CHARACTERS = 5, 300  # of a failed run's output
 
 
@@ -133,7 +133,8 @@ def finished_steps(point: Point) -> int:
 
 def environment(jobs: int) -> dict[str, str]:
     """Returns a run's environment, with its share of a GPU's memory unless one is set."""
-    return {GPU_MEMORY: f"{GPU_SHARE / jobs:.3f}"} | os.environ if jobs > 1 else {**os.environ}
+    is_set = any(name.endswith("CLIENT_MEM_FRACTION") for name in os.environ)  # JAX has two
+    return {**os.environ} if jobs == 1 or is_set else os.environ | {GPU_MEMORY: f"{0.9 / jobs:.3f}"}
 
 
 def bind(cores: Sequence[int]) -> None:
