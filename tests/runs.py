@@ -1,4 +1,4 @@
-"""What runs left behind, for tests to compare: rows without timings, responses, digests, files."""
+"""The traces of runs, for tests to compare: rows without timings, responses, digests, files."""
 
 import gzip
 import json

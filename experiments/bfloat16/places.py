@@ -1,4 +1,4 @@
-"""Where bfloat16's rounding comes from: this text, teacher-forced, one kind of array at a time.
+"""The places where bfloat16 rounds: this text, teacher-forced, one kind of array at a time.
 
     python -m experiments.bfloat16.places --model=runs/smollm2_135m
 
