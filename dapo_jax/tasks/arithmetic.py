@@ -5,6 +5,7 @@ story. A question belongs to the train or the test split by a hash of its text, 
 share one, whatever the seeds.
 """
 
+import bisect
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
@@ -84,6 +85,8 @@ class Problem:
 
 
 P = TypeVar("P")  # has a `question`
+# The probabilities of + and of + or -, for what Generator.choice does in twenty times the time.
+OPERATIONS_BELOW = np.cumsum([0.45, 0.45, 0.1])[:2].tolist()
 
 
 def apply(value: int, operation: str, operand: int) -> int:
@@ -101,7 +104,7 @@ def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> lis
     if not levels or not all(isinstance(level, int) and level >= 1 for level in levels):
         raise DataError(f"levels are {tuple(levels)}, but must be integers of at least 1")
     return distinct(
-        lambda rng: _sample(int(rng.choice(levels)), rng),
+        lambda rng: _sample(levels[rng.integers(len(levels))], rng),
         count,
         seed,
         split=split,
@@ -178,7 +181,7 @@ def _sample(level: int, rng: np.random.Generator) -> Problem:
 
 def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
     while True:
-        operation = str(rng.choice(("+", "-", "*"), p=(0.45, 0.45, 0.1)))
+        operation = "+-*"[bisect.bisect_right(OPERATIONS_BELOW, rng.random())]
         operand = int(rng.integers(2, 10 if operation == "*" else 100))
         if 0 <= apply(value, operation, operand) <= MAX_VALUE:
             return operation, operand
