@@ -4,7 +4,6 @@ Every checkpoint is due, so that many a kill comes in the middle of a save; a qu
 of real runs come before the first step.
 """
 
-import gzip
 import itertools
 import json
 import pathlib
@@ -13,6 +12,7 @@ import signal
 import time
 
 import pytest
+import runs
 from conftest import FULL, cases
 from processes import started, wait_for
 
@@ -56,13 +56,12 @@ def after_a_save_begins(checkpoints: pathlib.Path, seconds: float):
 
 def contents(workdir: pathlib.Path) -> list:
     """Reads all of a run that no clock decides; of the state the digests."""
-    rows = [untimed(row) for row in read_rows(workdir / "metrics.jsonl")]
-    files = [workdir / "rollouts" / f"{row['step']}.jsonl.gz" for row in rows]
+    rows = runs.rows_without_timings(workdir)
     newest = workdir / "checkpoints" / str(STEPS)
     progress = json.loads((newest / "progress" / "metadata").read_text())
     progress["row"] = untimed(progress["row"])
-    arrays = json.loads((newest / "manifest" / "metadata").read_text())["arrays"]
-    return [rows, [gzip.decompress(file.read_bytes()) for file in files], progress, arrays]
+    sampled = [runs.responses(workdir, row["step"]) for row in rows]
+    return [rows, sampled, progress, runs.digests(workdir, STEPS)]
 
 
 @pytest.fixture(scope="module")

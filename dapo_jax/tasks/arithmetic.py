@@ -85,7 +85,7 @@ class Problem:
 
 
 P = TypeVar("P")  # has a `question`
-# The probabilities of + and of + or -, for what Generator.choice does in twenty times the time.
+# The probabilities of + and of + or -: Generator.choice draws the same from them, slowly.
 OPERATIONS_BELOW = np.cumsum([0.45, 0.45, 0.1])[:2].tolist()
 
 

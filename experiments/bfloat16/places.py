@@ -19,6 +19,7 @@ from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import hf, transformer
 from models.hf_config import load_config
 from models.kernels.xla import attention
+from models.precision import rounded
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "runs/smollm2_135m", "A Hugging Face directory.")
@@ -34,9 +35,7 @@ PLACES = {  # of a layer's products by their einsum, and what attention and the 
 }
 
 
-def nearest(x):
-    """Rounds to bfloat16, in float32."""
-    return jax.lax.reduce_precision(x, 8, 7)
+nearest = functools.partial(rounded, dtype=jnp.bfloat16)
 
 
 def logps(graph, params, tokens_BT, places):
