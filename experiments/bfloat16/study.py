@@ -1,0 +1,58 @@
+"""bfloat16 on SmolLM2-135M: what its rounding costs, and whose old log-probabilities help."""
+
+from dapo_jax.report.compare import accuracy_over, final_score, last, mean
+from experiments.study import CLIPPED, Claim, Study
+
+STEPS = 8
+BF16 = "model.compute_dtype=bfloat16"
+AREA = accuracy_over(32_000)
+HELD_OUT = final_score("sums", "mean@8")
+
+STUDY = Study(
+    title="bfloat16 on SmolLM2-135M",
+    config="configs/smollm2_135m.py",
+    settings={
+        "num_steps": str(STEPS),
+        "eval.every_steps": str(STEPS),
+        "eval.samples_per_prompt": "8",
+        "checkpoint.every_steps": str(STEPS),
+    },
+    arms={
+        "float32": "model.compute_dtype=float32",
+        "bfloat16_before": BF16,
+        "bfloat16": BF16,
+        "learner": f"{BF16} algo.old_logprobs=learner",
+        "tis": f"{BF16} algo.old_logprobs=learner algo.tis_cap=2.0",
+    },
+    quantities=(
+        AREA,
+        HELD_OUT,
+        mean("ratio gap, %", "ratio_gap", scale=100, form="{:.2f}"),
+        *CLIPPED,
+        last("entropy of trained tokens, nats", "entropy", form="{:.3f}"),
+    ),
+    drawn={
+        "accuracy/mean": "accuracy of the sampled responses",
+        "entropy": "policy entropy, nats",
+        "ratio_gap": "ratio gap of the first update",
+        "clip_fraction/low": "tokens clipped low",
+    },
+    over_tokens=True,
+    claims=[
+        Claim(quantity, above, +1, below)
+        for quantity in (AREA, HELD_OUT)
+        for above, below in (
+            ("float32", "bfloat16_before"),
+            ("bfloat16", "bfloat16_before"),
+            ("learner", "bfloat16"),
+            ("tis", "learner"),
+        )
+    ],
+)
+COMPARED = (
+    ("bfloat16_before", "float32"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16_before"),
+    ("learner", "bfloat16"),
+    ("tis", "bfloat16"),
+)
