@@ -4,8 +4,8 @@ A model family (qwen2.py) is a ModelConfig with a Layer: which parameters a laye
 becomes of its queries, keys and values.
 
 Axis letters: B rows, T tokens, S keys, D width, N query heads, K key/value heads, H head size,
-F feed-forward, V vocabulary, L layers, R rank of a low-rank factor. Activations have the compute
-dtype, to which parameters are rounded where they are used (models.precision); norms, rotary
+F feed-forward, V vocabulary, L layers, R rank of a low-rank factor. Activations are float32 between
+products, which round what they read to the compute dtype (models.precision); norms, rotary
 angles, softmax and logits are float32.
 """
 

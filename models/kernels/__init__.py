@@ -13,7 +13,6 @@ from models.kernels import (
     packed,
     paged_gpu,
     paged_tpu,
-    pages_gpu,
     pages_tpu,
     splash_tpu,
     triton,
@@ -28,9 +27,9 @@ class Kernels:
 
     attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT) -> out_BTNH attends inside packed
     rows; shares_prompts says whether several responses may stand there behind one prompt.
-    attend_pages is `paged_tpu`'s or `paged_gpu`'s, write_pages `pages_tpu`'s or `pages_gpu`'s, with
-    their last argument given, or None where plain XLA attends to pages and writes them; copy_pages
-    is `pages_tpu`'s or `xla`'s. page_tokens(tokens, head size) rounds a page up to what they take.
+    attend_pages is `paged_tpu`'s or `paged_gpu`'s, with its last argument given, or None where
+    plain XLA attends to pages and writes them in a loop; write_pages and copy_pages are
+    `pages_tpu`'s or `xla`'s. page_tokens(tokens, head size) rounds a page up to what they take.
     learn_product and decode_product are einsums with a weight matrix. With unrolls_layers the
     learner unrolls its layers instead of scanning them, where it recomputes nothing.
     decode_options are the compiler's for the sampler's programs, wide_options further ones for
@@ -101,7 +100,7 @@ def _gpu(*, interpret: bool, platform: str) -> Kernels:
         attend_rows=functools.partial(flash_gpu.flash_attention, interpret=interpret),
         shares_prompts=True,
         attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
-        write_pages=functools.partial(pages_gpu.write_pages, interpret=interpret),
+        write_pages=xla.write_pages,
         page_tokens=lambda C, H: C if interpret else triton.padded(C),
         learn_product=jnp.einsum,
         decode_product=_decode_product(interpret),

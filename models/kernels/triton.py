@@ -2,16 +2,16 @@
 
 Triton and not Mosaic GPU, its successor: that has only the products of Hopper and Blackwell, so for
 Ampere and Ada there is Triton or plain XLA. JAX 0.11 calls Triton deprecated and warns where it is
-lowered; 0.12 still has it. When it goes, `pages_gpu`, which multiplies nothing, can be XLA's, and
-on Hopper `flash_gpu` can be cuDNN's packed layout without shared prompts. Only `paged_gpu` would
-have to be written again: keys on the 64 rows of a wgmma, 5 to 8 queries on its 8 columns. That
-back end replaces this module, and in the kernels the slices of references to global memory.
+lowered; 0.12 still has it. When it goes, on Hopper `flash_gpu` can be cuDNN's packed layout without
+shared prompts. Only `paged_gpu` would have to be written again: keys on the 64 rows of a wgmma, 5
+to 8 queries on its 8 columns. That back end replaces this module, and in the kernels the slices of
+references to global memory.
 
 A kernel gets references to whole arrays in global memory and loads what it needs; sizes of what is
 loaded are powers of two.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +36,15 @@ def call(
     interpret: bool,
     warps: int = 4,
     stages: int = 1,
-    aliases: Mapping[int, int] | None = None,
 ):
     """Runs a kernel over a grid, of which programs that differ in the last place run last.
 
     warps: of 32 threads a program. stages: iterations of a loop that are under way at once.
-    aliases: which inputs the outputs take the place of, {input: output}.
     """
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=out_shape,
-        input_output_aliases=dict(aliases or {}),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,

@@ -175,6 +175,20 @@ def copy_pages(pool, source_pool, page_M, source_page_M):
     return tuple(map(copied, pool, source_pool))
 
 
+def write_pages(k_PKHC, v_PKCH, k_BKHS, v_BKSH, page_B, offset_B):
+    """As `pages_tpu.write_pages`, for GPU: a kernel an array, which writes in place.
+
+    Page 0 is nobody's: what slots write to it is left out, so that no two write to one place. Else
+    their order would count, and a deterministic program sorts what it writes.
+    """
+    page_B1 = jnp.where(page_B > 0, page_B, len(k_PKHC) + jnp.arange(len(page_B)))[:, None]
+    token_BS = offset_B[:, None] + jnp.arange(v_BKSH.shape[2])
+    how = {"mode": "drop", "unique_indices": True}
+    k_BSKH, v_BSKH = k_BKHS.transpose(0, 3, 1, 2), v_BKSH.swapaxes(1, 2)
+    k_PKHC = k_PKHC.at[page_B1, :, :, token_BS].set(k_BSKH, **how)
+    return k_PKHC, v_PKCH.at[page_B1, :, token_BS].set(v_BSKH, **how)
+
+
 def like(array, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
     """Describes a kernel's output that varies over a mesh, inside shard_map, as an input does."""
     axes = jax.typeof(array).manual_axis_type
