@@ -143,14 +143,8 @@ class Pool:
 
     def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
         """Has each request answered, equal ones once; raises RuntimeError after `close`."""
-        self.check_open()
         requests = dict.fromkeys(requests)
         return dict(zip(requests, self._threads.map(self._answered, requests), strict=True))
-
-    def check_open(self) -> None:
-        """Raises RuntimeError after `close`."""
-        if self._closed:
-            raise RuntimeError(f"this {type(self).__name__} is closed")
 
     def _answered(self, request: bytes) -> Reply:
         """Has a worker answer; runs in one of as many threads as there are workers."""
@@ -172,7 +166,8 @@ class Pool:
                 return worker
             time.sleep(start)  # what kills workers may pass
             with self._lock:
-                self.check_open()
+                if self._closed:
+                    raise RuntimeError(f"the {self._name} workers are closed")
                 self._workers[place] = Worker(self._entry)
         raise ChildProcessError(
             f"{STARTS} {self._name} workers in a row were never ready; what they said is on the "
