@@ -69,18 +69,6 @@ def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
         Rows(tmp_path, resume_step=0)
 
 
-def test_rows_that_make_no_sense_are_refused(tmp_path):
-    writer = Rows(tmp_path, resume_step=None)
-    writer.write({"step": 5})
-    with pytest.raises(ValueError, match="step 5 is not after the last step 5"):
-        writer.write({"step": 5})
-    with pytest.raises(TypeError, match="'loss' of step 6"):
-        writer.write({"step": 6, "loss": [1.0, 2.0]})
-    with pytest.raises(TypeError, match="integer 'step'"):
-        writer.write({"loss": 1.0})
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 5}]
-
-
 def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):
     rows = [
         {"response": "你好 \ud800 [x]\n", "reward": np.float32(-0.5), "tokens": [1, 2]},
