@@ -442,19 +442,6 @@ def test_an_epoch_of_too_few_items_has_all_of_them_again(left):
     assert stream.retire([0], next_cursor=20 + n).keys() == {*range(left, 20), whole[0]}
 
 
-def test_stream_refuses_no_data_bad_seeds_negative_cursors_and_iteration():
-    with pytest.raises(DataError, match=r"No training prompts.*data\.train"):
-        PromptStream([], seed=0)
-    with pytest.raises(DataError, match=r"seed is -1"):
-        PromptStream([1], seed=-1)
-    stream = PromptStream([1], seed=0)
-    assert stream[0] == stream[12345] == 1
-    with pytest.raises(IndexError, match=r"cursor is -1"):
-        stream[-1]
-    with pytest.raises(TypeError, match="no end"):
-        list(stream)
-
-
 @pytest.fixture(scope="module")
 def qwen(shared):
     folder = shared / "data" / "qwen25_tokenizer"

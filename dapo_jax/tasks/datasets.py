@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import grain
@@ -102,10 +102,6 @@ class PromptStream(Generic[T]):
     """
 
     def __init__(self, *sets: Sequence[T], seed: int, weights: Sequence[float] | None = None):
-        if not all(map(len, sets)):
-            raise DataError("No training prompts: change data.train.")
-        if not 0 <= seed < 2**32:
-            raise DataError(f"The data seed is {seed}: must be 0 to 2**32 - 1.")
         self._items = sum(map(len, sets))
         # Sets of the same length would be shuffled in the same order.
         seeds = (seed, *(_seed_of(seed, i) for i in range(1, len(sets))))
@@ -122,12 +118,7 @@ class PromptStream(Generic[T]):
         return self._items
 
     def __getitem__(self, cursor: int) -> T:
-        if cursor < 0:
-            raise IndexError(f"The prompt cursor is {cursor}: must be 0 or more.")
         return self._dataset[int(cursor)]
-
-    def __iter__(self) -> Iterator[T]:
-        raise TypeError("A PromptStream has no end: take stream[cursor].")
 
     def order(self, epoch: int) -> np.ndarray:
         """Lists the items of an epoch, in order, as places in the data; for a stream of one set."""
