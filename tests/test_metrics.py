@@ -165,7 +165,6 @@ def _step(updates=None):
         prefilled_prompts=5,
         cache_use=0.75,
         seconds={"prefill": 1.0, "decode": 2.0, "host": 0.5, "verify": 0.25, "verify_wait": 0.125},
-        blocks=[],
     )
     return Step(
         config=types.SimpleNamespace(

@@ -196,11 +196,6 @@ class Mixture:
     weights: Mapping[str, float]
 
     @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts of all sets, set by set."""
-        return [prompt for dataset in self.sets.values() for prompt in dataset.prompts]
-
-    @property
     def shares(self) -> dict[str, float]:
         """The part of the stream that each set has, by config key."""
         total = sum(self.weights.values())
