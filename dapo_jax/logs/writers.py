@@ -137,15 +137,6 @@ def find(name: str) -> Callable[..., Writer]:
     return found
 
 
-def check(names: Sequence[str]) -> None:
-    """Refuses names that are no writer's (ValueError); to be called where a run is begun.
-
-    Not by other commands: what evaluates a run's policy elsewhere needs none of its writers.
-    """
-    for name in names:
-        find(name)
-
-
 class Writers:
     """All writers of a run, none of which can end it. say: is told, once each, of what failed."""
 
