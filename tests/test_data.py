@@ -190,7 +190,6 @@ def test_an_answer_that_nothing_can_match_is_named_or_skipped(tmp_path, rules, a
         ("x.csv", {"kind": "xlsx"}, "kind = 'xlsx': must be one of dapo_parquet, .*arithmetic"),
         ("x.txt", {}, r"path = 'x\.txt': its ending must be one of \.parquet, "),
         ("x.txt", {"kind": "math"}, r"path = 'x\.txt': its ending must be one of \.parquet, "),
-        ("x.jsonl", {"on_bad_row": "ignore"}, r"data\.on_bad_row = 'ignore'"),
     ],
 )
 def test_wrong_settings_are_named(path, settings, message):

@@ -203,8 +203,6 @@ class Rows:
     """
 
     def __init__(self, place: str, row_word: str, on_bad_row: str):
-        if on_bad_row not in ("error", "skip"):
-            raise DataError(f'data.on_bad_row = {on_bad_row!r}: must be "error" or "skip".')
         self._place = place
         self._name = pathlib.Path(place).name
         self._row_place = "line {}" if row_word == "line" else "row {} (from 0)"
@@ -242,7 +240,7 @@ class Rows:
         notes = list(self._bad_row_notes)
         if self._bad_rows > len(notes):
             notes.append(f"... {self._bad_rows:,} bad rows in all")
-        if notes and self._on_bad_row == "error":
+        if notes and self._on_bad_row != "skip":
             raise DataError(
                 f"{self._place}, {'; '.join(notes)}. Mend them, or set data.on_bad_row=skip."
             )
