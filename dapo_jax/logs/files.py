@@ -210,52 +210,39 @@ def read_rows(path: str | os.PathLike) -> list[dict]:
     return [row for _, row in _read_lines(pathlib.Path(path))]
 
 
-class Rows:
-    """Appends one row a rollout step to workdir/metrics.jsonl.
+def begin_rows(
+    workdir: pathlib.Path, *, first_step: int, begin_step: int = 0, last_row: Mapping | None = None
+) -> list[str]:
+    """Leaves in workdir/metrics.jsonl the rows before `first_step`, at which work begins.
 
-    resume_step: the last step that the restored state contains; None at the start of a run. Rows
-    after it (all rows for None) belong to work that will be done again: they go to
-    metrics.cut-<n>.jsonl. A torn last line goes too. Kept lines keep their bytes. begin_step: the
-    run's first step; a fork's is not 0.
-
-    NaN and infinities are written as null, which keeps the file strict JSON. notes: what a person
-    should know of the rows found.
+    The others belong to work that will be done again: they go to metrics.cut-<n>.jsonl. A torn last
+    line goes too. Kept lines keep their bytes. begin_step: the run's first step; a fork's is not 0.
+    last_row: of the step before, which a checkpoint has; appended where the file lacks it. Returns
+    what a person should know of the rows found.
     """
-
-    def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None, begin_step: int = 0):
-        workdir = pathlib.Path(workdir)
-        workdir.mkdir(parents=True, exist_ok=True)
-        self.path = workdir / "metrics.jsonl"
-        self.notes: list[str] = []
-        first_step = 0 if resume_step is None else resume_step + 1
-        pairs = _read_lines(self.path) if self.path.exists() else []
-        kept = [(line, row) for line, row in pairs if row["step"] < first_step]
-        cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
-        if cut:
-            names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
-            copy = next(name for name in names if not name.exists())
-            _write_lines(copy, cut)
-            self.notes.append(
-                f"{len(cut)} rows from step {cut[0][1]['step']} on are of work that is done again; "
-                f"kept in {copy}"
-            )
-        _write_lines(self.path, kept)
-        self._steps = {row["step"] for _, row in kept}
-        # The row of resume_step itself comes back from the checkpoint.
-        if lost := len(set(range(begin_step, first_step - 1)) - self._steps):
-            self.notes.append(
-                f"{self.path} lacks {lost} of the {first_step - begin_step} rows before step "
-                f"{first_step}: it was deleted or cut short; the run itself goes on from its "
-                "checkpoint"
-            )
-
-    def has(self, step: int) -> bool:
-        """Returns whether the file held the row of this step at the start."""
-        return step in self._steps
-
-    def write(self, row: Mapping) -> None:
-        """Appends a row and syncs it to disk."""
-        append_line(self.path, row)
+    path, notes = workdir / "metrics.jsonl", []
+    pairs = _read_lines(path) if path.exists() else []
+    kept = [(line, row) for line, row in pairs if row["step"] < first_step]
+    cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
+    if cut:
+        names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
+        copy = next(name for name in names if not name.exists())
+        _write_lines(copy, cut)
+        notes.append(
+            f"{len(cut)} rows from step {cut[0][1]['step']} on are of work that is done again; "
+            f"kept in {copy}"
+        )
+    _write_lines(path, kept)
+    missing = set(range(begin_step, first_step)) - {row["step"] for _, row in kept}
+    if first_step - 1 in missing:
+        append_line(path, last_row)
+        missing.remove(first_step - 1)
+    if missing:
+        notes.append(
+            f"{path} lacks {len(missing)} of the {first_step - begin_step} rows before step "
+            f"{first_step}: it was deleted or cut short; the run itself goes on from its checkpoint"
+        )
+    return notes
 
 
 def _write_lines(path: pathlib.Path, pairs: list[tuple[bytes, dict]]) -> None:

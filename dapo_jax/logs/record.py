@@ -14,9 +14,10 @@ from ml_collections import ConfigDict
 
 from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import (
-    Rows,
+    append_line,
     append_log,
     atomic_file,
+    begin_rows,
     json_digest,
     plain_value,
     write_rollouts,
@@ -58,17 +59,15 @@ class Record:
         if not is_main:
             return
         add_start(workdir, config, {"first_step": first_step, **about})
-        resume_step = first_step - 1 if first_step else None
-        self._rows = Rows(workdir, resume_step=resume_step, begin_step=begin_step)
-        resumed = first_step > begin_step
-        if resumed and not self._rows.has(resume_step):
-            self._rows.write(last_row)
+        steps = {"first_step": first_step, "begin_step": begin_step}
+        notes = begin_rows(workdir, **steps, last_row=last_row)
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
         as_json = json.loads(config.to_json_best_effort())
         write_json(workdir / "config.json", as_json)
-        begin = (as_json, workdir, resume_step if resumed else None)
+        resume_step = first_step - 1 if first_step > begin_step else None
+        begin = (as_json, workdir, resume_step)
         self._writers = Writers(config.log.writers, *begin, self.display.line)
-        for note in self._rows.notes:
+        for note in notes:
             self.display.line(note)
 
     def __enter__(self) -> "Record":
@@ -129,7 +128,7 @@ class Record:
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row, and every so many steps samples."""
         if hosts.is_main_host():
-            self._rows.write(row)
+            append_line(self.workdir / "metrics.jsonl", row)
             self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
         is_due = _every(self._config.log.samples_every_steps, row["step"])
         if is_due and (shown := samples(rollouts, reward_PG)):
