@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
 
 import grain
 import numpy as np
@@ -12,8 +11,6 @@ from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Prompt
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +88,7 @@ def tokenize(
     return prompts, len(examples) - len(prompts)
 
 
-class PromptStream(Generic[T]):
+class PromptStream:
     """Orders the training prompts without end: stream[cursor] for every integer cursor >= 0.
 
     Epoch e of one set is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once,
@@ -101,7 +98,7 @@ class PromptStream(Generic[T]):
     there is. seed: 0 to 2**32 - 1. weights: one for each set, above 0, counted to 1 % of the least.
     """
 
-    def __init__(self, *sets: Sequence[T], seed: int, weights: Sequence[float] | None = None):
+    def __init__(self, *sets: Sequence[Prompt], seed: int, weights: Sequence[float] | None = None):
         self._items = sum(map(len, sets))
         # Sets of the same length would be shuffled in the same order.
         seeds = (seed, *(_seed_of(seed, i) for i in range(1, len(sets))))
@@ -117,7 +114,7 @@ class PromptStream(Generic[T]):
         """Number of items, of all sets."""
         return self._items
 
-    def __getitem__(self, cursor: int) -> T:
+    def __getitem__(self, cursor: int) -> Prompt:
         return self._dataset[int(cursor)]
 
     def order(self, epoch: int) -> np.ndarray:
@@ -129,7 +126,7 @@ class PromptStream(Generic[T]):
         return self._orders[epoch]
 
 
-class RemainingStream(Generic[T]):
+class RemainingStream:
     """Leaves retired items out of the later epochs of a stream (ScaleRL, 2510.13786, section 3.2).
 
     retired: an item's place in the data -> the first epoch without it. An epoch that would have
@@ -137,14 +134,14 @@ class RemainingStream(Generic[T]):
     through mean the same, whatever is retired after them.
     """
 
-    def __init__(self, stream: PromptStream[T], retired: Mapping[int, int], *, at_least: int):
+    def __init__(self, stream: PromptStream, retired: Mapping[int, int], *, at_least: int):
         self._stream = stream
         self._at_least = at_least
         self._retired = dict(retired)
         self._first_epochs = np.sort(list(retired.values()))
         self._remaining: dict[int, np.ndarray] = {}
 
-    def __getitem__(self, cursor: int) -> T:
+    def __getitem__(self, cursor: int) -> Prompt:
         if not self._retired:
             return self._stream[cursor]
         epoch, i = self._find(cursor)
@@ -201,7 +198,7 @@ class Mixture:
         total = sum(self.weights.values())
         return {key: weight / total for key, weight in self.weights.items()}
 
-    def stream(self, seed: int) -> PromptStream[Prompt]:
+    def stream(self, seed: int) -> PromptStream:
         """Orders the prompts of all sets."""
         prompts = [dataset.prompts for dataset in self.sets.values()]
         return PromptStream(*prompts, seed=seed, weights=list(self.weights.values()))
