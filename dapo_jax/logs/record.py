@@ -16,10 +16,10 @@ from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import (
     append_line,
     append_log,
-    atomic_file,
     begin_rows,
     json_digest,
     plain_value,
+    write_json,
     write_rollouts,
 )
 from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS
@@ -242,9 +242,3 @@ def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
 
 def _every(steps: int, step: int) -> bool:
     return steps > 0 and step % steps == 0
-
-
-def write_json(path: pathlib.Path, content: dict) -> None:
-    """Writes a JSON file."""
-    with atomic_file(path) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
