@@ -14,13 +14,13 @@ For the algebra of answers, and the scorers of other packages:
 
 import contextlib
 import gc
-import importlib
 import json
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import pkgutil
 import queue
 import resource
 import signal
@@ -191,8 +191,7 @@ def serve(entry: str, pipe: str) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    module, _, name = entry.partition(":")
-    prepare = getattr(importlib.import_module(module), name)()
+    prepare = pkgutil.resolve_name(entry)()
     gc.collect()
     gc.freeze()  # a child's collector need not touch, and so copy, all that was imported
     connection = multiprocessing.connection.Connection(int(pipe))
