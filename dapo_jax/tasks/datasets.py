@@ -100,8 +100,9 @@ class PromptStream:
 
     def __init__(self, *sets: Sequence[Prompt], seed: int, weights: Sequence[float] | None = None):
         self._items = sum(map(len, sets))
-        # Sets of the same length would be shuffled in the same order.
-        seeds = (seed, *(_seed_of(seed, i) for i in range(1, len(sets))))
+        # Of one seed, sets of the same length would be shuffled in the same order.
+        others = [np.random.SeedSequence((seed, i)) for i in range(1, len(sets))]
+        seeds = [seed, *(int(other.generate_state(1)[0]) for other in others)]
         endless = [
             grain.MapDataset.source(items).shuffle(seed=own).repeat()
             for items, own in zip(sets, seeds, strict=True)
@@ -179,10 +180,6 @@ class RemainingStream:
             remains = ~np.isin(self._stream.order(epoch), gone)
             self._remaining[epoch] = np.flatnonzero(remains)
         return self._remaining[epoch]
-
-
-def _seed_of(seed: int, index: int) -> int:
-    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
 
 
 @dataclasses.dataclass(frozen=True)
