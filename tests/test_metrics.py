@@ -288,7 +288,7 @@ def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
 
 
 def _plain(run, capsys):
-    run(Display(100, 12))
+    run(Display(100, 12, [].append))
     return capsys.readouterr().out
 
 
@@ -326,7 +326,7 @@ def test_samples_print_model_text_literally(capsys):
 
 def test_the_log_has_all_printed_lines_with_the_time_and_goes_on_after_a_restart(tmp_path, capsys):
     for start in range(2):
-        display = Display(100, 12, log=functools.partial(append_log, tmp_path))
+        display = Display(100, 12, functools.partial(append_log, tmp_path))
         display.line(f"start {start}\nof two 你\x1b[2J")
         display.phase("rollout: 3/32 informative groups")
         display.step(ROW)
@@ -341,6 +341,6 @@ def test_a_command_prints_to_an_ascii_terminal():
     program = """
 from dapo_jax.cli import command
 from dapo_jax.logs.display import Display
-command.run(lambda _: Display(2, 0).line("你好"))
+command.run(lambda _: Display(2, 0, [].append).line("你好"))
 """
     assert ran("-c", program, PYTHONIOENCODING="ascii").stdout == "\\u4f60\\u597d\n"

@@ -51,22 +51,22 @@ class Record:
         about: Mapping[str, Any],
     ):
         is_main = hosts.is_main_host()
-        log = {"log": functools.partial(append_log, workdir)} if is_main else {}
+        log = functools.partial(append_log, workdir) if is_main else None
         self.workdir, self._config = workdir, config
-        self.display = Display(config.num_steps, first_step, quiet=not is_main, **log)
+        self.display = Display(config.num_steps, first_step, log)
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._files: concurrent.futures.Future | None = None
         if not is_main:
             return
         add_start(workdir, config, {"first_step": first_step, **about})
-        steps = {"first_step": first_step, "begin_step": begin_step}
-        notes = begin_rows(workdir, **steps, last_row=last_row)
+        notes = begin_rows(workdir, first_step=first_step, begin_step=begin_step, last_row=last_row)
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
         as_json = json.loads(config.to_json_best_effort())
         write_json(workdir / "config.json", as_json)
         resume_step = first_step - 1 if first_step > begin_step else None
-        begin = (as_json, workdir, resume_step)
-        self._writers = Writers(config.log.writers, *begin, self.display.line)
+        self._writers = Writers(
+            config.log.writers, as_json, workdir, resume_step, self.display.line
+        )
         for note in notes:
             self.display.line(note)
 
