@@ -148,9 +148,9 @@ def plain_value(value):
     return value
 
 
-def json_line(row: Mapping) -> bytes:
-    """One row as a line of strict JSON; a float reads back as the same double."""
-    return json.dumps(plain_value(row), allow_nan=False).encode() + b"\n"
+def json_line(value) -> bytes:
+    """One value as a line of strict JSON; a float reads back as the same double."""
+    return json.dumps(plain_value(value), allow_nan=False).encode() + b"\n"
 
 
 def json_digest(value: Any) -> str:

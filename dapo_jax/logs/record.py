@@ -18,7 +18,7 @@ from dapo_jax.logs.files import (
     append_log,
     begin_rows,
     json_digest,
-    plain_value,
+    json_line,
     write_json,
     write_rollouts,
 )
@@ -156,12 +156,10 @@ def write_own_results(
 
 def settings_label(settings: Mapping) -> str:
     """Names a set's settings: those that people change, then six digits of the digest of all."""
-    plain = json.dumps(settings, sort_keys=True, default=str)
     few = f"t{settings['temperature']:g}_p{settings['top_p']:g}_k{settings['k']}"
     if settings["max_prompts"]:
         few += f"_n{settings['max_prompts']}"
-    digest = hashlib.sha256(plain.encode()).hexdigest()[:6]
-    return f"{few}_{settings['rules']}_s{settings['seed']}.{digest}"
+    return f"{few}_{settings['rules']}_s{settings['seed']}.{json_digest(settings)[:6]}"
 
 
 def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
@@ -216,19 +214,15 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
     for group, reward_G in zip(groups, reward_PG, strict=True):
         for response in group.responses:
             about = [group.cursor, len(response.tokens_T), bool(response.stopped), response.ends]
-            tokens.update(_line(about))
+            tokens.update(json_line(about))
             tokens.update(np.ascontiguousarray(response.tokens_T, "<i4"))
             logp.update(np.ascontiguousarray(response.behavior_logp_T, "<f4"))
             verdict = response.verdict
             grade = [verdict.correct, verdict.prediction, verdict.status, verdict.score]
-            verdicts.update(_line(plain_value([*grade, verdict.measures])))
+            verdicts.update(json_line([*grade, verdict.measures]))
         verdicts.update(np.ascontiguousarray(reward_G, "<f8"))
     found = zip((TOKENS, LOGP, VERDICTS), (tokens, logp, verdicts), strict=True)
     return {key: digest.hexdigest() for key, digest in found}
-
-
-def _line(value) -> bytes:
-    return json.dumps(value, default=str).encode() + b"\n"
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
