@@ -106,7 +106,7 @@ def make(
     parts = seeds.removesuffix(",").split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--seeds={seeds}: give how many, as 5, or a list, as 0,3,7")
-    numbers = tuple(map(int, parts) if "," in seeds else range(int(seeds)))
+    numbers = tuple(dict.fromkeys(map(int, parts) if "," in seeds else range(int(seeds))))
     plan = Plan(config, tuple(flags), start, _arms(config, grid, named), numbers)
     keys = {match[1] for match in map(KEY_FLAG.match, flags) if match}.union(*plan.arms.values())
     if "seed" in keys:
