@@ -35,7 +35,8 @@ def pack(
 ) -> Batch:
     """Packs the responses of all groups into the rows that `plan_update` finds: a [B, T] batch.
 
-    weight_PGT: each token's weight in the loss, from algorithm.token_weights.
+    weight_PGT: each token's weight in the loss, from algorithm.token_weights. What no piece covers
+    stays zero.
     """
     rows, row_tokens = plan_update(
         [len(group.prompt.token_ids) for group in groups],
@@ -44,7 +45,35 @@ def pack(
         micro_batch_rows=micro_batch_rows,
         share_prompts=share_prompts,
     )
-    return fill(rows, groups, advantage_PG, weight_PGT, row_tokens=row_tokens)
+    shape = (len(rows), row_tokens)
+    fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields().items()}
+    batch = Batch(**fields, num_micro=None)
+    for b, pieces in enumerate(rows):
+        end = branch = 0
+        for segment, (p, samples) in enumerate(pieces, start=1):
+            prompt = groups[p].prompt.token_ids
+            start, end = end, end + len(prompt) - 1
+            batch.tokens_BT[b, start:end] = prompt[:-1]
+            batch.target_BT[b, start:end] = prompt[1:]
+            batch.position_BT[b, start:end] = np.arange(len(prompt) - 1)
+            for g in samples:
+                branch += 1
+                response = groups[p].responses[g]
+                length = len(response.tokens_T)
+                answer = slice(end, end + length)
+                batch.tokens_BT[b, answer] = np.append(prompt[-1:], response.tokens_T[:-1])
+                batch.target_BT[b, answer] = response.tokens_T
+                batch.position_BT[b, answer] = len(prompt) - 1 + np.arange(length)
+                batch.branch_BT[b, answer] = branch
+                batch.behavior_logp_BT[b, answer] = response.behavior_logp_T
+                batch.old_logp_BT[b, answer] = response.behavior_logp_T
+                batch.advantage_BT[b, answer] = advantage_PG[p, g]
+                batch.weight_BT[b, answer] = weight_PGT[p, g, :length]
+                batch.is_response_BT[b, answer] = True
+                batch.is_on_policy_BT[b, answer] = not response.ends
+                end = answer.stop
+            batch.segment_BT[b, start:end] = segment
+    return batch
 
 
 def plan_rows(
@@ -58,24 +87,17 @@ def plan_rows(
 
     A response goes behind its prompt in the first row that has both the prompt and room, else with
     its prompt into the first row with room for the two. share_prompts False: every response has
-    its prompt to itself, which makes this first-fit decreasing. Raises ValueError for a response
-    that no row can hold with its prompt.
+    its prompt to itself, which makes this first-fit decreasing. A row holds the longest response
+    with its prompt (dapo_jax/setup/checks.py).
     """
 
     def entries(piece: Piece) -> int:
         lengths = [length_PG[piece.group][g] for g in piece.samples]
         return prompt_tokens_P[piece.group] - 1 + sum(lengths)
 
-    samples = [Piece(p, [g]) for p, lengths in enumerate(length_PG) for g in range(len(lengths))]
-    longest = max(map(entries, samples))
-    if longest > row_tokens:
-        raise ValueError(
-            f"a sequence of {longest} tokens does not fit a row: learner.row_tokens = "
-            f"{row_tokens} must hold the longest prompt and response"
-        )
-    whole = samples
-    if share_prompts:
-        whole = [Piece(p, list(range(len(lengths)))) for p, lengths in enumerate(length_PG)]
+    whole = [Piece(p, list(range(len(lengths)))) for p, lengths in enumerate(length_PG)]
+    if not share_prompts:
+        whole = [Piece(p, [g]) for p, samples in whole for g in samples]
     rows: list[list[Piece]] = []
     room: list[int] = []
     for p, together in sorted(whole, key=entries, reverse=True):
@@ -120,55 +142,13 @@ def plan_update(
     return min(map(plan, row_lengths), key=entries)
 
 
-def fill(
-    rows: Sequence[Sequence[Piece]],
-    groups: Sequence[Group],
-    advantage_PG: np.ndarray,
-    weight_PGT: np.ndarray,
-    *,
-    row_tokens: int,
-) -> Batch:
-    """Writes the tokens of planned rows into arrays [B, T]; what no piece covers stays zero."""
-    shape = (len(rows), row_tokens)
-    fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields().items()}
-    batch = Batch(**fields, num_micro=None)
-    for b, pieces in enumerate(rows):
-        end = branch = 0
-        for segment, (p, samples) in enumerate(pieces, start=1):
-            prompt = groups[p].prompt.token_ids
-            start, end = end, end + len(prompt) - 1
-            batch.tokens_BT[b, start:end] = prompt[:-1]
-            batch.target_BT[b, start:end] = prompt[1:]
-            batch.position_BT[b, start:end] = np.arange(len(prompt) - 1)
-            for g in samples:
-                branch += 1
-                response = groups[p].responses[g]
-                length = len(response.tokens_T)
-                answer = slice(end, end + length)
-                batch.tokens_BT[b, answer] = np.append(prompt[-1:], response.tokens_T[:-1])
-                batch.target_BT[b, answer] = response.tokens_T
-                batch.position_BT[b, answer] = len(prompt) - 1 + np.arange(length)
-                batch.branch_BT[b, answer] = branch
-                batch.behavior_logp_BT[b, answer] = response.behavior_logp_T
-                batch.old_logp_BT[b, answer] = response.behavior_logp_T
-                batch.advantage_BT[b, answer] = advantage_PG[p, g]
-                batch.weight_BT[b, answer] = weight_PGT[p, g, :length]
-                batch.is_response_BT[b, answer] = True
-                batch.is_on_policy_BT[b, answer] = not response.ends
-                end = answer.stop
-            batch.segment_BT[b, start:end] = segment
-    return batch
-
-
 def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
     """Splits the rows of a [B, T] batch into `num_micro` micro-batches: [M, rows, T].
 
     Rows are sorted by attention's work, the most first, so that those of a micro-batch, which
-    devices compute side by side, have about as much to do. Raises ValueError for too many rows.
+    devices compute side by side, have about as much to do.
     """
     used, row_tokens = batch.tokens_BT.shape
-    if used > num_micro * rows:
-        raise ValueError(f"{used} packed rows do not fit {num_micro} micro-batches of {rows}")
     keys_seen_B = np.sum((batch.position_BT + 1.0) * (batch.segment_BT > 0), axis=1)
     by_work = np.argsort(-keys_seen_B, kind="stable")
 

@@ -269,7 +269,6 @@ def rollout_stats(
         prefilled_prompts=session.prefilled_prompts,
         cache_use=max((block.cache_use for block in blocks), default=0.0),
         seconds=session.seconds | grading_seconds,
-        blocks=blocks,
     )
 
 

@@ -208,7 +208,6 @@ class RolloutStats:
     cache_use: float  # the greatest share of pages taken
     # The engine's: prefill, decode, host. verify: in the background; verify_wait: waiting for it.
     seconds: dict[str, float]
-    blocks: list[BlockRecord]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,11 +241,6 @@ class Rollouts:
     def length_PG(self) -> np.ndarray:
         """Tokens of everything sampled."""
         return np.stack([group.length_G for group in self.sampled])
-
-    @property
-    def stopped_PG(self) -> np.ndarray:
-        """False where a response ran into the length limit."""
-        return np.stack([group.stopped_G for group in self.sampled])
 
     @property
     def kept_tokens(self) -> int:

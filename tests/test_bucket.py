@@ -24,7 +24,7 @@ from test_hf import UNTIED, assert_same, random_params
 
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import failures
-from dapo_jax.tasks.readers import read
+from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import load_hf, save_hf
 from models.transformer import split
@@ -261,10 +261,11 @@ def test_data_is_read_from_a_bucket(bucket, place, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for file in tmp_path.iterdir():
         bucket.write(f"{place}/{file.name}", file.read_bytes())
-        examples, _ = read(f"{bucket.url}/{place}/{file.name}", **fields)
-        assert examples == read(str(file), **fields)[0] and len(examples) == 3_000
+        paths = f"{bucket.url}/{place}/{file.name}", str(file)
+        theirs, ours = (MathProblems(path=path, **fields).load()[0] for path in paths)
+        assert theirs == ours and len(ours) == 3_000
     with pytest.raises(FileNotFoundError, match=r"No data file at 'gs://.*/no.jsonl'"):
-        read(f"{bucket.url}/{place}/no.jsonl", **fields)
+        MathProblems(path=f"{bucket.url}/{place}/no.jsonl", **fields).load()
 
 
 def test_jax_keeps_programs_in_a_bucket(bucket, place):

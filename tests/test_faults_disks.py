@@ -21,7 +21,7 @@ from runs import rows_without_timings
 from small_config import get_config
 
 from dapo_jax.cli import failures
-from dapo_jax.logs.files import LOCK, Rows, atomic_file, locked, read_rows
+from dapo_jax.logs.files import LOCK, append_line, atomic_file, begin_rows, locked, read_rows
 from dapo_jax.setup import checks
 
 pytestmark = pytest.mark.faults
@@ -40,12 +40,11 @@ with locked(folder), atomic_file(folder / "eval" / "3.json") as file:
 """
 
 
-def written(folder: pathlib.Path, rows=ROWS, *, resume_step: int | None = None) -> Rows:
-    """Writes rows as a run does that resumes at a step."""
-    writer = Rows(folder, resume_step=resume_step)
+def written(folder: pathlib.Path, rows=ROWS, *, first_step: int = 0) -> None:
+    """Writes rows as a run does that goes on with a step."""
+    begin_rows(folder, first_step=first_step)
     for row in rows:
-        writer.write(row)
-    return writer
+        append_line(folder / "metrics.jsonl", row)
 
 
 # In this process.
@@ -55,9 +54,9 @@ def written(folder: pathlib.Path, rows=ROWS, *, resume_step: int | None = None) 
 def test_a_write_that_fails_at_any_byte_leaves_whole_rows(seed, tmp_path):
     size, file, done = random.Random(seed).randrange(10, 3_000), tmp_path / "metrics.jsonl", []
     with pytest.raises(OSError) as raised, small_files(size):
-        writer = Rows(tmp_path, resume_step=None)
+        begin_rows(tmp_path, first_step=0)
         for row in ROWS:
-            writer.write(row)
+            append_line(file, row)
             done.append(row)
             with atomic_file(tmp_path / "eval" / f"{row['step']}.json") as result:
                 result.write(b"x" * (100 * row["step"]))
@@ -66,7 +65,7 @@ def test_a_write_that_fails_at_any_byte_leaves_whole_rows(seed, tmp_path):
     rows = read_rows(file)
     assert rows[: len(done)] == done and len(rows) <= len(done) + 1
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".tmp"]
-    written(tmp_path, ROWS[len(rows) :], resume_step=len(rows) - 1 if rows else None)
+    written(tmp_path, ROWS[len(rows) :], first_step=len(rows))
     assert read_rows(file) == ROWS
 
 
@@ -93,12 +92,9 @@ def test_rows_that_are_cut_or_gone_are_missed_and_the_others_stay(seed, tmp_path
     if seed % 3 == 1:
         file.unlink()
     there = data.count(b"\n") if file.exists() else 0
-    writer = Rows(tmp_path, resume_step=last)
-    if not writer.has(last):
-        writer.write(ROWS[-1])  # which the checkpoint has
+    (note,) = begin_rows(tmp_path, first_step=last + 1, last_row=ROWS[-1])
     rows = read_rows(file)
     assert rows[:-1] in (ROWS[:there], ROWS[: there + 1]) and rows[-1] == ROWS[-1]
-    (note,) = writer.notes
     assert f"lacks {len(ROWS) - len(rows)} of the {len(ROWS)} rows" in note
 
 
@@ -108,11 +104,11 @@ def test_rows_that_are_newer_than_the_checkpoint_are_kept_in_copies(seed, tmp_pa
     written(tmp_path)
     resume, file = random.Random(seed).randrange(len(ROWS) - 1), tmp_path / "metrics.jsonl"
     for name in ("metrics.cut-1.jsonl", "metrics.cut-2.jsonl"):
-        writer = Rows(tmp_path, resume_step=resume)
-        assert len(writer.notes) == 1 and name in writer.notes[0]
+        (note,) = begin_rows(tmp_path, first_step=resume + 1)
+        assert name in note
         assert read_rows(file) + read_rows(tmp_path / name) == ROWS
         for row in ROWS[resume + 1 :]:
-            writer.write(row)
+            append_line(file, row)
 
 
 def holding(folder: pathlib.Path):

@@ -19,7 +19,6 @@ from dapo_jax import evaluate
 from dapo_jax.cli import failures
 from dapo_jax.convert import convert
 from dapo_jax.logs import provenance, record
-from dapo_jax.logs.files import Rows
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
 
@@ -125,7 +124,7 @@ def test_every_start_is_recorded(tmp_path):
     for step, seed in enumerate((0, 0, 1)):
         config.seed = seed
         provenance.add_start(tmp_path, config, {"first_step": step, "origin": None})
-    Rows(tmp_path, resume_step=None).write({"step": 0})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     run = load_run(tmp_path)
     digests = [start["config_digest"] for start in run.starts]
     assert len(digests) == 3 and digests[0] == digests[1] != digests[2]
@@ -161,7 +160,7 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
         scores = {"arithmetic": {"mean@8": 0.5}}
         return record.write_own_results(tmp_path, 60, scores, evaluate.settings_of(config))
 
-    Rows(tmp_path, resume_step=None).write({"step": 0})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     trainings = {"step": 60, "sets": {"arithmetic": {"mean@8": 0.25}}}
     record.write_json(tmp_path / "eval" / "60.json", trainings)
     (one,), (other,) = evaluated(), evaluated(max_prompts=16)

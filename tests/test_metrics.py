@@ -14,7 +14,14 @@ from processes import ran
 
 from dapo_jax.logs import metrics
 from dapo_jax.logs.display import Display, evaluation_line, format_duration
-from dapo_jax.logs.files import Rows, append_log, read_rows, write_rollouts
+from dapo_jax.logs.files import (
+    append_line,
+    append_log,
+    begin_rows,
+    json_line,
+    read_rows,
+    write_rollouts,
+)
 from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import plots
@@ -50,10 +57,10 @@ CUT_SAMPLE |= {"truncated": True}
 
 def test_numbers_read_back_as_written_and_the_file_is_strict_json(tmp_path):
     values = [0.1, 1 / 3, 1e-300, 5e-324, -0.0, 2**53 - 1, float(np.float32(0.1))]
-    writer = Rows(tmp_path, resume_step=None)
-    for step, value in enumerate(values):
-        writer.write({"step": np.int64(step), "x": value, "y": np.float32(value), "z": math.nan})
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    (file := tmp_path / "metrics.jsonl").touch()
+    for step, x in enumerate(values):
+        append_line(file, {"step": np.int64(step), "x": x, "y": np.float32(x), "z": math.nan})
+    rows = read_rows(file)
     assert [struct.pack("<d", row["x"]) for row in rows] == [struct.pack("<d", v) for v in values]
     assert [row["y"] for row in rows] == [float(np.float32(value)) for value in values]
     assert [(row["step"], row["z"]) for row in rows] == [(n, None) for n in range(len(values))]
@@ -66,19 +73,7 @@ def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
         read_rows(path)
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        Rows(tmp_path, resume_step=0)
-
-
-def test_rows_that_make_no_sense_are_refused(tmp_path):
-    writer = Rows(tmp_path, resume_step=None)
-    writer.write({"step": 5})
-    with pytest.raises(ValueError, match="step 5 is not after the last step 5"):
-        writer.write({"step": 5})
-    with pytest.raises(TypeError, match="'loss' of step 6"):
-        writer.write({"step": 6, "loss": [1.0, 2.0]})
-    with pytest.raises(TypeError, match="integer 'step'"):
-        writer.write({"loss": 1.0})
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 5}]
+        begin_rows(tmp_path, first_step=1)
 
 
 def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):
@@ -177,7 +172,6 @@ def _step(updates=None):
         prefilled_prompts=5,
         cache_use=0.75,
         seconds={"prefill": 1.0, "decode": 2.0, "host": 0.5, "verify": 0.25, "verify_wait": 0.125},
-        blocks=[],
     )
     return Step(
         config=types.SimpleNamespace(
@@ -278,8 +272,7 @@ def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
     )
     METRICS.append(row)
     try:
-        writer = Rows(tmp_path, resume_step=None)
-        writer.write(step_row(_step()))
+        (tmp_path / "metrics.jsonl").write_bytes(json_line(step_row(_step())))
         run = load_run(tmp_path)
         assert run.rows[0]["response_tokens/p90"] == 10.0
         assert "  p90  10.0  " in _plain(lambda display: display.step(run.rows[0]), capsys)
@@ -295,7 +288,7 @@ def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
 
 
 def _plain(run, capsys):
-    run(Display(100, 12))
+    run(Display(100, 12, [].append))
     return capsys.readouterr().out
 
 
@@ -333,7 +326,7 @@ def test_samples_print_model_text_literally(capsys):
 
 def test_the_log_has_all_printed_lines_with_the_time_and_goes_on_after_a_restart(tmp_path, capsys):
     for start in range(2):
-        display = Display(100, 12, log=functools.partial(append_log, tmp_path))
+        display = Display(100, 12, functools.partial(append_log, tmp_path))
         display.line(f"start {start}\nof two 你\x1b[2J")
         display.phase("rollout: 3/32 informative groups")
         display.step(ROW)
@@ -348,6 +341,6 @@ def test_a_command_prints_to_an_ascii_terminal():
     program = """
 from dapo_jax.cli import command
 from dapo_jax.logs.display import Display
-command.run(lambda _: Display(2, 0).line("你好"))
+command.run(lambda _: Display(2, 0, [].append).line("你好"))
 """
     assert ran("-c", program, PYTHONIOENCODING="ascii").stdout == "\\u4f60\\u597d\n"

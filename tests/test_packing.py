@@ -145,13 +145,6 @@ def test_rows_of_real_lengths_are_full():
         assert used / (len(rows) * 22_528) > 0.95
 
 
-def test_a_response_that_fits_no_row_is_refused_with_the_setting():
-    groups = [group([1], [2]), group([1, 2, 3], [4, 5])]
-    assert packed(groups[1:], row_tokens=4, share_prompts=False).tokens_BT.shape == (1, 4)
-    with pytest.raises(ValueError, match=r"4 tokens .* learner\.row_tokens = 3"):
-        packed(groups, row_tokens=3, share_prompts=False)
-
-
 def three_a_row(count: int) -> Batch:
     """Makes rows of three entries, one response in each."""
     return packed([group([1, 2], [3, i]) for i in range(count)], row_tokens=3, share_prompts=True)
@@ -167,5 +160,3 @@ def test_micro_batches_keep_the_rows_and_fill_up_with_padding():
         assert after.dtype == dtype
         np.testing.assert_array_equal(after.reshape(8, 3)[:5], before)
         assert not after.reshape(8, 3)[5:].any()
-    with pytest.raises(ValueError, match="5 packed rows do not fit 2 micro-batches of 2"):
-        into_micro_batches(batch, num_micro=2, rows=2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from processes import ran
 
-from dapo_jax.logs.files import Rows, write_rollouts
+from dapo_jax.logs.files import json_line, write_rollouts
 from dapo_jax.report import compare, page, plots
 from dapo_jax.report.__main__ import load, write_report
 from dapo_jax.report.rows import write_rows
@@ -54,10 +54,9 @@ def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
 
 def _written(workdir, *, seed=0, **settings):
     """The directory of a run."""
-    run, rows = _run(seed=seed, **settings), Rows(workdir, resume_step=None)
-    for row in run.rows:
-        rows.write(row)
-    (workdir / "eval").mkdir()
+    run = _run(seed=seed, **settings)
+    (workdir / "eval").mkdir(parents=True)
+    (workdir / "metrics.jsonl").write_bytes(b"".join(map(json_line, run.rows)))
     for step, score in run.evaluations["held_out", "mean@8"].items():
         result = {"step": step, "sets": {"held_out": {"mean@8": score, "problems": 64}}}
         (workdir / "eval" / f"{step}.json").write_text(json.dumps(result))

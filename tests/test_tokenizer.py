@@ -163,26 +163,24 @@ def test_a_template_that_is_missing_broken_or_refuses_is_named(bpe_folder, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("files", "chat", "error", "message"),
+    ("files", "error", "message"),
     [
-        (None, "none", FileNotFoundError, r"nowhere is neither .* set tokenizer\.path"),
-        ({}, "none", FileNotFoundError, "neither a directory with a tokenizer's files nor a sent"),
-        ({}, "chatml", ValueError, r"tokenizer\.chat = 'chatml'"),
-        ({"tokenizer.model": "no"}, "none", ValueError, "tokenizer.model is not a sentencepiece m"),
-        ({"tokenizer.json": "{"}, "none", ValueError, r"cannot be read: .*\(tokenizer\.path\)"),
+        (None, FileNotFoundError, r"nowhere is neither .* set tokenizer\.path"),
+        ({}, FileNotFoundError, "neither a directory with a tokenizer's files nor a sent"),
+        ({"tokenizer.model": "no"}, ValueError, "tokenizer.model is not a sentencepiece m"),
+        ({"tokenizer.json": "{"}, ValueError, r"cannot be read: .*\(tokenizer\.path\)"),
         (
             {"tokenizer.json": bpe, "generation_config.json": '{"eos_token_id": [true]}'},
-            "none",
             ValueError,
             r"generation_config.json: eos_token_id is .*no such id",
         ),
     ],
 )
-def test_what_cannot_be_loaded_is_named(tmp_path, files, chat, error, message):
+def test_what_cannot_be_loaded_is_named(tmp_path, files, error, message):
     for name, content in (files or {}).items():
         (tmp_path / name).write_text(content if isinstance(content, str) else content().to_str())
     with pytest.raises(error, match=message):
-        load(tmp_path / "nowhere" if files is None else tmp_path, chat=chat)
+        load(tmp_path / "nowhere" if files is None else tmp_path)
 
 
 def test_a_sentencepiece_model_is_read_alone_or_in_its_folder(piece_file):

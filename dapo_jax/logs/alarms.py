@@ -7,7 +7,6 @@ carries: a resumed run gives the alarms of an undisturbed one. `python -m dapo_j
 prints the table.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from configs.base import mixture_settings
+from configs.base import leaves, mixture_settings
 from dapo_jax.learner import TrainState, all_finite, checked_names, leaf_names
 from dapo_jax.logs.metrics import Step
 from dapo_jax.types import Rollouts
@@ -209,11 +208,8 @@ class Alarms:
 
     def values(self, *names: str) -> str:
         """Shows settings with their values."""
-
-        def value(name: str):
-            return functools.reduce(lambda at, part: at[part], name.split("."), self.config)
-
-        return ", ".join(f"{name} = {value(name)!r}" for name in names)
+        value = dict(leaves(self.config))
+        return ", ".join(f"{name} = {value[name]!r}" for name in names)
 
     def look(self, row: dict, done: Step, before: Mapping) -> str:
         """Adds the alarms' keys to a step's row; returns why to stop, "" where the run continues.

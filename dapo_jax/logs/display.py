@@ -41,22 +41,14 @@ class Display:
     Args:
         num_steps: rollout steps of the whole run.
         first_step: the first step that this process does (0, or the one after a restored step).
-        quiet: print nothing.
-        log: is given all that is printed for good.
+        log: is given all that is printed for good; None: nothing is printed.
 
     Steps carry the number that metrics.jsonl and rollouts/ use; the count beside it (1 after
     step 0) is that of finished steps.
     """
 
-    def __init__(
-        self,
-        num_steps: int,
-        first_step: int,
-        *,
-        quiet: bool = False,
-        log: Callable[[str], None] = lambda text: None,
-    ):
-        self._quiet, self._log = quiet, log
+    def __init__(self, num_steps: int, first_step: int, log: Callable[[str], None] | None):
+        self._log = log
         self._is_terminal = sys.stdout.isatty()
         self._num_steps = num_steps
         self._done = first_step
@@ -87,10 +79,11 @@ class Display:
     def line(self, text: str) -> None:
         """Prints text, which may have several lines, as it is, over the line of progress."""
         self._last_line_seconds = time.monotonic()
-        lines = [printable(line) for line in text.split("\n")]
+        text = "\n".join(map(printable, text.split("\n")))
         self.close()
-        self._print("\n".join(lines))
-        self._log("\n".join(lines))
+        self._print(text)
+        if self._log:
+            self._log(text)
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
         """Prints sampled responses with their verdicts, rewards and ends."""
@@ -102,7 +95,7 @@ class Display:
             self._print(f"\r{'':{PROGRESS_COLUMNS}}\r", end="")
 
     def _print(self, text: str, end: str = "\n") -> None:
-        if not self._quiet:
+        if self._log:
             print(text, end=end, flush=True)
 
     def _eta(self) -> str:

@@ -17,29 +17,27 @@ from typing import Any
 
 import filelock
 
-from dapo_jax.logs.metrics import DIGESTS
-
 LOG, LOCK = "log.txt", "run.lock"
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike) -> Iterator[None]:
+def locked(folder: pathlib.Path) -> Iterator[None]:
     """Holds the lock of a folder, which is made if absent: at most one running process has it.
 
     Raises ValueError where another process does. The kernel's lock ends with its process; where a
     file system has none (a bucket mounted as a folder), the lock file of a dead host is removed by
     hand.
     """
-    path = pathlib.Path(folder, LOCK)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        last = (read_starts(path.parent / "starts.jsonl") or [{}])[-1]
+        last = (read_starts(folder / "starts.jsonl") or [{}])[-1]
         who = "process {pid} on {host}, since {time}; ".format(**last) if "pid" in last else ""
         raise ValueError(
-            f"{path.parent} belongs to a run that is going on ({who}{path}); end that one, or give "
+            f"{folder} belongs to a run that is going on ({who}{path}); end that one, or give "
             "another --workdir (and checkpoint.directory)"
         ) from None
     try:
@@ -49,14 +47,13 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike) -> Iterator:
+def atomic_file(path: pathlib.Path) -> Iterator:
     """Opens a binary file that appears under `path` complete or not at all.
 
     The bytes go to PATH.tmp, which is synced and renamed when the block ends, and removed when the
     block raises; the next writer of `path` replaces one that a killed process left. Its folder is
     made, the one around it is not: a run whose folder was moved shall not begin another there.
     """
-    path = pathlib.Path(path)
     temporary = path.with_name(f"{path.name}.tmp")
     with _naming(path):
         path.parent.mkdir(exist_ok=True)
@@ -83,12 +80,11 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
         raise
 
 
-def append_line(path: str | os.PathLike, row: Mapping) -> None:
+def append_line(path: pathlib.Path, row: Mapping) -> None:
     """Appends a row to a file of JSON lines and syncs it; a write that fails leaves no part of it.
 
     The file has to be there: a run whose rows, or whose folder, somebody moved has to stop.
     """
-    path = pathlib.Path(path)
     with _naming(path), path.open("r+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a kill in a line
@@ -103,7 +99,7 @@ def append_line(path: str | os.PathLike, row: Mapping) -> None:
             raise
 
 
-def append_log(workdir: str | os.PathLike, text: str) -> None:
+def append_log(workdir: pathlib.Path, text: str) -> None:
     """Appends lines, each with the time (UTC), to the run's log.txt.
 
     What cannot be written is left out: where a disk is full, a row or a checkpoint says so.
@@ -112,23 +108,22 @@ def append_log(workdir: str | os.PathLike, text: str) -> None:
     lines = "".join(f"{now}  {line}".rstrip() + "\n" for line in text.split("\n"))
     with (
         contextlib.suppress(OSError),
-        pathlib.Path(workdir, LOG).open("a", encoding="utf-8", errors="backslashreplace") as file,
+        (workdir / LOG).open("a", encoding="utf-8", errors="backslashreplace") as file,
     ):
         file.write(lines)
 
 
-def read_starts(path: str | os.PathLike) -> list[dict]:
+def read_starts(path: pathlib.Path) -> list[dict]:
     """Reads starts.jsonl, but for a part of a line, left by a kill in the middle of it."""
-    path, starts = pathlib.Path(path), []
+    starts = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
             starts.append(json.loads(line))
     return [start for start in starts if isinstance(start, dict)]
 
 
-def read_json(path: str | os.PathLike) -> dict:
+def read_json(path: pathlib.Path) -> dict:
     """Reads a JSON object; ValueError, in one line with its path, where the file is cut or none."""
-    path = path if hasattr(path, "read_bytes") else pathlib.Path(path)
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
@@ -153,9 +148,9 @@ def plain_value(value):
     return value
 
 
-def json_line(row: Mapping) -> bytes:
-    """One row as a line of strict JSON; a float reads back as the same double."""
-    return json.dumps(plain_value(row), allow_nan=False).encode() + b"\n"
+def json_line(value) -> bytes:
+    """One value as a line of strict JSON; a float reads back as the same double."""
+    return json.dumps(plain_value(value), allow_nan=False).encode() + b"\n"
 
 
 def json_digest(value: Any) -> str:
@@ -164,7 +159,7 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: int = 9) -> None:
+def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 9) -> None:
     """Writes one response a line to a gzipped JSON-lines file, DIR/rollouts/<step>.jsonl.gz.
 
     Equal rows give equal bytes (no time or name in the gzip header). The file appears complete or
@@ -179,7 +174,7 @@ def write_rollouts(path: str | os.PathLike, rows: Iterable[Mapping], *, level: i
             zipped.write(json_line(row))
 
 
-def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
+def read_rollouts(path: pathlib.Path) -> Iterator[dict]:
     """Yields the responses that `write_rollouts` wrote."""
     with gzip.open(path) as lines:
         yield from map(json.loads, lines)
@@ -202,77 +197,55 @@ def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:
     return pairs
 
 
-def read_rows(path: str | os.PathLike) -> list[dict]:
+def read_rows(path: pathlib.Path) -> list[dict]:
     """Reads metrics.jsonl: one dict a rollout step, null read as None.
 
     A last line without its end, left by a kill in the middle of a write, is dropped if it does
     not parse. Raises ValueError, with file and line, for any other broken line, and
     FileNotFoundError.
     """
-    return [row for _, row in _read_lines(pathlib.Path(path))]
+    return [row for _, row in _read_lines(path)]
 
 
-class Rows:
-    """Appends one row a rollout step to workdir/metrics.jsonl.
+def begin_rows(
+    workdir: pathlib.Path, *, first_step: int, begin_step: int = 0, last_row: Mapping | None = None
+) -> list[str]:
+    """Leaves in workdir/metrics.jsonl the rows before `first_step`, at which work begins.
 
-    resume_step: the last step that the restored state contains; None at the start of a run. Rows
-    after it (all rows for None) belong to work that will be done again: they go to
-    metrics.cut-<n>.jsonl. A torn last line goes too. Kept lines keep their bytes. begin_step: the
-    run's first step; a fork's is not 0.
-
-    NaN and infinities are written as null, which keeps the file strict JSON. notes: what a person
-    should know of the rows found.
+    The others belong to work that will be done again: they go to metrics.cut-<n>.jsonl. A torn last
+    line goes too. Kept lines keep their bytes. begin_step: the run's first step; a fork's is not 0.
+    last_row: of the step before, which a checkpoint has; appended where the file lacks it. Returns
+    what a person should know of the rows found.
     """
+    path, notes = workdir / "metrics.jsonl", []
+    pairs = _read_lines(path) if path.exists() else []
+    kept = [(line, row) for line, row in pairs if row["step"] < first_step]
+    cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
+    if cut:
+        names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
+        copy = next(name for name in names if not name.exists())
+        _write_lines(copy, cut)
+        notes.append(
+            f"{len(cut)} rows from step {cut[0][1]['step']} on are of work that is done again; "
+            f"kept in {copy}"
+        )
+    _write_lines(path, kept)
+    missing = set(range(begin_step, first_step)) - {row["step"] for _, row in kept}
+    if first_step - 1 in missing:
+        append_line(path, last_row)
+        missing.remove(first_step - 1)
+    if missing:
+        notes.append(
+            f"{path} lacks {len(missing)} of the {first_step - begin_step} rows before step "
+            f"{first_step}: it was deleted or cut short; the run itself goes on from its checkpoint"
+        )
+    return notes
 
-    def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None, begin_step: int = 0):
-        workdir = pathlib.Path(workdir)
-        workdir.mkdir(parents=True, exist_ok=True)
-        self.path = workdir / "metrics.jsonl"
-        self.notes: list[str] = []
-        first_step = 0 if resume_step is None else resume_step + 1
-        pairs = _read_lines(self.path) if self.path.exists() else []
-        kept = [(line, row) for line, row in pairs if row["step"] < first_step]
-        cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
-        if cut:
-            names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
-            copy = next(name for name in names if not name.exists())
-            _write_lines(copy, cut)
-            self.notes.append(
-                f"{len(cut)} rows from step {cut[0][1]['step']} on are of work that is done again; "
-                f"kept in {copy}"
-            )
-        _write_lines(self.path, kept)
-        self._steps = {row["step"] for _, row in kept}
-        # The row of resume_step itself comes back from the checkpoint.
-        if lost := len(set(range(begin_step, first_step - 1)) - self._steps):
-            self.notes.append(
-                f"{self.path} lacks {lost} of the {first_step - begin_step} rows before step "
-                f"{first_step}: it was deleted or cut short; the run itself goes on from its "
-                "checkpoint"
-            )
 
-    def has(self, step: int) -> bool:
-        """Returns whether the file holds the row of this step."""
-        return step in self._steps
-
-    def write(self, row: Mapping) -> None:
-        """Appends a row and syncs it to disk.
-
-        Raises TypeError for a value that is not a number, ValueError for a step that does not come
-        after the last one.
-        """
-        row = plain_value(row)
-        step = row.get("step")
-        if type(step) is not int:
-            raise TypeError(f"a metrics row needs an integer 'step', got {step!r}")
-        if self._steps and step <= max(self._steps):
-            raise ValueError(f"step {step} is not after the last step {max(self._steps)}")
-        for key, value in row.items():
-            kinds = str if key in DIGESTS else bool | int | float | None
-            if not isinstance(value, kinds):
-                raise TypeError(f"metric {key!r} of step {step} is not a number: {value!r}")
-        append_line(self.path, row)
-        self._steps.add(step)
+def write_json(path: pathlib.Path, content: Mapping) -> None:
+    """Writes a JSON file."""
+    with atomic_file(path) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def _write_lines(path: pathlib.Path, pairs: list[tuple[bytes, dict]]) -> None:

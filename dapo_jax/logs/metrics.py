@@ -182,7 +182,7 @@ METRICS: list[Metric] = [
     Metric("response_tokens/max", "tokens", "Length of the longest response.",
            lambda s: s.rollouts.length_PG.max()),
     Metric("response_tokens/truncated_fraction", "share", "Responses that reached the limit.",
-           lambda s: 1 - s.rollouts.stopped_PG.mean(), form="{:6.1%}",
+           lambda s: 1 - np.mean([r.stopped for r in s.responses]), form="{:6.1%}",
            panel="truncated responses", line="truncated", summary="truncated"),
     Metric("no_answer_fraction", "share", "Responses in which no answer is found.",
            lambda s: np.mean([r.verdict.prediction is None for r in s.responses])),

@@ -14,11 +14,12 @@ from ml_collections import ConfigDict
 
 from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import (
-    Rows,
+    append_line,
     append_log,
-    atomic_file,
+    begin_rows,
     json_digest,
-    plain_value,
+    json_line,
+    write_json,
     write_rollouts,
 )
 from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS
@@ -50,25 +51,23 @@ class Record:
         about: Mapping[str, Any],
     ):
         is_main = hosts.is_main_host()
-        log = {"log": functools.partial(append_log, workdir)} if is_main else {}
+        log = functools.partial(append_log, workdir) if is_main else None
         self.workdir, self._config = workdir, config
-        self.display = Display(config.num_steps, first_step, quiet=not is_main, **log)
+        self.display = Display(config.num_steps, first_step, log)
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._files: concurrent.futures.Future | None = None
         if not is_main:
             return
         add_start(workdir, config, {"first_step": first_step, **about})
-        resume_step = first_step - 1 if first_step else None
-        self._rows = Rows(workdir, resume_step=resume_step, begin_step=begin_step)
-        resumed = first_step > begin_step
-        if resumed and not self._rows.has(resume_step):
-            self._rows.write(last_row)
+        notes = begin_rows(workdir, first_step=first_step, begin_step=begin_step, last_row=last_row)
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
         as_json = json.loads(config.to_json_best_effort())
         write_json(workdir / "config.json", as_json)
-        begin = (as_json, workdir, resume_step if resumed else None)
-        self._writers = Writers(config.log.writers, *begin, self.display.line)
-        for note in self._rows.notes:
+        resume_step = first_step - 1 if first_step > begin_step else None
+        self._writers = Writers(
+            config.log.writers, as_json, workdir, resume_step, self.display.line
+        )
+        for note in notes:
             self.display.line(note)
 
     def __enter__(self) -> "Record":
@@ -129,7 +128,7 @@ class Record:
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row, and every so many steps samples."""
         if hosts.is_main_host():
-            self._rows.write(row)
+            append_line(self.workdir / "metrics.jsonl", row)
             self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
         is_due = _every(self._config.log.samples_every_steps, row["step"])
         if is_due and (shown := samples(rollouts, reward_PG)):
@@ -157,12 +156,10 @@ def write_own_results(
 
 def settings_label(settings: Mapping) -> str:
     """Names a set's settings: those that people change, then six digits of the digest of all."""
-    plain = json.dumps(settings, sort_keys=True, default=str)
     few = f"t{settings['temperature']:g}_p{settings['top_p']:g}_k{settings['k']}"
     if settings["max_prompts"]:
         few += f"_n{settings['max_prompts']}"
-    digest = hashlib.sha256(plain.encode()).hexdigest()[:6]
-    return f"{few}_{settings['rules']}_s{settings['seed']}.{digest}"
+    return f"{few}_{settings['rules']}_s{settings['seed']}.{json_digest(settings)[:6]}"
 
 
 def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
@@ -217,19 +214,15 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
     for group, reward_G in zip(groups, reward_PG, strict=True):
         for response in group.responses:
             about = [group.cursor, len(response.tokens_T), bool(response.stopped), response.ends]
-            tokens.update(_line(about))
+            tokens.update(json_line(about))
             tokens.update(np.ascontiguousarray(response.tokens_T, "<i4"))
             logp.update(np.ascontiguousarray(response.behavior_logp_T, "<f4"))
             verdict = response.verdict
             grade = [verdict.correct, verdict.prediction, verdict.status, verdict.score]
-            verdicts.update(_line(plain_value([*grade, verdict.measures])))
+            verdicts.update(json_line([*grade, verdict.measures]))
         verdicts.update(np.ascontiguousarray(reward_G, "<f8"))
     found = zip((TOKENS, LOGP, VERDICTS), (tokens, logp, verdicts), strict=True)
     return {key: digest.hexdigest() for key, digest in found}
-
-
-def _line(value) -> bytes:
-    return json.dumps(value, default=str).encode() + b"\n"
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
@@ -243,9 +236,3 @@ def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
 
 def _every(steps: int, step: int) -> bool:
     return steps > 0 and step % steps == 0
-
-
-def write_json(path: pathlib.Path, content: dict) -> None:
-    """Writes a JSON file."""
-    with atomic_file(path) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())

@@ -5,10 +5,10 @@ One that fails is left out for the rest of the run, which says so once: the numb
 metrics.jsonl anyway.
 """
 
-import importlib
 import importlib.util
 import json
 import pathlib
+import pkgutil
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -124,26 +124,16 @@ def find(name: str) -> Callable[..., Writer]:
         raise ValueError(f'{setting}, but that package is not installed: pip install "{WANDB}"')
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
+    if ":" not in name:
         raise ValueError(f'{setting}; give one of {", ".join(BUILT_IN)}, or "module:Class"')
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{setting}, which cannot be imported: {error}") from error
     missing = [each for each in ("step", "evaluation", "close") if not hasattr(found, each)]
     if missing:
         raise ValueError(f"{setting}, which has no method {', '.join(missing)}")
     return found
-
-
-def check(names: Sequence[str]) -> None:
-    """Refuses names that are no writer's (ValueError); to be called where a run is begun.
-
-    Not by other commands: what evaluates a run's policy elsewhere needs none of its writers.
-    """
-    for name in names:
-        find(name)
 
 
 class Writers:

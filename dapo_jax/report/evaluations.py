@@ -49,8 +49,7 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
 def _problems(path: pathlib.Path) -> dict[tuple, tuple[float, str]]:
     rows: dict[tuple, list] = {}
     for row in read_rollouts(path):
-        # The cursor alone identifies a problem; early files have neither it nor the source.
-        key = row.get("source", ""), row["row"], str(row["ground_truth"]), row.get("cursor")
+        key = row["source"], row["row"], str(row["ground_truth"]), row["cursor"]
         rows.setdefault(key, []).append(row)
     problems, alike = {}, collections.Counter()
     for (*place, _), found in rows.items():

@@ -146,7 +146,7 @@ def chosen(
     return figure
 
 
-def save(figure: Figure, path: str | pathlib.Path) -> None:
+def save(figure: Figure, path: pathlib.Path) -> None:
     """Writes a figure as a PNG, complete or not at all."""
     with atomic_file(path) as file:
         figure.savefig(file, format="png")

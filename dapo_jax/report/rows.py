@@ -20,7 +20,7 @@ OF_A_START = ("time", "commit", "changed", "versions", "devices")  # not of the 
 DIGITS = 6  # significant ones of a float
 
 
-def write_rows(path: str | pathlib.Path, runs: Mapping[str, Run]) -> None:
+def write_rows(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
     """Writes the runs, a line each, in order; equal runs give equal bytes.
 
     A run without an arm gets its label for one. Paths of the machine are cut to their last part.
@@ -28,7 +28,7 @@ def write_rows(path: str | pathlib.Path, runs: Mapping[str, Run]) -> None:
     write_rollouts(path, (_line_of(run.arm or label, run) for label, run in runs.items()))
 
 
-def read_rows_file(path: str | pathlib.Path) -> dict[str, Run]:
+def read_rows_file(path: pathlib.Path) -> dict[str, Run]:
     """Reads the output of `write_rows`: label -> run, with the arm and seed of each."""
     runs = map(_run_of, read_rollouts(path))
     return {sweep_label(run.arm, run.seed): run for run in runs}

@@ -60,13 +60,12 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
 
 
-def load_sweep(folder: str | pathlib.Path) -> dict[str, Run]:
+def load_sweep(folder: pathlib.Path) -> dict[str, Run]:
     """Reads the runs of a sweep's folder (dapo_jax.sweep): label -> run, arm by arm, seed by seed.
 
     Leaves out runs without a finished step. Raises ValueError for a broken file.
     """
-    folder, runs = pathlib.Path(folder), {}
-    plan = read_json(folder / "sweep.json")
+    plan, runs = read_json(folder / "sweep.json"), {}
     for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
         path = folder / label / "metrics.jsonl"
         if path.is_file() and read_rows(path):

@@ -231,7 +231,7 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
     """Refuses a config that no run can have (ValueError), before anything is written."""
     looks = [lambda: checks.check(config)]
     if training:
-        looks.append(lambda: writers.check(config.log.writers))
+        looks += [functools.partial(writers.find, name) for name in config.log.writers]
     if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
         looks.append(lambda: components.model_sizes(config))
     checks.together(*looks)

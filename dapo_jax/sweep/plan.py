@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE
 from dapo_jax.cli.config_flags import KEY_FLAG, config_differences, read_config
-from dapo_jax.logs.files import atomic_file, read_json
+from dapo_jax.logs.files import read_json, write_json
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.setup import checks
 
@@ -106,7 +106,7 @@ def make(
     parts = seeds.removesuffix(",").split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--seeds={seeds}: give how many, as 5, or a list, as 0,3,7")
-    numbers = tuple(map(int, parts) if "," in seeds else range(int(seeds)))
+    numbers = tuple(dict.fromkeys(map(int, parts) if "," in seeds else range(int(seeds))))
     plan = Plan(config, tuple(flags), start, _arms(config, grid, named), numbers)
     keys = {match[1] for match in map(KEY_FLAG.match, flags) if match}.union(*plan.arms.values())
     if "seed" in keys:
@@ -178,6 +178,4 @@ def record(plan: Plan, folder: pathlib.Path) -> None:
             "another --workdir"
         )
     arms, seeds = old["arms"] | plan.arms, dict.fromkeys([*old["seeds"], *plan.seeds])
-    with atomic_file(path) as file:
-        text = json.dumps(new | {"arms": arms, "seeds": list(seeds)}, indent=1)
-        file.write(text.encode() + b"\n")
+    write_json(path, new | {"arms": arms, "seeds": list(seeds)})

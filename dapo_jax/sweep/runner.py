@@ -72,7 +72,8 @@ class Runner:
     def _work(self, cores: Sequence[int]) -> None:
         """Runs one waiting point after the other on these cores."""
         try:
-            bind(cores)
+            if hasattr(os, "sched_setaffinity"):  # of this thread, and of what it starts
+                os.sched_setaffinity(0, cores)
             while not self.stopped:
                 with self._lock:
                     if not self._waiting:
@@ -135,12 +136,6 @@ def environment(jobs: int) -> dict[str, str]:
     """Returns a run's environment, with its share of a GPU's memory unless one is set."""
     is_set = any(name.endswith("CLIENT_MEM_FRACTION") for name in os.environ)  # JAX has two
     return {**os.environ} if jobs == 1 or is_set else os.environ | {GPU_MEMORY: f"{0.9 / jobs:.3f}"}
-
-
-def bind(cores: Sequence[int]) -> None:
-    """Binds this thread, and the processes that it starts from now on, to these cores."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
 
 
 def share(cores: Sequence[int], slot: int, jobs: int) -> list[int]:

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
 
 import grain
 import numpy as np
@@ -12,8 +11,6 @@ from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Prompt
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +88,7 @@ def tokenize(
     return prompts, len(examples) - len(prompts)
 
 
-class PromptStream(Generic[T]):
+class PromptStream:
     """Orders the training prompts without end: stream[cursor] for every integer cursor >= 0.
 
     Epoch e of one set is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once,
@@ -101,14 +98,11 @@ class PromptStream(Generic[T]):
     there is. seed: 0 to 2**32 - 1. weights: one for each set, above 0, counted to 1 % of the least.
     """
 
-    def __init__(self, *sets: Sequence[T], seed: int, weights: Sequence[float] | None = None):
-        if not all(map(len, sets)):
-            raise DataError("No training prompts: change data.train.")
-        if not 0 <= seed < 2**32:
-            raise DataError(f"The data seed is {seed}: must be 0 to 2**32 - 1.")
+    def __init__(self, *sets: Sequence[Prompt], seed: int, weights: Sequence[float] | None = None):
         self._items = sum(map(len, sets))
-        # Sets of the same length would be shuffled in the same order.
-        seeds = (seed, *(_seed_of(seed, i) for i in range(1, len(sets))))
+        # Of one seed, sets of the same length would be shuffled in the same order.
+        others = [np.random.SeedSequence((seed, i)) for i in range(1, len(sets))]
+        seeds = [seed, *(int(other.generate_state(1)[0]) for other in others)]
         endless = [
             grain.MapDataset.source(items).shuffle(seed=own).repeat()
             for items, own in zip(sets, seeds, strict=True)
@@ -121,13 +115,8 @@ class PromptStream(Generic[T]):
         """Number of items, of all sets."""
         return self._items
 
-    def __getitem__(self, cursor: int) -> T:
-        if cursor < 0:
-            raise IndexError(f"The prompt cursor is {cursor}: must be 0 or more.")
+    def __getitem__(self, cursor: int) -> Prompt:
         return self._dataset[int(cursor)]
-
-    def __iter__(self) -> Iterator[T]:
-        raise TypeError("A PromptStream has no end: take stream[cursor].")
 
     def order(self, epoch: int) -> np.ndarray:
         """Lists the items of an epoch, in order, as places in the data; for a stream of one set."""
@@ -138,7 +127,7 @@ class PromptStream(Generic[T]):
         return self._orders[epoch]
 
 
-class RemainingStream(Generic[T]):
+class RemainingStream:
     """Leaves retired items out of the later epochs of a stream (ScaleRL, 2510.13786, section 3.2).
 
     retired: an item's place in the data -> the first epoch without it. An epoch that would have
@@ -146,14 +135,14 @@ class RemainingStream(Generic[T]):
     through mean the same, whatever is retired after them.
     """
 
-    def __init__(self, stream: PromptStream[T], retired: Mapping[int, int], *, at_least: int):
+    def __init__(self, stream: PromptStream, retired: Mapping[int, int], *, at_least: int):
         self._stream = stream
         self._at_least = at_least
         self._retired = dict(retired)
         self._first_epochs = np.sort(list(retired.values()))
         self._remaining: dict[int, np.ndarray] = {}
 
-    def __getitem__(self, cursor: int) -> T:
+    def __getitem__(self, cursor: int) -> Prompt:
         if not self._retired:
             return self._stream[cursor]
         epoch, i = self._find(cursor)
@@ -193,10 +182,6 @@ class RemainingStream(Generic[T]):
         return self._remaining[epoch]
 
 
-def _seed_of(seed: int, index: int) -> int:
-    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
-
-
 @dataclasses.dataclass(frozen=True)
 class Mixture:
     """Holds the training sets and their weights, by config key; one set alone is a mixture too."""
@@ -205,17 +190,12 @@ class Mixture:
     weights: Mapping[str, float]
 
     @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts of all sets, set by set."""
-        return [prompt for dataset in self.sets.values() for prompt in dataset.prompts]
-
-    @property
     def shares(self) -> dict[str, float]:
         """The part of the stream that each set has, by config key."""
         total = sum(self.weights.values())
         return {key: weight / total for key, weight in self.weights.items()}
 
-    def stream(self, seed: int) -> PromptStream[Prompt]:
+    def stream(self, seed: int) -> PromptStream:
         """Orders the prompts of all sets."""
         prompts = [dataset.prompts for dataset in self.sets.values()]
         return PromptStream(*prompts, seed=seed, weights=list(self.weights.values()))

@@ -1,13 +1,12 @@
 """Tasks of math problems with one right answer, which the verifier grades."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
 from dapo_jax.tasks import readers
-from dapo_jax.tasks.readers import DataReport
-from dapo_jax.types import Example, Verdict
+from dapo_jax.tasks.readers import FORMATS, KINDS, DataError, DataReport, field
+from dapo_jax.types import Example, Message, Verdict
 from dapo_jax.verifier import check_ground_truth, verify, verify_many
 
 # What asks for an answer, by template; and the templates that ask for what rules read, of which
@@ -42,9 +41,13 @@ class MathTask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MathProblems(MathTask):
-    """Problems of a file; `readers.read` says what the fields mean.
+    """Problems of a file.
 
-    default_template: of plain prompts, where it is not the one that the rules read.
+    kind: a name of `readers.KINDS`; "": by the ending of the path. prompt_field, answer_field:
+    where a row has the prompt (text, or messages with role and content) and the answer (text, a
+    number, or a list of one); "a.b" is field b of field a; "": the kind's. template: of plain
+    prompts, as `readers.template_text` reads it; "": the one that the rules read, or
+    default_template where a class has one.
     """
 
     default_template: ClassVar[str] = ""
@@ -56,23 +59,38 @@ class MathProblems(MathTask):
     template: str = ""
 
     def load(self) -> tuple[list[Example], DataReport]:
-        """Reads the file; raises what `readers.read` raises.
+        """Reads the file, and merges its rows as `readers.read_rows` does.
 
         The report counts the prompts that do not ask for what the rules read: a model that is
-        never told where its answer goes has no right one.
+        never told where its answer goes has no right one. Raises what `readers.read_rows` does,
+        and DataError for a wrong setting.
         """
-        templates = TEMPLATES_OF[self.rules]
-        examples, report = readers.read(
-            self.path,
-            kind=self.kind,
-            prompt_field=self.prompt_field,
-            answer_field=self.answer_field,
-            template=self.template,
-            default_template=self.default_template or templates[0],
-            on_bad_row=self.on_bad_row,
-            check_answer=functools.partial(check_ground_truth, rules=self.rules),
-        )
-        asked = [_ASKED[template] for template in templates]
+        file_format = self.kind if self.kind in FORMATS else readers.format_of(self.path)
+        kind = self.kind or ("dapo_parquet" if file_format == "parquet" else file_format)
+        if kind not in KINDS:
+            raise DataError(f"kind = {kind!r}: must be one of {', '.join(KINDS)} or arithmetic.")
+        prompt_field = self.prompt_field or KINDS[kind].prompt_field
+        answer_field = self.answer_field or KINDS[kind].answer_field
+        mark, templates = KINDS[kind].answer_mark, TEMPLATES_OF[self.rules]
+        template = readers.template_text(self.template or self.default_template or templates[0])
+
+        def make(row: dict) -> tuple[tuple[Message, ...], str]:
+            value = field(row, prompt_field)
+            if not isinstance(value, str) and self.template not in ("", "none"):
+                raise ValueError(
+                    f"{prompt_field} has messages, which take no template: set it to none"
+                )
+            answer = readers.answer_of(field(row, answer_field), answer_field, mark)
+            if file_format == "csv":  # it has no numbers: 27.0 is how they are written into one
+                answer = readers.WHOLE_NUMBER.sub(r"\1", answer)
+            if not mark and "####" in answer:
+                raise ValueError(f'{answer_field} has "####" before its result: set kind=gsm8k')
+            check_ground_truth(answer, rules=self.rules)
+            return readers.messages_of(value, prompt_field, template), answer
+
+        how = {"file_format": file_format, "on_bad_row": self.on_bad_row}
+        examples, report = readers.read_rows(self.path, [prompt_field, answer_field], make, **how)
+        asked = [_ASKED[name] for name in templates]
         texts = [example.text.lower() for example in examples]
         silent = sum(not any(words.lower() in text for words in asked) for text in texts)
         if silent and not self.default_template and self.template in ("", *_ASKED):

@@ -66,7 +66,7 @@ _TEXT_LIST = re.compile(r"""\s*\[\s*["'].*["']\s*\]\s*""")
 _LAST_BOX = re.compile(
     r"(?s).*\\f?box(?:ed)?\s*(?:(?P<brace>\{)|(?P<bare>[^{$\n][^$\n]*?)\s*(?=\.?\s*(?:[$\n]|$)))"
 )
-_WHOLE = re.compile(r"^([+-]?[0-9]+)\.0+$")
+WHOLE_NUMBER = re.compile(r"^([+-]?[0-9]+)\.0+$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,53 +106,6 @@ class DataReport:
         return [line, *skipped, *(f"  {note}" for note in self.notes)]
 
 
-def read(
-    path: str,
-    *,
-    kind: str = "",
-    prompt_field: str = "",
-    answer_field: str = "",
-    template: str = "",
-    default_template: str = "dapo",
-    on_bad_row: str = "error",
-    check_answer: Callable[[str], None] = lambda answer: None,
-) -> tuple[list[Example], DataReport]:
-    """Reads problems and their answers, merged as `read_rows` does.
-
-    kind: a name of KINDS; "": by the ending of the path.
-    prompt_field, answer_field: where a row has the prompt (text, or messages with role and
-        content) and the answer (text, a number, or a list of one); "a.b" is field b of field a.
-        "": the kind's.
-    template: for prompts of plain text, as `template_text` reads it. "": default_template.
-    check_answer: raises ValueError for an answer that makes its row a bad one.
-
-    Raises what `read_rows` does, and DataError for a wrong setting.
-    """
-    file_format = kind if kind in FORMATS else _format_of(path)
-    kind = kind or ("dapo_parquet" if file_format == "parquet" else file_format)
-    if kind not in KINDS:
-        raise DataError(f"kind = {kind!r}: must be one of {', '.join(KINDS)} or arithmetic.")
-    spec = KINDS[kind]
-    prompt_field = prompt_field or spec.prompt_field
-    answer_field = answer_field or spec.answer_field
-    text = template_text(template or default_template)
-
-    def make(row: dict) -> tuple[tuple[Message, ...], str]:
-        value = field(row, prompt_field)
-        if not isinstance(value, str) and template not in ("", "none"):
-            raise ValueError(f"{prompt_field} has messages, which take no template: set it to none")
-        answer = _answer(field(row, answer_field), answer_field, spec.answer_mark)
-        if file_format == "csv":  # it has no numbers: 27.0 is how they are written into one
-            answer = _WHOLE.sub(r"\1", answer)
-        if not spec.answer_mark and "####" in answer:
-            raise ValueError(f'{answer_field} has "####" before its result: set kind=gsm8k')
-        check_answer(answer)
-        return _prompt(value, prompt_field, text), answer
-
-    fields = [prompt_field, answer_field]
-    return read_rows(path, fields, make, file_format=file_format, on_bad_row=on_bad_row)
-
-
 def read_rows(
     path: str,
     fields: Sequence[str],
@@ -172,7 +125,7 @@ def read_rows(
     Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
     for a damaged file or one of another format.
     """
-    file_format = file_format or _format_of(path)
+    file_format = file_format or format_of(path)
     rows = Rows(path, "line" if file_format == "jsonl" else "row", on_bad_row)
     file = pathlib.Path(path) if "://" not in str(path) else epath.Path(path)
     if not file.is_file():
@@ -189,7 +142,8 @@ def read_rows(
     return rows.result()
 
 
-def _format_of(path: str) -> str:
+def format_of(path: str) -> str:
+    """Returns the name of FORMATS that a path ends in; DataError for another ending."""
     ending = pathlib.Path(path).suffix.removeprefix(".")
     if ending not in FORMATS:
         raise DataError(f"path = {path!r}: its ending must be one of .{', .'.join(FORMATS)}.")
@@ -203,8 +157,6 @@ class Rows:
     """
 
     def __init__(self, place: str, row_word: str, on_bad_row: str):
-        if on_bad_row not in ("error", "skip"):
-            raise DataError(f'data.on_bad_row = {on_bad_row!r}: must be "error" or "skip".')
         self._place = place
         self._name = pathlib.Path(place).name
         self._row_place = "line {}" if row_word == "line" else "row {} (from 0)"
@@ -242,7 +194,7 @@ class Rows:
         notes = list(self._bad_row_notes)
         if self._bad_rows > len(notes):
             notes.append(f"... {self._bad_rows:,} bad rows in all")
-        if notes and self._on_bad_row == "error":
+        if notes and self._on_bad_row != "skip":
             raise DataError(
                 f"{self._place}, {'; '.join(notes)}. Mend them, or set data.on_bad_row=skip."
             )
@@ -260,7 +212,7 @@ class Rows:
         )
 
 
-def _prompt(value: object, name: str, template: str) -> tuple[Message, ...]:
+def messages_of(value: object, name: str, template: str) -> tuple[Message, ...]:
     """Reads a prompt as messages; a plain text is one message of the user, in the template."""
     if isinstance(value, str):
         return templated(_text(value, name), template)
@@ -301,7 +253,7 @@ def templated(problem: str, template: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": template_text(template).replace("{problem}", problem)},)
 
 
-def _answer(value: object, name: str, mark: str) -> str:
+def answer_of(value: object, name: str, mark: str) -> str:
     """Reads an answer; a number is written out in decimals: 42.0 is "42", 1e-7 is "0.0000001".
 
     A list of one answer is that answer, also as a text: '["42"]' is 42. An integer as text has no

@@ -135,8 +135,6 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
     that do not fit; both name the setting to change.
     """
     path = epath.Path(path)
-    if chat not in ("none", "template", "auto"):
-        raise ValueError(f'tokenizer.chat = {chat!r}: must be "none", "template" or "auto".')
     there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
         return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat)

@@ -12,16 +12,9 @@ import functools
 from collections.abc import Sequence
 
 from dapo_jax.types import Verdict
-from dapo_jax.verifier.math_rules import (
-    STATUSES,
-    grade_box,
-    grade_dapo,
-    grade_strict,
-    pairs,
-    refuse,
-)
+from dapo_jax.verifier.math_rules import grade_box, grade_dapo, grade_strict, refuse
 
-__all__ = ["RULES", "STATUSES", "Verdict", "check_ground_truth", "verify", "verify_many"]
+__all__ = ["RULES", "Verdict", "check_ground_truth", "verify", "verify_many"]
 
 _GRADERS = {"dapo": grade_dapo, "strict": grade_strict, "strict_box": grade_box}
 RULES = (*_GRADERS, "math_verify")
@@ -52,7 +45,7 @@ def verify_many(
         return default_verifier().verify_many(responses, ground_truths)
     return [
         refuse(response, truth) or _GRADERS[rules](response, truth)
-        for response, truth in pairs(responses, ground_truths)
+        for response, truth in zip(responses, ground_truths, strict=True)
     ]
 
 

@@ -14,13 +14,13 @@ For the algebra of answers, and the scorers of other packages:
 
 import contextlib
 import gc
-import importlib
 import json
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import pkgutil
 import queue
 import resource
 import signal
@@ -143,14 +143,8 @@ class Pool:
 
     def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
         """Has each request answered, equal ones once; raises RuntimeError after `close`."""
-        self.check_open()
         requests = dict.fromkeys(requests)
         return dict(zip(requests, self._threads.map(self._answered, requests), strict=True))
-
-    def check_open(self) -> None:
-        """Raises RuntimeError after `close`."""
-        if self._closed:
-            raise RuntimeError(f"this {type(self).__name__} is closed")
 
     def _answered(self, request: bytes) -> Reply:
         """Has a worker answer; runs in one of as many threads as there are workers."""
@@ -172,7 +166,8 @@ class Pool:
                 return worker
             time.sleep(start)  # what kills workers may pass
             with self._lock:
-                self.check_open()
+                if self._closed:
+                    raise RuntimeError(f"the {self._name} workers are closed")
                 self._workers[place] = Worker(self._entry)
         raise ChildProcessError(
             f"{STARTS} {self._name} workers in a row were never ready; what they said is on the "
@@ -196,8 +191,7 @@ def serve(entry: str, pipe: str) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    module, _, name = entry.partition(":")
-    prepare = getattr(importlib.import_module(module), name)()
+    prepare = pkgutil.resolve_name(entry)()
     gc.collect()
     gc.freeze()  # a child's collector need not touch, and so copy, all that was imported
     connection = multiprocessing.connection.Connection(int(pipe))

@@ -1,7 +1,12 @@
 r"""Grades the answer of a response by its text: the reference's rules and two stricter ones.
 
 Nothing here raises on any response or ground truth, and nothing that is missing, empty or not text
-is ever rewarded. `Verdict.status` says why, so that every kind of failure can be counted.
+is ever rewarded. `Verdict.status` says why, so that every kind of failure can be counted:
+
+correct, wrong; no_answer: none where the rules look for one; empty_answer: one with nothing in it;
+empty_ground_truth; bad_input: no string, or a ground truth longer than MAX_GROUND_TRUTH_CHARS;
+other_unit, other_name: the right number of something else, or value of another unknown; retracted:
+taken back by what follows. By math_verify also unreadable_answer, unreadable_ground_truth, GAVE_UP.
 
 Two deliberate differences from the reference: a response without an answer has the prediction
 `None` (the reference's string "[INVALID]", which it rewards where the ground truth is that very
@@ -25,35 +30,11 @@ from dapo_jax.verifier.units import (
     unit_of,
 )
 
-STATUSES = (
-    "correct",
-    "wrong",
-    "no_answer",  # the response has no answer where the rules look for one
-    "empty_answer",  # it has one, with nothing in it
-    "empty_ground_truth",
-    "bad_input",  # not a string, or a ground truth longer than MAX_GROUND_TRUTH_CHARS
-    "other_unit",  # strict and math_verify: the right number of something else
-    "other_name",  # the right value of another unknown
-    "retracted",  # the right answer, taken back by what follows it
-    "unreadable_answer",  # math_verify only, as are all below
-    "unreadable_ground_truth",
-    "too_large",
-    "timeout",
-    "memory",
-    "crashed",
-)
 GAVE_UP = ("too_large", "timeout", "memory", "crashed")  # without a verdict on the answer
 
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
 MAX_GROUND_TRUTH_CHARS = 1000
-
-
-def pairs(responses: Sequence[str], ground_truths: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs each response with its ground truth; raises ValueError where the lengths differ."""
-    if len(responses) != len(ground_truths):
-        raise ValueError(f"{len(responses)} responses but {len(ground_truths)} ground truths")
-    return list(zip(responses, ground_truths, strict=True))
 
 
 def refuse(response: object, truth: object) -> Verdict | None:

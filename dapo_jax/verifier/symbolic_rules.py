@@ -7,7 +7,6 @@ side.
 """
 
 import functools
-import importlib.util
 import itertools
 import json
 import re
@@ -25,7 +24,6 @@ from dapo_jax.verifier.math_rules import (
     exact_number,
     is_name,
     last_answer,
-    pairs,
     read_answer,
     refuse,
     retracts,
@@ -308,18 +306,11 @@ def too_large(form: str) -> bool:
 
 
 class SymbolicVerifier(isolated.Pool):
-    """Grades by the rules "math_verify", the algebra in workers.
-
-    Raises ImportError without math-verify, and what `isolated.Pool` raises.
-    """
+    """Grades by the rules "math_verify", the algebra in workers; raises as `isolated.Pool` does."""
 
     def __init__(self, num_workers: int, cpu_seconds: float = isolated.CPU_SECONDS) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError('the rules "math_verify" need the package math-verify')
-        entry = f"{__name__}:algebra"
-        super().__init__(
-            entry, name="math_verify", num_workers=num_workers, cpu_seconds=cpu_seconds
-        )
+        how = {"num_workers": num_workers, "cpu_seconds": cpu_seconds}
+        super().__init__(f"{__name__}:algebra", name="math_verify", **how)
 
     def verify(self, response: str, ground_truth: str) -> Verdict:
         """Grades one pair, as `verify_many` does."""
@@ -327,10 +318,9 @@ class SymbolicVerifier(isolated.Pool):
 
     def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
         """Grades pairs, in order; raises ValueError where the lengths differ."""
-        self.check_open()
         decided = [
             refuse(response, truth) or decide_locally(response, truth)
-            for response, truth in pairs(responses, ground_truths)
+            for response, truth in zip(responses, ground_truths, strict=True)
         ]
         requests = {it: json.dumps(it).encode() for it in decided if not isinstance(it, Verdict)}
         replies = self.ask(requests.values())

@@ -33,7 +33,7 @@ class FormatAnswer(MathProblems):
     form_reward: float = 0.2
 
     def load(self) -> tuple[list[Example], DataReport]:
-        """Reads the file; raises what `readers.read` raises."""
+        """Reads the file; raises what `MathProblems.load` raises."""
         if not 0 <= self.form_reward < 1:
             raise DataError(f"args.form_reward is {self.form_reward}: must be 0 to below 1")
         return super().load()
