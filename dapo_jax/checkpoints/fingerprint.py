@@ -228,7 +228,7 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
-    code = list(_file_differences(theirs.get("code", {}), ours["code"]))  # older ones have none
+    code = list(_file_differences(theirs["code"], ours["code"]))
     edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
         here = ours.get("hub", {})

@@ -284,8 +284,6 @@ def _read_manifest(file: epath.Path) -> dict:
     digest = manifest.pop("digest")
     if json_digest(manifest) != digest:
         raise ValueError(f"{file} is not what was saved")
-    if "identity" in manifest:  # an older name
-        manifest["fingerprint"] = manifest.pop("identity")
     return manifest | {"digest": digest}
 
 
