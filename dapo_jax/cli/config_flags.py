@@ -1,7 +1,6 @@
 """Configs on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
 
-A key that the config lacks is refused with the nearest name, and one of a former name with its new
-one.
+A key that the config lacks is refused with the nearest name.
 """
 
 import difflib
@@ -29,15 +28,15 @@ HUB_NAME = re.compile(
 )
 
 
-def found(path: str, root: pathlib.Path = ROOT) -> str:
-    """Returns the path as it is, or that below `root` where only there is something.
+def found(path: str) -> str:
+    """Returns the path as it is, or that below the project where only there is something.
 
     A part behind a colon (a config's preset) counts as no part of the path.
     """
     name, colon, rest = path.partition(":")
     if not name or rest.startswith("//") or pathlib.Path(name).exists():
         return path
-    return f"{root / name}{colon}{rest}" if (root / name).exists() else path
+    return f"{ROOT / name}{colon}{rest}" if (ROOT / name).exists() else path
 
 
 def complete(config: ConfigDict) -> None:
@@ -51,7 +50,7 @@ def complete(config: ConfigDict) -> None:
 
 def current(config: Mapping) -> ConfigDict:
     """Returns a run's config as it is now: without keys that are gone, newer ones by default."""
-    return _on_defaults(ConfigDict(config, type_safe=False), renamed=base.RENAMED)[0]
+    return _on_defaults(ConfigDict(config, type_safe=False))[0]
 
 
 def fill_open(config: ConfigDict, chosen: Mapping) -> None:
@@ -168,7 +167,7 @@ class ConfigParser(ConfigFileFlagParser):
             raise ValueError(f"{file}: {error_line(error)}") from None
         if config is None:
             raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
-        config, wrong = _on_defaults(config, renamed={})
+        config, wrong = _on_defaults(config)
         if wrong:
             raise ValueError(f"{file}: {numbered(wrong)}")
         for name, settings in self.sets():
@@ -194,7 +193,7 @@ class ConfigParser(ConfigFileFlagParser):
         return config.lock()
 
 
-def _on_defaults(given: ConfigDict, renamed: Mapping):
+def _on_defaults(given: ConfigDict):
     """Sets the values of a config on the defaults: (config, refusals of keys and of types).
 
     A data set may leave keys out.
@@ -204,7 +203,6 @@ def _on_defaults(given: ConfigDict, renamed: Mapping):
         config.update_from_flattened_dict({of_set[1]: base.dataset()})
     known = list(keys(config))
     for name, value in base.leaves(given):
-        name = renamed.get(name, name)
         key = base.key_of(name)
         try:
             if name not in known:
@@ -227,8 +225,6 @@ def numbered(refusals: Sequence[str]) -> str:
 
 def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
     """Returns the question for the key that a wrong one is likely to mean; "" if none is near."""
-    if new := base.RENAMED.get(name):
-        return f" (its name is {prefix}{new} now)"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f" (Did you mean {prefix}{near[0]}?)" if near else ""
 
@@ -277,7 +273,7 @@ def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: st
     known_flags: the command's. about: its docstring. Without --config the keys have their
     defaults. Raises ValueError where the config is wrong.
     """
-    given = [a for a in config_flags_of(arguments) if a not in HELP]
+    given = config_flags_of(arguments)
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
     given = given if files else [f"--config={base.__file__}", *given]
     config = read_config(given, known_flags["config"].parser.sets)
