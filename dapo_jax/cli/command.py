@@ -4,8 +4,6 @@ absl and ml_collections would show their own traceback for a misspelt key or pre
 the same. `--debug` shows the traceback.
 """
 
-import contextlib
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,23 +31,14 @@ def run(main: Callable[[list[str]], None]) -> None:
                 raise
             line, status = failures.explain(error)
             end_all(f"error: {line}", code=status)
-            print(f"error: {line}\n(--debug shows where)", file=sys.stderr)
+            said = f"error: {line}\n(--debug shows where)"
             if failures.is_refusal(error):
+                print(said, file=sys.stderr)
                 sys.exit(status)
-            leave(status)
+            # At once: what could not be written would fail again at the regular end, in tracebacks.
+            hosts.leave(said, status)
 
     app.run(guarded, flags_parser=parse_flags)
-
-
-def leave(status: int) -> None:
-    """Ends the process at once: what it could not write would fail again at its regular end.
-
-    Libraries' own writers, and Python's of open files, would print a traceback each.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
 
 
 def end_all(message: str, *, code: int = 1) -> None:
