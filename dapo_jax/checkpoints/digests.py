@@ -20,12 +20,9 @@ MODULUS = 2**64
 Part = tuple[tuple[int, ...], jax.Array | int]
 
 
-def described(state, sums: Mapping[str, Sequence[Part]] | None = None) -> dict:
-    """Lists (dtype and shape, digest) of every array, by name; all processes call it.
-
-    sums: `sums_on_devices` of the state; None: computed now.
-    """
-    mine = on_host(sums_on_devices(state) if sums is None else sums)
+def described(state) -> dict:
+    """Lists (dtype and shape, digest) of every array, by name; all processes call it."""
+    mine = on_host(sums_on_devices(state))
     everyone = hosts.gather({name: sum(it for _, it in parts) for name, parts in mine.items()})
     leaves = named(state)
     return {
