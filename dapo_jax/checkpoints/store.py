@@ -55,8 +55,7 @@ class Checkpoints:
             directory = directory.absolute()  # as Orbax wants it
         self.fingerprint: dict | None = None
         self._keep = keep
-        if hosts.is_main_host():
-            directory.mkdir(parents=True, exist_ok=True)
+        hosts.on_main(lambda: directory.mkdir(parents=True, exist_ok=True))
         several = hosts.count() > 1
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -71,7 +70,6 @@ class Checkpoints:
                 active_processes=set(range(hosts.count())) if several else None
             ),
         )
-        hosts.on_main(lambda: None)  # the directory is there for all
 
         def of_item(handler):
             return handler(multiprocessing_options=options.multiprocessing_options)

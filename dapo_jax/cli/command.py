@@ -21,7 +21,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     def guarded(argv):
         logging.set_verbosity(logging.WARNING)  # Orbax logs each save in dozens of lines
         failures.quiet_threads()
-        sys.stdout.reconfigure(errors="backslashreplace")  # a response may hold any character
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding may be ASCII
         try:
             with signals.Signals(signals.end_command), hosts.ending_when_a_peer_is_lost():
                 main(argv)
