@@ -39,10 +39,6 @@ CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml
 UNSAVED = 3
 
 
-class OtherRunError(ValueError):
-    """A checkpoint is of a run with another config, other data or another model."""
-
-
 def of_run(config: ConfigDict, data) -> dict:
     """Returns this run's fingerprint, JSON-able; ValueError where the processes' differ.
 
@@ -146,7 +142,7 @@ def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
 
 
 def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
-    """Refuses a model or tokenizer directory that has changed since a run began (OtherRunError).
+    """Refuses a model or tokenizer directory that has changed since a run began (ValueError).
 
     theirs: the fingerprint of a checkpoint of the run. weights: whether the start model's weights
     count too. All processes call it, and divide the weight files among them.
@@ -158,7 +154,7 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
         text for text in _file_differences(theirs["files"], ours) if weights or WEIGHTS not in text
     ]
     if found:
-        raise OtherRunError(
+        raise ValueError(
             f"{where} began with another model: {listed(found)}. Put back the files that the run "
             "was started with"
         )
@@ -219,7 +215,7 @@ def of_file(file: epath.Path) -> str:
 
 
 def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], None]) -> None:
-    """Refuses to go on with a checkpoint of another run (OtherRunError), by the keys that differ.
+    """Refuses to go on with a checkpoint of another run (ValueError), by the keys that differ.
 
     theirs: the checkpoint's fingerprint. Evaluation sets may change, and the code of keys that may
     (`MAY_CHANGE`): that is reported.
@@ -236,7 +232,7 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
             if name in here and here[name] != commit:
                 where += f" ({name} was at commit {commit}, which @ can name)"
         fork = "; with --start=run:WORKDIR@STEP that is a fork, which goes on with the edited code"
-        raise OtherRunError(
+        raise ValueError(
             f"{where} is of another run: {listed(found + edited)}. Give what it had to resume it, "
             "or another --workdir (and checkpoint.directory) to start a new run"
             + (fork if edited else "")
@@ -246,14 +242,14 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
 
 
 def require_parent(theirs: dict, ours: dict, where: str) -> None:
-    """Refuses to fork a run of another policy, seed or training data (OtherRunError), by key.
+    """Refuses to fork a run of another policy, seed or training data (ValueError), by key.
 
     Its place in the prompt stream means something in the same stream alone. theirs: the fingerprint
     of the checkpoint that the fork goes on with. Of the data the digests count, not how it is named
     or graded.
     """
     if found := list(differences(theirs, ours, among=(*OF_POLICY, "seed"))):
-        raise OtherRunError(
+        raise ValueError(
             f"{where} cannot be forked: {listed(found)}. A fork goes on with the run's model, "
             "tokenizer, LoRA shape, seed and training data; all else may be another"
         )

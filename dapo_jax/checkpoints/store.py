@@ -28,10 +28,6 @@ ONE_FOLDER = "checkpoint.directory must be one that all processes see"
 LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
 
 
-class WrongStateError(ValueError):
-    """A checkpoint holds other arrays than this run's state, another model's for example."""
-
-
 class DamagedError(ValueError):
     """A checkpoint's files are missing, cut short or not what was saved."""
 
@@ -142,7 +138,7 @@ class Checkpoints:
 
         require(fingerprint, where=...): raises where it is not a run's that may be read. Raises
         FileNotFoundError, which names those there are, for a step without a checkpoint,
-        DamagedError, and WrongStateError, which names the arrays that differ, for another model's.
+        DamagedError, and ValueError, which names the arrays that differ, for another model's.
         """
         steps = self._agreed_steps()
         if step not in steps:
@@ -240,7 +236,7 @@ class Checkpoints:
             if there.get(name) != here.get(name)
         ]
         if differing:
-            raise WrongStateError(
+            raise ValueError(
                 f"checkpoint {step} in {self.directory} is of another model: "
                 f"{fingerprint.listed(differing)}. Give the model that it was trained from, or "
                 "another --workdir"
