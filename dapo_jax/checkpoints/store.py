@@ -176,7 +176,7 @@ class Checkpoints:
         if outcome == DAMAGED:  # it may have been the reading
             content, outcome, why = self._read_once(step, abstract_state, require)
         if outcome == DAMAGED:
-            raise DamagedError(f"checkpoint {step} cannot be read ({why})")
+            raise DamagedError(f"checkpoint {step} in {self.directory} cannot be read ({why})")
         if outcome == TRANSIENT:
             raise OSError(errno.ETIMEDOUT, why, str(self.directory / str(step)))
         if outcome == REFUSED:

@@ -23,7 +23,7 @@ from dapo_jax import hub
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
-from dapo_jax.checkpoints.store import Checkpoints, DamagedError
+from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import compile_cache
 from dapo_jax.cli.config_flags import config_differences
 from dapo_jax.learner import TrainState
@@ -327,10 +327,7 @@ def _fork(run: Run, ours: dict) -> tuple[TrainState, dict]:
     run.step = run.parent.step
     same = functools.partial(fingerprint.require_parent, ours=ours)
     with contextlib.closing(parents_checkpoints(run.config, run.parent)) as theirs:
-        try:
-            return theirs.restore(run.step, run.programs.state, require=same)
-        except DamagedError as error:
-            raise DamagedError(f"--start={run.parent}: {error}") from error
+        return theirs.restore(run.step, run.programs.state, require=same)
 
 
 def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
@@ -400,8 +397,6 @@ def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
 
     Raises ValueError where --start (`given`) is another one.
     """
-    if given and given.workdir == workdir.resolve():
-        raise ValueError(f"--start={given} is the run in --workdir itself; give a new --workdir")
     if not any((workdir / name).exists() for name in ("config.json", "metrics.jsonl")):
         return given
     starts = read_starts(workdir / STARTS)
