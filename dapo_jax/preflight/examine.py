@@ -137,22 +137,16 @@ def examine(
     say: reports each program that is ready. Raises ValueError for settings that cannot work,
     DoesNotFit for a program that does not.
     """
+    chip = chip_of(where)
 
     def fit(run):
-        how = {"devices": devices, "device_bytes": chip_of(where).hbm_bytes}
-        for line in auto_sizes.fit_training(config, **how):
-            say(line)
+        auto_sizes.fit_training(config, devices=devices, device_bytes=chip.hbm_bytes)
 
-    built = open_run(config, None, "programs", reads="", fit=fit, devices=devices).programs
-    if built.engine.cache.slots < 1:
-        raise DoesNotFit("rollout.cache_mib holds no slot")
-    return Findings(
-        config_name=config_name,
-        where=where,
-        chip=chip_of(where),
-        built=built,
-        phases=memory_phases(built, compiled_programs(built, say=say)),
-    )
+    run = open_run(config, None, "programs", reads="", fit=fit, devices=devices)
+    for line in run.chosen:
+        say(line)
+    phases = memory_phases(run.programs, compiled_programs(run.programs, say=say))
+    return Findings(config_name, where, chip, run.programs, phases)
 
 
 def memory_phases(built: components.Programs, programs: dict[str, Program]) -> list[Phase]:

@@ -108,14 +108,14 @@ def _positions(config: ConfigDict) -> int:
     return components.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
 
 
-def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> list[str]:
-    """Fills in the sizes that a training config leaves open (0); returns a line that names them.
+def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> None:
+    """Fills in the sizes that a training config leaves open (0).
 
     A micro-batch has as many tokens as keep the devices busy, but no more than half of what an
     update is expected to have: the rest of the last one is padding. Its rows hold the longest
     sequence. devices, device_bytes: of a compile-only topology; None: this program's.
     """
-    c, r, before = config.learner, config.rollout, dict(base.leaves(config))
+    c, r = config.learner, config.rollout
     mesh = components.mesh_of(config, devices)
     degree = rules.row_degree(mesh)
     most = MICRO_BATCH_TOKENS.get(platform_of(mesh), MICRO_BATCH_TOKENS["tpu"])
@@ -132,8 +132,6 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
         c.micro_batch_rows = degree * max(1, tokens // c.row_tokens)
     requests = r.generation_prompts * r.group_size
     fit_cache(config, requests, training=True, devices=devices, device_bytes=device_bytes)
-    chosen = [f"{key} = {now}" for key, now in base.leaves(config) if now != before[key]]
-    return [f"chosen by the lengths and the devices: {', '.join(chosen)}"] if chosen else []
 
 
 def fit_cache(
