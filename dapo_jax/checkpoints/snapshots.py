@@ -21,7 +21,6 @@ process that raises asks the main one, and leaves when that has said that all is
 
 import collections
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -250,13 +249,9 @@ def host_copy(state):
         return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
 
     shardings = jax.tree.map(lambda leaf: on_host(leaf.sharding), state)
-    leaves, structure = jax.tree.flatten(shardings)
-    return _copy(structure, tuple(leaves))(state)
+    # One function for all calls: JAX compiles it once for the same shapes and shardings.
+    return jax.jit(_copied, out_shardings=shardings)(state)
 
 
-@functools.cache
-def _copy(structure, shardings):
-    def copy(state):
-        return jax.tree.map(jnp.copy, state)
-
-    return jax.jit(copy, out_shardings=jax.tree.unflatten(structure, shardings))
+def _copied(state):
+    return jax.tree.map(jnp.copy, state)
