@@ -138,8 +138,9 @@ class Snapshots:
 
     def _run(self) -> None:
         """Runs the saver: it follows one order after the other, the same on every process."""
+        next_order = self._order if hosts.is_main_host() else self._received_order
         try:
-            while (order := self._next_order()) != "close":
+            while (order := next_order()) != "close":
                 what, *arguments = order.split()
                 if what == "save":
                     if (snapshot := self._snapshot(int(arguments[0]))) is None:
@@ -192,9 +193,6 @@ class Snapshots:
         # Only the main process has a display: the others say it as well, for their own logs.
         say = self.say if hosts.is_main_host() else None
         hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)
-
-    def _next_order(self) -> str:
-        return self._order() if hosts.is_main_host() else self._received_order()
 
     def _order(self) -> str:
         """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
