@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from clu.parameter_overview import count_parameters
 from ml_collections import ConfigDict
 
 from configs import base
@@ -154,7 +155,7 @@ def fit_cache(
     sizes, mesh = components.model_sizes(config), components.mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     wanted = min(MOST_SLOTS, -(-requests // rules.row_degree(mesh)))
-    parameters = _count(abstract_params(sizes)[1])
+    parameters = count_parameters(abstract_params(sizes)[1])
     if platform_of(mesh) == "cpu":
         enough = -(-CPU_SLOTS_TIMES_PARAMETERS // (parameters * rules.row_degree(mesh)))
         wanted = min(wanted, max(FEWEST_CPU_SLOTS, enough))
@@ -197,16 +198,12 @@ def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> fl
     lora = components.lora_of(config)
     if lora:
         factors = jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
-        parameters = _count(factors)
+        parameters = count_parameters(factors)
     state = STATE_BYTES * parameters
     if lora or config.algo.kl_coef > 0:
         state += weights  # the start policy's
     # With partial rollouts the cache stays beside the update and its gradients.
     return state * (1 + 4 / STATE_BYTES) if config.rollout.partial_rollout_steps else state
-
-
-def _count(params) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _device_bytes() -> int | None:
