@@ -5,7 +5,6 @@ A key that the config lacks is refused with the nearest name.
 
 import difflib
 import inspect
-import json
 import pathlib
 import re
 import sys
@@ -69,22 +68,14 @@ def config_differences(
     among, but: the beginnings of the keys that count, and of those that do not. before: the words
     for an old value.
     """
-    old, new = (json.loads(current(it).to_json_best_effort()) for it in (old, new))
+    old, new = (dict(base.leaves(current(it))) for it in (old, new))
+    pairs = [(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())]
     return [
         f"{name} is {b!r}, but {before.format(repr(a))}"
-        for name, a, b in differences(old, new)
-        if name.startswith(among) and not name.startswith(but) and not _same_place(name, a, b)
+        for name, a, b in pairs
+        if a != b and name.startswith(among) and not name.startswith(but)
+        if not _same_place(name, a, b)
     ]
-
-
-def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yields (dotted name, old value, new value) of every leaf that differs; None if missing."""
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if {type(a), type(b)} <= {dict, type(None)}:  # a section may be new
-            yield from differences(a or {}, b or {}, f"{prefix}{name}.")
-        elif a != b:
-            yield prefix + name, a, b
 
 
 def _same_place(key: str, one, other) -> bool:
