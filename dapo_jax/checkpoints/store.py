@@ -194,7 +194,7 @@ class Checkpoints:
             manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
             self._require_same(step, abstract_state, manifest, require)
             content = _reading(lambda: self._restored(folder, abstract_state))
-            parts = digests.on_host(digests.sums_on_devices(content[0], replicas=True))
+            parts = digests.parts_of(content[0], replicas=True)
             if json_digest(content[1]) != manifest["progress"]:
                 outcome, why = DAMAGED, "its progress is not what was saved"
         except DamagedError as error:
