@@ -85,7 +85,21 @@ def check(config: ConfigDict) -> Conditions:
 
 def _of_algorithm(config: ConfigDict) -> Conditions:
     r, a = config.rollout, config.algo
-    yield from _of_loss(a, r.partial_rollout_steps)
+    yield (
+        a.eps_low < 1 or (a.eps_low == 1 and a.policy_loss == "cispo"),
+        f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0 (algo.policy_loss = "
+        "'cispo' may do without, with 1.0)",
+    )
+    yield (
+        a.tis_cap == 0 or r.partial_rollout_steps > 0 or a.old_logprobs == "learner",
+        f"algo.tis_cap = {a.tis_cap} is for partial rollouts, but "
+        "rollout.partial_rollout_steps = 0; set that to 1 or more, algo.old_logprobs to 'learner', "
+        "which gives all tokens a weight, or algo.tis_cap to 0",
+    )
+    yield (
+        a.tis_cap == 0 or a.ratio == "token",
+        f"algo.tis_cap = {a.tis_cap} is for single tokens, but algo.ratio = {a.ratio!r} is not",
+    )
     yield (
         not config.updates_per_step or r.num_prompts % config.updates_per_step == 0,
         f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "
@@ -101,24 +115,6 @@ def _of_algorithm(config: ConfigDict) -> Conditions:
         not r.max_response_tokens or a.overlong_cache_tokens <= r.max_response_tokens,
         f"algo.overlong_cache_tokens = {a.overlong_cache_tokens} exceeds "
         f"rollout.max_response_tokens = {r.max_response_tokens}",
-    )
-
-
-def _of_loss(a: ConfigDict, partial_rollout_steps: int) -> Conditions:
-    yield (
-        a.eps_low < 1 or (a.eps_low == 1 and a.policy_loss == "cispo"),
-        f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0 (algo.policy_loss = "
-        "'cispo' may do without, with 1.0)",
-    )
-    yield (
-        a.tis_cap == 0 or partial_rollout_steps > 0 or a.old_logprobs == "learner",
-        f"algo.tis_cap = {a.tis_cap} is for partial rollouts, but "
-        "rollout.partial_rollout_steps = 0; set that to 1 or more, algo.old_logprobs to 'learner', "
-        "which gives all tokens a weight, or algo.tis_cap to 0",
-    )
-    yield (
-        a.tis_cap == 0 or a.ratio == "token",
-        f"algo.tis_cap = {a.tis_cap} is for single tokens, but algo.ratio = {a.ratio!r} is not",
     )
 
 

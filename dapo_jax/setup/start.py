@@ -254,7 +254,7 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
 
     Without a stack they are only read, where there are any.
     """
-    config, latest, c = run.config, None, run.config.checkpoint
+    config, c = run.config, run.config.checkpoint
     directory = checkpoint_directory(config, run.workdir)
     if stack:
         there = run.checkpoints = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
@@ -263,8 +263,8 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
     elif hosts.on_main(directory.is_dir):
         run.checkpoints = Checkpoints(directory, keep=None)
     if run.checkpoints:
-        latest = run.step = hosts.on_main(run.checkpoints.latest_step)
-    if run.parent and latest is None:  # a fork with checkpoints of its own needs it no more
+        run.step = hosts.on_main(run.checkpoints.latest_step)
+    if run.parent and run.step is None:  # a fork with checkpoints of its own needs it no more
         parents_checkpoints(config, run.parent).close()
 
 
