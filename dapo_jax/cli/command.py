@@ -4,6 +4,7 @@ absl and ml_collections would show their own traceback for a misspelt key or pre
 the same. `--debug` shows the traceback.
 """
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -58,11 +59,13 @@ def parse_flags(argv: list[str]) -> list[str]:
     known = flags.FLAGS
     try:
         if not set(config_flags.HELP).isdisjoint(argv):
-            about = sys.modules["__main__"].__doc__
+            print(inspect.cleandoc(sys.modules["__main__"].__doc__ or ""))
+            own = (argv[0], "dapo_jax.", "experiments.")
+            for module in known.flags_by_module_dict():
+                if module.startswith(own):
+                    print(known.module_help(module))
             if "config" in known:
-                print(config_flags.help_text(argv[1:], known, about))
-            else:
-                print(f"{about}\n{known.main_module_help()}")
+                print(config_flags.help_text(argv[1:], known["config"].parser.sets))
             sys.exit(0)
         left = known(argv)
         if left[1:]:

@@ -4,7 +4,6 @@ A key that the config lacks is refused with the nearest name.
 """
 
 import difflib
-import inspect
 import pathlib
 import re
 import sys
@@ -258,20 +257,17 @@ def error_line(error: Exception) -> str:
     return " ".join(re.sub(r"^flag --config=\S+: ", "", text).split())
 
 
-def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: str | None) -> str:
-    """Returns what `--help` prints: a command's docstring, its flags, and every key of its config.
+def help_text(arguments: Sequence[str], sets: Callable[[], Iterable]) -> str:
+    """Returns what `--help` prints of every key of a command's config.
 
-    known_flags: the command's. about: its docstring. Without --config the keys have their
-    defaults. Raises ValueError where the config is wrong.
+    sets: as of `define_config`. Without --config the keys have their defaults. Raises ValueError
+    where the config is wrong.
     """
     given = config_flags_of(arguments)
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
     given = given if files else [f"--config={base.__file__}", *given]
-    config = read_config(given, known_flags["config"].parser.sets)
-    own = (sys.argv[0], "dapo_jax.", "experiments.")
-    modules = [name for name in known_flags.flags_by_module_dict() if name.startswith(own)]
+    config = read_config(given, sets)
     lines = [
-        *(inspect.cleandoc(about or ""), *map(known_flags.module_help, modules)),
         f"Keys of the config, with their values in {files[-1] if files else 'configs/base.py'};",
         "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
         "",
