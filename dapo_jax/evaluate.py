@@ -178,19 +178,21 @@ class Evaluation:
         return results
 
 
-def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, dict]:
+def settings_of(config: ConfigDict, *, of_model: bool = False) -> dict[str, dict]:
     """Returns all that an evaluation's numbers depend on beside the policy, by set; JSON-able.
 
-    named: what names the policy, where its directory may have results of several.
+    of_model: with the names of the model and its tokenizer, whose results may lie beside another's.
     """
     common = {
         "seed": config.seed,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_response_tokens": config.rollout.max_response_tokens,
         "compute_dtype": config.model.compute_dtype,
-        **(named or {}),
         **hub.record(),
     }
+    if of_model:
+        common["model"] = config.model.path
+        common |= {f"tokenizer.{key}": value for key, value in config.tokenizer.items()}
     filled = {name: settings | common for name, settings in eval_settings(config).items()}
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
@@ -252,7 +254,7 @@ def main(_):
         how = {"reads": "evaluation", "fit": lambda run: auto_sizes.fit_training(config)}
         run = open_run(config, workdir, "policy", step=given.step, **how)
     say("\n".join([*run.chosen, *run.data.report_lines()]))
-    settings = settings_of(config, named(config) if given.model else None)
+    settings = settings_of(config, of_model=bool(given.model))
     sets = run.data.eval_sets
 
     def keep(name, groups):
@@ -280,12 +282,6 @@ def fit_model(run: Run) -> None:
     prompts = [prompt for of_set in sets for prompt in of_set.dataset.prompts]
     auto_sizes.fit_lengths(run.config, max(len(prompt.token_ids) for prompt in prompts))
     auto_sizes.fit_cache(run.config, sum(len(it.dataset.prompts) * it.k for it in sets))
-
-
-def named(config: ConfigDict) -> dict:
-    """Returns the names of a model and its tokenizer, JSON-able."""
-    tokenizer = json.loads(config.tokenizer.to_json())
-    return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
 
 
 def config_of_run(workdir: pathlib.Path) -> dict | None:
