@@ -12,6 +12,7 @@ evaluates a Hugging Face directory, or ORG/NAME on its hub, with no config and n
 """
 
 import collections
+import contextlib
 import json
 import math
 import pathlib
@@ -126,7 +127,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-class Evaluation:
+class Evaluation(contextlib.AbstractContextManager):
     """Evaluates sets in a session that may sample other groups beside theirs.
 
     All requests are submitted at once: where this is done first, the tails of training's groups and
@@ -144,9 +145,6 @@ class Evaluation:
         for stream, (_, chosen) in self._sets.items():
             for cursor, prompt in enumerate(chosen.dataset.prompts):
                 session.submit(cursor, prompt, group_size=chosen.k, stream=stream)
-
-    def __enter__(self) -> "Evaluation":
-        return self
 
     def __exit__(self, *error) -> None:
         self._grading.__exit__(*error)

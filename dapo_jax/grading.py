@@ -2,6 +2,7 @@
 
 import bisect
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import time
@@ -59,7 +60,7 @@ class Graded:
         return len(self.informative) + under_way * rate - spread
 
 
-class Grading:
+class Grading(contextlib.AbstractContextManager):
     """Grades finished groups behind the decoding of the next block, a share on each process.
 
     Verdicts are used one block after the group finished, waiting if need be, so that what is
@@ -71,9 +72,6 @@ class Grading:
         self.seconds = {"verify": 0.0, "verify_wait": 0.0}
         self._grade = grade
         self._pending: list[tuple[Group, concurrent.futures.Future | None]] = []
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         jobs = [job for _, job in self._pending if job is not None]

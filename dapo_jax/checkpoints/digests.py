@@ -14,7 +14,6 @@ import numpy as np
 
 from sharding import hosts
 
-MODULUS = 2**64
 # Where a shard begins in its array, and its part of the array's digest.
 Part = tuple[tuple[int, ...], int]
 
@@ -74,7 +73,7 @@ def _factors(axis: int, positions):
 
 def text(total: int) -> str:
     """Writes a sum of parts as a digest."""
-    return f"{total % MODULUS:016x}"
+    return f"{total % 2**64:016x}"
 
 
 def named(tree) -> dict[str, Any]:

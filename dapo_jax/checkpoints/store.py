@@ -52,7 +52,6 @@ class Checkpoints:
         self.fingerprint: dict | None = None
         self._keep = keep
         hosts.on_main(lambda: directory.mkdir(parents=True, exist_ok=True))
-        several = hosts.count() > 1
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_period or None,
@@ -63,7 +62,7 @@ class Checkpoints:
             # Named processes wait for each other in the key-value store. Else they would on the
             # devices, and a save would have to wait for what those are doing.
             multiprocessing_options=ocp.options.MultiprocessingOptions(
-                active_processes=set(range(hosts.count())) if several else None
+                active_processes=set(range(hosts.count())) if hosts.count() > 1 else None
             ),
         )
 
