@@ -102,7 +102,7 @@ def define_config(
     holder = config_flags.DEFINE_config_file(
         "config", None, "The run's config.", flag_values=flag_values, sys_argv=argv
     )
-    flag_values["config"].parser = ConfigParser("config", argv, sets)
+    flag_values["config"].parser = ConfigParser(argv, sets)
     flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
 
@@ -141,8 +141,8 @@ class ConfigParser(ConfigFileFlagParser):
     argv, sets: as of `define_config`.
     """
 
-    def __init__(self, name: str, argv: Sequence[str] | None = None, sets: Callable = tuple):
-        super().__init__(name, lock_config=True)
+    def __init__(self, argv: Sequence[str] | None, sets: Callable[[], Iterable]):
+        super().__init__("config", lock_config=True)
         self._argv, self.sets = argv, sets
 
     def parse(self, path: str):

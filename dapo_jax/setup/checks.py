@@ -32,19 +32,18 @@ def _refusing(conditions: Callable) -> Callable:
     return check
 
 
-def together(*looks: Callable) -> list:
-    """Returns what the functions return; ValueError with what all of them refuse."""
-    results, refusals = [], []
+def together(*looks: Callable) -> None:
+    """Calls the functions; ValueError with what all of them refuse."""
+    refusals = []
     for look in looks:
         try:
-            results.append(look())
+            look()
         except (ValueError, OSError) as error:
             if not failures.is_refusal(error):
                 raise
             refusals.append(str(error))
     if refusals:
         raise ValueError(numbered(refusals))
-    return results
 
 
 @_refusing
