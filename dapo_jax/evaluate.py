@@ -249,8 +249,7 @@ def main(_):
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):
             config_flags.fill_open(config, theirs)
             policy.require_same(config, theirs, f"the run in {workdir}")
-        how = {"reads": "evaluation", "fit": lambda run: auto_sizes.fit_training(config)}
-        run = open_run(config, workdir, "policy", step=given.step, **how)
+        run = open_run(config, workdir, "policy", reads="evaluation", step=given.step)
     say("\n".join([*run.chosen, *run.data.report_lines()]))
     settings = settings_of(config, of_model=bool(given.model))
     sets = run.data.eval_sets

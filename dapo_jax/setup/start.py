@@ -198,7 +198,7 @@ def open_run(
         auto_sizes.fit_data(config, run.data, given=given)
     if fit:
         fit(run)
-    elif trains:
+    else:
         auto_sizes.fit_training(config)
     checks.check(config)
     if found := [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]:
