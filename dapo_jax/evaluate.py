@@ -276,8 +276,7 @@ def main(_):
 def fit_model(run: Run) -> None:
     """Fills in lengths and cache for the evaluation sets of a model alone."""
     sets = run.data.eval_sets.values()
-    prompts = [prompt for of_set in sets for prompt in of_set.dataset.prompts]
-    auto_sizes.fit_lengths(run.config, max(len(prompt.token_ids) for prompt in prompts))
+    auto_sizes.fit_lengths(run.config, run.data.longest_prompt())
     auto_sizes.fit_cache(run.config, sum(len(it.dataset.prompts) * it.k for it in sets))
 
 

@@ -314,20 +314,15 @@ def _restore(run: Run) -> None:
         at = (config, run.workdir, where)
         hosts.on_main(lambda: fingerprint.check_checkpoint_is_there(*at, begin_step=run.begin_step))
         if run.parent:
-            run.state, progress = _fork(run, ours)
+            run.step = run.parent.step
+            same = functools.partial(fingerprint.require_parent, ours=ours)
+            with contextlib.closing(parents_checkpoints(config, run.parent)) as saved:
+                run.state, progress = saved.restore(run.step, programs.state, require=same)
         else:
             run.step, run.state, progress = 0, programs.start_state(), {}
     run.progress = Progress.from_json(progress)
     run.start_weights = programs.load_start_weights()
     _require_finite(run, run.state)
-
-
-def _fork(run: Run, ours: dict) -> tuple[TrainState, dict]:
-    """Reads the parent's checkpoint, with which a fork begins: (state, progress)."""
-    run.step = run.parent.step
-    same = functools.partial(fingerprint.require_parent, ours=ours)
-    with contextlib.closing(parents_checkpoints(run.config, run.parent)) as theirs:
-        return theirs.restore(run.step, run.programs.state, require=same)
 
 
 def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
