@@ -23,7 +23,6 @@ from ml_collections import ConfigDict
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from dapo_jax import hub, losses
 from dapo_jax.cli.config_flags import config_differences
-from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
 from models import families
@@ -34,9 +33,6 @@ WEIGHTS = ".safetensors"
 OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
 INSTALLED = ("site-packages", "dist-packages")
 CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
-# Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
-# it is killed: one is being saved, one is pending, and the step of the next waits for the first.
-UNSAVED = 3
 
 
 def of_run(config: ConfigDict, data) -> dict:
@@ -268,24 +264,6 @@ def differences(old: dict, new: dict, **keys) -> Iterator[str]:
         for (_, theirs), (key, ours) in zip(before, now, strict=True):
             yield from _data_differences({key: theirs}, {key: ours})
     yield from _file_differences(old["files"], new["files"])
-
-
-def check_checkpoint_is_there(
-    config: ConfigDict, workdir: pathlib.Path, directory, *, begin_step: int = 0
-) -> None:
-    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError).
-
-    begin_step: the run's first; a fork's is not 0.
-    """
-    file = workdir / "metrics.jsonl"
-    finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
-    every = config.checkpoint.every_steps
-    if finished - begin_step >= UNSAVED * every:
-        raise ValueError(
-            f"{file} has {finished} finished steps, but {directory} has no checkpoint, though "
-            f"checkpoint.every_steps is {every}; give the run's checkpoint.directory, or another "
-            "--workdir to start a new run"
-        )
 
 
 def _key(name: str, settings: Mapping) -> str:

@@ -40,6 +40,10 @@ from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Rollouts
 from sharding import hosts
 
+# Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
+# it is killed: one is being saved, one is pending, and the step of the next waits for the first.
+UNSAVED = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Parent:
@@ -303,16 +307,15 @@ def _restore(run: Run) -> None:
     """Reads the checkpoint that the run continues, and gives `checkpoints` its fingerprint."""
     config, programs, there = run.config, run.programs, run.checkpoints
     ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
-    there.fingerprint, where = ours, there.directory
+    there.fingerprint = ours
     if restored := there.restore_latest(programs.state, report=logging.warning):
         run.step, run.state, progress = restored
         # A new --workdir does not know it: its checkpoint.directory does.
         theirs = ours["origin"] = (there.fingerprint_of(run.step) or {}).get("origin")
         run.parent = theirs and Parent.parse(theirs)
-        checks.check_steps_left(config, run.step, where)
+        checks.check_steps_left(config, run.step, there.directory)
     else:
-        at = (config, run.workdir, where)
-        hosts.on_main(lambda: fingerprint.check_checkpoint_is_there(*at, begin_step=run.begin_step))
+        hosts.on_main(lambda: _require_unsaved(run))
         if run.parent:
             run.step = run.parent.step
             same = functools.partial(fingerprint.require_parent, ours=ours)
@@ -323,6 +326,18 @@ def _restore(run: Run) -> None:
     run.progress = Progress.from_json(progress)
     run.start_weights = programs.load_start_weights()
     _require_finite(run, run.state)
+
+
+def _require_unsaved(run: Run) -> None:
+    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError)."""
+    file, every = run.workdir / "metrics.jsonl", run.config.checkpoint.every_steps
+    finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
+    if finished - run.begin_step >= UNSAVED * every:
+        raise ValueError(
+            f"{file} has {finished} finished steps, but {run.checkpoints.directory} has no "
+            f"checkpoint, though checkpoint.every_steps is {every}; give the run's "
+            "checkpoint.directory, or another --workdir to start a new run"
+        )
 
 
 def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
